@@ -1,0 +1,1 @@
+"""Gradient strategies: how the gradients of micro-batches become the step's gradient."""

@@ -1,0 +1,1 @@
+"""Durable writes, and the state of a run in and out of safetensors."""

@@ -1,0 +1,78 @@
+"""Every way a run can end, each with the exit code and the one line a user sees.
+
+Importable from any room; imports nothing.
+"""
+
+from __future__ import annotations
+
+
+class TrainError(Exception):
+    """An end of the run that a user can act on: one line on stderr, no traceback.
+
+    Attributes:
+        exit_code: the process's exit status.
+    """
+
+    exit_code: int = 1
+
+
+class ConfigError(TrainError):
+    """The command line or a recipe asks for something that does not exist or cannot be.
+
+    Args:
+        faults: one line per fault, the key first, with the nearest remedy.
+    """
+
+    exit_code = 2
+
+    def __init__(self, *faults: str) -> None:
+        super().__init__("\n".join(faults))
+        self.faults = faults
+
+
+class DataError(TrainError):
+    """A file, record or sample cannot be used; the text names file and record."""
+
+    exit_code = 3
+
+
+class NoCheckpointError(TrainError):
+    """No such run, or no checkpoint in it that is intact."""
+
+    exit_code = 4
+
+
+class DoesNotFitError(TrainError):
+    """Even one sample exceeds the memory; the text names its id and length."""
+
+    exit_code = 5
+
+
+class NonFiniteError(TrainError):
+    """Loss or gradient stayed non-finite for too many steps in a row."""
+
+    exit_code = 6
+
+
+class RankLostError(TrainError):
+    """A rank died, hung or fell out of step."""
+
+    exit_code = 7
+
+
+class SaveError(TrainError):
+    """A checkpoint could not be written."""
+
+    exit_code = 8
+
+
+class NotExactError(TrainError):
+    """`train verify` found that the planned step is not the whole-batch step."""
+
+    exit_code = 9
+
+
+class Preempted(TrainError):  # noqa: N818 - not a failure: saved, and to be continued
+    """A signal asked the run to stop; it saved at a step boundary."""
+
+    exit_code = 75

@@ -1,0 +1,42 @@
+"""The unit of work: samples that share one forward and backward on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import final
+
+import torch
+from torch import Tensor
+
+Fields = Mapping[str, Tensor]
+"""A collated micro-batch: tensors by name, first dimension the samples."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """Samples that share one forward and backward.
+
+    Attributes:
+        fields: collated tensors by name.
+        ids: sample ids, for the ledger and for messages.
+        weights: named data-only denominators, each a Python float.
+        num_tokens: real input positions.
+        num_positions: computed positions, padding counted.
+        rng_key: seed of every random draw of its forward.
+    """
+
+    fields: Fields
+    ids: tuple[int, ...]
+    weights: Mapping[str, float]
+    num_tokens: int
+    num_positions: int
+    rng_key: int
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """Move the fields; returns itself where they already are."""
+        if device.type == "cpu":
+            return self
+        moved = {name: field.to(device, non_blocking=True) for name, field in self.fields.items()}
+        return replace(self, fields=moved)

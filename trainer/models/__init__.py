@@ -1,0 +1,1 @@
+"""Models in plain PyTorch."""

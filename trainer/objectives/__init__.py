@@ -1,0 +1,1 @@
+"""Objectives: named loss sums over named weights."""

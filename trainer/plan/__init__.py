@@ -1,0 +1,1 @@
+"""Pure functions over numbers: the order of samples, batch arithmetic, cuts, costs."""
