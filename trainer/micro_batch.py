@@ -36,7 +36,12 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         """Move the fields; returns itself where they already are."""
-        if device.type == "cpu":
-            return self
-        moved = {name: field.to(device, non_blocking=True) for name, field in self.fields.items()}
-        return replace(self, fields=moved)
+        fields = to_device(self.fields, device)
+        return self if fields is self.fields else replace(self, fields=fields)
+
+
+def to_device(fields: Fields, device: torch.device) -> Fields:
+    """Move collated fields without waiting; returns them as they are on a CPU."""
+    if device.type == "cpu":
+        return fields
+    return {name: field.to(device, non_blocking=True) for name, field in fields.items()}

@@ -6,6 +6,7 @@ The ground floor. A world of one rank needs no process group and sends nothing.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import final
 
@@ -35,10 +36,19 @@ class World:
         return self.rank == 0
 
     def sum(self, values: Tensor) -> Tensor:
-        """Add a tensor over all ranks. Collective; returns `values` itself on one rank."""
+        """Add a tensor over all ranks, in place. Collective; sends nothing on one rank."""
         if self.size > 1:
             dist.all_reduce(values)
         return values
+
+    def sum_numbers(self, numbers: Sequence[float]) -> list[float]:
+        """Add a few numbers over all ranks, in float64. Collective; sends nothing on one rank."""
+        if self.size == 1:
+            return list(numbers)
+        total: list[float] = self.sum(
+            torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        ).tolist()
+        return total
 
     def max(self, values: Tensor) -> Tensor:
         """Take the elementwise maximum over all ranks. Collective."""

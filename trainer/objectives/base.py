@@ -13,12 +13,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, final
 
+import torch
 from torch import Tensor
 
+from trainer.errors import ConfigError
 from trainer.micro_batch import Fields
 
 ModelCall = Callable[[Fields], Any]
 """Calls the model with those fields its `forward` names; gives what the model gives."""
+
+IGNORED = -100
+"""The label of what is no loss term, as everywhere in PyTorch."""
 
 
 @final
@@ -55,5 +60,62 @@ class Objective(ABC):
 
 
 def logits_of(output: Any) -> Tensor:  # noqa: ANN401 - models return what they like
-    """Take the logits out of a model's output: the output itself or its `.logits`."""
-    return output if isinstance(output, Tensor) else output.logits
+    """Take the logits out of a model's output: the output itself or its `.logits`.
+
+    Raises:
+        ConfigError: the model gives something else, such as a loss it computed itself.
+    """
+    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    if isinstance(logits, Tensor) and logits.ndim > 1:
+        return logits
+    if isinstance(output, Tensor):
+        given = f"a tensor of shape {tuple(output.shape)}"
+    else:
+        given = f"a {type(output).__name__} without logits"
+    raise ConfigError(
+        f"model: forward returned {given}; return logits, or an object with .logits, and leave "
+        "the loss to the objective, which sums it so that every split gives the same step"
+    )
+
+
+def labels_of(fields: Fields) -> Tensor:
+    """Take the labels out of a micro-batch.
+
+    Raises:
+        ConfigError: the data give none.
+    """
+    if "labels" not in fields:
+        raise ConfigError(
+            f"objective: the data give no field named labels (they give: {', '.join(fields)})"
+        )
+    return fields["labels"]
+
+
+def without_labels(fields: Fields) -> Fields:
+    """Take the labels away, so that a model that could computes no loss of its own."""
+    return {name: value for name, value in fields.items() if name != "labels"}
+
+
+def at_least_single(logits: Tensor) -> Tensor:
+    """Widen half precision to float32; wider logits are returned as they are, uncopied."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def check_smoothing(label_smoothing: object) -> None:
+    """Refuse a smoothing that leaves nothing of the target.
+
+    Raises:
+        ConfigError: naming the value.
+    """
+    if not (isinstance(label_smoothing, int | float) and 0.0 <= label_smoothing < 1.0):
+        raise ConfigError(f"objective.label_smoothing: {label_smoothing!r} is not in [0, 1)")
+
+
+def check_coefficient(key: str, value: object) -> None:
+    """Refuse what cannot weigh a term.
+
+    Raises:
+        ConfigError: naming the key and the value.
+    """
+    if not (isinstance(value, int | float) and 0.0 <= value < float("inf")):
+        raise ConfigError(f"{key}: {value!r} is not a coefficient (0 or more)")

@@ -10,14 +10,18 @@ To add one, subclass `Cut` and name the class in a YAML file of the group `accum
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import final
+from typing import ClassVar, final
 
 import numpy as np
 import numpy.typing as npt
 
+from trainer.errors import ConfigError
+
 IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
 
 
 @final
@@ -38,8 +42,13 @@ class Cost:
     seconds_per_token: float | None = None
 
     def tokens(self, num_samples: int, length: int) -> float:
-        """Cost of one micro-batch in token equivalents."""
+        """Cost of one padded micro-batch in token equivalents."""
         return self.fixed + num_samples * length * (1.0 + self.quadratic * length)
+
+    def per_sample(self, lengths: IntArray) -> FloatArray:
+        """Cost of each sample alone, without the micro-batch's fixed share, `(num_samples,)`."""
+        sizes = lengths.astype(np.float64)
+        return sizes * (1.0 + self.quadratic * sizes)
 
 
 @final
@@ -51,7 +60,11 @@ class Layout:
         world_size: data-parallel ranks.
         lockstep: every micro-batch contains a collective, so all ranks need the same count.
         pad_multiple: lengths are padded up to a multiple of this.
-        max_shapes: largest number of distinct padded lengths, for compiled models.
+        max_shapes: largest number of distinct padded lengths, for compiled models. The number of
+            samples is not bounded: it is the one dimension to compile as dynamic.
+        shapes: the padded lengths to use, ascending, when they are to be the same for a whole run
+            (`partition.ladder` over all lengths of the data); without them `max_shapes` holds
+            within each global batch.
         packed: documents of a micro-batch are laid end to end, without padding.
         cost: the time model.
     """
@@ -60,6 +73,7 @@ class Layout:
     lockstep: bool = False
     pad_multiple: int = 1
     max_shapes: int | None = None
+    shapes: tuple[int, ...] = ()
     packed: bool = False
     cost: Cost = field(default_factory=Cost)
 
@@ -74,7 +88,7 @@ class Plan:
             empty array is a slot of zero weight that only fills a count.
         lengths: `(global batch,)`, tokens of each sample.
         padded_lengths: `[rank][slot]`: the length every sample of that micro-batch is padded to
-            (under packing: the number of positions of the row).
+            (under packing: the number of positions of the row); 0 for an empty slot.
         packed: as in `Layout`.
     """
 
@@ -82,6 +96,11 @@ class Plan:
     lengths: IntArray
     padded_lengths: tuple[tuple[int, ...], ...]
     packed: bool = False
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of the global batch."""
+        return len(self.lengths)
 
     @cached_property
     def num_micro_batches(self) -> int:
@@ -98,28 +117,66 @@ class Plan:
         length = self.padded_lengths[rank][slot]
         return length if self.packed else len(self.ranks[rank][slot]) * length
 
+    def slots(self) -> Iterator[tuple[int, int]]:
+        """Walk over the micro-batches.
+
+        Yields:
+            `(rank, slot)`, rank by rank.
+        """
+        for rank, slots in enumerate(self.ranks):
+            for slot in range(len(slots)):
+                yield rank, slot
+
     @cached_property
     def num_positions(self) -> int:
         """Computed positions of the step, over all ranks."""
-        return sum(
-            self.positions(rank, slot)
-            for rank, slots in enumerate(self.ranks)
-            for slot in range(len(slots))
-        )
+        return sum(self.positions(rank, slot) for rank, slot in self.slots())
 
     @cached_property
     def max_positions(self) -> int:
         """Computed positions of the largest micro-batch."""
-        return max(
-            (self.positions(r, s) for r, slots in enumerate(self.ranks) for s in range(len(slots))),
-            default=0,
-        )
+        return max((self.positions(rank, slot) for rank, slot in self.slots()), default=0)
+
+    @cached_property
+    def max_shared_positions(self) -> int:
+        """Computed positions of the largest micro-batch that can be cut: of two samples or more."""
+        shared = ((r, s) for r, s in self.slots() if len(self.ranks[r][s]) > 1)
+        return max((self.positions(rank, slot) for rank, slot in shared), default=0)
 
     @cached_property
     def padding(self) -> float:
         """Share of computed positions that hold no token."""
         computed = self.num_positions
         return 1.0 - float(self.lengths.sum()) / computed if computed else 0.0
+
+    def check(self, layout: Layout) -> None:
+        """Refuse a plan that would train on another global batch, or hang.
+
+        Args:
+            layout: what the plan was asked for.
+
+        Raises:
+            ConfigError: if a sample is missing or cut twice, is longer than its micro-batch, or
+                if ranks in lockstep differ in their count.
+        """
+        fault = self._fault(layout)
+        if fault:
+            raise ConfigError(f"accum: the cut gives a plan that {fault}")
+
+    def _fault(self, layout: Layout) -> str | None:
+        if len(self.ranks) != layout.world_size:
+            return f"is for {len(self.ranks)} ranks, not {layout.world_size}"
+        cut = np.concatenate([ids for slots in self.ranks for ids in slots] or [self.lengths[:0]])
+        if not np.array_equal(np.sort(cut), np.arange(self.num_samples)):
+            return "does not hold every sample of the global batch exactly once"
+        if layout.lockstep and len({len(slots) for slots in self.ranks}) > 1:
+            return "has unequal counts over ranks that run in lockstep"
+        for rank, slot in self.slots():
+            held = self.lengths[self.ranks[rank][slot]]
+            needed = (held.sum() if self.packed else held.max()) if len(held) else 0
+            if needed > self.padded_lengths[rank][slot]:
+                return f"cuts tokens off in micro-batch {slot} of rank {rank}"
+        return None
 
 
 class Cut(ABC):
@@ -128,7 +185,7 @@ class Cut(ABC):
     Subclasses are frozen dataclasses whose fields are the keys of their YAML file.
     """
 
-    keeps_order: bool = False
+    keeps_order: ClassVar[bool] = False
     """Whether micro-batches hold samples in sample order, unsorted (a mean of means needs it)."""
 
     @abstractmethod
@@ -148,6 +205,6 @@ class Cut(ABC):
         """Answer an allocation failure under `plan` with a cut of smaller micro-batches.
 
         Returns:
-            The cut to replay the same global batch with, or `None` when `plan` already holds
-            one sample per micro-batch.
+            The cut to replay the same global batch with, a pure function of `plan` and so the
+            same on every rank; or `None` when `plan` already holds one sample per micro-batch.
         """

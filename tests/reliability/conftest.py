@@ -1,0 +1,16 @@
+"""The harnesses' own disk: real files, no waiting for the hardware."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.reliability.faults import FaultyDisk
+from trainer import durable
+
+
+@pytest.fixture(autouse=True)
+def unsynced_disk() -> Iterator[None]:
+    with durable.use(FaultyDisk()):
+        yield

@@ -1,0 +1,117 @@
+"""A disk that fails at a chosen operation, in a chosen way."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from trainer.durable import FileSystem, Posix
+
+Fault = Literal["kill", "kill halfway", "ENOSPC", "ENOSPC for good", "EIO", "EIO for good", "short"]
+
+FAULTS: tuple[Fault, ...] = (
+    "kill",
+    "kill halfway",
+    "ENOSPC",
+    "ENOSPC for good",
+    "EIO",
+    "EIO for good",
+    "short",
+)
+
+R = TypeVar("R")
+
+
+class Killed(BaseException):
+    """The process is dead: from here on its disk does nothing, so no clean-up code can help."""
+
+
+class FaultyDisk(FileSystem):
+    """Passes operations on to the disk, and fails at operation number `point`.
+
+    `kill` strikes before the operation, `kill halfway` within a write or after anything else;
+    `ENOSPC` and `EIO` refuse it, once or from then on (a full disk still deletes); `short` takes
+    half of a write and says so. With `for_real` a kill is SIGKILL to this very process. Syncs are
+    counted and left out: the page cache outlives any process, and power loss has its own harness.
+    """
+
+    def __init__(self, point: int = -1, fault: Fault = "kill", *, for_real: bool = False) -> None:
+        self.point, self.fault, self.for_real = point, fault, for_real
+        self.operations: list[str] = []
+        self.struck = False
+        self._dead = False
+        self._disk = Posix()
+        self._open: set[int] = set()
+
+    def make_folder(self, path: Path) -> None:
+        self._do("make_folder", lambda: self._disk.make_folder(path))
+
+    def create(self, path: Path) -> int:
+        return self._opened(self._do("create", lambda: self._disk.create(path)))
+
+    def open_append(self, path: Path) -> int:
+        return self._opened(self._do("open_append", lambda: self._disk.open_append(path)))
+
+    def write(self, handle: int, data: memoryview) -> int:
+        half = data[: max(1, len(data) // 2)]
+        halfway = self._is_next() and self.fault in {"kill halfway", "short"}
+        return self._do("write", lambda: self._disk.write(handle, half if halfway else data))
+
+    def sync(self, handle: int) -> None:
+        self._do("sync", lambda: None)
+
+    def close(self, handle: int) -> None:
+        self._open.discard(handle)
+        self._disk.close(handle)
+        if self._dead:
+            raise Killed
+
+    def sync_folder(self, path: Path) -> None:
+        self._do("sync_folder", lambda: None)
+
+    def rename(self, source: Path, target: Path) -> None:
+        self._do("rename", lambda: self._disk.rename(source, target))
+
+    def unlink(self, path: Path) -> None:
+        self._do("unlink", lambda: self._disk.unlink(path))
+
+    def remove_folder(self, path: Path) -> None:
+        self._do("remove_folder", lambda: self._disk.remove_folder(path))
+
+    def _opened(self, handle: int) -> int:
+        self._open.add(handle)
+        return handle
+
+    def _is_next(self) -> bool:
+        return len(self.operations) == self.point
+
+    def _do(self, operation: str, act: Callable[[], R]) -> R:
+        if self._dead:
+            raise Killed
+        here, self.struck = self._is_next(), self.struck or self._is_next()
+        self.operations.append(operation)
+        if here and self.fault == "kill":
+            self._die()
+        if here or (self.struck and "for good" in self.fault):
+            self._refuse(operation)
+        result = act()
+        if here and self.fault == "kill halfway":
+            self._die()
+        return result
+
+    def _refuse(self, operation: str) -> None:
+        code = getattr(errno, self.fault.split()[0], None)
+        frees = operation in {"unlink", "remove_folder", "sync_folder"}
+        if code is None or (code == errno.ENOSPC and frees):
+            return
+        raise OSError(code, os.strerror(code))
+
+    def _die(self) -> None:
+        if self.for_real:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self._dead = True
+        raise Killed

@@ -1,0 +1,81 @@
+"""What the harnesses share: a small state of every awkward kind, an oracle, and replays.
+
+Every case of a harness is a pure function of `(seed, case)`. A failure prints the command that
+runs that case alone: `RELIABILITY_SEED=0 RELIABILITY_CASE=17 pytest <file>`.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from trainer.checkpoint.store import CheckpointStore, Loaded, verify
+
+KEEP = 2
+
+
+def state(step: int) -> tuple[dict[str, Tensor], dict[str, object]]:
+    """A checkpoint that only `step` can have: tied, bf16, 0-d, empty, strided, 1 KiB in all."""
+    generator = torch.Generator().manual_seed(step)
+    weight = torch.randn(8, 6, generator=generator)
+    tensors = {
+        "model.embed.weight": weight,
+        "model.head.weight": weight,
+        "model.norm.count": torch.tensor(step),
+        "model.empty": torch.zeros(0, 3),
+        "model.scale": torch.randn(5, generator=generator).bfloat16(),
+        "optimizer.embed.weight.exp_avg": torch.randn(6, 8, generator=generator).t(),
+        "optimizer.embed.weight.step": torch.tensor(float(step)),
+        "rng.cpu": torch.randint(0, 256, (64,), generator=generator, dtype=torch.uint8),
+    }
+    return tensors, {"step": step, "lr": 0.1 / (step + 1)}
+
+
+def assert_is(loaded: Loaded, step: int) -> None:
+    """Compare a loaded checkpoint with the oracle, bit for bit."""
+    tensors, meta = state(step)
+    assert loaded.step == step
+    assert loaded.meta == meta
+    assert loaded.tensors.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert loaded.tensors[name].dtype == tensor.dtype, name
+        assert torch.equal(loaded.tensors[name], tensor), name
+
+
+def save(folder: Path, *steps: int) -> None:
+    """Save the oracle's checkpoints with a store of its own, as a new process would."""
+    store = CheckpointStore(folder, KEEP)
+    for step in steps:
+        store.save(step, *state(step))
+
+
+def intact_steps(folder: Path) -> list[int]:
+    """Verify every folder that is named like a checkpoint; a damaged one raises."""
+    store = CheckpointStore(folder)
+    return [verify(store.path(step), step).step for step in store.steps()]
+
+
+def leftovers(folder: Path) -> list[str]:
+    """List unfinished and half-deleted names."""
+    return sorted(path.name for path in folder.iterdir() if path.name.startswith("."))
+
+
+def cases(count: int) -> Iterator[tuple[int, random.Random]]:
+    """Give each case its number and its own random source; one case alone where asked for."""
+    seed = os.environ.get("RELIABILITY_SEED", "0")
+    only = os.environ.get("RELIABILITY_CASE")
+    print(f"RELIABILITY_SEED={seed}, {count} cases")
+    for case in range(count) if only is None else [int(only)]:
+        yield case, random.Random(f"{seed}:{case}")
+
+
+def replay(case: int) -> str:
+    """Say how to run one case alone."""
+    seed = os.environ.get("RELIABILITY_SEED", "0")
+    test = os.environ.get("PYTEST_CURRENT_TEST", "").partition(" ")[0]
+    return f"replay: RELIABILITY_SEED={seed} RELIABILITY_CASE={case} pytest '{test}'"

@@ -1,0 +1,350 @@
+"""A checkpoint from a stranger runs no code, and reads and writes nothing outside its folder.
+
+Every artefact below is signed: its manifest is consistent and its digests are right, as a
+stranger's would be. None may load, and the canary that each payload would plant never appears.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import pickle
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.reliability.support import save
+from trainer.checkpoint import manifest as manifests
+from trainer.checkpoint.state import capture, restore
+from trainer.checkpoint.store import CheckpointStore
+from trainer.checkpoint.weights import load_weights
+from trainer.durable import write_file
+from trainer.errors import NoCheckpointError
+
+ROOT = Path(__file__).parents[2]
+
+
+class Payload:
+    """Plants the canary when it is unpickled."""
+
+    def __init__(self, canary: Path) -> None:
+        self.canary = canary
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.canary),)
+
+
+@pytest.fixture
+def canary(tmp_path: Path) -> Path:
+    return tmp_path / "canary"
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    save(tmp_path / "run" / "checkpoints", 1)
+    return tmp_path / "run" / "checkpoints" / "step-00000001"
+
+
+def sign(checkpoint: Path, change: Callable[[dict[str, Any]], None] | None = None) -> None:
+    """Rewrite the manifest so that it fits the files, then change it as a stranger would."""
+    path = checkpoint / "manifest.json"
+    body = json.loads(path.read_bytes())
+    del body["sha256"]
+    for name in body["files"]:
+        if (checkpoint / name).is_file():
+            copy = checkpoint.parent / "copy"
+            written = write_file(copy, [(checkpoint / name).read_bytes()])
+            copy.unlink()
+            body["files"][name] = {"size": written.size, "sha256": written.sha256}
+    if change is not None:
+        change(body)
+    path.write_bytes(manifests._sign(body))
+
+
+def assert_refused(checkpoint: Path, canary: Path, outside: Path) -> None:
+    before = sorted(outside.rglob("*"))
+    for use in (
+        lambda: CheckpointStore(checkpoint.parent).load(set_aside=False),
+        lambda: load_weights(nn.Linear(2, 2), checkpoint),
+        lambda: load_weights(nn.Linear(2, 2), checkpoint.parents[1]),
+    ):
+        with pytest.raises(NoCheckpointError) as refusal:
+            use()
+        assert "\n" not in str(refusal.value)
+    assert not canary.exists()
+    assert sorted(outside.rglob("*")) == before
+
+
+SLOTS = ["manifest.json", "model.safetensors", "optimizer.safetensors", "state.safetensors"]
+
+
+@pytest.mark.parametrize("slot", SLOTS)
+@pytest.mark.parametrize("form", ["pickle", "torch.save", "zip"])
+def test_a_pickle_in_a_slot_is_never_run(
+    slot: str, form: str, checkpoint: Path, canary: Path, tmp_path: Path
+) -> None:
+    if form == "pickle":
+        (checkpoint / slot).write_bytes(pickle.dumps(Payload(canary)))
+    elif form == "torch.save":
+        torch.save(Payload(canary), checkpoint / slot)
+    else:
+        with zipfile.ZipFile(checkpoint / slot, "w") as archive:
+            archive.writestr("archive/data.pkl", pickle.dumps(Payload(canary)))
+    if slot != "manifest.json":
+        sign(checkpoint)
+    assert_refused(checkpoint, canary, tmp_path)
+
+
+def test_the_canary_works(canary: Path) -> None:
+    pickle.loads(pickle.dumps(Payload(canary)))
+    assert canary.exists()
+
+
+NAMES = [
+    "../evil.safetensors",
+    "../../evil.safetensors",
+    "/etc/passwd",
+    "a/../../evil.safetensors",
+    "..",
+    ".",
+    "",
+    ".hidden.safetensors",
+    "evil\0.safetensors",
+    "evil\n.safetensors",
+    "%2e%2e%2fevil.safetensors",
+    "e" * 300 + ".safetensors\n",
+    "model.pkl",
+    "model.pt",
+    "..\\evil.safetensors",
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_file_name_that_leaves_the_folder_is_refused(
+    name: str, checkpoint: Path, canary: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "evil.safetensors").write_bytes((checkpoint / "model.safetensors").read_bytes())
+
+    def rename(body: dict[str, Any]) -> None:
+        body["files"][name] = body["files"].pop("model.safetensors")
+        for shape in body["tensors"].values():
+            if shape["file"] == "model.safetensors":
+                shape["file"] = name
+
+    (checkpoint / "model.safetensors").unlink()
+    sign(checkpoint, rename)
+    assert_refused(checkpoint, canary, tmp_path)
+
+
+@pytest.mark.parametrize("slot", SLOTS)
+def test_a_link_in_a_slot_is_refused(
+    slot: str, checkpoint: Path, canary: Path, tmp_path: Path
+) -> None:
+    (checkpoint / slot).rename(tmp_path / slot)
+    (checkpoint / slot).symlink_to(tmp_path / slot)
+    assert_refused(checkpoint, canary, tmp_path)
+
+
+def test_a_pipe_in_a_slot_does_not_hang(checkpoint: Path, canary: Path, tmp_path: Path) -> None:
+    (checkpoint / "model.safetensors").unlink()
+    os.mkfifo(checkpoint / "model.safetensors")
+    assert_refused(checkpoint, canary, tmp_path)
+
+
+def test_a_link_instead_of_a_checkpoint_is_set_aside_and_its_target_left_alone(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    outside = checkpoint.rename(tmp_path / "outside")
+    checkpoint.symlink_to(outside)
+    with pytest.raises(NoCheckpointError, match="not a folder"):
+        CheckpointStore(checkpoint.parent).load()
+    assert len(list(outside.iterdir())) == len(SLOTS)
+
+
+def test_links_among_leftovers_are_removed_and_not_followed(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "file").touch()
+    (checkpoint.parent / ".tmp-evil").symlink_to(tmp_path / "precious")
+    (checkpoint.parent / ".trash-evil").mkdir()
+    (checkpoint.parent / ".trash-evil" / "link").symlink_to(tmp_path / "precious")
+    CheckpointStore(checkpoint.parent).clean()
+    assert sorted(path.name for path in checkpoint.parent.iterdir()) == [checkpoint.name]
+    assert (tmp_path / "precious" / "file").exists()
+
+
+def set_shape(body: dict[str, Any]) -> None:
+    body["tensors"]["model.scale"]["shape"] = [1 << 60]
+
+
+def set_negative_shape(body: dict[str, Any]) -> None:
+    body["tensors"]["model.scale"]["shape"] = [-5]
+
+
+def set_dtype(body: dict[str, Any]) -> None:
+    body["tensors"]["model.scale"]["dtype"] = "O"
+
+
+def drop_tensor(body: dict[str, Any]) -> None:
+    del body["tensors"]["model.scale"]
+
+
+def add_tensor(body: dict[str, Any]) -> None:
+    body["tensors"]["model.more"] = body["tensors"]["model.scale"]
+
+
+def tie_to_nothing(body: dict[str, Any]) -> None:
+    body["aliases"]["model.scale"] = "model.nothing"
+
+
+def set_size(body: dict[str, Any]) -> None:
+    body["files"]["model.safetensors"]["size"] = True
+
+
+def set_digest(body: dict[str, Any]) -> None:
+    body["files"]["model.safetensors"]["sha256"] = None
+
+
+def set_files(body: dict[str, Any]) -> None:
+    body["files"] = ["model.safetensors"]
+
+
+def set_step(body: dict[str, Any]) -> None:
+    body["step"] = "1"
+
+
+def set_meta(body: dict[str, Any]) -> None:
+    body["meta"] = None
+
+
+def drop_version(body: dict[str, Any]) -> None:
+    del body["format_version"]
+
+
+def add_field(body: dict[str, Any]) -> None:
+    body["files"]["model.safetensors"]["__class__"] = "os.system"
+
+
+CHANGES = [
+    set_shape,
+    set_negative_shape,
+    set_dtype,
+    drop_tensor,
+    add_tensor,
+    tie_to_nothing,
+    set_size,
+    set_digest,
+    set_files,
+    set_step,
+    set_meta,
+    drop_version,
+    add_field,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_signed_manifest_that_lies_is_refused(
+    change: Callable[[dict[str, Any]], None], checkpoint: Path, canary: Path, tmp_path: Path
+) -> None:
+    sign(checkpoint, change)
+    assert_refused(checkpoint, canary, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"[]",
+        b"null",
+        b"{}",
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+        b'{"step": ' + b"9" * 10_000 + b"}",
+        b'{"sha256": NaN}',
+        b"\xff\xfe",
+        b"!!python/object/apply:os.mkdir [canary]",
+    ],
+    ids=range(10),
+)
+def test_a_manifest_that_is_none_is_refused(
+    text: bytes, checkpoint: Path, canary: Path, tmp_path: Path
+) -> None:
+    (checkpoint / "manifest.json").write_bytes(text)
+    assert_refused(checkpoint, canary, tmp_path)
+
+
+def test_a_manifest_without_end_is_not_read(checkpoint: Path, canary: Path, tmp_path: Path) -> None:
+    os.truncate(checkpoint / "manifest.json", manifests.MAX_BYTES + 1)
+    assert_refused(checkpoint, canary, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"$tensor": "model.nothing"},
+        {"$tensor": ["model.weight"]},
+        {"$pairs": {"a": 1}},
+        {"$pairs": [[["unhashable"], 1]]},
+        {"$pairs": [1]},
+        {"$float": "__import__('os')"},
+        {"$tuple": 1},
+        None,
+        "text",
+    ],
+    ids=range(9),
+)
+@pytest.mark.parametrize("part", ["model", "optimizer", "rng", "extra"])
+def test_a_state_tree_that_lies_is_refused(tree: object, part: str, tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    store = CheckpointStore(tmp_path)
+    tensors, meta = capture(model, optimizer, extra={})
+    store.save(1, tensors, {**meta, part: tree})
+    with pytest.raises(NoCheckpointError) as refusal:
+        restore(store.load(), model, optimizer)
+    assert "\n" not in str(refusal.value)
+
+
+FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
+FORBIDDEN_CALLS = {"torch.load", "torch.save", "yaml.load", "yaml.unsafe_load", "eval", "exec"}
+
+
+def test_no_source_file_can_unpickle_or_evaluate() -> None:
+    sources = sorted((ROOT / "trainer").rglob("*.py"))
+    assert len(sources) > 10
+    found = [f"{path.name}: {what}" for path in sources for what in dangers(path.read_text())]
+    assert not found
+
+
+def test_the_gate_sees_what_it_forbids() -> None:
+    assert dangers("import pickle\nfrom dill import loads\ntorch.load(f)\neval('1')\n") == [
+        "import pickle",
+        "import dill",
+        "torch.load",
+        "eval",
+    ]
+    assert dangers("run(x, shell=True)\nmodel.eval()\n") == ["shell=True"]
+
+
+def dangers(source: str) -> list[str]:
+    """List what loads code from data in a source text."""
+    found: list[str] = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            named = [alias.name for alias in node.names]
+            modules = named if isinstance(node, ast.Import) else [node.module or ""]
+            heads = [module.partition(".")[0] for module in modules]
+            found += [f"import {head}" for head in heads if head in FORBIDDEN_MODULES]
+        elif isinstance(node, ast.Call):
+            call = ast.unparse(node.func)
+            found += [call] if call in FORBIDDEN_CALLS else []
+            arguments = {ast.unparse(keyword) for keyword in node.keywords}
+            found += sorted(arguments & {"shell=True", "weights_only=False"})
+    return found

@@ -1,0 +1,144 @@
+"""What several tests share: a ragged toy, a step built by hand, one table of tolerances."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from trainer.accumulate.base import GradientStrategy
+from trainer.accumulate.sum import Sum
+from trainer.data.loader import Loader
+from trainer.feed import Feed, Source
+from trainer.models.bind import bind
+from trainer.objectives.base import Objective
+from trainer.objectives.next_token import NextToken
+from trainer.parallel import Replicated
+from trainer.plan.cut import Cut, Layout
+from trainer.plan.order import Order
+from trainer.scheduler import Constant
+from trainer.step import Kit
+from trainer.sync import Deferred
+from trainer.world import World
+
+EXACT = {torch.float64: 1e-12, torch.float32: 1e-6}
+"""Largest relative error of a gradient that is only cut differently, by precision."""
+
+WRONG = 1e-3
+"""What a negative control must exceed."""
+
+VOCABULARY = 17
+
+
+class RaggedText:
+    """Token sequences of 1 to 23 tokens, some without a single label."""
+
+    draws_randomness = False
+
+    def __init__(self, num_samples: int = 40, seed: int = 0) -> None:
+        numbers = np.random.default_rng(seed)
+        self.lengths = numbers.integers(1, 24, size=num_samples).astype(np.int64)
+        self.samples = [
+            torch.from_numpy(numbers.integers(0, VOCABULARY, size=n)) for n in self.lengths
+        ]
+        self.masked = set(numbers.choice(num_samples, num_samples // 8, replace=False).tolist())
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Mapping[str, Tensor]:
+        tokens = self.samples[index]
+        labels = torch.full_like(tokens, -100) if index in self.masked else tokens
+        return {"input_ids": tokens, "labels": labels}
+
+
+class TinyLM(nn.Module):
+    """A causal model in which every position sees only what is before it."""
+
+    def __init__(self, width: int = 8, dropout: float = 0.0, norm: nn.Module | None = None) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.mix = nn.GRU(width, width, batch_first=True)
+        self.norm = norm or nn.LayerNorm(width)
+        self.dropout = nn.Dropout(dropout)
+        self.head = nn.Linear(width, VOCABULARY)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        hidden, _ = self.mix(self.embed(input_ids))
+        hidden = self.norm(hidden.transpose(1, 2)).transpose(1, 2) if isinstance(
+            self.norm, nn.BatchNorm1d
+        ) else self.norm(hidden)
+        return self.head(self.dropout(hidden))
+
+
+@dataclass
+class Bench:
+    """One run's objects, built by hand."""
+
+    cut: Cut
+    dtype: torch.dtype = torch.float64
+    global_size: int = 16
+    normalizer: str = "tokens"
+    dataset: Any = field(default_factory=RaggedText)
+    model: Callable[[], nn.Module] = TinyLM
+    objective: Objective = field(default_factory=NextToken)
+    strategy: GradientStrategy = field(default_factory=Sum)
+    clip_norm: float | None = None
+    seed: int = 0
+    num_workers: int = 0
+    layout: Layout = field(default_factory=Layout)
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
+
+    def __post_init__(self) -> None:
+        torch.default_generator.manual_seed(self.seed)
+        module = self.model().to(self.dtype)
+        world = World()
+        lengths = self.dataset.lengths
+        order = Order(len(self.dataset), self.seed, self.global_size)
+        self.loader = Loader(self.dataset, num_workers=self.num_workers, seed=self.seed)
+        source = Source(
+            order=order, lengths=lengths, loader=self.loader, objective=self.objective
+        )
+        self.feed = Feed(
+            source,
+            cut=self.cut,
+            layout=self.layout,
+            world=world,
+            seed=self.seed,
+            cursor=order.start,
+        )
+        example = self.loader.load(next(self.feed.requests(order.start)))
+        optimizer = self.optimizer(module.parameters(), lr=1e-2)
+        self.module = module
+        self.kit = Kit(
+            model=Replicated(module, bind(module), list(module.parameters()), world),
+            objective=self.objective,
+            terms=tuple(sorted(self.objective.weights(example))),
+            strategy=self.strategy,
+            sync=Deferred(),
+            normalizer=self.normalizer,  # type: ignore[arg-type]
+            optimizer=optimizer,
+            base_lrs=(1e-2,),
+            schedule=Constant(),
+            total_steps=100,
+            clip_norm=self.clip_norm,
+            world=world,
+        )
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Copies of the weights by name."""
+        return {name: p.detach().clone() for name, p in self.module.named_parameters()}
+
+
+def relative_error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """Largest over tensors of the 2-norm of the difference over that of the expected one."""
+    assert found.keys() == expected.keys()
+    return max(
+        float((found[n].double() - expected[n].double()).norm())
+        / max(float(expected[n].double().norm()), 1e-30)
+        for n in expected
+    )

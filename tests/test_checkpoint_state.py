@@ -1,0 +1,391 @@
+"""Capture and restore: a run stopped anywhere goes on bit for bit, with every optimizer."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainer.checkpoint.codec import decode, encode
+from trainer.checkpoint.state import assert_finite, capture, restore
+from trainer.checkpoint.store import CheckpointStore, Loaded
+from trainer.errors import NoCheckpointError, NonFiniteError
+
+torch.set_num_threads(1)
+
+WIDTH = 6
+
+
+class Net(nn.Module):
+    """Tied, normalised, convolutional, with dropout, a frozen part and state of its own."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.embed = nn.Linear(width, width, bias=False)
+        self.conv = nn.Conv2d(1, 2, 3, padding=1).to(memory_format=torch.channels_last)
+        self.norm = nn.BatchNorm1d(width)
+        self.drop = nn.Dropout(0.3)
+        self.frozen = nn.Linear(width, width).requires_grad_(False)
+        self.head = nn.Linear(width, width, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("none", torch.zeros(0, 3))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        image = self.conv(x[:, None, :, None]).mean((1, 3))
+        return self.head(self.drop(self.norm(self.embed(x) + image))) + self.frozen(x)
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"calls": self.calls, "mark": torch.tensor(self.calls)}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        assert torch.equal(state["mark"], torch.tensor(state["calls"]))
+        self.calls = state["calls"]
+
+
+Build = Callable[[list[nn.Parameter]], Optimizer]
+
+
+def matrices(optimizer: Callable[..., Optimizer], **settings: Any) -> Build:
+    """Give an optimizer of matrices the parameters it takes."""
+    return lambda params: optimizer([p for p in params if p.dim() == 2], **settings)
+
+
+def two_groups(params: list[nn.Parameter]) -> Optimizer:
+    groups = [
+        {"params": [p for p in params if p.dim() == 1], "weight_decay": 0.0, "name": "plain"},
+        {"params": [p for p in params if p.dim() != 1]},
+    ]
+    return torch.optim.AdamW(groups, lr=0.01, betas=(0.8, 0.95))
+
+
+OPTIMIZERS: dict[str, Build] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "Adam": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01), foreach=False),
+    "AMSGrad": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
+    "fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "two groups": two_groups,
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=0.01),
+    "RAdam": lambda p: torch.optim.RAdam(p, lr=0.01),
+    "Adamax": lambda p: torch.optim.Adamax(p, lr=0.01),
+    "Adadelta": torch.optim.Adadelta,
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
+    "ASGD": lambda p: torch.optim.ASGD(p, lr=0.01),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True),
+    "Rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
+    "Muon": matrices(torch.optim.Muon, lr=0.01),
+    "LBFGS": lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=3, line_search_fn="strong_wolfe"),
+}
+
+
+def build(kind: str, width: int = WIDTH) -> tuple[Net, Optimizer]:
+    model = Net(width)
+    return model, OPTIMIZERS[kind]([p for p in model.parameters() if p.requires_grad])
+
+
+def train(model: nn.Module, optimizer: Optimizer, steps: int) -> None:
+    """Take steps whose data and masks come from the global generators."""
+    for _ in range(steps):
+        shift = random.random() + np.random.random()
+        x = torch.randn(5, WIDTH) + shift
+
+        def closure(x: Tensor = x) -> Tensor:
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+
+def seed(value: int) -> None:
+    random.seed(value)
+    np.random.seed(value)
+    torch.manual_seed(value)
+
+
+def through_disk(folder: Path, tensors: dict[str, Tensor], meta: dict[str, Any]) -> Loaded:
+    store = CheckpointStore(folder)
+    store.save(3, tensors, meta)
+    return store.load()
+
+
+def everything(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    tensors, meta = capture(model, optimizer, extra={})
+    return {"tensors": {n: t.clone() for n, t in tensors.items()}, "meta": meta}
+
+
+def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert one["meta"] == other["meta"]
+    assert one["tensors"].keys() == other["tensors"].keys()
+    for name, tensor in one["tensors"].items():
+        assert tensor.dtype == other["tensors"][name].dtype, name
+        assert torch.equal(tensor, other["tensors"][name]), name
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_resumed_run_is_the_uninterrupted_run_bit_for_bit(kind: str, tmp_path: Path) -> None:
+    seed(1)
+    model, optimizer = build(kind)
+    train(model, optimizer, 3)
+    loaded = through_disk(tmp_path, *capture(model, optimizer, extra={"cursor": (3, 1)}))
+    train(model, optimizer, 3)
+    uninterrupted = everything(model, optimizer)
+
+    seed(2)
+    model, optimizer = build(kind)
+    train(model, optimizer, 1)
+    assert restore(loaded, model, optimizer) == {"cursor": (3, 1)}
+    train(model, optimizer, 3)
+    assert_same(everything(model, optimizer), uninterrupted)
+
+
+@pytest.mark.parametrize("lost", ["rng.cpu", "rng.python.1", "rng.numpy.1"])
+def test_a_generator_that_is_not_restored_is_noticed(
+    lost: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seed(1)
+    model, optimizer = build("SGD")
+    train(model, optimizer, 1)
+    tensors, meta = capture(model, optimizer, extra={})
+    tensors[lost] = tensors[lost].clone()
+    tensors[lost][40] ^= 1
+    loaded = through_disk(tmp_path, tensors, meta)
+    train(model, optimizer, 40)
+    uninterrupted = everything(model, optimizer)
+    model, optimizer = build("SGD")
+    restore(loaded, model, optimizer)
+    train(model, optimizer, 40)
+    with pytest.raises(AssertionError):
+        assert_same(everything(model, optimizer), uninterrupted)
+
+
+def test_a_checkpoint_before_the_first_step_restores(tmp_path: Path) -> None:
+    model, optimizer = build("two groups")
+    loaded = through_disk(tmp_path, *capture(model, optimizer, extra={}))
+    before = everything(model, optimizer)
+    train(model, optimizer, 1)
+    restore(loaded, model, optimizer)
+    assert_same(everything(model, optimizer), before)
+
+
+def test_a_restored_run_does_not_write_into_the_checkpoint(tmp_path: Path) -> None:
+    model, optimizer = build("two groups")
+    train(model, optimizer, 1)
+    loaded = through_disk(tmp_path, *capture(model, optimizer, extra={}))
+    restore(loaded, model, optimizer)
+    kept = {name: tensor.clone() for name, tensor in loaded.tensors.items()}
+    train(model, optimizer, 2)
+    assert all(torch.equal(kept[name], loaded.tensors[name]) for name in kept)
+    CheckpointStore(tmp_path).load()
+
+
+def test_moments_wider_than_their_parameters_keep_their_bits(tmp_path: Path) -> None:
+    model = nn.Linear(4, 4).bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        optimizer.state[parameter] = {
+            "step": torch.tensor(1.0),
+            "exp_avg": torch.rand_like(parameter, dtype=torch.float32),
+            "codes": torch.arange(3, dtype=torch.uint8),
+        }
+    loaded = through_disk(tmp_path, *capture(model, optimizer, extra={}))
+    before = everything(model, optimizer)
+    restore(loaded, model, optimizer)
+    assert_same(everything(model, optimizer), before)
+    assert optimizer.state[model.weight]["exp_avg"].dtype == torch.float32
+
+
+def test_hyperparameters_come_from_the_checkpoint_unless_the_run_changed_them(
+    tmp_path: Path,
+) -> None:
+    model, optimizer = build("two groups")
+    train(model, optimizer, 1)
+    loaded = through_disk(tmp_path, *capture(model, optimizer, extra={}))
+    model, optimizer = build("two groups")
+    for group in optimizer.param_groups:
+        group["lr"] = 0.5
+    restore(loaded, model, optimizer)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.01, 0.01]
+    assert optimizer.param_groups[0]["betas"] == (0.8, 0.95)
+    assert isinstance(optimizer.param_groups[0]["betas"], tuple)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.5
+    restore(loaded, model, optimizer, hyperparameters="live")
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5]
+
+
+def test_state_follows_the_parameter_name_and_not_its_position(tmp_path: Path) -> None:
+    model, optimizer = build("Adagrad")
+    train(model, optimizer, 1)
+    loaded = through_disk(tmp_path, *capture(model, optimizer, extra={}))
+    other = Net()
+    turned = torch.optim.Adagrad(
+        [p for p in reversed(list(other.parameters())) if p.requires_grad], lr=0.01
+    )
+    restore(loaded, other, turned)
+    for name, parameter in other.named_parameters():
+        if parameter.requires_grad:
+            saved = loaded.tensors[f"optimizer.{name}.sum"]
+            assert torch.equal(turned.state[parameter]["sum"], saved)
+
+
+def test_tied_weights_are_stored_once_and_stay_tied(tmp_path: Path) -> None:
+    model, optimizer = build("SGD")
+    loaded = through_disk(tmp_path, *capture(model, optimizer, extra={}))
+    assert loaded.aliases == {"model.head.weight": "model.embed.weight"}
+    restore(loaded, model, optimizer)
+    assert model.head.weight is model.embed.weight
+
+
+def test_channels_last_parameters_and_their_moments_keep_their_layout(tmp_path: Path) -> None:
+    model, optimizer = build("two groups")
+    train(model, optimizer, 1)
+    loaded = through_disk(tmp_path, *capture(model, optimizer, extra={}))
+    model, optimizer = build("two groups")
+    restore(loaded, model, optimizer)
+    weight = model.conv.weight
+    assert weight.stride() == optimizer.state[weight]["exp_avg"].stride()
+    assert weight.stride() == Net().conv.weight.stride()
+
+
+def test_names_do_not_depend_on_compilation(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    compiled = nn.Sequential(torch.compile(nn.Linear(2, 2), backend="eager"))
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    loaded = through_disk(tmp_path, *capture(model, optimizer, extra={}))
+    restore(loaded, compiled, torch.optim.SGD(compiled.parameters(), momentum=0.9))
+    assert torch.equal(next(compiled.parameters()), model[0].weight)
+
+
+def a_wider_model() -> tuple[nn.Module, Optimizer]:
+    return build("SGD", width=WIDTH + 1)
+
+
+def a_model_with_more() -> tuple[nn.Module, Optimizer]:
+    model = Net()
+    model.more = nn.Linear(1, 1)
+    return model, torch.optim.SGD(model.embed.parameters())
+
+
+def a_model_with_less() -> tuple[nn.Module, Optimizer]:
+    model = Net()
+    del model.norm
+    return model, torch.optim.SGD(model.embed.parameters())
+
+
+def another_precision() -> tuple[nn.Module, Optimizer]:
+    model = Net().double()
+    return model, torch.optim.SGD(model.parameters())
+
+
+def another_optimizer() -> tuple[nn.Module, Optimizer]:
+    return build("two groups")
+
+
+def other_groups() -> tuple[nn.Module, Optimizer]:
+    model = Net()
+    return model, torch.optim.SGD(model.embed.parameters())
+
+
+@pytest.mark.parametrize(
+    ("other", "text"),
+    [
+        (a_wider_model, r"different .*conv|different embed.weight \(float32 \[6, 6\] in the"),
+        (a_model_with_more, "missing more.bias, more.weight: resume with"),
+        (a_model_with_less, "unexpected norm.bias, norm.num_batches_tracked.* and 2 more"),
+        (another_precision, r"different .*float32 .*float64"),
+        (another_optimizer, r"\(SGD, groups of 5 .*AdamW, groups of 3 \+ 2 parameters\).*init="),
+        (other_groups, r"\(SGD, groups of 5 parameters\).*\(SGD, groups of 1 parameters\)"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_is_refused_with_names(
+    other: Callable[[], tuple[nn.Module, Optimizer]], text: str, tmp_path: Path
+) -> None:
+    loaded = through_disk(tmp_path, *capture(*build("SGD"), extra={}))
+    with pytest.raises(NoCheckpointError, match=text) as refusal:
+        restore(loaded, *other())
+    assert "\n" not in str(refusal.value)
+
+
+def test_an_optimizer_of_foreign_parameters_is_refused() -> None:
+    with pytest.raises(ValueError, match="not the model's"):
+        capture(nn.Linear(2, 2), torch.optim.SGD(nn.Linear(2, 2).parameters()), extra={})
+
+
+def test_what_is_neither_tensor_nor_json_is_named() -> None:
+    with pytest.raises(TypeError, match=r"extra\.hooks\.0: a checkpoint cannot hold object"):
+        capture(*build("SGD"), extra={"hooks": [object()]})
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float8_e5m2, torch.complex64]
+)
+def test_a_value_that_is_not_finite_is_found_and_named(value: float, dtype: torch.dtype) -> None:
+    fine = {
+        "model.a": torch.full((3,), torch.finfo(dtype).max, dtype=torch.float64).to(dtype),
+        "model.b": torch.zeros(0),
+        "model.c": torch.tensor(7),
+    }
+    assert_finite(fine)
+    assert_finite({})
+    bad = torch.zeros(5)
+    bad[3] = value
+    with pytest.raises(NonFiniteError, match=r"not saved: model\.bad not finite"):
+        assert_finite({**fine, "model.bad": bad.to(dtype)})
+
+
+PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
+KEYS = st.text(max_size=3) | st.integers() | st.just("$tensor")
+TREES = st.recursive(
+    PLAIN | st.floats(width=32).map(torch.tensor),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(KEYS, inner, max_size=3)
+    ),
+    max_leaves=12,
+)
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return torch.equal(one.nan_to_num(9.5), other.nan_to_num(9.5))
+    if isinstance(one, dict):
+        pairs = zip(one.items(), other.items(), strict=True)
+        return all(same(a, b) for pair in pairs for a, b in zip(*pair, strict=True))
+    if isinstance(one, list | tuple):
+        return type(one) is type(other) and all(map(same, one, other)) and len(one) == len(other)
+    return type(one) is type(other) and repr(one) == repr(other)
+
+
+@given(tree=TREES)
+def test_any_tree_comes_back_from_json_as_it_was(tree: Any) -> None:
+    tensors: dict[str, Tensor] = {}
+    try:
+        coded = encode(tree, "root", tensors)
+    except ValueError:  # keys such as 1 and "1" hold tensors: the same name twice
+        return
+    text = json.dumps(coded, allow_nan=False)
+    assert same(decode(json.loads(text), tensors), tree)
+
+
+def test_two_tensors_of_one_name_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"x\.1: two tensors"):
+        encode({1: torch.zeros(1), "1": torch.zeros(1)}, "x", {})

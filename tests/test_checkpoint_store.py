@@ -1,0 +1,383 @@
+"""The store: what comes back is what was saved, under every shape of tensor and of trouble."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import struct
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.reliability.faults import FAULTS, FaultyDisk, Killed
+from tests.reliability.support import assert_is, state
+from trainer import durable
+from trainer.checkpoint.saver import AsyncSaver, DirectSaver, snapshot
+from trainer.checkpoint.shards import DTYPES, find_aliases
+from trainer.checkpoint.store import CheckpointStore
+from trainer.errors import NoCheckpointError, SaveError
+
+
+def store_at(path: Path, keep: int | None = None, **settings: Any) -> CheckpointStore:
+    return CheckpointStore(path / "run" / "checkpoints", keep, **settings)
+
+
+def there_and_back(path: Path, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    store = store_at(path)
+    store.save(1, tensors, {})
+    return store.load().tensors
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_keeps_its_bits(dtype: torch.dtype, tmp_path: Path) -> None:
+    raw = torch.arange(256, dtype=torch.uint8).repeat(8)
+    raw = raw % 2 if dtype == torch.bool else raw
+    tensor = raw.view(dtype)
+    back = there_and_back(tmp_path, {"model.x": tensor})["model.x"]
+    assert back.dtype == dtype
+    assert torch.equal(back.view(torch.uint8), raw)
+
+
+def test_nan_keeps_its_payload(tmp_path: Path) -> None:
+    raw = torch.tensor([0x7FC00001, 0x7F800001, 0xFFC0FFEE - (1 << 32)], dtype=torch.int32)
+    back = there_and_back(tmp_path, {"model.x": raw.view(torch.float32)})["model.x"]
+    assert torch.equal(back.view(torch.int32), raw)
+
+
+AWKWARD = {
+    "0-d": torch.tensor(3.5),
+    "empty": torch.zeros(0),
+    "empty rows": torch.zeros(4, 0, 2),
+    "transposed": torch.randn(4, 3).t(),
+    "sliced": torch.randn(10, 4)[2:8:2, 1:3],
+    "channels last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "expanded": torch.randn(1, 3).expand(4, 3),
+    "conjugate": torch.randn(3, dtype=torch.complex64).conj(),
+    "negated": torch.randn(3, dtype=torch.complex64).conj().imag,
+    "with a gradient": torch.randn(3, requires_grad=True),
+    "flipped": torch.randn(2, 3).bfloat16().flip(0),
+}
+
+
+@pytest.mark.parametrize("kind", AWKWARD)
+def test_every_layout_comes_back_with_its_values(kind: str, tmp_path: Path) -> None:
+    tensor = AWKWARD[kind]
+    back = there_and_back(tmp_path, {"model.x": tensor})["model.x"]
+    assert torch.equal(back, tensor)
+    assert back.shape == tensor.shape
+    assert back.is_contiguous()
+
+
+def test_tied_tensors_are_written_once_and_come_back_as_one(tmp_path: Path) -> None:
+    one = torch.randn(100, 100)
+    back = there_and_back(tmp_path, {"model.a": one, "model.b": one, "model.c": one.clone()})
+    assert back["model.a"] is back["model.b"]
+    assert back["model.c"] is not back["model.a"]
+    size = (store_at(tmp_path).path(1) / "model.safetensors").stat().st_size
+    assert 2 * one.nbytes < size < 2.2 * one.nbytes
+
+
+def test_overlapping_views_are_not_aliases() -> None:
+    whole = torch.arange(6.0)
+    views = {"a": whole[:4], "b": whole[2:], "c": whole[:4].view(2, 2), "d": torch.zeros(0)}
+    assert find_aliases({**views, "e": torch.zeros(0)}) == {}
+    assert find_aliases({**views, "f": whole[:4]}) == {"f": "a"}
+
+
+@given(
+    sizes=st.lists(st.integers(0, 40), max_size=8),
+    shard_bytes=st.integers(1, 200),
+)
+def test_any_split_into_shards_reads_back(
+    sizes: list[int], shard_bytes: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    heads = ["model", "optimizer", "rng", "extra"]
+    tensors = {f"{heads[i % 4]}.{i}": torch.arange(n) + i for i, n in enumerate(sizes)}
+    with durable.use(FaultyDisk()):
+        store = store_at(tmp_path_factory.mktemp("split"), shard_bytes=shard_bytes)
+        path = store.save(1, tensors, {})
+    back = store.load().tensors
+    assert back.keys() == tensors.keys()
+    assert all(torch.equal(back[name], tensors[name]) for name in tensors)
+    for file in path.glob("*.safetensors"):
+        assert len(load_file(file)) == 1 or file.stat().st_size < shard_bytes + 1000
+
+
+def test_a_split_names_its_parts_and_the_library_reads_each(tmp_path: Path) -> None:
+    tensors = {f"model.{i}": torch.full((10,), float(i)) for i in range(3)}
+    path = store_at(tmp_path, shard_bytes=80).save(7, {**tensors, "rng.cpu": torch.ones(1)}, {})
+    assert sorted(file.name for file in path.iterdir()) == [
+        "manifest.json",
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "state.safetensors",
+    ]
+    assert load_file(path / "model-00001-of-00002.safetensors").keys() == {"model.0", "model.1"}
+
+
+def test_every_tensor_is_aligned_to_its_own_width(tmp_path: Path) -> None:
+    tensors = {
+        "model.a": torch.ones(3, dtype=torch.uint8),
+        "model.b": torch.ones(3, dtype=torch.float64),
+        "model.c": torch.ones(1, dtype=torch.bfloat16),
+    }
+    raw = (store_at(tmp_path).save(1, tensors, {}) / "model.safetensors").read_bytes()
+    [length] = struct.unpack("<Q", raw[:8])
+    header = json.loads(raw[8 : 8 + length])
+    del header["__metadata__"]
+    assert length % 8 == 0
+    for name, entry in header.items():
+        assert entry["data_offsets"][0] % tensors[name].element_size() == 0
+
+
+def test_the_manifest_is_readable_and_complete(tmp_path: Path) -> None:
+    path = store_at(tmp_path).save(40, *state(40))
+    assert path.name == "step-00000040"
+    manifest = json.loads((path / "manifest.json").read_bytes())
+    assert manifest["format_version"] == 1
+    assert manifest["step"] == 40
+    assert manifest["files"].keys() == {p.name for p in path.glob("*.safetensors")}
+    size = (path / "model.safetensors").stat().st_size
+    assert manifest["files"]["model.safetensors"]["size"] == size
+    assert manifest["tensors"]["model.scale"] == {
+        "shape": [5],
+        "dtype": "BF16",
+        "file": "model.safetensors",
+    }
+    assert manifest["aliases"] == {"model.head.weight": "model.embed.weight"}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "meta"),
+    [
+        ({"model.x": 0.1}, {}),
+        ({"model.x": torch.zeros(2, dtype=torch.complex128)}, {}),
+        ({"model.x": torch.zeros(2).to_sparse()}, {}),
+        ({"model.x": torch.zeros(2, device="meta")}, {}),
+        ({}, {"x": object()}),
+        ({}, {"x": float("nan")}),
+    ],
+)
+def test_what_cannot_be_stored_is_refused_and_leaves_nothing(
+    tensors: dict[str, Any], meta: dict[str, Any], tmp_path: Path
+) -> None:
+    store = store_at(tmp_path)
+    with pytest.raises((TypeError, ValueError)):
+        store.save(1, tensors, meta)
+    assert list(store.folder.iterdir()) == []
+
+
+def test_the_newest_are_kept(tmp_path: Path) -> None:
+    store = store_at(tmp_path, keep=2)
+    for step in (5, 10, 100_000_000, 123_456_789):
+        store.save(step, *state(step))
+    assert store.steps() == [100_000_000, 123_456_789]
+    assert_is(store.load(), 123_456_789)
+    assert_is(store.load(100_000_000), 100_000_000)
+    everything = store_at(tmp_path / "all")
+    for step in range(4):
+        everything.save(step, *state(step))
+    assert everything.steps() == [0, 1, 2, 3]
+    with pytest.raises(ValueError, match="at least 1"):
+        store_at(tmp_path, keep=0)
+
+
+def test_pruning_reads_only_what_it_does_not_know(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = store_at(tmp_path, keep=2)
+    for step in (1, 2):
+        store.save(step, *state(step))
+    monkeypatch.setattr("trainer.checkpoint.store.verify", None)
+    store.save(3, *state(3))
+    assert store.steps() == [2, 3]
+
+
+def test_a_step_that_is_not_there_is_answered_with_those_that_are(tmp_path: Path) -> None:
+    store = store_at(tmp_path)
+    with pytest.raises(NoCheckpointError, match="no checkpoint here"):
+        store.load()
+    store.save(2, *state(2))
+    store.save(4, *state(4))
+    with pytest.raises(NoCheckpointError, match="no checkpoint of step 3; has 2, 4"):
+        store.load(3)
+
+
+def test_the_same_state_again_leaves_the_first_and_another_state_is_refused(
+    tmp_path: Path,
+) -> None:
+    store = store_at(tmp_path)
+    path = store.save(2, *state(2))
+    first = (path / "manifest.json").stat().st_ino
+    tensors, meta = state(2)
+    assert store.save(2, {**tensors, "rng.cpu": torch.zeros(3)}, meta) == path
+    assert (path / "manifest.json").stat().st_ino == first
+    with pytest.raises(SaveError, match="never overwritten"):
+        store.save(2, *state(3))
+    assert_is(store.load(), 2)
+    assert [entry.name for entry in store.folder.iterdir()] == [path.name]
+
+
+def test_names_that_only_look_like_checkpoints_are_left_alone(tmp_path: Path) -> None:
+    store = store_at(tmp_path)
+    store.save(1, *state(1))
+    for name in (
+        "step-1",
+        "step-00000001x",
+        "step-" + "\N{ARABIC-INDIC DIGIT FIVE}" * 8,
+        "step-0000000002",
+        "notes",
+    ):
+        (store.folder / name).mkdir()
+    assert store.steps() == [1]
+
+
+def test_a_reader_renames_nothing(tmp_path: Path) -> None:
+    store = store_at(tmp_path)
+    store.save(1, *state(1))
+    os.truncate(store.save(2, *state(2)) / "model.safetensors", 3)
+    before = sorted(store.folder.rglob("*"))
+    assert_is(store.load(set_aside=False), 1)
+    assert sorted(store.folder.rglob("*")) == before
+
+
+def test_a_reader_survives_pruning_by_the_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, reader = store_at(tmp_path, keep=1), store_at(tmp_path)
+    writer.save(1, *state(1))
+    read = CheckpointStore._read
+
+    def overtaken(store: CheckpointStore, step: int, messages: tuple[str, ...]) -> object:
+        if step == 1:
+            writer.save(2, *state(2))
+        return read(store, step, messages)
+
+    monkeypatch.setattr(CheckpointStore, "_read", overtaken)
+    assert_is(reader.load(set_aside=False), 2)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EACCES])
+def test_a_refused_save_is_one_line_with_path_and_reason(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(disk: durable.Posix, handle: int, data: memoryview) -> int:
+        raise OSError(code, os.strerror(code))
+
+    store = store_at(tmp_path)
+    store.save(1, *state(1))
+    monkeypatch.setattr(durable.Posix, "write", refuse)
+    with pytest.raises(SaveError) as refusal:
+        store.save(2, *state(2))
+    text = str(refusal.value)
+    assert text.startswith(f"{store.path(2)}: could not be written: {os.strerror(code)}")
+    assert "\n" not in text
+    assert ("needs 0.00 MiB, " in text and " free)" in text) == (
+        code in {errno.ENOSPC, errno.EDQUOT}
+    )
+    assert [path.name for path in store.folder.iterdir()] == ["step-00000001"]
+
+
+def test_a_file_in_the_way_is_a_refused_save(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("a file")
+    with pytest.raises(SaveError, match="could not be written"):
+        store_at(tmp_path).save(1, *state(1))
+
+
+def test_a_direct_saver_reports_each_checkpoint_once(tmp_path: Path) -> None:
+    store = store_at(tmp_path)
+    saver = DirectSaver(store)
+    assert saver.check() is None
+    saver.save(1, *state(1))
+    assert saver.check() == store.path(1)
+    assert saver.check() is None
+    saver.save(2, *state(2))
+    assert saver.close() == store.path(2)
+
+
+class SlowDisk(FaultyDisk):
+    """Waits at the first write until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go = threading.Event()
+
+    def create(self, path: Path) -> int:
+        assert self.go.wait(10)
+        return super().create(path)
+
+
+def test_later_steps_do_not_reach_into_a_checkpoint_being_written(tmp_path: Path) -> None:
+    store = store_at(tmp_path)
+    saver = AsyncSaver(store)
+    for step in range(10):
+        tensors, meta = state(step)
+        disk = SlowDisk()
+        with durable.use(disk):
+            saver.save(step, tensors, meta)
+            assert saver.check() is None
+            for tensor in tensors.values():
+                tensor.zero_()
+            meta["lr"] = -1
+            disk.go.set()
+            assert saver.close() == store.path(step)
+        assert_is(store.load(), step)
+        saver = AsyncSaver(store)
+    saver.close()
+
+
+def test_a_snapshot_keeps_ties_and_shares_no_memory() -> None:
+    tensors, _ = state(1)
+    copies = snapshot(tensors)
+    assert copies["model.embed.weight"] is copies["model.head.weight"]
+    for name, tensor in tensors.items():
+        assert torch.equal(copies[name], tensor)
+        assert tensor.numel() == 0 or copies[name].data_ptr() != tensor.data_ptr()
+
+
+@pytest.mark.parametrize("when", ["check", "save", "close"])
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault.startswith(("E", "kill"))])
+def test_a_failed_background_write_surfaces_at_the_next_call(
+    when: str, fault: Any, tmp_path: Path
+) -> None:
+    store = store_at(tmp_path)
+    saver = AsyncSaver(store)
+    with durable.use(FaultyDisk(5, fault)):
+        saver.save(1, *state(1))
+        with pytest.raises((SaveError, Killed)):
+            call(saver, when)
+        with contextlib.suppress(SaveError, Killed):
+            saver.close()
+    is_passing = when == "save" and fault in {"ENOSPC", "EIO"}
+    assert store.steps() == ([2] if is_passing else []), "a later state is saved if it can be"
+
+
+def call(saver: AsyncSaver, when: str) -> None:
+    if when == "close":
+        saver.close()
+    elif when == "save":
+        saver.save(2, *state(2))
+    else:
+        for _ in range(1000):
+            saver.check()
+            time.sleep(0.005)
+
+
+def test_one_write_is_in_flight_at_a_time(tmp_path: Path) -> None:
+    store = store_at(tmp_path)
+    saver = AsyncSaver(store)
+    for step in range(5):
+        saver.save(step, *state(step))
+    assert saver.close() == store.path(4)
+    assert store.steps() == [0, 1, 2, 3, 4]

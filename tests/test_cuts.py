@@ -1,0 +1,309 @@
+"""The three cuts: what they keep, what they refuse, and how they shrink when memory runs out."""
+
+import dataclasses
+import json
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer.errors import ConfigError, DoesNotFitError
+from trainer.plan.cut import Cost, Layout, Plan
+from trainer.plan.cuts import Auto, Budget, Fixed, SampleTooLongError
+from trainer.plan.memory import (
+    LINE_STEPS,
+    Shape,
+    best_cap,
+    candidate_caps,
+    corner_shapes,
+    largest_cap,
+    saturation_cap,
+)
+from trainer.plan.stats import batch_equation, describe
+
+LENGTHS = st.lists(st.integers(1, 90), min_size=1, max_size=50).map(
+    lambda values: np.array(values, dtype=np.int64)
+)
+LAYOUTS = st.builds(
+    Layout,
+    world_size=st.sampled_from([1, 2, 5]),
+    lockstep=st.booleans(),
+    packed=st.booleans(),
+    pad_multiple=st.sampled_from([1, 8]),
+)
+CUTS = st.one_of(
+    st.builds(Fixed, micro=st.one_of(st.none(), st.integers(1, 9))),
+    st.builds(Fixed, steps=st.integers(1, 9)),
+    st.builds(Budget, max_tokens=st.integers(96, 400), micro=st.sampled_from([None, 4])),
+    st.integers(96, 400).map(lambda cap: Auto().tuned(cap, Cost(fixed=20.0))),
+)
+
+
+def held(plan):
+    return [[ids.tolist() for ids in slots] for slots in plan.ranks]
+
+
+def same(plan, other):
+    return held(plan) == held(other) and plan.padded_lengths == other.padded_lengths
+
+
+@given(LENGTHS, LAYOUTS, CUTS)
+@settings(max_examples=150, deadline=None)
+def test_every_cut_gives_a_plan_that_passes_the_check(lengths, layout, cut):
+    plan = cut.cut(lengths, layout)
+    plan.check(layout)
+    assert plan.packed == layout.packed
+    assert 0.0 <= plan.padding < 1.0
+
+
+@given(LENGTHS, LAYOUTS, st.integers(1, 12))
+@settings(max_examples=100, deadline=None)
+def test_fixed_keeps_sample_order_and_counts(lengths, layout, micro):
+    plan = Fixed(micro=micro).cut(lengths, layout)
+    order = [position for slots in held(plan) for ids in slots for position in ids]
+    assert order == list(range(len(lengths)))
+    shares = [sum(map(len, slots)) for slots in held(plan)]
+    assert max(shares) - min(shares) <= 1
+    for slots in held(plan):
+        sizes = [len(ids) for ids in slots if ids]
+        assert all(size == micro for size in sizes[:-1])
+        assert all(size <= micro for size in sizes)
+    assert Fixed.keeps_order
+    assert not Budget.keeps_order
+
+
+@given(LENGTHS, LAYOUTS, st.integers(1, 12))
+@settings(max_examples=100, deadline=None)
+def test_fixed_steps_are_as_even_as_they_can_be(lengths, layout, steps):
+    plan = Fixed(steps=steps).cut(lengths, layout)
+    for slots in held(plan):
+        sizes = [len(ids) for ids in slots if ids]
+        assert len(sizes) == min(steps, sum(sizes))
+        assert not sizes or max(sizes) - min(sizes) <= 1
+
+
+def test_fixed_pads_each_micro_batch_to_its_own_longest_sample():
+    lengths = np.array([5, 3, 9, 1, 2], dtype=np.int64)
+    assert Fixed(micro=2).cut(lengths, Layout()).padded_lengths == ((5, 9, 2),)
+    assert Fixed(micro=2).cut(lengths, Layout(pad_multiple=4)).padded_lengths == ((8, 12, 4),)
+    assert Fixed(micro=2).cut(lengths, Layout(packed=True)).padded_lengths == ((8, 10, 2),)
+
+
+def test_fixed_without_sizes_is_one_micro_batch_per_rank():
+    plan = Fixed().cut(np.full(5, 3), Layout(world_size=2))
+    assert held(plan) == [[[0, 1]], [[2, 3, 4]]]
+
+
+def test_fixed_fills_the_count_of_a_rank_in_lockstep_with_an_empty_slot():
+    plan = Fixed(micro=2).cut(np.full(5, 3), Layout(world_size=2, lockstep=True))
+    assert held(plan) == [[[0, 1], []], [[2, 3], [4]]]
+    assert plan.padded_lengths == ((3, 0), (3, 3))
+
+
+@given(LENGTHS, LAYOUTS, st.integers(96, 400), st.sampled_from([None, 4]))
+@settings(max_examples=100, deadline=None)
+def test_budget_and_tuned_auto_cut_alike_and_never_exceed_the_cap(lengths, layout, cap, micro):
+    plan = Budget(max_tokens=cap, micro=micro).cut(lengths, layout)
+    assert plan.max_positions <= cap
+    assert max(len(plan.ranks[rank][slot]) for rank, slot in plan.slots()) <= (micro or 50)
+    assert same(plan, Auto(micro=micro).tuned(cap, layout.cost).cut(lengths, layout))
+
+
+def test_auto_cuts_by_the_cost_it_was_tuned_with():
+    lengths = np.array([90, 80, 10, 10], dtype=np.int64)
+    cheap, dear = (Auto().tuned(1000, Cost(fixed=fixed)) for fixed in (1.0, 10_000.0))
+    assert cheap.cut(lengths, Layout()).num_micro_batches > 1
+    assert dear.cut(lengths, Layout()).num_micro_batches == 1
+
+
+def test_auto_refuses_to_cut_before_it_is_tuned():
+    with pytest.raises(ValueError, match="tuned"):
+        Auto().cut(np.array([1]), Layout())
+
+
+def test_a_cap_below_the_longest_sample_names_the_nearest_valid_cap():
+    lengths = np.array([5, 30, 7], dtype=np.int64)
+    with pytest.raises(ConfigError, match=r"accum.max_tokens: 20 .* 30 tokens.* is .*=30$"):
+        Budget(max_tokens=20).cut(lengths, Layout())
+    with pytest.raises(ConfigError, match=r"30 tokens, padded to 32.*=32$"):
+        Budget(max_tokens=31).cut(lengths, Layout(pad_multiple=16))
+    assert Budget(max_tokens=30).cut(lengths, Layout()).max_positions == 30
+
+
+def test_a_sample_that_the_tuned_cap_cannot_hold_is_named_by_position_and_length():
+    with pytest.raises(SampleTooLongError, match=r"sample 1 .* 30 tokens") as caught:
+        Auto().tuned(20, Cost()).cut(np.array([5, 30, 7]), Layout())
+    assert isinstance(caught.value, DoesNotFitError)
+    assert (caught.value.position, caught.value.length, caught.value.cap) == (1, 30, 20)
+
+
+@given(LENGTHS, LAYOUTS, CUTS)
+@settings(max_examples=150, deadline=None)
+def test_cuts_shrink_until_every_micro_batch_is_one_sample(lengths, layout, cut):
+    plan, attempts = cut.cut(lengths, layout), 0
+    while (smaller := cut.smaller(plan)) is not None:
+        again = smaller.cut(lengths, layout)
+        again.check(layout)
+        assert again.max_shared_positions < plan.max_shared_positions
+        if not isinstance(cut, Fixed):
+            assert again.max_shared_positions <= 0.7 * plan.max_shared_positions
+        # The replay is what the smaller cut gives to whoever starts with it.
+        fresh = type(smaller)(**{f.name: getattr(smaller, f.name) for f in dataclasses.fields(cut)})
+        assert same(again, fresh.cut(lengths, layout))
+        cut, plan, attempts = smaller, again, attempts + 1
+    assert all(len(plan.ranks[rank][slot]) <= 1 for rank, slot in plan.slots())
+    assert attempts <= 20
+
+
+def test_a_lowered_cap_still_lets_a_longer_sample_try_alone():
+    cut = Budget(max_tokens=100)
+    lowered = cut.smaller(cut.cut(np.full(10, 10), Layout()))
+    assert lowered == Budget(max_tokens=100, lowered=70)
+    plan = lowered.cut(np.array([95, 10, 10]), Layout())
+    assert plan.max_positions == 95
+    assert plan.max_shared_positions <= 70
+
+
+def test_fixed_halves_the_samples_of_a_micro_batch():
+    lengths = np.full(10, 3)
+    by_micro, by_steps = Fixed(micro=5), Fixed(steps=2)
+    assert by_micro.smaller(by_micro.cut(lengths, Layout())) == Fixed(micro=3)
+    assert by_steps.smaller(by_steps.cut(lengths, Layout())) == Fixed(steps=4)
+    assert Fixed(micro=1).smaller(Fixed(micro=1).cut(lengths, Layout())) is None
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.5, "8", True])
+def test_sizes_that_are_no_counts_are_refused_by_key(size):
+    with pytest.raises(ConfigError, match=r"accum\.micro: .*at least 1"):
+        Fixed(micro=size)
+    with pytest.raises(ConfigError, match=r"accum\.max_tokens: .*at least 1"):
+        Budget(max_tokens=size)
+    with pytest.raises(ConfigError, match=r"accum\.memory: .*at least 1"):
+        Auto(memory=size)
+
+
+def test_a_budget_without_a_cap_says_what_to_type():
+    with pytest.raises(ConfigError, match=r"accum\.max_tokens: needed .*accum\.max_tokens=8192"):
+        Budget(max_tokens=None)
+
+
+def test_cuts_survive_a_checkpoint():
+    cut = Auto(micro=3, memory=10**9).tuned(640, Cost(fixed=12.5, seconds_per_token=1e-5))
+    stored = json.loads(json.dumps(dataclasses.asdict(cut)))
+    assert Auto(**{**stored, "cost": Cost(**stored["cost"])}) == cut
+
+
+@pytest.mark.parametrize(
+    ("ranks", "padded", "layout", "fault"),
+    [
+        ([[[0, 1]]], [[9]], Layout(), "exactly once"),
+        ([[[0, 1], [1, 2]]], [[9, 9]], Layout(), "exactly once"),
+        ([[[0, 1, 2, 7]]], [[9]], Layout(), "exactly once"),
+        ([[[0, 1, 2]]], [[8]], Layout(), "micro-batch 0 of rank 0"),
+        ([[[0, 1, 2]]], [[9]], Layout(world_size=2), "1 ranks, not 2"),
+        ([[[0], [1]], [[2]]], [[9, 9], [9]], Layout(world_size=2, lockstep=True), "lockstep"),
+    ],
+)
+def test_a_plan_that_would_change_the_step_or_hang_is_refused(ranks, padded, layout, fault):
+    plan = Plan(
+        ranks=tuple(tuple(np.array(ids, dtype=np.int64) for ids in slots) for slots in ranks),
+        lengths=np.array([5, 9, 7]),
+        padded_lengths=tuple(map(tuple, padded)),
+    )
+    with pytest.raises(ConfigError, match=fault):
+        plan.check(layout)
+
+
+def test_the_batch_equation_reads_as_one_line():
+    lengths = np.full(12, 3)
+    assert batch_equation(Fixed(micro=4).cut(lengths, Layout())) == (
+        "12 = 1 rank x 3 micro-batches of 4 samples"
+    )
+    assert batch_equation(Fixed(micro=5).cut(lengths, Layout())) == (
+        "12 = 1 rank x 3 micro-batches of 2 to 5 samples"
+    )
+    assert batch_equation(Fixed(micro=1).cut(np.full(3, 3), Layout(world_size=2))) == (
+        "3 = 2 ranks x 1 to 2 micro-batches of 1 sample"
+    )
+
+
+def test_statistics_of_a_plan_agree_with_counting_by_hand():
+    layout = Layout(world_size=2, lockstep=True, cost=Cost(fixed=10.0, quadratic=0.0))
+    stats = describe(Fixed(micro=2).cut(np.array([4, 2, 6, 1, 3]), layout), layout)
+    assert (stats.num_samples, stats.num_tokens) == (5, 16)
+    assert (stats.num_micro_batches, stats.num_empty_slots, stats.accum_steps) == (3, 1, 2)
+    assert (stats.smallest_micro, stats.largest_micro, stats.num_lengths) == (1, 2, 3)
+    assert (stats.max_positions, stats.max_shape) == (12, (2, 6))
+    assert stats.padding == pytest.approx(1 - 16 / 23)
+    assert stats.rank_costs == (28.0, 35.0)
+    assert stats.cost == 22 + 13
+    assert stats.cost_bound == 10 + 8
+    assert stats.imbalance == pytest.approx(35 / 31.5)
+
+
+@given(st.integers(1, 500), st.integers(1, 10**6))
+def test_candidate_caps_leave_no_gap_above_four_percent(longest, total):
+    caps = candidate_caps(longest, total)
+    assert caps[0] == longest
+    assert caps[-1] == max(longest, total)
+    assert all(low < high <= max(low + 1, low * 1.04) for low, high in pairwise(caps))
+
+
+@given(st.integers(1, 500), st.integers(1, 10**6), st.floats(0.5, 2.5), st.integers(0, 10**10))
+@settings(deadline=None)
+def test_the_search_finds_the_largest_cap_that_fits_in_few_predictions(
+    longest, total, power, limit
+):
+    caps, asked = candidate_caps(longest, total), []
+
+    def predict(cap):
+        asked.append(cap)
+        return 1000 + int(cap**power)
+
+    found = largest_cap(predict, limit, caps)
+    fitting = [cap for cap in caps if 1000 + int(cap**power) <= limit]
+    assert found.cap == (fitting[-1] if fitting else None)
+    assert len(asked) <= 3 + LINE_STEPS + np.log2(len(caps))
+    assert list(found.peaks) == sorted(set(asked))
+
+
+def test_a_straight_line_of_peaks_needs_four_predictions():
+    asked = []
+    found = largest_cap(
+        lambda cap: asked.append(cap) or 50 * cap + 7, 250_000, candidate_caps(64, 100_000)
+    )
+    assert 4800 < found.cap <= 4999
+    assert len(asked) <= 4
+
+
+@given(st.integers(1, 60), st.integers(0, 60), st.integers(1, 40), st.integers(0, 2000), st.data())
+@settings(max_examples=100, deadline=None)
+def test_corner_shapes_bound_the_peak_of_every_shape_under_the_cap(
+    shortest, spread, max_samples, extra, data
+):
+    longest = shortest + spread
+    cap = longest + extra
+    weights = data.draw(st.tuples(*[st.floats(0, 10)] * 3))
+
+    def peak(shape):
+        n, length = shape
+        return weights[0] * n * length + weights[1] * n * length**2 + weights[2] * n
+
+    corners = corner_shapes(cap, longest, shortest, max_samples)
+    for num_samples, length in corners:
+        assert num_samples <= max_samples
+        assert num_samples * length <= cap
+    # With counts as real numbers the corners would be exact; rounding them down costs one sample.
+    allowed = max(peak(Shape(n + 1, length)) for n, length in corners)
+    for length in range(shortest, longest + 1):
+        assert peak(Shape(min(max_samples, cap // length), length)) <= allowed * (1 + 1e-9)
+
+
+def test_full_speed_needs_tokens_in_proportion_to_the_fixed_cost():
+    assert saturation_cap(Cost(fixed=33.0), 0.97) == 1067
+    assert saturation_cap(Cost(fixed=0.0)) == 1
+    assert best_cap(fits=5000, cost=Cost(fixed=33.0), longest=256) == 1067
+    assert best_cap(fits=800, cost=Cost(fixed=33.0), longest=256) == 800
+    assert best_cap(fits=5000, cost=Cost(fixed=33.0), longest=2048) == 2048

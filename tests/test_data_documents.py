@@ -1,0 +1,251 @@
+"""Documents, their index on disk, and the two data sets of texts."""
+
+import math
+import pickle
+import sys
+import warnings
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from trainer.data.documents import BOS, EOS
+from trainer.data.stdlib import StdlibText, top_level_definitions
+from trainer.errors import ConfigError, DataError
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("TRAIN_CACHE", str(folder))
+    return folder
+
+
+MODULES = {
+    "alpha.py": "def a():\n    return 1\n\n\nX = 1\n\n\nclass B:\n    def method(self): ...\n",
+    "beta.py": "@decorated\n@twice(\n    1)\nasync def b():\n    return 'ä€'\n",
+    "deep/gamma.py": "if X:\n    def hidden(): ...\ndef g(): return 1 ; x = 2\n",
+    "deep/delta.py": "".join(f"def f{k}():\n    return {'x' * k!r}\n" for k in range(20)),
+    "empty.py": "",
+    "test/test_alpha.py": "def test(): ...\n",
+    "idlelib/idle_test/test_b.py": "def test(): ...\n",
+    "site-packages/other.py": "def other(): ...\n",
+}
+
+
+@pytest.fixture
+def library(tmp_path):
+    root = tmp_path / "library"
+    for name, source in MODULES.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source, encoding="utf-8")
+    (root / "broken.py").write_text("def broken(:\n")
+    (root / "undecodable.py").write_bytes(b"def a():\n    '\xff'\n")
+    (root / "null.py").write_bytes(b"def a(): ...\n\0")
+    return root
+
+
+def documents_of(dataset):
+    return [dataset.decode(dataset[i]["input_ids"].tolist()) for i in range(len(dataset))]
+
+
+def test_a_document_is_a_top_level_function_or_class_with_its_decorators(library):
+    both = [StdlibText(split, 10_000, 0.3, root=str(library)) for split in ("train", "held_out")]
+    texts = sorted(text for dataset in both for text in documents_of(dataset))
+    assert texts == sorted(
+        [
+            "def a():\n    return 1",
+            "class B:\n    def method(self): ...",
+            "@decorated\n@twice(\n    1)\nasync def b():\n    return 'ä€'",
+            "def g(): return 1 ; x = 2",
+            *(f"def f{k}():\n    return {'x' * k!r}" for k in range(20)),
+        ]
+    )
+
+
+def test_files_that_do_not_decode_or_parse_are_counted_and_left_out(library):
+    dataset = StdlibText(root=str(library))
+    assert dataset.num_skipped == 3
+    assert [reason.split(":")[0] for reason in dataset.skipped] == [
+        "broken.py",
+        "null.py",
+        "undecodable.py",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("source", "documents"),
+    [
+        (
+            b"def a():\r\n    pass\r\n\r\nclass B: pass\r\n",
+            [b"def a():\r\n    pass", b"class B: pass"],
+        ),
+        (b"\xef\xbb\xbfdef a(): pass\n", [b"def a(): pass"]),
+        (b"# coding: latin-1\ndef a(): '\xe4'\n", ["def a(): 'ä'".encode()]),
+        (b"'\x0c'\n\x0cdef a(): pass\n", [b"def a(): pass"]),
+        (b"@(  # why\n  d)\ndef a(): pass", [b"@(  # why\n  d)\ndef a(): pass"]),
+        (
+            b"'\xe2\x82\xac'; x = 1\ndef a(): '\xe2\x82\xac'; y = 1\nz = 2",
+            ["def a(): '€'; y = 1".encode()],
+        ),
+        (b"x = 1\n", []),
+    ],
+)
+def test_source_segments_are_exact_under_every_line_end_and_encoding(source, documents):
+    assert top_level_definitions(source) == documents
+
+
+def test_no_module_is_on_both_sides_and_no_document_is_lost(library):
+    for seed in range(5):
+        train = StdlibText("train", 64, 0.4, seed, root=str(library))
+        held_out = StdlibText("held_out", 64, 0.4, seed, root=str(library))
+        assert len(train) + len(held_out) == 24
+        functions = {text[:5] == "def f" for text in documents_of(train)}
+        assert len(held_out) > 0
+        assert not ({True} <= functions and any(t[:5] == "def f" for t in documents_of(held_out)))
+
+
+@pytest.mark.parametrize("max_length", [2, 3, 16, 31, 32, 10_000])
+def test_tokens_are_bos_bytes_eos_cut_at_max_length(library, max_length):
+    whole = StdlibText("train", 10_000, 0.0, root=str(library))
+    cut = StdlibText("train", max_length, 0.0, root=str(library))
+    for i in range(len(whole)):
+        expected = [BOS, *documents_of(whole)[i].encode(), EOS][:max_length]
+        assert cut[i]["input_ids"].tolist() == cut[i]["labels"].tolist() == expected
+        assert cut.lengths[i] == len(expected)
+    assert (
+        cut._tokens(cut._ids, cut.lengths) == np.concatenate([s["input_ids"] for s in cut])
+    ).all()
+
+
+@pytest.mark.parametrize("max_length", [8, 40])
+def test_the_entropies_are_those_of_a_count_by_hand(library, max_length):
+    splits = {
+        split: [
+            sample["input_ids"].tolist()
+            for sample in StdlibText(split, max_length, 0.4, root=str(library))
+        ]
+        for split in ("train", "held_out")
+    }
+    pairs = {
+        split: Counter(pair for ids in samples for pair in pairwise(ids))
+        for split, samples in splits.items()
+    }
+    after, seen = Counter(), Counter()
+    for (first, second), count in pairs["train"].items():
+        after[second] += count
+        seen[first] += count
+    unigram = bigram = 0.0
+    for (first, second), count in pairs["held_out"].items():
+        unigram -= count * math.log((after[second] + 1) / (after.total() + 258))
+        bigram -= count * math.log((pairs["train"][first, second] + 1) / (seen[first] + 258))
+    entropies = StdlibText("train", max_length, 0.4, root=str(library)).byte_entropies()
+    assert entropies.unigram == pytest.approx(unigram / pairs["held_out"].total(), rel=1e-12)
+    assert entropies.bigram == pytest.approx(bigram / pairs["held_out"].total(), rel=1e-12)
+
+
+def test_the_entropies_do_not_depend_on_how_the_count_is_chunked(library, monkeypatch):
+    dataset = StdlibText("train", 40, 0.4, root=str(library))
+    whole = dataset.byte_entropies()
+    monkeypatch.setattr("trainer.data.documents._CHUNK_TOKENS", 50)
+    assert dataset.byte_entropies() == whole
+
+
+def test_without_held_out_documents_there_is_no_entropy(library):
+    dataset = StdlibText(holdout=0.0, root=str(library))
+    assert math.isnan(dataset.byte_entropies().unigram)
+    assert len(StdlibText("held_out", holdout=0.0, root=str(library))) == 0
+
+
+def test_the_fingerprint_follows_contents_and_settings_only(library, monkeypatch, tmp_path):
+    def fingerprint(**settings):
+        return StdlibText(root=str(library), **settings).fingerprint
+
+    first = fingerprint()
+    others = {
+        fingerprint(split="held_out"),
+        fingerprint(max_length=64),
+        fingerprint(holdout=0.1),
+        fingerprint(seed=1),
+    }
+    assert len(others | {first}) == 5
+    monkeypatch.setenv("TRAIN_CACHE", str(tmp_path / "another"))
+    (library / "alpha.py").touch()
+    assert fingerprint() == first
+    (library / "alpha.py").write_text("def a(): ...\n")
+    assert fingerprint() != first
+
+
+def test_the_library_of_this_python_has_ragged_documents_and_sensible_entropies(real_stdlib):
+    train, held_out = (StdlibText(split) for split in ("train", "held_out"))
+    assert len(train) > 1000
+    assert len(held_out) > 20
+    assert 20 < np.percentile(train.lengths, 5) < 200
+    assert train.lengths.max() == held_out.lengths.max() == 256
+    entropies = train.byte_entropies()
+    assert 2.0 < entropies.bigram < 3.0 < entropies.unigram < 3.6
+    assert entropies == held_out.byte_entropies()
+    assert train.vocab_size == 258
+
+
+@pytest.fixture(scope="session")
+def real_cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("stdlib-cache")
+
+
+@pytest.fixture
+def real_stdlib(real_cache, monkeypatch):
+    monkeypatch.setenv("TRAIN_CACHE", str(real_cache))
+
+
+def test_a_python_without_source_is_a_data_error(tmp_path):
+    with pytest.raises(DataError, match="no Python source below"):
+        StdlibText(root=str(tmp_path / "nowhere"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"split": "test"}, "data.split=test"),
+        ({"max_length": 1}, "data.max_length=1"),
+        ({"holdout": 1.0}, "data.holdout=1.0"),
+        ({"holdout": -0.1}, "data.holdout=-0.1"),
+    ],
+)
+def test_settings_out_of_range_name_their_key(library, settings, key):
+    with pytest.raises(ConfigError, match=key):
+        StdlibText(root=str(library), **settings)
+
+
+def test_a_pickled_data_set_maps_its_index_anew(library):
+    dataset = StdlibText(root=str(library))
+    pickled = pickle.dumps(dataset)
+    assert b"return" not in pickled
+    assert documents_of(pickle.loads(pickled)) == documents_of(dataset)
+
+
+def test_off_a_terminal_building_says_one_plain_line(library, capsys, monkeypatch):
+    StdlibText(root=str(library))
+    assert capsys.readouterr().err == (
+        "train: indexing the Python standard library, 8 modules ...\n"
+    )
+    StdlibText(root=str(library))
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    (library / "alpha.py").write_text("def changed(): ...\n")
+    StdlibText(root=str(library))
+    assert capsys.readouterr().err == ""
+
+
+def test_on_a_terminal_building_shows_a_bar(library, capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    StdlibText(root=str(library))
+    assert "100%" in capsys.readouterr().err
+
+
+def test_old_modules_with_odd_escapes_raise_no_warning(library):
+    (library / "odd.py").write_text("def odd():\n    return '\\d'\n")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        StdlibText(root=str(library))

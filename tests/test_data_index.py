@@ -1,0 +1,177 @@
+"""The index on disk, and which samples are held out."""
+
+import pickle
+import threading
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.data.holdout import held_out_count, held_out_mask
+from trainer.data.index import cache_folder, cached_index
+from trainer.errors import DataError
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("TRAIN_CACHE", str(folder))
+    return folder
+
+
+def build(documents):
+    def builder(add):
+        for document in documents:
+            add(document, document)
+        return {"num_skipped": 0, "skipped": []}
+
+    return builder
+
+
+def never(add):
+    raise AssertionError("built again")
+
+
+def contents(index):
+    bounds = pairwise(index.offsets.tolist())
+    return [index.blob[begin:end].tobytes() for begin, end in bounds]
+
+
+def test_an_index_is_built_once_and_mapped_afterwards(cache):
+    documents = [b"one", b"", b"\x00\xff" * 9]
+    built = cached_index("name", "key", build(documents))
+    opened = cached_index("name", "key", never)
+    assert contents(built) == contents(opened) == documents
+    assert built.digest == opened.digest
+    assert opened.path == cache / "name.index"
+    assert [path.name for path in cache.iterdir()] == ["name.index"]
+
+
+def test_another_key_replaces_the_index_and_leaves_open_ones_alone(cache):
+    old = cached_index("name", "old", build([b"old"]))
+    new = cached_index("name", "new", build([b"newer"]))
+    assert contents(old) == [b"old"]
+    assert contents(new) == [b"newer"]
+    assert len(list(cache.iterdir())) == 1
+
+
+@pytest.mark.parametrize("size", [0, 5, 40, 60, -40, -1])
+def test_an_index_cut_short_is_noticed_and_built_again(cache, size, caplog):
+    documents = [b"some text", b"more of it"]
+    path = cached_index("name", "key", build(documents)).path
+    path.write_bytes(path.read_bytes()[:size])
+    assert contents(cached_index("name", "key", build(documents))) == documents
+    assert "is built again" in caplog.text
+    assert contents(cached_index("name", "key", never)) == documents
+
+
+def test_every_damaged_byte_is_noticed(cache):
+    documents = [b"some text", b"more of it"]
+    path = cached_index("name", "key", build(documents)).path
+    whole = path.read_bytes()
+    padding = range(19, 24)
+    for position in set(range(len(whole))) - set(padding):
+        damaged = bytearray(whole)
+        damaged[position] ^= 0x10
+        path.write_bytes(damaged)
+        assert contents(cached_index("name", "key", build(documents))) == documents
+        assert path.read_bytes() == whole
+
+
+def test_builders_that_race_each_end_with_a_whole_index(cache):
+    documents = [bytes([k]) * k for k in range(200)]
+    results = []
+    threads = [
+        threading.Thread(
+            target=lambda: results.append(contents(cached_index("name", "key", build(documents))))
+        )
+        for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [documents] * 8
+    assert [path.name for path in cache.iterdir()] == ["name.index"]
+
+
+def test_a_builder_that_fails_leaves_nothing_behind(cache):
+    def fail(add):
+        add(b"half", b"half")
+        raise DataError("bad record")
+
+    with pytest.raises(DataError, match="bad record"):
+        cached_index("name", "key", fail)
+    assert list(cache.iterdir()) == []
+
+
+def test_a_cache_that_cannot_be_written_to_gives_way_to_the_temporary_folder(
+    tmp_path, monkeypatch, caplog
+):
+    blocked = tmp_path / "file"
+    blocked.write_text("not a folder")
+    monkeypatch.setenv("TRAIN_CACHE", str(blocked / "cache"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    index = cached_index("name", "key", build([b"text"]))
+    assert contents(index) == [b"text"]
+    assert index.path.parent.parent == tmp_path
+    assert index.path.parent.stat().st_mode & 0o777 == 0o700
+    assert "cannot write to the cache" in caplog.text
+    assert contents(cached_index("name", "key", never)) == [b"text"]
+
+
+def test_a_cache_that_is_read_only_is_still_read(cache, monkeypatch):
+    cached_index("name", "key", build([b"text"]))
+    monkeypatch.setattr("trainer.data.index._writable", never)
+    assert contents(cached_index("name", "key", never)) == [b"text"]
+
+
+def test_the_cache_folder_follows_the_environment(monkeypatch, tmp_path):
+    assert cache_folder() == tmp_path / "cache"
+    monkeypatch.delenv("TRAIN_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_folder() == tmp_path / "xdg" / "step-trainer"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / ".cache" / "step-trainer"
+
+
+def test_a_pickled_index_is_a_path_and_a_key():
+    index = cached_index("big", "key", build([bytes(10**6)]))
+    pickled = pickle.dumps(index)
+    assert len(pickled) < 1000
+    assert contents(pickle.loads(pickled)) == [bytes(10**6)]
+    cached_index("big", "another", build([b"text"]))
+    with pytest.raises(DataError, match="replaced while in use"):
+        pickle.loads(pickled)
+
+
+@given(
+    keys=st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=50),
+    holdout=st.floats(0, 0.99),
+    seed=st.integers(0, 2**40),
+)
+def test_the_share_is_exact_in_keys_and_samples_of_one_key_stay_together(keys, holdout, seed):
+    doubled = np.array(keys + keys[::-1], dtype=np.uint64)
+    mask = held_out_mask(doubled, holdout, seed)
+    held_out, train = set(doubled[mask].tolist()), set(doubled[~mask].tolist())
+    assert not held_out & train
+    assert len(held_out) == held_out_count(len(set(keys)), holdout)
+    assert (mask[::-1] == held_out_mask(doubled[::-1], holdout, seed)).all()
+
+
+@given(count=st.integers(0, 1000), holdout=st.floats(0, 0.999))
+def test_both_sides_of_a_split_hold_something_where_they_can(count, holdout):
+    held_out = held_out_count(count, holdout)
+    assert (held_out > 0) == (holdout > 0 and count > 1)
+    assert held_out < max(count, 1)
+    if 1 < held_out < count - 1:
+        assert abs(held_out - count * holdout) <= 0.5
+
+
+def test_seeds_hold_out_different_samples():
+    keys = np.arange(1000, dtype=np.uint64)
+    first, second = (held_out_mask(keys, 0.5, seed) for seed in (0, 2**32))
+    assert 400 < (first != second).sum() < 600

@@ -1,0 +1,152 @@
+"""Token files: windows, splits, dtypes, and files that cannot be right."""
+
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.data.tokens import TokenWindows
+from trainer.errors import ConfigError, DataError
+
+
+def write(path, tokens, dtype="<u2"):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    np.asarray(tokens, dtype=dtype).tofile(path)
+    return path
+
+
+def windows_of(path, **settings):
+    dataset = TokenWindows(str(path), **{"max_length": 4, "holdout": 0.0} | settings)
+    return [dataset[i]["input_ids"].tolist() for i in range(len(dataset))]
+
+
+def test_windows_follow_each_other_and_the_last_may_be_short(tmp_path):
+    file = write(tmp_path / "data.bin", range(1, 11))
+    assert windows_of(file) == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10]]
+    dataset = TokenWindows(str(file), max_length=4, holdout=0.0)
+    assert dataset.lengths.tolist() == [4, 4, 2]
+    assert dataset[2]["labels"].tolist() == [9, 10]
+    with pytest.raises(IndexError):
+        dataset[3]
+
+
+def test_no_window_crosses_from_one_file_of_a_folder_into_the_next(tmp_path):
+    write(tmp_path / "b" / "0.bin", [7, 8, 9, 10, 11])
+    write(tmp_path / "a.bin", [1, 2, 3, 4])
+    (tmp_path / "meta.json").write_text("{}")
+    assert windows_of(tmp_path) == [[1, 2, 3, 4], [7, 8, 9, 10], [11]]
+
+
+@given(
+    sizes=st.lists(st.integers(1, 40), min_size=1, max_size=4),
+    max_length=st.integers(2, 12),
+    holdout=st.floats(0, 0.9),
+)
+def test_both_splits_together_hold_every_token_once(tmp_path_factory, sizes, max_length, holdout):
+    folder = tmp_path_factory.mktemp("tokens")
+    tokens = np.arange(sum(sizes))
+    for number, part in enumerate(np.split(tokens, np.cumsum(sizes)[:-1])):
+        write(folder / f"{number}.bin", part)
+    seen = []
+    for split in ("train", "held_out"):
+        dataset = TokenWindows(str(folder), split, max_length, holdout=holdout)
+        samples = [sample["input_ids"] for sample in dataset]
+        assert dataset.lengths.tolist() == [len(sample) for sample in samples]
+        assert dataset.lengths.dtype == np.int64
+        seen += [token for sample in samples for token in sample.tolist()]
+    assert seen == tokens.tolist()
+
+
+def test_a_folder_with_named_splits_keeps_them(tmp_path):
+    write(tmp_path / "train.bin", range(10))
+    write(tmp_path / "val.bin", range(100, 106))
+    assert windows_of(tmp_path, holdout=0.5)[-1] == [8, 9]
+    assert windows_of(tmp_path, holdout=0.5, split="held_out") == [[100, 101, 102, 103], [104, 105]]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "typed"),
+    [
+        ("data.bin", "<u2", "auto"),
+        ("data.bin", "<u4", "uint32"),
+        ("data.u32", "<u4", "auto"),
+        ("data.uint32.bin", "<u4", "auto"),
+        ("data.u16", "<u2", "auto"),
+        ("data.u32", "<u2", "uint16"),
+    ],
+)
+def test_the_dtype_is_the_typed_one_or_that_of_the_suffix(tmp_path, name, dtype, typed):
+    file = write(tmp_path / name, [1, 2, 60_000], dtype)
+    assert windows_of(file, dtype=typed) == [[1, 2, 60_000]]
+
+
+def test_uint32_read_as_uint16_by_default_is_noticed(tmp_path):
+    file = write(tmp_path / "data.bin", range(1, 100), "<u4")
+    with pytest.raises(DataError, match=r"as if the tokens were uint32; set data\.dtype"):
+        TokenWindows(str(file))
+    assert len(windows_of(file, dtype="uint16")) == 50
+
+
+def test_a_token_beyond_the_vocabulary_names_file_and_position(tmp_path):
+    file = write(tmp_path / "data.bin", [1, 2, 3, 4, 5, 300])
+    assert windows_of(file, vocab_size=301)[1] == [5, 300]
+    with pytest.raises(DataError, match=r"data\.bin: token 300 at position 5 .*vocab_size=300"):
+        windows_of(file, vocab_size=300)
+
+
+def test_files_that_cannot_be_token_files_are_data_errors(tmp_path):
+    (tmp_path / "odd.bin").write_bytes(b"123")
+    (tmp_path / "empty.bin").write_bytes(b"")
+    (tmp_path / "folder").mkdir()
+    for name, fault in {
+        "odd.bin": "3 bytes are no whole number of uint16 tokens",
+        "empty.bin": "holds no tokens",
+        "folder": "holds no .bin files",
+        "missing.bin": "no such file or folder",
+    }.items():
+        with pytest.raises(DataError, match=fault) as caught:
+            TokenWindows(str(tmp_path / name))
+        assert name in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"dtype": "int8"}, "data.dtype=int8"),
+        ({"split": "val"}, "data.split=val"),
+        ({"max_length": 1}, "data.max_length=1"),
+        ({"holdout": 2.0}, "data.holdout=2.0"),
+    ],
+)
+def test_settings_out_of_range_name_their_key(tmp_path, settings, key):
+    file = write(tmp_path / "data.bin", range(10))
+    with pytest.raises(ConfigError, match=key):
+        TokenWindows(str(file), **settings)
+
+
+def test_a_pickled_data_set_does_not_hold_the_tokens(tmp_path):
+    file = write(tmp_path / "data.bin", np.arange(50_000))
+    dataset = TokenWindows(str(file), max_length=5000)
+    expected = dataset[8]["input_ids"].tolist()
+    pickled = pickle.dumps(dataset)
+    assert len(pickled) < 5000
+    assert pickle.loads(pickled)[8]["input_ids"].tolist() == expected
+    write(file, np.arange(40_000))
+    with pytest.raises(DataError, match="changed its size"):
+        pickle.loads(pickled)[0]
+
+
+def test_the_fingerprint_follows_tokens_and_settings(tmp_path):
+    file = write(tmp_path / "data.bin", np.arange(50_000))
+
+    def fingerprint(**settings):
+        return TokenWindows(str(file), **settings).fingerprint
+
+    prints = [fingerprint(), fingerprint(split="held_out"), fingerprint(max_length=8)]
+    (tmp_path / "data.bin").touch()
+    assert fingerprint() == prints[0]
+    write(file, np.arange(50_000)[::-1])
+    prints.append(fingerprint())
+    assert len(set(prints)) == 4

@@ -1,0 +1,350 @@
+"""The transformer, the binding of any model to its fields, and the sampler."""
+
+import math
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from trainer.errors import ConfigError
+from trainer.models.bind import bind
+from trainer.models.gpt import GPT, rotary_tables, rotate, varlen_attention
+from trainer.models.sample import generate
+
+TINY = {"vocab_size": 17, "width": 24, "num_layers": 2, "num_heads": 2, "max_length": 16}
+MODERN = {**TINY}
+GPT2_STYLE = {
+    **TINY,
+    "norm": "layer",
+    "mlp": "gelu",
+    "positions": "learned",
+    "bias": True,
+    "tied": True,
+}
+FAMILIES = pytest.mark.parametrize("options", [MODERN, GPT2_STYLE], ids=["modern", "gpt2"])
+CLOSE = {"rtol": 1e-12, "atol": 1e-13}
+
+
+def make(options: dict, seed: int = 0) -> GPT:
+    torch.manual_seed(seed)
+    model = GPT(**options).double()
+    # Large weights make every path matter to the output.
+    model.init_weights(std=0.5)
+    return model
+
+
+def tokens(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randint(17, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_gpt2_has_the_124_439_808_parameters_of_gpt2():
+    with torch.device("meta"):
+        model = GPT(
+            vocab_size=50257,
+            width=768,
+            num_layers=12,
+            num_heads=12,
+            max_length=1024,
+            norm="layer",
+            mlp="gelu",
+            positions="learned",
+            bias=True,
+            tied=True,
+        )
+    assert sum(p.numel() for p in model.parameters()) == 124_439_808
+
+
+def test_the_default_is_the_tiny_model():
+    with torch.device("meta"):
+        model = GPT()
+    per_block = 2 * 96 + 4 * 96 * 96 + 3 * 96 * 256
+    assert sum(p.numel() for p in model.parameters()) == 2 * 258 * 96 + 2 * per_block + 96
+    assert (model.vocab_size, model.max_length) == (258, 256)
+
+
+def test_an_untied_head_has_weights_of_its_own():
+    tied, untied = GPT(**TINY, tied=True), GPT(**TINY)
+    extra = set(untied.state_dict()) - set(tied.state_dict())
+    assert extra == {"head.weight"}
+    assert untied(tokens(1, 3)).shape == tied(tokens(1, 3)).shape == (1, 3, 17)
+
+
+@FAMILIES
+def test_no_token_sees_the_tokens_after_it(options):
+    model = make(options)
+    ids = tokens(2, 9)
+    changed = ids.clone()
+    changed[:, 5:] = (changed[:, 5:] + 1) % 17
+    before, after = model(ids), model(changed)
+    torch.testing.assert_close(before[:, :5], after[:, :5], **CLOSE)
+    assert (before[:, 5:] - after[:, 5:]).abs().max() > 1e-3
+
+
+@FAMILIES
+def test_padding_on_the_right_changes_no_real_position(options):
+    model = make(options)
+    ids = tokens(1, 5)
+    padded = torch.nn.functional.pad(ids, (0, 6))
+    torch.testing.assert_close(model(padded)[:, :5], model(ids), **CLOSE)
+
+
+@FAMILIES
+def test_the_order_of_tokens_matters(options):
+    model = make(options)
+    ids = torch.tensor([[3, 4, 5]])
+    assert not torch.allclose(model(ids)[:, -1], model(torch.tensor([[4, 3, 5]]))[:, -1])
+
+
+@FAMILIES
+@pytest.mark.parametrize("tail", [0, 3])
+def test_packed_documents_give_the_logits_and_gradients_of_documents_alone(options, tail):
+    model = make(options)
+    documents = [tokens(1, length, seed=length) for length in (4, 1, 7)]
+    alone = torch.cat([model(document) for document in documents], dim=1)
+    alone.square().sum().backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+
+    # An empty document, and positions behind the last one, belong to no document.
+    row = torch.cat([*documents, torch.zeros(1, tail, dtype=torch.long)], dim=1)
+    cu_seqlens = torch.tensor([0, 4, 5, 5, 12], dtype=torch.int32)
+    packed = model(row, cu_seqlens=cu_seqlens)[:, :12]
+    packed.square().sum().backward()
+    torch.testing.assert_close(packed, alone, **CLOSE)
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-12, atol=1e-11)
+
+
+@FAMILIES
+def test_a_packed_row_without_its_boundaries_would_differ(options):
+    model = make(options)
+    row = tokens(1, 12)
+    packed = model(row, cu_seqlens=torch.tensor([0, 4, 12]))
+    assert (packed - model(row)).abs().max() > 1e-3
+
+
+def test_a_packed_row_may_be_longer_than_the_longest_document():
+    row = tokens(1, 40)
+    assert make(MODERN)(row, cu_seqlens=torch.tensor([0, 15, 30, 40])).shape == (1, 40, 17)
+
+
+@FAMILIES
+def test_given_positions_are_the_positions_used(options):
+    model = make(options)
+    ids = tokens(2, 6)
+    counted = torch.arange(6).expand(2, 6)
+    torch.testing.assert_close(model(ids, position_ids=counted), model(ids), **CLOSE)
+    assert not torch.allclose(model(ids, position_ids=counted * 2), model(ids))
+
+
+def test_rotary_products_depend_on_the_distance_alone():
+    positions = torch.tensor([[0, 3, 10, 13]])
+    x = torch.randn(1, 1, 2, 1, 8, dtype=torch.float64).expand(1, 4, 2, 1, 8)
+    q, k = rotate(x, rotary_tables(positions, 8, torch.float64))[0, :, :, 0].unbind(1)
+    torch.testing.assert_close(q[1] @ k[0], q[3] @ k[2], **CLOSE)
+    torch.testing.assert_close(q[0], x[0, 0, 0, 0], **CLOSE)
+    torch.testing.assert_close(q.norm(dim=-1), x[0, :, 0, 0].norm(dim=-1), **CLOSE)
+
+
+@FAMILIES
+def test_fresh_weights_are_a_function_of_the_seed(options):
+    one, same, other = (make(options, seed).state_dict() for seed in (0, 0, 1))
+    assert all(torch.equal(one[name], same[name]) for name in one)
+    assert not torch.equal(one["embedding.weight"], other["embedding.weight"])
+
+
+def deviations(**options) -> dict[str, float]:
+    torch.manual_seed(0)
+    model = GPT(vocab_size=500, width=128, num_layers=8, num_heads=4, **options)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            assert parameter.eq(0.0 if name.endswith("bias") else 1.0).all()
+    return {
+        name: float(parameter.detach().std())
+        for name, parameter in model.named_parameters()
+        if parameter.ndim > 1
+    }
+
+
+def test_fresh_weights_can_have_the_deviations_of_gpt2():
+    for name, std in deviations(bias=True, norm="layer", tied=True, init_std=0.02).items():
+        expected = 0.02 / math.sqrt(16) if name.endswith("out.weight") else 0.02
+        assert std == pytest.approx(expected, rel=0.05)
+
+
+def test_fresh_weights_keep_the_variance_of_what_passes_through_them():
+    found = deviations()
+    assert found["embedding.weight"] == pytest.approx(1.0, rel=0.05)
+    assert found["head.weight"] == pytest.approx(128**-0.5, rel=0.05)
+    assert found["blocks.3.attention.qkv.weight"] == pytest.approx(128**-0.5, rel=0.05)
+    assert found["blocks.3.mlp.out.weight"] == pytest.approx((352 * 16) ** -0.5, rel=0.05)
+    assert deviations(tied=True)["embedding.weight"] == pytest.approx(128**-0.5, rel=0.05)
+
+
+@FAMILIES
+def test_the_model_runs_without_memory_behind_it(options):
+    with torch.device("meta"):
+        model = GPT(**options)
+        assert model(torch.zeros(2, 5, dtype=torch.long)).shape == (2, 5, 17)
+    with FakeTensorMode():
+        fake = GPT(**options)
+        logits = fake(torch.zeros(2, 5, dtype=torch.long))
+        logits.sum().backward()
+    assert all(p.grad is not None for p in fake.parameters())
+
+
+@FAMILIES
+def test_the_model_is_one_graph_to_the_compiler(options):
+    model = make(options)
+    with warnings.catch_warnings():
+        # torch's own compiler warns about its own use of deprecated functions.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        logits = compiled(tokens(2, 6))
+    torch.testing.assert_close(logits, model(tokens(2, 6)), **CLOSE)
+
+
+@FAMILIES
+def test_autocast_computes_in_half_precision_near_the_exact_logits(options):
+    model = make(options).float()
+    model.init_weights()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        half = model(tokens(2, 6))
+    assert half.dtype == torch.bfloat16
+    torch.testing.assert_close(half.float(), model(tokens(2, 6)), rtol=0.05, atol=0.01)
+
+
+def test_dropout_acts_in_training_alone():
+    model = make({**MODERN, "dropout": 0.5})
+    ids = tokens(2, 6)
+    assert not torch.equal(model(ids), model(ids))
+    model.eval()
+    assert torch.equal(model(ids), model(ids))
+
+
+def test_variable_length_attention_is_called_as_the_installed_pytorch_takes_it():
+    q = torch.empty(12, 2, 8, dtype=torch.bfloat16, device="meta")
+    bounds = torch.empty(4, dtype=torch.int32, device="meta")
+    assert varlen_attention()(q, q, q, bounds, bounds, 7, 7).shape == q.shape
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernel is CUDA's")
+def test_variable_length_attention_agrees_with_documents_one_by_one():
+    model = make({**MODERN, "width": 64}).bfloat16().cuda()
+    row, cu_seqlens = tokens(1, 12).cuda(), torch.tensor([0, 4, 12]).cuda()
+    packed = model(row, cu_seqlens=cu_seqlens)
+    alone = torch.cat([model(row[:, :4]), model(row[:, 4:])], dim=1)
+    torch.testing.assert_close(packed, alone, rtol=0.05, atol=0.1)
+
+
+@pytest.mark.parametrize(
+    ("options", "fault"),
+    [
+        ({"num_heads": 5}, "model.num_heads: 5 heads do not share a width of 96"),
+        ({"num_heads": 96}, "model.num_heads: 96 heads .* nearest: 48"),
+        ({"norm": "batch"}, "model.norm: 'batch' is unknown"),
+        ({"mlp": "relu"}, "model.mlp: 'relu' is unknown"),
+        ({"positions": "alibi"}, "model.positions: 'alibi' is unknown"),
+    ],
+)
+def test_a_shape_that_cannot_be_is_refused_by_its_key(options, fault):
+    with pytest.raises(ConfigError, match=f"^{fault}"):
+        GPT(**options)
+
+
+def test_a_sample_longer_than_the_model_takes_is_refused_with_both_remedies():
+    with pytest.raises(ConfigError, match=r"^model\.max_length: 16 .* 17 .*data\.max_length=16"):
+        make(MODERN)(tokens(1, 17))
+
+
+class Named(nn.Module):
+    def forward(self, x, mask=None, *, scale=1.0):
+        return x, mask, scale
+
+
+class Everything(nn.Module):
+    def forward(self, **fields):
+        return sorted(fields)
+
+
+class Nothing(nn.Module):
+    def forward(self, *anything):
+        return anything
+
+
+def test_a_model_is_called_with_the_fields_its_forward_names():
+    x, scale = torch.ones(1), torch.zeros(1)
+    fields = {"x": x, "scale": scale, "ids": torch.zeros(1)}
+    assert bind(Named())(fields) == (x, None, scale)
+    assert bind(Everything())(fields) == ["ids", "scale", "x"]
+
+
+def test_a_compiled_model_is_called_with_the_same_fields():
+    model = Named()
+    fields = {"x": torch.ones(1), "ids": torch.zeros(1)}
+    in_place = Named()
+    in_place.compile(backend="eager")
+    for compiled in (torch.compile(model, backend="eager"), in_place):
+        assert torch.equal(bind(compiled)(fields)[0], fields["x"])
+
+
+@pytest.mark.parametrize(
+    ("module", "fault"),
+    [
+        (Named(), "^model: forward of Named requires x, .*it holds: tokens, labels"),
+        (nn.Sequential(nn.Identity()), "^model: forward of Sequential requires input"),
+        (Nothing(), "^model: forward of Nothing names no field of the micro-batch"),
+    ],
+)
+def test_a_required_parameter_without_a_field_is_named_with_the_fields_there_are(module, fault):
+    call = bind(module)
+    with pytest.raises(ConfigError, match=fault):
+        call({"tokens": torch.ones(1), "labels": torch.ones(1)})
+
+
+def test_autocast_covers_the_model_and_nothing_else():
+    linear = nn.Linear(2, 2)
+    call = bind(nn.Sequential(linear), autocast=torch.bfloat16)
+    assert call({"input": torch.ones(1, 2)}).dtype == torch.bfloat16
+    assert linear(torch.ones(1, 2)).dtype == torch.float32
+    assert bind(linear)({"input": torch.ones(1, 2)}).dtype == torch.float32
+
+
+def counting(ids: Tensor) -> Tensor:
+    """A model that is nearly sure of the next number."""
+    return 5.0 * nn.functional.one_hot((ids + 1) % 17, 17).float()
+
+
+def test_at_zero_temperature_the_likeliest_tokens_are_drawn():
+    assert generate(counting, [3], 4, context=2, temperature=0.0) == [4, 5, 6, 7]
+
+
+def test_a_draw_is_a_function_of_its_seed_and_moves_no_other_generator():
+    state = torch.get_rng_state()
+    draws = [generate(counting, [3], 30, context=8, temperature=3.0, seed=s) for s in (0, 0, 1)]
+    assert draws[0] == draws[1] != draws[2]
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_the_model_is_shown_no_more_than_its_context():
+    seen = []
+
+    def model(ids: Tensor) -> Tensor:
+        seen.append(ids.tolist()[0])
+        return counting(ids)
+
+    generate(model, [1, 2], 3, context=3, temperature=0.0)
+    assert seen == [[1, 2], [1, 2, 3], [2, 3, 4]]
+
+
+def test_a_stop_token_ends_the_text_and_is_not_part_of_it():
+    assert generate(counting, [3], 10, context=4, temperature=0.0, stop_id=6) == [4, 5]
+
+
+def test_a_transformer_can_be_sampled():
+    model = GPT(**TINY).eval()
+    ids = generate(model, [1], 20, context=model.max_length)
+    assert len(ids) == 20
+    assert all(0 <= i < 17 for i in ids)

@@ -1,0 +1,291 @@
+"""Objectives are sums over data-only weights: equal to one batch for every split."""
+
+import itertools
+from collections.abc import Mapping
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from trainer.errors import ConfigError
+from trainer.objectives.base import Objective, Sums, logits_of
+from trainer.objectives.classify import Classify
+from trainer.objectives.next_token import NextToken, shifted_labels
+
+CLOSE = {"rtol": 1e-12, "atol": 1e-14}
+VOCAB = 7
+
+
+def linear(weight: Tensor):
+    """Make a model of one matrix, so that gradients can be compared."""
+    return lambda fields: F.one_hot(fields["input_ids"], VOCAB).to(weight.dtype) @ weight
+
+
+def ragged_fields(lengths: list[int], seed: int, masked: float = 0.2) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    time = max(lengths)
+    ids = torch.randint(VOCAB, (len(lengths), time), generator=generator)
+    padding = torch.arange(time) >= torch.tensor(lengths)[:, None]
+    hidden = torch.rand(ids.shape, generator=generator) < masked
+    return {
+        "input_ids": ids.masked_fill(padding, 0),
+        "labels": ids.masked_fill(padding | hidden, -100),
+        "boxes": torch.randint(0, 3, (len(lengths),), generator=generator),
+    }
+
+
+def weight(seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(VOCAB, VOCAB, dtype=torch.float64, generator=generator, requires_grad=True)
+
+
+def split_value(
+    objective: Objective, parts: list[Mapping[str, Tensor]], weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Add up a step from its micro-batches, as the trainer does: divide once, by the whole."""
+    totals: dict[str, float] = {}
+    for part in parts:
+        for name, count in objective.weights(part).items():
+            totals[name] = totals.get(name, 0.0) + count
+    sums = [objective.sums(linear(weight), part).losses for part in parts]
+    terms = (term / totals[name] for found in sums for name, term in found.items() if totals[name])
+    value = sum(terms, start=(weight * 0.0).sum())
+    (gradient,) = torch.autograd.grad(value, weight)
+    return value.detach(), gradient
+
+
+class ThreeTerms(Objective):
+    """Cross entropy, z-loss, and a term per box: three denominators of three kinds."""
+
+    language = NextToken(z_loss=0.1, label_smoothing=0.2)
+
+    def weights(self, fields):
+        return {**self.language.weights(fields), "boxes": float(fields["boxes"].sum())}
+
+    def sums(self, model, fields):
+        found = self.language.sums(model, fields)
+        per_sample = model(fields).square().mean((1, 2))
+        return Sums(
+            losses={**found.losses, "boxes": 0.3 * (per_sample * fields["boxes"]).sum()},
+            metrics=found.metrics,
+        )
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=8),
+    cuts=st.lists(st.integers(0, 8), max_size=4),
+    seed=st.integers(0, 99),
+)
+def test_three_terms_with_denominators_of_their_own_equal_one_batch_for_every_split(
+    lengths, cuts, seed
+):
+    fields = ragged_fields(lengths, seed)
+    edges = sorted({0, len(lengths), *(min(cut, len(lengths)) for cut in cuts)})
+    parts = [
+        {name: field[a:b] for name, field in fields.items()} for a, b in itertools.pairwise(edges)
+    ]
+    theta = weight()
+    whole = one_batch_reference(fields, theta)
+    cut_value = split_value(ThreeTerms(), parts, theta)
+    torch.testing.assert_close(cut_value[0], whole[0], **CLOSE)
+    torch.testing.assert_close(cut_value[1], whole[1], **CLOSE)
+
+
+def one_batch_reference(fields: Mapping[str, Tensor], theta: Tensor) -> tuple[Tensor, Tensor]:
+    """Write the three terms with PyTorch's own means over the whole batch."""
+    logits = linear(theta)(fields)
+    flat, labels = logits[:, :-1].flatten(0, 1), fields["labels"][:, 1:].flatten()
+    valid = labels != -100
+    value = (theta * 0.0).sum()
+    if valid.any():
+        value = value + F.cross_entropy(flat, labels, ignore_index=-100, label_smoothing=0.2)
+        value = value + 0.1 * flat[valid].logsumexp(-1).square().mean()
+    boxes = fields["boxes"]
+    if boxes.any():
+        value = value + 0.3 * (logits.square().mean((1, 2)) * boxes).sum() / boxes.sum()
+    (gradient,) = torch.autograd.grad(value, theta)
+    return value.detach(), gradient
+
+
+def test_a_mean_of_means_would_not_have_passed():
+    fields = ragged_fields([9, 2, 5], seed=1)
+    theta = weight()
+    parts = [{k: v[i : i + 1] for k, v in fields.items()} for i in range(3)]
+    wrong = torch.stack([one_batch_reference(part, theta)[0] for part in parts]).mean()
+    right = one_batch_reference(fields, theta)[0]
+    assert abs(wrong - right) / right > 1e-3
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_next_token_shifts_labels_itself_and_ignores_minus_100(smoothing):
+    fields = ragged_fields([6, 3, 1], seed=3)
+    theta = weight()
+    objective = NextToken(label_smoothing=smoothing)
+    found = objective.sums(linear(theta), fields)
+    logits, labels = linear(theta)(fields)[:, :-1], fields["labels"][:, 1:]
+    reference = F.cross_entropy(
+        logits.transpose(1, 2), labels, reduction="sum", label_smoothing=smoothing
+    )
+    torch.testing.assert_close(found.losses["cross_entropy"], reference, **CLOSE)
+    assert found.losses["cross_entropy"].dtype == torch.float64
+    right = (logits.argmax(-1) == labels)[labels != -100]
+    assert int(found.metrics["accuracy"]) == int(right.sum())
+    assert objective.weights(fields) == {
+        "cross_entropy": right.numel(),
+        "accuracy": right.numel(),
+    }
+
+
+def test_a_packed_row_equals_its_documents_padded():
+    lengths = [4, 1, 6]
+    padded = ragged_fields(lengths, seed=5)
+    packed = {
+        name: torch.cat([row[:n] for row, n in zip(padded[name], lengths, strict=True)])[None]
+        for name in ("input_ids", "labels")
+    } | {"cu_seqlens": torch.tensor([0, 4, 5, 11], dtype=torch.int32)}
+    theta = weight()
+    objective = NextToken(z_loss=0.1)
+    assert objective.weights(packed) == objective.weights(padded)
+    one, other = (objective.sums(linear(theta), fields) for fields in (packed, padded))
+    for name, term in one.losses.items():
+        torch.testing.assert_close(term, other.losses[name], **CLOSE)
+    assert one.metrics == other.metrics
+
+
+def test_shifting_leaves_the_data_as_they_were():
+    fields = ragged_fields([5, 2], seed=0) | {"cu_seqlens": torch.tensor([0, 2, 5])}
+    before = fields["labels"].clone()
+    shifted_labels(fields)
+    assert torch.equal(fields["labels"], before)
+
+
+@pytest.mark.parametrize("objective", [NextToken(), NextToken(z_loss=0.1, label_smoothing=0.1)])
+@pytest.mark.parametrize("lengths", [[1], [1, 1]])
+def test_a_micro_batch_without_a_loss_term_weighs_nothing_and_adds_an_exact_zero(
+    objective, lengths
+):
+    fields = ragged_fields(lengths, seed=0)
+    theta = weight()
+    found = objective.sums(linear(theta), fields)
+    assert set(objective.weights(fields).values()) == {0.0}
+    assert objective.weights(fields).keys() == {*found.losses, *found.metrics}
+    for term in found.losses.values():
+        assert float(term.detach()) == 0.0
+        (gradient,) = torch.autograd.grad(term, theta, retain_graph=True)
+        assert not gradient.any()
+
+
+def test_half_precision_logits_are_summed_in_single_precision():
+    fields = ragged_fields([9] * 8, seed=2)
+    theta = weight()
+    exact = NextToken().sums(linear(theta.detach().bfloat16().double()), fields)
+    half = NextToken().sums(linear(theta.detach().bfloat16()), fields)
+    assert half.losses["cross_entropy"].dtype == torch.float32
+    torch.testing.assert_close(
+        half.losses["cross_entropy"].double(), exact.losses["cross_entropy"], rtol=1e-6, atol=0
+    )
+
+
+def test_the_model_never_sees_the_labels():
+    seen = []
+
+    def model(fields):
+        seen.append(set(fields))
+        return torch.zeros(1, 3, VOCAB)
+
+    NextToken().sums(model, ragged_fields([3], seed=0))
+    assert seen == [{"input_ids", "boxes"}]
+
+
+class Output:
+    def __init__(self, **parts) -> None:
+        self.__dict__.update(parts)
+
+
+def test_logits_may_come_inside_an_object():
+    logits = torch.zeros(1, 2, 3)
+    assert logits_of(logits) is logits
+    assert logits_of(Output(logits=logits, loss=torch.tensor(1.0))) is logits
+
+
+@pytest.mark.parametrize(
+    "output", [torch.tensor(1.0), (torch.zeros(1, 2, 3),), Output(loss=torch.tensor(1.0))]
+)
+def test_a_model_that_computes_its_own_loss_is_refused_with_a_remedy(output):
+    with pytest.raises(ConfigError, match=r"^model: forward returned .* leave the loss to the"):
+        NextToken().sums(lambda _: output, ragged_fields([3], seed=0))
+
+
+@pytest.mark.parametrize("objective", [NextToken(), Classify()])
+def test_missing_labels_and_misshaped_logits_are_refused(objective):
+    ids = torch.zeros(2, 3, dtype=torch.long)
+    with pytest.raises(ConfigError, match=r"no field named labels .*input_ids"):
+        objective.sums(linear(weight()), {"input_ids": ids})
+    with pytest.raises(ConfigError, match=r"^model: logits of shape"):
+        objective.sums(lambda _: torch.zeros(2, 5, 7, 1), {"input_ids": ids, "labels": ids})
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    num_samples=st.integers(1, 12),
+    smoothing=st.sampled_from([0.0, 0.1]),
+    class_weights=st.sampled_from([None, [0.5, 2.0, 0.0, 1.0, 3.0, 1.0, 0.25]]),
+    first=st.integers(0, 12),
+    seed=st.integers(0, 99),
+)
+def test_classify_equals_pytorchs_mean_for_every_split(
+    num_samples, smoothing, class_weights, first, seed
+):
+    generator = torch.Generator().manual_seed(seed)
+    draw = torch.randint(VOCAB, (2, num_samples), generator=generator)
+    labels = draw[1].masked_fill(draw[1] == VOCAB - 1, -100)
+    fields = {"input_ids": draw[0], "labels": labels}
+    objective = Classify(class_weights=class_weights, label_smoothing=smoothing)
+    theta = weight()
+    parts = [{k: v[:first] for k, v in fields.items()}, {k: v[first:] for k, v in fields.items()}]
+    weigher = None if class_weights is None else torch.tensor(class_weights).double()
+    total = sum(objective.weights(part)["cross_entropy"] for part in parts)
+    if not total:
+        return
+    reference = F.cross_entropy(
+        linear(theta)(fields), labels, weight=weigher, label_smoothing=smoothing
+    )
+    value, gradient = split_value(objective, parts, theta)
+    torch.testing.assert_close(value, reference.detach(), **CLOSE)
+    torch.testing.assert_close(gradient, torch.autograd.grad(reference, theta)[0], **CLOSE)
+
+
+def test_classify_takes_a_label_per_pixel():
+    logits = torch.randn(2, 4, 3, 3, generator=torch.Generator().manual_seed(0)).double()
+    labels = torch.arange(18).view(2, 3, 3) % 4
+    found = Classify().sums(lambda _: logits, {"labels": labels})
+    torch.testing.assert_close(
+        found.losses["cross_entropy"], F.cross_entropy(logits, labels, reduction="sum"), **CLOSE
+    )
+    assert Classify().weights({"labels": labels}) == {"cross_entropy": 18.0, "accuracy": 18.0}
+
+
+@pytest.mark.parametrize(
+    ("make", "fault"),
+    [
+        (lambda: NextToken(z_loss=-1), "objective.z_loss: -1"),
+        (lambda: NextToken(z_loss="much"), "objective.z_loss: 'much'"),
+        (lambda: NextToken(label_smoothing=1.0), "objective.label_smoothing: 1.0"),
+        (lambda: Classify(label_smoothing=-0.1), "objective.label_smoothing: -0.1"),
+        (lambda: Classify(class_weights=[1.0, -1.0]), "objective.class_weights: "),
+    ],
+)
+def test_a_value_out_of_range_is_refused_by_its_key(make, fault):
+    with pytest.raises(ConfigError) as caught:
+        make()
+    assert str(caught.value).startswith(fault)
+
+
+def test_class_weights_must_be_as_many_as_classes():
+    fields = {"input_ids": torch.tensor([1]), "labels": torch.tensor([1])}
+    with pytest.raises(ConfigError, match=r"^objective\.class_weights: 2 weights for 7 classes"):
+        Classify(class_weights=[1.0, 2.0]).sums(linear(weight()), fields)

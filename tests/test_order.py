@@ -1,0 +1,187 @@
+"""The order of samples is a pure function, visits every sample once, and counts its steps."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.errors import ConfigError, DataError
+from trainer.plan.order import Cursor, Order
+
+sizes = st.integers(1, 60)
+seeds = st.integers(0, 2**40)
+ragged = st.lists(st.integers(1, 30), min_size=1, max_size=50).map(np.array)
+
+
+def walk(order, num_steps, cursor=None):
+    cursor = cursor or order.start
+    batches = []
+    for _ in range(num_steps):
+        batches.append(order.next(cursor))
+        cursor = batches[-1].after
+    return batches
+
+
+def ids_of(batches):
+    return [tuple(batch.ids.tolist()) for batch in batches]
+
+
+@given(n=sizes, seed=seeds, size=st.integers(1, 80), epochs=st.integers(1, 3))
+def test_keep_visits_every_sample_exactly_once_an_epoch(n, seed, size, epochs):
+    order = Order(n, seed, size)
+    batches = walk(order, order.num_steps(epochs))
+    for epoch in range(epochs):
+        ids = [i for batch in batches if batch.epoch == epoch for i in batch.ids.tolist()]
+        assert sorted(ids) == list(range(n))
+    assert batches[-1].after == Cursor(len(batches), epochs, 0, epochs * n)
+
+
+@given(n=sizes, seed=seeds, size=st.integers(1, 80))
+def test_a_global_batch_is_full_unless_it_is_the_tail(n, seed, size):
+    order = Order(n, seed, size)
+    batches = walk(order, order.steps_per_epoch)
+    assert [batch.is_tail for batch in batches[:-1]] == [False] * (len(batches) - 1)
+    assert all(len(batch.ids) == size for batch in batches[:-1])
+    assert batches[-1].is_tail == (n % size != 0)
+    assert len(batches[-1].ids) == (n % size or size)
+
+
+@given(n=sizes, seed=seeds, data=st.data(), epochs=st.integers(1, 3))
+def test_drop_gives_full_batches_only_and_repeats_nothing(n, seed, data, epochs):
+    size = data.draw(st.integers(1, n))
+    order = Order(n, seed, size, tail="drop")
+    assert order.steps_per_epoch == n // size
+    batches = walk(order, order.num_steps(epochs))
+    assert all(len(batch.ids) == size and not batch.is_tail for batch in batches)
+    for epoch in range(epochs):
+        ids = [i for batch in batches if batch.epoch == epoch for i in batch.ids.tolist()]
+        assert len(set(ids)) == len(ids) == n // size * size
+    assert batches[-1].after == Cursor(len(batches), epochs, 0, len(batches) * size)
+
+
+@given(
+    lengths=ragged,
+    seed=seeds,
+    size=st.integers(1, 400),
+    tail=st.sampled_from(["keep", "drop"]),
+    unit=st.sampled_from(["samples", "tokens"]),
+)
+def test_the_position_after_a_step_does_not_depend_on_the_way_there(
+    lengths, seed, size, tail, unit
+):
+    held = len(lengths) if unit == "samples" else int(lengths.sum())
+    size = min(size, held) if tail == "drop" else size
+
+    def fresh():
+        return Order(len(lengths), seed, size, unit, tail, lengths)
+
+    walked = walk(fresh(), 7)
+    for step, batch in enumerate(walked):
+        assert fresh().at(step + 1) == batch.after
+        assert ids_of([fresh().next(fresh().at(step))]) == ids_of([batch])
+    resumed = walk(fresh(), 4, cursor=walked[2].after)
+    assert ids_of(resumed) == ids_of(walked[3:])
+    assert [batch.after for batch in resumed] == [batch.after for batch in walked[3:]]
+
+
+@given(lengths=ragged, seed=seeds, target=st.integers(1, 300), epochs=st.integers(1, 3))
+def test_a_token_step_closes_with_the_first_sample_that_reaches_the_target(
+    lengths, seed, target, epochs
+):
+    order = Order(len(lengths), seed, target, unit="tokens", lengths=lengths)
+    batches = walk(order, order.num_steps(epochs))
+    for batch in batches:
+        total = int(lengths[batch.ids].sum())
+        assert batch.is_tail == (total < target)
+        assert total - int(lengths[batch.ids[-1]]) < target
+    for batch, following in pairwise(batches):
+        assert not batch.is_tail or following.epoch == batch.epoch + 1
+    for epoch in range(epochs):
+        ids = [i for batch in batches if batch.epoch == epoch for i in batch.ids.tolist()]
+        assert sorted(ids) == list(range(len(lengths)))
+    assert batches[-1].after.epoch == epochs
+    assert batches[-1].after.offset == 0
+
+
+@given(lengths=ragged, seed=seeds, data=st.data(), epochs=st.integers(1, 3))
+def test_dropping_under_tokens_leaves_out_exactly_what_does_not_reach_the_target(
+    lengths, seed, data, epochs
+):
+    target = data.draw(st.integers(1, int(lengths.sum())))
+    kept = Order(len(lengths), seed, target, unit="tokens", lengths=lengths)
+    dropped = Order(len(lengths), seed, target, unit="tokens", tail="drop", lengths=lengths)
+    full = [batch for batch in walk(kept, kept.num_steps(epochs)) if not batch.is_tail]
+    assert dropped.num_steps(epochs) == len(full)
+    assert ids_of(walk(dropped, len(full))) == ids_of(full)
+
+
+@given(n=sizes, seed=seeds, size=st.integers(1, 80))
+def test_the_same_samples_under_both_units_when_every_length_is_one(n, seed, size):
+    samples = Order(n, seed, size)
+    tokens = Order(n, seed, size, unit="tokens", lengths=np.ones(n, dtype=np.int64))
+    assert samples.num_steps(3) == tokens.num_steps(3)
+    assert walk_equal(samples, tokens, 6)
+
+
+def walk_equal(left, right, num_steps):
+    both = zip(walk(left, num_steps), walk(right, num_steps), strict=True)
+    return all(a.after == b.after and (a.ids == b.ids).all() for a, b in both)
+
+
+@given(n=sizes, seed=seeds, size=st.integers(1, 80), other=st.integers(1, 80))
+def test_another_global_size_goes_on_from_the_same_sample(n, seed, size, other):
+    first = walk(Order(n, seed, size), 2)
+    cursor, visited = first[-1].after, [i for ids in ids_of(first) for i in ids]
+    order = Order(n, seed, other)
+    for _ in range(order.num_steps(1)):
+        batch = order.next(cursor)
+        cursor = batch.after
+        visited += batch.ids.tolist()
+    whole_epochs = len(visited) // n
+    for epoch in range(whole_epochs):
+        assert sorted(visited[epoch * n : (epoch + 1) * n]) == list(range(n))
+
+
+def test_epochs_and_seeds_have_permutations_of_their_own():
+    def first_epochs(seed):
+        return ids_of(walk(Order(50, seed, 50), 2))
+
+    assert len({*first_epochs(0), *first_epochs(1), *first_epochs(2**32)}) == 6
+
+
+def test_the_permutation_is_the_same_on_every_machine_and_numpy():
+    order = Order(10, seed=0, global_size=10)
+    assert ids_of(walk(order, 2)) == PINNED
+
+
+PINNED = [(8, 0, 1, 9, 5, 6, 2, 7, 4, 3), (9, 2, 3, 8, 1, 4, 0, 6, 7, 5)]
+
+
+def test_the_fractional_epoch_counts_samples():
+    order = Order(10, 0, 4)
+    epochs = [order.fractional_epoch(batch.after) for batch in walk(order, 4)]
+    assert epochs == [0.4, 0.8, 1.0, 1.4]
+
+
+def test_a_batch_that_may_be_written_to_leaves_the_order_alone():
+    order = Order(10, 0, 4)
+    expected = ids_of([order.next(order.start)])
+    order.next(order.start).ids[:] = -1
+    assert ids_of([order.next(order.start)]) == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ((0, 0, 4), DataError, "holds no samples"),
+        ((3, 0, 4, "samples", "drop"), DataError, "holds 3 samples"),
+        ((3, 0, 7, "tokens", "drop", np.array([1, 2, 3])), DataError, "holds 6 tokens"),
+        ((3, 0, 0), ConfigError, "batch.global=0"),
+        ((3, 0, 4, "tokens"), ValueError, "one length per sample"),
+    ],
+)
+def test_an_order_without_a_single_step_is_refused(arguments, error, text):
+    with pytest.raises(error, match=text):
+        Order(*arguments)

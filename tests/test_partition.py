@@ -1,0 +1,336 @@
+"""Padded and packed partitions: what they may never do, and what nothing can do better."""
+
+from itertools import combinations, pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer.plan.cut import Cost, Layout
+from trainer.plan.packing import pack, pack_rows
+from trainer.plan.partition import (
+    cut_sorted,
+    deal_by_cost,
+    deal_in_snake,
+    even_starts,
+    ladder,
+    pad,
+    partition,
+)
+from trainer.plan.stats import describe
+
+COSTS = st.builds(Cost, fixed=st.floats(0.0, 500.0), quadratic=st.sampled_from([0.0, 0.001, 0.02]))
+LAYOUTS = st.builds(
+    Layout,
+    world_size=st.sampled_from([1, 2, 3, 8]),
+    lockstep=st.booleans(),
+    pad_multiple=st.sampled_from([1, 8]),
+    max_shapes=st.sampled_from([None, 1, 3]),
+    cost=COSTS,
+)
+ROUNDING = 1e-9
+
+
+@st.composite
+def batches(draw, most=60, longest=120):
+    """Lengths as they come: any, all alike, few distinct, many short with a long tail."""
+    size = draw(st.integers(1, most))
+    values = draw(
+        st.sampled_from(
+            [
+                st.integers(0, longest),
+                st.just(draw(st.integers(1, longest))),
+                st.sampled_from([1, 7, longest]),
+                st.one_of(st.integers(1, 9), st.integers(1, longest)),
+            ]
+        )
+    )
+    return np.array(draw(st.lists(values, min_size=size, max_size=size)), dtype=np.int64)
+
+
+def positions_of(plan):
+    return np.sort(np.concatenate([ids for slots in plan.ranks for ids in slots]))
+
+
+def descending(lengths):
+    return np.sort(np.maximum(lengths, 1))[::-1]
+
+
+def cost_of_cuts(lengths, starts, cost):
+    bounds = [*map(int, starts), len(lengths)]
+    return sum(cost.tokens(end - begin, int(lengths[begin])) for begin, end in pairwise(bounds))
+
+
+def cheapest_of_all_partitions(lengths, cap, cost, max_micro):
+    """Every partition into sets, by dynamic programming over subsets."""
+    size = len(lengths)
+    best = [0.0] + [np.inf] * (2**size - 1)
+    prices = [np.inf] * 2**size
+    for mask in range(1, 2**size):
+        held = [int(lengths[i]) for i in range(size) if mask >> i & 1]
+        fits = len(held) * max(held) <= cap and len(held) <= max_micro
+        prices[mask] = cost.tokens(len(held), max(held)) if fits or len(held) == 1 else np.inf
+    for mask in range(1, 2**size):
+        first, part = mask & -mask, mask
+        while part:
+            if part & first:
+                best[mask] = min(best[mask], prices[part] + best[mask ^ part])
+            part = (part - 1) & mask
+    return best[-1]
+
+
+def test_cuts_of_ten_samples_are_as_cheap_as_the_best_of_all_partitions():
+    lengths, cost = np.array([40, 39, 20, 20, 19, 8, 7, 7, 2, 1]), Cost(fixed=15.0)
+    starts = cut_sorted(lengths, 80, cost, 10)
+    best = cheapest_of_all_partitions(lengths, 80, cost, 10)
+    assert cost_of_cuts(lengths, starts, cost) == pytest.approx(best, rel=ROUNDING)
+
+
+def sorted_greedy(lengths, cap, max_micro):
+    starts = [0]
+    for i in range(len(lengths)):
+        size = i - starts[-1] + 1
+        if size > 1 and (size * lengths[starts[-1]] > cap or size > max_micro):
+            starts.append(i)
+    return starts
+
+
+@given(batches(), LAYOUTS, st.integers(120, 700), st.sampled_from([None, 1, 5]))
+@settings(max_examples=100, deadline=None)
+def test_padded_plan_holds_every_sample_once_under_the_cap(lengths, layout, cap, max_micro):
+    plan = partition(lengths, layout, cap, max_micro)
+    plan.check(layout)
+    assert np.array_equal(positions_of(plan), np.arange(len(lengths)))
+    assert plan.max_positions <= cap
+    for rank, slot in plan.slots():
+        padded = plan.padded_lengths[rank][slot]
+        assert len(plan.ranks[rank][slot]) <= (max_micro or len(lengths))
+        assert padded % layout.pad_multiple == 0
+    if layout.max_shapes is not None:
+        assert describe(plan, layout).num_lengths <= layout.max_shapes
+
+
+@given(batches(), LAYOUTS, st.integers(120, 700))
+@settings(max_examples=100, deadline=None)
+def test_plans_are_deterministic_and_longest_first(lengths, layout, cap):
+    plan, again = partition(lengths, layout, cap), partition(lengths.copy(), layout, cap)
+    assert plan.padded_lengths == again.padded_lengths
+    for slots, same in zip(plan.ranks, again.ranks, strict=True):
+        assert [ids.tolist() for ids in slots] == [ids.tolist() for ids in same]
+    for lengths_of_rank in plan.padded_lengths:
+        assert list(lengths_of_rank) == sorted(lengths_of_rank, reverse=True)
+
+
+@given(batches(most=9, longest=40), st.integers(40, 200), COSTS, st.integers(1, 10))
+@settings(max_examples=30, deadline=None)
+def test_cuts_are_as_cheap_as_the_best_of_all_partitions(lengths, cap, cost, max_micro):
+    lengths = descending(lengths)
+    starts = cut_sorted(lengths, cap, cost, max_micro)
+    best = cheapest_of_all_partitions(lengths, cap, cost, max_micro)
+    assert cost_of_cuts(lengths, starts, cost) == pytest.approx(best, rel=ROUNDING)
+
+
+@given(batches(most=300), st.integers(120, 5000), COSTS, st.sampled_from([3, 1000]))
+@settings(max_examples=100, deadline=None)
+def test_cuts_are_optimal_by_the_plain_recursion_and_beat_sorted_greedy(
+    lengths, cap, cost, max_micro
+):
+    lengths = descending(lengths)
+    prices = cost.per_sample(lengths)
+    value = np.zeros(len(lengths) + 1)
+    for i in range(len(lengths) - 1, -1, -1):
+        most = min(cap // lengths[i], max_micro, len(lengths) - i)
+        sizes = np.arange(1, most + 1)
+        value[i] = (cost.fixed + sizes * prices[i] + value[i + 1 : i + 1 + most]).min()
+    ours = cost_of_cuts(lengths, cut_sorted(lengths, cap, cost, max_micro), cost)
+    assert ours == pytest.approx(value[0], rel=ROUNDING)
+    greedy = cost_of_cuts(lengths, sorted_greedy(lengths, cap, max_micro), cost)
+    assert ours <= greedy * (1 + ROUNDING)
+
+
+@given(st.integers(1, 400), st.integers(1, 50), st.integers(50, 2000))
+@settings(max_examples=50, deadline=None)
+def test_samples_of_one_length_are_cut_evenly_into_the_fewest_micro_batches(
+    num_samples, length, cap
+):
+    starts = cut_sorted(np.full(num_samples, length), cap, Cost(), num_samples)
+    sizes = np.diff([*starts, num_samples])
+    assert len(sizes) == -(-num_samples // (cap // length))
+    assert sizes.max() - sizes.min() <= 1
+
+
+@given(batches(most=200), st.integers(120, 700), COSTS)
+@settings(max_examples=50, deadline=None)
+def test_micro_batches_of_one_padded_length_are_as_even_as_can_be(lengths, cap, cost):
+    lengths = descending(lengths)
+    starts = cut_sorted(lengths, cap, cost, len(lengths))
+    sizes, heads = np.diff([*starts, len(lengths)]), lengths[starts]
+    for head in np.unique(heads):
+        assert np.ptp(sizes[heads == head]) <= 1
+
+
+def test_even_starts_leave_sizes_that_differ_by_at_most_one():
+    assert np.diff([*even_starts(10, 4), 10]).tolist() == [2, 3, 2, 3]
+
+
+@given(batches(), st.integers(1, 9), COSTS)
+@settings(max_examples=100, deadline=None)
+def test_ranks_obey_the_list_scheduling_bound(lengths, world_size, cost):
+    costs = cost.per_sample(descending(lengths))
+    shares = deal_by_cost(costs, world_size)
+    assert sorted(np.concatenate(shares).tolist()) == list(range(len(lengths)))
+    bound = costs.mean() * len(costs) / world_size + (1 - 1 / world_size) * costs.max()
+    assert max(costs[share].sum() for share in shares) <= bound * (1 + ROUNDING)
+
+
+@given(batches(), LAYOUTS, st.integers(120, 700))
+@settings(max_examples=100, deadline=None)
+def test_no_plan_beats_the_bound_it_is_measured_against(lengths, layout, cap):
+    lengths = np.maximum(lengths, 1)
+    for plan in (partition(lengths, layout, cap), pack(lengths, layout, cap)):
+        stats = describe(plan, layout)
+        assert 0 < stats.efficiency <= 1 + ROUNDING
+        assert stats.imbalance >= 1 - ROUNDING
+
+
+@given(st.integers(1, 50), st.integers(1, 9))
+def test_snake_deal_gives_the_tth_sample_of_each_rank_from_row_t(num_samples, world_size):
+    shares = deal_in_snake(num_samples, world_size)
+    assert sorted(np.concatenate(shares).tolist()) == list(range(num_samples))
+    for share in shares:
+        assert [index // world_size for index in share] == list(range(len(share)))
+
+
+@given(batches(), st.sampled_from([2, 3, 8]), st.integers(120, 500), COSTS)
+@settings(max_examples=100, deadline=None)
+def test_ranks_in_lockstep_have_equal_counts_and_empty_slots_only_without_samples(
+    lengths, world_size, cap, cost
+):
+    layout = Layout(world_size=world_size, lockstep=True, cost=cost)
+    plan = partition(lengths, layout, cap)
+    assert {len(slots) for slots in plan.ranks} == {plan.accum_steps}
+    for slots in plan.ranks:
+        held = sum(map(len, slots))
+        assert sum(len(ids) == 0 for ids in slots) == max(0, plan.accum_steps - held)
+
+
+@given(st.integers(1, 8), st.sampled_from([2, 3]), st.data())
+@settings(max_examples=40, deadline=None)
+def test_lockstep_plans_are_no_dearer_than_the_best_common_cuts(num_rows, world_size, data):
+    size = num_rows * world_size
+    values = data.draw(st.lists(st.integers(1, 40), min_size=size, max_size=size))
+    lengths, cap = np.array(values, dtype=np.int64), data.draw(st.integers(40, 200))
+    layout = Layout(world_size=world_size, lockstep=True, cost=data.draw(COSTS))
+    heads = descending(lengths)[::world_size]
+    best = np.inf
+    for count in range(num_rows):
+        for cuts in combinations(range(1, num_rows), count):
+            sizes = np.diff([0, *cuts, num_rows])
+            if all(sizes * heads[[0, *cuts]] <= cap):
+                best = min(best, cost_of_cuts(heads, [0, *cuts], layout.cost))
+    ours = describe(partition(lengths, layout, cap), layout)
+    assert ours.cost <= best * (1 + ROUNDING)
+    assert ours.num_empty_slots == 0
+
+
+def test_beside_a_long_sample_other_ranks_in_lockstep_compute_several_short_ones():
+    lengths = np.array([1000, *[100] * 10, *[90] * 20], dtype=np.int64)
+    layout = Layout(world_size=4, lockstep=True, cost=Cost(fixed=10.0, quadratic=0.0))
+    stats = describe(partition(lengths, layout, cap=1000), layout)
+    assert stats.accum_steps == 1
+    assert stats.cost == 1010.0
+
+
+def test_ranks_without_collectives_may_hold_nothing():
+    lengths = np.array([5, 9], dtype=np.int64)
+    plan = partition(lengths, Layout(world_size=4), cap=100)
+    assert [len(slots) for slots in plan.ranks] == [1, 1, 0, 0]
+    in_lockstep = partition(lengths, Layout(world_size=4, lockstep=True), cap=100)
+    assert [[len(ids) for ids in slots] for slots in in_lockstep.ranks] == [[1], [1], [0], [0]]
+    assert in_lockstep.padded_lengths == ((9,), (5,), (0,), (0,))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_sample_longer_than_the_cap_is_alone(packed):
+    lengths = np.array([3, 50, 4, 3, 3], dtype=np.int64)
+    plan = (pack if packed else partition)(lengths, Layout(packed=packed), cap=10)
+    assert [ids.tolist() for ids in plan.ranks[0] if 1 in ids] == [[1]]
+    assert plan.max_shared_positions <= 10
+
+
+@given(batches(most=40), st.integers(1, 6), COSTS)
+@settings(max_examples=60, deadline=None)
+def test_a_ladder_wastes_the_least_that_few_lengths_can(lengths, max_shapes, cost):
+    lengths = descending(lengths)
+    shapes = ladder(lengths, min(max_shapes, 3), cost)
+    tops = np.unique(lengths)
+
+    def waste(chosen):
+        steps = np.array(sorted(chosen))
+        return cost.per_sample(steps[np.searchsorted(steps, lengths)]).sum()
+
+    count = min(max_shapes, 3, len(tops))
+    candidates = ({*c, tops[-1]} for c in combinations(tops[:-1], count - 1))
+    assert waste(shapes) == pytest.approx(min(map(waste, candidates)), rel=ROUNDING)
+    assert len(shapes) <= min(max_shapes, 3)
+
+
+def test_a_ladder_over_many_lengths_still_covers_the_longest():
+    lengths = np.arange(1, 5001)
+    shapes = ladder(lengths, 8, Cost(quadratic=0.0))
+    assert len(shapes) == 8
+    assert shapes[-1] == 5000
+    assert np.diff([0, *shapes]).tolist() == pytest.approx([625] * 8, rel=0.05)
+
+
+def test_shapes_of_the_layout_hold_for_every_batch():
+    layout = Layout(shapes=(16, 64), pad_multiple=8)
+    assert pad(np.array([0, 1, 16, 17, 64, 65]), layout).tolist() == [16, 16, 16, 64, 64, 72]
+
+
+@given(batches(), LAYOUTS, st.integers(120, 700), st.sampled_from([None, 1, 5]))
+@settings(max_examples=100, deadline=None)
+def test_packed_rows_hold_every_document_once_under_the_cap(lengths, layout, cap, max_micro):
+    plan = pack(lengths, layout, cap, max_micro)
+    plan.check(layout)
+    assert np.array_equal(positions_of(plan), np.arange(len(lengths)))
+    assert plan.max_positions <= cap
+    for rank, slot in plan.slots():
+        assert len(plan.ranks[rank][slot]) <= (max_micro or len(lengths))
+    if layout.max_shapes is not None:
+        assert describe(plan, layout).num_lengths <= layout.max_shapes
+
+
+@given(batches(), st.integers(120, 700), st.sampled_from([1, 4]))
+@settings(max_examples=100, deadline=None)
+def test_packed_rows_are_few_and_more_than_half_full(lengths, cap, multiple_of):
+    lengths = descending(lengths)
+    rows = pack_rows(lengths, Cost().per_sample(lengths), cap, len(lengths), multiple_of)
+    fewest = 2 * int(lengths.sum()) // cap + 1
+    assert len(rows) <= -(-fewest // multiple_of) * multiple_of
+    assert len(rows) % multiple_of == 0
+    assert sum(len(row) == 0 for row in rows) == max(0, len(rows) - len(lengths))
+
+
+def test_packed_rows_are_balanced_where_their_number_allows_it():
+    lengths = descending(np.random.default_rng(0).integers(1, 100, 400))
+    rows = pack_rows(lengths, lengths.astype(float), 1100, 400)
+    totals = [int(lengths[row].sum()) for row in rows]
+    assert len(rows) == -(-int(lengths.sum()) // 1100)
+    assert max(totals) - min(totals) <= 10
+
+
+def test_packing_falls_back_to_best_fit_where_balancing_finds_no_room():
+    # By cost alone the rows become 6 + 3 and 4 + 4, and the last 3 has room in neither.
+    lengths = np.array([6, 4, 4, 3, 3])
+    rows = pack_rows(lengths, lengths.astype(float), 10, 5)
+    assert sorted(int(lengths[row].sum()) for row in rows) == [10, 10]
+
+
+def test_lockstep_packing_splits_rows_to_fill_a_count():
+    lengths = np.array([7, 6, 5, 5, 4, 3], dtype=np.int64)
+    layout = Layout(world_size=5, lockstep=True, packed=True)
+    plan = pack(lengths, layout, cap=10)
+    assert [[len(ids) for ids in slots] for slots in plan.ranks].count([0]) == 0
+    assert plan.accum_steps == 1

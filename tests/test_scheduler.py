@@ -1,0 +1,139 @@
+"""Schedules are pure, bounded, continuous, and end where they say."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.errors import ConfigError
+from trainer.scheduler import WSD, Constant, Cosine, Schedule, apply_factor
+
+shares = st.floats(0.0, 1.0)
+
+
+@st.composite
+def schedules(draw) -> tuple[Schedule, int]:
+    total = draw(st.integers(1, 500))
+    warmup = draw(st.integers(0, total))
+    floor = draw(shares)
+    kind = draw(st.sampled_from(["constant", "cosine", "wsd"]))
+    if kind == "constant":
+        return Constant(warmup=warmup), total
+    if kind == "cosine":
+        return Cosine(warmup=warmup, floor=floor), total
+    decay = draw(st.floats(0.0, max(0.0, (total - warmup - 0.5) / total)))
+    return WSD(warmup=warmup, decay=decay, floor=floor), total
+
+
+def curve(schedule: Schedule, total: int) -> list[float]:
+    return [schedule.factor(step, total) for step in range(total)]
+
+
+@given(schedules())
+def test_a_factor_lies_above_zero_and_at_most_at_one(case):
+    schedule, total = case
+    assert all(0.0 < factor <= 1.0 for factor in curve(schedule, total))
+
+
+@given(schedules())
+def test_a_schedule_gives_the_same_factor_whenever_it_is_asked(case):
+    schedule, total = case
+    forward = curve(schedule, total)
+    backward = [schedule.factor(step, total) for step in reversed(range(total))]
+    assert forward == backward[::-1]
+
+
+@given(schedules())
+def test_the_warmup_rises_linearly_from_one_over_its_steps_to_one(case):
+    schedule, total = case
+    for step in range(schedule.warmup):
+        assert schedule.factor(step, total) == (step + 1) / schedule.warmup
+
+
+@given(schedules())
+def test_no_step_jumps_further_than_the_steepest_slope(case):
+    schedule, total = case
+    warmup = schedule.warmup
+    decay_steps = {
+        Constant: math.inf,
+        Cosine: (total - warmup) * 2 / math.pi,
+        WSD: round(getattr(schedule, "decay", 0.0) * total) or math.inf,
+    }[type(schedule)]
+    steepest = max(1 / warmup if warmup else 0.0, 1 / decay_steps if decay_steps else 0.0)
+    factors = curve(schedule, total)
+    for before, after in itertools.pairwise(factors):
+        assert abs(after - before) <= steepest + 1e-12
+
+
+@given(schedules())
+def test_after_the_warmup_nothing_rises(case):
+    schedule, total = case
+    factors = curve(schedule, total)[schedule.warmup :]
+    assert factors == sorted(factors, reverse=True)
+
+
+@given(total=st.integers(2, 500), floor=shares)
+def test_a_cosine_starts_at_one_passes_the_middle_and_would_reach_the_floor_next(total, floor):
+    schedule = Cosine(floor=floor)
+    assert schedule.factor(0, total) == 1.0
+    assert schedule.factor(total, 2 * total) == pytest.approx((1.0 + floor) / 2, abs=1e-12)
+    assert schedule.factor(total, total) == pytest.approx(floor, abs=1e-12)
+
+
+def test_a_wsd_schedule_is_flat_until_its_last_share_decays_linearly():
+    assert curve(WSD(warmup=2, decay=0.4, floor=0.2), 10) == pytest.approx(
+        [0.5, 1, 1, 1, 1, 1, 1.0, 0.8, 0.6, 0.4], abs=1e-12
+    )
+
+
+def test_a_warmup_may_fill_the_whole_run():
+    for schedule in (Constant(warmup=4), Cosine(warmup=4), WSD(warmup=4, decay=0.0)):
+        assert curve(schedule, 4) == [0.25, 0.5, 0.75, 1.0]
+
+
+@pytest.mark.parametrize("kind", [Constant, Cosine, WSD])
+def test_a_warmup_longer_than_the_run_is_refused_with_both_numbers(kind):
+    with pytest.raises(ConfigError, match=r"^scheduler\.warmup: 100 .* 60 steps"):
+        kind(warmup=100).factor(0, 60)
+
+
+def test_a_decay_that_leaves_no_room_for_the_warmup_is_refused_with_what_fits():
+    with pytest.raises(ConfigError, match=r"^scheduler\.decay: .* at most 0\.5 fits"):
+        WSD(warmup=5, decay=0.8).factor(0, 10)
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys", "fault"),
+    [
+        (Constant, {"warmup": -1}, "scheduler.warmup: -1"),
+        (Cosine, {"warmup": 0.5}, "scheduler.warmup: 0.5"),
+        (Cosine, {"floor": 2}, "scheduler.floor: 2"),
+        (WSD, {"decay": -0.1}, "scheduler.decay: -0.1"),
+        (WSD, {"floor": "low"}, "scheduler.floor: 'low'"),
+    ],
+)
+def test_a_value_out_of_range_is_refused_by_its_key(kind, keys, fault):
+    with pytest.raises(ConfigError) as caught:
+        kind(**keys)
+    assert str(caught.value).startswith(fault)
+
+
+def test_the_learning_rate_follows_the_batch_by_the_named_rule():
+    assert Constant().batch_factor(2048) == 1.0
+    assert Constant(reference_batch=512, scale="linear").batch_factor(2048) == 4.0
+    assert Constant(reference_batch=512, scale="sqrt").batch_factor(2048) == 2.0
+    with pytest.raises(ConfigError, match=r"^scheduler\.reference_batch: "):
+        Constant(scale="sqrt").batch_factor(2048)
+
+
+def test_a_factor_multiplies_the_base_rate_of_every_group():
+    weights = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    optimizer = torch.optim.SGD(
+        [{"params": [weights[0]], "lr": 0.1}, {"params": [weights[1]], "lr": 0.02}]
+    )
+    for factor in (0.5, 0.25):
+        assert apply_factor(optimizer, [0.1, 0.02], factor) == 0.1 * factor
+        assert [g["lr"] for g in optimizer.param_groups] == [0.1 * factor, 0.02 * factor]

@@ -1,0 +1,80 @@
+"""What a gradient strategy is: it owns the loop over the micro-batches of one step.
+
+It leaves this rank's share of the step's gradient in `.grad`. It never divides by a count of its
+own, runs no collective of its own making, and does not catch allocation failures: agreeing over
+ranks, reducing, replaying and skipping are the step's, in one place.
+
+To add one, subclass `GradientStrategy` and name the class in a YAML file of `accum/gradient`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from trainer.micro_batch import MicroBatch
+from trainer.objectives.base import Objective
+from trainer.parallel import Parallel
+from trainer.sync import SyncPolicy
+
+Divisors = Mapping[str, float]
+"""What each named loss sum of one micro-batch is divided by."""
+
+
+class GradientStrategy(ABC):
+    """How the gradients of micro-batches become the step's gradient."""
+
+    scopes: ClassVar[frozenset[str]] = frozenset({"sample"})
+    """The objective scopes it is exact for."""
+
+    @abstractmethod
+    def backward(
+        self,
+        model: Parallel,
+        objective: Objective,
+        micro_batches: Sequence[MicroBatch],
+        divisors: Sequence[Divisors],
+        sync: SyncPolicy,
+    ) -> Tensor:
+        """Accumulate the gradient of `sum_k S_k / D_k` over this rank's micro-batches.
+
+        May be called again on the same micro-batches: every random draw is keyed to its
+        micro-batch, so a replay gives the same bits.
+
+        Args:
+            model: the model, laid out over ranks.
+            objective: gives the named sums.
+            micro_batches: this rank's, in order; may be walked more than once.
+            divisors: one per micro-batch, of the whole global batch over all ranks.
+            sync: wraps every micro-batch.
+
+        Returns:
+            This rank's share of the step's loss, detached, a 0-d tensor.
+        """
+
+
+def seed_draws(key: int, device: torch.device) -> None:
+    """Tie every random draw that follows to a key (1 us; `manual_seed` would take 80)."""
+    torch.default_generator.manual_seed(key)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(key)
+
+
+def divided(losses: Mapping[str, Tensor], divisors: Divisors) -> Tensor:
+    """Turn the named sums of one micro-batch into its share of the step's loss, 0-d.
+
+    A term without a single weight in the global batch has a sum of zero and adds zero.
+    """
+    return sum_of([total / (divisors[name] or 1.0) for name, total in losses.items()])
+
+
+def sum_of(terms: Sequence[Tensor]) -> Tensor:
+    """Add 0-d tensors, in order."""
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
+    return total

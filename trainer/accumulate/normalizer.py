@@ -1,0 +1,46 @@
+"""The one place that says what a loss sum is divided by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from trainer.accumulate.base import Divisors
+from trainer.micro_batch import MicroBatch
+from trainer.world import World
+
+Kind = Literal["tokens", "samples", "micro_batches"]
+
+
+def divisors(
+    kind: Kind, terms: Sequence[str], micro_batches: Sequence[MicroBatch], world: World
+) -> tuple[float, list[Divisors]]:
+    """Compute the divisors of every micro-batch of one step. Collective: one small vector.
+
+    * `tokens`: the named weights of the whole global batch over all ranks. With it the gradient
+      is that of one big batch, however it is cut.
+    * `samples`: the number of samples of the whole global batch, for every term.
+    * `micro_batches`: each micro-batch's own weight times the number of micro-batches, the mean
+      of means. It depends on the cut; for comparison only.
+
+    Args:
+        kind: `batch.normalizer`.
+        terms: every name the objective weighs, equal on all ranks.
+        micro_batches: this rank's.
+        world: all ranks.
+
+    Returns:
+        The weight of all terms of the global batch together, zero when there is nothing to learn
+        from, and one mapping from term to divisor per micro-batch.
+    """
+    local = [sum(m.weights[name] for m in micro_batches) for name in terms]
+    *weights, samples, count = world.sum_numbers(
+        [*local, float(sum(len(m.ids) for m in micro_batches)), float(len(micro_batches))]
+    )
+    weight = sum(weights)
+    if kind == "micro_batches":
+        return weight, [{name: m.weights[name] * count for name in terms} for m in micro_batches]
+    whole = dict(zip(terms, weights, strict=True))
+    if kind == "samples":
+        whole = {name: samples if held else 0.0 for name, held in whole.items()}
+    return weight, [whole] * len(micro_batches)

@@ -1,0 +1,46 @@
+"""One pass: every micro-batch backpropagates its sums over the step's divisors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from trainer.accumulate.base import Divisors, GradientStrategy, divided, seed_draws
+from trainer.micro_batch import MicroBatch
+from trainer.objectives.base import Objective
+from trainer.parallel import Parallel
+from trainer.sync import SyncPolicy
+
+
+@final
+@dataclass(frozen=True)
+class Sum(GradientStrategy):
+    """Exact for every objective that is a sum over samples, however the batch is cut.
+
+    `grad(sum_i S_i / D) = sum_i grad(S_i / D)`, with one D for the whole global batch.
+    """
+
+    def backward(
+        self,
+        model: Parallel,
+        objective: Objective,
+        micro_batches: Sequence[MicroBatch],
+        divisors: Sequence[Divisors],
+        sync: SyncPolicy,
+    ) -> Tensor:
+        """See the base class."""
+        device = next(model.module.parameters()).device
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        last = len(micro_batches) - 1
+        for index, micro_batch in enumerate(micro_batches):
+            seed_draws(micro_batch.rng_key, device)
+            with sync.micro_batch(model, is_last=index == last):
+                sums = objective.sums(model.call, micro_batch.to(device).fields)
+                loss = divided(sums.losses, divisors[index])
+                loss.backward()  # type: ignore[no-untyped-call] # untyped in torch
+            total += loss.detach()
+        return total

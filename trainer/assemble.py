@@ -1,0 +1,264 @@
+"""Everything a run is made of, from its config: data, model, objective, optimizer, order, cut."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sized
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import final
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from trainer.accumulate.base import GradientStrategy
+from trainer.build import Built, construct, look_up, takes
+from trainer.config import RunConfig
+from trainer.data.loader import Loader, Request, lengths_of
+from trainer.data.samples import Samples
+from trainer.data.split import split_by_seed
+from trainer.errors import ConfigError
+from trainer.evaluate import HeldOut
+from trainer.feed import Source
+from trainer.micro_batch import Fields
+from trainer.models.bind import bind
+from trainer.models.recompute import checkpoint_blocks
+from trainer.objectives.base import ModelCall, Objective
+from trainer.optimizer import OptimizerSpec, OwnOptimizer
+from trainer.parallel import Replicated
+from trainer.plan.cut import Cut, IntArray, Layout
+from trainer.plan.order import Order
+from trainer.scheduler import Schedule
+from trainer.step import Kit
+from trainer.sync import Deferred, SyncPolicy
+from trainer.world import World, rng_key
+
+CPU_WORKERS = 0
+GPU_WORKERS = 4
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What a run is made of, before it is tuned.
+
+    Attributes:
+        module: the model on its device, neither compiled nor wrapped.
+        call: runs it on the fields it takes, under the run's precision.
+        example: one collated micro-batch of a single sample, the longest.
+        held_out: None where the data leave nothing to evaluate on.
+    """
+
+    config: RunConfig
+    world: World
+    train_set: Samples
+    source: Source
+    held_out: HeldOut | None
+    module: nn.Module
+    call: ModelCall
+    objective: Objective
+    spec: OptimizerSpec
+    schedule: Schedule
+    strategy: GradientStrategy
+    sync: SyncPolicy
+    cut: Cut
+    layout: Layout
+    total_steps: int
+    example: Fields
+
+    @property
+    def global_size(self) -> int:
+        """What `batch.global` came to."""
+        return self.source.order.global_size
+
+    def kit(self) -> Kit:
+        """Compose the step. Builds the optimizer; the model may not be replaced after it."""
+        optimizer = self.spec.build(self.module)
+        parameters = [p for p in self.module.parameters() if p.requires_grad]
+        scale = self.schedule.batch_factor(self.global_size)
+        call = self.call
+        if self.config.compile:
+            # In place: names, weights and checkpoints stay those of the bare module.
+            self.module.compile(dynamic=True)
+        return Kit(
+            model=Replicated(self.module, call, parameters, self.world),
+            objective=self.objective,
+            terms=tuple(sorted(self.objective.weights(self.example))),
+            strategy=self.strategy,
+            sync=self.sync,
+            normalizer=self.config.batch.normalizer,
+            optimizer=optimizer,
+            base_lrs=tuple(group["lr"] * scale for group in optimizer.param_groups),
+            schedule=self.schedule,
+            total_steps=self.total_steps,
+            clip_norm=self.config.clip_norm,
+            world=self.world,
+        )
+
+
+def assemble(config: RunConfig, world: World) -> Parts:
+    """Build everything a run is made of.
+
+    Raises:
+        ConfigError: parts do not fit together, or a class is not what its place needs.
+        DataError: the data cannot be read, or do not fill a step.
+    """
+    train_set, held_set = _data_sets(config)
+    lengths = lengths_of(train_set)
+    loader = _loader(config, train_set, world)
+    order = _order(config, lengths)
+    build = partial(_component, config)
+    objective = build("objective", Objective)
+    module = build_model(config, world, train_set)
+    longest = int(lengths.argmax())
+    layout = Layout(world_size=world.size)
+    parts = Parts(
+        config=config,
+        world=world,
+        train_set=train_set,
+        source=Source(order=order, lengths=lengths, loader=loader, objective=objective),
+        held_out=_held_out(config, held_set, layout, world),
+        module=module,
+        call=bind_run(module, config, world),
+        objective=objective,
+        spec=_optimizer(config),
+        schedule=build("scheduler", Schedule),
+        strategy=_strategy(config, objective),
+        sync=Deferred() if config.sync.name == "auto" else build("sync", SyncPolicy),
+        cut=build("accum", Cut),
+        layout=layout,
+        total_steps=config.total_steps or order.num_steps(config.epochs or 1),
+        example=loader.load(Request(ids=(longest,), epoch=0, pad_to=int(lengths[longest]))),
+    )
+    parts.spec.freeze(module)
+    _check(parts)
+    return parts
+
+
+def bind_run(module: nn.Module, config: RunConfig, world: World) -> ModelCall:
+    """Bind a module to the run's precision."""
+    autocast = torch.bfloat16 if config.precision == "bf16" else None
+    return bind(module, autocast=autocast, device_type=world.device.type)
+
+
+def build_model(config: RunConfig, world: World, data: Samples) -> nn.Module:
+    """Build the model with weights drawn from the seed, on the rank's device.
+
+    Raises:
+        ConfigError: it knows fewer tokens than the data hold.
+    """
+    known = getattr(data, "vocab_size", None)
+    typed = config.model.params.get("vocab_size")
+    if known and typed and typed < known:
+        raise ConfigError(
+            f"model.vocab_size={typed}: the data hold {known} different tokens; "
+            f"the smallest valid value is {known}"
+        )
+    given = {"vocab_size": known, "max_length": config.data.params.get("max_length")}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(rng_key(config.seed, "weights"))
+        module = construct(config.model, "model", nn.Module, config.trust, given)
+    module = module.to(world.device).train()
+    if config.activation_checkpointing is True and not checkpoint_blocks(module):
+        raise ConfigError(
+            "activation_checkpointing=true: this model has no list of blocks (nn.ModuleList) "
+            "to recompute; use activation_checkpointing=false"
+        )
+    return module
+
+
+def _component(config: RunConfig, key: str, expected: type[Built]) -> Built:
+    return construct(getattr(config, key), key, expected, config.trust)
+
+
+def _data_sets(config: RunConfig) -> tuple[Samples, Samples | None]:
+    """Build the training and the held-out data; what the data class does not split, we do."""
+    component = config.data
+    has = partial(takes, component, "data", config.trust)
+    params = dict(component.params)
+    holdout = params.get("holdout") if has("holdout") else params.pop("holdout", 0.05)
+    component = component.model_copy(update={"params": params})
+    given = {"on_bad": config.data.on_bad, "seed": config.seed}
+    if has("split"):
+        return tuple(  # type: ignore[return-value] # two by construction
+            construct(component, "data", Sized, config.trust, {**given, "split": split})
+            for split in ("train", "held_out")
+        )
+    whole = construct(component, "data", Sized, config.trust, given)
+    train, held = (
+        split_by_seed(whole, split=split, holdout=holdout, seed=config.seed)  # type: ignore[arg-type]
+        for split in ("train", "held_out")
+    )
+    return train, held if len(held) else None
+
+
+def _loader(config: RunConfig, data: Samples, world: World) -> Loader:
+    auto = GPU_WORKERS if world.device.type == "cuda" else CPU_WORKERS
+    workers = auto if config.num_workers == "auto" else config.num_workers
+    on_gpu = world.device.type == "cuda"
+    return Loader(data, num_workers=workers, seed=config.seed, pin_memory=on_gpu)
+
+
+def _held_out(
+    config: RunConfig, data: Samples | None, layout: Layout, world: World
+) -> HeldOut | None:
+    if data is None or not len(data):
+        return None
+    return HeldOut(
+        loader=Loader(data, num_workers=0, seed=config.seed),
+        lengths=lengths_of(data),
+        layout=replace(layout, lockstep=False),
+        max_tokens=1,
+    )
+
+
+def _order(config: RunConfig, lengths: IntArray) -> Order:
+    batch = config.batch
+    if batch.global_ is None:
+        raise ConfigError("batch.global: needs a value, or accum.micro and accum.steps")
+    return Order(len(lengths), config.seed, batch.global_, batch.unit, batch.tail, lengths)
+
+
+def _optimizer(config: RunConfig) -> OptimizerSpec:
+    kind = look_up(config.optimizer, "optimizer", config.trust)
+    if inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer):
+        return OwnOptimizer.of(kind, config.optimizer.params)
+    return construct(config.optimizer, "optimizer", OptimizerSpec, config.trust)
+
+
+def _strategy(config: RunConfig, objective: Objective) -> GradientStrategy:
+    component = config.accum.gradient
+    strategy = construct(component, "accum.gradient", GradientStrategy, config.trust)
+    if objective.scope not in strategy.scopes:
+        raise ConfigError(
+            f"accum.gradient: {type(strategy).__name__} is not exact for an objective of scope "
+            f"{objective.scope}; it knows {', '.join(sorted(strategy.scopes))}"
+        )
+    return strategy
+
+
+def _check(parts: Parts) -> None:
+    """Refuse what no cut can make exact.
+
+    Raises:
+        ConfigError: naming what, and what to type.
+    """
+    norms = [n for n, m in parts.module.named_modules() if isinstance(m, _BatchNorm)]
+    if norms and not parts.cut.keeps_order:
+        raise ConfigError(
+            f"model: {norms[0]} is BatchNorm, whose result depends on the cut, and "
+            f"accum={parts.config.accum.name or parts.config.accum.target} chooses the cut: "
+            "type accum=fixed accum.micro=N, which states its groups, or use GroupNorm"
+        )
+    if parts.config.batch.normalizer == "micro_batches" and not parts.cut.keeps_order:
+        raise ConfigError(
+            "batch.normalizer=micro_batches: a mean of means is only defined for stated counts in "
+            "sample order: type accum=fixed accum.micro=N"
+        )
+    low = {p.dtype for p in parts.module.parameters()} & {torch.bfloat16, torch.float16}
+    if parts.config.accum.buffer == "fp32" and low:
+        raise ConfigError(
+            f"accum.buffer=fp32: the weights are {next(iter(low))}, and no optimizer here steps "
+            "them with fp32 gradients: keep fp32 weights and use precision=bf16"
+        )

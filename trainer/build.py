@@ -1,0 +1,129 @@
+"""RunConfig -> objects: the only room that turns a name in a config into a class.
+
+A class named by a recipe is code from a stranger. It is looked up only inside this package or a
+package the command line trusts, and then checked for what it is: a class, of the expected base,
+defined where its name says, so that an alias cannot smuggle a function in. A class that the user
+typed themselves needs no further consent.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from trainer.config import Component
+from trainer.errors import ConfigError
+
+Built = TypeVar("Built")
+
+
+def look_up(component: Component, key: str, trusted: tuple[str, ...]) -> Callable[..., Any]:
+    """Find the class that a component names.
+
+    Args:
+        component: from the config.
+        key: the config key, for messages.
+        trusted: packages that a name nobody typed may come from, beside this one.
+
+    Raises:
+        ConfigError: the name is not trusted, does not exist, or is not a class of its module.
+    """
+    module_name, _, name = component.target.rpartition(".")
+    root = component.target.partition(".")[0]
+    if not component.typed_target and root not in {"trainer", *trusted}:
+        raise ConfigError(
+            f"{key}._target_={component.target}: named by a recipe or a run, not by you: type it, "
+            f"or trust its package with trust=[{root}]"
+        )
+    try:
+        found = getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{key}._target_={component.target}: {error}") from error
+    if component.typed_target and callable(found):
+        return found  # type: ignore[no-any-return] # whatever the user named
+    if not inspect.isclass(found) or found.__module__.partition(".")[0] != root:
+        raise ConfigError(f"{key}._target_={component.target}: not a class defined in {root}")
+    return found
+
+
+def construct(
+    component: Component,
+    key: str,
+    expected: type[Built],
+    trusted: tuple[str, ...] = (),
+    given: Mapping[str, Any] | None = None,
+) -> Built:
+    """Build a component, and check that it is what its place needs.
+
+    Args:
+        component: from the config.
+        key: its config key, for messages.
+        expected: the base its instance must have.
+        trusted: see `look_up`.
+        given: arguments that come from elsewhere; each is passed where the constructor takes it
+            and the config leaves it out or null.
+
+    Raises:
+        ConfigError: an argument does not exist, is missing or is refused by the constructor, or
+            the result is of another kind.
+    """
+    target = look_up(component, key, trusted)
+    if inspect.isclass(target) and not component.typed_target and not issubclass(target, expected):
+        raise ConfigError(f"{key}._target_={component.target}: not a {expected.__name__}")
+    parameters = inspect.signature(target).parameters
+    arguments = dict(component.params)
+    for name, value in (given or {}).items():
+        if name in parameters and arguments.get(name) is None:
+            arguments[name] = value
+    _check_arguments(target, key, arguments, parameters)
+    try:
+        built = target(**arguments)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{key}: {component.target}: {error}") from error
+    if not isinstance(built, expected):
+        kind = type(built).__name__
+        raise ConfigError(
+            f"{key}._target_={component.target}: gives a {kind}, not a {expected.__name__}"
+        )
+    return built
+
+
+def takes(component: Component, key: str, trusted: tuple[str, ...], name: str) -> bool:
+    """Tell whether a component's constructor has an argument."""
+    return name in inspect.signature(look_up(component, key, trusted)).parameters
+
+
+def _check_arguments(
+    target: Callable[..., Any],
+    key: str,
+    arguments: Mapping[str, Any],
+    parameters: Mapping[str, inspect.Parameter],
+) -> None:
+    """Name every argument that the constructor does not take, with the nearest it does.
+
+    Raises:
+        ConfigError: one line each.
+    """
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        return
+    faults = []
+    for name in arguments:
+        if name not in parameters:
+            near = difflib.get_close_matches(name, parameters, n=1)
+            hint = (
+                f"Did you mean {key}.{near[0]}?" if near else f"It takes {', '.join(parameters)}."
+            )
+            faults.append(f"{key}.{name}: {target.__name__} takes no such argument. {hint}")
+    missing = [
+        p.name
+        for p in parameters.values()
+        if p.default is inspect.Parameter.empty
+        and p.kind not in {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+        and p.name not in arguments
+    ]
+    faults += [f"{key}.{name}: {target.__name__} needs a value for it" for name in missing]
+    if faults:
+        raise ConfigError(*faults)

@@ -1,0 +1,97 @@
+"""Any state as a JSON tree plus named tensors, and back, without pickle.
+
+JSON has no tensors, tuples, non-finite numbers or integer keys, and all of them occur in the
+state of optimizers. Each becomes an object with one key that begins with `$`; a mapping whose own
+keys look like that is written as pairs. `decode` builds only plain values and tensors it is given.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from numbers import Integral, Real
+from typing import Any
+
+from torch import Tensor
+
+Json = Any
+"""What `json` reads and writes."""
+
+_TENSOR, _TUPLE, _FLOAT, _PAIRS = "$tensor", "$tuple", "$float", "$pairs"
+_MARKS = frozenset({_TENSOR, _TUPLE, _FLOAT, _PAIRS})
+
+
+def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Json:  # noqa: ANN401 - any state
+    """Turn a state into JSON, moving its tensors out.
+
+    Args:
+        value: tensors, numbers, strings, `None`, and lists, tuples and mappings of them.
+        name: where the value stands; its tensors are named below it, joined by dots.
+        tensors: receives the tensors, uncopied.
+
+    Returns:
+        A tree that `json.dumps(..., allow_nan=False)` accepts.
+
+    Raises:
+        TypeError: something else occurs; the text says where.
+        ValueError: two tensors would share a name.
+    """
+    if isinstance(value, Tensor):
+        if name in tensors:
+            raise ValueError(f"{name}: two tensors would share this name")
+        tensors[name] = value.detach()
+        return {_TENSOR: name}
+    if isinstance(value, Mapping):
+        return _encode_mapping(value, name, tensors)
+    if isinstance(value, list | tuple):
+        items = [encode(item, f"{name}.{index}", tensors) for index, item in enumerate(value)]
+        return items if isinstance(value, list) else {_TUPLE: items}
+    return _encode_plain(value, name)
+
+
+def decode(tree: Json, tensors: Mapping[str, Tensor]) -> Any:  # noqa: ANN401 - any state
+    """Undo `encode`.
+
+    Args:
+        tree: what `encode` returned, after a way through JSON.
+        tensors: at least those the tree names; they are put in uncopied.
+
+    Raises:
+        KeyError: a tensor that the tree names is missing.
+        ValueError: the tree is not one that `encode` returns.
+    """
+    if isinstance(tree, list):
+        return [decode(item, tensors) for item in tree]
+    if not isinstance(tree, dict):
+        return tree
+    mark = next(iter(tree)) if len(tree) == 1 else ""
+    if mark not in _MARKS:
+        return {key: decode(item, tensors) for key, item in tree.items()}
+    content = tree[mark]
+    if mark in {_TENSOR, _FLOAT} and isinstance(content, str):
+        return tensors[content] if mark == _TENSOR else float(content)
+    if mark == _TUPLE and isinstance(content, list):
+        return tuple(decode(item, tensors) for item in content)
+    if mark == _PAIRS and isinstance(content, list):
+        return {key: decode(item, tensors) for key, item in content}
+    raise ValueError(f"{mark} cannot hold {content!r}")
+
+
+def _encode_mapping(value: Mapping[Any, Any], name: str, tensors: dict[str, Tensor]) -> Json:
+    pairs = [(key, encode(item, f"{name}.{key}", tensors)) for key, item in value.items()]
+    if all(isinstance(key, str) and not key.startswith("$") for key, _ in pairs):
+        return dict(pairs)
+    return {_PAIRS: [[_encode_plain(key, name), item] for key, item in pairs]}
+
+
+def _encode_plain(value: Any, name: str) -> Json:  # noqa: ANN401 - any state
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        number = float(value)
+        return number if math.isfinite(number) else {_FLOAT: repr(number)}
+    raise TypeError(f"{name}: a checkpoint cannot hold {type(value).__qualname__}")

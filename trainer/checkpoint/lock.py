@@ -1,0 +1,86 @@
+"""One process holds a run at a time.
+
+The lock is `flock` on `RUN/.lock`: the system frees it when its holder ends, however it ends, so a
+lock file that lies around means nothing. What the file says is for the error message alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+from trainer import durable
+from trainer.errors import TrainError
+
+FILE_NAME = ".lock"
+
+_MAX_BYTES = 4096
+
+_held: set[int] = set()
+
+
+class RunHeldError(TrainError):
+    """Another process has this run in use; like a run that is not there, it cannot be resumed."""
+
+    exit_code = 4
+
+
+@contextlib.contextmanager
+def hold(run: Path) -> Iterator[None]:
+    """Keep a run folder to this process, and clear away what an earlier crash left unfinished.
+
+    Args:
+        run: an existing run folder.
+
+    Raises:
+        RunHeldError: another process holds it; the text names that process.
+        SaveError: the folder cannot be written to.
+    """
+    handle = _open(run / FILE_NAME)
+    _held.add(handle)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise RunHeldError(
+                f"{run}: in use by {_holder(handle)}: wait for it, stop it, or start another run"
+            ) from error
+        os.ftruncate(handle, 0)
+        os.write(handle, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
+        durable.clean(run)
+        yield
+    finally:
+        _held.discard(handle)
+        fcntl.flock(handle, fcntl.LOCK_UN)
+        os.close(handle)
+
+
+def _open(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    except OSError as error:
+        failure = durable.save_error(error, path)
+        raise failure from error
+
+
+def _holder(handle: int) -> str:
+    try:
+        holder = json.loads(os.pread(handle, _MAX_BYTES, 0))
+        return f"process {int(holder['pid'])} on {str(holder['host'])!r:.80}"
+    except (ValueError, KeyError, TypeError):
+        return "another process"
+
+
+def _let_go_in_child() -> None:
+    """A forked child (a loader worker) that outlives its parent must not keep the run."""
+    for handle in _held:
+        os.close(handle)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)

@@ -1,0 +1,45 @@
+"""`status.json`: how a run is doing and how it ended, for scripts to read."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal, final
+
+from trainer import durable
+
+FILE_NAME = "status.json"
+
+State = Literal["running", "completed", "preempted", "failed"]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Status:
+    """Where a run stands.
+
+    Attributes:
+        state: what it is doing, or how it ended.
+        exit_code: the process's, once it ended.
+        step: optimizer steps taken.
+        reason: why it ended, in one line.
+    """
+
+    state: State
+    exit_code: int | None = None
+    step: int = 0
+    reason: str | None = None
+
+
+def write_status(run: Path, status: Status) -> None:
+    """Replace `status.json`.
+
+    Raises:
+        SaveError: the disk refused.
+    """
+    path = run / FILE_NAME
+    try:
+        durable.write_json(path, asdict(status))
+    except OSError as error:
+        failure = durable.save_error(error, path)
+        raise failure from error

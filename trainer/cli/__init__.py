@@ -1,0 +1,289 @@
+"""The command line: argv -> checked jobs -> launch. The only `hydra.main`.
+
+Nothing heavy is imported until it is needed: `--help` imports neither Hydra nor torch, and torch
+waits until every job of the command line has been checked.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+from trainer import __version__
+from trainer.cli.argv import Request, split
+from trainer.cli.ending import FULL_ERROR, complain, rank
+from trainer.errors import ConfigError, Preempted, TrainError
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from trainer.cli.compose import Composer
+    from trainer.cli.prepare import Ready, Sweep
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C where there is nothing to save."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """How a run from Python ended.
+
+    Attributes:
+        folder: the run folder.
+        exit_code: as of the command line.
+        result: as in result.json; empty for commands that write none.
+    """
+
+    folder: Path
+    exit_code: int
+    result: Mapping[str, Any]
+
+
+def main() -> None:
+    """Run the command line of this process, and exit."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run a command line.
+
+    Args:
+        argv: the arguments after the program's name.
+
+    Returns:
+        The exit code. What is wrong is said on stderr, one line per fault.
+    """
+    try:
+        return _run(argv)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except TrainError as error:
+        return complain(error)
+
+
+def train(config: Mapping[str, Any] | Sequence[str] = (), **hydra_flags: str) -> Run:
+    """Run from Python or a notebook what a command line runs.
+
+    Args:
+        config: a composed config, nested mappings of some settings, or a list of overrides as
+            they are typed: `train(["batch.global=64", "accum=fixed", "accum.micro=8"])`.
+        hydra_flags: `config_dir="..."` for a folder of options of one's own.
+
+    Returns:
+        Where the run is and how it ended.
+
+    Raises:
+        TrainError: what the command line would print; its `exit_code` is the command line's.
+    """
+    from trainer.cli.notebook import overrides_of  # noqa: PLC0415
+    from trainer.cli.prepare import prepare_run  # noqa: PLC0415
+    from trainer.cli.replay import read_json  # noqa: PLC0415
+    from trainer.cli.start import launch, start  # noqa: PLC0415
+
+    flags = {f"--{name.replace('_', '-')}": value for name, value in hydra_flags.items()}
+    composer = _composer(Request(command=None, flags=flags, overrides=()))
+    ready = prepare_run(overrides_of(config, composer), composer)
+    folder = ready.job.folder
+    code = 0
+    if ready.done is None:
+        code = start(ready, composer, launch, sets_up_logging=False)
+    return Run(folder=folder, exit_code=code, result=read_json(folder / "result.json"))
+
+
+def _run(argv: Sequence[str]) -> int:
+    request = split(argv)
+    if "--help" in request.flags:
+        from trainer.cli import manual  # noqa: PLC0415
+
+        manual.show(request.flags.get("--config-dir"))
+        return 0
+    if "--version" in request.flags:
+        sys.stdout.write(f"train {__version__}\n")
+        return 0
+    _make_importable(Path.cwd())
+    if request.only_shows:
+        return _ask_hydra([*request.hydra_flags(), *request.overrides])
+    composer = _composer(request)
+    command = [] if request.command is None else [f"command={request.command}"]
+    lines = [*command, *request.overrides]
+    if request.is_sweep or "hydra.mode=MULTIRUN" in lines:
+        return _run_sweep(request, lines, composer)
+    return _run_single(request, lines, composer)
+
+
+def _run_single(request: Request, lines: Sequence[str], composer: Composer) -> int:
+    from trainer.cli.prepare import prepare_run  # noqa: PLC0415
+    from trainer.cli.start import launch_and_tell, start  # noqa: PLC0415
+
+    ready = prepare_run(lines, composer)
+    if "--cfg" in request.flags:
+        return _ask_hydra([*request.hydra_flags(), *ready.job.lines])
+    if ready.done is not None:
+        sys.stdout.write(f"{ready.done}\n")
+        return 0
+    if rank() > 0:
+        # The first rank makes the folder, and tells the others which it is.
+        return launch_and_tell(ready.job.config, ready.job.folder)
+    return start(ready, composer)
+
+
+def _run_sweep(request: Request, lines: Sequence[str], composer: Composer) -> int:
+    from trainer.cli.prepare import prepare_sweep  # noqa: PLC0415
+
+    if "LOCAL_RANK" in os.environ or os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ConfigError("-m: a sweep starts its own ranks; run it without torchrun")
+    sweep = prepare_sweep(lines, composer)
+    codes: list[int] = []
+    flags = [flag for flag in request.hydra_flags() if flag != "--multirun"]
+    interrupted = False
+    try:
+        _ask_hydra([*flags, "--multirun", *sweep.lines], _job_of(sweep, composer, codes))
+    except KeyboardInterrupt:
+        interrupted = True
+    finally:
+        all_done = _report(sweep)
+    if interrupted:
+        return Preempted.exit_code if Preempted.exit_code in codes else INTERRUPTED
+    return 1 if any(codes) or not all_done else 0
+
+
+def _report(sweep: Sweep) -> bool:
+    """Show what became of the jobs, and say whether all did what they should."""
+    if sweep.ready[0].job.config.command != "train":
+        return True
+    from rich.console import Console  # noqa: PLC0415
+
+    from trainer.cli.sweep import report  # noqa: PLC0415
+
+    jobs = report(sweep.folder, [ready.job.lines for ready in sweep.ready], Console())
+    return all(job.is_completed for job in jobs)
+
+
+def _job_of(sweep: Sweep, composer: Composer, codes: list[int]) -> Callable[[Any], float]:
+    """Make the task that Hydra runs for every job of a sweep.
+
+    It gives the held-out loss, which sweepers minimise; infinity for a job that failed.
+    """
+    known = {ready.job.lines: ready for ready in sweep.ready}
+
+    def job(cfg: DictConfig) -> float:
+        from hydra.core.hydra_config import HydraConfig  # noqa: PLC0415
+
+        from trainer.cli.replay import read_json  # noqa: PLC0415
+
+        record = HydraConfig.get()
+        folder = Path(record.runtime.output_dir)
+        lines = tuple(record.overrides.task)
+        code = _run_job(lines, folder, known.get(lines), composer)
+        codes.append(code)
+        if code == Preempted.exit_code:
+            raise KeyboardInterrupt
+        loss = read_json(folder / "result.json").get("eval_loss")
+        return float(loss) if code == 0 and loss is not None else math.inf
+
+    return job
+
+
+def _run_job(lines: Sequence[str], folder: Path, ready: Ready | None, composer: Composer) -> int:
+    """Run one job of a sweep in its folder.
+
+    Args:
+        lines: its overrides.
+        folder: Hydra made it.
+        ready: the checked job; `None` where the sweeper chooses as it goes.
+        composer: to check it now.
+
+    Returns:
+        The exit code.
+    """
+    from trainer.cli.prepare import prepare_job  # noqa: PLC0415
+    from trainer.cli.start import launch_and_tell, write_config  # noqa: PLC0415
+
+    if ready is not None and ready.done is not None:
+        sys.stdout.write(f"{ready.done}\n")
+        return 0
+    try:
+        config = prepare_job(lines, composer) if ready is None else ready.job.config
+        write_config(config, folder)
+        return launch_and_tell(config, folder)
+    except TrainError as error:
+        return complain(error)
+
+
+def _ask_hydra(argv: Sequence[str], job: Callable[[Any], Any] | None = None) -> int:
+    """Hand a command line to Hydra itself.
+
+    Args:
+        argv: flags and overrides, as Hydra wants them.
+        job: what a sweep runs.
+
+    Raises:
+        ConfigError: what Hydra would print with a traceback or advice that does not fit.
+    """
+    import hydra  # noqa: PLC0415
+
+    from trainer import recipes  # noqa: PLC0415
+    from trainer.cli.compose import CONFIG_NAME, VERSION_BASE, ComposeError, explain  # noqa: PLC0415
+
+    def nothing(cfg: DictConfig) -> None:
+        """Stands in where Hydra only shows something."""
+
+    recipes.register()
+    decorate = hydra.main(
+        version_base=VERSION_BASE,
+        config_path=str(recipes.data_dir("conf")),
+        config_name=CONFIG_NAME,
+    )
+    with _as_argv(argv):
+        try:
+            decorate(job or nothing)()
+        except SystemExit as end:
+            return end.code if isinstance(end.code, int) else int(end.code is not None)
+        except ComposeError as error:
+            raise ConfigError(*explain(error)) from error
+    return 0
+
+
+@contextmanager
+def _as_argv(argv: Sequence[str]) -> Iterator[None]:
+    """Give Hydra an argv, and have it raise what it would print.
+
+    Yields:
+        Nothing.
+    """
+    before, full_error = sys.argv, os.environ.get(FULL_ERROR)
+    sys.argv, os.environ[FULL_ERROR] = ["train", *argv], "1"
+    try:
+        yield
+    finally:
+        sys.argv = before
+        if full_error is None:
+            del os.environ[FULL_ERROR]
+        else:
+            os.environ[FULL_ERROR] = full_error
+
+
+def _composer(request: Request) -> Composer:
+    from trainer.cli.compose import CONFIG_NAME, Composer  # noqa: PLC0415
+    from trainer.recipes import data_dir  # noqa: PLC0415
+
+    flags = request.flags
+    own, path = flags.get("--config-dir"), flags.get("--config-path")
+    return Composer(
+        config_folder=Path(path).absolute() if path else data_dir("conf"),
+        config_name=flags.get("--config-name", CONFIG_NAME),
+        own_folder=Path(own).absolute() if own else None,
+    )
+
+
+def _make_importable(folder: Path) -> None:
+    """Let `_target_` name a module of a folder, here and in the processes that are started."""
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))

@@ -1,0 +1,169 @@
+"""The command line before anything is composed: the command word, Hydra's flags, the overrides.
+
+Text in, text out. Hydra 1.3 takes its flags only before or after all overrides; here they may
+stand anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import final
+
+from trainer.errors import ConfigError
+from trainer.schema.faults import did_you_mean
+
+COMMANDS: Mapping[str, str] = {
+    "train": "train (what happens without a command)",
+    "plan": "print how each step is cut and what memory it needs; start nothing",
+    "verify": "prove on your model and data that the planned step is the whole-batch step",
+    "evaluate": "evaluate a run on the held-out data: run=RUN",
+    "export": "write a run's weights as safetensors: run=RUN export.to=DIR",
+    "report": "draw the curves of one or many runs as one HTML page: run=RUN or run=[RUN,RUN]",
+}
+
+_SWITCHES: Mapping[str, str] = {
+    "-h": "--help",
+    "--hydra-help": "--hydra-help",
+    "--version": "--version",
+    "--resolve": "--resolve",
+    "-r": "--run",
+    "-m": "--multirun",
+    "-sc": "--shell-completion",
+}
+_VALUED: Mapping[str, str] = {
+    "-c": "--cfg",
+    "-p": "--package",
+    "-cp": "--config-path",
+    "-cn": "--config-name",
+    "-cd": "--config-dir",
+    "-i": "--info",
+    "--experimental-rerun": "--experimental-rerun",
+}
+_INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+_CFG = ("job", "hydra", "all")
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What was typed.
+
+    Attributes:
+        command: the command word, or `None` if none was typed.
+        flags: Hydra's flags by their long names; the value is empty for a switch.
+        overrides: everything else, in order.
+    """
+
+    command: str | None
+    flags: Mapping[str, str]
+    overrides: tuple[str, ...]
+
+    @property
+    def is_sweep(self) -> bool:
+        """Whether `-m` was typed."""
+        return "--multirun" in self.flags
+
+    @property
+    def only_shows(self) -> bool:
+        """Whether Hydra is asked for something about itself, which no config can spoil."""
+        return not self.flags.keys().isdisjoint(
+            {"--hydra-help", "--shell-completion", "--info", "--version"}
+        )
+
+    def hydra_flags(self) -> list[str]:
+        """Write the flags as Hydra's own parser reads them."""
+        return [f"{flag}={value}" if value else flag for flag, value in self.flags.items()]
+
+
+def split(argv: Sequence[str]) -> Request:
+    """Tell command word, flags and overrides apart.
+
+    Args:
+        argv: the arguments after the program's name.
+
+    Raises:
+        ConfigError: an unknown flag or command word, or two command words.
+    """
+    faults: list[str] = []
+    flags: dict[str, str] = {}
+    words: list[str] = []
+    overrides: list[str] = []
+    waiting = list(reversed(argv))
+    while waiting:
+        token = waiting.pop()
+        if token.startswith("-"):
+            faults += _take_flag(token, waiting, flags)
+        elif "=" in token or token.startswith("~"):
+            overrides.append(token)
+        else:
+            words.append(token)
+    faults += _word_faults(words)
+    if faults:
+        raise ConfigError(*faults)
+    return Request(command=words[0] if words else None, flags=flags, overrides=tuple(overrides))
+
+
+def _take_flag(token: str, waiting: list[str], flags: dict[str, str]) -> list[str]:
+    """Read one flag, with its value where it has one, and return its faults."""
+    name, _, value = token.partition("=")
+    valued = _long_name(name, _VALUED)
+    if valued is None:
+        switch = _long_name(name, _SWITCHES)
+        if switch is None or "=" in token:
+            return [_unknown_flag(token)]
+        flags[switch] = ""
+        return []
+    if not value and valued == "--info":
+        value = waiting.pop() if waiting and waiting[-1] in _INFO else "all"
+    if not value:
+        if not waiting:
+            return [f"{name}: needs a value"]
+        value = waiting.pop()
+    flags[valued] = value
+    return _flag_value_faults(valued, value)
+
+
+def _flag_value_faults(flag: str, value: str) -> list[str]:
+    if flag == "--experimental-rerun":
+        return [f"{flag}: would unpickle a file, which runs code in it; use resume=RUN"]
+    choices = {"--info": _INFO, "--cfg": _CFG}.get(flag)
+    if choices is not None and value not in choices:
+        return [f"{flag}={value}: no such view.{did_you_mean(value, choices)} {_among(choices)}"]
+    return []
+
+
+def _long_name(name: str, table: Mapping[str, str]) -> str | None:
+    if name in table:
+        return table[name]
+    return name if name in table.values() else None
+
+
+def _unknown_flag(token: str) -> str:
+    bare = token.lstrip("-")
+    if "=" in bare and "." in bare.partition("=")[0]:
+        return f"{token}: settings are written without dashes: {bare}"
+    known = [*_SWITCHES.values(), *_VALUED.values()]
+    return f"{token}: unknown flag.{did_you_mean(token.partition('=')[0], known)} See train --help"
+
+
+def _word_faults(words: Sequence[str]) -> list[str]:
+    faults = [_unknown_word(word) for word in words if word not in COMMANDS]
+    if len(words) > 1 and not faults:
+        return [f"{words[1]}: {words[0]} is already the command; one run does one thing"]
+    return faults
+
+
+def _unknown_word(word: str) -> str:
+    if word == "help":
+        return "help: unknown command. Did you mean --help?"
+    if "." in word and not word.endswith((".yaml", ".yml")):
+        return f"{word}: needs a value, as in {word}=VALUE"
+    if word.endswith((".yaml", ".yml")):
+        return f"{word}: unknown command. Did you mean recipe={word}?"
+    near = did_you_mean(word, COMMANDS)
+    return f"{word}: unknown command.{near} {_among(COMMANDS)}; settings are key=value"
+
+
+def _among(choices: Iterable[str]) -> str:
+    return f"Choices: {', '.join(choices)}"

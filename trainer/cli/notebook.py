@@ -1,0 +1,96 @@
+"""From Python objects to overrides, so that a run from a notebook is the run of a command line.
+
+The overrides are what the run folder keeps; a run from Python is thus resumed and evaluated like
+any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from trainer.cli.compose import Composer
+from trainer.cli.settings import TARGET, Groups, quote
+from trainer.config import COMPONENTS
+from trainer.errors import ConfigError
+
+
+def overrides_of(config: Mapping[str, Any] | Sequence[str], composer: Composer) -> list[str]:
+    """Write a config as overrides.
+
+    Args:
+        config: overrides as they are typed; or nested mappings, where a word that stands for a
+            group chooses its option (`{"accum": "fixed", "batch": {"global": 64}}`); or a config
+            that Hydra composed, whole.
+        composer: knows the groups.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    if OmegaConf.is_config(config):
+        config = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]
+    if isinstance(config, str) or not isinstance(config, Mapping | Sequence):
+        raise ConfigError("train(...): takes a config, a mapping, or a list of overrides")
+    if not isinstance(config, Mapping):
+        return [str(line) for line in config]
+    tree = {str(key): value for key, value in config.items() if key != "hydra"}
+    chosen = dict(tree.pop("choices", None) or _choices(config.get("hydra")))
+    with composer.open():
+        groups = composer.groups()
+    lines = [
+        f"{path}={quote(option)}"
+        for path, option in chosen.items()
+        if path in groups.options and isinstance(option, str)
+    ]
+    taken = {line.partition("=")[0].replace("/", ".") for line in lines}
+    return [*lines, *_lines(tree, "", groups, taken)]
+
+
+def _choices(hydra: object) -> Mapping[str, Any]:
+    """The options that Hydra noted in its own node, if it is there."""
+    found: object = hydra
+    for key in ("runtime", "choices"):
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found if isinstance(found, Mapping) else {}
+
+
+def _lines(
+    section: Mapping[Any, Any], prefix: str, groups: Groups, taken: set[str]
+) -> Iterator[str]:
+    """Give one override per leaf.
+
+    Yields:
+        Choices of options and values.
+    """
+    for name, value in section.items():
+        key = f"{prefix}{name}"
+        is_group = key in groups.paths
+        if is_group and isinstance(value, str):
+            yield f"{groups.paths[key]}={quote(value)}"
+        elif isinstance(value, Mapping) and (is_group or value):
+            yield from _lines(value, f"{key}.", groups, taken)
+        elif name == TARGET and key.rpartition(".")[0] in taken & COMPONENTS.keys():
+            continue  # the option that was chosen names its class
+        else:
+            yield f"++{key}={literal(value)}"
+
+
+def literal(value: object) -> str:
+    """Write a value in Hydra's override grammar.
+
+    Raises:
+        ConfigError: it is of a kind that a config cannot hold.
+    """
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, str):
+        return quote(value)
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{quote(str(k))}:{literal(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, Sequence):
+        return "[" + ",".join(map(literal, value)) + "]"
+    raise ConfigError(f"train(...): a config cannot hold a {type(value).__name__}: {value!r}")

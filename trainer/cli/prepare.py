@@ -1,0 +1,374 @@
+"""From what was typed to jobs that Hydra may start: fresh, resumed, reading a run, or swept.
+
+Every fault of every job is found here, before a folder is made or torch is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, final
+
+from hydra.core.override_parser.types import Override
+from hydra.types import RunMode
+from omegaconf import open_dict
+
+from trainer import recipes
+from trainer.cli import replay
+from trainer.cli.compose import Composer, Job
+from trainer.cli.settings import Groups, Told, jobs, parse, quote, read, tell_apart, text, values
+from trainer.config import RunConfig, contract, contract_diff, from_plain
+from trainer.errors import ConfigError
+from trainer.schema.faults import clip
+
+READING = frozenset({"evaluate", "export", "report"})
+"""Commands that work on a run that is there, and make no folder."""
+
+_LOOKING = frozenset({"plan", "verify"})  # on a run as well, but into folders of their own
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Ready:
+    """A checked run in its place.
+
+    Attributes:
+        job: the run; its composed config holds the folder for Hydra.
+        makes_folder: it writes a config of its own; not so where a run is only read.
+        is_resumed: it goes on in a folder that is there.
+        done: why there is nothing to do, or `None`.
+    """
+
+    job: Job
+    makes_folder: bool = True
+    is_resumed: bool = False
+    done: str | None = None
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """A checked sweep.
+
+    Attributes:
+        ready: its jobs in order; `job.lines` are the overrides that Hydra will give each.
+        lines: the overrides Hydra gets, several values in some of them.
+        folder: the sweep folder.
+    """
+
+    ready: tuple[Ready, ...]
+    lines: tuple[str, ...]
+    folder: Path
+
+
+def prepare_run(lines: Sequence[str], composer: Composer) -> Ready:
+    """Prepare one run from overrides as typed.
+
+    Raises:
+        ConfigError: one line per fault.
+        NoCheckpointError: the run to go on with, or to read, is not there.
+    """
+    overrides, faults = _read_all(lines)
+    several = [override for override in overrides if override.is_sweep_override()]
+    faults += map(_several, several)
+    single = [override for override in overrides if override not in several]
+    with composer.open(), _after(faults):
+        return Preparation(composer, composer.groups(_search_path(overrides))).single(single)
+
+
+def prepare_sweep(lines: Sequence[str], composer: Composer) -> Sweep:
+    """Prepare every job of a sweep from overrides as typed.
+
+    Raises:
+        ConfigError: one line per fault, of whichever job.
+    """
+    overrides, faults = _read_all(lines)
+    with composer.open(), _after(faults):
+        return Preparation(composer, composer.groups(_search_path(overrides))).sweep(overrides)
+
+
+def prepare_job(lines: Sequence[str], composer: Composer) -> RunConfig:
+    """Check one job of a sweeper that chooses as it goes.
+
+    Raises:
+        ConfigError: one line per fault.
+    """
+    overrides, faults = parse(lines)
+    with composer.open(), _after(faults):
+        return composer.check(overrides, composer.groups(_search_path(overrides))).config
+
+
+@final
+@dataclass(frozen=True)
+class Preparation:
+    """Prepares runs over one search path.
+
+    Attributes:
+        composer: open.
+        groups: what is on the search path.
+    """
+
+    composer: Composer
+    groups: Groups
+
+    def single(self, overrides: Sequence[Override]) -> Ready:
+        """Prepare one run.
+
+        Args:
+            overrides: one value each.
+
+        Raises:
+            ConfigError: one line per fault.
+            NoCheckpointError: the run to go on with, or to read, is not there.
+        """
+        command, resume = _value(overrides, "command"), _value(overrides, "resume")
+        if command in READING and _value(overrides, "run") is not None:
+            return self._reading(overrides)
+        run = self._to_resume(overrides, resume)
+        if run is not None:
+            with self._hinting(run):
+                return self._resumed(overrides, run, keeps_folder=command not in _LOOKING)
+        job = self.composer.check(_without(overrides, "resume"), self.groups)
+        if (job.folder / "config.yaml").exists():
+            raise ConfigError(
+                clip(
+                    f"hydra.run.dir={job.folder}: holds a run; resume={job.folder} goes on with it"
+                )
+            )
+        return Ready(job=_pinned(job, job.folder))
+
+    def sweep(self, overrides: Sequence[Override]) -> Sweep:
+        """Prepare every job of a sweep.
+
+        Raises:
+            ConfigError: one line per fault, of whichever job.
+        """
+        resume = _value(overrides, "resume")
+        told = tell_apart(_without(overrides, "resume"), self.groups)
+        if resume not in (None, replay.AUTO):
+            raise ConfigError(
+                f"resume={resume}: every job of a sweep has its own folder; use resume=auto",
+                *told.faults,
+            )
+        with _after(told.faults):
+            checked = self._check_all(told)
+        first = checked[0]
+        swept = (*told.choices, *told.value_lines(first.known))
+        folder = first.sweep_folder
+        if resume == replay.AUTO:
+            outputs = Path(first.config.outputs).absolute()
+            folder = replay.newest_sweep(outputs, swept) or folder
+        named = jobs(swept, self.groups)
+        ready = tuple(
+            _in_sweep(job, tuple(mine), folder / str(number), goes_on=resume == replay.AUTO)
+            for number, (job, mine) in enumerate(zip(checked, named, strict=True))
+        )
+        subfolder = replay.next_subfolder(*(job.job.folder for job in ready if job.is_resumed))
+        pinned = [line for line in told.hydra if not line.startswith("hydra.sweep.dir=")]
+        pinned += [f"hydra.sweep.dir={quote(folder)}", f"hydra.output_subdir={subfolder}"]
+        return Sweep(ready=ready, lines=(*pinned, *swept), folder=folder)
+
+    def _check_all(self, told: Told) -> list[Job]:
+        """Check every combination of swept values.
+
+        Raises:
+            ConfigError: all faults of all jobs.
+        """
+        hydra, _ = parse(told.hydra)
+        checked: list[Job] = []
+        faults: list[str] = []
+        for lines in jobs([*told.choices, *told.value_lines(())], self.groups):
+            overrides, _ = parse(lines)
+            try:
+                checked.append(self.composer.check([*hydra, *overrides], self.groups))
+            except ConfigError as error:
+                faults += error.faults
+        if faults:
+            raise ConfigError(*dict.fromkeys(faults))
+        return checked
+
+    def _to_resume(self, overrides: Sequence[Override], resume: str | None) -> Path | None:
+        """The run to go on with; `None` for a new one."""
+        if resume != replay.AUTO:
+            return None if resume is None else replay.find_training(resume)
+        try:
+            outlook = self.composer.look_ahead(_without(overrides, "resume"), self.groups)
+        except ConfigError:
+            return None  # the check of the new run will say all that is wrong
+        if replay.can_go_on(outlook.folder):
+            return outlook.folder
+        return replay.newest(outlook.outputs, outlook.name)
+
+    def _resumed(self, overrides: Sequence[Override], run: Path, *, keeps_folder: bool) -> Ready:
+        """Prepare a run that goes on from another's state, in its folder or in one of its own."""
+        old = replay.saved_overrides(run)
+        asked = _without(overrides, "resume", "hydra.run.dir")
+        merged = replay.merge(old, asked, self.groups)
+        job = self.composer.check(
+            [*merged, read(f"resume={quote(run)}")], self.groups, replayed=_from(old, merged)
+        )
+        _refuse_another_step(run, job)
+        if not keeps_folder:
+            return Ready(job=_pinned(job, job.folder))
+        done = None
+        if replay.is_finished(run, job.config):
+            done = f"{run} is done after step {replay.saved_step(run)}; steps=N asks for more"
+        subfolder = replay.next_subfolder(run)
+        return Ready(job=_pinned(job, run, subfolder), is_resumed=True, done=done)
+
+    @contextmanager
+    def _hinting(self, run: Path) -> Iterator[None]:
+        """Where a run's options cannot be found, say which folder it had them from.
+
+        Yields:
+            Nothing.
+
+        Raises:
+            ConfigError: as raised inside, with the hint.
+        """
+        try:
+            yield
+        except ConfigError as error:
+            own = replay.own_folder(run)
+            if own is None or self.composer.own_folder is not None:
+                raise
+            hint = f"--config-dir: the run was started with --config-dir={own}; give it again"
+            raise ConfigError(*error.faults, clip(hint)) from None
+
+    def _reading(self, overrides: Sequence[Override]) -> Ready:
+        """Prepare a command that works on runs which are there."""
+        named = _value(overrides, "run")
+        runs = [replay.find(run, "run") for run in (named if isinstance(named, list) else [named])]
+        with self._hinting(runs[0]):
+            return self._read(overrides, runs, named)
+
+    def _read(self, overrides: Sequence[Override], runs: Sequence[Path], named: object) -> Ready:
+        asked = _without(overrides, "run", "hydra.run.dir")
+        old = [] if _value(overrides, "command") == "report" else replay.saved_overrides(runs[0])
+        merged = replay.merge(old, asked, self.groups)
+        listed = f"[{','.join(map(quote, runs))}]" if isinstance(named, list) else quote(runs[0])
+        job = self.composer.check(
+            [*merged, read(f"run={listed}")], self.groups, replayed=_from(old, merged)
+        )
+        return Ready(job=_pinned(job, runs[0], None), makes_folder=False)
+
+
+@contextmanager
+def _after(faults: Sequence[str]) -> Iterator[None]:
+    """Add the faults found earlier to those found inside.
+
+    A choice of option that does not exist makes every word about its group moot.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        ConfigError: there are any.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(*dict.fromkeys([*faults, *error.faults])) from None
+    if faults:
+        raise ConfigError(*dict.fromkeys(faults))
+
+
+def _read_all(lines: Sequence[str]) -> tuple[list[Override], list[str]]:
+    """Parse overrides, and find the recipes that are given as files."""
+    overrides, faults = parse(lines)
+    placed: list[Override] = []
+    for override in overrides:
+        if override.key_or_group != recipes.GROUP or override.is_delete():
+            placed.append(override)
+            continue
+        try:
+            placed.append(read(f"{recipes.GROUP}={_place_recipes(override)}"))
+        except ConfigError as error:
+            faults += error.faults
+    return placed, faults
+
+
+def _place_recipes(override: Override) -> str:
+    """Write the value of `recipe=` with absolute paths of files, which mean the same later."""
+    placed = []
+    for value in values(override, Groups({})) or [text(override)]:
+        parsed = read(f"x={value}").value()
+        listed = parsed if isinstance(parsed, list) else [parsed]
+        if all(isinstance(name, str) for name in listed):
+            names = [quote(recipes.locate(str(name))) for name in listed]
+            placed.append(f"[{','.join(names)}]" if isinstance(parsed, list) else names[0])
+        else:
+            placed.append(value)
+    return ",".join(placed)
+
+
+def _search_path(overrides: Sequence[Override]) -> list[str]:
+    lines = (override.input_line for override in overrides)
+    return [line for line in lines if line is not None and "hydra.searchpath=" in line]
+
+
+def _in_sweep(job: Job, lines: tuple[str, ...], folder: Path, *, goes_on: bool) -> Ready:
+    """Place a checked job in the sweep folder, where it may have been before."""
+    is_resumed = goes_on and replay.can_go_on(folder)
+    done = None
+    config = job.config
+    if is_resumed:
+        _refuse_another_step(folder, job)
+        config = config.model_copy(update={"resume": str(folder)})
+        done = f"{folder} is done" if replay.is_finished(folder, config) else None
+    if config.wandb.group is None:
+        wandb = config.wandb.model_copy(update={"group": folder.parent.name})
+        config = config.model_copy(update={"wandb": wandb})
+    placed = replace(job, config=config, folder=folder, lines=lines)
+    return Ready(job=placed, is_resumed=is_resumed, done=done)
+
+
+def _refuse_another_step(run: Path, job: Job) -> None:
+    """Compare the step of a run with the one asked for now.
+
+    Raises:
+        ConfigError: one line per key that differs, old and new.
+    """
+    try:
+        old = contract(from_plain(replay.saved_config(run)))
+    except ConfigError as error:
+        raise ConfigError(*(clip(f"{run / 'config.yaml'}: {f}") for f in error.faults)) from None
+    faults = contract_diff(old, contract(job.config), job.config.resume_allow)
+    if faults:
+        raise ConfigError(*faults)
+
+
+def _from(old: Sequence[Override], merged: Sequence[Override]) -> list[Override]:
+    return [override for override in merged if any(override is each for each in old)]
+
+
+def _value(overrides: Sequence[Override], key: str) -> Any:  # noqa: ANN401 - settings hold any value
+    found = [o.value() for o in overrides if o.key_or_group == key and not o.is_sweep_override()]
+    return found[-1] if found else None
+
+
+def _without(overrides: Sequence[Override], *keys: str) -> list[Override]:
+    return [override for override in overrides if override.key_or_group not in keys]
+
+
+def _pinned(job: Job, folder: Path, subfolder: str | None = replay.SUBFOLDER) -> Job:
+    """Fix for Hydra the folder, which holds the time of day, and where its records go."""
+    hydra = job.composed.hydra
+    with open_dict(hydra):
+        hydra.mode = RunMode.RUN
+        hydra.run.dir = str(folder)
+        hydra.overrides.task = [line for line in job.lines if not _is_of_hydra(line)]
+        if subfolder != replay.SUBFOLDER:
+            hydra.output_subdir = subfolder
+    return replace(job, folder=folder)
+
+
+def _is_of_hydra(line: str) -> bool:
+    return read(line).is_hydra_override()
+
+
+def _several(override: Override) -> str:
+    line, (key, _, value) = override.input_line, (override.input_line or "").partition("=")
+    return clip(f"{line}: several values are a sweep, which takes -m; as a list: {key}=[{value}]")

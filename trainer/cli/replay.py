@@ -1,0 +1,255 @@
+"""Runs that are there already: found on disk, vetted, and turned into overrides for the next one.
+
+A run folder may come from somebody else. What is read from it is settings and nothing more: no
+setting of Hydra, no trust, no class that the user did not name themselves.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.override_parser.types import Override
+
+from trainer.cli.settings import Groups, dotted, parse, text
+from trainer.config import RunConfig
+from trainer.errors import ConfigError, NoCheckpointError
+from trainer.schema.faults import clip
+
+AUTO = "auto"
+COMPLETED = "completed"
+SUBFOLDER = ".hydra"
+
+# What a command line says about itself rather than about the run.
+_NOT_OF_THE_RUN = frozenset(
+    {"command", "resume", "resume_allow", "run", "trust", "init", "export.to", "outputs"}
+)
+_CLOCKS = frozenset({"steps", "epochs"})
+
+
+def find(folder: str | Path, key: str = "resume") -> Path:
+    """Find a run folder.
+
+    Args:
+        folder: as typed.
+        key: the setting that named it, for the message.
+
+    Returns:
+        Its absolute path.
+
+    Raises:
+        NoCheckpointError: no such folder, or none that a run wrote.
+    """
+    path = Path(folder).expanduser().absolute()
+    if not path.is_dir():
+        raise NoCheckpointError(f"{key}={folder}: no such folder")
+    if not (path / "config.yaml").is_file() or not (path / SUBFOLDER).is_dir():
+        raise NoCheckpointError(f"{key}={folder}: not a run folder (no config.yaml, .hydra/ in it)")
+    return path
+
+
+def find_training(folder: str) -> Path:
+    """Find a training run that can go on.
+
+    Raises:
+        NoCheckpointError: there is none, or no checkpoint in it.
+    """
+    run = find(folder)
+    command = saved_config(run).get("command", "train")
+    if command != "train":
+        raise NoCheckpointError(
+            f"resume={folder}: the folder of a {command}, not of a training run"
+        )
+    if not can_go_on(run):
+        raise NoCheckpointError(f"resume={folder}: no checkpoint was written there")
+    return run
+
+
+def newest(outputs: Path, name: str | None) -> Path | None:
+    """The newest training run of a name that can go on, or `None`.
+
+    Args:
+        outputs: root of the run folders; runs of sweeps, deeper down, are not looked at.
+        name: the run's `name`; `None` for the runs that have none.
+    """
+    depths = ("*", "*/*")
+    runs = [path.parent for depth in depths for path in outputs.glob(f"{depth}/config.yaml")]
+    found = [run for run in runs if run.parent.name != "multirun" and _fits(run, name)]
+    return max(found, key=_age, default=None)
+
+
+def newest_sweep(outputs: Path, overrides: Sequence[str]) -> Path | None:
+    """The newest sweep folder that was started with the same overrides, or `None`.
+
+    Args:
+        outputs: root of the run folders.
+        overrides: what was typed, as Hydra got it.
+    """
+    wanted = _of_the_run(overrides)
+    sweeps = [
+        path.parent
+        for path in outputs.glob("multirun/**/multirun.yaml")
+        if _of_the_run(_swept_overrides(path)) == wanted
+    ]
+    return max(sweeps, key=_age, default=None)
+
+
+def can_go_on(run: Path) -> bool:
+    """Whether a folder holds a training run with a checkpoint."""
+    is_training = saved_config(run).get("command", "train") == "train"
+    return is_training and any(run.glob("checkpoints/step-*/manifest.json"))
+
+
+def saved_config(run: Path) -> dict[str, Any]:
+    """The resolved config of a run, as its `config.yaml` has it; empty if that is unreadable."""
+    try:
+        content = yaml.safe_load((run / "config.yaml").read_text())
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object; empty where there is none, or a torn one."""
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def saved_overrides(run: Path) -> list[Override]:
+    """The overrides of a run, of its latest resumption if there was one, vetted.
+
+    Raises:
+        ConfigError: the file holds something that is no setting of a run.
+    """
+    resumed = sorted(run.glob(f"{SUBFOLDER}/resume_*/overrides.yaml"), key=_resumption)
+    path = resumed[-1] if resumed else run / SUBFOLDER / "overrides.yaml"
+    try:
+        lines = yaml.safe_load(path.read_text()) or []
+    except (OSError, ValueError, yaml.YAMLError):
+        raise ConfigError(f"{path}: cannot be read as a list of overrides") from None
+    if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
+        raise ConfigError(f"{path}: is not a list of overrides")
+    overrides, faults = parse(lines)
+    faults += [fault for override in overrides if (fault := _foreign(override)) is not None]
+    if faults:
+        raise ConfigError(*(clip(f"{path}: {fault}") for fault in faults))
+    return [override for override in overrides if dotted(override) not in _NOT_OF_THE_RUN]
+
+
+def own_folder(run: Path) -> str | None:
+    """The `--config-dir` that a run was started with, if it had one."""
+    try:
+        content: Any = yaml.safe_load((run / SUBFOLDER / "hydra.yaml").read_text())
+        listed = content["hydra"]["runtime"]["config_sources"]
+        return next((str(s["path"]) for s in listed if s["provider"] == "command-line"), None)
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+        return None
+
+
+def merge(old: Sequence[Override], new: Sequence[Override], groups: Groups) -> list[Override]:
+    """Put what is typed now over what a run was started with.
+
+    A new value replaces the old one of its key, a new option also the old values inside its
+    group (they were the old option's), and `steps` the old `epochs`, or the reverse.
+
+    Returns:
+        One override per key, the old ones first.
+    """
+    options = {dotted(override): text(override) for override in old}
+    replaced = {dotted(override) for override in new}
+    if replaced & _CLOCKS:
+        replaced |= _CLOCKS
+    chosen = {
+        group for group in replaced & groups.paths.keys() if not _same_option(group, options, new)
+    }
+    kept = [
+        override
+        for override in old
+        if dotted(override) not in replaced and groups.of(dotted(override)) not in chosen
+    ]
+    return [*kept, *new]
+
+
+def is_finished(run: Path, config: RunConfig) -> bool:
+    """Whether a run has done all that is asked of it now.
+
+    Args:
+        run: its folder.
+        config: what is asked for.
+    """
+    status = read_json(run / "status.json")
+    if status.get("state") != COMPLETED:
+        return False
+    if config.total_steps is not None:
+        return saved_step(run) >= config.total_steps
+    return int(saved_config(run).get("epochs") or 0) >= (config.epochs or 0)
+
+
+def saved_step(run: Path) -> int:
+    """The last step of a run, as its status.json has it."""
+    return int(read_json(run / "status.json").get("step") or 0)
+
+
+def next_subfolder(*runs: Path) -> str:
+    """Where Hydra keeps the records of the next resumption, so that the first stay as they are.
+
+    Args:
+        runs: all that are resumed at once; without any, the place for a run's first records.
+    """
+    if not runs:
+        return SUBFOLDER
+    earlier = [path for run in runs for path in run.glob(f"{SUBFOLDER}/resume_*/overrides.yaml")]
+    return f"{SUBFOLDER}/resume_{max(map(_resumption, earlier), default=0) + 1}"
+
+
+def _fits(run: Path, name: str | None) -> bool:
+    return saved_config(run).get("name") == name and can_go_on(run)
+
+
+def _age(folder: Path) -> tuple[float, str]:
+    """When a run or sweep began: its first record is never written again."""
+    records = (folder / SUBFOLDER / "overrides.yaml", folder / "multirun.yaml")
+    began = [record.stat().st_mtime for record in records if record.is_file()]
+    return min(began, default=0.0), str(folder)
+
+
+def _resumption(overrides: Path) -> int:
+    number = overrides.parent.name.removeprefix("resume_")
+    return int(number) if number.isdecimal() else 0
+
+
+def _swept_overrides(multirun: Path) -> list[str]:
+    try:
+        content: Any = yaml.safe_load(multirun.read_text())
+        return [str(line) for line in content["hydra"]["overrides"]["task"]]
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+        return []
+
+
+def _of_the_run(lines: Iterable[str]) -> frozenset[str]:
+    overrides, _ = parse(lines)
+    return frozenset(
+        f"{dotted(override)}={text(override)}"
+        for override in overrides
+        if dotted(override) not in _NOT_OF_THE_RUN
+    )
+
+
+def _same_option(group: str, options: Mapping[str, str], new: Sequence[Override]) -> bool:
+    return any(dotted(o) == group and text(o) == options.get(group) for o in new)
+
+
+def _foreign(override: Override) -> str | None:
+    """Say why an override may not come from a run folder, or `None` when it may."""
+    line = override.input_line or ""
+    if override.is_hydra_override():
+        return f"{line}: settings of Hydra are not taken from a run; type it again"
+    if "${" in line and ":" in line.partition("${")[2]:
+        return f"{line}: resolvers are not taken from a run; type it again"
+    return None

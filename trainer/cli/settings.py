@@ -1,0 +1,341 @@
+"""Overrides as Hydra reads them: parsed, told apart, checked for what Hydra lets pass.
+
+Hydra accepts a misspelt key behind a `+`, keeps the last of two values for one key, and answers a
+number where an option's name is due with a traceback. Here each of these is a line of text.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any, final
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Glob, IntervalSweep, Override, QuotedString
+from hydra.core.override_parser.types import Quote as QuoteMark
+from hydra.errors import HydraException
+
+from trainer.config import COMPONENTS, KEYS
+from trainer.schema.faults import clip, did_you_mean
+from trainer.schema.sections import OWN
+
+TARGET = "_target_"
+RECIPE = "recipe"
+
+_SECRET_KEY = re.compile(
+    r"(^|_)(password|passwd|passphrase|secret|credentials?|apikey|(api|access|private|secret)_key"
+    r"|(api|auth|access|bearer|refresh|hf|hub|wandb|github|session)_token)$|^token$",
+    re.IGNORECASE,
+)
+_SECRET_VALUE = re.compile(
+    r"\b(hf_[A-Za-z0-9]{30,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{30,}|sk-[\w-]{20,}"
+    r"|AKIA[0-9A-Z]{16}|xox[abprs]-[\w-]{10,}|wandb_v1_\w{20,}|AIza[\w-]{35})\b|-----BEGIN "
+)
+_ENVIRONMENT = re.compile(r"\$\{oc\.env:\s*(\w+)")
+_SECRET_VARIABLE = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
+
+_PLAIN = re.compile(r"[A-Za-z/][\w./-]*", re.ASCII)
+_NOT_TEXT = frozenset({"null", "true", "false", "nan", "inf"})
+
+# What somebody who writes accum=8 probably means.
+_NUMBER_KEYS: Mapping[str, tuple[str, ...]] = {
+    "accum": ("accum.steps", "accum.micro"),
+    "batch": ("batch.global",),
+    "data": ("data.max_length",),
+    "optimizer": ("optimizer.lr",),
+    "parallel": ("parallel.ranks",),
+    "scheduler": ("scheduler.warmup",),
+    "batchnorm": ("batchnorm.group",),
+}
+
+
+@final
+@dataclass(frozen=True)
+class Groups:
+    """The config groups on the search path.
+
+    Attributes:
+        options: names of the options, by path (`accum/gradient`).
+    """
+
+    options: Mapping[str, Sequence[str]]
+
+    @cached_property
+    def paths(self) -> Mapping[str, str]:
+        """Group paths by their dotted keys (`accum.gradient`)."""
+        return {path.replace("/", "."): path for path in self.options}
+
+    def of(self, key: str) -> str | None:
+        """The innermost group whose option holds a dotted value key, as a dotted key."""
+        owners = [group for group in self.paths if key.startswith(f"{group}.")]
+        return max(owners, key=len, default=None)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """Overrides told apart.
+
+    Attributes:
+        hydra: settings of Hydra itself, as typed.
+        choices: options of groups, as `group/path=option`.
+        values: everything else.
+        faults: what is wrong with them so far.
+    """
+
+    hydra: tuple[str, ...]
+    choices: tuple[str, ...]
+    values: tuple[Override, ...]
+    faults: tuple[str, ...]
+
+    @property
+    def has_recipe(self) -> bool:
+        """Whether a recipe lies over the defaults."""
+        return any(line.startswith(f"{RECIPE}=") for line in self.choices)
+
+    def value_lines(self, known: Collection[str]) -> list[str]:
+        """Write the values for Hydra, which wants `++` before a key that the options lack.
+
+        Args:
+            known: dotted keys of the options.
+        """
+        return [
+            line(value) if value.is_delete() or dotted(value) in known else f"++{line(value)}"
+            for value in self.values
+        ]
+
+
+@lru_cache(maxsize=4096)
+def read(line: str) -> Override:
+    """Parse one override; about 4 ms.
+
+    Raises:
+        HydraException: the line is not in Hydra's override grammar.
+    """
+    return OverridesParser.create().parse_overrides([line])[0]
+
+
+def parse(lines: Iterable[str]) -> tuple[list[Override], list[str]]:
+    """Parse overrides.
+
+    Returns:
+        What could be read, and one fault for each that could not.
+    """
+    overrides, faults = [], []
+    for line in lines:
+        try:
+            override = read(line)
+        except HydraException as error:
+            faults.append(_grammar_fault(line, error))
+            continue
+        if override.key_or_group:
+            overrides.append(override)
+        else:
+            faults.append(clip(f"{line}: needs a key, as in batch.global=512"))
+    return overrides, faults
+
+
+def dotted(override: Override) -> str:
+    """The key of an override with dots throughout, so that `accum/gradient` is `accum.gradient`."""
+    return override.key_or_group.replace("/", ".")
+
+
+def text(override: Override) -> str:
+    """What stands right of the first `=`; empty for `~key`."""
+    return (override.input_line or "").partition("=")[2]
+
+
+def line(override: Override) -> str:
+    """An override without `+` or `++`: what it sets, whether or not the key was there before."""
+    return (override.input_line or "").lstrip("+")
+
+
+def tell_apart(overrides: Sequence[Override], groups: Groups) -> Told:
+    """Tell settings of Hydra, choices of options and values apart, and check what can be.
+
+    A class named over an option (`model._target_=pkg.Net`) chooses the group's empty option.
+    """
+    hydra: list[str] = []
+    values: list[Override] = []
+    choices: dict[str, str] = {}
+    faults = repeated(overrides)
+    for override in overrides:
+        key = dotted(override)
+        fault = _shape_fault(override, groups)
+        if fault is not None:
+            faults.append(fault)
+        elif override.is_hydra_override():
+            hydra.append(override.input_line or "")
+        elif key in groups.paths:
+            wrong = choice_faults(override, groups)
+            faults += wrong
+            choices |= {} if wrong else {key: text(override)}
+        else:
+            values.append(override)
+    typed = {dotted(override) for override in overrides}
+    choices |= {path: OWN for path in COMPONENTS if f"{path}.{TARGET}" in typed}
+    chosen = tuple(f"{groups.paths[key]}={option}" for key, option in choices.items())
+    return Told(hydra=tuple(hydra), choices=chosen, values=tuple(values), faults=tuple(faults))
+
+
+def quote(value: str | Path) -> str:
+    """Write a text so that Hydra's grammar reads exactly it; without quotes where it can."""
+    shown = str(value)
+    if _PLAIN.fullmatch(shown) and shown.lower() not in _NOT_TEXT:
+        return shown
+    return QuotedString(text=shown, quote=QuoteMark.single).with_quotes()
+
+
+def values(override: Override, groups: Groups) -> list[str]:
+    """The values an override stands for, each in Hydra's grammar.
+
+    Of an interval, which no list can hold, its two ends.
+    """
+    if not override.is_sweep_override():
+        return [text(override)]
+    swept: object = override._value
+    if isinstance(swept, IntervalSweep):
+        return [str(swept.start), str(swept.end)]
+    if isinstance(swept, Glob):
+        known = groups.options.get(groups.paths.get(dotted(override), ""), ())
+        return swept.filter(list(known))
+    return list(override.sweep_string_iterator())
+
+
+def jobs(lines: Sequence[str], groups: Groups) -> list[list[str]]:
+    """Expand a sweep: every combination of the values of every swept override.
+
+    Args:
+        lines: overrides that can be parsed.
+        groups: for `glob(...)`.
+
+    Returns:
+        Per job its overrides, written as Hydra's basic sweeper writes them.
+    """
+    columns = []
+    for line in lines:
+        override = read(line)
+        key = override.get_key_element()
+        if override.is_sweep_override():
+            columns.append([f"{key}={value}" for value in values(override, groups)])
+        else:
+            columns.append([f"{key}={override.get_value_element_as_str()}"])
+    return [list(job) for job in itertools.product(*columns)]
+
+
+def repeated(overrides: Iterable[Override]) -> list[str]:
+    """One fault for every key that is given more than once."""
+    seen: dict[str, list[str]] = {}
+    for override in overrides:
+        key = f"{dotted(override)}@{override.package}" if override.package else dotted(override)
+        seen.setdefault(key, []).append(override.input_line or "")
+    return [
+        clip(f"{key}: given {len(lines)} times ({', '.join(lines)}); keep one")
+        for key, lines in seen.items()
+        if len(lines) > 1
+    ]
+
+
+def secret_fault(key: str, value: object) -> str | None:
+    """Say why a setting must not be written into a run folder, or `None` when it may.
+
+    Args:
+        key: dotted.
+        value: as typed, or resolved.
+    """
+    shown = str(value)
+    variable = _ENVIRONMENT.search(shown)
+    by_key = _SECRET_KEY.search(key.rsplit(".", 1)[-1]) and value not in (None, "", "null")
+    by_variable = variable and _SECRET_VARIABLE.search(variable.group(1))
+    if by_key or by_variable or _SECRET_VALUE.search(shown):
+        return (
+            f"{key}: looks like a secret, and settings are written into the run folder; "
+            "leave it in the environment, where the library that needs it reads it"
+        )
+    return None
+
+
+def climbs(value: object) -> bool:
+    """Whether a path holds `..`."""
+    return ".." in re.split(r"[/\\]", str(value))
+
+
+def choice_faults(override: Override, groups: Groups) -> list[str]:
+    """Check a choice of option (`accum=auto`) against the options there are.
+
+    Args:
+        override: its key is a group's.
+        groups: what is on the search path.
+
+    Returns:
+        One fault for every value that is no option of the group.
+    """
+    key = dotted(override)
+    if override.is_delete():
+        return [f"~{key}: a run needs this group; choose an option with {key}=NAME"]
+    return [
+        fault
+        for value in values(override, groups)
+        for name in _names(value)
+        if (fault := _choice_fault(key, name, groups)) is not None
+    ]
+
+
+def _names(value: str) -> list[Any]:
+    """The option names in one value: several where recipes are stacked."""
+    parsed = read(f"x={value}").value()
+    return list(parsed) if isinstance(parsed, list) else [parsed]
+
+
+def _choice_fault(key: str, name: object, groups: Groups) -> str | None:
+    options = groups.options[groups.paths[key]]
+    listed = f"Choices: {', '.join(options)}"
+    if name is None and key == RECIPE:
+        return None
+    if not isinstance(name, str):
+        value = "null" if name is None else str(name).lower() if name in (True, False) else name
+        means = [f"{other}={value}" for other in _NUMBER_KEYS.get(key, ())]
+        hint = f" Did you mean {' or '.join(means)}?" if means and _is_number(name) else ""
+        return clip(f"{key}={value}: takes the name of an option.{hint} {listed}")
+    if climbs(name):
+        return clip(f"{key}={name}: an option's name may not climb with `..`")
+    if name in options or (key == RECIPE and Path(name).is_absolute()):
+        return None
+    return clip(f"{key}={name}: no such option.{did_you_mean(name, options)} {listed}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _grammar_fault(line: str, error: HydraException) -> str:
+    reason = str(error).splitlines()[0]
+    key, equals, _ = line.partition("=")
+    if not equals:
+        return clip(f"{line}: needs a value, as in {line}=VALUE")
+    why = "" if "Exception" in reason or "parsing override" in reason else f" ({reason})"
+    return clip(f"{line}: cannot be read{why}; quote special characters: '{key}=\"...\"'")
+
+
+def _shape_fault(override: Override, groups: Groups) -> str | None:
+    """Say why an override can be neither a choice nor a value, or `None`."""
+    key = dotted(override)
+    if override.is_hydra_override() or key in groups.paths:
+        package = f"{override.input_line}: a group has one place here; write {key}=NAME"
+        return clip(package) if override.package is not None else None
+    if "/" in override.key_or_group or override.package is not None:
+        return clip(f"{key}: unknown group.{did_you_mean(key, groups.paths)}")
+    return _removal_fault(key) if override.is_delete() else None
+
+
+def _removal_fault(key: str) -> str | None:
+    """Only constructor arguments can be left out; the program needs all of its own settings."""
+    if key in KEYS:
+        return f"~{key}: a setting cannot be removed; write {key}=null or another value"
+    if not any(key.startswith(f"{path}.") for path in COMPONENTS):
+        return clip(f"~{key}: unknown setting.{did_you_mean(key, KEYS)}")
+    return None

@@ -1,0 +1,126 @@
+"""Starts a checked run: its records, its folder, Hydra's surroundings, then `launch`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import yaml
+from hydra._internal.callbacks import Callbacks
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.utils import run_job
+from hydra.types import HydraContext
+from omegaconf import DictConfig
+
+from trainer import durable
+from trainer.cli.compose import Composer
+from trainer.cli.ending import complain, say_crash
+from trainer.cli.prepare import Ready
+from trainer.config import RunConfig, to_plain
+from trainer.errors import ConfigError, TrainError
+
+
+def launch(config: RunConfig, folder: Path) -> int:
+    """Run one command to its end; torch is imported here and not before.
+
+    Returns:
+        The exit code.
+    """
+    from trainer import launch as room  # noqa: PLC0415
+
+    return room.run(config, folder)
+
+
+def launch_and_tell(config: RunConfig, folder: Path) -> int:
+    """Run one command to its end, and say on stderr how it failed, if it did.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ConfigError: left to the caller, who may take the folder back.
+    """
+    try:
+        return launch(config, folder)
+    except ConfigError:
+        raise
+    except TrainError as error:
+        return complain(error)
+    except Exception as error:
+        return say_crash(error, folder)
+
+
+def start(
+    ready: Ready,
+    composer: Composer,
+    work: Callable[[RunConfig, Path], int] = launch_and_tell,
+    *,
+    sets_up_logging: bool = True,
+) -> int:
+    """Run one job as `hydra.main` would, with the config that is composed already.
+
+    Composing it again, which takes Hydra two passes, could only give the same. A config error
+    that shows only now, in a class of the user's own say, leaves no folder behind.
+
+    Args:
+        ready: the run.
+        composer: its search path.
+        work: what to do in the run folder; gives the exit code.
+        sets_up_logging: whether Hydra's logging, into the run folder, replaces what is there.
+
+    Returns:
+        What `work` gave.
+
+    Raises:
+        TrainError: as raised by `work`.
+    """
+    config, folder, composed = ready.job.config, ready.job.folder, ready.job.composed
+    is_ours = not folder.exists()
+    codes: list[int] = []
+
+    def task(cfg: DictConfig) -> None:
+        if ready.makes_folder:
+            write_config(config, folder)
+        codes.append(work(config, folder))
+
+    with composer.open():
+        callbacks = Callbacks(composed)
+        callbacks.on_run_start(config=composed, config_name=composer.config_name)
+        loader = GlobalHydra.instance().config_loader()
+        ended = run_job(
+            hydra_context=HydraContext(config_loader=loader, callbacks=callbacks),
+            task_function=task,
+            config=composed,
+            job_dir_key="hydra.run.dir",
+            job_subdir_key=None,
+            configure_logging=sets_up_logging,
+        )
+        callbacks.on_run_end(config=composed, config_name=composer.config_name, job_return=ended)
+    error = ended._return_value
+    if isinstance(error, ConfigError) and is_ours:
+        _take_back(folder)
+    if isinstance(error, Exception):
+        raise error
+    return codes[0]
+
+
+def write_config(config: RunConfig, folder: Path) -> None:
+    """Write the resolved config, which holds no secret, into the run folder.
+
+    Raises:
+        save_error: a `SaveError`: it could not be written.
+    """
+    path = folder / "config.yaml"
+    content = yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True).encode()
+    try:
+        durable.write_file_atomic(path, content)
+    except OSError as error:
+        raise durable.save_error(error, path, len(content)) from error
+
+
+def _take_back(folder: Path) -> None:
+    """Delete the folder that this start made, and its day's folder if nothing else is in it."""
+    durable.discard(folder)
+    with suppress(OSError):
+        folder.parent.rmdir()

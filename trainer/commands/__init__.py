@@ -1,0 +1,1 @@
+"""What each command does with what a config composes."""

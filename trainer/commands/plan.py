@@ -1,0 +1,33 @@
+"""`train plan`: the whole arithmetic of a run, on the screen and in plan.json. Starts nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from trainer import durable
+from trainer.assemble import assemble
+from trainer.commands.prepare import prepare
+from trainer.commands.summary import summarize
+from trainer.commands.train import PLAN_FILE
+from trainer.config import RunConfig
+from trainer.report.blocks import plan_block
+from trainer.report.console import Screen
+from trainer.world import World
+
+
+def plan_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], bool]) -> int:
+    """Resolve, print and write the plan.
+
+    Args:
+        config: composed and settled.
+        folder: the run folder.
+        world: all ranks.
+        stop: not asked; it takes seconds.
+    """
+    plan = summarize(prepare(assemble(config, world)))
+    durable.write_json(folder / PLAN_FILE, plan.to_json())
+    screen = Screen(folder)
+    screen.show(plan_block(plan))
+    screen.close()
+    return 0

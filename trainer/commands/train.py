@@ -1,0 +1,203 @@
+"""`train`: from a config to a finished run folder."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer import durable
+from trainer.assemble import Parts, assemble
+from trainer.build import construct
+from trainer.checkpoint.codec import decode
+from trainer.checkpoint.saver import AsyncSaver, DirectSaver
+from trainer.checkpoint.state import restore
+from trainer.checkpoint.store import CheckpointStore, Loaded
+from trainer.checkpoint.weights import CHECKPOINTS, load_weights
+from trainer.commands.ending import summarize_end
+from trainer.commands.prepare import Prepared, describe_cut, held_out, prepare
+from trainer.commands.summary import summarize
+from trainer.config import RunConfig, contract, to_plain
+from trainer.data.split import fingerprint_of
+from trainer.errors import DataError, Preempted
+from trainer.feed import Feed
+from trainer.loop import Run, Trained, train
+from trainer.plan.order import Cursor
+from trainer.report.console import Screen
+from trainer.report.environment import environment
+from trainer.report.records import PlanSummary, StartSummary
+from trainer.report.reporter import Reporter, RunReporter
+from trainer.report.wandb import WandbSettings
+from trainer.saves import Saves
+from trainer.step import Kit
+from trainer.world import World
+
+PLAN_FILE = "plan.json"
+RESULT_FILE = "result.json"
+
+
+def train_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], bool]) -> int:
+    """Train, from the start or from the newest intact checkpoint.
+
+    Args:
+        config: composed and settled.
+        folder: the run folder, held by this process.
+        world: all ranks.
+        stop: whether a signal asked to stop.
+
+    Raises:
+        Preempted: a signal asked to stop; the state is saved.
+    """
+    started = time.perf_counter()
+    store = CheckpointStore(folder / CHECKPOINTS, keep=config.checkpoint.keep)
+    loaded = None if config.resume is None else store.load()
+    extra: dict[str, Any] = {} if loaded is None else decode(loaded.meta["extra"], loaded.tensors)
+    parts = assemble(config, world)
+    _check_data(parts, extra)
+    prepared = prepare(parts, extra.get("cut"))
+    kit = _kit(parts, loaded, extra)
+    plan = summarize(prepared)
+    durable.write_json(folder / PLAN_FILE, plan.to_json())
+    reporter = _reporter(config, folder, loaded)
+    try:
+        run = _run(prepared, kit, store, reporter, stop, extra)
+        reporter.start(_start(config, folder, plan, loaded))
+        trained = train(run)
+        _finish(parts, trained, folder, reporter, started)
+    except Preempted:
+        reporter.line(f"stopped: go on with: train resume={folder}")
+        raise
+    finally:
+        run.feed.close()
+        reporter.close()
+    return 0
+
+
+def _check_data(parts: Parts, extra: Mapping[str, Any]) -> None:
+    """Refuse to go on with other data than the run began with.
+
+    Raises:
+        DataError: they are not the same.
+    """
+    if not extra or "data" in parts.config.resume_allow:
+        return
+    if extra["fingerprint"] != fingerprint_of(parts.train_set):
+        raise DataError(
+            "data: changed since the checkpoint was written, so its steps would not be the ones "
+            "that were begun: restore the data, or allow it with resume_allow=[data]"
+        )
+
+
+def _kit(parts: Parts, loaded: Loaded | None, extra: Mapping[str, Any]) -> Kit:
+    """Compose the step, with the weights and the state it begins with."""
+    config = parts.config
+    if config.init is not None and loaded is None:
+        load_weights(parts.module, Path(config.init))
+    kit = parts.kit()
+    if loaded is not None:
+        is_same = contract(config) == extra["contract"]
+        restore(
+            loaded,
+            parts.module,
+            kit.optimizer,
+            hyperparameters="saved" if is_same else "live",
+        )
+    return kit
+
+
+def _reporter(config: RunConfig, folder: Path, loaded: Loaded | None) -> RunReporter:
+    hooks = {
+        f"hooks[{index}] {hook.target}": construct(hook, f"hooks[{index}]", object, config.trust)
+        for index, hook in enumerate(config.hooks)
+    }
+    wandb = WandbSettings(
+        mode=config.wandb.mode,
+        project=config.wandb.project,
+        entity=config.wandb.entity,
+        group=config.wandb.group,
+        tags=config.wandb.tags,
+        name=config.name,
+    )
+    screen = Screen(folder)
+    for message in () if loaded is None else loaded.messages:
+        screen.warn(message)
+    return RunReporter(
+        folder,
+        screen,
+        log_every=config.log.every,
+        resumed_step=None if loaded is None else loaded.step,
+        keep_samples=config.log.samples,
+        hooks=hooks,
+        wandb=wandb,
+        config=to_plain(config),
+    )
+
+
+def _run(
+    prepared: Prepared,
+    kit: Kit,
+    store: CheckpointStore,
+    reporter: Reporter,
+    stop: Callable[[], bool],
+    extra: Mapping[str, Any],
+) -> Run:
+    parts, config = prepared.parts, prepared.parts.config
+    order = parts.source.order
+    feed = Feed(
+        parts.source,
+        cut=prepared.cut,
+        layout=parts.layout,
+        world=parts.world,
+        seed=config.seed,
+        cursor=Cursor(**extra["cursor"]) if extra else order.start,
+    )
+    saves = Saves(
+        kit=kit,
+        feed=feed,
+        saver=AsyncSaver(store) if config.checkpoint.asynchronous else DirectSaver(store),
+        reporter=reporter,
+        constants={
+            "contract": contract(config),
+            "fingerprint": fingerprint_of(parts.train_set),
+            "environment": environment(),
+        },
+        describe_cut=partial(describe_cut, prepared),
+        on_full=config.checkpoint.on_full,
+    )
+    return Run(
+        kit=kit,
+        order=order,
+        feed=feed,
+        held_out=held_out(prepared),
+        reporter=reporter,
+        saves=saves,
+        must_stop=stop,
+        eval_every=config.eval.every,
+        checkpoint_every=config.checkpoint.every,
+        nonfinite_limit=config.nonfinite.limit,
+        tokens=extra.get("tokens", 0),
+    )
+
+
+def _start(
+    config: RunConfig, folder: Path, plan: PlanSummary, loaded: Loaded | None
+) -> StartSummary:
+    return StartSummary(
+        plan=plan,
+        folder=folder,
+        name=config.name,
+        threads=torch.get_num_threads() if plan.device == "cpu" else None,
+        resumed_step=None if loaded is None else loaded.step,
+    )
+
+
+def _finish(
+    parts: Parts, trained: Trained, folder: Path, reporter: Reporter, started: float
+) -> None:
+    summary = summarize_end(parts, trained, folder, time.perf_counter() - started)
+    durable.write_json(folder / RESULT_FILE, summary.to_json())
+    reporter.finish(summary)

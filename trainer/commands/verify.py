@@ -1,0 +1,63 @@
+"""`train verify`: proves that the planned step is the whole-batch step, or names what breaks it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from trainer import durable
+from trainer.assemble import assemble
+from trainer.commands.prepare import Prepared, prepare
+from trainer.config import RunConfig
+from trainer.errors import NotExactError
+from trainer.feed import Feed
+from trainer.report.blocks import verify_block
+from trainer.report.console import Screen
+from trainer.verify import verify
+from trainer.world import World
+
+VERIFY_FILE = "verify.json"
+DOUBLE = 2
+"""The comparison is in float64: twice the bytes of fp32."""
+
+
+def verify_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], bool]) -> int:
+    """Compare the gradient of the first step, as planned, with the whole batch's.
+
+    Args:
+        config: composed and settled.
+        folder: the run folder; gets verify.json.
+        world: all ranks.
+        stop: not asked.
+
+    Returns:
+        0 when exact, 9 when not.
+    """
+    parts = assemble(config, world)
+    prepared = prepare(parts)
+    feed = Feed(
+        parts.source,
+        cut=prepared.cut,
+        layout=parts.layout,
+        world=world,
+        seed=config.seed,
+        cursor=parts.source.order.start,
+    )
+    report = verify(parts.kit(), feed.next(), parts.source.loader, whole_fits=_whole_fits(prepared))
+    feed.close()
+    durable.write_json(folder / VERIFY_FILE, report.to_json())
+    screen = Screen(folder)
+    screen.show(verify_block(report))
+    screen.close()
+    return 0 if report.exact else NotExactError.exit_code
+
+
+def _whole_fits(prepared: Prepared) -> bool:
+    """Scale the predicted activations up to the whole batch in float64; no prediction is a no."""
+    estimate, plan = prepared.predicted, prepared.plans[0]
+    if estimate is None:
+        return False
+    whole = len(plan.lengths) * int(plan.lengths.max())
+    growth = DOUBLE * whole / max(1, plan.max_positions)
+    resting = DOUBLE * (estimate.parameters + estimate.gradients) + estimate.buffers
+    return resting + estimate.activations * growth <= prepared.limit_bytes / DOUBLE

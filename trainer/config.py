@@ -1,0 +1,430 @@
+"""The schema: every key with type, range, unit and doc, and what must hold between keys.
+
+A config is composed, validated and turned into a `RunConfig` once, at the edge. Nothing here
+knows Hydra, numpy or torch, so a mistake is answered before any of them is imported.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Collection, Mapping, Sequence
+from operator import attrgetter
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, ValidationError
+
+from trainer.errors import ConfigError
+from trainer.plan.batch import resolve_fixed
+from trainer.schema import rules
+from trainer.schema.check import check
+from trainer.schema.faults import ancestors, clip, did_you_mean, flat, line, lookup, show
+from trainer.schema.keys import Key, describe
+from trainer.schema.sections import (
+    COMPONENT_PATHS,
+    HIDDEN,
+    OWN,
+    Auto,
+    Batch,
+    BatchNorm,
+    Checkpoint,
+    Count,
+    Eval,
+    Export,
+    Flag,
+    Log,
+    Natural,
+    Nonfinite,
+    Parallel,
+    Positive,
+    Section,
+    Seed,
+    Text,
+    Wandb,
+    Word,
+    Words,
+)
+
+DEFAULT_STEPS = 40
+"""Optimizer steps when neither `steps` nor `epochs` is set."""
+
+
+class Component(Section):
+    """A class that is named in the config, and what its constructor gets.
+
+    Attributes:
+        target: import path of the class.
+        params: constructor arguments.
+        name: the option it was chosen by, e.g. `gpt_tiny`; None for a class of one's own.
+        typed_target: the user named the class on their own command line or in their own
+            `--config-dir`, which is consent to run it. Never read from a file.
+    """
+
+    target: Annotated[str, HIDDEN] = Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)+$")
+    params: Annotated[dict[str, Any], HIDDEN] = Field(default_factory=dict)
+    name: Annotated[str | None, HIDDEN] = None
+    typed_target: Annotated[bool, HIDDEN] = False
+
+
+class Accum(Component):
+    """How a global batch is cut into micro-batches, and how their gradients are joined."""
+
+    gradient: Component = Field(description="how gradients of micro-batches become the step's")
+    buffer: Literal["native", "fp32"] = Field(
+        "native", description="dtype of the accumulated gradient"
+    )
+
+
+class Data(Component):
+    """The samples."""
+
+    on_bad: Literal["stop", "skip"] = Field(
+        "stop", description="skip: pass over bad records, up to 1 % of them, and list them"
+    )
+
+
+class RunConfig(Section):
+    """One run, composed and valid."""
+
+    command: Literal["train", "plan", "verify", "evaluate", "export", "report"] = Field(
+        "train", description="what to do; a bare word on the command line is short for it"
+    )
+    name: Word | None = Field(
+        None, description="a word for the run folder, the report and W&B: letters, digits, - _ ."
+    )
+    batch: Batch = Field(description="the optimizer step: samples or tokens behind it")
+    accum: Accum = Field(description="how the global batch is cut; never changes the step")
+    sync: Component = Field(description="which backward reduces gradients over ranks")
+    parallel: Parallel = Field(description="where parameters and gradients live")
+    model: Component = Field(description="any nn.Module; model._target_=package.Class for yours")
+    data: Data = Field(description="the samples; data._target_=package.Class for yours")
+    objective: Component = Field(description="named loss sums over named weights")
+    optimizer: Component = Field(description="the update rule")
+    scheduler: Component = Field(description="the learning rate over the steps")
+    steps: Count | None = Field(
+        None, description=f"optimizer steps; null, with epochs null too: {DEFAULT_STEPS}"
+    )
+    epochs: Count | None = Field(None, description="passes over the training data, for steps")
+    seed: Seed = Field(0, description="data order, initial weights, every random draw")
+    clip_norm: Positive | None = Field(
+        1.0, description="largest 2-norm of the step's gradient; null: no clipping"
+    )
+    precision: Literal["fp32", "bf16"] = Field(
+        "fp32", description="bf16: autocast over fp32 weights"
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where to compute")
+    compile: Flag = Field(False, description="torch.compile the model; slow first step")
+    deterministic: bool | Literal["layout"] = Field(
+        False, description="true: same command, same bits; layout: for every split and ranks too"
+    )
+    activation_checkpointing: bool | Auto = Field(
+        False, description="recompute activations in backward: less memory, about 1/3 more time"
+    )
+    batchnorm: BatchNorm = Field(
+        description="whose batch statistics normalise, for models that have them"
+    )
+    num_workers: Auto | Natural = Field("auto", description="loading processes per rank")
+    eval: Eval
+    checkpoint: Checkpoint
+    log: Log
+    nonfinite: Nonfinite
+    hooks: tuple[Component, ...] = Field(
+        (), strict=False, description="read-only observers, e.g. [package.Hook]"
+    )
+    wandb: Wandb
+    outputs: Text = Field("outputs", description="root of the run folders")
+    init: Text | None = Field(
+        None, description="run or exported weights that a new run starts from, at step 0"
+    )
+    resume: Text | None = Field(
+        None, description="run folder to continue, or auto: the newest of this name or sweep"
+    )
+    resume_allow: Words = Field((), description="keys of the step that a resumed run may change")
+    run: Text | Words | None = Field(
+        None, description="run folder that evaluate, export and report read"
+    )
+    export: Export
+    trust: Words = Field(
+        (), description="packages that a recipe's _target_ may name; command line only"
+    )
+    choices: Annotated[dict[str, Any], HIDDEN] = Field(default_factory=dict)
+
+    @property
+    def total_steps(self) -> int | None:
+        """Optimizer steps of the run; None when `epochs` says how many."""
+        return DEFAULT_STEPS if self.steps is None and self.epochs is None else self.steps
+
+    @property
+    def typed_targets(self) -> frozenset[str]:
+        """Groups whose class the user named themselves."""
+        typed = {path for path in COMPONENTS if attrgetter(path)(self).typed_target}
+        return frozenset(typed | {"hooks" for hook in self.hooks if hook.typed_target})
+
+    def settled(self, world_size: int) -> Self:
+        """Fill in `batch.global` where `accum.micro` and `accum.steps` give it.
+
+        Args:
+            world_size: number of ranks.
+
+        Returns:
+            A config whose `batch.global` is a number, and which cuts as this one.
+
+        Raises:
+            ConfigError: the sizes contradict; the line names the nearest that agree.
+        """
+        if self.accum.target != rules.FIXED_CUT or self.batch.unit != "samples":
+            return self
+        micro, steps = self.accum.params.get("micro"), self.accum.params.get("steps")
+        sizes = resolve_fixed(self.batch.global_, micro, steps, world_size)
+        # One of the two is enough, and leaves nothing to contradict on another number of ranks.
+        cut = self.accum.params | ({"steps": None} if micro is not None else {})
+        return self.model_copy(
+            update={
+                "batch": self.batch.model_copy(update={"global_": sizes.global_size}),
+                "accum": self.accum.model_copy(update={"params": cut}),
+            }
+        )
+
+
+COMPONENTS: Mapping[str, type[Component]] = {
+    **dict.fromkeys(COMPONENT_PATHS, Component),
+    "accum": Accum,
+    "data": Data,
+}
+"""Where a config names a class, by dotted key."""
+
+KEYS: Mapping[str, Key] = dict(describe(RunConfig))
+"""Every key of the interface in reading order: doc, kind of value, default, choices."""
+
+STEP_KEYS: tuple[str, ...] = (
+    "batch",
+    "seed",
+    "data",
+    "model",
+    "objective",
+    "optimizer",
+    "scheduler",
+    "clip_norm",
+    "precision",
+    "batchnorm",
+)
+"""What the optimizer step is made of, beside `steps` and `epochs`; the rest is execution."""
+
+
+def validate(
+    raw: Mapping[str, Any],
+    base: Mapping[str, Any],
+    typed_targets: Collection[str] = (),
+    choices: Mapping[str, Any] | None = None,
+    typed_keys: Collection[str] = (),
+) -> RunConfig:
+    """Turn a composed config into a valid one, or name everything that is wrong with it.
+
+    Args:
+        raw: the composed config as plain mappings, resolved.
+        base: the same groups and options composed without any value, of the command line or of a
+            recipe: the example for names and types.
+        typed_targets: components whose class the user named themselves (`model`, `hooks`).
+        choices: option of every group by the folder's name, `accum/gradient` too.
+        typed_keys: dotted keys that the command line gives a value.
+
+    Raises:
+        ConfigError: with one line per fault.
+    """
+    picked = _picked(choices or {}, typed_keys)
+    checked = check(raw, base, picked, KEYS, os.environ)
+    tree, faults = checked.tree, list(checked.faults)
+    faults += rules.not_yet(tree, picked)
+    faults += rules.between(tree, picked, frozenset(typed_keys))
+    _give_way(tree, frozenset(typed_keys))
+    _hear_wandb_mode(tree, base, typed_keys)
+    try:
+        config = RunConfig.model_validate(_fields(tree, picked, typed_targets))
+    except ValidationError as error:
+        faults += [_fault(item, tree, picked) for item in error.errors(include_url=False)]
+        raise ConfigError(*dict.fromkeys(faults)) from None
+    if faults:
+        raise ConfigError(*dict.fromkeys(faults))
+    return config
+
+
+def to_plain(config: RunConfig) -> dict[str, Any]:
+    """Write a config as `config.yaml` holds it: as it was composed, with the options by name.
+
+    `trust` and the consent to classes of one's own stay out: a file cannot give them.
+    """
+    plain: dict[str, Any] = _plain(config)
+    del plain["trust"]
+    return plain
+
+
+def from_plain(
+    plain: Mapping[str, Any],
+    typed_targets: Collection[str] = (),
+    trust: Sequence[str] = (),
+) -> RunConfig:
+    """Read what `to_plain` wrote.
+
+    Args:
+        plain: the mapping.
+        typed_targets: as for `validate`, from whoever was asked; never from a file.
+        trust: likewise.
+
+    Raises:
+        ConfigError: the mapping is not a config of this version.
+    """
+    tree = dict(plain)
+    picked = dict(tree.pop("choices", {}))
+    tree["trust"] = list(trust)
+    try:
+        return RunConfig.model_validate(_fields(tree, picked, typed_targets))
+    except ValidationError as error:
+        faults = [_fault(item, tree, picked) for item in error.errors(include_url=False)]
+        raise ConfigError(*dict.fromkeys(faults)) from None
+
+
+def contract(config: RunConfig) -> dict[str, Any]:
+    """List what changes the step: flat, JSON-able, equal for every way to execute the run."""
+    plain = to_plain(config)
+    tree = {key: plain[key] for key in STEP_KEYS}
+    tree |= {"steps": config.total_steps, "epochs": config.epochs}
+    if config.batch.normalizer == "micro_batches":
+        # Alone among the normalizers, a mean of means depends on the cut.
+        tree["accum"] = plain["accum"]
+    terms = flat(tree)
+    terms.pop("data.on_bad")
+    return terms
+
+
+def contract_diff(
+    old: Mapping[str, Any], new: Mapping[str, Any], allow: Collection[str] = ()
+) -> list[str]:
+    """Name what a resumed run would change about its step.
+
+    Args:
+        old: the run's contract.
+        new: that of the run as it was typed now.
+        allow: keys, or whole sections, that may change. `steps` and `epochs` may grow anyway.
+
+    Returns:
+        One line per key.
+    """
+    faults = []
+    for key in sorted(old.keys() | new.keys()):
+        before, now = old.get(key), new.get(key)
+        if before == now or not {key, *ancestors(key)}.isdisjoint(allow):
+            continue
+        remedy = f"to change it, resume_allow=[{key}]"
+        if key in ("steps", "epochs") and before is not None and now is not None:
+            if now > before:
+                continue
+            remedy = f"may only grow; {remedy}"
+        faults.append(line(key, now, f"the run has {show(before)}; {remedy}"))
+    return faults
+
+
+def _picked(choices: Mapping[str, Any], typed: Collection[str]) -> dict[str, Any]:
+    """Keep the program's own groups; a class that was typed is no option's any more."""
+    picked = {group: option for group, option in choices.items() if not group.startswith("hydra/")}
+    for path in COMPONENTS:
+        if f"{path}._target_" in typed:
+            picked[path.replace(".", "/")] = OWN
+    return picked
+
+
+def _give_way(tree: dict[str, Any], typed: frozenset[str]) -> None:
+    """Null the size that nobody asked for and the other two give."""
+    if lookup(tree, "accum._target_") == rules.FIXED_CUT:
+        size, micro, steps = rules.sizes_that_count(tree, typed)
+        tree["batch"] = {**tree["batch"], "global": size}
+        tree["accum"] = {**tree["accum"], "micro": micro, "steps": steps}
+
+
+def _hear_wandb_mode(tree: dict[str, Any], base: Mapping[str, Any], typed: Collection[str]) -> None:
+    """Let WANDB_MODE beat the default, and a typed value beat WANDB_MODE."""
+    mode = os.environ.get("WANDB_MODE")
+    is_default = lookup(tree, "wandb.mode") == lookup(base, "wandb.mode")
+    if mode in KEYS["wandb.mode"].choices and is_default and "wandb.mode" not in typed:
+        tree["wandb"] = {**tree["wandb"], "mode": mode}
+
+
+def _fields(
+    tree: Mapping[str, Any], choices: Mapping[str, Any], typed_targets: Collection[str]
+) -> dict[str, Any]:
+    """Bring a composed tree into the shape of `RunConfig`."""
+    fields: dict[str, Any] = {**tree, "choices": dict(choices)}
+    for path in COMPONENTS:
+        if "." not in path:
+            fields[path] = _component(tree.get(path), path, choices, typed_targets)
+    hooks = tree.get("hooks")
+    if isinstance(hooks, list | tuple):
+        fields["hooks"] = [_hook(hook, "hooks" in typed_targets) for hook in hooks]
+    return fields
+
+
+def _component(
+    section: object, path: str, choices: Mapping[str, Any], typed_targets: Collection[str]
+) -> object:
+    if not isinstance(section, Mapping):
+        return section
+    extras = COMPONENTS[path].model_fields.keys() - Component.model_fields.keys()
+    option = choices.get(path.replace(".", "/"))
+    fields: dict[str, Any] = {
+        "target": section.get("_target_"),
+        "params": {k: v for k, v in section.items() if k not in extras and k != "_target_"},
+        "name": None if option == OWN else option,
+        "typed_target": path in typed_targets,
+    }
+    fields |= {extra: section[extra] for extra in extras if extra in section}
+    if "gradient" in fields:
+        fields["gradient"] = _component(
+            fields["gradient"], f"{path}.gradient", choices, typed_targets
+        )
+    return fields
+
+
+def _hook(hook: object, typed: bool) -> object:
+    section = {"_target_": hook} if isinstance(hook, str) else hook
+    if not isinstance(section, Mapping):
+        return hook
+    params = {k: v for k, v in section.items() if k != "_target_"}
+    return {"target": section.get("_target_"), "params": params, "typed_target": typed}
+
+
+def _plain(value: Any) -> Any:  # noqa: ANN401
+    """Write a value of the config as plain mappings, lists and scalars."""
+    if isinstance(value, Component):
+        own = Component.model_fields.keys()
+        extras = {k: _plain(getattr(value, k)) for k in type(value).model_fields if k not in own}
+        return {"_target_": value.target, **copy.deepcopy(value.params), **extras}
+    if isinstance(value, Section):
+        items = type(value).model_fields.items()
+        return {info.alias or name: _plain(getattr(value, name)) for name, info in items}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return copy.deepcopy(value)
+
+
+def _fault(item: Mapping[str, Any], tree: Mapping[str, Any], choices: Mapping[str, Any]) -> str:
+    """Put an error of the schema into the words of the interface."""
+    parts = [str(part) for part in item["loc"] if not isinstance(part, int)]
+    path = ".".join(parts)
+    if parts[-1] == "target":
+        return _class_fault(path.removesuffix(".target"), tree, choices)
+    key = next((k for k in (path, *ancestors(path)) if k in KEYS), path)
+    if item["type"] == "extra_forbidden" or key not in KEYS:
+        return clip(f"{path}: unknown setting.{did_you_mean(path, KEYS)}")
+    entry, value = KEYS[key], lookup(tree, key)
+    has_example = entry.default not in (None, (), *entry.choices)
+    example = f", e.g. {show(entry.default)}" if has_example else ""
+    hint = did_you_mean(value, entry.choices) if isinstance(value, str) else ""
+    return line(key, value, f"must be {entry.kind}{example}{'.' if hint else ''}{hint}")
+
+
+def _class_fault(path: str, tree: Mapping[str, Any], choices: Mapping[str, Any]) -> str:
+    key, value = f"{path}._target_", lookup(tree, f"{path}._target_")
+    if value is None:
+        option = choices.get(path.replace(".", "/"))
+        about = f"{path}={option}: " if option else f"{path}: "
+        return clip(f"{about}no class is named; say {key}=package.Class")
+    return line(key, value, "must be the import path of a class: package.Class")

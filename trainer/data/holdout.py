@@ -1,0 +1,62 @@
+"""Which samples are held out: a pure function of their keys, the share and the seed."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from trainer.errors import ConfigError
+from trainer.world import rng_key
+
+KeyArray = npt.NDArray[np.uint64]
+
+TRAIN = "train"
+HELD_OUT = "held_out"
+
+
+def check_split(split: str, holdout: float) -> None:
+    """Refuse a split that does not exist, or a share that is none.
+
+    Raises:
+        ConfigError: naming the key.
+    """
+    if split not in {TRAIN, HELD_OUT}:
+        raise ConfigError(f"data.split={split}: must be {TRAIN} or {HELD_OUT}")
+    if not 0.0 <= holdout < 1.0:
+        raise ConfigError(f"data.holdout={holdout}: must be at least 0 and below 1")
+
+
+def held_out_count(count: int, holdout: float) -> int:
+    """Round the held-out share of `count` things, leaving at least one on either side.
+
+    Returns:
+        0 where nothing is to be held out or there is only one thing.
+    """
+    if holdout == 0.0 or count <= 1:
+        return 0
+    return min(max(round(count * holdout), 1), count - 1)
+
+
+def held_out_mask(keys: KeyArray, holdout: float, seed: int) -> npt.NDArray[np.bool_]:
+    """Mark the samples that are held out; samples that share a key stay together.
+
+    The distinct keys are ranked by a hash of (seed, key), SplitMix64's finaliser (Steele, Lea,
+    Flood 2014), and the first of them are held out: the share is exact in keys, and which ones
+    are held out depends neither on the order of the samples nor on the number of copies.
+
+    Args:
+        keys: `(samples,)`, one key per sample.
+        holdout: share of the keys, in [0, 1).
+        seed: selects which.
+
+    Returns:
+        `(samples,)`.
+    """
+    distinct = np.unique(keys)
+    draws = distinct ^ np.uint64(rng_key("holdout", seed))
+    draws = (draws ^ (draws >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    draws = (draws ^ (draws >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    draws ^= draws >> np.uint64(31)
+    count = held_out_count(len(distinct), holdout)
+    chosen = distinct[np.argsort(draws, kind="stable")[:count]]
+    return np.isin(keys, chosen)

@@ -1,0 +1,337 @@
+"""From requests for sample ids to collated fields, the same for every number of workers."""
+
+from __future__ import annotations
+
+import signal
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from trainer.data.collate import INPUT_IDS, Sample, aligned_fields, pack, pad
+from trainer.data.progress import progress
+from trainer.data.samples import (
+    Samples,
+    described,
+    draws_randomness,
+    isolated_rng,
+    name_of,
+    read_sample,
+    seed_draws,
+)
+from trainer.errors import DataError, TrainError
+from trainer.micro_batch import Fields
+from trainer.plan.cut import IntArray
+from trainer.world import rng_key
+
+Collate = Callable[[Sequence[Sample]], Any]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The samples of one micro-batch.
+
+    Attributes:
+        ids: at least one sample id, in order.
+        epoch: from 0; selects the draws of augmentations.
+        pad_to: tokens that every sequence is padded to, or positions of the packed row. Data
+            without tokens, and a data set's own `collate`, do not heed it.
+        packed: lay the samples end to end in one row.
+    """
+
+    ids: tuple[int, ...]
+    epoch: int
+    pad_to: int
+    packed: bool = False
+
+
+@final
+class Loader:
+    """Loads micro-batches of one data set, in this process or ahead in workers.
+
+    What a request gives depends on (data set, seed, request) alone: every sample that may draw
+    random numbers is read under generators seeded by (seed, epoch, id), and a `collate` of the
+    data set's own under ones seeded by all its ids. The generators of this process stay as
+    they were.
+
+    Args:
+        dataset: to read from.
+        num_workers: loading processes; 0 loads in this one.
+        seed: the run's.
+        pin_memory: put fields into page-locked memory, for copies to a GPU.
+    """
+
+    def __init__(
+        self, dataset: Samples, *, num_workers: int, seed: int, pin_memory: bool = False
+    ) -> None:
+        self._assemble = _Assembler(dataset, seed)
+        self.num_workers = num_workers
+        # A thread beside training may not seed the generators that training draws from.
+        self.loads_in_thread = num_workers == 0 and not draws_randomness(dataset)
+        self._pin_memory = pin_memory
+        self._source = _Source()
+        self._workers: DataLoader[Fields | _Failure] | None = None
+
+    def load(self, request: Request) -> Fields:
+        """Load one micro-batch in this process.
+
+        Raises:
+            DataError: a sample cannot be read or joined with the others; names it.
+        """
+        fields = self._assemble(request)
+        if self._pin_memory:
+            return {name: field.pin_memory() for name, field in fields.items()}
+        return fields
+
+    def stream(self, requests: Iterator[Request]) -> Iterator[Fields]:
+        """Load micro-batches in the order of their requests.
+
+        Workers run ahead: `requests` is then drawn from by up to two requests a worker before
+        they are asked for. A stream that begins ends the one before it.
+
+        Args:
+            requests: drawn from in this process, lazily.
+
+        Yields:
+            The fields of each.
+
+        Raises:
+            DataError: a sample cannot be read or joined with the others, or a worker died.
+            RuntimeError: PyTorch's loader failed for another reason.
+        """
+        if self.num_workers == 0:
+            yield from map(self.load, requests)
+            return
+        self._source.requests = requests
+        try:
+            for fields in self._started():
+                if isinstance(fields, _Failure):
+                    raise fields.error
+                yield fields
+        except RuntimeError as error:
+            if "DataLoader worker" not in str(error):
+                raise
+            raise DataError(
+                f"data: a loading process was lost: {' '.join(str(error).split())}; "
+                f"num_workers=0 loads without"
+            ) from error
+
+    def close(self) -> None:
+        """Stop the workers. A later stream starts them again."""
+        running = getattr(self._workers, "_iterator", None)
+        self._workers = None
+        if running is not None:
+            running._shutdown_workers()
+            for worker in running._workers:
+                if worker.is_alive():
+                    # It ignores SIGTERM, and a data set may hang.
+                    worker.kill()
+
+    def _started(self) -> DataLoader[Fields | _Failure]:
+        if self._workers is None:
+            self._workers = DataLoader(
+                _WorkerSide(self._assemble.prepared()),
+                batch_size=None,
+                sampler=self._source,
+                num_workers=self.num_workers,
+                collate_fn=_unchanged,
+                pin_memory=self._pin_memory,
+                worker_init_fn=_ignore_signals,
+                persistent_workers=True,
+                # Workers are seeded per sample; the global generator must not be drawn from.
+                generator=torch.Generator(),
+            )
+        return self._workers
+
+
+def lengths_of(dataset: Samples) -> IntArray:
+    """Give the tokens of every sample: what planning and `batch.unit=tokens` count.
+
+    Its `lengths`; else 1 each where the first sample has no one-dimensional `input_ids`; else
+    measured by reading every sample once, and remembered for as long as the data set lives.
+
+    Returns:
+        `(samples,)` int64, every entry at least 1.
+
+    Raises:
+        DataError: `lengths` does not match the data set, or a sample is empty or unreadable.
+    """
+    lengths = getattr(dataset, "lengths", None)
+    if lengths is None:
+        return _measured_lengths(dataset)
+    checked = np.asarray(lengths)
+    if checked.shape != (len(dataset),) or checked.dtype.kind not in "iu":
+        raise DataError(
+            f"data: `lengths` of {type(dataset).__name__} has shape {checked.shape} and dtype "
+            f"{checked.dtype}; it must be one integer for each of its {len(dataset)} samples"
+        )
+    _refuse_empty(dataset, checked)
+    return checked.astype(np.int64, copy=False)
+
+
+_remembered: dict[int, tuple[weakref.ref[Samples], IntArray]] = {}
+"""Measured lengths by the identity of their data set, which need not be hashable."""
+
+
+def _measured_lengths(dataset: Samples) -> IntArray:
+    known = _remembered.get(id(dataset))
+    if known is not None and known[0]() is dataset:
+        return known[1]
+    with isolated_rng(dataset):
+        lengths = _measure(dataset)
+    _refuse_empty(dataset, lengths)
+    key = id(dataset)
+    # What takes no weak references (slots) is measured again where it must be.
+    with suppress(TypeError):
+        _remembered[key] = weakref.ref(dataset, lambda _: _remembered.pop(key, None)), lengths
+    return lengths
+
+
+def _measure(dataset: Samples) -> IntArray:
+    count = len(dataset)
+    lengths = np.ones(count, dtype=np.int64)
+    if count == 0 or _length(read_sample(dataset, 0, seed=0, epoch=0)) is None:
+        return lengths
+    label = f"measuring {count} samples of {type(dataset).__name__}, which has no `lengths`"
+    with progress(label, count) as advance:
+        for i in range(count):
+            length = _length(read_sample(dataset, i, seed=0, epoch=0))
+            if length is None:
+                raise DataError(f"data: {name_of(dataset, i)} lacks one-dimensional `input_ids`")
+            lengths[i] = length
+            advance(1)
+    return lengths
+
+
+def _length(sample: Sample) -> int | None:
+    tokens = sample.get(INPUT_IDS)
+    return len(tokens) if tokens is not None and tokens.dim() == 1 else None
+
+
+def _refuse_empty(dataset: Samples, lengths: IntArray) -> None:
+    if len(lengths) and lengths.min() < 1:
+        i = int(lengths.argmin())
+        raise DataError(
+            f"data: {name_of(dataset, i)} has length {lengths[i]}; at least 1 is needed"
+        )
+
+
+@final
+@dataclass(frozen=True)
+class _Assembler:
+    """Reads and collates the samples of a request; the same in every process."""
+
+    dataset: Samples
+    seed: int
+
+    def __call__(self, request: Request) -> Fields:
+        with isolated_rng(self.dataset):
+            samples = [
+                read_sample(self.dataset, i, seed=self.seed, epoch=request.epoch)
+                for i in request.ids
+            ]
+            if self._collate is not None:
+                return self._collated(self._collate, samples, request)
+
+        def name(position: int) -> str:
+            return name_of(self.dataset, request.ids[position])
+
+        join = pack if request.packed else pad
+        return join(samples, self._aligned, request.pad_to, name)
+
+    def prepared(self) -> _Assembler:
+        """Settle what is found out only once, so that no worker has to."""
+        if self._collate is None:
+            self._aligned  # noqa: B018 - computes and keeps it
+        return self
+
+    @property
+    def _collate(self) -> Collate | None:
+        return getattr(self.dataset, "collate", None)
+
+    @cached_property
+    def _aligned(self) -> frozenset[str]:
+        """The fields with one entry per token, told by the shortest and the longest sample."""
+        lengths = lengths_of(self.dataset)
+        if len(lengths) == 0:
+            return frozenset()
+        ids = [int(lengths.argmin()), int(lengths.argmax())]
+        with isolated_rng(self.dataset):
+            samples = [read_sample(self.dataset, i, seed=self.seed, epoch=0) for i in ids]
+        counted = [_length(sample) for sample in samples]
+        if None in counted and lengths.max() == 1:
+            return frozenset()
+        tokens = [
+            int(lengths[i]) if count is None else count
+            for i, count in zip(ids, counted, strict=True)
+        ]
+        return aligned_fields(samples, tokens)
+
+    def _collated(self, collate: Collate, samples: list[Any], request: Request) -> Fields:
+        if draws_randomness(self.dataset):
+            seed_draws(rng_key(self.seed, request.epoch, "collate", *request.ids))
+        place = f"`collate` of {type(self.dataset).__name__}"
+        try:
+            fields = collate(samples)
+        except TrainError:
+            raise
+        except Exception as error:
+            ids = ", ".join(map(str, request.ids[:3]))
+            raise DataError(
+                f"data: {place}, on {len(samples)} samples ({ids}, ...): {described(error)}"
+            ) from error
+        if not isinstance(fields, Mapping) or not all(
+            isinstance(field, Tensor) for field in fields.values()
+        ):
+            raise DataError(f"data: {place} must return a mapping from names to tensors")
+        return fields
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """An error on its way from a worker: raised there, it would arrive as a long traceback."""
+
+    error: TrainError
+
+
+@final
+class _WorkerSide(Dataset[Any]):
+    """What workers index: by requests, not by ids."""
+
+    def __init__(self, assemble: _Assembler) -> None:
+        self._assemble = assemble
+
+    def __getitem__(self, request: Request) -> Fields | _Failure:
+        try:
+            return self._assemble(request)
+        except TrainError as error:
+            return _Failure(error)
+
+
+@final
+class _Source(Sampler[Any]):
+    """Hands the current stream's requests to the workers, which outlive it."""
+
+    requests: Iterator[Request] = iter(())
+
+    def __iter__(self) -> Iterator[Request]:
+        return self.requests
+
+
+def _unchanged(fields: Any) -> Any:  # noqa: ANN401 - passes what it is given
+    return fields
+
+
+def _ignore_signals(_: int) -> None:
+    """Leave it to the main process to stop: Ctrl-C reaches the whole process group."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)

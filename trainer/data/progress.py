@@ -1,0 +1,38 @@
+"""How far a long read of the data has come, on stderr."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Show a bar on a terminal, one plain line elsewhere, and nothing beyond the first rank.
+
+    Args:
+        label: what is being done, e.g. `indexing the standard library`.
+        total: units of work.
+
+    Yields:
+        A function to call with the units of work just finished.
+    """
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        yield _ignore
+    elif sys.stderr.isatty():
+        # Only a terminal pays for the import, some 50 ms.
+        from rich.console import Console  # noqa: PLC0415
+        from rich.progress import Progress  # noqa: PLC0415
+
+        with Progress(console=Console(stderr=True)) as bar:
+            task = bar.add_task(label, total=total)
+            yield lambda amount: bar.advance(task, amount)
+    else:
+        sys.stderr.write(f"train: {label} ...\n")
+        yield _ignore
+
+
+def _ignore(_: int) -> None:
+    """Count nothing."""

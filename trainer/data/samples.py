@@ -1,0 +1,132 @@
+"""Reading single samples: what a data set must be, its draws, and its faults made readable."""
+
+from __future__ import annotations
+
+import random
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainer.errors import DataError, TrainError
+from trainer.world import rng_key
+
+
+class Samples(Protocol):
+    """A data set: all that is asked of one's own.
+
+    Optional are `lengths` (tokens per sample), `collate(samples) -> fields`, `fingerprint`,
+    `vocab_size`, and `draws_randomness = False`, which saves seeding every sample.
+    """
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, i: int, /) -> Mapping[str, Any]: ...
+
+
+@runtime_checkable
+class View(Protocol):
+    """A data set whose samples are another one's."""
+
+    def origin_of(self, i: int) -> tuple[Samples, int]:
+        """Tell which sample of which data set sample `i` is."""
+
+
+def draws_randomness(dataset: Samples) -> bool:
+    """Whether reading a sample may draw from the global generators; yes unless it says no."""
+    return bool(getattr(dataset, "draws_randomness", True))
+
+
+def read_sample(dataset: Samples, i: int, *, seed: int, epoch: int) -> dict[str, Tensor]:
+    """Read one sample, whose draws depend on (seed, epoch, id) alone.
+
+    Seeds PyTorch's CPU generator, NumPy's legacy one and Python's; callers that must not lose
+    the state of those read inside `isolated_rng`.
+
+    Args:
+        dataset: to read from.
+        i: sample id.
+        seed: the run's.
+        epoch: from 0.
+
+    Returns:
+        Tensors by name; arrays, numbers and lists of numbers are converted.
+
+    Raises:
+        DataError: the data set failed, or the sample is not a mapping from names to tensors;
+            names the sample.
+        TrainError: the data set raised one itself.
+    """
+    if draws_randomness(dataset):
+        seed_draws(rng_key(seed, epoch, i))
+    try:
+        sample = dataset[i]
+    except TrainError:
+        raise
+    except Exception as error:
+        raise DataError(f"data: {name_of(dataset, i)}: {described(error)}") from error
+    if not isinstance(sample, Mapping):
+        raise DataError(
+            f"data: {name_of(dataset, i)} is a {type(sample).__name__}; "
+            f"it must be a mapping from names to tensors"
+        )
+    return {name: _as_tensor(name, value, dataset, i) for name, value in sample.items()}
+
+
+def seed_draws(key: int) -> None:
+    """Seed PyTorch's CPU generator, NumPy's legacy one, and Python's."""
+    # torch.manual_seed would reset the generators of every GPU too.
+    torch.default_generator.manual_seed(key)
+    np.random.seed([key & 0xFFFFFFFF, key >> 32])
+    random.seed(key)
+
+
+@contextmanager
+def isolated_rng(dataset: Samples) -> Iterator[None]:
+    """Give the global generators back as they were; costs nothing for data that draws nothing."""
+    if not draws_randomness(dataset):
+        yield
+        return
+    states = torch.default_generator.get_state(), np.random.get_state(), random.getstate()
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])
+
+
+def name_of(dataset: Samples, i: int) -> str:
+    """Name a sample for a message, by its id in the data set that the user wrote."""
+    while isinstance(dataset, View):
+        dataset, i = dataset.origin_of(i)
+    return f"sample {i} of {type(dataset).__name__}"
+
+
+def described(error: Exception) -> str:
+    """Put an exception on one line, with the place it was raised at."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text} ({Path(frame.filename).name}:{frame.lineno})"
+
+
+def _as_tensor(name: str, value: object, dataset: Samples, i: int) -> Tensor:
+    if isinstance(value, Tensor):
+        return value
+    try:
+        if isinstance(value, np.ndarray) and not value.flags.writeable:
+            # PyTorch has no read-only tensors, and warns.
+            value = value.copy()
+        if isinstance(value, int | float | list | tuple | np.ndarray | np.generic):
+            return torch.as_tensor(value)
+        raise TypeError("not a tensor")
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(
+            f"data: {name_of(dataset, i)}: field {name!r} is a {type(value).__name__} that makes "
+            f"no tensor; return a tensor or leave it out"
+        ) from error

@@ -1,0 +1,147 @@
+"""Real text without a download: the source of the running Python's standard library."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import io
+import itertools
+import os
+import re
+import sys
+import sysconfig
+import tokenize
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, final
+
+from trainer.data.documents import ByteDocuments
+from trainer.data.index import LISTED_SKIPS, Add, Index, cached_index
+from trainer.data.progress import progress
+from trainer.errors import DataError
+
+_LEFT_OUT = frozenset(
+    {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+)
+"""Tests, which not every Python ships, and what is no part of the library."""
+
+_LINE_END = re.compile(rb"\r\n|\r|\n")
+
+
+@final
+class StdlibText(ByteDocuments):
+    """One document per top-level function or class of the standard library, decorators included.
+
+    A document is the exact source segment, in UTF-8. Test folders are left out; so are files
+    that do not decode or parse, which `num_skipped` counts. Training and held-out documents are
+    split by module (file), so that no module is on both sides. See `ByteDocuments` for the
+    tokens and for what the arguments raise.
+
+    Args:
+        split: `train` or `held_out`.
+        max_length: most tokens of a sample, BOS and EOS counted.
+        holdout: share of the modules that is held out.
+        seed: selects which.
+        root: folder of the library; the running Python's own by default.
+
+    Raises:
+        DataError: this Python ships without source.
+    """
+
+    def __init__(
+        self,
+        split: str = "train",
+        max_length: int = 256,
+        holdout: float = 0.05,
+        seed: int = 0,
+        root: str | None = None,
+    ) -> None:
+        folder = Path(root or sysconfig.get_path("stdlib")).absolute()
+        super().__init__(
+            _stdlib_index(folder), split=split, max_length=max_length, holdout=holdout, seed=seed
+        )
+
+
+def _stdlib_index(root: Path) -> Index:
+    files = sorted(_modules(root))
+    key = hashlib.sha256(f"{sys.version}|{root}".encode())
+    for name in files:
+        status = (root / name).stat()
+        key.update(f"|{name}|{status.st_size}|{status.st_mtime_ns}".encode())
+
+    def build(add: Add) -> Mapping[str, Any]:
+        label = f"indexing the Python standard library, {len(files)} modules"
+        with progress(label, len(files)) as advance:
+            return _build(root, files, add, advance)
+
+    place = hashlib.sha256(str(root).encode()).hexdigest()[:12]
+    return cached_index(f"stdlib-{place}", key.hexdigest(), build)
+
+
+def _build(
+    root: Path, files: list[str], add: Add, advance: Callable[[int], None]
+) -> Mapping[str, Any]:
+    num_documents = 0
+    skipped = []
+    with warnings.catch_warnings():
+        # Old modules hold escapes and literals that newer parsers warn about.
+        warnings.simplefilter("ignore")
+        for name in files:
+            try:
+                for document in top_level_definitions((root / name).read_bytes()):
+                    add(document, name.encode())
+                    num_documents += 1
+            # A null byte is a ValueError, as is what does not decode.
+            except (OSError, SyntaxError, ValueError, RecursionError) as error:
+                skipped.append(f"{name}: {error}")
+            advance(1)
+    if num_documents == 0:
+        raise DataError(
+            f"data=stdlib: no Python source below {root}; use data=text data.path=FILE_OR_FOLDER"
+        )
+    return {"num_skipped": len(skipped), "skipped": skipped[:LISTED_SKIPS]}
+
+
+def _modules(root: Path) -> Iterator[str]:
+    """Walk the library.
+
+    Yields:
+        Its source files, relative to `root`, with forward slashes.
+    """
+    for folder, subfolders, files in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in _LEFT_OUT]
+        for name in files:
+            if name.endswith(".py"):
+                yield (Path(folder) / name).relative_to(root).as_posix()
+
+
+def top_level_definitions(source: bytes) -> list[bytes]:
+    """Cut out the functions and classes that stand at the top level of a module.
+
+    Args:
+        source: a module as it lies on disk, in the encoding that it declares.
+
+    Returns:
+        The exact source of each in UTF-8, from its first decorator to its last token.
+
+    Raises:
+        SyntaxError: it does not parse, or declares an encoding that does not exist.
+        ValueError: it does not decode, or holds a null byte.
+    """
+    encoding, _ = tokenize.detect_encoding(io.BytesIO(source).readline)
+    text = source.decode(encoding)
+    utf8 = text.encode()
+    begins = [0, *(match.end() for match in _LINE_END.finditer(utf8))]
+    documents = []
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            begin = begins[node.lineno - 1] + node.col_offset
+            for decorator in itertools.islice(node.decorator_list, 1):
+                # The node begins behind the @, perhaps behind parentheses too.
+                begin = begins[decorator.lineno - 1] + decorator.col_offset
+                begin = utf8.rindex(b"@", 0, begin)
+            assert node.end_lineno is not None
+            assert node.end_col_offset is not None
+            documents.append(utf8[begin : begins[node.end_lineno - 1] + node.end_col_offset])
+    return documents

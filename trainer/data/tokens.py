@@ -1,0 +1,215 @@
+"""Text that is tokenised already: raw token files, memory-mapped."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from trainer.data.holdout import HELD_OUT, TRAIN, check_split, held_out_count
+from trainer.errors import ConfigError, DataError
+from trainer.plan.cut import IntArray
+
+_DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+_SUFFIXES = {".u16": "uint16", ".uint16": "uint16", ".u32": "uint32", ".uint32": "uint32"}
+_HASHED_BLOCKS = 64
+_BLOCK_BYTES = 2**16
+_INSPECTED_TOKENS = 4096
+_FEWEST_TELLING = 64
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _File:
+    path: Path
+    num_tokens: int
+
+
+@final
+class TokenWindows(Dataset[dict[str, Tensor]]):
+    """Consecutive windows of `max_length` tokens; the last one of a file may be shorter.
+
+    A file is raw little-endian unsigned integers without a header. Of a folder all `.bin` files
+    are read in order of their names; no window crosses from one into the next. Held out are the
+    last windows; but a folder with files named `train*` and `val*` brings its own split, and
+    `holdout` is not used. `labels` are `input_ids`; the objective shifts.
+
+    Args:
+        path: file, or folder of `.bin` files.
+        split: `train` or `held_out`.
+        max_length: tokens of a window; at least 2.
+        dtype: `uint16`, `uint32`, or `auto`: by a suffix `.u16`, `.uint16`, `.u32`, `.uint32`
+            (also before `.bin`), else `uint16`.
+        holdout: share of the windows that is held out, at least one.
+        vocab_size: tokens must be below it; `None` leaves them unchecked.
+
+    Attributes:
+        lengths: `(samples,)`, tokens of each window.
+
+    Raises:
+        ConfigError: an argument is out of range.
+        DataError: no such file, an empty one, or one whose size is not a whole number of tokens.
+    """
+
+    draws_randomness = False
+
+    def __init__(
+        self,
+        path: str,
+        split: str = "train",
+        max_length: int = 256,
+        dtype: str = "auto",
+        holdout: float = 0.05,
+        vocab_size: int | None = None,
+    ) -> None:
+        check_split(split, holdout)
+        if max_length < 2:  # noqa: PLR2004 - one token to see, one to predict
+            raise ConfigError(f"data.max_length={max_length}: must be at least 2")
+        paths = _token_files(Path(path).expanduser().absolute())
+        named = _named_split(paths, split)
+        self.max_length = max_length
+        self.vocab_size = vocab_size
+        self._dtype = _resolved(dtype, paths)
+        self._files = [_measured(file, self._dtype) for file in named or paths]
+        self._maps: dict[int, npt.NDArray[Any]] = {}
+        self._ends = np.cumsum([-(-file.num_tokens // max_length) for file in self._files])
+        total = int(self._ends[-1])
+        self._windows = range(total) if named else _share(total, split, holdout)
+        self.lengths: IntArray = self._all_lengths()[self._windows.start : self._windows.stop]
+        self._settings = f"{split}|{max_length}|{self._dtype}|{holdout!r}|{vocab_size}"
+        if dtype == "auto":
+            self._refuse_halves()
+
+    def __len__(self) -> int:
+        return len(self._windows)
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        """Give `input_ids` and `labels`, both `(length,)` int64 and the same tensor.
+
+        Raises:
+            DataError: the file is shorter than it was, or holds a token beyond `vocab_size`.
+        """
+        window = self._windows[i]
+        number = int(np.searchsorted(self._ends, window, side="right"))
+        first = int(self._ends[number - 1]) if number else 0
+        begin = (window - first) * self.max_length
+        tokens = self._mapped(number)[begin : begin + self.max_length].astype(np.int64)
+        self._check(tokens, self._files[number].path, begin)
+        input_ids = torch.from_numpy(tokens)
+        return {"input_ids": input_ids, "labels": input_ids}
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A pickled memmap is a copy of the whole file; another process maps it anew.
+        return {**self.__dict__, "_maps": {}}
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 over the settings, the files' sizes, and blocks taken evenly from each.
+
+        Reading all of a corpus of tokens at every start would cost minutes; files of up to 4 MiB
+        are read whole, of larger ones 4 MiB, divided among the files where there are many.
+        """
+        digest = hashlib.sha256(self._settings.encode())
+        blocks = max(_HASHED_BLOCKS // len(self._files), 1)
+        for number, file in enumerate(self._files):
+            mapped = self._mapped(number).view(np.uint8)
+            digest.update(f"|{len(mapped)}|{file.path.name}|".encode())
+            for begin in np.linspace(0, max(len(mapped) - _BLOCK_BYTES, 0), blocks, dtype=int):
+                digest.update(mapped[begin : begin + _BLOCK_BYTES].tobytes())
+        return digest.hexdigest()
+
+    def _mapped(self, number: int) -> npt.NDArray[Any]:
+        if number not in self._maps:
+            file = self._files[number]
+            mapped = np.asarray(np.memmap(file.path, dtype=self._dtype, mode="r"))
+            if len(mapped) != file.num_tokens:
+                raise DataError(f"data: {file.path} has changed its size while in use")
+            self._maps[number] = mapped
+        return self._maps[number]
+
+    def _check(self, tokens: IntArray, path: Path, begin: int) -> None:
+        if self.vocab_size is not None and tokens.max() >= self.vocab_size:
+            position = int(tokens.argmax())
+            raise DataError(
+                f"data: {path}: token {tokens[position]} at position {begin + position} is not "
+                f"below data.vocab_size={self.vocab_size}; check data.dtype"
+            )
+
+    def _all_lengths(self) -> IntArray:
+        lengths = np.full(int(self._ends[-1]), self.max_length, dtype=np.int64)
+        for file, end in zip(self._files, self._ends, strict=True):
+            lengths[end - 1] -= -file.num_tokens % self.max_length
+        return lengths
+
+    def _refuse_halves(self) -> None:
+        """Hold the dtype that was guessed against the data.
+
+        Raises:
+            DataError: it looks like uint32 read as uint16: every second number is zero.
+        """
+        head = self._mapped(0)[:_INSPECTED_TOKENS]
+        looks_halved = len(head) >= _FEWEST_TELLING and head.any() and not head[1::2].any()
+        if self._dtype == _DTYPES["uint16"] and looks_halved:
+            raise DataError(
+                f"data: {self._files[0].path}: every second uint16 is 0, as if the tokens were "
+                f"uint32; set data.dtype"
+            )
+
+
+def _token_files(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise DataError(f"data.path={path}: no such file or folder")
+    files = sorted(file for file in path.rglob("*.bin") if file.is_file())
+    if not files:
+        raise DataError(f"data.path={path}: the folder holds no .bin files")
+    return files
+
+
+def _named_split(paths: list[Path], split: str) -> list[Path]:
+    """Pick the files that are named for the split; empty where names do not tell."""
+    by_name = {
+        TRAIN: [path for path in paths if path.name.startswith("train")],
+        HELD_OUT: [path for path in paths if path.name.startswith("val")],
+    }
+    return by_name[split] if all(by_name.values()) else []
+
+
+def _resolved(dtype: str, paths: list[Path]) -> np.dtype[Any]:
+    """Take the dtype that was typed, or the one that the first file's suffixes name.
+
+    Raises:
+        ConfigError: there is no such dtype.
+    """
+    if dtype == "auto":
+        named = [_SUFFIXES[suffix] for suffix in paths[0].suffixes if suffix in _SUFFIXES]
+        dtype = named[-1] if named else "uint16"
+    if dtype not in _DTYPES:
+        raise ConfigError(f"data.dtype={dtype}: must be auto, {' or '.join(_DTYPES)}")
+    return _DTYPES[dtype]
+
+
+def _measured(path: Path, dtype: np.dtype[Any]) -> _File:
+    size = path.stat().st_size
+    if size == 0:
+        raise DataError(f"data: {path}: holds no tokens")
+    if size % dtype.itemsize:
+        raise DataError(
+            f"data: {path}: {size} bytes are no whole number of {dtype.name} tokens; "
+            f"the file is cut short, or data.dtype is wrong"
+        )
+    return _File(path, size // dtype.itemsize)
+
+
+def _share(total: int, split: str, holdout: float) -> range:
+    boundary = total - held_out_count(total, holdout)
+    return range(boundary) if split == TRAIN else range(boundary, total)

@@ -1,0 +1,131 @@
+"""Evaluation over the held-out data: named sums over named weights, exact for every split."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from trainer.data.loader import Loader, Request
+from trainer.errors import DoesNotFitError
+from trainer.micro_batch import to_device
+from trainer.objectives.base import Objective
+from trainer.out_of_memory import AllocationGuard
+from trainer.parallel import Parallel
+from trainer.plan.cut import IntArray, Layout
+from trainer.plan.cuts import Budget
+from trainer.world import World
+
+CHUNK = 8192
+"""Samples planned at once."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class HeldOut:
+    """The held-out samples, cut by a cap of their own.
+
+    Attributes:
+        loader: turns ids into fields.
+        lengths: `(samples,)`, tokens of every held-out sample.
+        layout: as in training; evaluation has no gradient to keep in step.
+        max_tokens: cap on the computed positions of a micro-batch.
+    """
+
+    loader: Loader
+    lengths: IntArray
+    layout: Layout
+    max_tokens: int
+
+    def requests(self, rank: int) -> Iterator[Request]:
+        """Give this rank's micro-batches; over all ranks every sample comes exactly once.
+
+        Yields:
+            One request per micro-batch.
+        """
+        cut = Budget(max_tokens=max(self.max_tokens, int(self.lengths.max(initial=1))))
+        for start in range(0, len(self.lengths), CHUNK):
+            plan = cut.cut(self.lengths[start : start + CHUNK], self.layout)
+            for slot, length in zip(plan.ranks[rank], plan.padded_lengths[rank], strict=True):
+                ids = tuple(map(int, start + slot))
+                yield Request(ids=ids, epoch=0, pad_to=length, packed=plan.packed)
+
+
+def evaluate(
+    model: Parallel, objective: Objective, held_out: HeldOut, world: World
+) -> dict[str, float]:
+    """Average every loss term and metric over the held-out data. Collective.
+
+    Sums are kept in float64. Running out of memory halves the cap and begins again; the training
+    plan stays as it is.
+
+    Returns:
+        `loss`, the sum of the loss terms, then every term and metric by name. A name whose weight
+        is zero is NaN.
+
+    Raises:
+        DoesNotFitError: one sample runs out of memory.
+    """
+    found: _Found | None = None
+    while found is None:
+        with AllocationGuard(), _as_found(model.module), torch.no_grad():
+            found = _sums(model, objective, held_out, world)
+        if found is None:
+            held_out = _smaller(held_out)
+    sums, weights, losses = found
+    names = sorted(weights)
+    totals = world.sum_numbers([*(sums[n] for n in names), *(weights[n] for n in names)])
+    half = len(names)
+    means = {
+        name: total / weight if weight else float("nan")
+        for name, total, weight in zip(names, totals[:half], totals[half:], strict=True)
+    }
+    return {"loss": sum(means[name] for name in losses)} | {
+        name: mean for name, mean in means.items() if name not in losses or len(losses) > 1
+    }
+
+
+def _smaller(held_out: HeldOut) -> HeldOut:
+    longest = int(held_out.lengths.max())
+    if held_out.max_tokens <= longest:
+        raise DoesNotFitError(
+            f"evaluation runs out of memory at one sample of {longest} tokens: "
+            "lower data.max_length"
+        )
+    return replace(held_out, max_tokens=held_out.max_tokens // 2)
+
+
+_Found = tuple[dict[str, float], dict[str, float], tuple[str, ...]]
+"""Sums and weights by name, and which of the names are loss terms."""
+
+
+def _sums(model: Parallel, objective: Objective, held_out: HeldOut, world: World) -> _Found:
+    totals: dict[str, Tensor] = {}
+    weights: dict[str, float] = defaultdict(float)
+    losses: tuple[str, ...] = ()
+    for request in held_out.requests(world.rank):
+        fields = held_out.loader.load(request)
+        for name, weight in objective.weights(fields).items():
+            weights[name] += weight
+        found = objective.sums(model.call, to_device(fields, world.device))
+        losses = tuple(found.losses)
+        for name, total in [*found.losses.items(), *found.metrics.items()]:
+            totals[name] = totals.get(name, 0) + total.double()
+    return {name: float(total) for name, total in totals.items()}, dict(weights), losses
+
+
+@contextmanager
+def _as_found(module: nn.Module) -> Iterator[None]:
+    """Evaluate without dropout, and leave each submodule in the mode it was found in."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, training in modes:
+            part.training = training

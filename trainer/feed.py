@@ -1,0 +1,255 @@
+"""The way of the data: order -> global batch -> plan -> micro-batches, one step ahead.
+
+Everything after "ids of step k" may be done again: restarts, other rank counts and replays under
+smaller micro-batches all re-enter there. The next step is planned and loaded while this one
+computes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import final
+
+from trainer.data.loader import Loader, Request
+from trainer.errors import DoesNotFitError
+from trainer.micro_batch import Fields, MicroBatch
+from trainer.objectives.base import Objective
+from trainer.plan.cut import Cut, IntArray, Layout, Plan
+from trainer.plan.cuts import SampleTooLongError
+from trainer.plan.order import Cursor, GlobalBatch, Order
+from trainer.world import World, rng_key
+
+PREFETCH_LIMIT_BYTES = 256 * 2**20
+"""A step larger than this is not loaded ahead, so that host memory never holds two of them."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class PlannedBatch:
+    """One global batch, cut, with this rank's micro-batches at hand.
+
+    Attributes:
+        step: the step it belongs to, from 1.
+        samples: the global batch.
+        plan: how it is cut, for every rank.
+        micro_batches: this rank's.
+    """
+
+    step: int
+    samples: GlobalBatch
+    plan: Plan
+    micro_batches: tuple[MicroBatch, ...]
+    feed: Feed
+
+    def smaller(self) -> PlannedBatch | None:
+        """Cut the same global batch into smaller micro-batches; None at one sample each.
+
+        Every later step is cut as finely.
+        """
+        return self.feed.cut_smaller(self)
+
+    def largest_sample(self) -> tuple[int, int]:
+        """Name the longest sample: its id and its length in tokens."""
+        position = int(self.plan.lengths.argmax())
+        return int(self.samples.ids[position]), int(self.plan.lengths[position])
+
+    @property
+    def num_tokens(self) -> int:
+        """Real input positions of the global batch."""
+        return int(self.plan.lengths.sum())
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Planned:
+    """A global batch that is cut but not loaded."""
+
+    step: int
+    samples: GlobalBatch
+    plan: Plan
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Where the samples of a run come from.
+
+    Attributes:
+        order: which samples belong to which step.
+        lengths: `(samples,)`, tokens of every training sample.
+        loader: turns ids into collated fields.
+        objective: counts the weights of a micro-batch.
+    """
+
+    order: Order
+    lengths: IntArray
+    loader: Loader
+    objective: Objective
+
+
+@final
+class Feed:
+    """Gives the planned batches of a run, from any cursor on.
+
+    Args:
+        source: where samples come from, and in which order.
+        cut: which samples share a micro-batch.
+        layout: what hardware and model ask of the cut.
+        world: this rank loads its own micro-batches only.
+        seed: every random draw of a step follows from it.
+        cursor: where to begin.
+    """
+
+    def __init__(
+        self, source: Source, *, cut: Cut, layout: Layout, world: World, seed: int, cursor: Cursor
+    ) -> None:
+        self.cut = cut
+        self.layout = layout
+        self.cursor = cursor
+        self._order = source.order
+        self._lengths = source.lengths
+        self._loader = source.loader
+        self._objective = source.objective
+        self._world = world
+        self._seed = seed
+        self._ahead: Future[PlannedBatch] | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="feed")
+        self._stream: Iterator[Fields] | None = None
+        self._queue: deque[_Planned] = deque()
+        self._loaded: deque[Fields] = deque()
+        self._last_bytes = 0
+
+    def next(self) -> PlannedBatch:
+        """Take the next global batch and move the cursor behind it."""
+        if self._loader.num_workers:
+            batch = self._from_workers()
+        elif self._ahead is not None:
+            batch, self._ahead = self._ahead.result(), None
+        else:
+            batch = self._prepare(self.cursor)
+        self.cursor = batch.samples.after
+        self._last_bytes = _bytes_of(batch)
+        return batch
+
+    def prefetch(self) -> None:
+        """Begin to plan and load the next global batch while the caller computes."""
+        light = self._last_bytes <= PREFETCH_LIMIT_BYTES
+        if light and self._loader.loads_in_thread and self._ahead is None:
+            self._ahead = self._thread.submit(self._prepare, self.cursor)
+
+    def plan(self, cursor: Cursor) -> tuple[GlobalBatch, Plan]:
+        """Cut the global batch at a cursor; a pure function of cursor, cut and layout.
+
+        Raises:
+            DoesNotFitError: one sample alone exceeds what the memory allows.
+        """
+        samples = self._order.next(cursor)
+        try:
+            plan = self.cut.cut(self._lengths[samples.ids], self.layout)
+        except SampleTooLongError as error:
+            raise DoesNotFitError(
+                f"sample {samples.ids[error.position]} of {error.length} tokens does not fit: "
+                f"memory allows {error.cap} in one micro-batch; lower data.max_length"
+            ) from error
+        plan.check(self.layout)
+        return samples, plan
+
+    def requests(self, cursor: Cursor) -> Iterator[Request]:
+        """Name what this rank loads for the step at a cursor, one request per micro-batch."""
+        samples, plan = self.plan(cursor)
+        return self._requests(_Planned(step=cursor.step + 1, samples=samples, plan=plan))
+
+    def cut_smaller(self, batch: PlannedBatch) -> PlannedBatch | None:
+        """Cut a global batch and all that follow it into smaller micro-batches."""
+        cut = self.cut.smaller(batch.plan)
+        if cut is None:
+            return None
+        self.use(cut)
+        plan = cut.cut(batch.plan.lengths, self.layout)
+        return self._load(_Planned(step=batch.step, samples=batch.samples, plan=plan))
+
+    def use(self, cut: Cut) -> None:
+        """Cut every later global batch with `cut`, and drop what was prepared with another."""
+        self.cut = cut
+        if self._ahead is not None:
+            self._ahead.cancel()
+            self._ahead = None
+        self._stream = None
+        self._queue.clear()
+        self._loaded.clear()
+
+    def close(self) -> None:
+        """Stop the thread and the loading processes."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._stream = None
+        self._loader.close()
+
+    def _prepare(self, cursor: Cursor) -> PlannedBatch:
+        samples, plan = self.plan(cursor)
+        return self._load(_Planned(step=cursor.step + 1, samples=samples, plan=plan))
+
+    def _load(self, planned: _Planned) -> PlannedBatch:
+        return self._filled(planned, map(self._loader.load, self._requests(planned)))
+
+    def _from_workers(self) -> PlannedBatch:
+        if self._stream is None:
+            self._stream = self._loader.stream(self._requests_from(self.cursor))
+        while not self._queue:
+            self._loaded.append(next(self._stream))
+        planned = self._queue.popleft()
+        count = len(planned.plan.ranks[self._world.rank])
+        while len(self._loaded) < count:
+            self._loaded.append(next(self._stream))
+        return self._filled(planned, (self._loaded.popleft() for _ in range(count)))
+
+    def _requests_from(self, cursor: Cursor) -> Iterator[Request]:
+        while True:
+            samples, plan = self.plan(cursor)
+            planned = _Planned(step=cursor.step + 1, samples=samples, plan=plan)
+            self._queue.append(planned)
+            yield from self._requests(planned)
+            cursor = samples.after
+
+    def _requests(self, planned: _Planned) -> Iterator[Request]:
+        plan, rank = planned.plan, self._world.rank
+        for slot, length in zip(plan.ranks[rank], plan.padded_lengths[rank], strict=True):
+            ids = planned.samples.ids[slot]
+            yield Request(
+                ids=tuple(map(int, ids)),
+                epoch=planned.samples.epoch,
+                pad_to=length,
+                packed=plan.packed,
+            )
+
+    def _filled(self, planned: _Planned, fields: Iterator[Fields]) -> PlannedBatch:
+        plan, rank = planned.plan, self._world.rank
+        # The index runs over all ranks, so that the draws of a micro-batch do not depend on which
+        # rank computes it.
+        before = sum(len(slots) for slots in plan.ranks[:rank])
+        key = partial(rng_key, self._seed, "draws", planned.step)
+        micro_batches = tuple(
+            MicroBatch(
+                fields=collated,
+                ids=tuple(map(int, planned.samples.ids[slot])),
+                weights=self._objective.weights(collated),
+                num_tokens=int(plan.lengths[slot].sum()),
+                num_positions=plan.positions(rank, index),
+                rng_key=key(before + index),
+            )
+            for index, (slot, collated) in enumerate(zip(plan.ranks[rank], fields, strict=True))
+        )
+        return PlannedBatch(
+            step=planned.step,
+            samples=planned.samples,
+            plan=plan,
+            micro_batches=micro_batches,
+            feed=self,
+        )
+
+
+def _bytes_of(batch: PlannedBatch) -> int:
+    return sum(field.nbytes for m in batch.micro_batches for field in m.fields.values())

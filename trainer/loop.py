@@ -1,0 +1,181 @@
+"""The training loop: steps, evaluation, checkpoints, stop. It is blind to micro-batches."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import final
+
+from torch import Tensor
+
+from trainer.errors import NonFiniteError, Preempted, TrainError
+from trainer.evaluate import HeldOut, evaluate
+from trainer.feed import Feed, PlannedBatch
+from trainer.plan.order import Order
+from trainer.report.records import EvalRecord, StepRecord
+from trainer.report.reporter import Reporter
+from trainer.saves import Saves
+from trainer.step import NOT_FINITE, Kit, StepReport, train_step
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run, composed once; cadences are in optimizer steps.
+
+    Attributes:
+        tokens: real input positions consumed before this process began.
+        saves: writes checkpoints. Collective.
+        must_stop: whether a signal asked any rank to stop. Collective.
+    """
+
+    kit: Kit
+    order: Order
+    feed: Feed
+    held_out: HeldOut | None
+    reporter: Reporter
+    saves: Saves
+    must_stop: Callable[[], bool]
+    eval_every: int | None
+    checkpoint_every: int | None
+    nonfinite_limit: int
+    tokens: int = 0
+
+
+@final
+@dataclass(kw_only=True)
+class Trained:
+    """How far the loop has come.
+
+    Attributes:
+        step: optimizer steps taken, from the start of the run.
+        total_tokens: real input positions consumed, from the start of the run.
+        tokens: likewise, in this process.
+        seconds: spent on steps in this process; evaluation and saving do not count.
+        loss: of the last step, 0-d.
+        evaluation: the last one's metrics by name.
+        skipped_steps: steps without an update.
+        replays: times a step ran out of memory and was computed again.
+    """
+
+    step: int
+    total_tokens: int
+    tokens: int = 0
+    seconds: float = 0.0
+    loss: Tensor | None = None
+    evaluation: dict[str, float] = field(default_factory=dict)
+    evaluated_at: int | None = None
+    saved_at: int | None = None
+    skipped_steps: int = 0
+    replays: int = 0
+
+    def add(self, report: StepReport[PlannedBatch], seconds: float) -> None:
+        """Count a step."""
+        self.step = report.batch.step
+        self.total_tokens += report.batch.num_tokens
+        self.tokens += report.batch.num_tokens
+        self.seconds += seconds
+        self.loss = report.loss
+        self.skipped_steps += report.skipped is not None
+        self.replays += report.replays
+
+
+def train(run: Run) -> Trained:
+    """Train from the feed's cursor to the last step. Collective.
+
+    Raises:
+        TrainError: a signal asked to stop (`Preempted`), or too many steps in a row were not
+            finite (`NonFiniteError`); the state is saved.
+    """
+    progress = Trained(step=run.feed.cursor.step, total_tokens=run.tokens)
+    failures = 0
+    while progress.step < run.kit.total_steps:
+        started = time.perf_counter()
+        batch = run.feed.next()
+        run.feed.prefetch()
+        report = train_step(run.kit, batch)
+        seconds = time.perf_counter() - started
+        progress.add(report, seconds)
+        run.saves.poll()
+        record = record_of(run.order, report, progress.total_tokens, seconds)
+        run.reporter.step(record, batch.samples.ids)
+        failures = failures + 1 if report.skipped == NOT_FINITE else 0
+        end = _early_end(run, batch.step, failures)
+        if end is not None:
+            _save(run, progress)
+            run.saves.close()
+            raise end
+        if _due(batch.step, run.eval_every):
+            _evaluate(run, progress)
+        if _due(batch.step, run.checkpoint_every):
+            _save(run, progress)
+    if progress.saved_at != progress.step:
+        _save(run, progress)
+    if progress.evaluated_at != progress.step:
+        _evaluate(run, progress)
+    run.saves.close()
+    return progress
+
+
+def _early_end(run: Run, step: int, failures: int) -> TrainError | None:
+    if failures >= run.nonfinite_limit:
+        return NonFiniteError(
+            f"step {step}: loss or gradient not finite for {failures} steps in a row "
+            "(nonfinite.limit): lower optimizer.lr, or look at the data of these steps"
+        )
+    if run.must_stop() and step < run.kit.total_steps:
+        return Preempted(f"stopped after step {step}, which is saved")
+    return None
+
+
+def _due(step: int, every: int | None) -> bool:
+    return every is not None and step % every == 0
+
+
+def _save(run: Run, progress: Trained) -> None:
+    run.saves.save(progress.total_tokens)
+    progress.saved_at = progress.step
+
+
+def _evaluate(run: Run, progress: Trained) -> None:
+    progress.evaluated_at = progress.step
+    if run.held_out is None:
+        return
+    started = time.perf_counter()
+    metrics = evaluate(run.kit.model, run.kit.objective, run.held_out, run.kit.world)
+    seconds = time.perf_counter() - started
+    run.reporter.evaluation(EvalRecord(step=progress.step, metrics=metrics, seconds=seconds))
+    progress.evaluation = metrics
+
+
+def record_of(
+    order: Order, report: StepReport[PlannedBatch], tokens: int, seconds: float
+) -> StepRecord:
+    """Give the record of a step.
+
+    Args:
+        order: of the samples.
+        report: what the step did.
+        tokens: consumed so far, from the start of the run.
+        seconds: of the step.
+    """
+    batch = report.batch
+    return StepRecord(
+        step=batch.step,
+        epoch=order.fractional_epoch(batch.samples.after),
+        samples=batch.samples.after.samples,
+        tokens=tokens,
+        loss=report.loss,
+        lr=report.lr,
+        grad_norm=report.grad_norm,
+        accum_steps=batch.plan.accum_steps,
+        micro_batches=batch.plan.num_micro_batches,
+        padding=batch.plan.padding,
+        seconds=seconds,
+        step_tokens=batch.num_tokens,
+        memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        skipped=report.skipped,
+        replays=report.replays,
+    )

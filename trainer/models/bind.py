@@ -1,0 +1,74 @@
+"""Binding a model to the fields of a micro-batch: it is called with what its `forward` names."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer.errors import ConfigError
+from trainer.micro_batch import Fields
+
+NAMED = {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
+
+
+def bind(
+    module: nn.Module, *, autocast: torch.dtype | None = None, device_type: str = "cpu"
+) -> Callable[[Fields], Any]:
+    """Call a module with those fields of a micro-batch that its `forward` names.
+
+    The signature is read once. A `forward` with `**kwargs` gets every field. What the module
+    returns passes through.
+
+    Args:
+        module: any module, compiled in place or sharded too.
+        autocast: dtype of the forward's matrix products; `None` is the weights' own.
+        device_type: where autocast applies.
+
+    Returns:
+        A call that raises `ConfigError` when `forward` requires what the fields do not hold.
+    """
+    # `torch.compile(module)` gives a wrapper whose own forward takes anything.
+    written = getattr(module, "_orig_mod", module)
+    parameters = inspect.signature(written.forward).parameters.values()
+    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+    names = tuple(p.name for p in parameters if p.kind in NAMED)
+    required = tuple(
+        p.name
+        for p in parameters
+        if p.default is inspect.Parameter.empty
+        and p.kind in NAMED | {inspect.Parameter.POSITIONAL_ONLY}
+    )
+    owner = type(written).__name__
+
+    def call(fields: Fields) -> Any:  # noqa: ANN401 - models return what they like
+        arguments = (
+            dict(fields) if takes_all else {name: fields[name] for name in names if name in fields}
+        )
+        if not arguments or any(name not in arguments for name in required):
+            raise ConfigError(_mismatch(owner, required, fields))
+        # A fresh context per call: one object is not re-entrant over nested calls.
+        precision = (
+            nullcontext()
+            if autocast is None
+            else torch.autocast(device_type=device_type, dtype=autocast)
+        )
+        with precision:
+            return module(**arguments)
+
+    return call
+
+
+def _mismatch(owner: str, required: tuple[str, ...], fields: Fields) -> str:
+    given = ", ".join(fields) or "none"
+    missing = ", ".join(name for name in required if name not in fields)
+    if missing:
+        return (
+            f"model: forward of {owner} requires {missing}, which the micro-batch does not hold "
+            f"(it holds: {given}; the objective keeps the labels): rename it, or give it a default"
+        )
+    return f"model: forward of {owner} names no field of the micro-batch (it holds: {given})"

@@ -1,0 +1,410 @@
+"""A decoder-only transformer, readable from top to bottom.
+
+Two families from one set of blocks: the modern one (rotary positions, RMSNorm, SwiGLU, no biases)
+and, by options, GPT-2 (learned positions, LayerNorm, GELU, biases).
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, cached_property, partial
+from typing import Any, Literal, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trainer.errors import ConfigError
+
+Rotation = tuple[Tensor, Tensor]
+"""Cosines and signed sines, each `(batch or 1, time, 1, 1, head_dim)`."""
+
+
+@final
+class GPT(nn.Module):
+    """Predicts the next token from the tokens before it.
+
+    Samples are padded on the right. Under causal attention no token looks to its right, so no
+    real position ever sees padding and no mask is needed; what is computed at padded positions
+    is ignored by the objective.
+
+    Args:
+        vocab_size: number of token ids.
+        width: channels of the residual stream.
+        num_layers: blocks.
+        num_heads: attention heads; divides `width`.
+        max_length: longest document, in tokens.
+        mlp_width: hidden channels of the MLP; `None` is 8/3 of the width for SwiGLU (rounded up
+            to 32) and 4 times the width for GELU, which cost the same.
+        dropout: share of activations dropped after the embedding, each attention and each MLP,
+            and of attention probabilities.
+        tied: the output layer is the embedding. It saves parameters; small models learn faster
+            without.
+        norm: `rms` (RMSNorm) or `layer` (LayerNorm).
+        mlp: `swiglu` or `gelu` (tanh approximation).
+        positions: `rotary` or `learned`.
+        bias: linear layers and LayerNorm have biases; the output layer never has.
+        init_std: deviation of fresh weights, 0.02 in GPT-2; `None` is `1 / sqrt(fan_in)`.
+
+    Raises:
+        ConfigError: an option is unknown, or the heads do not share the width.
+    """
+
+    def __init__(  # noqa: PLR0913 - the shape of a transformer has this many numbers
+        self,
+        vocab_size: int = 258,
+        width: int = 96,
+        num_layers: int = 2,
+        num_heads: int = 3,
+        max_length: int = 256,
+        mlp_width: int | None = None,
+        dropout: float = 0.0,
+        *,
+        tied: bool = False,
+        norm: Literal["rms", "layer"] = "rms",
+        mlp: Literal["swiglu", "gelu"] = "swiglu",
+        positions: Literal["rotary", "learned"] = "rotary",
+        bias: bool = False,
+        init_std: float | None = None,
+    ) -> None:
+        super().__init__()
+        if positions not in ("rotary", "learned"):
+            raise ConfigError(f"model.positions: {positions!r} is unknown; it is rotary or learned")
+        check_heads(width, num_heads, rotary=positions == "rotary")
+        self.vocab_size = vocab_size
+        self.max_length = max_length
+        self.head_dim = width // num_heads
+        self.embedding = nn.Embedding(vocab_size, width)
+        self.position_embedding = (
+            nn.Embedding(max_length, width) if positions == "learned" else None
+        )
+        self.dropout = nn.Dropout(dropout)
+        self.blocks = nn.ModuleList(
+            Block(
+                make_norm(norm, width, bias=bias),
+                Attention(width, num_heads, dropout, bias=bias),
+                make_norm(norm, width, bias=bias),
+                make_mlp(mlp, width, mlp_width, bias=bias),
+                dropout,
+            )
+            for _ in range(num_layers)
+        )
+        self.norm = make_norm(norm, width, bias=bias)
+        self.head = None if tied else nn.Linear(width, vocab_size, bias=False)
+        self.init_weights(init_std)
+
+    @torch.no_grad()
+    def init_weights(self, std: float | None = None) -> None:
+        """Draw fresh weights from the default generator, in the order of the modules.
+
+        Normal; with a deviation of `std` everywhere, or of `1 / sqrt(fan_in)`, which keeps the
+        variance of what passes through (LeCun et al. 1998, eq. 16). A look-up is a product with
+        a one-hot vector, so an embedding has a fan-in of one; tied, it counts as the output layer.
+        Layers that write into the residual stream are smaller by the root of their number, so
+        that its variance does not grow with depth (Radford et al. 2019, section 2.3).
+        """
+        depth_scale = 1.0 / math.sqrt(2 * max(1, len(self.blocks)))
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 1:
+                nn.init.constant_(parameter, 0.0 if name.endswith("bias") else 1.0)
+                continue
+            is_lookup = name == "position_embedding.weight" or (
+                name == "embedding.weight" and self.head is not None
+            )
+            own = std or 1.0 / math.sqrt(1 if is_lookup else parameter.shape[1])
+            writes_residual = name.endswith(("attention.out.weight", "mlp.out.weight"))
+            nn.init.normal_(parameter, std=own * depth_scale if writes_residual else own)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        cu_seqlens: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Tensor:
+        """Score the next token at every position.
+
+        Args:
+            input_ids: `(batch, time)`, token ids.
+            cu_seqlens: `(documents + 1,)`, where packed documents begin, and the end of the last;
+                the batch is then one row, and no document sees another.
+            position_ids: `(batch, time)`, position of each token within its document; `None`
+                counts from the start of the row, or of each packed document.
+
+        Returns:
+            Logits, `(batch, time, vocab)`.
+
+        Raises:
+            ConfigError: if a sample is longer than the model takes.
+        """
+        time = input_ids.shape[1]
+        documents = None
+        if cu_seqlens is not None:
+            documents = Documents(cu_seqlens, time, self.max_length)
+        elif time > self.max_length:
+            raise ConfigError(
+                f"model.max_length: {self.max_length} is less than the {time} tokens of a sample; "
+                f"raise it to {time}, or type data.max_length={self.max_length}"
+            )
+        if position_ids is None:
+            position_ids = torch.arange(time, device=input_ids.device)[None]
+            if documents is not None:
+                position_ids = documents.positions(position_ids)
+
+        x = self.embedding(input_ids)
+        rotation = None
+        if self.position_embedding is None:
+            rotation = rotary_tables(position_ids, self.head_dim, x.dtype)
+        else:
+            x = x + self.position_embedding(position_ids)
+        x = self.dropout(x)
+        for block in self.blocks:
+            x = block(x, rotation, documents)
+        x = self.norm(x)
+        return F.linear(x, self.embedding.weight) if self.head is None else self.head(x)
+
+
+@final
+class Block(nn.Module):
+    """Attention, then MLP, each on the normalised stream and added to it."""
+
+    def __init__(
+        self,
+        attention_norm: nn.Module,
+        attention: Attention,
+        mlp_norm: nn.Module,
+        mlp: nn.Module,
+        dropout: float,
+    ) -> None:
+        super().__init__()
+        self.attention_norm = attention_norm
+        self.attention = attention
+        self.mlp_norm = mlp_norm
+        self.mlp = mlp
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, rotation: Rotation | None, documents: Documents | None) -> Tensor:
+        """Map `(batch, time, width)` to the same shape."""
+        x = x + self.dropout(self.attention(self.attention_norm(x), rotation, documents))
+        out: Tensor = x + self.dropout(self.mlp(self.mlp_norm(x)))
+        return out
+
+
+@final
+class Attention(nn.Module):
+    """Causal self-attention with several heads."""
+
+    def __init__(self, width: int, num_heads: int, dropout: float, *, bias: bool) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.dropout = dropout
+        self.qkv = nn.Linear(width, 3 * width, bias=bias)
+        self.out = nn.Linear(width, width, bias=bias)
+
+    def forward(self, x: Tensor, rotation: Rotation | None, documents: Documents | None) -> Tensor:
+        """Map `(batch, time, width)` to the same shape."""
+        # Split to (batch, time, 3, heads, head_dim), the 3 being query, key and value.
+        qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))
+        if rotation is None:
+            q, k, v = qkv.unbind(2)
+        else:
+            qk, value = qkv.split([2, 1], dim=2)
+            (q, k), v = rotate(qk, rotation).unbind(2), value.squeeze(2)
+        dropout = self.dropout if self.training else 0.0
+        attended = (
+            causal_attention(q, k, v, dropout)
+            if documents is None
+            else documents.attention(q, k, v, dropout)
+        )
+        out: Tensor = self.out(attended.flatten(2))
+        return out
+
+
+@final
+class SwiGLU(nn.Module):
+    """`out(silu(gate(x)) * up(x))`, gate and up in one product (Shazeer 2020, 2002.05202)."""
+
+    def __init__(self, width: int, hidden: int, *, bias: bool) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(width, 2 * hidden, bias=bias)
+        self.out = nn.Linear(hidden, width, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map `(..., width)` to the same shape."""
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        out: Tensor = self.out(F.silu(gate) * up)
+        return out
+
+
+@final
+class GELU(nn.Module):
+    """`out(gelu(up(x)))` with GPT-2's tanh approximation."""
+
+    def __init__(self, width: int, hidden: int, *, bias: bool) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, hidden, bias=bias)
+        self.out = nn.Linear(hidden, width, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map `(..., width)` to the same shape."""
+        out: Tensor = self.out(F.gelu(self.up(x), approximate="tanh"))
+        return out
+
+
+@final
+@dataclass(frozen=True)
+class Documents:
+    """Documents laid end to end in one row; positions after the last form one of their own.
+
+    Attributes:
+        cu_seqlens: `(documents + 1,)`, where each begins, and the end of the last.
+        time: length of the row.
+        max_length: longest document the model takes.
+    """
+
+    cu_seqlens: Tensor
+    time: int
+    max_length: int
+
+    @cached_property
+    def bounds(self) -> Tensor:
+        """`(documents + 2,)`, int32: begins and ends, up to the end of the row."""
+        # The row's end makes a last document of what pads the row, so that kernels leave no
+        # position uninitialised; it is empty where nothing pads.
+        return F.pad(self.cu_seqlens, (0, 1), value=self.time).to(torch.int32)
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """Length of each document that is not empty. Waits for the device."""
+        return [length for length in self.bounds.diff().tolist() if length]
+
+    def positions(self, row: Tensor) -> Tensor:
+        """Turn positions in the row, `(1, time)`, into positions within the document."""
+        index = torch.bucketize(row, self.bounds[1:-1], right=True)
+        return row - self.bounds[index]
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+        """Attend within each document.
+
+        Args:
+            q: queries, `(1, time, heads, head_dim)`.
+            k: keys, likewise.
+            v: values, likewise.
+            dropout: share of attention probabilities dropped.
+
+        Returns:
+            As `q`.
+        """
+        if dropout == 0.0 and has_varlen_kernel(q):
+            # A bound that needs no look at the data saves a wait for the device.
+            longest = min(self.time, self.max_length)
+            attend = varlen_attention()
+            out: Tensor = attend(q[0], k[0], v[0], self.bounds, self.bounds, longest, longest)
+            return out[None]
+        pieces = zip(*(torch.split(x, self.lengths, dim=1) for x in (q, k, v)), strict=True)
+        return torch.cat([causal_attention(q, k, v, dropout) for q, k, v in pieces], dim=1)
+
+
+def has_varlen_kernel(q: Tensor) -> bool:
+    """Whether PyTorch's variable-length attention, a flash kernel without dropout, takes it."""
+    return (
+        q.is_cuda
+        and q.dtype in {torch.float16, torch.bfloat16}
+        and q.shape[-1] % 8 == 0
+        and torch.backends.cuda.is_flash_attention_available()
+        and torch.cuda.get_device_capability(q.device) >= (8, 0)
+    )
+
+
+@cache
+def varlen_attention() -> Callable[..., Any]:
+    """Take PyTorch's variable-length attention, made causal in the installed version's words."""
+    from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415 - registers operators
+
+    has_flag = "is_causal" in inspect.signature(varlen_attn).parameters
+    causal: dict[str, Any] = {"is_causal": True} if has_flag else {"window_size": (-1, 0)}
+    return partial(varlen_attn, **causal)
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+    """Attend to the left, `(batch, time, heads, head_dim)` to the same shape."""
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    attended = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+    return attended.transpose(1, 2)
+
+
+def rotary_tables(position_ids: Tensor, head_dim: int, dtype: torch.dtype) -> Rotation:
+    """Compute the angles of rotary position embedding (Su et al. 2021, 2104.09864, eq. 15).
+
+    Computed at every forward, in at least single precision: a buffer would be rounded by
+    `.to(bfloat16)`, lost by `to_empty` after the meta device, and saved in checkpoints.
+
+    Args:
+        position_ids: `(batch, time)`.
+        head_dim: channels of one head, even.
+        dtype: of the residual stream.
+
+    Returns:
+        Cosines and signed sines, each `(batch, time, 1, 1, head_dim)`.
+    """
+    precise = torch.promote_types(dtype, torch.float32)
+    pair = torch.arange(0, head_dim, 2, device=position_ids.device, dtype=precise)
+    angles = position_ids[..., None] * torch.pow(10_000.0, -pair / head_dim)
+    cos, sin = angles.cos(), angles.sin()
+    tables = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
+    return tables[0][:, :, None, None], tables[1][:, :, None, None]
+
+
+def rotate(x: Tensor, rotation: Rotation) -> Tensor:
+    """Turn channel pairs `(i, i + head_dim / 2)` of `(batch, time, 2, heads, head_dim)`.
+
+    One roll with the sign in the sine table runs in two thirds of the time of splitting halves.
+    """
+    cos, sin = rotation[0].to(x.dtype), rotation[1].to(x.dtype)
+    return x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin
+
+
+def make_norm(kind: Literal["rms", "layer"], width: int, *, bias: bool) -> nn.Module:
+    """Make the normalisation of that kind.
+
+    Raises:
+        ConfigError: the kind is unknown.
+    """
+    if kind == "rms":
+        return nn.RMSNorm(width)
+    if kind == "layer":
+        return nn.LayerNorm(width, bias=bias)
+    raise ConfigError(f"model.norm: {kind!r} is unknown; it is rms or layer")
+
+
+def make_mlp(
+    kind: Literal["swiglu", "gelu"], width: int, hidden: int | None, *, bias: bool
+) -> nn.Module:
+    """Make the MLP of that kind.
+
+    Raises:
+        ConfigError: the kind is unknown.
+    """
+    if kind == "swiglu":
+        return SwiGLU(width, hidden or -(-8 * width // (3 * 32)) * 32, bias=bias)
+    if kind == "gelu":
+        return GELU(width, hidden or 4 * width, bias=bias)
+    raise ConfigError(f"model.mlp: {kind!r} is unknown; it is swiglu or gelu")
+
+
+def check_heads(width: int, num_heads: int, *, rotary: bool) -> None:
+    """Refuse a width that its heads cannot share.
+
+    Raises:
+        ConfigError: naming the nearest number of heads that works.
+    """
+    step = 2 if rotary else 1
+    fits = [n for n in range(1, width + 1) if width % n == 0 and (width // n) % step == 0]
+    if num_heads not in fits:
+        nearest = min(fits, key=lambda n: abs(n - num_heads), default=1)
+        raise ConfigError(
+            f"model.num_heads: {num_heads} heads do not share a width of {width}"
+            f"{' in even parts, which rotary positions need' if rotary else ''}; nearest: {nearest}"
+        )

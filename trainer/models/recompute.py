@@ -1,0 +1,120 @@
+"""Activation checkpointing: blocks forget what they computed and compute it again in backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.checkpoint import checkpoint
+
+SIGNIFICANT = 0.2
+"""A stack of blocks counts when it holds at least this share of the largest stack's weights."""
+
+
+def blocks_of(model: nn.Module) -> tuple[nn.Module, ...]:
+    """Find the repeated blocks of a model: the children of its largest lists of modules.
+
+    A list is an `nn.ModuleList`, or an `nn.Sequential` of modules that have children of their
+    own, and counts only outside of other such lists. A block with BatchNorm is left out: to
+    compute it twice would move its running statistics twice.
+
+    Returns:
+        The blocks, in the order of `model.modules()`; empty when the model has none.
+    """
+    stacks = _outermost(model)
+    sizes = [sum(p.numel() for p in stack.parameters()) for stack in stacks]
+    least = SIGNIFICANT * max(sizes, default=0)
+    return tuple(
+        block
+        for stack, size in zip(stacks, sizes, strict=True)
+        if size and size >= least
+        for block in stack.children()
+        if not any(isinstance(module, _BatchNorm) for module in block.modules())
+    )
+
+
+def can_recompute(model: nn.Module) -> bool:
+    """Tell whether activation checkpointing changes anything for a model."""
+    return _own_switch(model, "enable") is not None or bool(blocks_of(model))
+
+
+def checkpoint_blocks(model: nn.Module) -> int:
+    """Make every block recompute itself in backward, from now on.
+
+    Gradients stay the same bit for bit, dropout included. Names, weights and hooks stay as they
+    are. A Hugging Face model is asked to do it itself, since its blocks share caches.
+
+    Returns:
+        The number of blocks that recompute; 0 when the model has none, and nothing changed.
+    """
+    enable = _own_switch(model, "enable")
+    if enable is not None:
+        enable({"use_reentrant": False})
+        return 1
+    blocks = blocks_of(model)
+    for block in blocks:
+        if not _recomputes(block):
+            # An attribute hides the method of the class and leaves the module tree alone; a
+            # partial of a bound method follows the block when a model is deep-copied.
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    return len(blocks)
+
+
+def release_blocks(model: nn.Module) -> None:
+    """Take back what `checkpoint_blocks` did."""
+    disable = _own_switch(model, "disable")
+    if disable is not None:
+        disable()
+        return
+    for module in model.modules():
+        if _recomputes(module):
+            del module.forward
+
+
+@contextmanager
+def with_checkpointing(model: nn.Module) -> Iterator[int]:
+    """Recompute inside the block only, on real and on fake tensors.
+
+    Yields:
+        The number of blocks, as `checkpoint_blocks` gives it.
+    """
+    count = checkpoint_blocks(model)
+    try:
+        yield count
+    finally:
+        release_blocks(model)
+
+
+def _outermost(module: nn.Module) -> list[nn.Module]:
+    stacks: list[nn.Module] = []
+    for child in module.children():
+        stacks += [child] if _is_stack(child) else _outermost(child)
+    return stacks
+
+
+def _is_stack(module: nn.Module) -> bool:
+    if isinstance(module, nn.ModuleList):
+        return True
+    return isinstance(module, nn.Sequential) and any(
+        next(child.children(), None) is not None for child in module
+    )
+
+
+def _own_switch(model: nn.Module, verb: str) -> Callable[..., None] | None:
+    """Find the method by which a Hugging Face model does it itself; None for any other."""
+    if getattr(model, "supports_gradient_checkpointing", False) is not True:
+        return None
+    # transformers 5 renamed the methods and warns of the former names.
+    for kind in ("activation", "gradient"):
+        switch: object = getattr(model, f"{kind}_checkpointing_{verb}", None)
+        if callable(switch):
+            return switch
+    return None
+
+
+def _recomputes(module: nn.Module) -> bool:
+    forward = vars(module).get("forward")
+    return isinstance(forward, partial) and forward.func is checkpoint

@@ -1,0 +1,98 @@
+"""Classification of whole samples (images, rows), or of every pixel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+import torch.nn.functional as F
+
+from trainer.errors import ConfigError
+from trainer.micro_batch import Fields
+from trainer.objectives.base import (
+    IGNORED,
+    ModelCall,
+    Objective,
+    Sums,
+    at_least_single,
+    check_smoothing,
+    labels_of,
+    logits_of,
+    without_labels,
+)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Classify(Objective):
+    """Cross entropy of the class, in nats; the metric is `accuracy`.
+
+    With class weights the denominator is the sum of the weights of the labels, as in PyTorch's
+    mean, and not their count. A label of -100 is no loss term.
+
+    Attributes:
+        class_weights: one number per class; None weighs all alike.
+        label_smoothing: share of the target spread over the classes, in [0, 1).
+    """
+
+    class_weights: Sequence[float] | None = None
+    label_smoothing: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_smoothing(self.label_smoothing)
+        if self.class_weights is not None and not all(w >= 0 for w in self.class_weights):
+            raise ConfigError("objective.class_weights: a weight is negative")
+
+    def weights(self, fields: Fields) -> Mapping[str, float]:
+        """Sum the class weights of the labels for the loss, and count them for the accuracy."""
+        labels = labels_of(fields)
+        valid = labels[labels != IGNORED].long()
+        count = float(valid.numel())
+        if self.class_weights is None:
+            return {"cross_entropy": count, "accuracy": count}
+        weights = torch.tensor(self.class_weights, dtype=torch.float64)
+        return {"cross_entropy": float(weights[valid].sum()), "accuracy": count}
+
+    def sums(self, model: ModelCall, fields: Fields) -> Sums:
+        """Sum over the batch; the sums are at least float32.
+
+        Args:
+            model: gives logits, `(batch, classes)` or `(batch, classes, ...)`.
+            fields: `labels`, `(batch,)` or `(batch, ...)`, and what the model needs.
+
+        Returns:
+            The term `cross_entropy` and the metric `accuracy`.
+
+        Raises:
+            ConfigError: logits, labels and class weights do not belong together.
+        """
+        labels = labels_of(fields).long()
+        logits = at_least_single(logits_of(model(without_labels(fields))))
+        if (logits.shape[0], *logits.shape[2:]) != labels.shape:
+            raise ConfigError(
+                f"model: logits of shape {tuple(logits.shape)} do not belong to labels of shape "
+                f"{tuple(labels.shape)}; classify needs (batch, classes)"
+            )
+        cross_entropy = F.cross_entropy(
+            logits,
+            labels,
+            weight=self._class_weights(logits),
+            ignore_index=IGNORED,
+            reduction="sum",
+            label_smoothing=self.label_smoothing,
+        )
+        with torch.no_grad():
+            accuracy = (logits.argmax(1) == labels).sum()
+        return Sums(losses={"cross_entropy": cross_entropy}, metrics={"accuracy": accuracy})
+
+    def _class_weights(self, logits: torch.Tensor) -> torch.Tensor | None:
+        if self.class_weights is None:
+            return None
+        if len(self.class_weights) != logits.shape[1]:
+            raise ConfigError(
+                f"objective.class_weights: {len(self.class_weights)} weights for "
+                f"{logits.shape[1]} classes"
+            )
+        return logits.new_tensor(self.class_weights)

@@ -1,0 +1,104 @@
+"""Language modelling: every token predicts the one after it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trainer.errors import ConfigError
+from trainer.micro_batch import Fields
+from trainer.objectives.base import (
+    IGNORED,
+    ModelCall,
+    Objective,
+    Sums,
+    at_least_single,
+    check_coefficient,
+    check_smoothing,
+    labels_of,
+    logits_of,
+    without_labels,
+)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class NextToken(Objective):
+    """Cross entropy of the next token, in nats, summed over the tokens that have one.
+
+    Labels are shifted here: `labels` equal to `input_ids`, with -100 where no loss is wanted, is
+    right. The terms are `cross_entropy` and, where asked for, `z_loss`; the metric is `accuracy`.
+
+    Attributes:
+        z_loss: coefficient of the squared log-partition, which keeps logits from drifting
+            (Chowdhery et al. 2022, 2204.02311, section 5); 0 leaves it out.
+        label_smoothing: share of the target spread over the vocabulary, in [0, 1).
+    """
+
+    z_loss: float = 0.0
+    label_smoothing: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_smoothing(self.label_smoothing)
+        check_coefficient("objective.z_loss", self.z_loss)
+
+    def weights(self, fields: Fields) -> Mapping[str, float]:
+        """Count the tokens that have a next one, under every name."""
+        count = float((shifted_labels(fields) != IGNORED).sum())
+        names = ["cross_entropy", "accuracy", *(["z_loss"] if self.z_loss else [])]
+        return dict.fromkeys(names, count)
+
+    def sums(self, model: ModelCall, fields: Fields) -> Sums:
+        """Sum over `(batch, time)`; the sums are at least float32.
+
+        Raises:
+            ConfigError: the model's logits do not belong to the labels.
+        """
+        targets = shifted_labels(fields)
+        logits = logits_of(model(without_labels(fields)))
+        if logits.shape[:-1] != targets.shape:
+            raise ConfigError(
+                f"model: logits of shape {tuple(logits.shape)} do not belong to labels of shape "
+                f"{tuple(targets.shape)}; next_token needs (batch, time, vocabulary)"
+            )
+        logits = at_least_single(logits).flatten(0, -2)
+        targets = targets.flatten()
+        losses = {
+            "cross_entropy": F.cross_entropy(
+                logits,
+                targets,
+                ignore_index=IGNORED,
+                reduction="sum",
+                label_smoothing=self.label_smoothing,
+            )
+        }
+        if self.z_loss:
+            partition = logits.logsumexp(-1).masked_fill(targets == IGNORED, 0.0)
+            losses["z_loss"] = self.z_loss * partition.square().sum()
+        with torch.no_grad():
+            accuracy = (logits.argmax(-1) == targets).sum()
+        return Sums(losses=losses, metrics={"accuracy": accuracy})
+
+
+def shifted_labels(fields: Fields) -> Tensor:
+    """Move every label to the position that predicts it.
+
+    The last position of each document predicts nothing. Its label is -100 rather than missing:
+    the logits then need not be cut, which would copy them.
+
+    Args:
+        fields: `labels`, `(batch, time)`; and `cu_seqlens` where documents are packed.
+
+    Returns:
+        `(batch, time)`, int64.
+    """
+    targets = F.pad(labels_of(fields)[:, 1:], (0, 1), value=IGNORED).long()
+    if "cu_seqlens" in fields:
+        ends = fields["cu_seqlens"][1:].long() - 1
+        targets.index_fill_(1, ends, IGNORED)
+    return targets

@@ -1,0 +1,156 @@
+"""How large a micro-batch may be: arithmetic over predicted peaks and timed shapes.
+
+Nothing here runs a model. Whoever can predict the peak of one shape (by running it on fake tensors)
+hands that in; the answer is a cap on padded tokens. Two things bound the cap: what fits, and
+what is needed for full speed. Beyond the second, memory is spent for nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, final
+
+from trainer.plan.cut import Cost
+
+
+@final
+class Shape(NamedTuple):
+    """The shape of one micro-batch: `num_samples` rows, each padded to `length` tokens."""
+
+    num_samples: int
+    length: int
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapSearch:
+    """What a search for the largest cap found.
+
+    Attributes:
+        cap: largest candidate whose predicted peak fits, in padded tokens; `None` when not even
+            the smallest does.
+        peaks: predicted peak in bytes of every cap that was tried, ascending by cap.
+    """
+
+    cap: int | None
+    peaks: Mapping[int, int]
+
+
+def candidate_caps(longest: int, total: int, ratio: float = 1.04) -> tuple[int, ...]:
+    """List the caps worth trying, from one longest sample to the whole batch in one piece.
+
+    Neighbours differ by at most `ratio` (or by one token), so the largest candidate that fits is
+    within `ratio - 1` of the largest cap that fits.
+
+    Args:
+        longest: padded tokens of the longest sample; a smaller cap could not hold it.
+        total: padded tokens of the global batch on one rank as one micro-batch.
+        ratio: step between neighbours, above 1.
+
+    Returns:
+        Ascending caps, the first `longest`, the last `max(longest, total)`.
+    """
+    caps = [longest]
+    while caps[-1] < total:
+        caps.append(min(total, max(caps[-1] + 1, math.floor(caps[-1] * ratio))))
+    return tuple(caps)
+
+
+def corner_shapes(cap: int, longest: int, shortest: int, max_samples: int) -> tuple[Shape, ...]:
+    """Name the shapes under `cap` that can have the highest peak.
+
+    For a peak of the form `a + b n L + c n L^2 + d n` (activations, attention scores, per-sample
+    state), `n = cap / L` makes it convex in `L`, so its maximum lies at the longest or at the
+    shortest length; with at most `max_samples` samples the short end starts at
+    `L = cap / max_samples`.
+
+    Args:
+        cap: padded tokens of a micro-batch; at least `longest`.
+        longest: longest padded length in the data.
+        shortest: shortest padded length in the data.
+        max_samples: most samples a micro-batch can have (`accum.micro`, or the global batch).
+
+    Returns:
+        One or two shapes, the long corner first.
+    """
+    long = Shape(max(1, min(max_samples, cap // longest)), longest)
+    length = min(longest, max(1, shortest, math.ceil(cap / max_samples)))
+    short = Shape(max(1, min(max_samples, cap // length)), length)
+    return (long,) if short == long else (long, short)
+
+
+LINE_STEPS = 4
+"""Predictions placed by interpolation before plain bisection takes over."""
+
+
+def largest_cap(
+    predict: Callable[[int], int], limit_bytes: int, candidates: Sequence[int]
+) -> CapSearch:
+    """Find the largest candidate cap whose predicted peak fits.
+
+    A bisection whose first steps ask where the line through the bracket's ends crosses the limit:
+    peaks are nearly affine in the cap, so four or five predictions do. For any monotone `predict`
+    at most `2 + LINE_STEPS + log2(candidates)` are made.
+
+    Args:
+        predict: cap in padded tokens -> predicted peak in bytes, not decreasing. For a model, the
+            largest prediction over `corner_shapes`.
+        limit_bytes: what the peak may not exceed.
+        candidates: ascending caps, at least one.
+
+    Returns:
+        The cap and every peak that was predicted on the way.
+    """
+    peaks = {cap: predict(cap) for cap in dict.fromkeys((candidates[0], candidates[-1]))}
+    low, high = 0, len(candidates) - 1
+    if peaks[candidates[low]] > limit_bytes:
+        return CapSearch(cap=None, peaks=peaks)
+    if peaks[candidates[high]] <= limit_bytes:
+        return CapSearch(cap=candidates[high], peaks=peaks)
+    line_steps = LINE_STEPS
+    while high - low > 1:
+        middle = (low + high) // 2
+        if line_steps:
+            line_steps -= 1
+            start, end = candidates[low], candidates[high]
+            share = (limit_bytes - peaks[start]) / (peaks[end] - peaks[start])
+            crossing = start + share * (end - start)
+            middle = min(max(bisect_right(candidates, crossing) - 1, low + 1), high - 1)
+        cap = candidates[middle]
+        peaks[cap] = predict(cap)
+        low, high = (middle, high) if peaks[cap] <= limit_bytes else (low, middle)
+    return CapSearch(cap=candidates[low], peaks=dict(sorted(peaks.items())))
+
+
+def saturation_cap(cost: Cost, share: float = 0.97) -> int:
+    """Tell how many tokens a micro-batch needs to run at `share` of peak throughput.
+
+    With `t(T) = alpha + beta T`, throughput `T / t(T)` reaches `share` of its limit `1 / beta` at
+    `T = (alpha / beta) share / (1 - share)`; `alpha / beta` is `cost.fixed`.
+
+    Args:
+        cost: the fitted time model.
+        share: of peak throughput, in (0, 1).
+
+    Returns:
+        Tokens, at least 1.
+    """
+    return max(1, math.ceil(cost.fixed * share / (1.0 - share)))
+
+
+def best_cap(fits: int, cost: Cost, longest: int, share: float = 0.97) -> int:
+    """Choose the cap: the smaller of what fits and what reaches full speed.
+
+    Args:
+        fits: largest cap whose peak fits, in padded tokens.
+        cost: the fitted time model.
+        longest: padded tokens of the longest sample, which must fit whatever its speed.
+        share: of peak throughput that is enough.
+
+    Returns:
+        Padded tokens.
+    """
+    return min(fits, max(longest, saturation_cap(cost, share)))

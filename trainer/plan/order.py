@@ -1,0 +1,232 @@
+"""The order of samples: which ids stand behind each optimizer step.
+
+A pure function of the number of samples (or their lengths), the seed and the global batch. It
+knows nothing of ranks, micro-batches, workers or restarts, so none of them can change a step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Literal, final
+
+import numpy as np
+
+from trainer.errors import ConfigError, DataError
+from trainer.plan.cut import IntArray
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Cursor:
+    """A position in the data, between two steps.
+
+    Attributes:
+        step: optimizer steps finished.
+        epoch: epochs finished.
+        offset: samples of the current epoch already passed.
+        samples: samples consumed in total; what `tail=drop` leaves out is not consumed.
+    """
+
+    step: int
+    epoch: int
+    offset: int
+    samples: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class GlobalBatch:
+    """The samples behind one optimizer step.
+
+    Attributes:
+        ids: `(global batch,)`, sample ids in order.
+        epoch: the epoch they belong to, from 0.
+        is_tail: whether the epoch ended before the global batch was full.
+        after: the position once this step is done.
+    """
+
+    ids: IntArray
+    epoch: int
+    is_tail: bool
+    after: Cursor
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Epoch:
+    """One epoch's permutation, and the token sums along it (empty under `unit="samples"`)."""
+
+    number: int
+    permutation: IntArray
+    token_sums: IntArray
+
+
+@final
+class Order:
+    """Cuts the permutation of every epoch into global batches.
+
+    Epoch `e` is the stable argsort of raw Philox draws keyed by `(seed, e)`: a stream that NumPy
+    keeps across versions, unlike those of its distributions. A global batch never crosses an
+    epoch. One epoch's permutation is held at a time: 8 bytes per sample, 16 under
+    `unit="tokens"`.
+
+    Args:
+        num_samples: samples of the training split.
+        seed: selects the permutations.
+        global_size: samples, or tokens, behind one optimizer step; at least 1.
+        unit: what `global_size` counts. With `tokens`, a step closes with the first sample that
+            makes the sum reach it.
+        tail: what becomes of an epoch's last samples that do not fill a global batch.
+        lengths: `(num_samples,)`, tokens of each sample; needed under `unit="tokens"` only.
+
+    Raises:
+        ConfigError: `global_size` is below 1.
+        DataError: the data cannot fill a single step.
+        ValueError: `unit="tokens"` without one length per sample.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        seed: int,
+        global_size: int,
+        unit: Literal["samples", "tokens"] = "samples",
+        tail: Literal["keep", "drop"] = "keep",
+        lengths: IntArray | None = None,
+    ) -> None:
+        if global_size < 1:
+            raise ConfigError(f"batch.global={global_size}: must be at least 1")
+        self.num_samples = num_samples
+        self.seed = seed
+        self.global_size = global_size
+        self.keeps_tail = tail == "keep"
+        self._lengths: IntArray | None = None
+        if unit == "tokens":
+            if lengths is None or len(lengths) != num_samples:
+                raise ValueError("unit='tokens' needs one length per sample")
+            self._lengths = np.asarray(lengths, dtype=np.int64)
+        self._epoch: _Epoch | None = None
+        self._steps_of_epoch: dict[int, int] = {}
+        self._refuse_empty(unit)
+
+    @property
+    def start(self) -> Cursor:
+        """The position before the first step."""
+        return Cursor(step=0, epoch=0, offset=0, samples=0)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps of the first epoch; of every epoch under `unit="samples"`."""
+        return self._count_steps(0)
+
+    def next(self, cursor: Cursor) -> GlobalBatch:
+        """Take the global batch that follows `cursor`.
+
+        A cursor of an order with another `global_size` is welcome: the epoch goes on from its
+        offset. Costs O(global batch), and a sort where it enters another epoch.
+
+        Args:
+            cursor: `start`, or `after` of the batch before.
+
+        Returns:
+            The batch, which holds at least one sample, and the position behind it.
+        """
+        cursor = self._settled(cursor)
+        stop, is_tail = self._stop(cursor.epoch, cursor.offset)
+        ids = self._open(cursor.epoch).permutation[cursor.offset : stop].copy()
+        after = Cursor(
+            step=cursor.step + 1,
+            epoch=cursor.epoch,
+            offset=stop,
+            samples=cursor.samples + len(ids),
+        )
+        return GlobalBatch(ids=ids, epoch=cursor.epoch, is_tail=is_tail, after=self._settled(after))
+
+    def num_steps(self, epochs: int) -> int:
+        """Count the steps of the first `epochs` epochs, exactly.
+
+        Costs O(1) under `unit="samples"`; one sort per epoch under `unit="tokens"`, whose
+        epochs differ in their number of steps.
+        """
+        if self._lengths is None:
+            return epochs * self._count_steps(0)
+        return sum(self._count_steps(epoch) for epoch in range(epochs))
+
+    def at(self, step: int) -> Cursor:
+        """Find the position after `step` steps from the start.
+
+        Costs O(1) under `unit="samples"`; a walk under `unit="tokens"`, where a checkpoint's own
+        cursor is the way back.
+        """
+        if self._lengths is None:
+            per_epoch = self._count_steps(0)
+            epoch, position = divmod(step, per_epoch)
+            offset = position * self.global_size
+            consumed = self.num_samples if self.keeps_tail else per_epoch * self.global_size
+            return Cursor(step, epoch, offset, epoch * consumed + offset)
+        cursor = self.start
+        while cursor.step < step:
+            cursor = self.next(cursor).after
+        return cursor
+
+    def fractional_epoch(self, cursor: Cursor) -> float:
+        """Express a position in epochs: 1.5 is the middle of the second."""
+        return cursor.epoch + cursor.offset / self.num_samples
+
+    def _refuse_empty(self, unit: str) -> None:
+        if self.num_samples < 1:
+            raise DataError("data: the training split holds no samples")
+        held = self.num_samples if self._lengths is None else int(self._lengths.sum())
+        if not self.keeps_tail and held < self.global_size:
+            raise DataError(
+                f"batch.tail=drop leaves no step: an epoch holds {held} {unit}, fewer than "
+                f"batch.global={self.global_size}; use batch.tail=keep or a smaller batch.global"
+            )
+
+    def _open(self, number: int) -> _Epoch:
+        """Give an epoch's permutation; sorts only when the epoch changes."""
+        epoch = self._epoch
+        if epoch is None or epoch.number != number:
+            permutation = _permutation(self.num_samples, self.seed, number)
+            lengths = permutation[:0] if self._lengths is None else self._lengths[permutation]
+            epoch = self._epoch = _Epoch(number, permutation, np.cumsum(lengths))
+        return epoch
+
+    def _stop(self, number: int, offset: int) -> tuple[int, bool]:
+        """Find where the batch from `offset` ends, and whether the epoch cuts it short."""
+        if self._lengths is None:
+            stop = offset + self.global_size
+        else:
+            sums = self._open(number).token_sums
+            before = int(sums[offset - 1]) if offset else 0
+            stop = int(np.searchsorted(sums, before + self.global_size)) + 1
+        return min(stop, self.num_samples), stop > self.num_samples
+
+    def _settled(self, cursor: Cursor) -> Cursor:
+        """Move a position from which its epoch offers no further step to the next epoch."""
+        is_over = cursor.offset >= self.num_samples
+        if not is_over and not self.keeps_tail:
+            _, is_over = self._stop(cursor.epoch, cursor.offset)
+        return Cursor(cursor.step, cursor.epoch + 1, 0, cursor.samples) if is_over else cursor
+
+    def _count_steps(self, number: int) -> int:
+        if self._lengths is None:
+            full, rest = divmod(self.num_samples, self.global_size)
+            return full + (1 if rest and self.keeps_tail else 0)
+        if number not in self._steps_of_epoch:
+            self._steps_of_epoch[number] = self._walk(number)
+        return self._steps_of_epoch[number]
+
+    def _walk(self, number: int) -> int:
+        count, offset = 0, 0
+        while offset < self.num_samples:
+            offset, is_tail = self._stop(number, offset)
+            count += 1 if self.keeps_tail or not is_tail else 0
+        return count
+
+
+def _permutation(num_samples: int, seed: int, epoch: int) -> IntArray:
+    digest = hashlib.blake2b(f"{seed}\x1f{epoch}".encode(), digest_size=16, person=b"order")
+    stream = np.random.Philox(key=int.from_bytes(digest.digest(), "little"))
+    return np.argsort(stream.random_raw(num_samples), kind="stable")

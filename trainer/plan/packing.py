@@ -1,0 +1,177 @@
+"""Packs the documents of one global batch into rows, end to end, without padding.
+
+For models that take document boundaries. Bin packing under a hard cap comes first, balance
+second: number partitioning alone exceeds the cap.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from itertools import chain
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from trainer.plan.cut import FloatArray, IntArray, Layout, Plan
+from trainer.plan.partition import deal_by_cost, deal_in_snake, split
+
+Number = TypeVar("Number", np.int64, np.float64)
+
+TRIES_PER_DOCUMENT = 2
+"""Rows passed over for each document on average before balancing gives up."""
+
+
+def pack(lengths: IntArray, layout: Layout, cap: int, max_micro: int | None = None) -> Plan:
+    """Cut a global batch into packed rows, each one micro-batch.
+
+    Ranks that meet only at the end of the step: documents go to ranks by cost, each rank is packed
+    on its own. Ranks in lockstep: the batch is packed into a multiple of `world_size` rows, and
+    rows of like cost share a slot, which minimises the sum of the slots' maxima for given rows.
+
+    Args:
+        lengths: `(global batch,)`, at least one document.
+        layout: what hardware and model ask. With `max_shapes`, row lengths are rounded up to one
+            of that many even parts of the cap, the same for a whole run.
+        cap: most positions of a row. A document longer than this gets a row of its own.
+        max_micro: most documents of a row.
+
+    Returns:
+        The plan, dearest row first in every rank.
+    """
+    order = np.argsort(-lengths, kind="stable")
+    descending = np.maximum(lengths[order], 1)
+    costs = layout.cost.per_sample(descending)
+    limit = max_micro or len(lengths)
+    ranks: list[list[IntArray]] = []
+    if layout.lockstep:
+        rows = pack_rows(descending, costs, cap, limit, multiple_of=layout.world_size)
+        for share in deal_in_snake(len(rows), layout.world_size):
+            ranks.append([order[rows[index]] for index in share])
+    else:
+        for share in deal_by_cost(costs, layout.world_size):
+            rows = pack_rows(descending[share], costs[share], cap, limit)
+            ranks.append([order[share[row]] for row in rows])
+    return Plan(
+        ranks=tuple(tuple(rows) for rows in ranks),
+        lengths=lengths,
+        padded_lengths=tuple(tuple(_row_lengths(lengths, rows, layout, cap)) for rows in ranks),
+        packed=True,
+    )
+
+
+def _row_lengths(
+    lengths: IntArray, rows: Sequence[IntArray], layout: Layout, cap: int
+) -> list[int]:
+    """Round rows up to what the layout allows, never beyond the cap; 0 for an empty row."""
+    if not rows:
+        return []
+    step = layout.pad_multiple
+    if layout.max_shapes is not None:
+        part = -(-cap // layout.max_shapes)
+        step *= -(-part // step)
+    sizes = [len(row) for row in rows]
+    num_tokens = _totals(lengths[np.concatenate(rows)], sizes)
+    padded = np.minimum(-(-np.maximum(num_tokens, 1) // step) * step, cap)
+    return [int(length) for length in np.maximum(num_tokens, padded) * np.minimum(sizes, 1)]
+
+
+def _totals(values: npt.NDArray[Number], sizes: Sequence[int]) -> npt.NDArray[Number]:
+    """Sum consecutive stretches of `values`, as many of them as `sizes` says."""
+    sums = np.concatenate([np.zeros(1, dtype=values.dtype), np.cumsum(values)])
+    totals: npt.NDArray[Number] = np.diff(sums[np.cumsum([0, *sizes])])
+    return totals
+
+
+def pack_rows(
+    lengths: IntArray, costs: FloatArray, cap: int, max_micro: int, multiple_of: int = 1
+) -> list[IntArray]:
+    """Pack documents sorted longest first into rows of at most `cap` tokens, alike in cost.
+
+    The number of rows is that of best fit decreasing, rounded up to the multiple: at most
+    `11/9 OPT + 4` (Johnson 1974; usually the lower bound `ceil(sum / cap)`) where `max_micro` does
+    not bind. Into as many rows the documents are dealt again, each to the cheapest row that has
+    room; where that fails, the rows of best fit stay. `O(n log n)`.
+
+    Args:
+        lengths: `(num_documents,)`, not increasing, each at least 1.
+        costs: `(num_documents,)`, time of each.
+        cap: most tokens of a row; a longer document gets a row of its own.
+        max_micro: most documents of a row.
+        multiple_of: the number of rows is a multiple of this.
+
+    Returns:
+        Rows of indices, ascending in each, dearest row first; empty rows, last, only where there
+        are fewer documents than rows needed.
+    """
+    rows = _best_fit(lengths.tolist(), cap, max_micro)
+    count = -(-len(rows) // multiple_of) * multiple_of
+    rows = _balanced(lengths.tolist(), costs.tolist(), cap, max_micro, count) or _halved(
+        rows, count
+    )
+    held = np.fromiter(chain.from_iterable(rows), dtype=np.int64, count=len(lengths))
+    sizes = [len(row) for row in rows]
+    packed = split(held, [0, *np.cumsum(sizes)[:-1]])
+    dearest_first = np.argsort(-_totals(costs[held], sizes), kind="stable")
+    return [packed[index] for index in dearest_first]
+
+
+def _best_fit(lengths: Sequence[int], cap: int, max_micro: int) -> list[list[int]]:
+    """Put each document into the fullest row that has room for it (best fit decreasing)."""
+    rows: list[list[int]] = []
+    num_documents, smallest = len(lengths), lengths[-1] if lengths else 0
+    # Open rows as `room * num_documents + row`: sorted by room, integers compare fastest.
+    open_rows: list[int] = []
+    for index, length in enumerate(lengths):
+        at = bisect_left(open_rows, length * num_documents)
+        if at < len(open_rows):
+            room, row = divmod(open_rows.pop(at), num_documents)
+            rows[row].append(index)
+        else:
+            room, row = cap, len(rows)
+            rows.append([index])
+        if room - length >= smallest and len(rows[row]) < max_micro:
+            insort(open_rows, (room - length) * num_documents + row)
+    return rows
+
+
+def _balanced(
+    lengths: Sequence[int], costs: Sequence[float], cap: int, max_micro: int, count: int
+) -> list[list[int]] | None:
+    """Deal documents to exactly `count` rows, each to the cheapest with room; None if it fails.
+
+    Longest processing time first under a capacity. It is given up when the search for rows with
+    room becomes long, so that it stays `O(n log n)`.
+    """
+    rows: list[list[int]] = [[] for _ in range(count)]
+    rooms = [cap] * count
+    loads = [(0.0, row) for row in range(count)]
+    tries, smallest = TRIES_PER_DOCUMENT * len(lengths), lengths[-1] if lengths else 0
+    for index, length in enumerate(lengths):
+        passed = []
+        while loads and length > rooms[loads[0][1]] and rows[loads[0][1]]:
+            passed.append(heapq.heappop(loads))
+            tries -= 1
+        if not loads or tries < 0:
+            return None
+        load, row = heapq.heappop(loads)
+        rows[row].append(index)
+        rooms[row] -= length
+        if rooms[row] >= smallest and len(rows[row]) < max_micro:
+            heapq.heappush(loads, (load + costs[index], row))
+        for entry in passed:
+            heapq.heappush(loads, entry)
+    return rows
+
+
+def _halved(rows: list[list[int]], count: int) -> list[list[int]]:
+    """Split the rows with the most documents until there are `count`, or only single ones."""
+    fullest = [(-len(row), row) for row in rows]
+    heapq.heapify(fullest)
+    while len(fullest) < count and -fullest[0][0] > 1:
+        _, row = heapq.heappop(fullest)
+        for half in (row[::2], row[1::2]):
+            heapq.heappush(fullest, (-len(half), half))
+    return [row for _, row in fullest] + [[] for _ in range(count - len(fullest))]

@@ -1,0 +1,397 @@
+"""Cuts one global batch into padded micro-batches, for one rank or many.
+
+Samples are sorted by length, longest first, and cut into consecutive groups. For any cost that
+grows with the longest sample of a group some optimal partition is of this form: with the group
+sizes fixed, regrouping consecutively never raises the j-th largest group maximum. A dynamic
+program finds the cheapest cuts.
+
+What each function guarantees stands in its docstring. All are pure and deterministic (ties keep
+sample order; floats are added one by one or exactly, since numpy's sums depend on the processor),
+so every rank computes the same plan and nobody sends it.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import fsum
+from typing import final
+
+import numpy as np
+
+from trainer.plan.cut import Cost, FloatArray, IntArray, Layout, Plan
+
+MAX_CANDIDATES = 512
+"""Lengths among which `ladder` chooses; more would cost time and save no padding to speak of."""
+
+FILLED_SLOTS = (1, 2, 3, 4, 6, 8, 12, 24)
+"""Numbers of slots that filling aims at; with many slots common cuts are as good."""
+
+SLACK = 1.05
+"""Filling aims this much above the even share, since samples are not divisible."""
+
+LAST_SLACKS = (1.0, 1.02, 1.05, 1.1, 1.2, 1.4)
+"""Levels at which the last slot is tried, over its even share."""
+
+
+def partition(lengths: IntArray, layout: Layout, cap: int, max_micro: int | None = None) -> Plan:
+    """Cut a global batch into padded micro-batches at the least cost.
+
+    One rank, or ranks that meet only at the end of the step: samples go to ranks by `deal_by_cost`
+    and each rank is cut by `cut_sorted`, optimal for what it was dealt; counts may differ and a
+    rank may have none. Ranks in lockstep: see `_cut_in_lockstep`.
+
+    Args:
+        lengths: `(global batch,)`, at least one sample.
+        layout: what hardware and model ask.
+        cap: most padded tokens of a micro-batch. A sample longer than this gets a micro-batch of
+            its own; who must not let that happen asks `pad` first.
+        max_micro: most samples of a micro-batch.
+
+    Returns:
+        The plan, longest first in every rank.
+    """
+    padded = pad(lengths, layout)
+    longest_first = np.argsort(-padded, kind="stable")
+    limit = max_micro or len(lengths)
+    if layout.lockstep and layout.world_size > 1:
+        ranks = _cut_in_lockstep(longest_first, padded, layout, cap, limit)
+    else:
+        ranks = []
+        for share in deal_by_cost(layout.cost.per_sample(padded[longest_first]), layout.world_size):
+            mine = longest_first[share]
+            starts = cut_sorted(padded[mine], cap, layout.cost, limit)
+            ranks.append(split(mine, starts))
+    return Plan(
+        ranks=tuple(ranks),
+        lengths=lengths,
+        padded_lengths=tuple(
+            tuple(int(padded[slot[0]]) if len(slot) else 0 for slot in slots) for slots in ranks
+        ),
+    )
+
+
+def pad(lengths: IntArray, layout: Layout) -> IntArray:
+    """Round lengths up to what the layout allows: a multiple, or one of a few shapes.
+
+    Args:
+        lengths: `(num_samples,)`.
+        layout: its `pad_multiple`, `shapes` and `max_shapes` are read. Lengths above the last
+            shape are rounded to the multiple only.
+
+    Returns:
+        `(num_samples,)`, each at least 1.
+    """
+    multiple = layout.pad_multiple
+    padded = -(-np.maximum(lengths, 1) // multiple) * multiple
+    shapes = layout.shapes
+    if not shapes and layout.max_shapes is not None and not layout.packed:
+        shapes = ladder(padded, layout.max_shapes, layout.cost)
+    if not shapes:
+        return padded
+    steps = np.asarray(shapes, dtype=np.int64)
+    index = np.searchsorted(steps, padded)
+    return np.where(index < len(steps), steps[np.minimum(index, len(steps) - 1)], padded)
+
+
+def ladder(lengths: IntArray, max_shapes: int, cost: Cost) -> tuple[int, ...]:
+    """Choose the few padded lengths that waste the least.
+
+    A dynamic program over the distinct lengths, `O(max_shapes * m^2)`: exact for `m` up to
+    `MAX_CANDIDATES` distinct lengths, otherwise exact over as many evenly ranked ones. Micro-batch
+    counts are left out of the cost, since they hardly depend on the shapes.
+
+    Args:
+        lengths: `(num_samples,)`, of a global batch, or of all data for a ladder that serves a
+            whole run; already multiples of what they are to be multiples of.
+        max_shapes: how many to choose, at least 1.
+        cost: weighs a token of padding by the length it is in.
+
+    Returns:
+        At most `max_shapes` lengths, ascending, the last the longest.
+    """
+    tops = np.unique(lengths)
+    if len(tops) <= max_shapes:
+        return tuple(map(int, tops))
+    if len(tops) > MAX_CANDIDATES:
+        tops = tops[np.linspace(0, len(tops) - 1, MAX_CANDIDATES).astype(np.int64)]
+    below = np.searchsorted(np.sort(lengths), np.concatenate([[0], tops]), side="right")
+    # waste[i, j]: everything above top i - 1 and up to top j is padded to top j.
+    held = np.maximum(below[None, 1:] - below[:-1, None], 0)
+    waste = held * cost.per_sample(tops)[None, :]
+    best, choices = waste[0], []
+    for _ in range(max_shapes - 1):
+        before = np.concatenate([[0.0], best[:-1]])
+        total = np.where(held > 0, before[:, None] + waste, np.inf)
+        choices.append(total.argmin(axis=0))
+        best = total.min(axis=0)
+    chosen, top = [len(tops) - 1], len(tops) - 1
+    for choice in reversed(choices):
+        top = int(choice[top]) - 1
+        if top < 0:
+            break
+        chosen.append(top)
+    return tuple(int(tops[index]) for index in reversed(chosen))
+
+
+def cut_sorted(lengths: IntArray, cap: int, cost: Cost, max_micro: int) -> IntArray:
+    """Cut samples sorted longest first into consecutive micro-batches at the least total cost.
+
+        V(i) = min over 1 <= k <= K_i of  fixed + k c(s_i) + V(i + k),    V(n) = 0
+        c(s) = s + quadratic s^2,    K_i = max(1, min(cap // s_i, max_micro))
+
+    The optimum over all partitions of these samples under cap and `max_micro`, not only over
+    consecutive ones. Candidates `j = i + k` are kept in a queue in the order in which they become
+    the best, since a nearer one that has become better stays so: `c` only grows towards the front
+    and the farther candidate leaves the window first (the cost is Monge). `O(n log n)` for every
+    cap, where scanning the window costs `O(n cap / s)`.
+
+    Args:
+        lengths: `(num_samples,)`, padded, not increasing.
+        cap: most padded tokens of a micro-batch.
+        cost: the time model.
+        max_micro: most samples of a micro-batch, at least 1.
+
+    Returns:
+        `(num_micro_batches,)`, where each begins. Micro-batches of one padded length, which cost
+        the same however they share their samples, are as even as they can be.
+    """
+    num_samples = len(lengths)
+    if num_samples == 0:
+        return np.zeros(0, dtype=np.int64)
+    most = np.maximum(1, np.minimum(cap // lengths, max_micro))
+    if lengths[0] == lengths[-1]:
+        return even_starts(num_samples, -(-num_samples // int(most[0])))
+    ends = _cheapest_ends(cost.per_sample(lengths), most, cost.fixed)
+    starts = [0]
+    while (end := ends[starts[-1]]) < num_samples:
+        starts.append(end)
+    return _evened(np.asarray(starts, dtype=np.int64), lengths)
+
+
+def _cheapest_ends(costs: FloatArray, most: IntArray, fixed: float) -> list[int]:
+    """Solve the recursion of `cut_sorted`: where a micro-batch that begins at `i` ends."""
+    num_samples = len(costs)
+    reach = np.arange(num_samples) + most
+    last_seen = (np.searchsorted(reach, np.arange(num_samples + 1)) - 1).tolist()
+    slopes, ascending = costs.tolist(), (-costs).tolist()
+    value, ends = [0.0] * (num_samples + 1), [0] * num_samples
+    # turns[x]: the largest i at which candidate queue[x] beats queue[x - 1].
+    queue, turns, first = [num_samples], [num_samples], 0
+    for i in range(num_samples - 1, -1, -1):
+        while first + 1 < len(queue) and turns[first + 1] >= i:
+            first += 1
+        end = queue[first]
+        ends[i] = end
+        value[i] = fixed + (end - i) * slopes[i] + value[end]
+        # Candidate i is open to micro-batches that begin before it; it takes over from `far` once
+        # the slope reaches what it is dearer by, or once `far` is out of reach.
+        while True:
+            far = queue[-1]
+            dearer = (value[i] - value[far]) / (far - i)
+            turn = max(last_seen[far], bisect_right(ascending, -dearer) - 1)
+            if len(queue) == first + 1 or turn < turns[-1]:
+                break
+            queue.pop()
+            turns.pop()
+        queue.append(i)
+        turns.append(turn)
+    return ends
+
+
+def _evened(starts: IntArray, lengths: IntArray) -> IntArray:
+    """Share samples evenly among neighbouring micro-batches of one padded length.
+
+    Their cost stays, the largest shrinks, and starts only move forward, within the run of equal
+    lengths they began in.
+    """
+    heads = lengths[starts]
+    firsts = np.flatnonzero(np.concatenate([[True], heads[1:] != heads[:-1]]))
+    bounds = np.append(starts[firsts], len(lengths))
+    counts = np.diff(np.append(firsts, len(starts)))
+    index = np.arange(len(starts)) - np.repeat(firsts, counts)
+    sizes = np.repeat(np.diff(bounds), counts)
+    evened: IntArray = np.repeat(bounds[:-1], counts) + index * sizes // np.repeat(counts, counts)
+    return evened
+
+
+def even_starts(num_samples: int, num_groups: int) -> IntArray:
+    """Begin `num_groups` groups of `num_samples` samples whose sizes differ by at most one."""
+    return np.arange(num_groups, dtype=np.int64) * num_samples // num_groups
+
+
+def deal_by_cost(costs: FloatArray, world_size: int) -> list[IntArray]:
+    """Deal samples to ranks so that the ranks' totals are alike: longest processing time first.
+
+    The largest total is at most `4/3 - 1/(3 W)` of the best possible (Graham 1969) and at most
+    `mean + (1 - 1/W) max`. Karmarkar-Karp costs ten times as much and is not measurably better.
+
+    Args:
+        costs: `(num_samples,)`, not increasing.
+        world_size: ranks, `W`.
+
+    Returns:
+        For each rank the indices it is dealt, ascending; empty where there are too few samples.
+    """
+    if world_size == 1:
+        return [np.arange(len(costs), dtype=np.int64)]
+    shares: list[list[int]] = [[] for _ in range(world_size)]
+    loads = [(0.0, rank) for rank in range(world_size)]
+    for index, cost in enumerate(costs.tolist()):
+        load, rank = loads[0]
+        shares[rank].append(index)
+        heapq.heapreplace(loads, (load + cost, rank))
+    return [np.asarray(share, dtype=np.int64) for share in shares]
+
+
+def deal_in_snake(num_samples: int, world_size: int) -> list[IntArray]:
+    """Deal sorted samples to ranks in rows, every other row backwards.
+
+    Counts differ by at most one, and every rank's `t`-th sample is of row `t`.
+
+    Returns:
+        For each rank the indices it is dealt, ascending.
+    """
+    rows = np.arange(-(-num_samples // world_size) * world_size).reshape(-1, world_size)
+    rows[1::2] = rows[1::2, ::-1]
+    return [column[column < num_samples] for column in rows.T]
+
+
+def _cut_in_lockstep(
+    longest_first: IntArray, padded: IntArray, layout: Layout, cap: int, max_micro: int
+) -> list[tuple[IntArray, ...]]:
+    """Cut ranks so that all have equal counts and little to wait for: each slot costs its slowest.
+
+    Two ways, of which the cheaper is taken. Common cuts: samples are dealt in snake order and all
+    ranks are cut between the same rows; the first sample of a row bounds it, so the program of
+    `cut_sorted` over these is optimal among all common cuts of the deal. (A last row that is not
+    full can cost more than the program thinks, by what one sample is longer than its neighbour.)
+    Filled slots: see `_fill_slots`; they win where few samples differ much, since beside one long
+    sample the other ranks compute several shorter ones. A slot is empty only where a rank has
+    fewer samples than there are slots.
+    """
+    lengths, world_size = padded[longest_first], layout.world_size
+    heads = lengths[::world_size].copy()
+    if len(heads) > 1 and len(lengths) % world_size:
+        # Ranks without a sample in the last row may have to fill a slot from the row before.
+        heads[-1] = heads[-2]
+    starts = cut_sorted(heads, cap, layout.cost, max_micro)
+    sizes = np.diff([*starts, len(heads)])
+    common = len(starts) * layout.cost.fixed + fsum(sizes * layout.cost.per_sample(heads[starts]))
+    most = np.maximum(1, np.minimum(cap // lengths, max_micro))
+    costs = layout.cost.per_sample(lengths)
+    filled = _fill_slots(costs, most, world_size, layout.cost.fixed, common)
+    if filled:
+        pieces = split(longest_first, filled)
+        deal = deal_in_snake(len(pieces), world_size)
+        return [tuple(pieces[index] for index in share) for share in deal]
+    ranks = []
+    for share in deal_in_snake(len(lengths), world_size):
+        # A start moves forward where later slots of this rank would be left without a sample.
+        room = np.maximum(len(share) - np.arange(len(starts), 0, -1), np.arange(len(starts)))
+        ranks.append(split(longest_first[share], np.minimum(starts, room)))
+    return ranks
+
+
+def _fill_slots(
+    costs: FloatArray, most: IntArray, world_size: int, fixed: float, to_beat: float
+) -> list[int] | None:
+    """Cut sorted samples into slots of `world_size` consecutive micro-batches of like cost.
+
+    Each slot takes the samples that come next: every rank as many of them as cost no more than
+    what the slot would cost if all slots shared the work evenly, or than its longest sample. Each
+    number of slots in `FILLED_SLOTS` is tried and the best is kept. A heuristic; what bounds it is
+    `to_beat`.
+
+    Args:
+        costs: `(num_samples,)`, not increasing.
+        most: `(num_samples,)`, samples of a micro-batch that begins there, at most.
+        world_size: micro-batches of a slot.
+        fixed: cost of a micro-batch that does not depend on its size.
+        to_beat: total cost of the slots' dearest micro-batches that is known to be possible.
+
+    Returns:
+        Where each micro-batch begins, `world_size` for each slot; `None` if none is cheaper, as
+        always where all samples cost the same.
+    """
+    if costs[0] == costs[-1]:
+        return None
+    best, work = None, fsum(costs) / world_size
+    filler = _Filler([*costs.tolist(), 1.0], [*most.tolist(), 0], world_size)
+    # Under `most` there are at least so many slots; aiming at fewer is the same for all of them.
+    fewest = fsum(1.0 / most) / world_size
+    for count in FILLED_SLOTS[bisect_right(FILLED_SLOTS[1:], fewest) :]:
+        starts: list[int] = []
+        begin, total = 0, 0.0
+        while begin < len(costs) and total < to_beat:
+            room = max(float(costs[begin]), SLACK * work / count)
+            slot, begin, dearest = filler.fill(begin, room)
+            starts += slot
+            total += fixed + dearest
+        # A last slot that is not full would leave ranks empty that common cuts keep busy.
+        if total < to_beat and starts[-1] < len(costs):
+            best, to_beat = starts, total
+    return best
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Filler:
+    """Fills slots one by one.
+
+    Attributes:
+        costs: as in `_fill_slots`, and any positive number behind the last.
+        most: as in `_fill_slots`, and 0 behind the last.
+        world_size: micro-batches of a slot.
+    """
+
+    costs: list[float]
+    most: list[int]
+    world_size: int
+
+    def fill(self, begin: int, room: float) -> tuple[list[int], int, float]:
+        """Fill the slot at `begin`, leaving either no sample or one for each rank.
+
+        Returns:
+            Its starts, where the next slot begins, and the cost of its dearest micro-batch.
+        """
+        num_samples, world_size = len(self.costs) - 1, self.world_size
+        filled = self._fill(begin, num_samples, room)
+        left = num_samples - filled[1]
+        if 0 < left < world_size and num_samples - begin >= 2 * world_size:
+            return self._fill(begin, num_samples - world_size, room)
+        if left:
+            return filled
+        # The last slot: the lowest level that still takes everything.
+        even = fsum(self.costs[begin:num_samples]) / world_size
+        for slack in LAST_SLACKS:
+            lower = max(self.costs[begin], slack * even)
+            tried = self._fill(begin, num_samples, lower) if lower < room else filled
+            if tried[1] == num_samples:
+                return tried
+        return filled
+
+    def _fill(self, begin: int, end: int, room: float) -> tuple[list[int], int, float]:
+        starts, dearest = [], 0.0
+        for left in range(self.world_size - 1, -1, -1):
+            starts.append(begin)
+            cost = self.costs[begin]
+            size = min(self.most[begin], max(1, int(room / cost)))
+            # The ranks that come need a sample each.
+            size = min(size, max(end - begin - left, min(1, end - begin)))
+            dearest = max(dearest, size * cost)
+            begin += size
+        return starts, begin, dearest
+
+
+def split(samples: IntArray, starts: Sequence[int] | IntArray) -> tuple[IntArray, ...]:
+    """Split samples at the given starts, the first of which is 0.
+
+    Returns:
+        One array for each start, empty where starts coincide or lie behind the last sample.
+    """
+    bounds = [*map(int, starts), len(samples)]
+    return tuple(samples[begin:end] for begin, end in pairwise(bounds))

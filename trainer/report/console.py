@@ -1,0 +1,214 @@
+"""The screen of a run: lines and blocks, a progress bar on a terminal, and train.log.
+
+Everything printed goes to train.log as well, without colour. On a terminal the figures of the
+current step stand in two live lines at the bottom; elsewhere each due step is a line.
+"""
+
+from __future__ import annotations
+
+import time
+from io import TextIOWrapper
+from pathlib import Path
+from typing import TextIO, final
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from trainer.report.blocks import step_line, step_of
+from trainer.report.figures import clock, loss, percent, rate, short
+from trainer.report.journal import Entry
+
+LOG_FILE = "train.log"
+LOG_WIDTH = 100
+REFRESHES_PER_SECOND = 4
+
+
+@final
+class Screen:
+    """Where a run prints.
+
+    Args:
+        folder: the run folder, for train.log; None writes no log.
+        bar: whether a progress bar may be shown; it is shown on a terminal only.
+        file: where to print; None is standard output.
+    """
+
+    def __init__(
+        self, folder: Path | None = None, *, bar: bool = True, file: TextIO | None = None
+    ) -> None:
+        self._console = Console(file=file, highlight=False, markup=False, emoji=False)
+        self._may_show_bar = bar and self._console.is_interactive and self._console.file.isatty()
+        if isinstance(self._console.file, TextIOWrapper):
+            # A generated sample or a path may hold what the terminal's encoding does not.
+            self._console.file.reconfigure(errors="backslashreplace")
+        self._log = None if folder is None else _plain_console(folder / LOG_FILE)
+        self._live: Live | None = None
+        self._progress: Progress | None = None
+
+    def show(self, block: RenderableType) -> None:
+        """Print a block, wrapped to the width at hand."""
+        _print(self._console, block)
+        _print(self._log, block)
+
+    def line(self, text: str | Text, style: str = "") -> None:
+        """Print one line, never wrapped by us."""
+        content = Text(text, style) if isinstance(text, str) else text
+        _print(self._console, content, soft_wrap=True)
+        _print(self._log, content, soft_wrap=True)
+
+    def warn(self, text: str) -> None:
+        """Print a warning."""
+        self.line(Text.assemble(("warning: ", "bold yellow"), text))
+
+    def begin(self, step: int, steps: int) -> None:
+        """Begin to show progress.
+
+        Args:
+            step: the last one done.
+            steps: of the whole run.
+        """
+        self._progress = Progress(step, steps)
+        if self._may_show_bar:
+            self._live = Live(
+                self._progress,
+                console=self._console,
+                transient=True,
+                refresh_per_second=REFRESHES_PER_SECOND,
+            )
+            self._live.start(refresh=True)
+            # A killed process cannot show a hidden cursor again.
+            self._console.show_cursor(show=True)
+
+    def step(self, entry: Entry, *, is_due: bool) -> None:
+        """Show the figures of one step.
+
+        Args:
+            entry: as in metrics.jsonl.
+            is_due: whether the step gets a line of its own, besides the bar.
+        """
+        if self._progress is None:
+            return
+        self._progress.advance(entry)
+        if is_due:
+            line = Text(step_line(entry, self._progress.steps, self._progress.left_s()))
+            _print(None if self._live else self._console, line, soft_wrap=True)
+            _print(self._log, line, soft_wrap=True)
+
+    def end_progress(self) -> None:
+        """Take the bar away."""
+        if self._live is not None:
+            self._live.stop()
+        self._live = self._progress = None
+
+    def close(self) -> None:
+        """Take the bar away and close the log. Closing twice does nothing."""
+        self.end_progress()
+        if self._log is not None:
+            self._log.file.close()
+        self._log = None
+
+
+def _plain_console(path: Path) -> Console:
+    """Open a log that is added to; its lines hold no colour and no control codes."""
+    log = path.open("a", encoding="utf-8", errors="backslashreplace")
+    return Console(
+        file=log,
+        width=LOG_WIDTH,
+        color_system=None,
+        force_terminal=False,
+        highlight=False,
+        markup=False,
+        emoji=False,
+    )
+
+
+def _print(console: Console | None, block: RenderableType, *, soft_wrap: bool = False) -> None:
+    """Print and flush. A console that is gone falls silent; training goes on without it.
+
+    rich turns a broken pipe into `SystemExit`.
+    """
+    if console is None:
+        return
+    try:
+        if console.is_terminal:
+            console.print(block, soft_wrap=soft_wrap)
+        else:
+            with console.capture() as captured:
+                console.print(block, soft_wrap=soft_wrap)
+            lines = captured.get().splitlines()
+            console.file.write("".join(f"{line.rstrip()}\n" for line in lines))
+        console.file.flush()
+    except (OSError, SystemExit):
+        console.quiet = True
+
+
+@final
+class Progress:
+    """How far a run is: two lines, drawn anew by a thread while a bar is shown.
+
+    Args:
+        step: the last one done.
+        steps: of the whole run.
+    """
+
+    def __init__(self, step: int, steps: int) -> None:
+        self.steps = steps
+        self._entry: Entry | None = None
+        self._step = step
+        self._first: tuple[int, float] | None = None
+        self._latest_s = 0.0
+
+    def advance(self, entry: Entry) -> None:
+        """Take in a step."""
+        self._entry, self._step = entry, entry["step"]
+        self._latest_s = time.monotonic()
+        if self._first is None:
+            self._first = (self._step, self._latest_s)
+
+    def left_s(self) -> float | None:
+        """Predict the seconds left, evaluation included; None before the first step.
+
+        The first step is not typical (it compiles, it warms up), so that the mean is over the
+        steps after it, where there are any.
+        """
+        if self._entry is None or self._first is None:
+            return None
+        first_step, first_s = self._first
+        done = self._step - first_step
+        seconds = (self._latest_s - first_s) / done if done else self._entry["seconds"]
+        return float(seconds * (self.steps - self._step))
+
+    def __rich__(self) -> RenderableType:
+        """Draw the bar and, below it, the figures."""
+        done = self._step / self.steps if self.steps else 1.0
+        bar = Table.grid(padding=(0, 2), expand=True)
+        bar.add_column(no_wrap=True)
+        bar.add_column(ratio=1)
+        bar.add_column(no_wrap=True, justify="right")
+        left = f"{clock(self.left_s())} left" if self._entry else "first step"
+        bar.add_row(
+            Text(step_of(self._step, self.steps), "bold"),
+            ProgressBar(total=max(1, self.steps), completed=self._step, complete_style="cyan"),
+            f"{100 * done:.0f}%  {left}",
+        )
+        return Group(bar, self._figures())
+
+    def _figures(self) -> Text:
+        entry = self._entry
+        if entry is None:
+            return Text("")
+        figures = (
+            ("loss", loss(entry["loss"])),
+            ("", f"{short(entry['tokens_per_second'])} tokens/s"),
+            ("padding", percent(entry["padding"])),
+            ("grad norm", rate(entry["grad_norm"])),
+            ("lr", f"{entry['lr']:.2e}"),
+        )
+        text = Text(no_wrap=True, overflow="ellipsis")
+        for name, figure in figures:
+            text.append(f"{name} " if name else "", "dim")
+            text.append(f"{figure}   ")
+        return text

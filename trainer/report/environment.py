@@ -1,0 +1,137 @@
+"""What a run ran on: versions, source revision, hardware. Plain values, for the run's records."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+GIT_TIMEOUT_S = 2.0
+PACKAGES = ("torch", "hydra-core", "omegaconf", "numpy", "safetensors", "wandb")
+CGROUPS = Path("/sys/fs/cgroup")
+
+
+def environment() -> dict[str, Any]:
+    """Describe the program, its source and the machine; what cannot be found out is None.
+
+    Takes a few milliseconds; at most a few seconds where git hangs.
+    """
+    return {"versions": versions(), "git": git_revisions(), "hardware": hardware()}
+
+
+def versions() -> dict[str, str | None]:
+    """Name the version of Python, of this program and of the packages that shape a result."""
+    found = {name: _version(name) for name in PACKAGES}
+    return {
+        "python": platform.python_version(),
+        "trainer": _version("step-trainer"),
+        **found,
+        "cuda": torch.version.cuda,
+    }
+
+
+def git_revisions() -> dict[str, dict[str, Any] | None]:
+    """Name the commit of the current folder and of this program's own source, if any."""
+    ours = Path(__file__)
+    # An installed copy may lie in a virtual environment inside somebody's repository.
+    is_tracked = _git(ours.parent, "ls-files", "--error-unmatch", ours.name) is not None
+    return {
+        "project": git_revision(Path.cwd()),
+        "trainer": git_revision(ours.parent) if is_tracked else None,
+    }
+
+
+def git_revision(folder: Path) -> dict[str, Any] | None:
+    """Name the commit checked out in a folder.
+
+    Returns:
+        `commit`, and `dirty`: whether tracked files differ (None if that took too long); None
+        outside a repository, in one without a commit, or without git.
+    """
+    commit = _git(folder, "rev-parse", "HEAD")
+    if commit is None:
+        return None
+    changes = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    return {"commit": commit, "dirty": None if changes is None else bool(changes)}
+
+
+def hardware() -> dict[str, Any]:
+    """Describe processors, memory and accelerators; memory in bytes."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    count = torch.cuda.device_count()
+    return {
+        "host": platform.node(),
+        "system": platform.platform(),
+        "cpu": cpu_model(),
+        "cores": cores,
+        "memory_bytes": pages,
+        "cgroup_limit_bytes": cgroup_limit(),
+        "gpus": [torch.cuda.get_device_name(index) for index in range(count)],
+    }
+
+
+def cpu_model() -> str:
+    """Name the processor."""
+    info = _read(Path("/proc/cpuinfo")) or ""
+    for line in info.splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == "model name":
+            return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def cgroup_limit() -> int | None:
+    """Find the memory limit of this process's control group, the tightest of its ancestors.
+
+    Returns:
+        Bytes, or None where there is no limit.
+    """
+    limits = []
+    for line in (_read(Path("/proc/self/cgroup")) or "").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers in {"", "memory"}:
+            version_1 = controllers == "memory"
+            root = CGROUPS / "memory" if version_1 else CGROUPS
+            name = "memory.limit_in_bytes" if version_1 else "memory.max"
+            folder = root / path.lstrip("/")
+            limits += [_read(place / name) for place in (folder, *folder.parents)]
+    found = [int(limit) for limit in limits if limit and limit.strip().isdigit()]
+    # Version 1 writes "no limit" as a number near 2**63.
+    return min((limit for limit in found if limit < 2**60), default=None)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    """Ask git, which may be missing, may hang on a network drive, and must ask nobody."""
+    quiet = {"GIT_TERMINAL_PROMPT": "0", "GIT_OPTIONAL_LOCKS": "0"}
+    try:
+        answer = subprocess.run(
+            ["git", "-C", str(folder), *arguments],
+            check=False,
+            capture_output=True,
+            stdin=subprocess.DEVNULL,
+            timeout=GIT_TIMEOUT_S,
+            env=os.environ | quiet,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return answer.stdout.decode(errors="replace").strip() if answer.returncode == 0 else None
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None

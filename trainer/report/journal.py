@@ -1,0 +1,121 @@
+"""Files of JSON lines that only grow: written whole lines at a time, mended after a crash."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from operator import methodcaller
+from pathlib import Path
+from typing import Any, final
+
+from trainer.durable import append, save_error, write_file_atomic
+from trainer.errors import SaveError
+
+Entry = dict[str, Any]
+
+
+def strict(value: Any) -> Any:  # noqa: ANN401 - any JSON value
+    """Replace every number that JSON does not know (NaN, infinities) by null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): strict(item) for key, item in value.items()}
+    return [strict(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def to_line(entry: Mapping[str, Any]) -> bytes:
+    """Write one strict JSON object and a newline; numpy's numbers count as numbers."""
+    as_number = methodcaller("item")
+    try:
+        text = json.dumps(entry, allow_nan=False, default=as_number)
+    except ValueError:
+        text = json.dumps(strict(entry), allow_nan=False, default=as_number)
+    return text.encode() + b"\n"
+
+
+@final
+class Journal:
+    """Appends JSON lines; each is handed to the operating system before `write` returns.
+
+    A line that cannot be written (a full disk, a lost mount) never stops training: it is kept in
+    memory and tried again with the next one.
+
+    Args:
+        path: made with the first line when missing, appended to when not.
+        warn: told once when a line could not be written.
+    """
+
+    def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
+        self._path = path
+        self._warn = warn
+        self._unwritten = b""
+        self._has_warned = False
+
+    def write(self, entry: Mapping[str, Any]) -> None:
+        """Append one entry."""
+        is_torn = bool(self._unwritten)
+        self._unwritten += to_line(entry)
+        error = self._try(is_torn=is_torn)
+        if error is not None and not self._has_warned:
+            self._has_warned = True
+            self._warn(f"{self._path.name}: {error.strerror}; its lines wait in memory")
+
+    def sync(self) -> None:
+        """Write what is left, and wait until the disk holds it all.
+
+        Raises:
+            SaveError: lines are left that cannot be written.
+        """
+        error = self._try(is_torn=bool(self._unwritten), durable=True)
+        if error is not None:
+            failure: SaveError = save_error(error, self._path, len(self._unwritten))
+            raise failure from error
+
+    def _try(self, *, is_torn: bool, durable: bool = False) -> OSError | None:
+        """Write all that waits; a failure before may have left a part of a line."""
+        try:
+            if is_torn:
+                truncate_after(self._path)
+            append(self._path, self._unwritten, durable=durable)
+        except OSError as error:
+            return error
+        self._unwritten = b""
+        return None
+
+
+def read(path: Path) -> list[Entry]:
+    """Read every whole entry of a journal; a torn line is passed over."""
+    if not path.exists():
+        return []
+    with path.open("rb") as lines:
+        return [entry for line in lines if (entry := _parse(line)) is not None]
+
+
+def truncate_after(path: Path, step: float = math.inf) -> None:
+    """Cut the entries beyond a checkpoint's step, and mend a line torn by a crash. Atomic.
+
+    Args:
+        path: may be missing.
+        step: the last one whose entries stay.
+    """
+    if not path.exists():
+        return
+    content = path.read_bytes()
+    kept = b"".join(
+        line.rstrip(b"\n") + b"\n"
+        for line in content.splitlines(keepends=True)
+        if (entry := _parse(line)) is not None and entry["step"] <= step
+    )
+    if kept != content:
+        write_file_atomic(path, kept)
+
+
+def _parse(line: bytes) -> Entry | None:
+    """Read one line; None when it is torn or no entry of ours."""
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return None
+    is_entry = isinstance(entry, dict) and isinstance(entry.get("step"), int)
+    return entry if is_entry else None

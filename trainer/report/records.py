@@ -1,0 +1,326 @@
+"""What the rooms above tell the report: plain frozen records, numbers and words only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, final
+
+from torch import Tensor
+
+Value = Tensor | float
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """What one optimizer step did.
+
+    Attributes:
+        step: from 1.
+        epoch: fractional, after the step.
+        samples: consumed since the start of training, over all ranks.
+        tokens: likewise, padding not counted.
+        loss: of the whole global batch, as optimized; nats; may be a 0-d tensor on any device.
+        lr: learning rate of the step.
+        grad_norm: before clipping; None where nothing measures it.
+        accum_steps: micro-batches of the busiest rank.
+        micro_batches: over all ranks.
+        padding: share of computed positions that hold no token.
+        seconds: wall time of the step.
+        step_tokens: tokens of this step alone; the rate is theirs.
+        memory_bytes: peak so far; None where it is not counted.
+        skipped: why nothing was updated, or None.
+        replays: how often memory ran out and the step was computed again in smaller pieces.
+        metrics: more numbers of the step by name, such as `noise_scale`.
+    """
+
+    step: int
+    epoch: float
+    samples: int
+    tokens: int
+    loss: Value
+    lr: float
+    grad_norm: Value | None
+    accum_steps: int
+    micro_batches: int
+    padding: float
+    seconds: float
+    step_tokens: int
+    memory_bytes: int | None = None
+    skipped: str | None = None
+    replays: int = 0
+    metrics: Mapping[str, Value] = field(default_factory=dict)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalRecord:
+    """One pass over the held-out data.
+
+    Attributes:
+        step: after which it was made; 0 is before the first.
+        metrics: means by name as the objective names them, `loss` among them; nats.
+        seconds: wall time.
+    """
+
+    step: int
+    metrics: Mapping[str, float]
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Name every metric `eval_...`, as metrics.jsonl holds it."""
+        names = {name: f"eval_{name.removeprefix('eval_')}" for name in self.metrics}
+        entry: dict[str, Any] = {"step": self.step}
+        entry |= {names[name]: float(value) for name, value in self.metrics.items()}
+        return entry | {"eval_seconds": round(self.seconds, 6)}
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatchShape:
+    """One micro-batch of the first step.
+
+    Attributes:
+        rank: where it is computed.
+        num_samples: samples in it.
+        length: positions each sample is padded to; under packing, positions of the row.
+    """
+
+    rank: int
+    num_samples: int
+    length: int
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One cap the planner weighed: a row of the table that `train plan` prints.
+
+    Attributes:
+        max_tokens: the cap, in padded tokens of a micro-batch.
+        micro_batches: of one step, over all ranks.
+        padding: share of computed positions that hold no token.
+        predicted_bytes: peak of tensor memory on one rank; None when not predicted.
+        predicted_seconds: of one step; None when nothing was timed.
+        fits: whether the peak is within the limit.
+        is_chosen: whether the run uses it.
+    """
+
+    max_tokens: int
+    micro_batches: int
+    padding: float
+    predicted_bytes: int | None = None
+    predicted_seconds: float | None = None
+    fits: bool = True
+    is_chosen: bool = False
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanSummary:
+    """The whole arithmetic of a run: what plan.json holds and `train plan` prints.
+
+    Numbers of micro-batches and the padding are those of step 1.
+
+    Attributes:
+        global_batch: samples or tokens behind one optimizer step, over all ranks.
+        unit: what `global_batch` counts.
+        world_size: data-parallel ranks.
+        accum_steps: micro-batches of the busiest rank.
+        micro_batches: per step, over all ranks.
+        max_tokens: largest micro-batch allowed, in padded tokens; None without a cap.
+        padding: share of computed positions that hold no token.
+        predicted_peak_bytes: tensors of one rank; None when not predicted.
+        memory_limit_bytes: what one rank has left for tensors; None when not known.
+        sync: policy.
+        parallel: mechanism.
+        steps: optimizer steps of the run.
+        steps_per_epoch: of the first epoch.
+        normalizer: what the summed loss is divided by.
+        tail: what becomes of the short last global batch of an epoch.
+        tail_size: its samples; 0 when there is none.
+        epochs: passes over the data in all, fractional.
+        model: its name.
+        num_parameters: trained ones.
+        data: its name.
+        num_samples: to train on.
+        num_held_out: to evaluate on.
+        num_tokens: of the training samples, once each; None when not known.
+        optimizer: its name.
+        lr: peak learning rate.
+        scheduler: its name.
+        warmup_steps: of the learning rate.
+        device: e.g. `cpu` or `8 x NVIDIA H200`.
+        precision: e.g. `fp32`.
+        shapes: micro-batches of step 1 in the order they run.
+        epoch_means: of a sampled epoch, where cuts vary: `micro_batches`, `padding`, ...
+        memory_parts: predicted bytes by part (`parameters`, `gradients`, ...).
+        memory_note: how the prediction was made, e.g. `estimate for hardware not present`.
+        candidates: caps that were weighed.
+        cap_source: how the cap was found, in words.
+        step_seconds: predicted time of one step; None when not known.
+        time_note: how it was predicted, or why it is not known.
+        cadences: every how many optimizer steps something happens, by name; None is never.
+        warnings: what the user should know, one line each.
+    """
+
+    global_batch: int
+    unit: Literal["samples", "tokens"]
+    world_size: int
+    accum_steps: int
+    micro_batches: int
+    max_tokens: int | None
+    padding: float
+    predicted_peak_bytes: int | None
+    memory_limit_bytes: int | None
+    sync: str
+    parallel: str
+    steps: int
+    steps_per_epoch: int
+    normalizer: str = "tokens"
+    tail: str = "keep"
+    tail_size: int = 0
+    epochs: float | None = None
+    model: str | None = None
+    num_parameters: int | None = None
+    data: str | None = None
+    num_samples: int | None = None
+    num_held_out: int | None = None
+    num_tokens: int | None = None
+    optimizer: str | None = None
+    lr: float | None = None
+    scheduler: str | None = None
+    warmup_steps: int = 0
+    device: str | None = None
+    precision: str | None = None
+    shapes: tuple[MicroBatchShape, ...] = ()
+    epoch_means: Mapping[str, float] = field(default_factory=dict)
+    memory_parts: Mapping[str, int] = field(default_factory=dict)
+    memory_note: str | None = None
+    candidates: tuple[Candidate, ...] = ()
+    cap_source: str | None = None
+    step_seconds: float | None = None
+    time_note: str | None = None
+    cadences: Mapping[str, int | None] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Give plan.json: the agreed keys first, then everything else that is known."""
+        return asdict(self)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartSummary:
+    """What is known when training begins.
+
+    Attributes:
+        plan: the arithmetic.
+        folder: where the output goes.
+        name: the user's word for the run.
+        threads: of one rank on a CPU; None where they do not matter.
+        resumed_step: the checkpoint's step, or None in a fresh run.
+    """
+
+    plan: PlanSummary
+    folder: Path
+    name: str | None = None
+    threads: int | None = None
+    resumed_step: int | None = None
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSummary:
+    """How a run ended.
+
+    Attributes:
+        step: the last one done.
+        steps: that were asked for.
+        loss: of the last step; nats; None when no step was done.
+        metrics: of the last evaluation by name, `loss` among them; empty when there was none.
+        seconds: wall time of this process, from its start.
+        tokens_per_second: over the steps of this process, evaluation not counted.
+        folder: where the output is.
+        state: `preempted` saved before it was done and can be resumed.
+        baselines: held-out losses of simple models by name, in nats (`byte unigram`, ...).
+        sample: text the model generated; any characters.
+        peak_bytes: measured peak of memory on rank 0.
+        skipped_steps: steps without an update.
+        replays: times a step ran out of memory and was computed again in smaller pieces.
+    """
+
+    step: int
+    steps: int
+    loss: float | None
+    metrics: Mapping[str, float]
+    seconds: float
+    tokens_per_second: float | None
+    folder: Path
+    state: Literal["completed", "preempted"] = "completed"
+    baselines: Mapping[str, float] = field(default_factory=dict)
+    sample: str | None = None
+    peak_bytes: int | None = None
+    skipped_steps: int = 0
+    replays: int = 0
+
+    @property
+    def eval_loss(self) -> float | None:
+        """The held-out loss of the last evaluation."""
+        return self.metrics.get("loss", self.metrics.get("eval_loss"))
+
+    def to_json(self) -> dict[str, Any]:
+        """Give result.json."""
+        return {
+            "step": self.step,
+            "loss": self.loss,
+            "eval_loss": self.eval_loss,
+            "tokens_per_second": self.tokens_per_second,
+            "seconds": round(self.seconds, 3),
+            "metrics": dict(self.metrics),
+            "baselines": dict(self.baselines),
+            "peak_bytes": self.peak_bytes,
+            "skipped_steps": self.skipped_steps,
+            "replays": self.replays,
+        }
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyReport:
+    """What `train verify` found: the planned step's gradient against a reference.
+
+    Attributes:
+        exact: whether the error is at most 1e-10, in float64.
+        max_relative_error: over parameters, of max absolute difference / max absolute reference.
+        reference: `whole batch`, or `sample by sample, summed` where the whole does not fit.
+        dtype: both were computed in, e.g. `float64`.
+        worst: parameters by name with their error, the largest first.
+        culprits: modules by name with the reason why they depend on the cut.
+        num_parameters: tensors compared.
+        micro_batches: of the planned step.
+        global_batch: samples of the step.
+    """
+
+    exact: bool
+    max_relative_error: float
+    reference: str
+    dtype: str
+    worst: tuple[tuple[str, float], ...] = ()
+    culprits: tuple[tuple[str, str], ...] = ()
+    num_parameters: int | None = None
+    micro_batches: int | None = None
+    global_batch: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Give verify.json."""
+        return {
+            "exact": self.exact,
+            "max_relative_error": self.max_relative_error,
+            "reference": self.reference,
+            "dtype": self.dtype,
+            "culprits": [{"module": name, "reason": reason} for name, reason in self.culprits],
+            "worst": [{"parameter": name, "error": error} for name, error in self.worst],
+        }

@@ -1,0 +1,242 @@
+"""The one face the training loop knows: what happened goes in, files and screen come out."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, final
+
+from trainer.report.blocks import end_block, start_block, step_of
+from trainer.report.console import Screen
+from trainer.report.figures import duration
+from trainer.report.journal import Entry
+from trainer.report.metrics import MetricsLog
+from trainer.report.records import EvalRecord, RunSummary, StartSummary, StepRecord
+from trainer.report.wandb import WandbMirror, WandbSettings
+
+Ids = Iterable[int]
+
+
+class Reporter(ABC):
+    """Takes what happens in a run. The loop calls it alike on every rank."""
+
+    @abstractmethod
+    def start(self, summary: StartSummary) -> None:
+        """Show what is about to happen, and begin to show progress."""
+
+    @abstractmethod
+    def step(self, record: StepRecord, ids: Ids = (), skipped_ids: Ids = ()) -> None:
+        """Take an optimizer step.
+
+        Args:
+            record: what it did.
+            ids: samples behind it, for the ledger.
+            skipped_ids: samples that could not be read and were passed over.
+        """
+
+    @abstractmethod
+    def evaluation(self, record: EvalRecord) -> None:
+        """Take an evaluation."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Bring every step so far to the disk; called before a checkpoint is written.
+
+        Raises:
+            SaveError: metrics cannot be written.
+        """
+
+    @abstractmethod
+    def checkpoint(self, step: int, path: Path) -> None:
+        """Take note of a checkpoint that has been written."""
+
+    @abstractmethod
+    def line(self, text: str) -> None:
+        """Print a line."""
+
+    @abstractmethod
+    def warn(self, text: str) -> None:
+        """Print a warning."""
+
+    @abstractmethod
+    def finish(self, summary: RunSummary) -> None:
+        """Show how the run ended. `close` follows."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Write and release everything, however the run ended. Closing twice does nothing.
+
+        Raises:
+            SaveError: metrics cannot be written.
+        """
+
+
+@final
+class SilentReporter(Reporter):
+    """Says nothing: for every rank but the first."""
+
+    def start(self, summary: StartSummary) -> None:
+        """Do nothing."""
+
+    def step(self, record: StepRecord, ids: Ids = (), skipped_ids: Ids = ()) -> None:
+        """Do nothing."""
+
+    def evaluation(self, record: EvalRecord) -> None:
+        """Do nothing."""
+
+    def flush(self) -> None:
+        """Do nothing."""
+
+    def checkpoint(self, step: int, path: Path) -> None:
+        """Do nothing."""
+
+    def line(self, text: str) -> None:
+        """Do nothing."""
+
+    def warn(self, text: str) -> None:
+        """Do nothing."""
+
+    def finish(self, summary: RunSummary) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+@final
+class RunReporter(Reporter):
+    """Reports a run into its folder, onto the screen, to W&B and to the user's hooks.
+
+    Hooks are objects with any of the methods `on_step`, `on_eval` and `on_checkpoint`. Each takes
+    a dict of plain values, its own copy: hooks watch, they cannot change a run. One that fails is
+    reported once, and called again the next time.
+
+    Args:
+        folder: the run folder; it exists.
+        screen: where to print.
+        log_every: optimizer steps from one printed line to the next.
+        resumed_step: step of the checkpoint this process goes on from; None in a fresh run.
+        keep_samples: whether to write samples.jsonl.
+        hooks: by the name the user gave them.
+        wandb: what W&B is told.
+        config: the resolved config, for W&B.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        screen: Screen,
+        *,
+        log_every: int = 1,
+        resumed_step: int | None = None,
+        keep_samples: bool = False,
+        hooks: Mapping[str, object] | None = None,
+        wandb: WandbSettings | None = None,
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._folder = folder
+        self._screen = screen
+        self._log_every = log_every
+        self._hooks = dict(hooks or {})
+        self._failed_hooks: set[str] = set()
+        self._steps = 0
+        self._summary: dict[str, Any] | None = None
+        self._metrics = MetricsLog(
+            folder, screen.warn, resumed_step=resumed_step, keep_samples=keep_samples
+        )
+        settings = wandb or WandbSettings(mode="disabled")
+        self._wandb = WandbMirror(settings, folder, config or {}, screen.warn)
+
+    def start(self, summary: StartSummary) -> None:
+        """Show what is about to happen, and begin to show progress."""
+        self._steps = summary.plan.steps
+        self._screen.show(start_block(summary))
+        self._screen.begin(summary.resumed_step or 0, self._steps)
+
+    def step(self, record: StepRecord, ids: Ids = (), skipped_ids: Ids = ()) -> None:
+        """Take an optimizer step; on an accelerator it is shown when the next one comes."""
+        if record.replays:
+            self.line(
+                f"{self._at(record.step)}  out of memory: computed again, in "
+                f"{record.micro_batches} micro-batches; nothing is lost or counted twice"
+            )
+        self._metrics.consumed(record.step, ids, skipped_ids)
+        for entry in self._metrics.step(record):
+            self._tell_step(entry)
+
+    def evaluation(self, record: EvalRecord) -> None:
+        """Take an evaluation."""
+        self._tell_steps(self._metrics.flush())
+        entry = self._metrics.evaluation(record)
+        figures = "  ".join(f"{name} {value:.4f}" for name, value in record.metrics.items())
+        took = duration(record.seconds)
+        self._screen.line(f"{self._at(record.step)}  held out: {figures}  ({took})", "bold")
+        self._call("on_eval", entry)
+
+    def flush(self) -> None:
+        """Bring every step so far to the disk."""
+        self._tell_steps(self._metrics.sync())
+
+    def checkpoint(self, step: int, path: Path) -> None:
+        """Take note of a checkpoint that has been written."""
+        self._tell_steps(self._metrics.flush())
+        shown = path.relative_to(self._folder) if path.is_relative_to(self._folder) else path
+        self._screen.line(f"{self._at(step)}  saved {shown}", "dim")
+        self._call("on_checkpoint", {"step": step, "path": str(path)})
+
+    def line(self, text: str) -> None:
+        """Print a line."""
+        self._screen.line(text)
+
+    def warn(self, text: str) -> None:
+        """Print a warning."""
+        self._screen.warn(text)
+
+    def finish(self, summary: RunSummary) -> None:
+        """Show how the run ended."""
+        self._tell_steps(self._metrics.flush())
+        self._screen.end_progress()
+        self._summary = summary.to_json()
+        self._screen.show(end_block(summary))
+
+    def close(self) -> None:
+        """Write and release everything."""
+        self._screen.end_progress()
+        try:
+            self._tell_steps(self._metrics.sync())
+        finally:
+            self._wandb.close(self._summary)
+            self._screen.close()
+
+    def _at(self, step: int) -> str:
+        return step_of(step, self._steps) if self._steps else f"step {step}"
+
+    def _tell_steps(self, entries: Sequence[Entry]) -> None:
+        for entry in entries:
+            self._tell_step(entry)
+
+    def _tell_step(self, entry: Entry) -> None:
+        step = entry["step"]
+        if "skipped" in entry:
+            self._screen.warn(f"step {step} updated nothing: {entry['skipped']}")
+        is_due = step % self._log_every == 0 or step in {1, self._steps}
+        self._screen.step(entry, is_due=is_due)
+        if self._hooks:
+            self._call("on_step", entry)
+
+    def _call(self, event: str, values: Entry) -> None:
+        """Call one method of every hook that has it."""
+        for name, hook in self._hooks.items():
+            method = getattr(hook, event, None)
+            if method is None:
+                continue
+            try:
+                method(dict(values))
+            except Exception as error:  # a watcher never stops what it watches
+                call = f"{name}.{event}"
+                if call not in self._failed_hooks:
+                    self._failed_hooks.add(call)
+                    self._screen.warn(
+                        f"hook {call} failed, this is said once: {type(error).__name__}: {error}"
+                    )

@@ -1,0 +1,198 @@
+"""What must hold between keys, and what this version cannot do yet: one line per fault."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import Any, final
+
+from trainer.errors import ConfigError
+from trainer.plan.batch import resolve_fixed
+from trainer.schema.faults import clip, either, line, lookup
+from trainer.schema.sections import DEFAULT_GLOBAL
+
+FIXED_CUT = "trainer.plan.cuts.Fixed"
+
+
+@final
+@dataclass(frozen=True)
+class Gap:
+    """What a key cannot say yet.
+
+    Attributes:
+        works: values that do.
+        later: values that do not; None where everything but `works` does not.
+    """
+
+    works: tuple[object, ...]
+    later: tuple[object, ...] | None = None
+
+    def holds(self, value: object) -> bool:
+        """Whether a value falls into the gap."""
+        return value not in self.works if self.later is None else value in self.later
+
+
+NOT_YET: Mapping[str, Gap] = {
+    "command": Gap(("train", "plan", "verify", "evaluate", "export"), later=("report",)),
+    "batch.schedule": Gap((None,)),
+    "sync": Gap(("auto", "deferred"), later=("immediate", "hierarchical")),
+    "parallel": Gap(("none", "ddp"), later=("fsdp", "hsdp")),
+    "parallel.ranks": Gap(("auto", 1)),
+    "parallel.shard": Gap(("auto",)),
+    "parallel.replicate": Gap(("auto",)),
+    "parallel.max_restarts": Gap((0,)),
+    "deterministic": Gap((False, True), later=("layout",)),
+    "activation_checkpointing": Gap((False, True), later=("auto",)),
+    "batchnorm": Gap(("ghost", "micro"), later=("pooled", "sync", "frozen")),
+}
+"""The values of the interface that are still to come: an issue that brings one deletes its row."""
+
+Tree = Mapping[str, Any]
+
+
+def not_yet(tree: Tree, choices: Mapping[str, Any]) -> Iterator[str]:
+    """Name every value that belongs to a feature this version lacks.
+
+    Yields:
+        One line per fault.
+    """
+    for key, gap in NOT_YET.items():
+        value = lookup(tree, key)
+        if isinstance(value, Mapping):
+            value = value.get("mode", choices.get(key))
+        if gap.holds(value):
+            yield line(key, value, f"not in this version; use {either(gap.works)}")
+
+
+def between(tree: Tree, choices: Mapping[str, Any], typed: frozenset[str]) -> Iterator[str]:
+    """Name every contradiction between keys.
+
+    Yields:
+        One line per fault.
+    """
+    yield from _clock(tree)
+    yield from _cut(tree, choices)
+    yield from _sizes(tree, typed)
+    yield from _command(tree)
+    yield from _paths(tree)
+
+
+def _clock(tree: Tree) -> Iterator[str]:
+    steps, epochs = tree.get("steps"), tree.get("epochs")
+    if steps is not None and epochs is not None:
+        yield line("steps", steps, f"epochs={epochs} is set too; at most one, say epochs=null")
+
+
+def _cut(tree: Tree, choices: Mapping[str, Any]) -> Iterator[str]:
+    name = choices.get("accum")
+    is_fixed = lookup(tree, "accum._target_") == FIXED_CUT
+    if name == "budget" and lookup(tree, "accum.max_tokens") is None:
+        yield (
+            "accum.max_tokens: accum=budget needs the padded tokens of the largest micro-batch, "
+            "e.g. accum.max_tokens=8192"
+        )
+    planned = name if name in ("auto", "budget") else None
+    if planned and lookup(tree, "batch.normalizer") == "micro_batches":
+        yield (
+            f"batch.normalizer=micro_batches: accum={planned} sorts by length, and a mean of means "
+            "would depend on it; say accum=fixed accum.micro=8"
+        )
+    if lookup(tree, "batchnorm.mode") == "micro" and not is_fixed:
+        yield "batchnorm=micro: depends on how the batch is cut; say accum=fixed accum.micro=8"
+
+
+def _sizes(tree: Tree, typed: frozenset[str]) -> Iterator[str]:
+    """Check the sizes of `accum=fixed`, where any two give the third.
+
+    Yields:
+        One line per fault.
+    """
+    if lookup(tree, "accum._target_") != FIXED_CUT:
+        if lookup(tree, "batch.global") is None:
+            yield line("batch.global", None, "needs a whole number of at least 1, e.g. 512")
+        return
+    size, micro, steps = sizes_that_count(tree, typed)
+    if micro is None and steps is None:
+        yield (
+            "accum.micro: accum=fixed needs accum.micro (samples per micro-batch) or accum.steps "
+            "(micro-batches per rank), e.g. accum.micro=8"
+        )
+    elif lookup(tree, "batch.unit") == "tokens":
+        if size is None or (micro is not None and steps is not None):
+            yield line("accum.steps", steps, "with batch.unit=tokens, set this or accum.micro")
+    elif all(part is None or _is_count(part) for part in (size, micro, steps)):
+        yield from _contradictions(tree, size, micro, steps)
+
+
+def sizes_that_count(tree: Tree, typed: frozenset[str]) -> tuple[Any, Any, Any]:
+    """Let a size that nobody asked for give way to two that were.
+
+    Of `batch.global`, `accum.micro` and `accum.steps` any two give the third. With all three set
+    the one that was not typed gives way: a default `batch.global` first, then `accum.steps`.
+
+    Args:
+        tree: the composed config.
+        typed: dotted keys of the command line.
+
+    Returns:
+        Global batch, micro-batch and steps; None for the one that the others give.
+    """
+    keys = ("batch.global", "accum.micro", "accum.steps")
+    size, micro, steps = (lookup(tree, key) for key in keys)
+    if None in (size, micro, steps) or typed.issuperset(keys):
+        return size, micro, steps
+    has_size, has_micro, has_steps = (key in typed for key in keys)
+    if not has_size and (size == DEFAULT_GLOBAL or (has_micro and has_steps)):
+        return None, micro, steps
+    if has_steps and not has_micro:
+        return size, None, steps
+    return (size, micro, None) if has_size or has_micro else (size, micro, steps)
+
+
+def _contradictions(tree: Tree, size: Any, micro: Any, steps: Any) -> Iterator[str]:  # noqa: ANN401
+    num_ranks = _known_ranks(tree)
+    if num_ranks is None:
+        return
+    try:
+        resolve_fixed(size, micro, steps, num_ranks)
+    except ConfigError as error:
+        yield from map(clip, error.faults)
+
+
+def _known_ranks(tree: Tree) -> int | None:
+    """Tell how many ranks there will be, where that is known before torch is imported."""
+    ranks = lookup(tree, "parallel.ranks")
+    if os.environ.get("WORLD_SIZE", "").isdecimal():
+        return int(os.environ["WORLD_SIZE"])
+    if _is_count(ranks):
+        return int(ranks)
+    no_gpu = tree.get("device") == "cpu" or not any(
+        device.name.startswith(("nvidia", "kfd", "dxg")) for device in Path("/dev").glob("*")
+    )
+    return 1 if no_gpu or lookup(tree, "parallel.mode") == "none" else None
+
+
+def _command(tree: Tree) -> Iterator[str]:
+    command, run = tree.get("command"), tree.get("run")
+    if command in ("evaluate", "export", "report"):
+        if run is None:
+            yield f"run: train {command} needs a run folder: run=outputs/..."
+    elif run is not None:
+        yield line("run", run, "read by evaluate, export and report; to go on with a run: resume=")
+    if command == "export" and lookup(tree, "export.to") is None:
+        yield "export.to: train export needs a folder to write into: export.to=DIR"
+    if tree.get("init") is not None and tree.get("resume") is not None:
+        yield line("init", tree["init"], "starts a new run; resume= goes on with an old one")
+
+
+def _paths(tree: Tree) -> Iterator[str]:
+    for key in ("outputs", "name"):
+        value = tree.get(key)
+        if isinstance(value, str) and (".." in PurePath(value).parts or "\0" in value):
+            yield line(key, value, "must not lead upwards with ..")
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

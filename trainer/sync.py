@@ -1,0 +1,56 @@
+"""Sync policies: which backward reduces gradients over the ranks, and when parameters gather.
+
+The default form is a window: gather | compute | agree | reduce. No collective runs inside, so
+memory may run out, counts may differ between ranks, and a step can be replayed or skipped.
+
+To add one, subclass `SyncPolicy` and name the class in a YAML file of the group `sync`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import final
+
+from trainer.parallel import Parallel
+
+
+class SyncPolicy(ABC):
+    """When gradients are reduced within one step."""
+
+    name: str
+    lockstep: bool = False
+    """Whether every micro-batch contains a collective, so that all ranks need equal counts."""
+
+    @abstractmethod
+    def gather(self, model: Parallel) -> None:
+        """Open the window. Collective."""
+
+    @abstractmethod
+    def micro_batch(self, model: Parallel, *, is_last: bool) -> AbstractContextManager[None]:
+        """Wrap forward and backward of one micro-batch."""
+
+    @abstractmethod
+    def reduce(self, model: Parallel) -> None:
+        """Close the window: leave the step's gradient, summed over ranks. Collective."""
+
+
+@final
+@dataclass(frozen=True)
+class Deferred(SyncPolicy):
+    """One reduction a step, after every rank has agreed that its micro-batches succeeded."""
+
+    name = "deferred"
+
+    def gather(self, model: Parallel) -> None:
+        """See the base class."""
+        model.gather()
+
+    def micro_batch(self, model: Parallel, *, is_last: bool) -> AbstractContextManager[None]:
+        """Do nothing: no collective runs inside the window."""
+        return nullcontext()
+
+    def reduce(self, model: Parallel) -> None:
+        """See the base class."""
+        model.reduce()

@@ -1,0 +1,181 @@
+"""Remembers what was measured, so that the next run of the same model begins at once.
+
+Facts are kept, not decisions: predicted peaks and timed seconds by shape. Which cap follows from
+them depends on the data, the global batch and the memory of the moment, and costs nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import os
+import platform
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Self, final
+
+import torch
+from torch import nn
+
+from trainer import durable
+from trainer.plan.memory import Shape
+from trainer.tune.tensors import MemoryEstimate
+from trainer.tune.workload import Workload
+
+FORMAT = 1
+"""Raised when what a fact means changes; files of another format are not read."""
+
+Key = tuple[Shape, bool]
+"""A shape, and whether it is computed under activation checkpointing."""
+
+
+@final
+@dataclass(frozen=True)
+class Notebook:
+    """What is known of one model on one machine.
+
+    Attributes:
+        path: the file it is kept in; None keeps it for this process only.
+        peaks: predicted peak of a step whose largest micro-batch has the shape.
+        seconds: of one forward and backward.
+        methods: how peaks are predicted, with and without activation checkpointing.
+        ratios: resident bytes per byte of tensors, likewise.
+    """
+
+    path: Path | None = None
+    peaks: dict[Key, MemoryEstimate] = field(default_factory=dict)
+    seconds: dict[Key, float] = field(default_factory=dict)
+    methods: dict[bool, str] = field(default_factory=dict)
+    ratios: dict[bool, float] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, facts: Mapping[str, Any], folder: Path | None = None) -> Self:
+        """Open the notebook of a situation; an empty one if there is none or it is damaged.
+
+        Args:
+            facts: everything that a measurement depends on; `describe` gives it.
+            folder: of all notebooks; None is the user's cache.
+        """
+        text = json.dumps({"format": FORMAT, **facts}, sort_keys=True)
+        name = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        path = (folder or cache_folder()) / f"{name}.json"
+        book = cls(path)
+        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            book._read(path)
+        return book
+
+    def save(self) -> None:
+        """Write the file, whole or not at all. A cache that cannot be written is no failure."""
+        if self.path is None:
+            return
+        content = {
+            "peaks": {_text(key): asdict(peak) for key, peak in self.peaks.items()},
+            "seconds": {_text(key): seconds for key, seconds in self.seconds.items()},
+            "methods": {str(int(key)): method for key, method in self.methods.items()},
+            "ratios": {str(int(key)): ratio for key, ratio in self.ratios.items()},
+        }
+        with suppress(OSError):
+            durable.make_folders(self.path.parent)
+            durable.write_json(self.path, content)
+
+    def _read(self, path: Path) -> None:
+        saved = json.loads(path.read_text())
+        # Read in full before the first entry is taken, so that half a file gives nothing.
+        peaks = {_key(k): MemoryEstimate.from_dict(v) for k, v in saved["peaks"].items()}
+        seconds = {_key(k): float(v) for k, v in saved["seconds"].items()}
+        methods = {bool(int(k)): str(v) for k, v in saved["methods"].items()}
+        ratios = {bool(int(k)): float(v) for k, v in saved["ratios"].items()}
+        self.peaks.update(peaks)
+        self.seconds.update(seconds)
+        self.methods.update(methods)
+        self.ratios.update(ratios)
+
+
+def cache_folder() -> Path:
+    """Find the user's cache: `TRAIN_CACHE`, else where the XDG rules put it."""
+    own = os.environ.get("TRAIN_CACHE")
+    if own:
+        return Path(own).expanduser() / "tune"
+    root = os.environ.get("XDG_CACHE_HOME")
+    return (Path(root) if root else Path("~/.cache").expanduser()) / "train" / "tune"
+
+
+def describe(work: Workload, length: int, precision: str) -> dict[str, Any]:
+    """List everything a measurement depends on.
+
+    Args:
+        work: what is computed.
+        length: of the longest sample.
+        precision: of the forward.
+    """
+    fields = work.make_fields(1, length)
+    device = work.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
+    return {
+        "model": structure(work.model),
+        "objective": _stable(work.objective) + _source(type(work.objective)),
+        "optimizer": _optimizer(work.make_optimizer(work.model)),
+        "fields": {key: [str(f.dtype), list(f.shape)] for key, f in fields.items()},
+        "length": length,
+        "precision": precision,
+        "device": name,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
+
+
+def structure(model: nn.Module) -> str:
+    """Hash what a model computes: its modules, its tensors' shapes, the source of its classes."""
+    digest = hashlib.blake2b(_stable(model).encode(), digest_size=16)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        facts = (name, str(tensor.dtype), tuple(tensor.shape), tensor.requires_grad)
+        digest.update(repr(facts).encode())
+    for kind in sorted({type(m) for m in model.modules()}, key=lambda k: k.__qualname__):
+        # Library classes change with the library's version; a user's between any two runs.
+        if not kind.__module__.startswith("torch."):
+            digest.update(_source(kind).encode())
+    return digest.hexdigest()
+
+
+def _optimizer(optimizer: torch.optim.Optimizer) -> str:
+    """Say what shapes an optimizer's state; learning rates and decays do not."""
+    rates = {"params", "lr", "initial_lr", "weight_decay", "name"}
+    options = [
+        {key: value for key, value in group.items() if key not in rates}
+        for group in optimizer.param_groups
+    ]
+    return f"{type(optimizer).__qualname__} {options}"
+
+
+def _stable(thing: object) -> str:
+    """Write an object without its address, which is another one in every process."""
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(thing))
+
+
+def _source(kind: type) -> str:
+    try:
+        return inspect.getsource(kind)
+    except (OSError, TypeError):
+        return kind.__qualname__
+
+
+def _processor() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _text(key: Key) -> str:
+    (num_samples, length), recompute = key
+    return f"{num_samples}x{length}x{int(recompute)}"
+
+
+def _key(text: str) -> Key:
+    num_samples, length, recompute = map(int, text.split("x"))
+    return Shape(num_samples, length), bool(recompute)

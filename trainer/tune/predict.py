@@ -1,0 +1,157 @@
+"""Predictors of the peak of a step, from the best that the model allows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Protocol, final
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from trainer.plan.cut import FloatArray
+from trainer.plan.memory import Shape
+from trainer.tune.fake import CannotRunFake, predict_peak, run_fake
+from trainer.tune.fit import fit_shapes, terms
+from trainer.tune.tensors import MemoryEstimate, PeakBytes
+from trainer.tune.untouched import untouched
+from trainer.tune.workload import Workload, gradients, step_optimizer
+
+
+class Predictor(Protocol):
+    """Predicts the peak of a step by the shape of its largest micro-batch."""
+
+    @property
+    def method(self) -> str:
+        """How, for a person to read."""
+
+    def __call__(self, shape: Shape) -> MemoryEstimate:
+        """Predict."""
+
+
+@final
+@dataclass(frozen=True)
+class FakeRuns:
+    """Runs each shape itself on fake tensors.
+
+    Attributes:
+        work: what to compute.
+        recompute: under activation checkpointing.
+    """
+
+    work: Workload
+    recompute: bool
+
+    @property
+    def method(self) -> str:
+        """See `Predictor`."""
+        return "memory by fake runs"
+
+    def __call__(self, shape: Shape) -> MemoryEstimate:
+        """See `Predictor`."""
+        return predict_peak(self.work, shape, recompute=self.recompute)
+
+
+@final
+@dataclass(frozen=True)
+class Probes:
+    """Extrapolates activations from real probes of small shapes.
+
+    Attributes:
+        resting: what is there whatever the shape: weights, gradients, optimizer state; with the
+            temporaries of the optimizer's step as activations.
+        coefficients: bytes of activations per term of `fit.terms`.
+        reason: why the model cannot run fake.
+    """
+
+    resting: MemoryEstimate
+    coefficients: FloatArray
+    reason: str
+
+    @property
+    def method(self) -> str:
+        """See `Predictor`."""
+        return f"memory by real probes of small shapes (cannot run fake: {self.reason})"
+
+    def __call__(self, shape: Shape) -> MemoryEstimate:
+        """See `Predictor`."""
+        fitted = int(sum(c * t for c, t in zip(self.coefficients, terms(shape), strict=True)))
+        activations = max(fitted, self.resting.activations)
+        grown = activations - self.resting.activations
+        return replace(
+            self.resting, activations=activations, peak_bytes=self.resting.peak_bytes + grown
+        )
+
+
+def predictor_for(work: Workload, smallest: Shape, *, recompute: bool = False) -> Predictor:
+    """Choose how to predict: by fake runs, or by real probes where the model needs values.
+
+    Args:
+        work: what to compute; its model is left bit for bit as it was.
+        smallest: the least that any micro-batch needs: one sample of the greatest length.
+        recompute: under activation checkpointing.
+    """
+    try:
+        predict_peak(work, smallest, recompute=recompute)
+    except CannotRunFake as answer:
+        return probe_peak(work, smallest.length, reason=answer.reason, recompute=recompute)
+    return FakeRuns(work, recompute)
+
+
+PROBE_TOKENS = 128
+"""Longest sample of a probe; long enough for activations to outweigh temporaries of weights."""
+
+
+def probe_peak(work: Workload, longest: int, *, reason: str, recompute: bool = False) -> Probes:
+    """Fit the activations of real forward and backward passes on small shapes.
+
+    Three terms: constant, per position, and per pair of positions of one sample, where attention
+    scores are materialised. The model is left bit for bit as it was.
+
+    Args:
+        work: what to compute.
+        longest: tokens of the longest sample.
+        reason: why the model cannot run fake.
+        recompute: under activation checkpointing.
+    """
+    length = min(longest, PROBE_TOKENS)
+    lengths = (length, max(1, length // 2))
+    measured: dict[Shape, float] = {}
+    with untouched(work.model), work.variant(recompute=recompute):
+        for shape in (Shape(n, t) for t in dict.fromkeys(lengths) for n in (1, 2, 4)):
+            measured[shape] = _activations(work, shape)
+    return Probes(_resting(work), fit_shapes(measured), reason)
+
+
+def _activations(work: Workload, shape: Shape) -> float:
+    """Measure one micro-batch while gradients are there."""
+    peak, fields = PeakBytes(), work.fields(*shape)
+    with peak:
+        peak.assign("parameters", work.model.parameters())
+        peak.assign("buffers", work.model.buffers())
+        peak.assign("activations", fields.values())
+        for _ in range(2):
+            peak.reset()
+            work.backward(fields)
+            peak.assign("gradients", gradients(work.model))
+    return float(peak.estimate.activations)
+
+
+def _resting(work: Workload) -> MemoryEstimate:
+    """Count what any shape needs; the optimizer runs fake even where the model does not."""
+    peak = PeakBytes()
+
+    def body(_mode: FakeTensorMode) -> None:
+        trained = [p for p in work.model.parameters() if p.requires_grad]
+        with peak:
+            peak.assign("parameters", work.model.parameters())
+            peak.assign("buffers", work.model.buffers())
+            optimizer = work.make_optimizer(work.model)
+            for _ in range(2):
+                peak.reset()
+                for parameter in trained:
+                    parameter.grad = torch.empty_like(parameter)
+                peak.assign("gradients", gradients(work.model))
+                step_optimizer(optimizer, peak)
+
+    run_fake(work.model, body)
+    return peak.estimate

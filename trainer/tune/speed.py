@@ -1,0 +1,245 @@
+"""Times a few micro-batches and says what any step would take.
+
+A line through two shapes says how time grows while kernels are small. On a CPU it bends: beyond
+some thousand tokens activations leave the cache, and the largest micro-batch that fits may run at
+half the speed of a small one. So every candidate size is timed, and the line is corrected by
+what was seen at that size.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+from typing import Self, final
+
+import numpy as np
+import torch
+
+from trainer.out_of_memory import AllocationGuard
+from trainer.plan.cut import Cost, FloatArray, Plan
+from trainer.plan.memory import Shape
+from trainer.tune.fit import fit_shapes, terms
+from trainer.tune.untouched import untouched
+from trainer.tune.workload import Workload
+
+Clock = Callable[[], float]
+Prepare = Callable[[Shape], Callable[[], None]]
+"""Makes the data of a shape ready, and gives what computes it and nothing else."""
+
+ROUNDS = 5
+"""Timings per shape, at most; their median withstands two that were disturbed."""
+
+CONTENDER = 1.25
+"""A size beyond the fastest whose time per token is this much above the best is out."""
+
+LEFT_LINE = 1.1
+"""Time per token over the best, beyond which a larger size no longer lies on the fitted line."""
+
+NEAR_BEST = 1.03
+"""What a smaller micro-batch may lose in speed: 1 / 0.97."""
+
+
+def time_budget(run_s: float, budget_s: float = 10.0) -> float:
+    """Give the seconds that timing may take: 2 % of the run, within [1.5 s, `budget_s`].
+
+    Args:
+        run_s: estimate for the whole run.
+        budget_s: never more than this.
+    """
+    return min(max(0.02 * run_s, 1.5), budget_s)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Timings:
+    """What was timed.
+
+    Attributes:
+        seconds: of one forward and backward, by shape.
+        failed: the smallest shape for which memory ran out, if any did.
+    """
+
+    seconds: Mapping[Shape, float]
+    failed: Shape | None = None
+
+
+@contextmanager
+def rehearsal(work: Workload, *, recompute: bool) -> Iterator[Prepare]:
+    """Lend out the live model, which is left bit for bit as it was when the block ends.
+
+    Yields:
+        Prepares forward and backward of a shape; to run it waits for the device.
+    """
+    device = work.device
+
+    def prepare(shape: Shape) -> Callable[[], None]:
+        fields = work.fields(*shape)
+
+        def run() -> None:
+            work.backward(fields)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+
+        return run
+
+    with untouched(work.model), work.variant(recompute=recompute):
+        yield prepare
+
+
+def measure(
+    prepare: Prepare,
+    sizes: Sequence[Shape],
+    others: Sequence[Shape],
+    budget: Callable[[float], float],
+    clock: Clock = time.perf_counter,
+) -> Timings:
+    """Time shapes once each, then the promising ones again in turn, until time is up.
+
+    The first run of a shape warms caches and allocators, and counts only if there is no time for
+    a second. The rounds are interleaved, so that a disturbance meets all shapes alike. A shape
+    is left out when it would take more than half of what is left, and a size when two in a row
+    fell behind.
+
+    Args:
+        prepare: gives a function that computes one shape.
+        sizes: of one length, ascending; the first is always timed.
+        others: of other lengths.
+        budget: seconds per position, the best so far -> seconds to spend in all.
+        clock: seconds.
+    """
+    started, deadline = clock(), 0.0
+    once: dict[Shape, float] = {}
+    for shape in (*sizes, *others):
+        if once:
+            rates = [once[size] / positions(size) for size in sizes if size in once]
+            deadline = started + budget(min(rates))
+            left = (deadline - clock()) / 2  # the rounds that follow take the other half
+            if rates[-1] * positions(shape) > left or (shape in sizes and _fell_behind(rates)):
+                continue
+        with AllocationGuard() as guard:
+            once[shape] = _timed(prepare, shape, clock)
+        if guard.failed:
+            return Timings(seconds=once, failed=shape)
+    fastest = min(once, key=lambda shape: once[shape] / positions(shape))
+    slowest = CONTENDER * once[fastest] / positions(fastest)
+    # What is smaller than the fastest costs little to time, and tells the constant.
+    contenders = [
+        shape
+        for shape, seconds in once.items()
+        if positions(shape) <= positions(fastest) or seconds / positions(shape) <= slowest
+    ]
+    return Timings(seconds=once | _rounds(prepare, contenders, once, deadline, clock))
+
+
+def _rounds(
+    prepare: Prepare,
+    contenders: Sequence[Shape],
+    once: Mapping[Shape, float],
+    deadline: float,
+    clock: Clock,
+) -> dict[Shape, float]:
+    """Give the median seconds of every contender there was time for."""
+    samples: dict[Shape, list[float]] = {}
+    for _ in range(ROUNDS):
+        for shape in contenders:
+            if clock() + once[shape] <= deadline:
+                samples.setdefault(shape, []).append(_timed(prepare, shape, clock))
+    return {shape: median(seconds) for shape, seconds in samples.items()}
+
+
+def _timed(prepare: Prepare, shape: Shape, clock: Clock) -> float:
+    run = prepare(shape)
+    started = clock()
+    run()
+    return clock() - started
+
+
+def _fell_behind(rates: Sequence[float]) -> bool:
+    """Tell whether the last two rates are both clearly slower than the best before them."""
+    *before, second, last = [0.0, 0.0, *rates]
+    best = min((rate for rate in before if rate), default=math.inf)
+    return min(second, last) > CONTENDER * best
+
+
+def positions(shape: Shape) -> int:
+    """Computed positions of a micro-batch of this shape."""
+    return shape.num_samples * shape.length
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class SpeedModel:
+    """Time of any micro-batch: three fitted terms times what was seen at its size.
+
+    Attributes:
+        coefficients: time per term of `fit.terms`.
+        sizes: `(timed,)`, positions of the timed shapes, ascending.
+        bends: `(timed,)`, measured over fitted time.
+    """
+
+    coefficients: FloatArray
+    sizes: FloatArray
+    bends: FloatArray
+
+    @classmethod
+    def of(cls, cost: Cost) -> Self:
+        """Take a time model that was not timed here; its unit is the time of one token."""
+        one = np.ones(1)
+        return cls(coefficients=np.array([cost.fixed, 1.0, cost.quadratic]), sizes=one, bends=one)
+
+    @property
+    def cost(self) -> Cost:
+        """The fitted terms in the unit of a plan: the time of one token."""
+        constant, linear, pairs = map(float, self.coefficients)
+        return Cost(fixed=constant / linear, quadratic=pairs / linear, seconds_per_token=linear)
+
+    def seconds(self, shape: Shape) -> float:
+        """Estimate forward and backward of one micro-batch."""
+        fitted = float(np.dot(self.coefficients, terms(shape)))
+        return fitted * float(np.interp(positions(shape), self.sizes, self.bends))
+
+    def step_seconds(self, plan: Plan) -> float:
+        """Estimate the busiest rank's time for one step; ranks meet at its end."""
+        return max(
+            sum(self.seconds(_shape(plan, rank, slot)) for slot in range(len(slots)))
+            for rank, slots in enumerate(plan.ranks)
+        )
+
+
+def _shape(plan: Plan, rank: int, slot: int) -> Shape:
+    """Give a micro-batch's shape; a packed row counts as samples of their mean length."""
+    num_samples = max(1, len(plan.ranks[rank][slot]))
+    return Shape(num_samples, plan.positions(rank, slot) // num_samples)
+
+
+def fit_speed(sizes: Mapping[Shape, float], others: Mapping[Shape, float]) -> SpeedModel:
+    """Fit the line where it holds, and note how far the larger sizes lie above it.
+
+    Sizes beyond the fastest that lose more than 10 % against it have left the line and do not
+    take part in the fit.
+
+    Args:
+        sizes: seconds of shapes of one length, at least one.
+        others: of shapes of other lengths, which tell attention's share.
+    """
+    rates = {shape: seconds / positions(shape) for shape, seconds in sizes.items()}
+    fastest = min(rates, key=lambda shape: rates[shape])
+    on_line = {
+        shape: seconds
+        for shape, seconds in sizes.items()
+        if positions(shape) <= positions(fastest) or rates[shape] <= LEFT_LINE * rates[fastest]
+    }
+    coefficients = fit_shapes({**on_line, **others})
+    # Where a constant explains everything, a token still takes time: nothing divides by zero.
+    coefficients[1] = max(coefficients[1], 0.01 * rates[fastest])
+    ascending = sorted(sizes, key=positions)
+    fitted = np.array([np.dot(coefficients, terms(shape)) for shape in ascending])
+    return SpeedModel(
+        coefficients=coefficients,
+        sizes=np.array([positions(shape) for shape in ascending], dtype=np.float64),
+        bends=np.array([sizes[shape] for shape in ascending]) / fitted,
+    )

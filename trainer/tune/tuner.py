@@ -1,0 +1,312 @@
+"""Chooses the size of micro-batches: the smallest that is as fast as any that fits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean
+from typing import final
+
+from trainer.errors import DoesNotFitError
+from trainer.models.recompute import can_recompute
+from trainer.plan.cut import Cost, Plan
+from trainer.plan.memory import Shape, candidate_caps, corner_shapes, largest_cap
+from trainer.tune.cache import Notebook
+from trainer.tune.limit import resident_growth, resident_ratio
+from trainer.tune.predict import Predictor, predictor_for
+from trainer.tune.speed import (
+    NEAR_BEST,
+    Clock,
+    SpeedModel,
+    Timings,
+    fit_speed,
+    measure,
+    positions,
+    rehearsal,
+    time_budget,
+)
+from trainer.tune.tensors import MemoryEstimate
+from trainer.tune.tuning import Candidate, Question, Tuning
+
+RECOMPUTED = 4 / 3
+"""Time of forward, forward again and backward (twice a forward) over forward and backward."""
+
+QUADRATIC_TOKENS = 2048
+"""Size at which further lengths are timed, to tell attention's share."""
+
+
+def tune(
+    question: Question, notebook: Notebook | None = None, clock: Clock = time.perf_counter
+) -> Tuning:
+    """Find the cap, the time model and whether to recompute.
+
+    Not collective: one rank does it, before the model is wrapped for several, and tells the
+    others. The model, its gradients and buffers and the random generators are left bit for bit
+    as they were. Activation checkpointing is weighed only where memory holds the cap down:
+    elsewhere it costs a second forward and buys nothing.
+
+    Args:
+        question: what is to be tuned.
+        notebook: what is known already; gets what is found.
+        clock: seconds.
+
+    Raises:
+        DoesNotFitError: even one sample exceeds the memory.
+    """
+    book = notebook or Notebook()
+    explored: list[_Explored] = []
+    if question.recompute != "always":
+        explored.append(_explore(_Variant(question, book, recompute=False), clock))
+    if question.recompute == "always" or (
+        question.recompute == "auto"
+        and explored[0].wants_memory
+        and can_recompute(question.work.model)
+    ):
+        explored.append(_explore(_Variant(question, book, recompute=True), clock))
+    book.save()
+    return _choose(explored)
+
+
+@final
+@dataclass(frozen=True)
+class _Variant:
+    """Predicted peaks with, or without, activation checkpointing.
+
+    Attributes:
+        predictor: at most one; made when the notebook does not know a shape.
+    """
+
+    question: Question
+    book: Notebook
+    recompute: bool = field(kw_only=True)
+    predictor: list[Predictor] = field(default_factory=list)
+
+    @property
+    def single(self) -> Shape:
+        """The least that any step needs: one sample of the greatest length."""
+        return Shape(1, self.question.padded(self.question.longest))
+
+    @property
+    def limit_bytes(self) -> int:
+        """What tensors may take, as far as is known."""
+        ratio = self.book.ratios.get(self.recompute, 1.0)
+        return self.question.limit.for_tensors(ratio, self.question.work.resident_bytes)
+
+    def peak(self, shape: Shape) -> MemoryEstimate:
+        """Predict the peak of a step whose largest micro-batch has this shape."""
+        key = shape, self.recompute
+        if key not in self.book.peaks:
+            if not self.predictor:
+                work = self.question.work
+                self.predictor.append(predictor_for(work, self.single, recompute=self.recompute))
+                self.book.methods[self.recompute] = self.predictor[0].method
+            self.book.peaks[key] = self.predictor[0](shape)
+        return self.question.shares.of(self.book.peaks[key])
+
+    def peak_under(self, cap: int) -> MemoryEstimate:
+        """Predict the peak of a step under a cap: that of its worst corner."""
+        q = self.question
+        shapes = corner_shapes(cap, q.padded(q.longest), q.padded(q.shortest), q.most_samples)
+        return max((self.peak(shape) for shape in shapes), key=lambda peak: peak.peak_bytes)
+
+    def largest_fit(self) -> int | None:
+        """Find the largest cap that fits; None when not even one sample does."""
+        caps = candidate_caps(self.single.length, self.question.top)
+        return largest_cap(lambda c: self.peak_under(c).peak_bytes, self.limit_bytes, caps).cap
+
+    def remember_ratio(self, ratio: float | None) -> None:
+        """Keep what a byte of tensors costs, at the worst that was seen."""
+        if ratio is not None:
+            self.book.ratios[self.recompute] = max(ratio, self.book.ratios.get(self.recompute, 1.0))
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class _Explored:
+    """What was found out about one variant.
+
+    Attributes:
+        variant: with or without activation checkpointing.
+        rows: caps that fit, ascending; empty when not even one sample does.
+        times: of a step, by cap: in seconds, or in tokens where nothing was timed.
+        cost: the time model.
+        how: where that is from.
+    """
+
+    variant: _Variant
+    rows: tuple[Candidate, ...]
+    times: Mapping[int, float]
+    cost: Cost
+    how: str
+
+    @property
+    def wants_memory(self) -> bool:
+        """Whether a cap that memory forbids might have been faster."""
+        if not self.rows:
+            return True
+        largest = self.rows[-1]
+        return largest.max_tokens < self.variant.question.top and _best([self])[1] is largest
+
+
+def _explore(variant: _Variant, clock: Clock) -> _Explored:
+    question = variant.question
+    speed, how = SpeedModel.of(question.layout.cost), "time unknown"
+    fits = variant.largest_fit()
+    if fits is not None and question.timed:
+        speed, how = _timed(variant, fits, clock)
+        fits = variant.largest_fit()
+    cost = speed.cost if question.timed else question.layout.cost
+    caps = () if fits is None else _doublings(variant.single.length, fits)
+    plans = {cap: _plans(question, cap, cost) for cap in caps}
+    # Where nothing is timed, recomputing costs what arithmetic says.
+    factor = RECOMPUTED if variant.recompute and not question.timed else 1.0
+    times = {cap: factor * fmean(map(speed.step_seconds, plans[cap])) for cap in caps}
+    rows = tuple(
+        Candidate(
+            max_tokens=cap,
+            predicted_bytes=variant.peak_under(cap).peak_bytes,
+            seconds_per_step=times[cap] if question.timed else None,
+            padding=_padding(plans[cap]),
+            micro_batches=fmean(plan.num_micro_batches for plan in plans[cap]),
+            activation_checkpointing=variant.recompute,
+        )
+        for cap in caps
+    )
+    return _Explored(variant=variant, rows=rows, times=times, cost=cost, how=how)
+
+
+def _doublings(smallest: int, largest: int) -> tuple[int, ...]:
+    """List caps from one longest sample on, each twice the one before, and the largest."""
+    caps = [smallest]
+    while caps[-1] * 2 < largest:
+        caps.append(caps[-1] * 2)
+    return tuple(dict.fromkeys((*caps, largest)))
+
+
+def _timed(variant: _Variant, fits: int, clock: Clock) -> tuple[SpeedModel, str]:
+    """Time what the notebook does not know, and learn what tensors cost in resident memory.
+
+    Raises:
+        DoesNotFitError: even the smallest size ran out of memory.
+    """
+    book, recompute = variant.book, variant.recompute
+    sizes, others = _shapes_to_time(variant.question, fits)
+    how = "timed in an earlier run"
+    if not any((shape, recompute) in book.seconds for shape in sizes):
+        started = clock()
+        timings = _measure(variant, sizes, others, clock)
+        how = f"timed {len(timings.seconds)} shapes in {clock() - started:.1f} s"
+        if not timings.seconds:
+            raise DoesNotFitError(_does_not_fit(variant))
+        book.seconds.update({(shape, recompute): s for shape, s in timings.seconds.items()})
+    known = [
+        {
+            shape: book.seconds[shape, recompute]
+            for shape in shapes
+            if (shape, recompute) in book.seconds
+        }
+        for shapes in (sizes, others)
+    ]
+    return fit_speed(*known), how
+
+
+def _shapes_to_time(question: Question, fits: int) -> tuple[list[Shape], list[Shape]]:
+    """Choose shapes: every size at the typical length, and one size at other lengths."""
+    longest, typical = question.padded(question.longest), question.typical
+    caps = _doublings(longest, fits)
+    middle = min(caps, key=lambda cap: abs(cap - QUADRATIC_TOKENS))
+
+    def shape(size: int, length: int) -> Shape:
+        return Shape(max(1, min(question.most_samples, size // length)), length)
+
+    sizes = list(dict.fromkeys(shape(cap, typical) for cap in caps))
+    lengths = {longest, question.padded(typical // 4)} - {typical}
+    return sizes, [shape(middle, length) for length in sorted(lengths)]
+
+
+def _measure(
+    variant: _Variant, sizes: Sequence[Shape], others: Sequence[Shape], clock: Clock
+) -> Timings:
+    """Time shapes, and compare the memory they took with the predicted."""
+    question, work = variant.question, variant.question.work
+    per_step = fmean(float(lengths.sum()) for lengths in question.batches)
+    of_run = question.num_steps * per_step / question.layout.world_size
+    with (
+        resident_growth(work.device) as growth,
+        rehearsal(work, recompute=variant.recompute) as prepare,
+    ):
+        timings = measure(prepare, sizes, others, lambda rate: time_budget(rate * of_run), clock)
+    if timings.failed is not None:
+        # The least ratio that explains the failure, and so keeps clear of it.
+        resident = work.resident_bytes
+        failed = max(1, variant.peak(timings.failed).peak_bytes - resident - 1)
+        variant.remember_ratio((question.limit.bytes - resident) / failed)
+    else:
+        peak = variant.peak(max(timings.seconds, key=positions))
+        variant.remember_ratio(resident_ratio(growth, peak.activations + peak.gradients))
+    return timings
+
+
+def _plans(question: Question, cap: int, cost: Cost) -> list[Plan]:
+    """Cut the sampled global batches under a cap."""
+    cut, layout = question.cut_at(cap, cost), replace(question.layout, cost=cost)
+    return [cut.cut(lengths, layout) for lengths in question.batches]
+
+
+def _padding(plans: Sequence[Plan]) -> float:
+    computed = sum(plan.num_positions for plan in plans)
+    held = sum(int(plan.lengths.sum()) for plan in plans)
+    return 1.0 - held / computed if computed else 0.0
+
+
+def _best(found: Sequence[_Explored]) -> tuple[_Explored, Candidate]:
+    """Choose the row with the least memory among those as fast as any, within noise.
+
+    Where nothing was timed, only the largest cap of each variant counts: how large a micro-batch
+    a device needs for full speed differs by orders of magnitude.
+    """
+    timed = found[0].variant.question.timed
+    pool = [(one, row) for one in found for row in (one.rows if timed else one.rows[-1:])]
+    enough = NEAR_BEST * min(one.times[row.max_tokens] for one, row in pool)
+    near = [(one, row) for one, row in pool if one.times[row.max_tokens] <= enough]
+    return min(near, key=lambda pair: pair[1].predicted_bytes)
+
+
+def _choose(explored: Sequence[_Explored]) -> Tuning:
+    """Put the best row of all that fit into words and numbers.
+
+    Raises:
+        DoesNotFitError: there is none.
+    """
+    found = [one for one in explored if one.rows]
+    if not found:
+        raise DoesNotFitError(_does_not_fit(explored[-1].variant))
+    best, row = _best(found)
+    variant = best.variant
+    method = variant.book.methods[variant.recompute], best.how, variant.question.limit.source
+    return Tuning(
+        max_tokens=row.max_tokens,
+        activation_checkpointing=row.activation_checkpointing,
+        cost=best.cost,
+        predicted=variant.peak_under(row.max_tokens),
+        limit_bytes=variant.limit_bytes,
+        method="; ".join(method),
+        candidates=tuple(
+            replace(other, chosen=other is row) for one in found for other in one.rows
+        ),
+    )
+
+
+def _does_not_fit(variant: _Variant) -> str:
+    question = variant.question
+    sample = "" if question.longest_id is None else f" {question.longest_id}"
+    needed = variant.peak(variant.single).peak_bytes
+    remedies = ["shorten it (data.max_length)", "use a smaller model"]
+    if question.recompute == "never":
+        remedies.insert(1, "try activation_checkpointing=true")
+    return (
+        f"sample{sample} of {question.longest} tokens does not fit, even alone: a step with it "
+        f"needs {needed:,} bytes of tensors, and {variant.limit_bytes:,} are there "
+        f"({question.limit.source}): {', or '.join(remedies)}"
+    )

@@ -1,0 +1,180 @@
+"""What the tuner is asked, and what it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, Self, final
+
+from trainer.plan.cut import Cost, Cut, IntArray, Layout
+from trainer.tune.limit import MemoryLimit
+from trainer.tune.tensors import MemoryEstimate, Part
+from trainer.tune.workload import Workload
+
+Recompute = Literal["never", "always", "auto"]
+"""Whether activation checkpointing is off, on, or to be weighed."""
+
+LARGEST_TIMED = {"cuda": 131_072, "cpu": 16_384}
+"""Padded tokens beyond which no device gains speed; larger caps are not tried."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shares:
+    """What one rank holds of each part, as a multiple of the whole; 1 where nothing is sharded.
+
+    Attributes:
+        parameters: the shard, and what is gathered at the peak.
+        gradients: likewise.
+        optimizer_state: the shard.
+    """
+
+    parameters: float = 1.0
+    gradients: float = 1.0
+    optimizer_state: float = 1.0
+
+    def of(self, whole: MemoryEstimate) -> MemoryEstimate:
+        """Scale an estimate that was made for an unsharded model."""
+        parts: dict[Part, int] = {
+            "parameters": int(self.parameters * whole.parameters),
+            "gradients": int(self.gradients * whole.gradients),
+            "optimizer_state": int(self.optimizer_state * whole.optimizer_state),
+            "activations": whole.activations,
+            "buffers": whole.buffers,
+        }
+        return MemoryEstimate.of(parts)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One row of the table that `train plan` prints.
+
+    Attributes:
+        max_tokens: cap on the padded tokens of a micro-batch.
+        predicted_bytes: peak of tensors.
+        seconds_per_step: forward and backward of the busiest rank; None where nothing was timed.
+        padding: share of computed positions that hold no token.
+        micro_batches: per step, over all ranks, the mean of the sampled global batches.
+        activation_checkpointing: whether blocks recompute.
+        chosen: whether it is the one.
+    """
+
+    max_tokens: int
+    predicted_bytes: int
+    seconds_per_step: float | None
+    padding: float
+    micro_batches: float
+    activation_checkpointing: bool
+    chosen: bool = False
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuning:
+    """What tuning found; rank 0's counts for all, and a checkpoint keeps it.
+
+    Attributes:
+        max_tokens: the cap, in padded tokens of a micro-batch.
+        activation_checkpointing: whether blocks are to recompute.
+        cost: the time model of the cuts.
+        predicted: the peak of a step under the cap.
+        limit_bytes: what tensors may take.
+        method: how all this is known, for a person to read.
+        candidates: the caps that were considered, ascending, the chosen one marked.
+    """
+
+    max_tokens: int
+    activation_checkpointing: bool
+    cost: Cost
+    predicted: MemoryEstimate
+    limit_bytes: int
+    method: str
+    candidates: tuple[Candidate, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Give a mapping that JSON can hold."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any]) -> Self:
+        """Read what `to_dict` gave.
+
+        Raises:
+            KeyError: a part is missing.
+        """
+        return cls(
+            max_tokens=int(saved["max_tokens"]),
+            activation_checkpointing=bool(saved["activation_checkpointing"]),
+            cost=Cost(**saved["cost"]),
+            predicted=MemoryEstimate.from_dict(saved["predicted"]),
+            limit_bytes=int(saved["limit_bytes"]),
+            method=str(saved["method"]),
+            candidates=tuple(Candidate(**row) for row in saved["candidates"]),
+        )
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is to be tuned.
+
+    Attributes:
+        work: one rank's model, loss, optimizer and data.
+        batches: lengths of the samples of a few global batches, each `(global batch,)`.
+        longest: tokens of the longest sample of the data.
+        shortest: tokens of the shortest.
+        cut_at: gives the cut under a cap and a time model (`Auto.tuned`).
+        layout: what hardware and model ask; its cost counts where nothing is timed.
+        limit: memory of one rank.
+        max_samples: most samples of a micro-batch (`accum.micro`); None is no bound.
+        recompute: whether activation checkpointing is off, on, or to be weighed.
+        timed: False for a machine that is not this one.
+        num_steps: of the run, for the time that tuning may take.
+        shares: what one rank holds of a sharded model.
+        longest_id: the longest sample, for the message when it does not fit.
+    """
+
+    work: Workload
+    batches: Sequence[IntArray]
+    longest: int
+    shortest: int
+    cut_at: Callable[[int, Cost], Cut]
+    layout: Layout
+    limit: MemoryLimit
+    max_samples: int | None = None
+    recompute: Recompute = "never"
+    timed: bool = True
+    num_steps: int = 1000
+    shares: Shares = field(default_factory=Shares)
+    longest_id: int | None = None
+
+    @property
+    def most_samples(self) -> int:
+        """Samples that one micro-batch can hold at most."""
+        largest = max(len(lengths) for lengths in self.batches)
+        return min(largest, self.max_samples or largest)
+
+    def padded(self, length: int) -> int:
+        """Round a length up as the layout asks."""
+        multiple = self.layout.pad_multiple
+        return -(-max(1, length) // multiple) * multiple
+
+    @property
+    def top(self) -> int:
+        """The largest cap worth asking about: one rank's share as one micro-batch."""
+        share = -(-max(len(lengths) for lengths in self.batches) // self.layout.world_size)
+        whole = min(share, self.most_samples) * self.padded(self.longest)
+        bound = LARGEST_TIMED.get(self.work.device.type, LARGEST_TIMED["cpu"])
+        return max(self.padded(self.longest), min(whole, bound) if self.timed else whole)
+
+    @property
+    def typical(self) -> int:
+        """The length below which samples hold half of all tokens, padded."""
+        ascending = sorted(int(length) for lengths in self.batches for length in lengths)
+        half, held = sum(ascending) / 2, 0
+        for length in ascending:
+            held += length
+            if held >= half:
+                return self.padded(length)
+        return self.padded(self.longest)
