@@ -5,6 +5,7 @@ import pickle
 import sys
 import warnings
 from collections import Counter
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -43,6 +44,7 @@ def library(tmp_path):
     (root / "broken.py").write_text("def broken(:\n")
     (root / "undecodable.py").write_bytes(b"def a():\n    '\xff'\n")
     (root / "null.py").write_bytes(b"def a(): ...\n\0")
+    (root / "dangling.py").symlink_to(tmp_path / "nowhere.py")
     return root
 
 

@@ -160,3 +160,16 @@ def test_a_path_may_be_relative_or_in_the_home_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     assert texts(Path("text.txt")) == texts("~/text.txt") == ["one"]
+
+
+def test_a_file_that_vanishes_is_a_data_error(tmp_path, monkeypatch):
+    file = tmp_path / "text.txt"
+    file.write_text("one")
+
+    def vanish(*_):
+        file.unlink()
+        return [file]
+
+    monkeypatch.setattr("trainer.data.text._files", vanish)
+    with pytest.raises(DataError, match=r"cannot read .*text\.txt: No such file"):
+        Text(str(file))

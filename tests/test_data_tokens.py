@@ -133,7 +133,7 @@ def test_a_pickled_data_set_does_not_hold_the_tokens(tmp_path):
     pickled = pickle.dumps(dataset)
     assert len(pickled) < 5000
     assert pickle.loads(pickled)[8]["input_ids"].tolist() == expected
-    write(file, np.arange(40_000))
+    write(file, np.arange(40_000))  # as if another process cut the file
     with pytest.raises(DataError, match="changed its size"):
         pickle.loads(pickled)[0]
 

@@ -13,6 +13,8 @@ from trainer.plan.cut import Cost, Plan
 from trainer.plan.memory import Shape
 from trainer.tune.fit import fit_shapes, non_negative_fit, terms
 from trainer.tune.speed import (
+    LEAST_FIXED,
+    OVERHEAD_S,
     ROUNDS,
     SpeedModel,
     fit_speed,
@@ -109,7 +111,7 @@ def test_the_time_model_is_found_again_despite_outliers():
     machine = Prompt(noise=lambda run: 5.0 if run % 13 == 0 else 1.0)
     seconds = machine.measure().seconds
     model = fit_speed({s: seconds[s] for s in SIZES}, {s: seconds[s] for s in OTHERS})
-    assert model.cost.fixed == pytest.approx(30, rel=1e-6)
+    assert model.cost.fixed == pytest.approx(30 + OVERHEAD_S / 1e-4, rel=1e-6)
     assert model.cost.quadratic == pytest.approx(1e-3, rel=1e-6)
     assert model.cost.seconds_per_token == pytest.approx(1e-4, rel=1e-6)
     assert model.bends == pytest.approx(np.ones(len(SIZES)))
@@ -121,7 +123,7 @@ def test_sizes_that_outgrow_the_cache_bend_away_from_the_line():
     sizes = {s: seconds[s] for s in SIZES if s in seconds}
     model = fit_speed(sizes, {s: seconds[s] for s in OTHERS})
     for shape, measured in sizes.items():
-        assert model.seconds(shape) == pytest.approx(measured)
+        assert model.seconds(shape) == pytest.approx(measured + OVERHEAD_S)
     assert model.bends[-1] > 1.25
     assert model.cost.seconds_per_token == pytest.approx(1e-4, rel=0.1)
 
@@ -182,6 +184,19 @@ def test_a_device_that_never_saturates_still_has_a_time_per_token():
     model = fit_speed({Shape(1, 64): 0.001, Shape(2, 64): 0.001}, {})
     assert model.cost.fixed > 0
     assert model.cost.seconds_per_token > 0
+
+
+def test_timings_on_a_busy_machine_are_used_once_and_not_kept():
+    quiet = Prompt().measure()
+    busy = Prompt(noise=lambda run: (1.0, 3.0, 2.0)[run % 3]).measure()
+    assert quiet.are_quiet
+    assert not busy.are_quiet
+    assert not Prompt().measure(budget_s=0.05).are_quiet
+
+
+def test_no_micro_batch_begins_for_free_whatever_noise_says():
+    model = fit_speed({Shape(1, 64): 0.0064, Shape(4, 64): 0.0266}, {})
+    assert model.cost.fixed == pytest.approx(LEAST_FIXED)
 
 
 def test_the_budget_is_a_share_of_the_run_within_bounds():

@@ -16,7 +16,7 @@ from trainer.models.gpt import GPT
 from trainer.objectives.base import Objective, Sums, logits_of
 from trainer.plan.memory import Shape
 from trainer.tune.tensors import MemoryEstimate, PeakBytes
-from trainer.tune.workload import Tiled, Workload, rehearse
+from trainer.tune.workload import Tiled, Workload
 
 VOCABULARY = 61
 
@@ -132,13 +132,21 @@ def gpt() -> GPT:
 def measured_peak(
     work: Workload, shape: Shape, *, recompute: bool = False, limit: int | None = None
 ) -> MemoryEstimate:
-    """Take the same steps for real, on a copy of the model."""
+    """Take two optimizer steps of two micro-batches each for real, on a copy of the model."""
     model = copy.deepcopy(work.model)
     copied = replace(work, model=model, call=bind(model))
     peak = PeakBytes(limit)
     fields = copied.fields(*shape)
     with torch.random.fork_rng(devices=[]), peak, copied.variant(recompute=recompute):
-        rehearse(copied, fields, peak)
+        peak.assign("parameters", model.parameters())
+        peak.assign("buffers", model.buffers())
+        peak.assign("activations", fields.values())
+        optimizer = copied.make_optimizer(model)
+        for _ in range(2):
+            copied.backward(fields)
+            copied.backward(fields)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
     return peak.estimate
 
 

@@ -1,3 +1,24 @@
 """State the optimizer step; the trainer finds the cheapest way to compute exactly that step."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trainer.cli import train
+
 __version__ = "0.1.0"
+__all__ = ["train"]
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401 - a module's attribute
+    """Import what the package offers from Python when it is asked for.
+
+    Raises:
+        AttributeError: it offers no such thing.
+    """
+    if name == "train":
+        from trainer.cli import train  # noqa: PLC0415
+
+        return train
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

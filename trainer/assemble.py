@@ -155,6 +155,11 @@ def build_model(config: RunConfig, world: World, data: Samples) -> nn.Module:
             f"model.vocab_size={typed}: the data hold {known} different tokens; "
             f"the smallest valid value is {known}"
         )
+    if known is None and "vocab_size" in config.model.params and typed is None:
+        raise ConfigError(
+            "model.vocab_size: these data do not say how many different tokens they hold; "
+            "type it, e.g. model.vocab_size=50257"
+        )
     given = {"vocab_size": known, "max_length": config.data.params.get("max_length")}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(rng_key(config.seed, "weights"))

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from trainer import __version__
 from trainer.cli.argv import Request, split
-from trainer.cli.ending import FULL_ERROR, complain, rank
+from trainer.cli.ending import FULL_ERROR, complain, rank, say_crash
 from trainer.errors import ConfigError, Preempted, TrainError
 
 if TYPE_CHECKING:
@@ -66,6 +66,8 @@ def run(argv: Sequence[str]) -> int:
         return INTERRUPTED
     except TrainError as error:
         return complain(error)
+    except Exception as error:
+        return say_crash(error)
 
 
 def train(config: Mapping[str, Any] | Sequence[str] = (), **hydra_flags: str) -> Run:
@@ -100,9 +102,9 @@ def train(config: Mapping[str, Any] | Sequence[str] = (), **hydra_flags: str) ->
 def _run(argv: Sequence[str]) -> int:
     request = split(argv)
     if "--help" in request.flags:
-        from trainer.cli import manual  # noqa: PLC0415
+        from trainer.cli.manual import show  # noqa: PLC0415
 
-        manual.show(request.flags.get("--config-dir"))
+        show(request.flags.get("--config-dir"))
         return 0
     if "--version" in request.flags:
         sys.stdout.write(f"train {__version__}\n")
@@ -217,7 +219,7 @@ def _run_job(lines: Sequence[str], folder: Path, ready: Ready | None, composer: 
         return complain(error)
 
 
-def _ask_hydra(argv: Sequence[str], job: Callable[[Any], Any] | None = None) -> int:
+def _ask_hydra(argv: Sequence[str], job: Callable[[Any], float] | None = None) -> int:
     """Hand a command line to Hydra itself.
 
     Args:
@@ -232,8 +234,12 @@ def _ask_hydra(argv: Sequence[str], job: Callable[[Any], Any] | None = None) -> 
     from trainer import recipes  # noqa: PLC0415
     from trainer.cli.compose import CONFIG_NAME, VERSION_BASE, ComposeError, explain  # noqa: PLC0415
 
-    def nothing(cfg: DictConfig) -> None:
-        """Stands in where Hydra only shows something."""
+    typed = os.environ.get(FULL_ERROR)
+
+    def task(cfg: DictConfig) -> float | None:
+        """Run the job with the environment as the user has it."""
+        with _variable(FULL_ERROR, typed):
+            return None if job is None else job(cfg)
 
     recipes.register()
     decorate = hydra.main(
@@ -241,33 +247,39 @@ def _ask_hydra(argv: Sequence[str], job: Callable[[Any], Any] | None = None) -> 
         config_path=str(recipes.data_dir("conf")),
         config_name=CONFIG_NAME,
     )
-    with _as_argv(argv):
-        try:
-            decorate(job or nothing)()
-        except SystemExit as end:
-            return end.code if isinstance(end.code, int) else int(end.code is not None)
-        except ComposeError as error:
-            raise ConfigError(*explain(error)) from error
+    before, sys.argv = sys.argv, ["train", *argv]
+    try:
+        with _variable(FULL_ERROR, "1"):  # Hydra then raises what it would print
+            decorate(task)()
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except ComposeError as error:
+        raise ConfigError(*explain(error)) from error
+    finally:
+        sys.argv = before
     return 0
 
 
 @contextmanager
-def _as_argv(argv: Sequence[str]) -> Iterator[None]:
-    """Give Hydra an argv, and have it raise what it would print.
+def _variable(name: str, value: str | None) -> Iterator[None]:
+    """Set an environment variable, or take it away, for as long as the context lasts.
 
     Yields:
         Nothing.
     """
-    before, full_error = sys.argv, os.environ.get(FULL_ERROR)
-    sys.argv, os.environ[FULL_ERROR] = ["train", *argv], "1"
+    before = os.environ.get(name)
+    _set_variable(name, value)
     try:
         yield
     finally:
-        sys.argv = before
-        if full_error is None:
-            del os.environ[FULL_ERROR]
-        else:
-            os.environ[FULL_ERROR] = full_error
+        _set_variable(name, before)
+
+
+def _set_variable(name: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
 
 
 def _composer(request: Request) -> Composer:

@@ -37,15 +37,20 @@ def complain(error: TrainError) -> int:
     return error.exit_code
 
 
-def say_crash(error: Exception, folder: Path) -> int:
-    """Show the end of a traceback, and write the whole into the run folder.
+def say_crash(error: Exception, folder: Path | None = None) -> int:
+    """Show the end of a traceback, and write the whole into the run folder, if there is one.
 
     Returns:
         The exit code.
     """
-    path = folder / "errors" / f"rank{rank()}.txt"
+    if os.environ.get(FULL_ERROR) == "1":
+        traceback.print_exception(error)
     frames = traceback.format_list(traceback.extract_tb(error.__traceback__)[-_SHOWN_FRAMES:])
     sys.stderr.write(f"train: error: {type(error).__name__}: {error}\n{''.join(frames)}")
+    if folder is None:
+        sys.stderr.write(f"train: error: {FULL_ERROR}=1 shows the whole traceback\n")
+        return 1
+    path = folder / "errors" / f"rank{rank()}.txt"
     with suppress(OSError):
         durable.make_folders(path.parent)
         whole = "".join(traceback.format_exception(error))

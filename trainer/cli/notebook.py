@@ -7,14 +7,17 @@ any other.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import OmegaConf
 
 from trainer.cli.compose import Composer
 from trainer.cli.settings import TARGET, Groups, quote
 from trainer.config import COMPONENTS
 from trainer.errors import ConfigError
+from trainer.schema.faults import lookup
 
 
 def overrides_of(config: Mapping[str, Any] | Sequence[str], composer: Composer) -> list[str]:
@@ -37,6 +40,7 @@ def overrides_of(config: Mapping[str, Any] | Sequence[str], composer: Composer) 
         return [str(line) for line in config]
     tree = {str(key): value for key, value in config.items() if key != "hydra"}
     chosen = dict(tree.pop("choices", None) or _choices(config.get("hydra")))
+    chosen = chosen or _recognised(tree, composer.config_folder)
     with composer.open():
         groups = composer.groups()
     lines = [
@@ -54,6 +58,30 @@ def _choices(hydra: object) -> Mapping[str, Any]:
     for key in ("runtime", "choices"):
         found = found.get(key) if isinstance(found, Mapping) else None
     return found if isinstance(found, Mapping) else {}
+
+
+def _recognised(tree: Mapping[str, Any], conf: Path) -> dict[str, str]:
+    """The options that whole components of a composed config were read from."""
+    chosen = {}
+    for path in COMPONENTS:
+        section = lookup(tree, path)
+        if not isinstance(section, Mapping) or TARGET not in section:
+            continue
+        group = path.replace(".", "/")
+        options = {file.stem: _load(file) for file in sorted((conf / group).glob("*.yaml"))}
+        alike = {
+            name: sum(section.get(key) == value for key, value in option.items())
+            for name, option in options.items()
+            if option.get(TARGET) == section[TARGET] and option.keys() <= section.keys()
+        }
+        if alike:
+            chosen[group] = max(alike, key=lambda name: alike[name])
+    return chosen
+
+
+def _load(file: Path) -> Mapping[str, Any]:
+    content = yaml.safe_load(file.read_text())
+    return content if isinstance(content, Mapping) else {}
 
 
 def _lines(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import io
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from trainer.cli.replay import COMPLETED, read_json
 from trainer.schema.faults import show
 
 NOT_STARTED = "not started"
-UNFINISHED = "running"
+RUNNING = "running"
 
 _MEASURED = ("step", "loss", "eval_loss", "tokens_per_second", "seconds")
 
@@ -72,7 +73,7 @@ def collect(folder: Path, planned: Sequence[Sequence[str]]) -> list[Job]:
     Returns:
         The jobs in order of their numbers.
     """
-    found = {_number(path.parent.parent): path for path in folder.glob("*/.hydra/overrides.yaml")}
+    found = {_number(path.parent): path.parent for path in folder.glob("*/.hydra")}
     numbers = sorted({*range(len(planned)), *found})
     return [_job(number, found.get(number), planned) for number in numbers]
 
@@ -100,33 +101,26 @@ def report(folder: Path, planned: Sequence[Sequence[str]], console: Console) -> 
     return jobs
 
 
-def _job(number: int, found: Path | None, planned: Sequence[Sequence[str]]) -> Job:
+def _job(number: int, folder: Path | None, planned: Sequence[Sequence[str]]) -> Job:
     typed = list(planned[number]) if number < len(planned) else []
-    if found is None:
-        return Job(
-            number=number,
-            overrides=_by_key(typed),
-            folder=None,
-            state=NOT_STARTED,
-            exit_code=None,
-            result={},
-        )
-    folder = found.parent.parent
-    status = read_json(folder / "status.json")
+    status = {} if folder is None else read_json(folder / "status.json")
+    result = {} if folder is None else read_json(folder / "result.json")
+    if folder is not None and not typed:
+        typed = yaml.safe_load((folder / ".hydra" / "overrides.yaml").read_text()) or []
     return Job(
         number=number,
-        overrides=_by_key(typed or yaml.safe_load(found.read_text()) or []),
+        overrides=_by_key(typed),
         folder=folder,
-        state=_state(status),
+        state=NOT_STARTED if folder is None else _state(status),
         exit_code=status.get("exit_code"),
-        result=read_json(folder / "result.json"),
+        result={"step": status.get("step"), **result},
     )
 
 
 def _state(status: Mapping[str, Any]) -> str:
     """The state of a job that nobody runs any more."""
     state = str(status.get("state", "failed"))
-    return "failed" if state == UNFINISHED else state
+    return "failed" if state == RUNNING else state
 
 
 def _number(folder: Path) -> int:
@@ -202,11 +196,12 @@ def _cell(value: object) -> str:
 def _plot(path: Path, jobs: Sequence[Job], keys: Sequence[str]) -> bool:
     """Draw the held-out loss over the swept key; says whether there was anything to draw with."""
     measured = [job for job in jobs if job.eval_loss is not None]
+    if not measured:
+        return False
+    logging.getLogger("matplotlib").setLevel(logging.WARNING)
     try:
         from matplotlib.figure import Figure  # noqa: PLC0415 - optional, and slow to import
     except ImportError:
-        return False
-    if not measured:
         return False
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.add_subplot()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 
 from torch import Tensor
@@ -45,7 +46,9 @@ def summarize_end(parts: Parts, trained: Trained, folder: Path, seconds: float) 
 def baselines(parts: Parts) -> Mapping[str, float]:
     """Ask the data for held-out losses of simple models, in nats per token."""
     entropies = getattr(parts.train_set, "byte_entropies", None)
-    return {} if entropies is None else entropies()
+    if entropies is None or parts.held_out is None:
+        return {}
+    return {f"byte {name}": value for name, value in asdict(entropies()).items()}
 
 
 def sample_text(parts: Parts) -> str | None:

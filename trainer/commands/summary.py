@@ -56,7 +56,6 @@ def summarize(prepared: Prepared) -> PlanSummary:
         shapes=_shapes(plan),
         epoch_means=_means(prepared.plans),
         memory_parts=_memory_parts(prepared),
-        memory_note=None if tuning is None else tuning.method,
         candidates=_candidates(prepared),
         cap_source=prepared.how,
         step_seconds=_step_seconds(prepared),

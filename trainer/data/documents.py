@@ -62,6 +62,8 @@ class ByteDocuments(Dataset[dict[str, Tensor]]):
     """
 
     vocab_size = VOCAB_SIZE
+    start_id = BOS
+    stop_id = EOS
     draws_randomness = False
 
     def __init__(

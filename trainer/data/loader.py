@@ -6,7 +6,7 @@ import signal
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, final
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from trainer.data.collate import INPUT_IDS, Sample, aligned_fields, pack, pad
+from trainer.data.collate import IGNORED_LABEL, INPUT_IDS, LABELS, Sample, aligned_fields, pack, pad
 from trainer.data.progress import progress
 from trainer.data.samples import (
     Samples,
@@ -40,7 +40,8 @@ class Request:
     """The samples of one micro-batch.
 
     Attributes:
-        ids: at least one sample id, in order.
+        ids: sample ids, in order; none for a micro-batch that only fills a count, which has zero
+            rows, or under `packed` one row without a label.
         epoch: from 0; selects the draws of augmentations.
         pad_to: tokens that every sequence is padded to, or positions of the packed row. Data
             without tokens, and a data set's own `collate`, do not heed it.
@@ -67,6 +68,11 @@ class Loader:
         num_workers: loading processes; 0 loads in this one.
         seed: the run's.
         pin_memory: put fields into page-locked memory, for copies to a GPU.
+
+    Attributes:
+        num_workers: as given.
+        loads_in_thread: whether `load` may run in a thread beside training; not where it seeds
+            the generators that training draws from.
     """
 
     def __init__(
@@ -74,7 +80,6 @@ class Loader:
     ) -> None:
         self._assemble = _Assembler(dataset, seed)
         self.num_workers = num_workers
-        # A thread beside training may not seed the generators that training draws from.
         self.loads_in_thread = num_workers == 0 and not draws_randomness(dataset)
         self._pin_memory = pin_memory
         self._source = _Source()
@@ -233,6 +238,8 @@ class _Assembler:
     seed: int
 
     def __call__(self, request: Request) -> Fields:
+        if not request.ids:
+            return self._blank(request)
         with isolated_rng(self.dataset):
             samples = [
                 read_sample(self.dataset, i, seed=self.seed, epoch=request.epoch)
@@ -246,6 +253,14 @@ class _Assembler:
 
         join = pack if request.packed else pad
         return join(samples, self._aligned, request.pad_to, name)
+
+    def _blank(self, request: Request) -> Fields:
+        """Make fields of zero weight, like those of the first sample in all else."""
+        pad_to = int(lengths_of(self.dataset)[0])
+        fields = self(replace(request, ids=(0,), pad_to=pad_to))
+        if request.packed:
+            return {**fields, LABELS: torch.full_like(fields[LABELS], IGNORED_LABEL)}
+        return {name: field[:0] for name, field in fields.items()}
 
     def prepared(self) -> _Assembler:
         """Settle what is found out only once, so that no worker has to."""

@@ -37,6 +37,19 @@ class View(Protocol):
         """Tell which sample of which data set sample `i` is."""
 
 
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Say of a file that cannot be read that it is the data's.
+
+    Raises:
+        DataError: in place of an OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"data: cannot read {path}: {error.strerror or error}") from error
+
+
 def draws_randomness(dataset: Samples) -> bool:
     """Whether reading a sample may draw from the global generators; yes unless it says no."""
     return bool(getattr(dataset, "draws_randomness", True))

@@ -112,8 +112,10 @@ def _modules(root: Path) -> Iterator[str]:
     for folder, subfolders, files in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in _LEFT_OUT]
         for name in files:
-            if name.endswith(".py"):
-                yield (Path(folder) / name).relative_to(root).as_posix()
+            path = Path(folder) / name
+            # Distributions link into /etc, where slim images hold nothing.
+            if name.endswith(".py") and path.is_file():
+                yield path.relative_to(root).as_posix()
 
 
 def top_level_definitions(source: bytes) -> list[bytes]:

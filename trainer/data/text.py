@@ -12,6 +12,7 @@ from typing import Any, Literal, final
 from trainer.data.documents import ByteDocuments
 from trainer.data.index import LISTED_SKIPS, Add, Index, cached_index
 from trainer.data.progress import progress
+from trainer.data.samples import reading
 from trainer.errors import ConfigError, DataError
 
 _JSON_LINES = frozenset({".jsonl", ".ndjson"})
@@ -112,12 +113,12 @@ class _Tally:
 
 
 def _text_index(path: Path, name: str, skips: bool) -> Index:
-    files = _files(path)
+    with reading(path):
+        files = _files(path)
+        states = [file.stat() for file in files]
     key = hashlib.sha256(f"{path}|{name}|{skips}".encode())
-    total = 0
-    for file in files:
-        status = file.stat()
-        total += status.st_size
+    total = sum(status.st_size for status in states)
+    for file, status in zip(files, states, strict=True):
         key.update(f"|{file}|{status.st_size}|{status.st_mtime_ns}".encode())
 
     def build(add: Add) -> Mapping[str, Any]:
@@ -169,15 +170,13 @@ def _records(
     path: Path, files: list[Path], name: str, advance: Callable[[int], None]
 ) -> Iterator[_Record]:
     for file in files:
-        try:
+        with reading(file):
             if file.suffix in _JSON_LINES:
                 yield from _json_lines(file, name, advance)
             elif file == path:
                 yield from _paragraphs(file, advance)
             else:
                 yield from _whole(file, advance)
-        except OSError as error:
-            raise DataError(f"data: cannot read {file}: {error.strerror}") from error
 
 
 def _lines(file: Path, advance: Callable[[int], None]) -> Iterator[tuple[int, bytes]]:

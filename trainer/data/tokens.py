@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from trainer.data.holdout import HELD_OUT, TRAIN, check_split, held_out_count
+from trainer.data.samples import reading
 from trainer.errors import ConfigError, DataError
 from trainer.plan.cut import IntArray
 
@@ -73,7 +74,9 @@ class TokenWindows(Dataset[dict[str, Tensor]]):
         check_split(split, holdout)
         if max_length < 2:  # noqa: PLR2004 - one token to see, one to predict
             raise ConfigError(f"data.max_length={max_length}: must be at least 2")
-        paths = _token_files(Path(path).expanduser().absolute())
+        place = Path(path).expanduser().absolute()
+        with reading(place):
+            paths = _token_files(place)
         named = _named_split(paths, split)
         self.max_length = max_length
         self.vocab_size = vocab_size
@@ -129,7 +132,8 @@ class TokenWindows(Dataset[dict[str, Tensor]]):
     def _mapped(self, number: int) -> npt.NDArray[Any]:
         if number not in self._maps:
             file = self._files[number]
-            mapped = np.asarray(np.memmap(file.path, dtype=self._dtype, mode="r"))
+            with reading(file.path):
+                mapped = np.asarray(np.memmap(file.path, dtype=self._dtype, mode="r"))
             if len(mapped) != file.num_tokens:
                 raise DataError(f"data: {file.path} has changed its size while in use")
             self._maps[number] = mapped
@@ -199,7 +203,8 @@ def _resolved(dtype: str, paths: list[Path]) -> np.dtype[Any]:
 
 
 def _measured(path: Path, dtype: np.dtype[Any]) -> _File:
-    size = path.stat().st_size
+    with reading(path):
+        size = path.stat().st_size
     if size == 0:
         raise DataError(f"data: {path}: holds no tokens")
     if size % dtype.itemsize:

@@ -179,6 +179,7 @@ class Plan:
         return None
 
 
+@dataclass(frozen=True, kw_only=True)
 class Cut(ABC):
     """Which samples of a global batch share a micro-batch.
 

@@ -44,7 +44,6 @@ NOT_YET: Mapping[str, Gap] = {
     "parallel.replicate": Gap(("auto",)),
     "parallel.max_restarts": Gap((0,)),
     "deterministic": Gap((False, True), later=("layout",)),
-    "activation_checkpointing": Gap((False, True), later=("auto",)),
     "batchnorm": Gap(("ghost", "micro"), later=("pooled", "sync", "frozen")),
 }
 """The values of the interface that are still to come: an issue that brings one deletes its row."""

@@ -14,7 +14,7 @@ from trainer.tune.fake import CannotRunFake, predict_peak, run_fake
 from trainer.tune.fit import fit_shapes, terms
 from trainer.tune.tensors import MemoryEstimate, PeakBytes
 from trainer.tune.untouched import untouched
-from trainer.tune.workload import Workload, gradients, step_optimizer
+from trainer.tune.workload import Workload, gradients, state_of
 
 
 class Predictor(Protocol):
@@ -151,7 +151,8 @@ def _resting(work: Workload) -> MemoryEstimate:
                 for parameter in trained:
                     parameter.grad = torch.empty_like(parameter)
                 peak.assign("gradients", gradients(work.model))
-                step_optimizer(optimizer, peak)
+                optimizer.step()
+                peak.assign("optimizer_state", state_of(optimizer))
 
     run_fake(work.model, body)
     return peak.estimate

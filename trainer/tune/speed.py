@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from statistics import median
+from statistics import median_low
 from typing import Self, final
 
 import numpy as np
@@ -33,11 +33,23 @@ Prepare = Callable[[Shape], Callable[[], None]]
 ROUNDS = 5
 """Timings per shape, at most; their median withstands two that were disturbed."""
 
+REPEATED = 2
+"""More timings than this say something about noise."""
+
+QUIET = 0.15
+"""Noise above which other programs were in the way."""
+
 CONTENDER = 1.25
 """A size beyond the fastest whose time per token is this much above the best is out."""
 
 LEFT_LINE = 1.1
 """Time per token over the best, beyond which a larger size no longer lies on the fitted line."""
+
+OVERHEAD_S = 2e-4
+"""What a micro-batch takes outside of forward and backward: to collate, seed, divide and count."""
+
+LEAST_FIXED = 8.0
+"""Least fixed cost of a micro-batch, in tokens; on two CPU cores 33 to 150 were measured."""
 
 NEAR_BEST = 1.03
 """What a smaller micro-batch may lose in speed: 1 / 0.97."""
@@ -60,11 +72,19 @@ class Timings:
 
     Attributes:
         seconds: of one forward and backward, by shape.
+        noise: how far repeated timings of one shape typically lie above its best; infinite
+            where nothing was repeated.
         failed: the smallest shape for which memory ran out, if any did.
     """
 
     seconds: Mapping[Shape, float]
+    noise: float = math.inf
     failed: Shape | None = None
+
+    @property
+    def are_quiet(self) -> bool:
+        """Whether they are worth keeping for later runs."""
+        return self.noise <= QUIET
 
 
 @contextmanager
@@ -132,7 +152,10 @@ def measure(
         for shape, seconds in once.items()
         if positions(shape) <= positions(fastest) or seconds / positions(shape) <= slowest
     ]
-    return Timings(seconds=once | _rounds(prepare, contenders, once, deadline, clock))
+    samples = _rounds(prepare, contenders, once, deadline, clock)
+    medians = {shape: median_low(seconds) for shape, seconds in samples.items()}
+    excess = [median_low(s) / min(s) - 1.0 for s in samples.values() if len(s) > REPEATED]
+    return Timings(seconds=once | medians, noise=median_low(excess) if excess else math.inf)
 
 
 def _rounds(
@@ -141,14 +164,14 @@ def _rounds(
     once: Mapping[Shape, float],
     deadline: float,
     clock: Clock,
-) -> dict[Shape, float]:
-    """Give the median seconds of every contender there was time for."""
+) -> dict[Shape, list[float]]:
+    """Give the seconds of every contender there was time for."""
     samples: dict[Shape, list[float]] = {}
     for _ in range(ROUNDS):
         for shape in contenders:
             if clock() + once[shape] <= deadline:
                 samples.setdefault(shape, []).append(_timed(prepare, shape, clock))
-    return {shape: median(seconds) for shape, seconds in samples.items()}
+    return samples
 
 
 def _timed(prepare: Prepare, shape: Shape, clock: Clock) -> float:
@@ -236,10 +259,13 @@ def fit_speed(sizes: Mapping[Shape, float], others: Mapping[Shape, float]) -> Sp
     coefficients = fit_shapes({**on_line, **others})
     # Where a constant explains everything, a token still takes time: nothing divides by zero.
     coefficients[1] = max(coefficients[1], 0.01 * rates[fastest])
+    # And no micro-batch begins for free, whatever noise makes of the constant: a cut at no cost
+    # would put every sample alone.
+    coefficients[0] = max(coefficients[0] + OVERHEAD_S, LEAST_FIXED * coefficients[1])
     ascending = sorted(sizes, key=positions)
     fitted = np.array([np.dot(coefficients, terms(shape)) for shape in ascending])
     return SpeedModel(
         coefficients=coefficients,
         sizes=np.array([positions(shape) for shape in ascending], dtype=np.float64),
-        bends=np.array([sizes[shape] for shape in ascending]) / fitted,
+        bends=(np.array([sizes[shape] for shape in ascending]) + OVERHEAD_S) / fitted,
     )

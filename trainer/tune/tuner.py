@@ -192,23 +192,20 @@ def _timed(variant: _Variant, fits: int, clock: Clock) -> tuple[SpeedModel, str]
     """
     book, recompute = variant.book, variant.recompute
     sizes, others = _shapes_to_time(variant.question, fits)
+    asked = [*sizes, *others]
+    known = {s: book.seconds[s, recompute] for s in asked if (s, recompute) in book.seconds}
     how = "timed in an earlier run"
-    if not any((shape, recompute) in book.seconds for shape in sizes):
+    if not any(shape in known for shape in sizes):
         started = clock()
         timings = _measure(variant, sizes, others, clock)
-        how = f"timed {len(timings.seconds)} shapes in {clock() - started:.1f} s"
-        if not timings.seconds:
+        known = dict(timings.seconds)
+        how = f"timed {len(known)} shapes in {clock() - started:.1f} s"
+        if not known:
             raise DoesNotFitError(_does_not_fit(variant))
-        book.seconds.update({(shape, recompute): s for shape, s in timings.seconds.items()})
-    known = [
-        {
-            shape: book.seconds[shape, recompute]
-            for shape in shapes
-            if (shape, recompute) in book.seconds
-        }
-        for shapes in (sizes, others)
-    ]
-    return fit_speed(*known), how
+        if timings.are_quiet:
+            book.seconds.update({(shape, recompute): s for shape, s in known.items()})
+    of_sizes = {shape: s for shape, s in known.items() if shape in sizes}
+    return fit_speed(of_sizes, {s: known[s] for s in known if s not in of_sizes}), how
 
 
 def _shapes_to_time(question: Question, fits: int) -> tuple[list[Shape], list[Shape]]:

@@ -80,14 +80,15 @@ class Workload:
 
 
 def rehearse(work: Workload, fields: Fields, peak: PeakBytes) -> None:
-    """Take two optimizer steps and leave the peak of the second.
+    """Bring a model into the fullest state of training, and leave the peak of what follows.
 
-    The second step holds optimizer state, and its second micro-batch holds gradients: no later
-    moment of training needs more. Changes the weights, so it is for fake tensors or copies.
+    Once the first step has made the optimizer's state, and a micro-batch the gradients, no later
+    moment needs more than one more micro-batch and the update after it. Changes the weights, so
+    it is for fake tensors or copies.
 
     Args:
         work: what to compute.
-        fields: the micro-batch, computed again and again.
+        fields: the micro-batch, computed twice.
         peak: counts; already entered.
     """
     model = work.model
@@ -95,23 +96,18 @@ def rehearse(work: Workload, fields: Fields, peak: PeakBytes) -> None:
     peak.assign("buffers", model.buffers())
     peak.assign("activations", fields.values())
     optimizer = work.make_optimizer(model)
-    for num_micro_batches in (1, 2):
+    for _ in range(2):
         peak.reset()
-        for _ in range(num_micro_batches):
-            work.backward(fields)
-            peak.assign("gradients", gradients(model))
-        step_optimizer(optimizer, peak)
+        work.backward(fields)
+        peak.assign("gradients", gradients(model))
+        optimizer.step()
+        peak.assign("optimizer_state", state_of(optimizer))
 
 
-def step_optimizer(optimizer: torch.optim.Optimizer, peak: PeakBytes) -> None:
-    """Update the weights, count what the optimizer keeps, and drop the gradients."""
-    optimizer.step()
-    state = (kept for kept in optimizer.state.values() if isinstance(kept, Mapping))
-    peak.assign(
-        "optimizer_state",
-        [value for kept in state for value in kept.values() if isinstance(value, Tensor)],
-    )
-    optimizer.zero_grad(set_to_none=True)
+def state_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """List the tensors an optimizer keeps between steps."""
+    kept = [values for values in optimizer.state.values() if isinstance(values, Mapping)]
+    return [value for values in kept for value in values.values() if isinstance(value, Tensor)]
 
 
 def gradients(model: nn.Module) -> list[Tensor]:

@@ -1,0 +1,499 @@
+"""Loading: the same bits for every number of workers, draws per sample, faults that are named."""
+
+import os
+import random
+import re
+import signal
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from trainer.data.loader import Loader, Request, lengths_of
+from trainer.data.split import fingerprint_of, has_split_argument, split_by_seed
+from trainer.errors import ConfigError, DataError
+
+LENGTHS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
+
+
+class Ragged(Dataset):
+    """Sequences of known lengths; draws nothing."""
+
+    draws_randomness = False
+    lengths = np.array(LENGTHS)
+
+    def __len__(self):
+        return len(LENGTHS)
+
+    def __getitem__(self, i):
+        tokens = torch.arange(LENGTHS[i]) + 10 * i
+        return {"input_ids": tokens, "labels": tokens}
+
+
+class Augmented(Ragged):
+    """Draws from all three global generators, as augmentations do."""
+
+    draws_randomness = True
+
+    def __getitem__(self, i):
+        draws = torch.tensor([float(torch.rand(())), np.random.rand(), random.random()])
+        return super().__getitem__(i) | {"noise": draws}
+
+
+class Failing(Ragged):
+    """Fails on the sample of length 9, in a way to be chosen."""
+
+    def __init__(self, fault):
+        self.fault = fault
+
+    def __getitem__(self, i):
+        if i == 4:
+            self.fault()
+        return super().__getitem__(i)
+
+
+def request(*ids, epoch=0, packed=False):
+    lengths = [LENGTHS[i] for i in ids]
+    return Request(ids, epoch, sum(lengths) if packed else max(lengths), packed)
+
+
+REQUESTS = [
+    request(0, 1, 2),
+    request(5),
+    request(3, 1, 8, 9),
+    request(6, 7, epoch=1),
+    request(4, 2, packed=True),
+    request(0, 0, epoch=7),
+]
+
+
+@pytest.fixture
+def loader_of():
+    loaders = []
+
+    def make(dataset, num_workers=0, seed=0):
+        loaders.append(Loader(dataset, num_workers=num_workers, seed=seed))
+        return loaders[-1]
+
+    yield make
+    for loader in loaders:
+        loader.close()
+
+
+def same(left, right):
+    return left.keys() == right.keys() and all(torch.equal(left[k], right[k]) for k in left)
+
+
+def rng_states():
+    return torch.get_rng_state(), np.random.get_state()[1], random.getstate()
+
+
+def same_states(left, right):
+    return torch.equal(left[0], right[0]) and (left[1] == right[1]).all() and left[2] == right[2]
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_order_and_bits_are_the_same_for_every_number_of_workers(loader_of, num_workers):
+    requests = [r for r in REQUESTS if not r.packed]
+    here = loader_of(Augmented())
+    expected = [here.load(r) for r in requests]
+    streamed = list(loader_of(Augmented(), num_workers).stream(iter(requests)))
+    assert len(streamed) == len(expected)
+    assert all(map(same, streamed, expected))
+
+
+def test_a_sample_s_draws_belong_to_seed_epoch_and_id_and_to_nothing_else(loader_of):
+    loader = loader_of(Augmented())
+    noise = loader.load(request(0, 5, 2))["noise"]
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
+    again = loader.load(request(2, 9, 0))["noise"]
+    assert torch.equal(noise[0], again[2])
+    assert torch.equal(noise[2], again[0])
+    others = [
+        noise[1],
+        loader.load(request(0, epoch=1))["noise"][0],
+        loader_of(Augmented(), seed=1).load(request(0))["noise"][0],
+        loader_of(Augmented(), seed=2**32).load(request(0))["noise"][0],
+    ]
+    assert all((noise[0] != other).all() for other in others)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_loading_leaves_the_generators_of_this_process_alone(loader_of, num_workers):
+    before = rng_states()
+    requests = iter([request(0, 1), request(2)])
+    for _ in loader_of(Augmented(), num_workers).stream(requests):
+        assert same_states(rng_states(), before)
+    assert same_states(rng_states(), before)
+
+
+def test_packed_and_padded_requests_hold_the_same_tokens(loader_of):
+    loader = loader_of(Ragged())
+    padded = loader.load(request(0, 5, 1))
+    packed = loader.load(request(0, 5, 1, packed=True))
+    tokens = padded["input_ids"][padded["attention_mask"].bool()]
+    assert packed["input_ids"][0].tolist() == tokens.tolist()
+    assert packed["cu_seqlens"].tolist() == [0, 3, 12, 13]
+
+
+def test_a_request_without_samples_gives_fields_of_zero_weight(loader_of):
+    loader = loader_of(Ragged())
+    padded = loader.load(Request((), 0, 0))
+    assert {name: tuple(field.shape) for name, field in padded.items()} == dict.fromkeys(
+        ("input_ids", "labels", "attention_mask"), (0, 3)
+    )
+    packed = loader.load(Request((), 0, 0, packed=True))
+    assert packed["cu_seqlens"].tolist() == [0, 3]
+    assert packed["labels"].tolist() == [[-100] * 3]
+    assert len(loader_of(Collating()).load(Request((), 0, 0))["sum"]) == 0
+
+
+def test_a_new_stream_starts_cleanly_after_one_that_was_left(loader_of):
+    loader = loader_of(Ragged(), 2)
+    for _ in loader.stream(iter(REQUESTS * 5)):
+        break
+    expected = [loader.load(r) for r in REQUESTS]
+    assert all(map(same, loader.stream(iter(REQUESTS)), expected))
+    loader.close()
+    assert all(map(same, loader.stream(iter(REQUESTS)), expected))
+
+
+def test_requests_are_drawn_lazily(loader_of):
+    drawn = []
+
+    def endless():
+        while True:
+            drawn.append(len(drawn))
+            yield request(0)
+
+    for num_workers in (0, 1):
+        drawn.clear()
+        next(iter(loader_of(Ragged(), num_workers).stream(endless())))
+        assert len(drawn) <= 1 + 2 * num_workers
+
+
+class Signals(Ragged):
+    def __getitem__(self, i):
+        ignored = [signal.getsignal(s) == signal.SIG_IGN for s in (signal.SIGINT, signal.SIGTERM)]
+        return {"ignored": torch.tensor(ignored), "pid": torch.tensor(os.getpid())}
+
+
+def test_workers_ignore_the_signals_that_ask_the_run_to_stop(loader_of):
+    loader = loader_of(Signals(), 1)
+    stream = loader.stream(iter([request(0)] * 20))
+    fields = next(stream)
+    assert fields["ignored"].all()
+    os.kill(int(fields["pid"][0]), signal.SIGTERM)
+    os.kill(int(fields["pid"][0]), signal.SIGINT)
+    assert {int(fields["pid"][0]) for fields in stream} == {int(fields["pid"][0])}
+
+
+def hang():
+    time.sleep(60)
+
+
+def test_closing_does_not_wait_for_a_worker_that_hangs(loader_of, monkeypatch):
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)
+    loader = loader_of(Failing(hang), 1)
+    next(loader.stream(iter([request(0), request(4)])))
+    begin = time.monotonic()
+    loader.close()
+    assert time.monotonic() - begin < 20
+
+
+# Faults
+
+
+def broken():
+    raise KeyError("no such\nkey")
+
+
+def not_allowed():
+    raise ConfigError("data.key: not allowed")
+
+
+def vanish():
+    os._exit(3)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_error_in_the_data_set_names_sample_cause_and_place_in_one_line(loader_of, num_workers):
+    loader = loader_of(Failing(broken), num_workers)
+    with pytest.raises(DataError) as caught:
+        list(loader.stream(iter([request(0), request(3, 4)])))
+    pattern = r"data: sample 4 of Failing: KeyError: 'no such\\nkey' \(test_loader\.py:\d+\)"
+    assert re.fullmatch(pattern, str(caught.value))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_error_that_is_ours_passes_as_it_is(loader_of, num_workers):
+    loader = loader_of(Failing(not_allowed), num_workers)
+    with pytest.raises(ConfigError, match=r"^data\.key: not allowed$"):
+        list(loader.stream(iter([request(4)])))
+
+
+def test_a_worker_that_dies_is_a_data_error(loader_of):
+    loader = loader_of(Failing(vanish), 1)
+    with pytest.raises(DataError, match=r"a loading process was lost.*num_workers=0"):
+        list(loader.stream(iter([request(4)])))
+
+
+def test_an_error_of_the_requests_is_not_taken_for_one_of_the_data(loader_of):
+    def requests():
+        yield request(0)
+        raise RuntimeError("cannot plan")
+
+    for num_workers in (0, 1):
+        with pytest.raises(RuntimeError, match="cannot plan"):
+            list(loader_of(Ragged(), num_workers).stream(requests()))
+
+
+@dataclass
+class Listed:
+    """A data set from a list; neither hashable nor a torch Dataset, as users write them."""
+
+    samples: list
+    num_reads: int = 0
+    draws_randomness: bool = False
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, i):
+        self.num_reads += 1
+        return self.samples[i]
+
+
+@pytest.mark.parametrize(
+    ("sample", "text"),
+    [
+        ([1, 2], "sample 0 of Listed is a list; it must be a mapping"),
+        ({"x": "text"}, "field 'x' is a str that makes no tensor"),
+        ({"x": None}, "field 'x' is a NoneType that makes no tensor"),
+        ({"x": [[1], [2, 3]]}, "field 'x' is a list that makes no tensor"),
+    ],
+)
+def test_a_sample_that_is_no_mapping_to_tensors_is_refused(loader_of, sample, text):
+    with pytest.raises(DataError, match=re.escape(text)):
+        loader_of(Listed([sample])).load(Request((0,), 0, 1))
+
+
+def test_numbers_arrays_and_lists_become_tensors(loader_of):
+    frozen = np.arange(2, dtype=np.float32)
+    frozen.flags.writeable = False
+    samples = [{"a": 1, "b": 0.5, "c": [1, 2], "d": frozen, "e": np.int64(3), "f": True}]
+    fields = loader_of(Listed(samples)).load(Request((0, 0), 0, 1))
+    assert {name: field.shape for name, field in fields.items()} == {
+        **dict.fromkeys("abef", (2,)),
+        **dict.fromkeys("cd", (2, 2)),
+    }
+
+
+def test_fixed_size_samples_are_stacked_whatever_the_padded_length(loader_of):
+    images = [{"image": torch.ones(1, 4, 4), "labels": torch.tensor(k)} for k in range(3)]
+    fields = loader_of(Listed(images)).load(Request((0, 2), 0, 8))
+    assert fields["image"].shape == (2, 1, 4, 4)
+    assert "attention_mask" not in fields
+
+
+def test_a_class_vector_as_long_as_a_document_is_not_padded(loader_of):
+    samples = [{"input_ids": torch.arange(n), "labels": torch.ones(3)} for n in (3, 3, 5)]
+    fields = loader_of(Listed(samples)).load(Request((0, 1), 0, 4))
+    assert fields["input_ids"].shape == (2, 4)
+    assert fields["labels"].shape == (2, 3)
+
+
+def test_a_length_that_understates_a_sample_is_named(loader_of):
+    dataset = Listed([{"input_ids": torch.arange(4)}])
+    dataset.lengths = [2]
+    with pytest.raises(DataError, match=r"sample 0 of Listed, 4 tokens, .* 2 tokens; `lengths`"):
+        loader_of(dataset).load(Request((0,), 0, 2))
+
+
+# A `collate` of the data set's own
+
+
+class Collating(Augmented):
+    def collate(self, samples):
+        return {"sum": torch.stack([s["input_ids"].sum() for s in samples]), "noise": torch.rand(2)}
+
+
+def test_a_collate_of_the_data_set_s_own_is_used_and_drawn_for_reproducibly(loader_of):
+    here, there = loader_of(Collating()), loader_of(Collating(), 1)
+    requests = [request(0, 1), request(1, 0), request(0, 1, epoch=1)]
+    expected = [here.load(r) for r in requests]
+    assert expected[0]["sum"].tolist() == [3, 10]
+    assert all(map(same, there.stream(iter(requests)), expected))
+    assert len({tuple(fields["noise"].tolist()) for fields in expected}) == 3
+
+
+class BadCollate(Ragged):
+    def __init__(self, result):
+        self.result = result
+
+    def collate(self, samples):
+        return self.result if self.result is not None else samples[99]
+
+
+def test_a_collate_that_fails_is_named(loader_of):
+    with pytest.raises(
+        DataError, match=r"`collate` of BadCollate, on 2 samples \(0, 1, \.\.\.\): Ind"
+    ):
+        loader_of(BadCollate(None)).load(request(0, 1))
+    for result in ([1], {"x": 1}):
+        with pytest.raises(DataError, match="must return a mapping from names to tensors"):
+            loader_of(BadCollate(result)).load(request(0, 1))
+
+
+# Lengths
+
+
+def test_lengths_of_its_own_are_taken():
+    assert lengths_of(Ragged()).tolist() == LENGTHS
+    assert lengths_of(Ragged()).dtype == np.int64
+
+
+def test_lengths_are_measured_once_where_a_data_set_has_none(capsys):
+    dataset = Listed([{"input_ids": list(range(n))} for n in LENGTHS])
+    assert lengths_of(dataset).tolist() == LENGTHS
+    reads = dataset.num_reads
+    assert lengths_of(dataset).tolist() == LENGTHS
+    assert dataset.num_reads == reads
+    assert capsys.readouterr().err == (
+        "train: measuring 10 samples of Listed, which has no `lengths` ...\n"
+    )
+    other = Listed([{"input_ids": [1]}] * 2)
+    assert lengths_of(other).tolist() == [1, 1]
+
+
+def test_what_is_remembered_goes_with_the_data_set():
+    for n in range(1, 30):
+        assert lengths_of(Listed([{"input_ids": list(range(n))}])).tolist() == [n]
+
+
+def test_samples_without_tokens_count_as_one(capsys):
+    assert lengths_of(Listed([{"row": [1.0, 2.0]}] * 3)).tolist() == [1, 1, 1]
+    assert lengths_of(Listed([{"input_ids": [[1, 2]]}] * 3)).tolist() == [1, 1, 1]
+    assert lengths_of(Listed([])).tolist() == []
+    assert capsys.readouterr().err == ""
+
+
+def test_measuring_leaves_the_generators_alone():
+    dataset = Augmented()
+    dataset.lengths = None
+    before = rng_states()
+    assert lengths_of(dataset).tolist() == LENGTHS
+    assert same_states(rng_states(), before)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "text"),
+    [
+        ([1], r"shape \(1,\) and dtype int64; it must be one integer for each of its 2 samples"),
+        ([1.0, 2.0], "dtype float64"),
+        ([3, 0], "sample 1 of Listed has length 0"),
+    ],
+)
+def test_lengths_that_cannot_be_right_are_refused(lengths, text):
+    dataset = Listed([{"input_ids": [1]}] * 2)
+    dataset.lengths = lengths
+    with pytest.raises(DataError, match=text):
+        lengths_of(dataset)
+
+
+def test_samples_that_cannot_be_measured_are_named():
+    with pytest.raises(DataError, match="sample 1 of Listed has length 0"):
+        lengths_of(Listed([{"input_ids": [1]}, {"input_ids": []}]))
+    with pytest.raises(DataError, match="sample 1 of Listed lacks"):
+        lengths_of(Listed([{"input_ids": [1]}, {"row": [1]}]))
+    failing = Failing(broken)
+    failing.lengths = None
+    with pytest.raises(DataError, match="sample 4 of Failing: KeyError"):
+        lengths_of(failing)
+
+
+# Splits and fingerprints of data sets that bring none
+
+
+@dataclass(eq=False)
+class Plain:
+    """Twenty rows, and something more to offer."""
+
+    rows: list = field(
+        default_factory=lambda: [{"row": torch.tensor([float(k)])} for k in range(20)]
+    )
+    vocab_size: int = 7
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, i):
+        return self.rows[i]
+
+
+def test_a_split_by_seed_holds_every_sample_once_and_moves_with_the_seed():
+    dataset = Plain()
+    for seed in range(3):
+        sides = [split_by_seed(dataset, side, 0.25, seed) for side in ("train", "held_out")]
+        assert [len(side) for side in sides] == [15, 5]
+        rows = [
+            float(sample["row"]) for side in sides for sample in (side[i] for i in range(len(side)))
+        ]
+        assert sorted(rows) == [float(k) for k in range(20)]
+    chosen = {tuple(split_by_seed(dataset, "held_out", 0.25, seed).ids) for seed in range(5)}
+    assert len(chosen) > 1
+
+
+def test_a_split_passes_on_what_the_data_set_offers(loader_of):
+    split = split_by_seed(Collating(), "train", 0.3, 0)
+    assert split.lengths.tolist() == [LENGTHS[i] for i in split.ids]
+    assert split.draws_randomness
+    fields = loader_of(split, 1).stream(iter([Request((0, 3), 0, 9)]))
+    assert next(fields).keys() == {"sum", "noise"}
+    plain = split_by_seed(Plain(), "train", 0.3, 0)
+    assert plain.vocab_size == 7
+    assert not hasattr(plain, "collate")
+    assert plain.lengths.tolist() == [1] * 14
+
+
+def test_an_error_behind_a_split_names_the_sample_of_the_user_s_data_set(loader_of):
+    split = split_by_seed(Failing(broken), "train", 0.3, 0)
+    i = split.ids.tolist().index(4)
+    with pytest.raises(DataError, match="sample 4 of Failing: KeyError"):
+        loader_of(split).load(Request((i,), 0, 9))
+
+
+def test_splits_that_cannot_be_are_refused():
+    with pytest.raises(DataError, match="Listed holds no samples"):
+        split_by_seed(Listed([]), "train", 0.1, 0)
+    with pytest.raises(ConfigError, match=r"data\.holdout=1\.5"):
+        split_by_seed(Plain(), "train", 1.5, 0)
+    assert len(split_by_seed(Plain(), "held_out", 0.0, 0)) == 0
+
+
+def test_only_data_sets_that_take_a_split_bring_their_own():
+    class WithSplit:
+        def __init__(self, path, split="train"): ...
+
+    class WithKeywords:
+        def __init__(self, **settings): ...
+
+    assert has_split_argument(WithSplit)
+    assert not has_split_argument(WithKeywords)
+    assert not has_split_argument(Plain)
+
+
+def test_a_fingerprint_is_the_data_set_s_own_or_follows_class_and_lengths():
+    one, two = (Listed([{"input_ids": list(range(n))}] * 3) for n in (4, 5))
+    assert fingerprint_of(one) == fingerprint_of(Listed(one.samples)) != fingerprint_of(two)
+    two.fingerprint = "mine"
+    assert fingerprint_of(two) == "mine"
+    two.fingerprint = lambda: "called"
+    assert fingerprint_of(two) == "called"
+    sides = [split_by_seed(one, side, 0.3, 0).fingerprint for side in ("train", "held_out")]
+    assert len({*sides, fingerprint_of(one)}) == 3
