@@ -8,6 +8,7 @@ wording for `key=`, `+key=` and `++key=`, and the options alone stay at hand as 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException
+from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
@@ -39,12 +40,14 @@ from trainer.cli.settings import (
 )
 from trainer.config import COMPONENTS, KEYS, Component, RunConfig, validate
 from trainer.errors import ConfigError
-from trainer.schema.faults import clip, flat, lookup
+from trainer.schema.faults import clip, did_you_mean, flat, lookup
 from trainer.schema.sections import SHARED_KEYS
 
 CONFIG_NAME = "config"
 VERSION_BASE = "1.3"
 _FOLDER_KEYS = ("hydra.run.dir", "hydra.sweep.dir")
+
+_UNKNOWN_TO_HYDRA = re.compile(r"Could not override '([\w./]+)'")
 
 ComposeError = (HydraException, OmegaConfBaseException, yaml.YAMLError, ConfigError, ValueError)
 """What composition may raise for what is written in a command line or a file."""
@@ -183,9 +186,9 @@ class Composer:
         try:
             full = self.compose([*told.hydra, *told.choices])
             bare = self.compose(_examples(full, told)) if told.has_recipe else full
-            examples = _tree(bare)
+            examples = plain_of(bare)
             _apply(told.values, full)
-            tree = _tree(full)
+            tree = plain_of(full)
             _drop_foreign_arguments(tree, typed)
             faults += _folder_faults(full, tree, typed)
             faults += [f for key, value in flat(tree).items() if (f := secret_fault(key, value))]
@@ -229,18 +232,22 @@ class Composer:
 
 def explain(error: BaseException) -> list[str]:
     """Say in one line per fault what Hydra, OmegaConf or the YAML parser found wrong."""
-    texts: list[str] = []
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, ConfigError):
             return list(cause.faults)
-        texts.append(str(cause))
-        cause = cause.__cause__
-    lines = dict.fromkeys(line.strip() for text in texts for line in text.splitlines())
-    words = " ".join(lines)
-    for advice in ("To append to your config", "See https://", "Set the environment variable"):
-        words = words.partition(advice)[0]
-    return [clip(words)]
+        unknown = _UNKNOWN_TO_HYDRA.match(str(cause))
+        if unknown is not None:
+            return [clip(f"{unknown.group(1)}: unknown setting of Hydra")]
+        if isinstance(cause, OmegaConfBaseException) and cause.full_key:
+            return [clip(f"{cause.full_key}: {str(cause).splitlines()[0]}")]
+        error, cause = cause, cause.__cause__
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        group, _, name = error.missing_cfg_file.rpartition("/")
+        options = error.options or ()
+        near = did_you_mean(name, options)
+        return [clip(f"{group}={name}: no such option.{near} Choices: {', '.join(options)}")]
+    return [clip(str(error).partition("See https://")[0])]
 
 
 def _examples(full: DictConfig, told: Told) -> list[str]:
@@ -267,8 +274,9 @@ def _apply(values: Iterable[Override], composed: DictConfig) -> None:
                 OmegaConf.update(composed, key, override.value(), merge=True, force_add=True)
         except OmegaConfBaseException as error:
             faults.append(clip(f"{override.input_line}: {str(error).splitlines()[0]}"))
-        except KeyError:
-            faults.append(clip(f"~{key}: there is no such setting to remove"))
+        except KeyError as error:
+            near = did_you_mean(key, error.args)
+            faults.append(clip(f"~{key}: there is no such setting to remove.{near}"))
     if faults:
         raise ConfigError(*faults)
 
@@ -277,12 +285,12 @@ def _remove(composed: DictConfig, key: str) -> None:
     path, _, leaf = key.rpartition(".")
     parent = OmegaConf.select(composed, path)
     if leaf not in parent:
-        raise KeyError(key)
+        raise KeyError(*(f"{path}.{known}" for known in parent))
     with open_dict(parent):
         del parent[leaf]
 
 
-def _tree(composed: DictConfig) -> dict[str, Any]:
+def plain_of(composed: DictConfig) -> dict[str, Any]:
     """A composed config as plain mappings, resolved, without Hydra's own node.
 
     Raises:
@@ -363,13 +371,13 @@ def _component(config: RunConfig, path: str) -> Component:
 
 def _folder_faults(full: DictConfig, tree: Mapping[str, Any], typed: frozenset[str]) -> list[str]:
     """Check where a run would write."""
+    outputs = str(tree.get("outputs"))
     folders = {key: str(OmegaConf.select(full, key)) for key in _FOLDER_KEYS}
     faults = [
         clip(f"{key}={folder}: must not lead upwards with ..")
         for key, folder in folders.items()
-        if climbs(folder)
+        if climbs(folder) and not climbs(outputs)
     ]
-    outputs = str(tree.get("outputs"))
     if "outputs" not in typed and Path(outputs).is_absolute():
         faults.append(clip(f"outputs={outputs}: an absolute folder has to be typed by you"))
     return faults

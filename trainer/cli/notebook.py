@@ -13,11 +13,11 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
-from trainer.cli.compose import Composer
+from trainer.cli.compose import Composer, plain_of
 from trainer.cli.settings import TARGET, Groups, quote
 from trainer.config import COMPONENTS
 from trainer.errors import ConfigError
-from trainer.schema.faults import lookup
+from trainer.schema.faults import flat, lookup
 
 
 def overrides_of(config: Mapping[str, Any] | Sequence[str], composer: Composer) -> list[str]:
@@ -43,13 +43,15 @@ def overrides_of(config: Mapping[str, Any] | Sequence[str], composer: Composer) 
     chosen = chosen or _recognised(tree, composer.config_folder)
     with composer.open():
         groups = composer.groups()
-    lines = [
-        f"{path}={quote(option)}"
-        for path, option in chosen.items()
-        if path in groups.options and isinstance(option, str)
-    ]
-    taken = {line.partition("=")[0].replace("/", ".") for line in lines}
-    return [*lines, *_lines(tree, "", groups, taken)]
+        lines = [
+            f"{path}={quote(option)}"
+            for path, option in chosen.items()
+            if path in groups.options and isinstance(option, str)
+        ]
+        lines += _choice_lines(tree, groups)
+        known = flat(plain_of(composer.compose(lines)))
+    named = {line.partition("=")[0].replace("/", ".") for line in lines}
+    return [*lines, *_value_lines(tree, "", named, known)]
 
 
 def _choices(hydra: object) -> Mapping[str, Any]:
@@ -84,24 +86,31 @@ def _load(file: Path) -> Mapping[str, Any]:
     return content if isinstance(content, Mapping) else {}
 
 
-def _lines(
-    section: Mapping[Any, Any], prefix: str, groups: Groups, taken: set[str]
-) -> Iterator[str]:
-    """Give one override per leaf.
+def _choice_lines(tree: Mapping[str, Any], groups: Groups) -> Iterator[str]:
+    """Give one override for every group that a mapping names an option of.
 
     Yields:
-        Choices of options and values.
+        `group/path=option`.
+    """
+    for key, path in groups.paths.items():
+        option = lookup(tree, key)
+        if isinstance(option, str):
+            yield f"{path}={quote(option)}"
+
+
+def _value_lines(
+    section: Mapping[Any, Any], prefix: str, named: set[str], known: Mapping[str, Any]
+) -> Iterator[str]:
+    """Give one override for every value that the chosen options do not have already.
+
+    Yields:
+        `++key=value`.
     """
     for name, value in section.items():
         key = f"{prefix}{name}"
-        is_group = key in groups.paths
-        if is_group and isinstance(value, str):
-            yield f"{groups.paths[key]}={quote(value)}"
-        elif isinstance(value, Mapping) and (is_group or value):
-            yield from _lines(value, f"{key}.", groups, taken)
-        elif name == TARGET and key.rpartition(".")[0] in taken & COMPONENTS.keys():
-            continue  # the option that was chosen names its class
-        else:
+        if isinstance(value, Mapping) and value:
+            yield from _value_lines(value, f"{key}.", named, known)
+        elif not (key in named or (key in known and known[key] == value)):
             yield f"++{key}={literal(value)}"
 
 

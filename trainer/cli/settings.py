@@ -20,7 +20,7 @@ from hydra.core.override_parser.types import Quote as QuoteMark
 from hydra.errors import HydraException
 
 from trainer.config import COMPONENTS, KEYS
-from trainer.schema.faults import clip, did_you_mean
+from trainer.schema.faults import clip, did_you_mean, show
 from trainer.schema.sections import OWN
 
 TARGET = "_target_"
@@ -32,7 +32,7 @@ _SECRET_KEY = re.compile(
     re.IGNORECASE,
 )
 _SECRET_VALUE = re.compile(
-    r"\b(hf_[A-Za-z0-9]{30,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{30,}|sk-[\w-]{20,}"
+    r"\b(hf_[A-Za-z0-9]{30,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{30,}|sk-([a-z]+-)?\w{20,}"
     r"|AKIA[0-9A-Z]{16}|xox[abprs]-[\w-]{10,}|wandb_v1_\w{20,}|AIza[\w-]{35})\b|-----BEGIN "
 )
 _ENVIRONMENT = re.compile(r"\$\{oc\.env:\s*(\w+)")
@@ -165,7 +165,7 @@ def tell_apart(overrides: Sequence[Override], groups: Groups) -> Told:
     faults = repeated(overrides)
     for override in overrides:
         key = dotted(override)
-        fault = _shape_fault(override, groups)
+        fault = _shape_fault(override, groups) or secret_fault(key, text(override))
         if fault is not None:
             faults.append(fault)
         elif override.is_hydra_override():
@@ -280,27 +280,26 @@ def choice_faults(override: Override, groups: Groups) -> list[str]:
     return [
         fault
         for value in values(override, groups)
-        for name in _names(value)
+        for name in _names(value, key)
         if (fault := _choice_fault(key, name, groups)) is not None
     ]
 
 
-def _names(value: str) -> list[Any]:
+def _names(value: str, key: str) -> list[Any]:
     """The option names in one value: several where recipes are stacked."""
     parsed = read(f"x={value}").value()
-    return list(parsed) if isinstance(parsed, list) else [parsed]
+    return parsed if isinstance(parsed, list) and key == RECIPE else [parsed]
 
 
 def _choice_fault(key: str, name: object, groups: Groups) -> str | None:
-    options = groups.options[groups.paths[key]]
+    options = [option for option in groups.options[groups.paths[key]] if option != OWN]
     listed = f"Choices: {', '.join(options)}"
-    if name is None and key == RECIPE:
+    if (name is None and key == RECIPE) or (name == OWN and key != RECIPE):
         return None
     if not isinstance(name, str):
-        value = "null" if name is None else str(name).lower() if name in (True, False) else name
-        means = [f"{other}={value}" for other in _NUMBER_KEYS.get(key, ())]
+        means = [f"{other}={show(name)}" for other in _NUMBER_KEYS.get(key, ())]
         hint = f" Did you mean {' or '.join(means)}?" if means and _is_number(name) else ""
-        return clip(f"{key}={value}: takes the name of an option.{hint} {listed}")
+        return clip(f"{key}={show(name)}: takes the name of an option.{hint} {listed}")
     if climbs(name):
         return clip(f"{key}={name}: an option's name may not climb with `..`")
     if name in options or (key == RECIPE and Path(name).is_absolute()):
@@ -328,7 +327,7 @@ def _shape_fault(override: Override, groups: Groups) -> str | None:
         package = f"{override.input_line}: a group has one place here; write {key}=NAME"
         return clip(package) if override.package is not None else None
     if "/" in override.key_or_group or override.package is not None:
-        return clip(f"{key}: unknown group.{did_you_mean(key, groups.paths)}")
+        return clip(f"{override.key_or_group}: unknown group.{did_you_mean(key, groups.paths)}")
     return _removal_fault(key) if override.is_delete() else None
 
 

@@ -148,8 +148,8 @@ def _table(jobs: Sequence[Job], keys: Sequence[str]) -> Table:
     best = _best(jobs)
     table = Table(title="sweep", title_justify="left", title_style="bold", box=None, pad_edge=False)
     for key in ("job", *keys):
-        table.add_column(key, justify="right", no_wrap=True)
-    for column in ("state", "step", "loss", "held-out loss", "tokens/s", "seconds"):
+        table.add_column(key.replace(".", ".\n"), justify="right", no_wrap=True)
+    for column in ("state", "step", "loss", "held-out\nloss", "tokens/s", "seconds"):
         table.add_column(column, justify="left" if column == "state" else "right", no_wrap=True)
     for job in jobs:
         style = "bold green" if job is best else ("" if job.is_completed else "red")

@@ -366,9 +366,9 @@ def _commands(end: RunSummary) -> list[RenderableType]:
     """Give the commands a person types next; never wrapped, so that they can be copied."""
     folder = shown_path(end.folder)
     commands = [f"train evaluate run={folder}", f"train export run={folder} export.to=exported"]
-    commands.append(f"train report run={folder}")
+    commands.append(f"train resume={folder} steps={2 * end.steps}")
     if end.state != "completed":
-        commands.insert(0, f"train resume={folder}")
+        commands[-1:] = [f"train resume={folder}"]
     return [Text(f"  {line}", "cyan", no_wrap=True, overflow="ignore") for line in commands]
 
 
