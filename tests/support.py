@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -12,17 +12,17 @@ from torch import Tensor, nn
 
 from trainer.accumulate.base import GradientStrategy
 from trainer.accumulate.sum import Sum
-from trainer.data.loader import Loader
+from trainer.data.loader import Loader, Request
 from trainer.feed import Feed, Source
 from trainer.models.bind import bind
 from trainer.objectives.base import Objective
 from trainer.objectives.next_token import NextToken
-from trainer.parallel import Replicated
+from trainer.parallel import Parallel, Replicated
 from trainer.plan.cut import Cut, Layout
 from trainer.plan.order import Order
 from trainer.scheduler import Constant
 from trainer.step import Kit
-from trainer.sync import Deferred
+from trainer.sync import Deferred, SyncPolicy
 from trainer.world import World
 
 EXACT = {torch.float64: 1e-12, torch.float32: 1e-6}
@@ -75,6 +75,10 @@ class TinyLM(nn.Module):
         return self.head(self.dropout(hidden))
 
 
+def replicated(module: nn.Module, world: World) -> Parallel:
+    return Replicated(module, bind(module), list(module.parameters()), world)
+
+
 @dataclass
 class Bench:
     """One run's objects, built by hand."""
@@ -91,12 +95,16 @@ class Bench:
     seed: int = 0
     num_workers: int = 0
     layout: Layout = field(default_factory=Layout)
+    world: World = field(default_factory=World)
+    lay_out: Callable[..., Parallel] = replicated
+    sync: SyncPolicy = field(default_factory=Deferred)
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
 
     def __post_init__(self) -> None:
         torch.default_generator.manual_seed(self.seed)
         module = self.model().to(self.dtype)
-        world = World()
+        world = self.world
+        layout = replace(self.layout, world_size=world.size, lockstep=self.sync.lockstep)
         lengths = self.dataset.lengths
         order = Order(len(self.dataset), self.seed, self.global_size)
         self.loader = Loader(self.dataset, num_workers=self.num_workers, seed=self.seed)
@@ -106,20 +114,21 @@ class Bench:
         self.feed = Feed(
             source,
             cut=self.cut,
-            layout=self.layout,
+            layout=layout,
             world=world,
             seed=self.seed,
             cursor=order.start,
         )
-        example = self.loader.load(next(self.feed.requests(order.start)))
+        example = self.loader.load(Request(ids=(0,), epoch=0, pad_to=int(lengths[0])))
+        model = self.lay_out(module, world)
         optimizer = self.optimizer(module.parameters(), lr=1e-2)
         self.module = module
         self.kit = Kit(
-            model=Replicated(module, bind(module), list(module.parameters()), world),
+            model=model,
             objective=self.objective,
             terms=tuple(sorted(self.objective.weights(example))),
             strategy=self.strategy,
-            sync=Deferred(),
+            sync=self.sync,
             normalizer=self.normalizer,  # type: ignore[arg-type]
             optimizer=optimizer,
             base_lrs=(1e-2,),

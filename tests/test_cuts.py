@@ -118,6 +118,15 @@ def test_auto_cuts_by_the_cost_it_was_tuned_with():
     assert dear.cut(lengths, Layout()).num_micro_batches == 1
 
 
+def test_a_longer_sample_is_alone_under_a_tuned_cap_that_suits_the_short_ones():
+    cut = Auto().tuned(20, Cost(), alone=30)
+    plan = cut.cut(np.array([5, 30, 7, 6]), Layout())
+    assert cut.hard_cap == plan.max_positions == 30
+    assert plan.max_shared_positions <= 20
+    with pytest.raises(SampleTooLongError):
+        cut.cut(np.array([5, 31]), Layout())
+
+
 def test_auto_refuses_to_cut_before_it_is_tuned():
     with pytest.raises(ValueError, match="tuned"):
         Auto().cut(np.array([1]), Layout())
@@ -139,6 +148,10 @@ def test_a_sample_that_the_tuned_cap_cannot_hold_is_named_by_position_and_length
     assert (caught.value.position, caught.value.length, caught.value.cap) == (1, 30, 20)
 
 
+def largest(plan):
+    return max(len(ids) for slots in plan.ranks for ids in slots)
+
+
 @given(LENGTHS, LAYOUTS, CUTS)
 @settings(max_examples=150, deadline=None)
 def test_cuts_shrink_until_every_micro_batch_is_one_sample(lengths, layout, cut):
@@ -146,8 +159,9 @@ def test_cuts_shrink_until_every_micro_batch_is_one_sample(lengths, layout, cut)
     while (smaller := cut.smaller(plan)) is not None:
         again = smaller.cut(lengths, layout)
         again.check(layout)
-        assert again.max_shared_positions < plan.max_shared_positions
-        if not isinstance(cut, Fixed):
+        if isinstance(cut, Fixed):
+            assert largest(again) < largest(plan)
+        else:
             assert again.max_shared_positions <= 0.7 * plan.max_shared_positions
         # The replay is what the smaller cut gives to whoever starts with it.
         fresh = type(smaller)(**{f.name: getattr(smaller, f.name) for f in dataclasses.fields(cut)})

@@ -23,10 +23,10 @@ from trainer.evaluate import HeldOut
 from trainer.feed import Source
 from trainer.micro_batch import Fields
 from trainer.models.bind import bind
-from trainer.models.recompute import checkpoint_blocks
+from trainer.models.recompute import blocks_of, checkpoint_blocks
 from trainer.objectives.base import ModelCall, Objective
 from trainer.optimizer import OptimizerSpec, OwnOptimizer
-from trainer.parallel import Replicated
+from trainer.parallel import Parallel, Replicated
 from trainer.plan.cut import Cut, IntArray, Layout
 from trainer.plan.order import Order
 from trainer.scheduler import Schedule
@@ -74,15 +74,14 @@ class Parts:
 
     def kit(self) -> Kit:
         """Compose the step. Builds the optimizer; the model may not be replaced after it."""
+        model = self._laid_out()
         optimizer = self.spec.build(self.module)
-        parameters = [p for p in self.module.parameters() if p.requires_grad]
         scale = self.schedule.batch_factor(self.global_size)
-        call = self.call
         if self.config.compile:
             # In place: names, weights and checkpoints stay those of the bare module.
             self.module.compile(dynamic=True)
         return Kit(
-            model=Replicated(self.module, call, parameters, self.world),
+            model=model,
             objective=self.objective,
             terms=tuple(sorted(self.objective.weights(self.example))),
             strategy=self.strategy,
@@ -95,6 +94,32 @@ class Parts:
             clip_norm=self.config.clip_norm,
             world=self.world,
         )
+
+
+    def _laid_out(self) -> Parallel:
+        """Lay the model out over the ranks; its parameters may be replaced."""
+        mode = parallel_mode(self.config, self.world)
+        if mode in ("none", "ddp"):
+            parameters = [p for p in self.module.parameters() if p.requires_grad]
+            return Replicated(self.module, self.call, parameters, self.world)
+        from trainer.parallel.sharded import Sharded  # noqa: PLC0415 - half a second
+
+        return Sharded(self.module, self.call, blocks_of(self.module), self.world)
+
+
+def parallel_mode(config: RunConfig, world: World) -> str:
+    """Resolve `parallel`; on one rank there is nothing to lay out.
+
+    Raises:
+        ConfigError: the mode knows one rank only.
+    """
+    if config.parallel.mode == "none" and world.size > 1:
+        raise ConfigError(
+            f"parallel=none: is one rank, and there are {world.size}; use parallel=ddp"
+        )
+    if world.size == 1:
+        return "none"
+    return "ddp" if config.parallel.mode == "auto" else config.parallel.mode
 
 
 def assemble(config: RunConfig, world: World) -> Parts:

@@ -1,9 +1,12 @@
 """Every way a run can end, each with the exit code and the one line a user sees.
 
-Importable from any room; imports nothing.
+Importable from any room; imports nothing of them.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 
 class TrainError(Exception):
@@ -76,3 +79,18 @@ class Preempted(TrainError):  # noqa: N818 - not a failure: saved, and to be con
     """A signal asked the run to stop; it saved at a step boundary."""
 
     exit_code = 75
+
+
+def said(error: TrainError) -> dict[str, Any]:
+    """Write an end of the run as JSON, for another process to raise."""
+    return {"error": type(error).__name__, "text": str(error), "code": error.exit_code}
+
+
+def heard(told: Mapping[str, Any]) -> TrainError:
+    """Turn what `said` wrote back into an error of the same class, text and exit code."""
+    kind = globals().get(told["error"], TrainError)
+    if kind is ConfigError:
+        return ConfigError(*told["text"].splitlines())
+    error: TrainError = kind(told["text"])
+    error.exit_code = told["code"]
+    return error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import final
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.data.loader import Loader, Request
-from trainer.errors import DoesNotFitError
+from trainer.errors import DoesNotFitError, Preempted
 from trainer.micro_batch import to_device
 from trainer.objectives.base import Objective
 from trainer.out_of_memory import AllocationGuard
@@ -56,13 +56,28 @@ class HeldOut:
                 yield Request(ids=ids, epoch=0, pad_to=length, packed=plan.packed)
 
 
+def _never() -> bool:
+    return False
+
+
 def evaluate(
-    model: Parallel, objective: Objective, held_out: HeldOut, world: World
+    model: Parallel,
+    objective: Objective,
+    held_out: HeldOut,
+    world: World,
+    was_asked: Callable[[], bool] = _never,
 ) -> dict[str, float]:
     """Average every loss term and metric over the held-out data. Collective.
 
     Sums are kept in float64. Running out of memory halves the cap and begins again; the training
     plan stays as it is.
+
+    Args:
+        model: evaluated as it is, without dropout.
+        objective: names the sums.
+        held_out: what to read.
+        world: all ranks.
+        was_asked: whether a signal asked this rank to stop; asked after each micro-batch.
 
     Returns:
         `loss`, the sum of the loss terms, then every term and metric by name. A name whose weight
@@ -70,16 +85,22 @@ def evaluate(
 
     Raises:
         DoesNotFitError: one sample runs out of memory.
+        Preempted: a rank was asked to stop.
     """
-    found: _Found | None = None
-    while found is None:
-        with AllocationGuard(), _as_found(model.module), torch.no_grad():
-            found = _sums(model, objective, held_out, world)
-        if found is None:
-            held_out = _smaller(held_out)
+    world.note("evaluation")
+    found = _attempt(model, objective, held_out, world, was_asked)
+    while world.any(found is None):
+        held_out = _smaller(held_out)
+        found = _attempt(model, objective, held_out, world, was_asked)
+    assert found is not None
     sums, weights, losses = found
-    names = sorted(weights)
-    totals = world.sum_numbers([*(sums[n] for n in names), *(weights[n] for n in names)])
+    # A rank may hold none of the samples, and then knows no name.
+    known: list[tuple[list[str], list[str]]] = world.collect([sorted(weights), list(losses)])
+    names, losses = max(known, key=lambda told: len(told[0]))
+    mine = [*(sums.get(n, 0.0) for n in names), *(weights.get(n, 0.0) for n in names)]
+    *totals, num_asked = world.sum_numbers([*mine, float(was_asked())])
+    if num_asked:
+        raise Preempted("stopped in an evaluation")
     half = len(names)
     means = {
         name: total / weight if weight else float("nan")
@@ -88,6 +109,22 @@ def evaluate(
     return {"loss": sum(means[name] for name in losses)} | {
         name: mean for name, mean in means.items() if name not in losses or len(losses) > 1
     }
+
+
+def _attempt(
+    model: Parallel,
+    objective: Objective,
+    held_out: HeldOut,
+    world: World,
+    was_asked: Callable[[], bool],
+) -> _Found | None:
+    """Sum over this rank's samples; None when an allocation failed."""
+    model.gather()
+    found = None
+    with AllocationGuard(), _as_found(model.module), torch.no_grad():
+        found = _sums(model, objective, held_out, world, was_asked)
+    model.release()
+    return found
 
 
 def _smaller(held_out: HeldOut) -> HeldOut:
@@ -104,7 +141,13 @@ _Found = tuple[dict[str, float], dict[str, float], tuple[str, ...]]
 """Sums and weights by name, and which of the names are loss terms."""
 
 
-def _sums(model: Parallel, objective: Objective, held_out: HeldOut, world: World) -> _Found:
+def _sums(
+    model: Parallel,
+    objective: Objective,
+    held_out: HeldOut,
+    world: World,
+    was_asked: Callable[[], bool],
+) -> _Found:
     totals: dict[str, Tensor] = {}
     weights: dict[str, float] = defaultdict(float)
     losses: tuple[str, ...] = ()
@@ -116,6 +159,8 @@ def _sums(model: Parallel, objective: Objective, held_out: HeldOut, world: World
         losses = tuple(found.losses)
         for name, total in [*found.losses.items(), *found.metrics.items()]:
             totals[name] = totals.get(name, 0) + total.double()
+        if was_asked():
+            break
     return {name: float(total) for name, total in totals.items()}, dict(weights), losses
 
 

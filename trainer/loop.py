@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import final
+from typing import NoReturn, final
 
 from torch import Tensor
 
@@ -27,8 +27,10 @@ class Run:
 
     Attributes:
         tokens: real input positions consumed before this process began.
+        evaluation: metrics of an evaluation that was made at the cursor before this process began.
         saves: writes checkpoints. Collective.
         must_stop: whether a signal asked any rank to stop. Collective.
+        was_asked: whether a signal asked this rank to stop.
     """
 
     kit: Kit
@@ -38,10 +40,12 @@ class Run:
     reporter: Reporter
     saves: Saves
     must_stop: Callable[[], bool]
+    was_asked: Callable[[], bool]
     eval_every: int | None
     checkpoint_every: int | None
     nonfinite_limit: int
     tokens: int = 0
+    evaluation: Mapping[str, float] | None = None
 
 
 @final
@@ -65,7 +69,7 @@ class Trained:
     tokens: int = 0
     seconds: float = 0.0
     loss: Tensor | None = None
-    evaluation: dict[str, float] = field(default_factory=dict)
+    evaluation: Mapping[str, float] = field(default_factory=dict)
     evaluated_at: int | None = None
     saved_at: int | None = None
     skipped_steps: int = 0
@@ -90,6 +94,7 @@ def train(run: Run) -> Trained:
             finite (`NonFiniteError`); the state is saved.
     """
     progress = Trained(step=run.feed.cursor.step, total_tokens=run.tokens)
+    _catch_up(run, progress)
     failures = 0
     while progress.step < run.kit.total_steps:
         started = time.perf_counter()
@@ -100,23 +105,51 @@ def train(run: Run) -> Trained:
         progress.add(report, seconds)
         run.saves.poll()
         record = record_of(run.order, report, progress.total_tokens, seconds)
-        run.reporter.step(record, batch.samples.ids)
+        ids = batch.samples.ids
+        run.reporter.step(record, ids, skipped_ids=() if report.skipped is None else ids)
         failures = failures + 1 if report.skipped == NOT_FINITE else 0
         end = _early_end(run, batch.step, failures)
         if end is not None:
-            _save(run, progress)
-            run.saves.close()
-            raise end
+            _end(run, progress, end)
         if _due(batch.step, run.eval_every):
             _evaluate(run, progress)
         if _due(batch.step, run.checkpoint_every):
             _save(run, progress)
     if progress.saved_at != progress.step:
-        _save(run, progress)
+        _save(run, progress, is_last=True)
     if progress.evaluated_at != progress.step:
         _evaluate(run, progress)
     run.saves.close()
     return progress
+
+
+def _catch_up(run: Run, progress: Trained) -> None:
+    """Do what was due at the first step boundary and is not done.
+
+    Raises:
+        Preempted: a signal came before the first step.
+    """
+    if run.evaluation is not None:
+        progress.evaluation, progress.evaluated_at = run.evaluation, progress.step
+    if run.saves.newest is not None:
+        progress.saved_at = progress.step
+    if run.must_stop():
+        _end(run, progress, _preempted(progress.step))
+    is_due = progress.step > 0 and _due(progress.step, run.eval_every)
+    if is_due and progress.evaluated_at != progress.step < run.kit.total_steps:
+        _evaluate(run, progress)
+
+
+def _end(run: Run, progress: Trained, end: TrainError) -> NoReturn:
+    """End the run before its last step, saved.
+
+    Raises:
+        end: always.
+    """
+    if progress.saved_at != progress.step:
+        _save(run, progress, is_last=True)
+    run.saves.close()
+    raise end
 
 
 def _early_end(run: Run, step: int, failures: int) -> TrainError | None:
@@ -126,25 +159,38 @@ def _early_end(run: Run, step: int, failures: int) -> TrainError | None:
             "(nonfinite.limit): lower optimizer.lr, or look at the data of these steps"
         )
     if run.must_stop() and step < run.kit.total_steps:
-        return Preempted(f"stopped after step {step}, which is saved")
+        return _preempted(step)
     return None
+
+
+def _preempted(step: int) -> Preempted:
+    return Preempted(f"stopped after step {step}, which is saved")
 
 
 def _due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
 
 
-def _save(run: Run, progress: Trained) -> None:
-    run.saves.save(progress.total_tokens)
+def _save(run: Run, progress: Trained, *, is_last: bool = False) -> None:
+    run.saves.save(progress.total_tokens, is_last=is_last)
     progress.saved_at = progress.step
 
 
 def _evaluate(run: Run, progress: Trained) -> None:
+    """Evaluate, unless a signal comes.
+
+    Raises:
+        Preempted: one came; the run that goes on from here evaluates first.
+    """
     progress.evaluated_at = progress.step
     if run.held_out is None:
         return
     started = time.perf_counter()
-    metrics = evaluate(run.kit.model, run.kit.objective, run.held_out, run.kit.world)
+    kit = run.kit
+    try:
+        metrics = evaluate(kit.model, kit.objective, run.held_out, kit.world, run.was_asked)
+    except Preempted:
+        _end(run, progress, _preempted(progress.step))
     seconds = time.perf_counter() - started
     run.reporter.evaluation(EvalRecord(step=progress.step, metrics=metrics, seconds=seconds))
     progress.evaluation = metrics

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, final
@@ -41,15 +42,20 @@ class Saves:
     on_full: Literal["stop", "continue"] = "stop"
     newest: Path | None = None
 
-    def save(self, tokens: int) -> None:
+    def save(self, tokens: int, *, is_last: bool = False) -> None:
         """Save the state after the last step.
 
         Args:
             tokens: real input positions consumed so far.
+            is_last: the run ends here, and not well without this state on disk.
 
         Raises:
             SaveError: it could not be written, and the run is to stop then.
         """
+        if is_last:
+            self._note(self.saver.wait)
+            self.on_full = "stop"
+        self.kit.world.note("saving")
         self._attempt(self.reporter.flush)
         cursor = self.feed.cursor
         tensors, meta = capture(
@@ -64,15 +70,18 @@ class Saves:
         )
         assert_finite(tensors)
         self._attempt(lambda: self.saver.save(cursor.step, tensors, meta))
-        self.poll()
+        self._note(self.saver.check)
 
     def poll(self) -> None:
         """Hear of a checkpoint that became durable behind the steps, or of its failure.
 
+        Several ranks hear of it when they save or close, so that no step waits for it.
+
         Raises:
             SaveError: it could not be written, and the run is to stop then.
         """
-        self._note(self.saver.check)
+        if self.kit.world.size == 1:
+            self._note(self.saver.check)
 
     def close(self) -> None:
         """Wait for what is being written.
@@ -83,17 +92,23 @@ class Saves:
         self.on_full = "stop"
         self._note(self.saver.close)
 
+    def release(self) -> None:
+        """Let what is being written come to its end, when the run ended for another reason."""
+        with suppress(SaveError):
+            self.saver.close()
+
     def _note(self, ask: Callable[[], Path | None]) -> None:
-        saved: list[Path | None] = []
-        self._attempt(lambda: saved.append(ask()))
-        for path in saved:
-            if path is not None:
-                self.newest = path
-                self.reporter.checkpoint(int(path.name.rpartition("-")[2]), path)
+        self._attempt(lambda: self._tell(ask()))
+
+    def _tell(self, path: Path | None) -> None:
+        if path is not None:
+            self.newest = path
+            self.reporter.checkpoint(int(path.name.rpartition("-")[2]), path)
 
     def _attempt(self, write: Callable[[], None]) -> None:
+        """Write on the main rank; every rank hears of a failure."""
         try:
-            write()
+            self.kit.world.on_main(write)
         except SaveError as error:
             if self.on_full == "stop":
                 raise

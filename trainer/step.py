@@ -108,6 +108,7 @@ def train_step(kit: Kit, batch: Batch) -> StepReport[Batch]:
     Raises:
         DoesNotFitError: even one sample per micro-batch runs out of memory.
     """
+    kit.world.note("agree", step=batch.step)
     factor = kit.schedule.factor(batch.step - 1, kit.total_steps)
     lr = apply_factor(kit.optimizer, kit.base_lrs, factor)
     buffers = [buffer.clone() for buffer in kit.model.module.buffers()]
@@ -124,6 +125,7 @@ def train_step(kit: Kit, batch: Batch) -> StepReport[Batch]:
         return StepReport(
             batch=batch, loss=loss, grad_norm=norm, lr=lr, skipped=NOT_FINITE, replays=replays
         )
+    kit.world.note("update")
     if kit.clip_norm is not None:
         kit.model.scale_gradients(torch.clamp(kit.clip_norm / (norm + 1e-6), max=1.0))
     kit.optimizer.step()
@@ -144,11 +146,15 @@ def _accumulate(
         weight, parts = divisors(kit.normalizer, kit.terms, batch.micro_batches, kit.world)
         if not weight:
             return None, batch, replays
+        kit.world.note("gather", step=batch.step)
         kit.sync.gather(kit.model)
+        kit.world.note("compute")
         share = _compute(kit, batch.micro_batches, parts)
-        failed, loss = _agree(kit.world, share)
+        kit.world.note("agree")
+        failed, loss, used = _agree(kit, share)
         if not failed:
-            kit.sync.reduce(kit.model)
+            kit.world.note("reduce")
+            kit.sync.reduce(kit.model, used)
             return loss, batch, replays
         _undo(kit.model, buffers)
         finer = batch.smaller()
@@ -170,16 +176,21 @@ def _compute(
     return None
 
 
-def _agree(world: World, share: Tensor | None) -> tuple[bool, Tensor]:
-    """Tell all ranks whether any failed, and the step's loss. Collective: one small vector."""
+def _agree(kit: Kit, share: Tensor | None) -> tuple[bool, Tensor, Sequence[bool]]:
+    """Tell all ranks whether any failed, the step's loss, and which parameters any of them used.
+
+    Collective: one small vector.
+    """
+    used, world = kit.model.used(), kit.world
     if world.size == 1:
-        return share is None, torch.zeros(()) if share is None else share
-    mine = torch.zeros(2, dtype=torch.float64, device=world.device)
-    mine[0] = share is None
+        return share is None, torch.zeros(()) if share is None else share, used
+    mine = torch.tensor(
+        [float(share is None), 0.0, *map(float, used)], dtype=torch.float64, device=world.device
+    )
     if share is not None:
         mine[1] = share
-    failures, loss = world.sum(mine).unbind()
-    return bool(failures), loss
+    failures, _, *flags = world.sum(mine).tolist()
+    return failures > 0, mine[1], [flag > 0 for flag in flags]
 
 
 def _undo(model: Parallel, buffers: Sequence[Tensor]) -> None:

@@ -9,6 +9,7 @@ To add one, subclass `SyncPolicy` and name the class in a YAML file of the group
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import final
@@ -32,8 +33,13 @@ class SyncPolicy(ABC):
         """Wrap forward and backward of one micro-batch."""
 
     @abstractmethod
-    def reduce(self, model: Parallel) -> None:
-        """Close the window: leave the step's gradient, summed over ranks. Collective."""
+    def reduce(self, model: Parallel, used: Sequence[bool]) -> None:
+        """Close the window: leave the step's gradient, summed over ranks. Collective.
+
+        Args:
+            model: the model, laid out over ranks.
+            used: which of its parameters have a gradient on any rank.
+        """
 
 
 @final
@@ -48,9 +54,10 @@ class Deferred(SyncPolicy):
         model.gather()
 
     def micro_batch(self, model: Parallel, *, is_last: bool) -> AbstractContextManager[None]:
-        """Do nothing: no collective runs inside the window."""
+        """Leave it alone: no collective runs inside the window."""
+        model.world.note_micro_batch()
         return nullcontext()
 
-    def reduce(self, model: Parallel) -> None:
+    def reduce(self, model: Parallel, used: Sequence[bool]) -> None:
         """See the base class."""
-        model.reduce()
+        model.reduce(used)

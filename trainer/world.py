@@ -6,13 +6,19 @@ The ground floor. A world of one rank needs no process group and sends nothing.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import final
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from trainer.board import Board, Phase
+from trainer.errors import TrainError, heard, said
+
+Value = TypeVar("Value")
 
 
 @final
@@ -23,12 +29,19 @@ class World:
     Attributes:
         rank: this process, from 0.
         size: number of ranks.
+        local_size: ranks on this machine, which share its memory and its cores.
         device: where this rank computes.
+        patient: process group for what one rank does while the others wait, with a time limit of
+            its own; None on one rank.
+        board: where this rank notes what it is doing; None where nobody would look.
     """
 
     rank: int = 0
     size: int = 1
+    local_size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    patient: dist.ProcessGroup | None = None
+    board: Board | None = None
 
     @property
     def is_main(self) -> bool:
@@ -50,11 +63,76 @@ class World:
         ).tolist()
         return total
 
-    def max(self, values: Tensor) -> Tensor:
-        """Take the elementwise maximum over all ranks. Collective."""
-        if self.size > 1:
-            dist.all_reduce(values, op=dist.ReduceOp.MAX)
-        return values
+    def any(self, claim: bool) -> bool:
+        """Tell every rank whether the claim holds on one of them. Collective."""
+        return self.sum_numbers([float(claim)])[0] > 0
+
+    def collect(self, value: Any) -> list[Any]:  # noqa: ANN401 - any JSON
+        """Give every rank the values of all ranks, in order of rank. Collective.
+
+        The values travel as JSON, so nothing that arrives can run anything. Waits patiently.
+
+        Args:
+            value: anything that JSON holds.
+        """
+        text = json.dumps(value).encode()
+        if self.size == 1:
+            return [json.loads(text)]
+        own = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(sizes, torch.tensor([len(own)]), group=self.patient)
+        longest = int(torch.cat(sizes).max())
+        texts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+        padded = torch.nn.functional.pad(own, (0, longest - len(own)))
+        dist.all_gather(texts, padded, group=self.patient)
+        return [
+            json.loads(bytes(text[: int(size)].tolist()))
+            for text, size in zip(texts, sizes, strict=True)
+        ]
+
+    def on_main(self, work: Callable[[], Value]) -> Value:
+        """Do something on the main rank alone, and give every rank what came out. Collective.
+
+        Args:
+            work: gives something that JSON holds.
+
+        Raises:
+            TrainError: the main rank did, and so every rank does.
+            heard: that error, on the other ranks.
+        """
+        if self.size == 1:
+            return work()
+        told: dict[str, Any] = {}
+        if self.is_main:
+            try:
+                told = {"value": work()}
+            except TrainError as error:
+                self.collect(said(error))
+                raise
+        answer = self.collect(told)[0]
+        if "value" not in answer:
+            raise heard(answer)
+        value: Value = answer["value"]
+        return value
+
+    def note(self, phase: Phase, *, step: int | None = None) -> None:
+        """Note what this rank does now, for whoever may ask why it does not answer."""
+        if self.board is not None:
+            place = self.board.read()
+            self.board.write(
+                replace(
+                    place,
+                    phase=phase,
+                    micro_batch=0,
+                    step=place.step if step is None else step,
+                )
+            )
+
+    def note_micro_batch(self) -> None:
+        """Note that the next micro-batch of the step begins."""
+        if self.board is not None:
+            place = self.board.read()
+            self.board.write(replace(place, micro_batch=place.micro_batch + 1))
 
     def barrier(self) -> None:
         """Wait for every rank. Collective."""

@@ -19,7 +19,7 @@ from trainer.checkpoint.store import CheckpointStore
 class Saver(ABC):
     """Saves checkpoints; call `check` at each step and `close` at the end.
 
-    A write that failed raises its `SaveError` from the next call of any of the three.
+    A write that failed raises its `SaveError` from the next call of any method.
     """
 
     @abstractmethod
@@ -31,8 +31,12 @@ class Saver(ABC):
         """Take the newest checkpoint that became durable since the last call. Never waits."""
 
     @abstractmethod
-    def close(self) -> Path | None:
+    def wait(self) -> Path | None:
         """Wait for what is being written; returns as `check` does."""
+
+    @abstractmethod
+    def close(self) -> Path | None:
+        """Wait likewise, and save no more. Closing twice does nothing."""
 
 
 @final
@@ -55,6 +59,10 @@ class DirectSaver(Saver):
         """Take the newest checkpoint."""
         saved, self._saved = self._saved, None
         return saved
+
+    def wait(self) -> Path | None:
+        """Take the newest checkpoint."""
+        return self.check()
 
     def close(self) -> Path | None:
         """Take the newest checkpoint."""
@@ -98,6 +106,15 @@ class AsyncSaver(Saver):
             self._settle()
         saved, self._saved = self._saved, None
         return saved
+
+    def wait(self) -> Path | None:
+        """Wait for the write under way.
+
+        Raises:
+            SaveError: it failed.
+        """
+        self._settle()
+        return self.check()
 
     def close(self) -> Path | None:
         """Wait for the write under way, and end the thread.

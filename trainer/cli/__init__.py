@@ -30,6 +30,9 @@ INTERRUPTED = 130
 """Exit code after Ctrl-C where there is nothing to save."""
 
 
+_LOGGING = "hydra/hydra_logging"
+
+
 @final
 @dataclass(frozen=True, kw_only=True)
 class Run:
@@ -89,6 +92,7 @@ def train(config: Mapping[str, Any] | Sequence[str] = (), **hydra_flags: str) ->
     from trainer.cli.replay import read_json  # noqa: PLC0415
     from trainer.cli.start import launch, start  # noqa: PLC0415
 
+    _make_importable(Path.cwd())
     flags = {f"--{name.replace('_', '-')}": value for name, value in hydra_flags.items()}
     composer = _composer(Request(command=None, flags=flags, overrides=()))
     ready = prepare_run(overrides_of(config, composer), composer)
@@ -144,9 +148,10 @@ def _run_sweep(request: Request, lines: Sequence[str], composer: Composer) -> in
     sweep = prepare_sweep(lines, composer)
     codes: list[int] = []
     flags = [flag for flag in request.hydra_flags() if flag != "--multirun"]
+    quiet = [] if any(_LOGGING in line for line in sweep.lines) else [f"{_LOGGING}=none"]
     interrupted = False
     try:
-        _ask_hydra([*flags, "--multirun", *sweep.lines], _job_of(sweep, composer, codes))
+        _ask_hydra([*flags, "--multirun", *quiet, *sweep.lines], _job_of(sweep, composer, codes))
     except KeyboardInterrupt:
         interrupted = True
     finally:
@@ -174,6 +179,7 @@ def _job_of(sweep: Sweep, composer: Composer, codes: list[int]) -> Callable[[Any
     It gives the held-out loss, which sweepers minimise; infinity for a job that failed.
     """
     known = {ready.job.lines: ready for ready in sweep.ready}
+    common = set.intersection(*(set(lines) for lines in known)) if len(known) > 1 else set()
 
     def job(cfg: DictConfig) -> float:
         from hydra.core.hydra_config import HydraConfig  # noqa: PLC0415
@@ -183,6 +189,8 @@ def _job_of(sweep: Sweep, composer: Composer, codes: list[int]) -> Callable[[Any
         record = HydraConfig.get()
         folder = Path(record.runtime.output_dir)
         lines = tuple(record.overrides.task)
+        varied = [line for line in lines if line not in common]
+        sys.stdout.write(f"\njob {record.job.num} of {len(known)}: {' '.join(varied)}\n")
         code = _run_job(lines, folder, known.get(lines), composer)
         codes.append(code)
         if code == Preempted.exit_code:

@@ -296,16 +296,16 @@ def plain_of(composed: DictConfig) -> dict[str, Any]:
     Raises:
         ConfigError: an interpolation leads nowhere.
     """
-    own = composed.copy()
-    with open_dict(own):
-        del own["hydra"]
+    tree: dict[str, Any] = {}
     try:
-        tree = OmegaConf.to_container(own, resolve=True)
+        for key in map(str, composed):
+            if key != "hydra":
+                value = composed[key]
+                is_node = OmegaConf.is_config(value)
+                tree[key] = OmegaConf.to_container(value, resolve=True) if is_node else value
     except OmegaConfBaseException as error:
         raise ConfigError(*explain(error)) from error
-    if not isinstance(tree, dict):
-        raise ConfigError("the primary config is not a mapping")
-    return {str(key): value for key, value in tree.items()}
+    return tree
 
 
 def _drop_foreign_arguments(tree: dict[str, Any], typed: frozenset[str]) -> None:

@@ -6,6 +6,7 @@ any other.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,13 @@ import yaml
 from omegaconf import OmegaConf
 
 from trainer.cli.compose import Composer, plain_of
-from trainer.cli.settings import TARGET, Groups, quote
+from trainer.cli.settings import NOT_TEXT, TARGET, Groups, quote
 from trainer.config import COMPONENTS
 from trainer.errors import ConfigError
 from trainer.schema.faults import flat, lookup
+
+_WORD = re.compile(r"[A-Za-z_]\w*")  # what may stand between the dots of a key
+_PATTERN = re.compile(r"[A-Za-z_*?][\w./*?+@-]*", re.ASCII)
 
 
 def overrides_of(config: Mapping[str, Any] | Sequence[str], composer: Composer) -> list[str]:
@@ -108,7 +112,7 @@ def _value_lines(
     """
     for name, value in section.items():
         key = f"{prefix}{name}"
-        if isinstance(value, Mapping) and value:
+        if isinstance(value, Mapping) and value and all(map(_WORD.fullmatch, map(str, value))):
             yield from _value_lines(value, f"{key}.", named, known)
         elif not (key in named or (key in known and known[key] == value)):
             yield f"++{key}={literal(value)}"
@@ -127,7 +131,18 @@ def literal(value: object) -> str:
     if isinstance(value, str):
         return quote(value)
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{quote(str(k))}:{literal(v)}" for k, v in value.items()) + "}"
+        return "{" + ",".join(f"{_key(k)}:{literal(v)}" for k, v in value.items()) + "}"
     if isinstance(value, Sequence):
         return "[" + ",".join(map(literal, value)) + "]"
     raise ConfigError(f"train(...): a config cannot hold a {type(value).__name__}: {value!r}")
+
+
+def _key(key: object) -> str:
+    """Write a key of a mapping, which Hydra's grammar takes without quotes only.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    if not isinstance(key, str) or not _PATTERN.fullmatch(key) or key.lower() in NOT_TEXT:
+        raise ConfigError(f"train(...): {key!r} cannot be a key; letters, digits and _./*?-+@ can")
+    return key

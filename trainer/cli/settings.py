@@ -38,8 +38,10 @@ _SECRET_VALUE = re.compile(
 _ENVIRONMENT = re.compile(r"\$\{oc\.env:\s*(\w+)")
 _SECRET_VARIABLE = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 
+_QUOTED_KEY = re.compile(r"""(?<=[{,])\s*(["'])([\w./*?+@-]+)\1\s*:""")
 _PLAIN = re.compile(r"[A-Za-z/][\w./-]*", re.ASCII)
-_NOT_TEXT = frozenset({"null", "true", "false", "nan", "inf"})
+NOT_TEXT = frozenset({"null", "true", "false", "nan", "inf"})
+"""Words that are something else without quotes."""
 
 # What somebody who writes accum=8 probably means.
 _NUMBER_KEYS: Mapping[str, tuple[str, ...]] = {
@@ -128,7 +130,7 @@ def parse(lines: Iterable[str]) -> tuple[list[Override], list[str]]:
     overrides, faults = [], []
     for line in lines:
         try:
-            override = read(line)
+            override = _read_typed(line)
         except HydraException as error:
             faults.append(_grammar_fault(line, error))
             continue
@@ -137,6 +139,21 @@ def parse(lines: Iterable[str]) -> tuple[list[Override], list[str]]:
         else:
             faults.append(clip(f"{line}: needs a key, as in batch.global=512"))
     return overrides, faults
+
+
+def _read_typed(line: str) -> Override:
+    """Parse one override; keys of a mapping may stand in quotes, which Hydra does not take.
+
+    Raises:
+        HydraException: the line is not in Hydra's override grammar.
+    """
+    try:
+        return read(line)
+    except HydraException:
+        bare = _QUOTED_KEY.sub(r"\2:", line)
+        if bare == line:
+            raise
+        return read(bare)
 
 
 def dotted(override: Override) -> str:
@@ -185,7 +202,7 @@ def tell_apart(overrides: Sequence[Override], groups: Groups) -> Told:
 def quote(value: str | Path) -> str:
     """Write a text so that Hydra's grammar reads exactly it; without quotes where it can."""
     shown = str(value)
-    if _PLAIN.fullmatch(shown) and shown.lower() not in _NOT_TEXT:
+    if _PLAIN.fullmatch(shown) and shown.lower() not in NOT_TEXT:
         return shown
     return QuotedString(text=shown, quote=QuoteMark.single).with_quotes()
 

@@ -51,6 +51,23 @@ class Prepared:
     how: str
 
 
+def prepare_alike(parts: Parts, saved: Mapping[str, Any] | None = None) -> Prepared:
+    """Find the cut of a run on the main rank, and give every rank the same. Collective.
+
+    Args:
+        parts: what the run is made of.
+        saved: as for `prepare`.
+    """
+    found: list[Prepared] = []
+
+    def find() -> dict[str, Any]:
+        found.append(prepare(parts, saved))
+        return describe_cut(found[0], found[0].cut)
+
+    told = parts.world.on_main(find)
+    return found[0] if found else prepare(parts, told)
+
+
 def prepare(parts: Parts, saved: Mapping[str, Any] | None = None) -> Prepared:
     """Find the cut of a run.
 
@@ -61,7 +78,10 @@ def prepare(parts: Parts, saved: Mapping[str, Any] | None = None) -> Prepared:
     """
     work = workload(parts)
     limit = memory_limit(
-        parts.world.device, resident_bytes=work.resident_bytes, asked=_asked(parts.cut)
+        parts.world.device,
+        resident_bytes=work.resident_bytes,
+        asked=_asked(parts.cut),
+        local_ranks=parts.world.local_size,
     )
     batches = _sampled(parts)
     known = _restored(parts, saved)
@@ -76,7 +96,9 @@ def prepare(parts: Parts, saved: Mapping[str, Any] | None = None) -> Prepared:
     if is_open and tuning is not None and tuning.activation_checkpointing:
         checkpoint_blocks(parts.module)
     plans = tuple(cut.cut(lengths, parts.layout) for lengths in batches)
-    predicted = tuning.predicted if tuning is not None else _predicted(parts, work, plans)
+    predicted = None if tuning is None else tuning.predicted
+    if tuning is None and parts.world.is_main:
+        predicted = _predicted(parts, work, plans)
     return Prepared(
         parts=parts,
         cut=cut,

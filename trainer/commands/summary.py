@@ -8,7 +8,7 @@ from statistics import fmean
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from trainer.assemble import Parts
+from trainer.assemble import Parts, parallel_mode
 from trainer.commands.prepare import Prepared
 from trainer.config import RunConfig
 from trainer.plan.cut import Plan
@@ -34,7 +34,7 @@ def summarize(prepared: Prepared) -> PlanSummary:
         predicted_peak_bytes=prepared.predicted and prepared.predicted.peak_bytes,
         memory_limit_bytes=prepared.limit_bytes,
         sync=parts.sync.name,
-        parallel="none" if parts.world.size == 1 else "ddp",
+        parallel=parallel_mode(config, parts.world),
         steps=parts.total_steps,
         steps_per_epoch=order.steps_per_epoch,
         normalizer=config.batch.normalizer,

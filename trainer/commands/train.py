@@ -19,18 +19,20 @@ from trainer.checkpoint.state import restore
 from trainer.checkpoint.store import CheckpointStore, Loaded
 from trainer.checkpoint.weights import CHECKPOINTS, load_weights
 from trainer.commands.ending import summarize_end
-from trainer.commands.prepare import Prepared, describe_cut, held_out, prepare
+from trainer.commands.prepare import Prepared, describe_cut, held_out, prepare_alike
 from trainer.commands.summary import summarize
 from trainer.config import RunConfig, contract, to_plain
 from trainer.data.split import fingerprint_of
-from trainer.errors import DataError, Preempted
+from trainer.errors import DataError, Preempted, SaveError
 from trainer.feed import Feed
 from trainer.loop import Run, Trained, train
+from trainer.parallel import Parallel
 from trainer.plan.order import Cursor
 from trainer.report.console import Screen
 from trainer.report.environment import environment
+from trainer.report.metrics import evaluation_at
 from trainer.report.records import PlanSummary, StartSummary
-from trainer.report.reporter import Reporter, RunReporter
+from trainer.report.reporter import Reporter, RunReporter, SilentReporter
 from trainer.report.wandb import WandbSettings
 from trainer.saves import Saves
 from trainer.step import Kit
@@ -54,27 +56,58 @@ def train_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], 
     """
     started = time.perf_counter()
     store = CheckpointStore(folder / CHECKPOINTS, keep=config.checkpoint.keep)
-    loaded = None if config.resume is None else store.load()
+    loaded = None if config.resume is None else _newest(store, world)
     extra: dict[str, Any] = {} if loaded is None else decode(loaded.meta["extra"], loaded.tensors)
     parts = assemble(config, world)
     _check_data(parts, extra)
-    prepared = prepare(parts, extra.get("cut"))
+    prepared = prepare_alike(parts, extra.get("cut"))
     kit = _kit(parts, loaded, extra)
     plan = summarize(prepared)
-    durable.write_json(folder / PLAN_FILE, plan.to_json())
-    reporter = _reporter(config, folder, loaded)
+    world.on_main(lambda: write_record(folder / PLAN_FILE, plan.to_json()))
+    reporter = _reporter(config, folder, loaded) if world.is_main else SilentReporter()
+    run = _run(prepared, kit, store, reporter, stop, extra)
+    run.saves.newest = None if loaded is None else loaded.path
     try:
-        run = _run(prepared, kit, store, reporter, stop, extra)
         reporter.start(_start(config, folder, plan, loaded))
         trained = train(run)
-        _finish(parts, trained, folder, reporter, started)
+        _finish(parts, kit.model, trained, folder, reporter, started)
     except Preempted:
         reporter.line(f"stopped: go on with: train resume={folder}")
         raise
     finally:
         run.feed.close()
+        run.saves.release()
         reporter.close()
     return 0
+
+
+def _newest(store: CheckpointStore, world: World) -> Loaded:
+    """Read the newest intact checkpoint, the same on every rank. Collective.
+
+    Raises:
+        NoCheckpointError: there is none.
+    """
+    found: list[Loaded] = []
+
+    def find() -> int:
+        found.append(store.load())
+        return found[0].step
+
+    step = world.on_main(find)
+    return found[0] if found else store.load(step, set_aside=False)
+
+
+def write_record(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON file of the run folder.
+
+    Raises:
+        SaveError: the disk refused.
+    """
+    try:
+        durable.write_json(path, content)
+    except OSError as error:
+        failure: SaveError = durable.save_error(error, path)
+        raise failure from error
 
 
 def _check_data(parts: Parts, extra: Mapping[str, Any]) -> None:
@@ -175,11 +208,15 @@ def _run(
         held_out=held_out(prepared),
         reporter=reporter,
         saves=saves,
-        must_stop=stop,
+        must_stop=lambda: parts.world.any(stop()),
+        was_asked=stop,
         eval_every=config.eval.every,
         checkpoint_every=config.checkpoint.every,
         nonfinite_limit=config.nonfinite.limit,
         tokens=extra.get("tokens", 0),
+        evaluation=parts.world.on_main(
+            lambda: evaluation_at(store.folder.parent, feed.cursor.step)
+        ),
     )
 
 
@@ -196,8 +233,17 @@ def _start(
 
 
 def _finish(
-    parts: Parts, trained: Trained, folder: Path, reporter: Reporter, started: float
+    parts: Parts,
+    model: Parallel,
+    trained: Trained,
+    folder: Path,
+    reporter: Reporter,
+    started: float,
 ) -> None:
-    summary = summarize_end(parts, trained, folder, time.perf_counter() - started)
-    durable.write_json(folder / RESULT_FILE, summary.to_json())
-    reporter.finish(summary)
+    parts.world.note("end")
+    model.gather()  # the sample is written on one rank, without a collective
+    if parts.world.is_main:
+        summary = summarize_end(parts, trained, folder, time.perf_counter() - started)
+        write_record(folder / RESULT_FILE, summary.to_json())
+        reporter.finish(summary)
+    model.release()

@@ -66,6 +66,8 @@ class Layout:
             (`partition.ladder` over all lengths of the data); without them `max_shapes` holds
             within each global batch.
         packed: documents of a micro-batch are laid end to end, without padding.
+        group_size: that many consecutive samples of the global batch, in sample order, form a
+            group that no cut divides (they are normalised together, say); the last may be short.
         cost: the time model.
     """
 
@@ -75,6 +77,7 @@ class Layout:
     max_shapes: int | None = None
     shapes: tuple[int, ...] = ()
     packed: bool = False
+    group_size: int = 1
     cost: Cost = field(default_factory=Cost)
 
 
@@ -90,12 +93,15 @@ class Plan:
         padded_lengths: `[rank][slot]`: the length every sample of that micro-batch is padded to
             (under packing: the number of positions of the row); 0 for an empty slot.
         packed: as in `Layout`.
+        group_size: as in `Layout`; the groups of a micro-batch lie one after the other, a short
+            one last.
     """
 
     ranks: tuple[tuple[IntArray, ...], ...]
     lengths: IntArray
     padded_lengths: tuple[tuple[int, ...], ...]
     packed: bool = False
+    group_size: int = 1
 
     @property
     def num_samples(self) -> int:
@@ -139,8 +145,8 @@ class Plan:
 
     @cached_property
     def max_shared_positions(self) -> int:
-        """Computed positions of the largest micro-batch that can be cut: of two samples or more."""
-        shared = ((r, s) for r, s in self.slots() if len(self.ranks[r][s]) > 1)
+        """Computed positions of the largest micro-batch that can be cut: of two groups or more."""
+        shared = ((r, s) for r, s in self.slots() if len(self.ranks[r][s]) > self.group_size)
         return max((self.positions(rank, slot) for rank, slot in shared), default=0)
 
     @cached_property
@@ -156,8 +162,8 @@ class Plan:
             layout: what the plan was asked for.
 
         Raises:
-            ConfigError: if a sample is missing or cut twice, is longer than its micro-batch, or
-                if ranks in lockstep differ in their count.
+            ConfigError: if a sample is missing or cut twice, is longer than its micro-batch, if a
+                group is divided, or if ranks in lockstep differ in their count.
         """
         fault = self._fault(layout)
         if fault:
@@ -166,17 +172,38 @@ class Plan:
     def _fault(self, layout: Layout) -> str | None:
         if len(self.ranks) != layout.world_size:
             return f"is for {len(self.ranks)} ranks, not {layout.world_size}"
-        cut = np.concatenate([ids for slots in self.ranks for ids in slots] or [self.lengths[:0]])
+        flat = [ids for slots in self.ranks for ids in slots]
+        cut = np.concatenate(flat or [self.lengths[:0]])
         if not np.array_equal(np.sort(cut), np.arange(self.num_samples)):
             return "does not hold every sample of the global batch exactly once"
         if layout.lockstep and len({len(slots) for slots in self.ranks}) > 1:
             return "has unequal counts over ranks that run in lockstep"
-        for rank, slot in self.slots():
-            held = self.lengths[self.ranks[rank][slot]]
-            needed = (held.sum() if self.packed else held.max()) if len(held) else 0
-            if needed > self.padded_lengths[rank][slot]:
-                return f"cuts tokens off in micro-batch {slot} of rank {rank}"
+        sizes = np.array([len(ids) for ids in flat])
+        if layout.group_size > 1 and self._divides_a_group(cut, sizes, layout.group_size):
+            return f"divides a group of {layout.group_size} samples that must stay together"
+        short = self._shortest_of(cut, sizes)
+        if short is not None:
+            rank, slot = list(self.slots())[short]
+            return f"cuts tokens off in micro-batch {slot} of rank {rank}"
         return None
+
+    def _shortest_of(self, cut: IntArray, sizes: IntArray) -> int | None:
+        """Find the first micro-batch, over all ranks, that is shorter than what it holds."""
+        held = np.flatnonzero(sizes)
+        begins = np.cumsum(sizes)[held] - sizes[held]
+        combine = np.add if self.packed else np.maximum
+        needed = combine.reduceat(self.lengths[cut], begins) if len(held) else held
+        given = np.array([length for slots in self.padded_lengths for length in slots])
+        too_short = held[needed > given[held]] if len(held) else held
+        return int(too_short[0]) if len(too_short) else None
+
+    @staticmethod
+    def _divides_a_group(cut: IntArray, sizes: IntArray, group_size: int) -> bool:
+        """Tell whether a micro-batch is anything but whole groups, each in sample order."""
+        offsets = np.arange(len(cut)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        within = offsets % group_size
+        heads = cut[np.arange(len(cut)) - within]
+        return bool((heads % group_size).any() or (cut != heads + within).any())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ import numpy as np
 
 from trainer.errors import ConfigError, DoesNotFitError
 from trainer.plan.cut import Cost, Cut, IntArray, Layout, Plan
+from trainer.plan.groups import longest_of_groups, samples_of_groups, totals_of_groups
 from trainer.plan.packing import pack
 from trainer.plan.partition import even_starts, pad, partition, split
 
@@ -46,9 +47,10 @@ class SampleTooLongError(DoesNotFitError):
 class Fixed(Cut):
     """Equal counts in sample order, as a hand-written loop cuts: `accum=fixed`.
 
-    Ranks hold consecutive samples, their counts differing by at most one. With `micro` the last
-    micro-batch of a rank may be short; with `steps` their sizes differ by at most one; with
-    neither, a rank's share is one micro-batch. Each is padded to its own longest sample. Where
+    Ranks hold consecutive samples, their counts differing by at most one (or by one group, where
+    samples form groups). With `micro` the last micro-batch of a rank may be short; with `steps`
+    their sizes differ by at most one; with neither, a rank's share is one micro-batch. Each is
+    padded to its own longest sample. Where
     ranks run in lockstep and one has fewer micro-batches, empty slots fill its count.
 
     Attributes:
@@ -68,35 +70,60 @@ class Fixed(Cut):
 
     def cut(self, lengths: IntArray, layout: Layout) -> Plan:
         """Cut one global batch in sample order; see `Cut.cut`."""
-        everyone = np.arange(len(lengths), dtype=np.int64)
-        shares = split(everyone, even_starts(len(lengths), layout.world_size))
-        ranks = [split(share, self._starts(len(share))) if len(share) else () for share in shares]
+        size, num_samples = layout.group_size, len(lengths)
+        groups = np.arange(-(-num_samples // size), dtype=np.int64)
+        shares = split(groups, even_starts(len(groups), layout.world_size))
+        micro = self._groups_per_micro_batch(size)
+        ranks = [
+            split(share, self._starts(len(share), micro)) if len(share) else () for share in shares
+        ]
         if layout.lockstep:
             busiest = max(len(slots) for slots in ranks)
-            ranks = [slots + (everyone[:0],) * (busiest - len(slots)) for slots in ranks]
+            ranks = [slots + (groups[:0],) * (busiest - len(slots)) for slots in ranks]
+        held = tuple(
+            tuple(samples_of_groups(slot, size, num_samples) for slot in slots) for slots in ranks
+        )
         padded = lengths if layout.packed else pad(lengths, layout)
         return Plan(
-            ranks=tuple(ranks),
+            ranks=held,
             lengths=lengths,
             padded_lengths=tuple(
-                tuple(_own_length(padded[slot], layout) for slot in slots) for slots in ranks
+                tuple(_own_length(padded[slot], layout) for slot in slots) for slots in held
             ),
             packed=layout.packed,
+            group_size=size,
         )
 
     def smaller(self, plan: Plan) -> Fixed | None:
         """Halve the samples per micro-batch; see `Cut.smaller`."""
         largest = max((len(plan.ranks[rank][slot]) for rank, slot in plan.slots()), default=0)
-        if largest <= 1:
+        num_groups = -(-largest // plan.group_size)
+        if num_groups <= 1:
             return None
         if self.micro is None:
             return replace(self, steps=2 * plan.accum_steps)
-        return replace(self, micro=-(-largest // 2), steps=None)
+        return replace(self, micro=-(-num_groups // 2) * plan.group_size, steps=None)
 
-    def _starts(self, num_samples: int) -> IntArray:
-        if self.micro is not None:
-            return np.arange(0, num_samples, self.micro, dtype=np.int64)
-        return even_starts(num_samples, min(num_samples, self.steps or 1))
+    def _groups_per_micro_batch(self, group_size: int) -> int | None:
+        """Count `micro` in groups.
+
+        Raises:
+            ConfigError: it would divide a group.
+        """
+        if self.micro is None:
+            return None
+        if self.micro % group_size:
+            nearest = max(1, round(self.micro / group_size)) * group_size
+            raise ConfigError(
+                f"accum.micro: {self.micro} divides groups of {group_size} samples that must stay "
+                f"together. The nearest valid value is accum.micro={nearest}"
+            )
+        return self.micro // group_size
+
+    def _starts(self, num_groups: int, micro: int | None) -> IntArray:
+        if micro is not None:
+            return np.arange(0, num_groups, micro, dtype=np.int64)
+        return even_starts(num_groups, min(num_groups, self.steps or 1))
 
 
 @final
@@ -126,8 +153,11 @@ class Budget(Cut):
             ConfigError: if the cap is less than the longest sample.
         """
         _, length, padded = _longest(lengths, layout)
+        _refuse_small_micro(self.micro, layout)
         if padded > self.max_tokens:
             rounded = "" if padded == length else f", padded to {padded}"
+            if layout.group_size > 1:
+                rounded = f" in a group of {layout.group_size}, which takes {padded}"
             raise ConfigError(
                 f"accum.max_tokens: {self.max_tokens} is less than the longest sample, of {length} "
                 f"tokens{rounded}. The nearest valid value is accum.max_tokens={padded}"
@@ -149,7 +179,9 @@ class Auto(Cut):
     Attributes:
         micro: most samples of a micro-batch.
         memory: bytes that may be used; `None` is what the device or the process has.
-        max_tokens: most padded tokens of a micro-batch; `None` until tuned.
+        max_tokens: most padded tokens of a micro-batch of several samples; `None` until tuned.
+        alone: padded tokens up to which a sample that is longer may form a micro-batch of its
+            own, since memory holds it; `None` allows no more than `max_tokens`.
         cost: the time model; the layout's until tuned.
         lowered: as in `Budget`.
     """
@@ -157,16 +189,24 @@ class Auto(Cut):
     micro: int | None = None
     memory: int | None = None
     max_tokens: int | None = None
+    alone: int | None = None
     cost: Cost | None = None
     lowered: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse sizes below one."""
-        _require_sizes(micro=self.micro, memory=self.memory, max_tokens=self.max_tokens)
+        _require_sizes(
+            micro=self.micro, memory=self.memory, max_tokens=self.max_tokens, alone=self.alone
+        )
 
-    def tuned(self, cap: int, cost: Cost) -> Auto:
-        """Return this cut with the cap and the time model that tuning found."""
-        return replace(self, max_tokens=cap, cost=cost, lowered=None)
+    @property
+    def hard_cap(self) -> int | None:
+        """Most padded tokens of any micro-batch; `None` until tuned."""
+        return None if self.max_tokens is None else max(self.max_tokens, self.alone or 0)
+
+    def tuned(self, cap: int, cost: Cost, alone: int | None = None) -> Auto:
+        """Return this cut with the caps and the time model that tuning found."""
+        return replace(self, max_tokens=cap, cost=cost, alone=alone, lowered=None)
 
     def cut(self, lengths: IntArray, layout: Layout) -> Plan:
         """Cut one global batch at the least cost; see `Cut.cut`.
@@ -178,7 +218,8 @@ class Auto(Cut):
         if self.max_tokens is None:
             raise ValueError("accum=auto cuts nothing before it is tuned: call tuned() first")
         position, length, padded = _longest(lengths, layout)
-        if padded > self.max_tokens:
+        _refuse_small_micro(self.micro, layout)
+        if padded > max(self.max_tokens, self.alone or 0):
             raise SampleTooLongError(position, length, self.max_tokens)
         cap = min(self.max_tokens, self.lowered or self.max_tokens)
         return _cheapest(lengths, replace(layout, cost=self.cost or layout.cost), cap, self.micro)
@@ -193,6 +234,19 @@ def _cheapest(lengths: IntArray, layout: Layout, cap: int, max_micro: int | None
     return (pack if layout.packed else partition)(lengths, layout, cap, max_micro)
 
 
+def _refuse_small_micro(micro: int | None, layout: Layout) -> None:
+    """Refuse a bound on the samples of a micro-batch that no group could keep to.
+
+    Raises:
+        ConfigError: naming the smallest that works.
+    """
+    if micro is not None and micro < layout.group_size:
+        raise ConfigError(
+            f"accum.micro: {micro} is less than a group of {layout.group_size} samples that must "
+            f"stay together. The nearest valid value is accum.micro={layout.group_size}"
+        )
+
+
 def _lowered(plan: Plan) -> int | None:
     """Choose the next cap after a failure under `plan`; None where nothing can be cut further.
 
@@ -205,12 +259,24 @@ def _lowered(plan: Plan) -> int | None:
 
 
 def _longest(lengths: IntArray, layout: Layout) -> tuple[int, int, int]:
-    """Find the longest sample: its position, its tokens, and what a micro-batch pays for it."""
-    position = int(lengths.argmax())
-    length = int(lengths[position])
+    """Find the longest sample: its position, its tokens, and what a micro-batch pays for it.
+
+    Where samples form groups it is the longest of the dearest group, and what that group takes.
+    """
+    size = layout.group_size
     # Packed rows are rounded up within the cap, and padding keeps the order of lengths.
-    padded = length if layout.packed else int(pad(lengths, layout).max())
-    return position, length, padded
+    padded = lengths if layout.packed else pad(lengths, layout)
+    if size == 1:
+        position = int(lengths.argmax())
+        return position, int(lengths[position]), int(padded[position])
+    starts = np.arange(0, len(lengths), size)
+    sizes = np.minimum(size, len(lengths) - starts)
+    combined = totals_of_groups(padded, size) if layout.packed else longest_of_groups(padded, size)
+    needed = combined if layout.packed else combined * sizes
+    dearest = int(needed.argmax())
+    begin = int(starts[dearest])
+    position = begin + int(lengths[begin : begin + size].argmax())
+    return position, int(lengths[position]), int(needed[dearest])
 
 
 def _own_length(held: IntArray, layout: Layout) -> int:

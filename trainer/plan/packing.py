@@ -9,19 +9,20 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from itertools import chain
+from itertools import chain, islice
 from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from trainer.plan.cut import FloatArray, IntArray, Layout, Plan
+from trainer.plan.groups import samples_of_groups, totals_of_groups
 from trainer.plan.partition import deal_by_cost, deal_in_snake, split
 
 Number = TypeVar("Number", np.int64, np.float64)
 
-TRIES_PER_DOCUMENT = 2
-"""Rows passed over for each document on average before balancing gives up."""
+TRIES_PER_DOCUMENT = 1
+"""Rows passed over for each document, on average, before balancing gives up."""
 
 
 def pack(lengths: IntArray, layout: Layout, cap: int, max_micro: int | None = None) -> Plan:
@@ -30,6 +31,7 @@ def pack(lengths: IntArray, layout: Layout, cap: int, max_micro: int | None = No
     Ranks that meet only at the end of the step: documents go to ranks by cost, each rank is packed
     on its own. Ranks in lockstep: the batch is packed into a multiple of `world_size` rows, and
     rows of like cost share a slot, which minimises the sum of the slots' maxima for given rows.
+    Groups of samples that must stay together are packed as one document each.
 
     Args:
         lengths: `(global batch,)`, at least one document.
@@ -41,33 +43,46 @@ def pack(lengths: IntArray, layout: Layout, cap: int, max_micro: int | None = No
     Returns:
         The plan, dearest row first in every rank.
     """
-    order = np.argsort(-lengths, kind="stable")
-    descending = np.maximum(lengths[order], 1)
-    costs = layout.cost.per_sample(descending)
-    limit = max_micro or len(lengths)
+    size, num_samples = layout.group_size, len(lengths)
+    held = totals_of_groups(np.maximum(lengths, 1), size)
+    order = np.argsort(-held, kind="stable")
+    costs = _costs(lengths, layout)[order]
+    limit = max(1, (max_micro or num_samples) // size)
     ranks: list[list[IntArray]] = []
     if layout.lockstep:
-        rows = pack_rows(descending, costs, cap, limit, multiple_of=layout.world_size)
+        rows = pack_rows(held[order], costs, cap, limit, multiple_of=layout.world_size)
         for share in deal_in_snake(len(rows), layout.world_size):
             ranks.append([order[rows[index]] for index in share])
     else:
-        for share in deal_by_cost(costs, layout.world_size):
-            rows = pack_rows(descending[share], costs[share], cap, limit)
-            ranks.append([order[share[row]] for row in rows])
+        dearest_first = np.argsort(-costs, kind="stable") if size > 1 else np.arange(len(costs))
+        for share in deal_by_cost(costs[dearest_first], layout.world_size):
+            mine = np.sort(dearest_first[share])
+            rows = pack_rows(held[order[mine]], costs[mine], cap, limit)
+            ranks.append([order[mine[row]] for row in rows])
+    samples = [[samples_of_groups(row, size, num_samples) for row in rows] for rows in ranks]
+    padded = iter(_row_lengths(lengths, [row for rows in samples for row in rows], layout, cap))
     return Plan(
-        ranks=tuple(tuple(rows) for rows in ranks),
+        ranks=tuple(map(tuple, samples)),
         lengths=lengths,
-        padded_lengths=tuple(tuple(_row_lengths(lengths, rows, layout, cap)) for rows in ranks),
+        padded_lengths=tuple(tuple(islice(padded, len(rows))) for rows in samples),
         packed=True,
+        group_size=size,
     )
+
+
+def _costs(lengths: IntArray, layout: Layout) -> FloatArray:
+    """Give the cost of every group: attention pays document by document."""
+    costs = layout.cost.per_sample(np.maximum(lengths, 1))
+    if layout.group_size == 1:
+        return costs
+    sums: FloatArray = np.add.reduceat(costs, np.arange(0, len(costs), layout.group_size))
+    return sums
 
 
 def _row_lengths(
     lengths: IntArray, rows: Sequence[IntArray], layout: Layout, cap: int
 ) -> list[int]:
     """Round rows up to what the layout allows, never beyond the cap; 0 for an empty row."""
-    if not rows:
-        return []
     step = layout.pad_multiple
     if layout.max_shapes is not None:
         part = -(-cap // layout.max_shapes)
@@ -75,13 +90,17 @@ def _row_lengths(
     sizes = [len(row) for row in rows]
     num_tokens = _totals(lengths[np.concatenate(rows)], sizes)
     padded = np.minimum(-(-np.maximum(num_tokens, 1) // step) * step, cap)
-    return [int(length) for length in np.maximum(num_tokens, padded) * np.minimum(sizes, 1)]
+    row_lengths: list[int] = (np.maximum(num_tokens, padded) * np.minimum(sizes, 1)).tolist()
+    return row_lengths
 
 
 def _totals(values: npt.NDArray[Number], sizes: Sequence[int]) -> npt.NDArray[Number]:
     """Sum consecutive stretches of `values`, as many of them as `sizes` says."""
-    sums = np.concatenate([np.zeros(1, dtype=values.dtype), np.cumsum(values)])
-    totals: npt.NDArray[Number] = np.diff(sums[np.cumsum([0, *sizes])])
+    sums = np.zeros(len(values) + 1, dtype=values.dtype)
+    np.cumsum(values, out=sums[1:])
+    counts = np.asarray(sizes, dtype=np.int64)
+    ends = np.cumsum(counts)
+    totals: npt.NDArray[Number] = sums[ends] - sums[ends - counts]
     return totals
 
 

@@ -23,8 +23,9 @@ from typing import final
 import numpy as np
 
 from trainer.plan.cut import Cost, FloatArray, IntArray, Layout, Plan
+from trainer.plan.groups import longest_of_groups, per_group, samples_of_groups
 
-MAX_CANDIDATES = 512
+MAX_CANDIDATES = 256
 """Lengths among which `ladder` chooses; more would cost time and save no padding to speak of."""
 
 FILLED_SLOTS = (1, 2, 3, 4, 6, 8, 12, 24)
@@ -44,34 +45,47 @@ def partition(lengths: IntArray, layout: Layout, cap: int, max_micro: int | None
     and each rank is cut by `cut_sorted`, optimal for what it was dealt; counts may differ and a
     rank may have none. Ranks in lockstep: see `_cut_in_lockstep`.
 
+    Groups of samples that must stay together are cut as one sample each, as long as their longest;
+    a short last one counts as full. What is optimal holds for these.
+
     Args:
         lengths: `(global batch,)`, at least one sample.
         layout: what hardware and model ask.
-        cap: most padded tokens of a micro-batch. A sample longer than this gets a micro-batch of
-            its own; who must not let that happen asks `pad` first.
-        max_micro: most samples of a micro-batch.
+        cap: most padded tokens of a micro-batch. A sample, or a group, beyond it gets a
+            micro-batch of its own; who must not let that happen asks `pad` first.
+        max_micro: most samples of a micro-batch; a group is never divided for it.
 
     Returns:
         The plan, longest first in every rank.
     """
-    padded = pad(lengths, layout)
+    size = layout.group_size
+    padded = longest_of_groups(pad(lengths, layout), size)
     longest_first = np.argsort(-padded, kind="stable")
-    limit = max_micro or len(lengths)
-    if layout.lockstep and layout.world_size > 1:
-        ranks = _cut_in_lockstep(longest_first, padded, layout, cap, limit)
-    else:
-        ranks = []
-        for share in deal_by_cost(layout.cost.per_sample(padded[longest_first]), layout.world_size):
-            mine = longest_first[share]
-            starts = cut_sorted(padded[mine], cap, layout.cost, limit)
-            ranks.append(split(mine, starts))
+    cap, limit = cap // size, max(1, (max_micro or len(lengths)) // size)
+    ranks = _cut_ranks(longest_first, padded, per_group(layout), cap, limit)
+    held = tuple(
+        tuple(samples_of_groups(slot, size, len(lengths)) for slot in slots) for slots in ranks
+    )
     return Plan(
-        ranks=tuple(ranks),
+        ranks=held,
         lengths=lengths,
         padded_lengths=tuple(
             tuple(int(padded[slot[0]]) if len(slot) else 0 for slot in slots) for slots in ranks
         ),
+        group_size=size,
     )
+
+
+def _cut_ranks(
+    longest_first: IntArray, padded: IntArray, layout: Layout, cap: int, max_micro: int
+) -> list[tuple[IntArray, ...]]:
+    if layout.lockstep and layout.world_size > 1:
+        return _cut_in_lockstep(longest_first, padded, layout, cap, max_micro)
+    ranks = []
+    for share in deal_by_cost(layout.cost.per_sample(padded[longest_first]), layout.world_size):
+        mine = longest_first[share]
+        ranks.append(split(mine, cut_sorted(padded[mine], cap, layout.cost, max_micro)))
+    return ranks
 
 
 def pad(lengths: IntArray, layout: Layout) -> IntArray:
@@ -209,7 +223,10 @@ def _evened(starts: IntArray, lengths: IntArray) -> IntArray:
     lengths they began in.
     """
     heads = lengths[starts]
-    firsts = np.flatnonzero(np.concatenate([[True], heads[1:] != heads[:-1]]))
+    differs = heads[1:] != heads[:-1]
+    if differs.all():
+        return starts
+    firsts = np.flatnonzero(np.concatenate([[True], differs]))
     bounds = np.append(starts[firsts], len(lengths))
     counts = np.diff(np.append(firsts, len(starts)))
     index = np.arange(len(starts)) - np.repeat(firsts, counts)
@@ -375,14 +392,22 @@ class _Filler:
         return filled
 
     def _fill(self, begin: int, end: int, room: float) -> tuple[list[int], int, float]:
+        # Called a hundred times per global batch: comparisons here cost a third of min and max.
         starts, dearest = [], 0.0
+        costs, most = self.costs, self.most
         for left in range(self.world_size - 1, -1, -1):
             starts.append(begin)
-            cost = self.costs[begin]
-            size = min(self.most[begin], max(1, int(room / cost)))
+            cost = costs[begin]
+            size = int(room / cost) or 1
+            if size > most[begin]:  # noqa: PLR1730
+                size = most[begin]
             # The ranks that come need a sample each.
-            size = min(size, max(end - begin - left, min(1, end - begin)))
-            dearest = max(dearest, size * cost)
+            if size > end - begin - left:  # noqa: PLR1730
+                size = end - begin - left
+            if size < 1:
+                size = 1 if begin < end else 0
+            if size * cost > dearest:  # noqa: PLR1730
+                dearest = size * cost
             begin += size
         return starts, begin, dearest
 

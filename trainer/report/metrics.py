@@ -13,8 +13,8 @@ from typing import final
 import torch
 from torch import Tensor
 
-from trainer.report.journal import Entry, Journal, truncate_after
-from trainer.report.records import EvalRecord, StepRecord, Value
+from trainer.report.journal import Entry, Journal, read, truncate_after
+from trainer.report.records import EVAL_SECONDS, EvalRecord, StepRecord, Value
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
@@ -47,7 +47,8 @@ class MetricsLog:
     Args:
         folder: the run folder.
         warn: told once when a line could not be written.
-        resumed_step: entries beyond it are cut before the first is added; None in a fresh run.
+        resumed_step: entries beyond it are cut before the first is added; None in a fresh run,
+            which cuts all that one without a checkpoint left there.
         keep_samples: whether to write samples.jsonl.
     """
 
@@ -59,9 +60,9 @@ class MetricsLog:
         resumed_step: int | None = None,
         keep_samples: bool = False,
     ) -> None:
-        if resumed_step is not None:
-            truncate_after(folder / METRICS_FILE, resumed_step)
-            truncate_after(folder / SAMPLES_FILE, resumed_step)
+        last = -1 if resumed_step is None else resumed_step
+        truncate_after(folder / METRICS_FILE, last)
+        truncate_after(folder / SAMPLES_FILE, last)
         self._metrics = Journal(folder / METRICS_FILE, warn)
         self._samples = Journal(folder / SAMPLES_FILE, warn) if keep_samples else None
         self._waiting: _OnTheWay | None = None
@@ -130,6 +131,21 @@ class MetricsLog:
         return entry
 
 
+def evaluation_at(folder: Path, step: int) -> dict[str, float] | None:
+    """Find the evaluation of a step in metrics.jsonl; None where there is none.
+
+    Returns:
+        Means by name, as the record of the evaluation had them.
+    """
+    found = [e for e in read(folder / METRICS_FILE) if e["step"] == step and EVAL_SECONDS in e]
+    return {
+        name.removeprefix("eval_"): float("nan") if value is None else float(value)
+        for entry in found
+        for name, value in entry.items()
+        if name not in {"step", EVAL_SECONDS}
+    } or None
+
+
 def _values(record: StepRecord) -> list[Value]:
     """Give what may live on a device: the loss, the gradient norm if any, then the metrics."""
     norm = () if record.grad_norm is None else (record.grad_norm,)
@@ -149,15 +165,15 @@ def _number(value: Value) -> float:
 
 def _entry(record: StepRecord, numbers: Sequence[float]) -> Entry:
     """Lay out one line of metrics.jsonl; `numbers` are those of `_values`."""
-    read = iter(numbers)
+    values = iter(numbers)
     entry: Entry = {
         "step": record.step,
         "epoch": record.epoch,
         "samples": record.samples,
         "tokens": record.tokens,
-        "loss": next(read),
+        "loss": next(values),
         "lr": record.lr,
-        "grad_norm": None if record.grad_norm is None else next(read),
+        "grad_norm": None if record.grad_norm is None else next(values),
         "accum_steps": record.accum_steps,
         "micro_batches": record.micro_batches,
         "padding": record.padding,
@@ -169,6 +185,6 @@ def _entry(record: StepRecord, numbers: Sequence[float]) -> Entry:
         entry["skipped"] = record.skipped
     if record.replays:
         entry["replays"] = record.replays
-    for name, number in zip(record.metrics, read, strict=True):
+    for name, number in zip(record.metrics, values, strict=True):
         entry[name if name not in entry else f"metric_{name}"] = number
     return entry

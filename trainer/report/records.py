@@ -11,6 +11,9 @@ from torch import Tensor
 
 Value = Tensor | float
 
+EVAL_SECONDS = "eval_seconds"
+"""What tells an evaluation in metrics.jsonl from a step: its wall time."""
+
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +77,7 @@ class EvalRecord:
         names = {name: f"eval_{name.removeprefix('eval_')}" for name in self.metrics}
         entry: dict[str, Any] = {"step": self.step}
         entry |= {names[name]: float(value) for name, value in self.metrics.items()}
-        return entry | {"eval_seconds": round(self.seconds, 6)}
+        return entry | {EVAL_SECONDS: round(self.seconds, 6)}
 
 
 @final

@@ -38,11 +38,9 @@ NOT_YET: Mapping[str, Gap] = {
     "command": Gap(("train", "plan", "verify", "evaluate", "export"), later=("report",)),
     "batch.schedule": Gap((None,)),
     "sync": Gap(("auto", "deferred"), later=("immediate", "hierarchical")),
-    "parallel": Gap(("none", "ddp"), later=("fsdp", "hsdp")),
-    "parallel.ranks": Gap(("auto", 1)),
+    "parallel": Gap(("none", "ddp", "fsdp"), later=("hsdp",)),
     "parallel.shard": Gap(("auto",)),
     "parallel.replicate": Gap(("auto",)),
-    "parallel.max_restarts": Gap((0,)),
     "deterministic": Gap((False, True), later=("layout",)),
     "batchnorm": Gap(("ghost", "micro"), later=("pooled", "sync", "frozen")),
 }

@@ -1,0 +1,84 @@
+"""A model and data for runs over several ranks, and what can go wrong on one of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import torch
+from torch import Tensor, nn
+
+from trainer.errors import DataError
+
+WIDTH = 4
+
+
+class Rows:
+    """Rows of numbers; the label is the sign of their sum."""
+
+    draws_randomness = False
+
+    def __init__(self, num_samples: int = 96) -> None:
+        self.rows = torch.randn(num_samples, WIDTH, generator=torch.Generator().manual_seed(0))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        row = self.rows[index]
+        return {"x": row, "labels": (row.sum() > 0).long()}
+
+
+class Net(nn.Module):
+    """Two layers; at one training forward of one rank something happens, once per run.
+
+    Args:
+        fault: what.
+        rank: where.
+        at: the training forward, from 1.
+        pause: seconds each forward takes.
+        once: a file that remembers that it happened.
+    """
+
+    def __init__(
+        self,
+        fault: str | None = None,
+        rank: int = 1,
+        at: int = 4,
+        pause: float = 0.0,
+        once: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.head = nn.Linear(WIDTH, 2)
+        mine = int(os.environ.get("RANK", "0")) == rank
+        done = once is not None and os.path.exists(once)
+        self.fault = fault if mine and not done else None
+        self.at, self.pause, self.once, self.calls = at, pause, once, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1
+            time.sleep(self.pause)
+            if self.fault is not None and self.calls == self.at:
+                if self.once is not None:
+                    open(self.once, "w").close()
+                happen(self.fault)
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return self.head(x)
+
+
+def happen(fault: str) -> None:
+    """What can go wrong."""
+    if fault == "raise":
+        raise ValueError("injected fault")
+    if fault == "data":
+        raise DataError("rows.txt: record 7 is torn")
+    if fault == "exit":
+        os._exit(3)
+    if fault == "hang":
+        time.sleep(1000)
+    os.kill(os.getpid(), getattr(signal, fault))
+    time.sleep(5)

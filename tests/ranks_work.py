@@ -1,0 +1,230 @@
+"""What tests let real ranks do; importable, so that other processes can."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.support import VOCABULARY, Bench, RaggedText, replicated
+from trainer.accumulate.base import GradientStrategy
+from trainer.accumulate.sum import Sum
+from trainer.models.bind import bind
+from trainer.parallel import Parallel
+from trainer.parallel.sharded import Sharded
+from trainer.plan.cut import Cut, Layout
+from trainer.plan.cuts import Budget
+from trainer.step import train_step
+from trainer.sync import Deferred
+from trainer.world import World
+
+Arrays = dict[str, np.ndarray]
+
+
+class Block(nn.Module):
+    """A residual block whose positions see only what is before them."""
+
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        past = x.cumsum(1) / torch.arange(1, x.shape[1] + 1, dtype=x.dtype)[:, None]
+        return x + self.dropout(self.down(torch.tanh(self.up(self.norm(past)))))
+
+
+class BlockLM(nn.Module):
+    """Embedding, blocks, head; `spare` is used by micro-batches that hold the token 3 at a place,
+    and `idle` by none."""
+
+    def __init__(self, dropout: float = 0.0, width: int = 8, spare: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.blocks = nn.ModuleList(Block(width, dropout) for _ in range(3))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, VOCABULARY)
+        self.spare = nn.Parameter(torch.ones(width)) if spare else None
+        self.idle = nn.Parameter(torch.ones(width)) if spare else None
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        if self.spare is not None and input_ids.numel() and bool((input_ids[:, 0] == 3).any()):
+            x = x + self.spare * (input_ids[:, :1, None] == 3)
+        return self.head(self.norm(x))
+
+
+def sharded(module: nn.Module, world: World) -> Parallel:
+    return Sharded(module, bind(module), list(module.blocks), world)
+
+
+def hybrid(module: nn.Module, world: World) -> Parallel:
+    return Sharded(module, bind(module), list(module.blocks), world, replicas=2)
+
+
+MODES = {"ddp": replicated, "fsdp": sharded, "hsdp": hybrid}
+POLICIES = {"deferred": Deferred}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run on some ranks."""
+
+    cut: Cut
+    mode: str = "ddp"
+    sync: str = "deferred"
+    dtype: torch.dtype = torch.float64
+    steps: int = 1
+    dropout: float = 0.0
+    spare: bool = False
+    global_size: int = 16
+    clip_norm: float | None = None
+    masked: tuple[int, ...] = ()
+    failing: tuple[int, int, str] | None = None
+    """Rank, micro-batch and phase that runs out of memory in the first step."""
+    poisoned: int | None = None
+    """The rank whose first loss is not finite."""
+    layout: Layout = field(default_factory=Layout)
+
+
+class Failing(GradientStrategy):
+    """Runs out of memory once, in the forward or the backward of one micro-batch."""
+
+    def __init__(self, at: int, phase: str) -> None:
+        self.at, self.phase, self.done = at, phase, False
+
+    def backward(self, model, objective, micro_batches, divisors, sync):
+        if self.done:
+            return Sum().backward(model, objective, micro_batches, divisors, sync)
+        self.done = True
+        seen = 0
+
+        def count(*_: object) -> None:
+            nonlocal seen
+            seen += 1
+            if seen > self.at:
+                raise torch.OutOfMemoryError("injected")
+
+        part = model.module.blocks[1]
+        register = (
+            part.register_forward_hook
+            if self.phase == "forward"
+            else part.register_full_backward_hook
+        )
+        handle = register(count)
+        try:
+            return Sum().backward(model, objective, micro_batches, divisors, sync)
+        finally:
+            handle.remove()
+
+
+class Poisoned(GradientStrategy):
+    """Gives a loss that is not finite, once."""
+
+    done = False
+
+    def backward(self, model, objective, micro_batches, divisors, sync):
+        loss = Sum().backward(model, objective, micro_batches, divisors, sync)
+        self.done, first = True, not self.done
+        return loss * float("nan") if first else loss
+
+
+def bench_of(world: World, case: Case) -> Bench:
+    data = RaggedText()
+    data.masked |= set(case.masked)
+    strategy: GradientStrategy = Sum()
+    if case.failing is not None and case.failing[0] == world.rank:
+        strategy = Failing(*case.failing[1:])
+    if case.poisoned == world.rank:
+        strategy = Poisoned()
+    return Bench(
+        case.cut,
+        case.dtype,
+        global_size=case.global_size,
+        dataset=data,
+        model=lambda: BlockLM(case.dropout, spare=case.spare),
+        strategy=strategy,
+        clip_norm=case.clip_norm,
+        layout=case.layout,
+        world=world,
+        lay_out=MODES[case.mode] if world.size > 1 else replicated,
+        sync=POLICIES[case.sync](),
+    )
+
+
+def plain(tensor: Tensor) -> np.ndarray:
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole.detach().numpy().copy()
+
+
+def run_steps(world: World, case: Case) -> dict[str, Any]:
+    """Train, and tell everything that must not depend on the ranks."""
+    bench = bench_of(world, case)
+    told: dict[str, Any] = {"loss": [], "norm": [], "ids": [], "skipped": [], "replays": []}
+    told["counts"] = []
+
+    def keep(*_: object) -> None:
+        told.setdefault(
+            "gradient",
+            {
+                name: None if p.grad is None else plain(p.grad)
+                for name, p in bench.module.named_parameters()
+            },
+        )
+
+    bench.kit.optimizer.register_step_pre_hook(keep)
+    for _ in range(case.steps):
+        report = train_step(bench.kit, bench.feed.next())
+        told["loss"].append(float(report.loss))
+        told["norm"].append(float(report.grad_norm))
+        told["ids"].append(report.batch.samples.ids.tolist())
+        told["skipped"].append(report.skipped)
+        told["replays"].append(report.replays)
+        told["counts"].append(len(report.batch.micro_batches))
+    told["cut"] = bench.feed.cut
+    told["parameters"] = {name: plain(p) for name, p in bench.module.named_parameters()}
+    bench.feed.close()
+    return told
+
+
+class Collectives(TorchDispatchMode):
+    """Counts collectives, those inside of DTensor operations too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        name = func.overloadpacket.__name__
+        if func.namespace in {"c10d", "_c10d_functional"} and "wait" not in name:
+            kind = next((k for k in ("gather", "reduce_scatter", "allreduce") if k in name), name)
+            self.counts["allreduce" if name == "all_reduce" else kind] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def count_collectives(world: World, case: Case) -> dict[str, int]:
+    """Collectives of the third step, without those of the numbers that ranks agree on."""
+    bench = bench_of(world, case)
+    for _ in range(2):
+        train_step(bench.kit, bench.feed.next())
+    batch = bench.feed.next()
+    with Collectives() as counter:
+        train_step(bench.kit, batch)
+    bench.feed.close()
+    return {**counter.counts, "micro_batches": len(batch.micro_batches)}
+
+
+def budget(cap: int) -> Cut:
+    return Budget(max_tokens=cap)

@@ -1,0 +1,61 @@
+"""The house rules, held by the tools that check them: lint, format, types, import layers, size."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CHECKOUT = Path(__file__).parent.parent
+ROOMS = sorted((CHECKOUT / "trainer").rglob("*.py"))
+LONGEST_FILE = 450
+
+TOOLS = {
+    "ruff check": [sys.executable, "-m", "ruff", "check", "."],
+    "ruff format": [sys.executable, "-m", "ruff", "format", "--check", "."],
+    "mypy": [sys.executable, "-m", "mypy"],
+    "import-linter": [
+        sys.executable,
+        "-c",
+        "from importlinter.cli import lint_imports; raise SystemExit(lint_imports())",
+    ],
+}
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_the_house_rules_hold(tool: str) -> None:
+    done = subprocess.run(TOOLS[tool], cwd=CHECKOUT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+
+
+@pytest.mark.parametrize("room", ROOMS, ids=lambda path: str(path.relative_to(CHECKOUT)))
+def test_a_room_is_small_and_says_what_it_is_for(room: Path) -> None:
+    text = room.read_text()
+    assert len(text.splitlines()) <= LONGEST_FILE
+    assert text == "" or text.startswith('"""')
+
+
+@pytest.mark.parametrize(
+    ("pattern", "allowed"),
+    [
+        (r"\.item\(\)", "report"),  # a host sync
+        (r"\bimport pickle\b|\bpickle\.load", None),  # runs what it reads
+        (r"weights_only=False", None),
+        (r"\bTODO\b|\bFIXME\b", None),
+    ],
+)
+def test_what_has_no_place_is_nowhere(pattern: str, allowed: str | None) -> None:
+    found = [
+        f"{room.relative_to(CHECKOUT)}: {line.strip()}"
+        for room in ROOMS
+        for line in room.read_text().splitlines()
+        if re.search(pattern, line) and room.parent.name != allowed
+    ]
+    assert not found
+
+
+def test_no_room_is_a_drawer_for_everything() -> None:
+    assert not [room for room in ROOMS if room.stem in {"utils", "util", "helpers", "misc"}]

@@ -1,0 +1,286 @@
+"""What a mistake is answered with: one line per fault, nothing started, no folder, exit 2."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from cli_support import faults, in_process, python
+
+MISTAKES = {
+    # keys
+    "batch.golbal=512": "batch.golbal: unknown setting. Did you mean batch.global?",
+    "acum=auto": "acum: unknown setting. Did you mean accum?",
+    "accum.mirco=8": "accum.mirco: unknown setting. Did you mean accum.micro?",
+    "model.wdith=64": "model.wdith: unknown setting. Did you mean model.width?",
+    "lr=0.1": "lr: unknown setting. Did you mean optimizer.lr?",
+    "batch_size=8": "batch_size: unknown setting. Did you mean batch.global?",
+    "gradient_accumulation_steps=4": "Did you mean accum.steps?",
+    "choices=3": "choices: unknown setting",
+    "batch.global.x=3": "batch.global",
+    "eval=3": "eval=3: is a section",
+    "foo/bar=baz": "foo/bar: unknown group",
+    "model@x=gpt_tiny": "a group has one place here; write model=NAME",
+    "x@y=1": "x: unknown group",
+    # values
+    "batch.global=abc": "batch.global=abc: must be a whole number",
+    "batch.global=0": "batch.global=0: must be",
+    "batch.global=1.5": "batch.global=1.5: must be",
+    "batch.global=": "batch.global=: must be",
+    "batch.global=null": "batch.global=null: needs",
+    "batch.unit=words": "batch.unit=words: must be samples or tokens",
+    "batch.tail=drp": "Did you mean drop?",
+    "accum.memory=80Gib": "accum.memory=80Gib: must be",
+    "accum.buffer=fp16": "accum.buffer=fp16: must be native or fp32",
+    "model.width=abc": "model.width=abc: must be",
+    "model._target_=Net": "must be the import path of a class",
+    "model._target_=": "must be the import path of a class",
+    "data.holdout=2": "data.holdout=2: must be",
+    "data.on_bad=ignore": "data.on_bad=ignore: must be stop or skip",
+    "optimizer.lr=abc": "optimizer.lr=abc: must be",
+    "scheduler.warmup=1.5": "scheduler.warmup=1.5: must be",
+    "steps=0": "steps=0: must be",
+    "seed=-1": "seed=-1: must be",
+    "precision=bf61": "precision=bf61: must be fp32 or bf16. Did you mean bf16?",
+    "compile=maybe": "compile=maybe: must be true or false",
+    "device=gpu": "device=gpu: must be auto, cpu or cuda",
+    "clip_norm=0": "clip_norm=0: must be",
+    "eval.every=0": "eval.every=0: must be",
+    "num_workers=-1": "num_workers=-1: must be",
+    "wandb.mode=ofline": "Did you mean offline?",
+    "wandb.tags=3": "wandb.tags=3: must be a list",
+    "hooks=3": "hooks=3: must be a list",
+    "resume_allow=3": "resume_allow=3: must be a list",
+    "command=trian": "Did you mean train?",
+    # options of groups
+    "accum=atuo": "accum=atuo: no such option. Did you mean auto? Choices: auto, budget, fixed",
+    "accum=": "accum=: no such option. Choices: auto, budget, fixed",
+    "accum=8": "accum=8: takes the name of an option. Did you mean accum.steps=8 or accum.micro=8?",
+    "accum=true": "accum=true: takes the name of an option. Choices",
+    "accum=[auto,fixed]": 'accum=["auto","fixed"]: takes the name of an option',
+    "batch=512": "batch=512: takes the name of an option. Did you mean batch.global=512?",
+    "batch={global:512}": 'batch={"global":512}: takes the name of an option',
+    "batch=null": "batch=null: takes the name of an option",
+    "accum.gradient=summ": "accum.gradient=summ: no such option. Did you mean sum?",
+    "accum/gradient=summ": "accum.gradient=summ: no such option. Did you mean sum?",
+    "accum.gradient=2": "accum.gradient=2: takes the name of an option",
+    "parallel=dpd": "parallel=dpd: no such option. Did you mean ddp?",
+    "model=gpt-tiny": "model=gpt-tiny: no such option. Did you mean gpt_tiny?",
+    "model=3": "model=3: takes the name of an option",
+    "data=stdlb": "data=stdlb: no such option. Did you mean stdlib?",
+    "optimizer=adam": "optimizer=adam: no such option. Did you mean adamw?",
+    "batchnorm=layer": "batchnorm=layer: no such option. Choices: frozen, ghost",
+    "model=own": "model",
+    "hydra/launcher=foo": "hydra/launcher=foo: no such option. Choices: basic",
+    "hydra.run.dri=x": "hydra.run.dri: unknown setting of Hydra",
+    # recipes
+    "recipe=quickstrat": "recipe=quickstrat: no such option. Did you mean quickstart?",
+    "recipe=./none.yaml": "recipe=./none.yaml: no such file",
+    "recipe=3": "recipe=3: takes the name of an option",
+    # combinations
+    "accum=fixed": "accum=fixed needs accum.micro",
+    "accum=budget": "accum=budget needs",
+    "accum=auto accum.steps=8": "accum.steps=8: not a setting of accum=auto; say accum=fixed",
+    "accum=fixed accum.micro=7 accum.steps=3 batch.global=22": "nearest sizes that agree",
+    "steps=10 epochs=2": "steps=10: epochs=2 is set too",
+    "batch.normalizer=micro_batches": "say accum=fixed accum.micro=8",
+    "batchnorm=micro": "say accum=fixed accum.micro=8",
+    "run=x": "to go on with a run: resume=",
+    "evaluate": "run: train evaluate needs a run folder",
+    "optimizer.lr=1 optimizer.lr=2": "optimizer.lr: given 2 times (optimizer.lr=1, optimizer.lr=2)",
+    "optimizer.lr=1 +optimizer.lr=2": "optimizer.lr: given 2 times",
+    "accum.gradient=sum accum/gradient=auto": "accum.gradient: given 2 times",
+    "plan command=verify": "command: given 2 times",
+    # removals
+    "~model": "~model: a run needs this group",
+    "~batch.global": "~batch.global: a setting cannot be removed; write batch.global=null",
+    "~model.widht": "~model.widht: there is no such setting to remove. Did you mean model.width?",
+    "~foo": "~foo: unknown setting",
+    # grammar, words and flags
+    "batch.global": "batch.global: needs a value, as in batch.global=VALUE",
+    "batch.global=[1": "batch.global=[1: cannot be read",
+    "=3": "=3: needs a key",
+    "a=b=c": "a=b=c: cannot be read",
+    "'x y=3'": "x y=3: cannot be read",
+    "optimizer.lr=1,2": "several values are a sweep, which takes -m",
+    "'+optimizer.lr=range(1,3)'": "several values are a sweep, which takes -m",
+    "plna": "plna: unknown command. Did you mean plan?",
+    "help": "help: unknown command. Did you mean --help?",
+    "plan verify": "verify: plan is already the command",
+    "mine.yaml": "Did you mean recipe=mine.yaml?",
+    "--multirn": "--multirn: unknown flag. Did you mean --multirun?",
+    "--batch.global=3": "settings are written without dashes: batch.global=3",
+    "--cfg jbo": "--cfg=jbo: no such view. Did you mean job?",
+    "--cfg": "--cfg: needs a value",
+    "--experimental-rerun x": "would unpickle a file",
+    "--config-dir nowhere": "nowhere: no such folder",
+    "--cfg job batch.golbal=3": "Did you mean batch.global?",
+    # places
+    "outputs=../x": "outputs=../x: must not lead upwards with ..",
+    "hydra.run.dir=../x": "hydra.run.dir=../x: must not lead upwards with ..",
+    "name=../x": "name=../x: must",
+    "name=a/b": "name=a/b: must be one word",
+    "model=../../x": "may not climb",
+    "model=/etc/passwd": "model=/etc/passwd: no such option",
+    # interpolations
+    "'batch.global=${nope}'": "batch.global: Interpolation key 'nope' not found",
+    "'batch.global=${oc.env:NOT_THERE}'": "batch.global",
+}
+
+SECRETS = [
+    "data.token=abc",
+    "+data.api_key=xyz",
+    "++model.hub_token=abc",
+    "wandb.project=ghp_abcdefghijklmnopqrstuvwxyz0123456789",
+    "name=hf_abcdefghijklmnopqrstuvwxyzABCDEF",
+    "'data.path=${oc.env:WANDB_API_KEY}'",
+    "hydra.job.env_set.WANDB_API_KEY=abc",
+]
+
+NO_SECRETS = [
+    "data.max_length=64",
+    "model._target_=net.Net model.eos_token=end model.max_tokens=3",
+    "model._target_=net.Net model.token_dim=3 model.key_size=4",
+    "name=my-sk-learn",
+]
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+@pytest.mark.parametrize(("line", "text"), MISTAKES.items(), ids=MISTAKES)
+def test_a_mistake_is_one_line_with_the_remedy_and_starts_nothing(
+    line: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert in_process(line) == 2
+    said = faults(capsys.readouterr().err)
+    assert any(text in fault for fault in said), said
+    assert all(len(fault) <= 200 for fault in said)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("prefix", ["", "+", "++"])
+@pytest.mark.parametrize("mistake", ["batch.golbal=3", "batch.global=abc", "accum=atuo"])
+def test_plus_signs_change_nothing_about_a_mistake(
+    prefix: str, mistake: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert in_process(mistake) == 2
+    plain = capsys.readouterr().err
+    assert in_process(f"{prefix}{mistake}") == 2
+    assert capsys.readouterr().err == plain
+
+
+@pytest.mark.parametrize("line", SECRETS)
+def test_a_secret_is_refused_and_not_repeated(
+    line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "very-secret")
+    assert in_process(line) == 2
+    err = capsys.readouterr().err
+    assert "looks like a secret" in err
+    assert line.strip("'").partition("=")[2] not in err
+    assert "very-secret" not in err
+
+
+@pytest.mark.parametrize("line", NO_SECRETS)
+def test_words_that_only_sound_like_secrets_pass(
+    line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert in_process(f"--cfg job {line}") == 0
+    assert "secret" not in capsys.readouterr().err
+
+
+def test_all_faults_are_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "x=[1 accum=atuo batch.golbal=1 optimizer.lr=abc seed=1 seed=2 recipe=./none.yaml"
+    assert in_process(line) == 2
+    keys = [fault.split(":")[0].split("=")[0] for fault in faults(capsys.readouterr().err)]
+    assert sorted(keys) == ["accum", "batch.golbal", "optimizer.lr", "recipe", "seed", "x"]
+
+
+def test_every_job_of_a_sweep_is_checked_before_the_first_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert in_process("-m batch.global=128,0 accum=fixed accum.micro=8,abc") == 2
+    said = faults(capsys.readouterr().err)
+    assert [fault.split(":")[0] for fault in said] == ["accum.micro=abc", "batch.global=0"]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    {
+        "-m accum=fixed,atuo accum.micro=8": "accum=atuo: no such option. Did you mean auto?",
+        "-m seed=1,2 resume=some/run": "use resume=auto",
+        "-m seed=1,2 batch.golbal=3,4": "batch.golbal: unknown setting",
+        "hydra.mode=MULTIRUN seed=1,-2": "seed=-2: must be",
+        "-m 'optimizer.lr=interval(-1,1)'": "optimizer.lr=-1.0: must be",
+        "-m 'model=glob(*)' model.wdith=3": "model.wdith: unknown setting",
+        "-m seed=1,2 recipe=./none.yaml,quickstart": "recipe=./none.yaml: no such file",
+    }.items(),
+)
+def test_sweeps_have_no_mistakes_of_their_own(
+    line: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert in_process(line) == 2
+    assert any(text in fault for fault in faults(capsys.readouterr().err))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_sweep_does_not_run_under_torchrun(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert in_process("-m seed=1,2") == 2
+    assert faults(capsys.readouterr().err) == [
+        "-m: a sweep starts its own ranks; run it without torchrun"
+    ]
+
+
+def test_only_the_first_rank_complains(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert in_process("batch.golbal=3") == 2
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "text"),
+    [
+        ("batch.golbal=3", 2, "Did you mean batch.global?"),
+        ("accum=8", 2, "Did you mean accum.steps=8"),
+        ("x=[1", 2, "cannot be read"),
+        ("-m batch.global=1,0 accum=fixed accum.micro=1", 2, "batch.global=0"),
+        ("resume=nowhere", 4, "resume=nowhere: no such folder"),
+        ("--help", 0, ""),
+        ("--cfg job", 0, ""),
+    ],
+)
+def test_nothing_heavy_is_imported_before_a_config_is_valid(
+    line: str, code: int, text: str, tmp_path: Path
+) -> None:
+    (tmp_path / "probe.py").write_text(
+        "import sys\n"
+        "from trainer.cli import run\n"
+        "code = run(sys.argv[1:])\n"
+        "heavy = {'torch', 'numpy', 'wandb', 'safetensors', 'matplotlib'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+        "sys.exit(code)\n"
+    )
+    done = python(f"probe.py {line}", tmp_path)
+    assert done.returncode == code, done.stderr
+    assert text in done.stderr
+    assert len(done.stderr.splitlines()) == (1 if code else 0)
+    assert [path.name for path in tmp_path.iterdir() if path.name != "__pycache__"] == ["probe.py"]
+
+
+def test_the_users_wish_for_a_traceback_is_granted(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    assert in_process("batch.golbal=3") == 2
+    assert "Traceback" in capsys.readouterr().err

@@ -1,0 +1,306 @@
+"""Going on with a run and reading one: what is replayed, what is refused, what is trusted."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from cli_support import OWN_CLASSES, faults, in_process
+
+from trainer.cli import _composer
+from trainer.cli.argv import split
+from trainer.cli.prepare import Ready, Sweep, prepare_run, prepare_sweep
+from trainer.cli.replay import newest
+from trainer.config import to_plain
+from trainer.errors import ConfigError, NoCheckpointError
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "net.py").write_text(OWN_CLASSES)
+
+
+def prepared(line: str) -> Ready:
+    request = split(shlex.split(line))
+    command = [] if request.command is None else [f"command={request.command}"]
+    return prepare_run([*command, *request.overrides], _composer(request))
+
+
+def prepared_sweep(line: str) -> Sweep:
+    request = split(shlex.split(line))
+    return prepare_sweep(request.overrides, _composer(request))
+
+
+def make_run(
+    line: str = "accum=fixed accum.micro=8 steps=10",
+    *,
+    state: Mapping[str, Any] | None = None,
+    has_checkpoint: bool = True,
+    began: float = 0.0,
+) -> Path:
+    """Leave on disk what a run leaves, as far as the command line reads it."""
+    job = prepared(line).job
+    return leave(job.folder, to_plain(job.config), job.lines, state, has_checkpoint, began)
+
+
+def leave(
+    folder: Path,
+    plain: Mapping[str, Any],
+    lines: tuple[str, ...],
+    state: Mapping[str, Any] | None = None,
+    has_checkpoint: bool = True,
+    began: float = 0.0,
+) -> Path:
+    records = folder / ".hydra"
+    records.mkdir(parents=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump(dict(plain)))
+    (records / "overrides.yaml").write_text(
+        yaml.safe_dump([line for line in lines if not line.startswith("hydra")])
+    )
+    (folder / "status.json").write_text(
+        json.dumps(dict(state or {"state": "preempted", "step": 4}))
+    )
+    if has_checkpoint:
+        checkpoint = folder / "checkpoints" / "step-00000004"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "manifest.json").write_text("{}")
+    os.utime(records / "overrides.yaml", (began, began))
+    return folder
+
+
+DONE = {"state": "completed", "step": 10, "exit_code": 0}
+
+
+def test_a_run_goes_on_in_its_folder_with_its_own_settings() -> None:
+    run = make_run("accum=fixed accum.micro=8 steps=10 optimizer.lr=0.003 name=mine")
+    ready = prepared(f"resume={run}")
+    assert ready.job.folder == run
+    assert ready.is_resumed
+    config = ready.job.config
+    assert (config.steps, config.name, config.accum.name) == (10, "mine", "fixed")
+    assert config.optimizer.params["lr"] == 0.003
+    assert config.resume == str(run)
+    assert ready.job.composed.hydra.run.dir == str(run)
+
+
+def test_the_first_records_of_a_run_stay_as_they_are() -> None:
+    run = make_run()
+    assert prepared(f"resume={run}").job.composed.hydra.output_subdir == ".hydra/resume_1"
+    again = run / ".hydra" / "resume_1"
+    again.mkdir()
+    (again / "overrides.yaml").write_text(
+        yaml.safe_dump(["accum=fixed", "accum.micro=4", "steps=20"])
+    )
+    ready = prepared(f"resume={run}")
+    assert ready.job.composed.hydra.output_subdir == ".hydra/resume_2"
+    assert ready.job.config.steps == 20, "the latest resumption is what the next one goes on from"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "accum.micro=4",
+        "accum=auto",
+        "accum=budget accum.max_tokens=4096",
+        "steps=20",
+        "num_workers=2",
+        "device=cpu",
+    ],
+)
+def test_execution_is_free_and_steps_may_grow(change: str) -> None:
+    run = make_run()
+    assert prepared(f"resume={run} {change}").job.folder == run
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    {
+        "seed=1": ["seed=1: the run has 0"],
+        "optimizer.lr=0.1 batch.global=64": ["batch.global=64", "optimizer.lr=0.1: the run has"],
+        "steps=5": ["steps=5: the run has 10; may only grow"],
+        "clip_norm=null": ["clip_norm=null: the run has 1.0"],
+        "model.width=32": ["model.width=32: the run has 96"],
+        "scheduler=constant": ["scheduler._target_"],
+        "precision=bf16": ["precision=bf16: the run has fp32"],
+        "recipe=quickstart": ["data.max_length"],
+    }.items(),
+)
+def test_what_changes_the_step_is_refused_with_a_diff(change: str, said: list[str]) -> None:
+    run = make_run()
+    with pytest.raises(ConfigError) as raised:
+        prepared(f"resume={run} {change}")
+    for text in said:
+        assert any(text in fault for fault in raised.value.faults), raised.value.faults
+    assert all("resume_allow=[" in fault for fault in raised.value.faults)
+
+
+def test_a_key_that_is_named_may_change() -> None:
+    run = make_run()
+    ready = prepared(f"resume={run} optimizer.lr=0.1 seed=1 resume_allow=[optimizer.lr,seed]")
+    assert ready.job.config.seed == 1
+    with pytest.raises(ConfigError, match="seed=1"):
+        prepared(f"resume={run} optimizer.lr=0.1 seed=1 resume_allow=[optimizer.lr]")
+
+
+def test_a_new_option_starts_from_its_own_values() -> None:
+    run = make_run("accum=fixed accum.steps=4 steps=10")
+    config = prepared(f"resume={run} accum=auto").job.config
+    assert config.accum.name == "auto"
+    assert config.accum.params == {"micro": None, "memory": None}
+
+
+def test_a_finished_run_has_nothing_to_do_until_more_is_asked_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = make_run(state=DONE)
+    assert in_process(f"resume={run}") == 0
+    said = capsys.readouterr()
+    assert len(said.out.splitlines()) == 1
+    assert "done after step 10" in said.out
+    assert said.err == ""
+    assert prepared(f"resume={run} steps=11").done is None
+    epochs = make_run("accum=fixed accum.micro=8 epochs=2", state=DONE)
+    assert prepared(f"resume={epochs}").done is not None
+    assert prepared(f"resume={epochs} epochs=3").done is None
+
+
+@pytest.mark.parametrize(
+    ("typed", "text"), [("nowhere", "no such folder"), (".", "not a run folder")]
+)
+def test_a_run_that_is_not_there_is_exit_4(
+    typed: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert in_process(f"resume={typed}") == 4
+    assert text in faults(capsys.readouterr().err)[0]
+
+
+def test_a_run_without_a_checkpoint_or_of_another_command_is_exit_4() -> None:
+    with pytest.raises(NoCheckpointError, match="no checkpoint"):
+        prepared(f"resume={make_run(has_checkpoint=False)}")
+    with pytest.raises(NoCheckpointError, match="folder of a plan"):
+        prepared(f"resume={make_run('plan')}")
+
+
+def test_auto_takes_the_newest_training_run_of_the_name() -> None:
+    mine = [make_run("accum=fixed accum.micro=8 name=mine", began=t) for t in (10.0, 30.0, 20.0)]
+    other = make_run("accum=fixed accum.micro=8", began=40.0)
+    make_run("plan accum=fixed accum.micro=8 name=mine", began=50.0)
+    make_run("accum=fixed accum.micro=8 name=mine", began=60.0, has_checkpoint=False)
+    assert newest(Path("outputs").absolute(), "mine") == mine[1]
+    assert newest(Path("outputs").absolute(), None) == other
+    assert newest(Path("outputs").absolute(), "nobody") is None
+    assert prepared("resume=auto name=mine").job.folder == mine[1]
+
+
+def test_auto_with_none_starts_afresh(tmp_path: Path) -> None:
+    ready = prepared("resume=auto")
+    assert not ready.is_resumed
+    assert ready.job.config.resume is None
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_auto_goes_on_in_the_folder_that_is_typed() -> None:
+    assert not prepared("hydra.run.dir=runs/a resume=auto").is_resumed
+    made = prepared("hydra.run.dir=runs/a accum=fixed accum.micro=8").job
+    run = leave(made.folder, to_plain(made.config), made.lines)
+    assert prepared("hydra.run.dir=runs/a resume=auto").job.folder == run
+    with pytest.raises(ConfigError, match=r"holds a run; resume=.*/a goes on with it"):
+        prepared("hydra.run.dir=runs/a")
+
+
+def test_a_run_folder_gives_no_trust() -> None:
+    line = "model._target_=net.Net model.width=4 accum=fixed accum.micro=8"
+    run = make_run(f"{line} trust=[net,os]")
+    with pytest.raises(ConfigError, match=r"model._target_=net.Net: named by a recipe or a run"):
+        prepared(f"resume={run}")
+    trusted = prepared(f"resume={run} trust=[net]").job.config
+    assert trusted.trust == ("net",)
+    assert not trusted.model.typed_target
+    typed = prepared(f"resume={run} model._target_=net.Net").job.config
+    assert typed.model.typed_target
+    assert typed.model.params == {"width": 4}
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        "hydra.run.dir=elsewhere",
+        "hydra/launcher=basic",
+        "+hydra.callbacks.x._target_=os.system",
+        "hydra.job.env_set.LD_PRELOAD=x",
+        "name=${oc.env:HOME}",
+        "x=[1",
+    ],
+)
+def test_what_a_run_folder_may_not_say_is_refused(planted: str) -> None:
+    run = make_run()
+    (run / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump([planted]))
+    with pytest.raises(ConfigError, match=r"overrides.yaml: "):
+        prepared(f"resume={run}")
+
+
+@pytest.mark.parametrize("content", ["{a: 1}", "[1, 2]", "- [", "!!python/name:os.system ''"])
+def test_records_that_are_no_overrides_are_refused(content: str) -> None:
+    run = make_run()
+    (run / ".hydra" / "overrides.yaml").write_text(content)
+    with pytest.raises(ConfigError, match=r"overrides.yaml: "):
+        prepared(f"resume={run}")
+
+
+def test_evaluate_and_export_read_a_run_and_make_no_folder(tmp_path: Path) -> None:
+    run = make_run("accum=fixed accum.micro=8 optimizer.lr=0.003")
+    before = sorted(tmp_path.rglob("*"))
+    ready = prepared(f"export run={run.relative_to(tmp_path)} export.to=weights device=cpu")
+    assert ready.job.folder == run
+    assert not ready.makes_folder
+    assert ready.job.config.command == "export"
+    assert ready.job.config.run == str(run)
+    assert ready.job.config.optimizer.params["lr"] == 0.003
+    assert ready.job.composed.hydra.output_subdir is None
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_plan_of_a_resumed_run_gets_a_folder_of_its_own() -> None:
+    run = make_run()
+    ready = prepared(f"plan resume={run}")
+    assert ready.job.folder != run
+    assert ready.job.config.resume == str(run)
+    assert ready.job.config.accum.name == "fixed"
+
+
+def test_a_recipe_given_as_a_file_is_found_again_from_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.yaml").write_text("optimizer: {lr: 0.007}\n")
+    run = make_run("recipe=mine.yaml accum=fixed accum.micro=8")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    assert prepared(f"resume={run}").job.config.optimizer.params["lr"] == 0.007
+
+
+def test_a_sweep_goes_on_job_by_job() -> None:
+    line = "accum=fixed accum.micro=8,4 steps=10"
+    first = prepared_sweep(line)
+    (first.folder).mkdir(parents=True)
+    task = [text for text in first.lines if not text.startswith("hydra.")]
+    saved = {"hydra": {"overrides": {"task": task}}}
+    (first.folder / "multirun.yaml").write_text(yaml.safe_dump(saved))
+    done, cut = (ready.job for ready in first.ready)
+    leave(done.folder, to_plain(done.config), done.lines, DONE)
+    again = prepared_sweep(f"{line} resume=auto")
+    assert again.folder == first.folder
+    assert [ready.done is not None for ready in again.ready] == [True, False]
+    assert [ready.is_resumed for ready in again.ready] == [True, False]
+    assert again.ready[1].job.folder == cut.folder
+    assert "hydra.output_subdir=.hydra/resume_1" in again.lines
+    assert prepared_sweep(f"{line} seed=3 resume=auto").folder != first.folder

@@ -1,0 +1,78 @@
+"""Where each rank is, in a few bytes of shared memory, legible even when the rank cannot speak.
+
+A rank notes its step and phase on its board; whoever started the ranks reads the boards when one
+of them was killed or hangs. Writing takes about a microsecond and never waits.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, final, get_args
+
+Phase = Literal[
+    "start", "data", "gather", "compute", "agree", "reduce", "update", "evaluation", "saving", "end"
+]
+
+_PHASES: tuple[Phase, ...] = get_args(Phase)
+_LAYOUT = struct.Struct("<qqqqd")
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a rank is.
+
+    Attributes:
+        pid: its process; 0 while it has not begun to listen to signals.
+        step: optimizer step it works on, from 1; 0 before the first.
+        phase: of the step.
+        micro_batch: the one it computes, from 1; 0 outside of `compute`.
+        since: when it came there, by the machine's monotonic clock.
+    """
+
+    pid: int = 0
+    step: int = 0
+    phase: Phase = "start"
+    micro_batch: int = 0
+    since: float = 0.0
+
+    def __str__(self) -> str:
+        """Say it in words."""
+        at = f", micro-batch {self.micro_batch}" if self.micro_batch else ""
+        return f"step {self.step} ({self.phase}{at})" if self.step else f"the {self.phase}"
+
+
+@final
+class Board:
+    """One rank's board.
+
+    Args:
+        path: of its file; made when it is missing.
+    """
+
+    def __init__(self, path: Path) -> None:
+        with path.open("a+b") as file:
+            file.truncate(_LAYOUT.size)
+            self._memory = mmap.mmap(file.fileno(), _LAYOUT.size)
+
+    def read(self) -> Place:
+        """Tell where the rank is."""
+        pid, step, phase, micro_batch, since = _LAYOUT.unpack_from(self._memory)
+        return Place(
+            pid=pid, step=step, phase=_PHASES[phase], micro_batch=micro_batch, since=since
+        )
+
+    def write(self, place: Place) -> None:
+        """Note where the rank is; `since` becomes now."""
+        phase = _PHASES.index(place.phase)
+        _LAYOUT.pack_into(
+            self._memory, 0, place.pid, place.step, phase, place.micro_batch, time.monotonic()
+        )
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self._memory.close()

@@ -1,0 +1,242 @@
+"""Finds what makes a step depend on its cut, by running samples together and apart."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import final
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from trainer.culprits.align import Share, align, close, shares
+from trainer.culprits.scratch import Groups, Scratch
+from trainer.culprits.sums import SINGLE_TOLERANCE, TOLERANCE, sum_faults, weight_faults
+from trainer.culprits.trace import OUTSIDE, Difference, Trace, compare, record, repeat
+from trainer.micro_batch import MicroBatch
+
+Culprits = list[tuple[str, str]]
+"""Names of modules, the objective, the data or a setting, each with the reason."""
+
+MAX_PICKED = 4
+"""Samples that are run together and alone."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """Modules that draw random numbers.
+
+    Attributes:
+        quiet: those that stop doing so in evaluation mode, and are in it now.
+        loud: those that do not.
+    """
+
+    quiet: tuple[str, ...]
+    loud: tuple[str, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.quiet or self.loud)
+
+
+@final
+@dataclass(slots=True)
+class Found:
+    """What was found.
+
+    Attributes:
+        modules: that couple samples, heed padding, keep state or cannot be repeated.
+        objective: loss terms and weights that do not add up.
+        data: fields of a sample that change with its neighbours.
+    """
+
+    modules: Culprits = field(default_factory=list)
+    objective: Culprits = field(default_factory=list)
+    data: Culprits = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.modules or self.objective or self.data)
+
+    @property
+    def all(self) -> Culprits:
+        """Everything, modules first."""
+        return [*self.modules, *self.objective, *self.data]
+
+
+def silence(scratch: Scratch, micro_batch: MicroBatch) -> Draws:
+    """Switch off, one by one, the modules that draw random numbers.
+
+    Only the modules that draw leave training mode, and none of their children: what else the mode
+    changes, such as BatchNorm, stays as it is in training.
+    """
+    modules = dict(scratch.module.named_modules())
+    found: dict[str, None] = {}
+    while True:
+        drawn = record(scratch, micro_batch).drawn
+        new = [name for name in drawn if name not in found]
+        found |= dict.fromkeys(new)
+        if not new:
+            return Draws(tuple(name for name in found if name not in drawn), drawn)
+        for name in new:
+            if name != OUTSIDE:
+                modules[name].training = False
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to part a micro-batch.
+
+    Attributes:
+        parts: the same samples, in order, in smaller micro-batches.
+        changes: what they do not share with the larger one.
+        is_last_resort: whether it is only gone where another way fails.
+    """
+
+    parts: Sequence[MicroBatch]
+    changes: str
+    is_last_resort: bool = False
+
+
+NEIGHBOURS = "the other samples of its micro-batch"
+PADDING = "its padding"
+
+
+def pick(groups: Groups) -> tuple[MicroBatch, list[Way]]:
+    """Load a few samples of different length together and apart.
+
+    Returns:
+        The samples together, and the ways to part them.
+    """
+    positions = groups.positions
+    by_length = positions[groups.lengths(positions).argsort(kind="stable")]
+    count = min(MAX_PICKED, len(positions))
+    chosen = by_length[[len(by_length) - 1 - i * len(by_length) // count for i in range(count)]]
+    longest = int(groups.lengths(chosen).max())
+    halves = [half for half in (chosen[: count // 2], chosen[count // 2 :]) if len(half)]
+    singles = [chosen[i : i + 1] for i in range(count)]
+    ways = [
+        Way([groups.group(single, pad_to=longest) for single in singles], NEIGHBOURS),
+        Way([groups.group(single) for single in singles], PADDING),
+        Way([groups.group(half, pad_to=longest) for half in halves], NEIGHBOURS, True),
+    ]
+    return groups.group(chosen), ways
+
+
+def find(
+    scratch: Scratch, whole: MicroBatch, ways: Sequence[Way], *, packed: bool = False
+) -> Found:
+    """Find what makes a sample depend on its micro-batch.
+
+    Args:
+        scratch: draws nothing at random, as far as it can be kept from it.
+        whole: some samples as one micro-batch.
+        ways: to part it; a module is only charged with the first change it reacts to.
+        packed: whether their rows are packed.
+    """
+    trace = record(scratch, whole)
+    modules = dict(scratch.module.named_modules())
+    reasons, failures, found = _unsteady(scratch, trace), dict[str, str](), Found()
+    for way in ways:
+        if way.is_last_resort and not failures:
+            continue
+        places = shares(whole, way.parts, packed=packed)
+        found.data = found.data or _data_faults(whole, way, places)
+        passes = [compare(scratch, trace, m, s) for m, s in zip(way.parts, places, strict=True)]
+        for each in passes:
+            for name in each.blamed:
+                reasons.setdefault(name, _reason(modules[name], way.changes))
+            if each.failure is not None:
+                name, text = each.failure
+                size = len(way.parts[0].ids)
+                failures.setdefault(name, f"cannot run on {_samples(size)}: {text}")
+        found.objective = found.objective or _objective_faults(scratch, trace, way, passes)
+    for name, text in failures.items():
+        # A module of the model: what the objective raises alone, it is asked about itself.
+        if name in modules:
+            reasons.setdefault(name, _reason(modules[name], NEIGHBOURS, text))
+    found.modules = described(modules, reasons)
+    return found
+
+
+def described(modules: Mapping[str, nn.Module], reasons: Mapping[str, str]) -> Culprits:
+    """Put modules into words; those that differ in their numbers only share a line."""
+    alike: dict[tuple[str, str, str], list[str]] = {}
+    for name, reason in reasons.items():
+        kind = type(modules[name]).__name__
+        alike.setdefault((re.sub(r"\d+", "*", name), kind, reason), []).append(name)
+    lines = []
+    for (pattern, kind, reason), names in alike.items():
+        many = f"{len(names)} x " if len(names) > 1 else ""
+        name = (names[0] if len(names) == 1 else pattern) or f"{kind} (in its own forward)"
+        lines.append((name, f"{many}{kind} {reason}"))
+    return lines
+
+
+def _unsteady(scratch: Scratch, trace: Trace) -> dict[str, str]:
+    moved, unrepeatable = repeat(scratch, trace)
+    reasons = dict.fromkeys(
+        unrepeatable,
+        "gives something else each time: it draws from a generator that no seed of the run "
+        "governs, or is not deterministic",
+    )
+    state = "keeps state that every micro-batch moves and the next one depends on"
+    return reasons | dict.fromkeys(moved, state)
+
+
+def _reason(module: nn.Module, changes: str, failure: str = "") -> str:
+    if isinstance(module, _BatchNorm):
+        return (
+            "normalises over the samples of its micro-batch: use GroupNorm or LayerNorm, or one "
+            "micro-batch per step"
+        )
+    if failure:
+        return failure
+    causes = {
+        NEIGHBOURS: "capacity routing, or statistics or attention over the micro-batch",
+        PADDING: "mask it, or use a layer that looks only backwards",
+    }
+    cause = f" ({causes[changes]})" if changes in causes else ""
+    return f"gives a sample another output when {changes} changes{cause}"
+
+
+def _samples(count: int) -> str:
+    return "one sample" if count == 1 else f"{count} samples"
+
+
+def _data_faults(whole: MicroBatch, way: Way, places: Sequence[Share]) -> Culprits:
+    """Compare what the data give for the same samples."""
+    changed: dict[str, None] = {}
+    for part, share in zip(way.parts, places, strict=True):
+        for name in whole.fields.keys() & part.fields.keys():
+            pair = align(whole.fields[name], part.fields[name], share)
+            if pair is not None and not close(*pair):
+                changed[name] = None
+    reason = (
+        "the data give this field of a sample another value when its neighbours change: it is "
+        "drawn or computed in `collate`, or padded on the left"
+    )
+    return [(f"data field {name}", reason) for name in sorted(changed)]
+
+
+def _objective_faults(
+    scratch: Scratch, trace: Trace, way: Way, passes: Sequence[Difference]
+) -> Culprits:
+    """Check that sums and weights add up, where the objective promises that they do."""
+    objective = scratch.kit.objective
+    if objective.scope != "sample":
+        return []
+    sums = [each.sums for each in passes if each.sums is not None]
+    if len(sums) < len(passes):
+        name = f"objective {type(objective).__name__}"
+        return weight_faults(name, trace.micro_batch, way.parts)
+    losses = trace.sums.losses.values()
+    is_double = all(loss.dtype == torch.float64 for loss in losses)
+    return sum_faults(
+        objective,
+        (trace.micro_batch, trace.sums),
+        list(zip(way.parts, sums, strict=True)),
+        tolerance=TOLERANCE if is_double else SINGLE_TOLERANCE,
+    )

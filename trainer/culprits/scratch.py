@@ -1,0 +1,184 @@
+"""A scratch copy of a run: the same step in another precision and in other groups of samples."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from trainer.accumulate.normalizer import Kind, divisors
+from trainer.data.loader import Loader, Request
+from trainer.feed import PlannedBatch
+from trainer.micro_batch import Fields, MicroBatch
+from trainer.models.bind import bind
+from trainer.objectives.base import Objective
+from trainer.parallel import Replicated
+from trainer.plan.cut import IntArray
+from trainer.step import Kit
+from trainer.world import World
+
+Gradient = Mapping[str, Tensor]
+"""A step's gradient by parameter name; what no micro-batch uses is left out."""
+
+NARROWING = (Tensor.float, Tensor.half, Tensor.bfloat16)
+
+
+@final
+class Widened(TorchFunctionMode):
+    """Computes in float64 what code asks to be computed in less.
+
+    Models written for half precision cast to float32 by hand (norms, rotary angles, logits). One
+    such cast would bury a comparison in float64 under rounding of 1e-7.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - whatever the function gives
+        """Call a function of PyTorch with wider dtypes."""
+        if func in NARROWING:
+            func = Tensor.double
+        named = {name: _wide(value) for name, value in (kwargs or {}).items()}
+        return func(*map(_wide, args), **named)
+
+
+def _wide(value: Any) -> Any:  # noqa: ANN401 - an argument of anything
+    is_dtype = isinstance(value, torch.dtype)
+    return torch.float64 if is_dtype and value.is_floating_point else value
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Scratch:
+    """A copy of the run's model, with everything a step needs around it.
+
+    Attributes:
+        kit: the run's, around the copy, on this rank alone.
+        dtype: of the copy's parameters and fields; None leaves both as they are.
+        widens: whether hand-written casts to fewer bits are undone.
+    """
+
+    kit: Kit
+    dtype: torch.dtype | None
+    widens: bool = False
+
+    @classmethod
+    def of(cls, kit: Kit, dtype: torch.dtype | None, *, widens: bool = False) -> Scratch:
+        """Copy the model of a run, in another precision where one is given."""
+        module = copy.deepcopy(kit.model.module)
+        if dtype is not None:
+            module = module.to(dtype)
+        parameters = [p for p in module.parameters() if p.requires_grad]
+        world = World(device=kit.world.device)
+        model = Replicated(module, bind(module), parameters, world)
+        return cls(kit=replace(kit, model=model, world=world), dtype=dtype, widens=widens)
+
+    @property
+    def module(self) -> nn.Module:
+        """The copy."""
+        return self.kit.model.module
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Compute in the copy's precision; buffers and gradients are put back at the end."""
+        buffers = [buffer.clone() for buffer in self.module.buffers()]
+        default = torch.get_default_dtype()
+        try:
+            with ExitStack() as stack:
+                if self.dtype == torch.float64:
+                    torch.set_default_dtype(torch.float64)
+                if self.widens:
+                    stack.enter_context(Widened())
+                yield
+        finally:
+            torch.set_default_dtype(default)
+            self.kit.model.drop_gradients()
+            for buffer, saved in zip(self.module.buffers(), buffers, strict=True):
+                buffer.copy_(saved)
+
+    def gradient(self, micro_batches: Sequence[MicroBatch], kind: Kind) -> Gradient:
+        """Compute one step's gradient from these micro-batches.
+
+        Args:
+            micro_batches: the whole step.
+            kind: what its sums are divided by.
+        """
+        kit = self.kit
+        with self.running():
+            _, parts = divisors(kind, kit.terms, micro_batches, kit.world)
+            cast = [self.cast(m) for m in micro_batches]
+            kit.strategy.backward(kit.model, kit.objective, cast, parts, kit.sync)
+            return {
+                name: p.grad.detach().clone()
+                for name, p in self.module.named_parameters()
+                if p.grad is not None
+            }
+
+    def cast(self, micro_batch: MicroBatch) -> MicroBatch:
+        """Put a micro-batch onto the copy's device, in its precision."""
+        moved = micro_batch.to(self.kit.world.device)
+        return replace(moved, fields=self._in_precision(moved.fields))
+
+    def _in_precision(self, fields: Fields) -> Fields:
+        if self.dtype is None:
+            return fields
+        return {n: f.to(self.dtype) if f.is_floating_point() else f for n, f in fields.items()}
+
+
+@final
+@dataclass(frozen=True)
+class Groups:
+    """The samples of a planned step, to be loaded again in other groups.
+
+    Every group is drawn for under the key of the step's first micro-batch.
+    """
+
+    batch: PlannedBatch
+    loader: Loader
+    objective: Objective
+
+    @property
+    def positions(self) -> IntArray:
+        """Positions in the global batch, `(samples,)`, in the order of the plan."""
+        return np.concatenate([slot for rank in self.batch.plan.ranks for slot in rank])
+
+    def lengths(self, positions: IntArray) -> IntArray:
+        """Tokens of samples, alike in shape."""
+        return self.batch.plan.lengths[positions]
+
+    def group(self, positions: IntArray, *, pad_to: int | None = None) -> MicroBatch:
+        """Load samples as one micro-batch.
+
+        Args:
+            positions: in the global batch.
+            pad_to: length of the longest sample unless given; packed rows are not padded.
+        """
+        samples, plan = self.batch.samples, self.batch.plan
+        lengths = self.lengths(positions)
+        length = int(lengths.sum()) if plan.packed else pad_to or int(lengths.max())
+        ids = tuple(map(int, samples.ids[positions]))
+        fields = self.loader.load(Request(ids, samples.epoch, length, plan.packed))
+        return MicroBatch(
+            fields=fields,
+            ids=ids,
+            weights=self.objective.weights(fields),
+            num_tokens=int(lengths.sum()),
+            num_positions=length if plan.packed else length * len(ids),
+            rng_key=self.batch.micro_batches[0].rng_key,
+        )
+
+    def groups(self, size: int) -> list[MicroBatch]:
+        """Load the whole step in groups of `size` samples; the last may be smaller."""
+        positions = self.positions
+        starts = range(0, len(positions), size)
+        return [self.group(positions[start : start + size]) for start in starts]

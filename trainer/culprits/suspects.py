@@ -1,0 +1,201 @@
+"""Why a step is not exact: puts one suspect after another right, and compares what remains.
+
+So every culprit is named, and none for another's fault.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import final
+
+import torch
+
+from trainer.accumulate.normalizer import Kind
+from trainer.accumulate.sum import Sum
+from trainer.culprits.case import Case, Errors
+from trainer.culprits.find import (
+    Culprits,
+    Draws,
+    Found,
+    Way,
+    described,
+    find,
+    pick,
+    silence,
+)
+from trainer.culprits.scratch import Gradient, Scratch
+from trainer.culprits.trace import OUTSIDE
+from trainer.out_of_memory import AllocationGuard
+from trainer.step import Kit
+
+LOW = (torch.bfloat16, torch.float16)
+"""Precisions in which adding up micro-batches loses bits."""
+
+MAX_TRACED = 8
+"""Planned micro-batches that are taken apart when the whole batch cannot be traced."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What was found.
+
+    Attributes:
+        culprits: never empty.
+        is_modular: whether only modules are among them, so that one micro-batch per step would
+            be exact.
+    """
+
+    culprits: Culprits
+    is_modular: bool
+
+
+def low_precision(kit: Kit) -> torch.dtype | None:
+    """Give the dtype of parameters that accumulate in fewer bits than fp32."""
+    dtypes = {p.dtype for p in kit.model.module.parameters() if p.requires_grad}
+    return next((dtype for dtype in LOW if dtype in dtypes), None)
+
+
+def suspects(
+    case: Case, kit: Kit, planned: Gradient, expected: Gradient, *, traces_whole: bool
+) -> Verdict:
+    """Name the culprits of a step that is not exact.
+
+    Args:
+        case: its scratch copy is used up: what draws at random is switched off in it.
+        kit: the run's.
+        planned: the step's gradient in the case's precision.
+        expected: the reference.
+        traces_whole: whether what every module gives for the whole batch fits into memory.
+    """
+    culprits, errors = _settings(case, kit, planned, expected)
+    if errors.is_exact:
+        return Verdict(culprits, is_modular=False)
+    whole, ways = pick(case.groups)
+    draws = silence(case.scratch, whole)
+    if draws:
+        expected = case.expected()
+        errors = case.errors(case.planned(_kind(kit)), expected)
+        culprits += _drawing(case.scratch, draws, errors)
+        if errors.is_exact:
+            return Verdict(culprits, is_modular=not _has_settings(kit))
+    found = find(case.scratch, whole, ways, packed=case.batch.plan.packed)
+    strategy = [] if found else _strategy(case, kit, expected)
+    if not found and not strategy:
+        found = _search_step(case, traces_whole=traces_whole)
+    named = [*found.all, *strategy]
+    if not named and not draws.loud:
+        named = [_unexplained(errors)]
+    is_modular = named == found.modules and not _has_settings(kit)
+    return Verdict([*culprits, *(c for c in named if c not in culprits)], is_modular)
+
+
+def _has_settings(kit: Kit) -> bool:
+    return kit.normalizer == "micro_batches" or low_precision(kit) is not None
+
+
+def _kind(kit: Kit) -> Kind:
+    return "tokens" if kit.normalizer == "micro_batches" else kit.normalizer
+
+
+def _settings(
+    case: Case, kit: Kit, planned: Gradient, expected: Gradient
+) -> tuple[Culprits, Errors]:
+    """Charge what was asked for, and tell how far the step is from exact without it."""
+    errors = case.errors(planned, expected)
+    culprits: Culprits = []
+    if low_precision(kit) is not None:
+        culprits.append(_precision(case, kit, expected, errors))
+    if kit.normalizer == "micro_batches" and not errors.is_exact:
+        errors = case.errors(case.planned(_kind(kit)), expected)
+        reason = "a mean of means: a token's share depends on its micro-batch; use tokens"
+        culprits.append(("batch.normalizer=micro_batches", reason))
+    return culprits, errors
+
+
+def _precision(case: Case, kit: Kit, expected: Gradient, errors: Errors) -> tuple[str, str]:
+    """Tell what low-precision weights cost, and what of it is due to the cut."""
+    low = _short(low_precision(kit))
+    measured = ""
+    if errors.is_exact:
+        as_is = replace(case, scratch=Scratch.of(kit, None))
+        split, single = (
+            as_is.errors(gradient, expected).largest
+            for gradient in (as_is.planned(), as_is.expected())
+        )
+        measured = (
+            f" (off by {split:.0e}; {case.reference}, in {low} too: {single:.0e}; the plan in "
+            f"{_short(case.scratch.dtype)}: {errors.largest:.0e})"
+        )
+    reason = (
+        f"{low} weights: their gradients lose bits as micro-batches accumulate{measured}; keep "
+        "fp32 weights and use precision=bf16"
+    )
+    return "parameters", reason
+
+
+def _drawing(scratch: Scratch, draws: Draws, errors: Errors) -> Culprits:
+    outcome = (
+        f"exact with it off (error {errors.largest:.0e})"
+        if errors.is_exact
+        else f"not exact with it off either (error {errors.largest:.0e})"
+    )
+    quiet = "draws at random anew for every micro-batch, equal in distribution only: the step is "
+    loud = (
+        "draws at random anew for every micro-batch, in evaluation mode too: equal in "
+        "distribution only, and whether the step is exact but for that cannot be told"
+    )
+    reasons = dict.fromkeys(draws.quiet, quiet + outcome) | dict.fromkeys(draws.loud, loud)
+    outside = reasons.pop(OUTSIDE, None)
+    culprits = described(dict(scratch.module.named_modules()), reasons)
+    if outside is not None:
+        culprits.append((f"objective {type(scratch.kit.objective).__name__}", outside))
+    return culprits
+
+
+def _strategy(case: Case, kit: Kit, expected: Gradient) -> Culprits:
+    """Tell whether the pieces are right and putting them together is wrong."""
+    if isinstance(kit.strategy, Sum) or kit.objective.scope not in Sum.scopes:
+        return []
+    if not case.errors(case.planned(_kind(kit), Sum()), expected).is_exact:
+        return []
+    name = type(kit.strategy).__name__
+    reason = f"{name} makes of the pieces' gradients another one than their sum, which is exact"
+    return [("accum.gradient", reason)]
+
+
+def _search_step(case: Case, *, traces_whole: bool) -> Found:
+    """Take the planned micro-batches themselves apart: a few samples may be too few."""
+    groups, packed = case.groups, case.batch.plan.packed
+    planned = [m for m in case.batch.micro_batches if m.ids]
+    found = Found()
+    with AllocationGuard():
+        if traces_whole and len(planned) > 1:
+            way = Way(planned, "its micro-batch")
+            found = find(case.scratch, groups.group(groups.positions), [way], packed=packed)
+    start = 0
+    for micro_batch in planned[:MAX_TRACED]:
+        positions = groups.positions[start : start + len(micro_batch.ids)]
+        start += len(positions)
+        if not found and len(positions) > 1:
+            with AllocationGuard():
+                alone = [groups.group(positions[i : i + 1]) for i in range(len(positions))]
+                way = Way(alone, "its micro-batch")
+                found = find(case.scratch, micro_batch, [way], packed=packed)
+    return found
+
+
+def _unexplained(errors: Errors) -> tuple[str, str]:
+    """Say the finest that is true when no module's result, loss sum or weight differs."""
+    name, error = errors.worst[0]
+    owner = name.rpartition(".")[0] or name
+    reason = (
+        f"the gradient of {name} depends on the cut (error {error:.0e}), while what every module "
+        "gives and every loss sum agree: look for a backward of its own, a hook on gradients, or "
+        "state kept outside of buffers"
+    )
+    return owner, reason
+
+
+def _short(dtype: torch.dtype | None) -> str:
+    return str(dtype).removeprefix("torch.")

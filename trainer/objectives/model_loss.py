@@ -1,0 +1,92 @@
+"""The loss that a model computes itself, as Hugging Face heads do when they are given labels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, final, get_args
+
+import torch
+from torch import Tensor
+
+from trainer.errors import ConfigError
+from trainer.micro_batch import Fields
+from trainer.objectives.base import IGNORED, ModelCall, Objective, Sums, at_least_single
+
+Reduction = Literal["sum", "mean"]
+
+NUM_ITEMS = "num_items_in_batch"
+"""What a Hugging Face head divides the sum of its loss terms by, where it takes it."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ModelLoss(Objective):
+    """The loss of a model that is called with its labels; the term is `model_loss`.
+
+    Under `sum` the model is asked for a sum, by the count 1 for the `num_items_in_batch` that
+    heads for causal models take. A head that drops it returns a mean, which no weight can make
+    exact unless it is known what the mean runs over: `train verify` tells. Under `mean` the
+    model's mean is multiplied by the weight of the micro-batch, and is exact where it runs over
+    just that: for labels a mean over those that are not -100, for spans a mean over samples.
+
+    The weight is the number of labels that are not -100. A causal model shifts them, so that the
+    first of each row predicts nothing; under `sum` that only scales the step, under `mean` it
+    must be right. Without `labels`, as in question answering, the weight is the number of samples.
+
+    Attributes:
+        reduction: what the model's loss is: asked to be a `sum`, or taken as a `mean`.
+        causal: whether the model shifts the labels of a sequence. Labels of one number per sample
+            are never shifted.
+    """
+
+    reduction: Reduction = "sum"
+    causal: bool = True
+
+    def __post_init__(self) -> None:
+        if self.reduction not in get_args(Reduction):
+            raise ConfigError(f"objective.reduction: {self.reduction!r} is not sum or mean")
+
+    def weights(self, fields: Fields) -> Mapping[str, float]:
+        """Count the labels that are loss terms, or the samples where there are none."""
+        labels = fields.get("labels")
+        if labels is None:
+            return {"model_loss": float(next(iter(fields.values())).shape[0])}
+        counted = labels[:, 1:] if self.causal and labels.dim() > 1 else labels
+        return {"model_loss": float((counted != IGNORED).sum())}
+
+    def sums(self, model: ModelCall, fields: Fields) -> Sums:
+        """Take the loss out of the model's output.
+
+        Raises:
+            ConfigError: the model gives none, or one number per sample or token.
+        """
+        if self.reduction == "sum":
+            device = next(iter(fields.values())).device
+            output = model({**fields, NUM_ITEMS: torch.ones((), device=device)})
+            return Sums(losses={"model_loss": at_least_single(_loss_of(output))})
+        loss = at_least_single(_loss_of(model(fields)))
+        weight = self.weights(fields)["model_loss"]
+        # The mean over nothing is NaN. A leaf of its own keeps the step's backward uniform.
+        nothing = torch.zeros_like(loss, requires_grad=True)
+        return Sums(losses={"model_loss": loss * weight if weight else nothing})
+
+
+def _loss_of(output: Any) -> Tensor:  # noqa: ANN401 - models return what they like
+    """Take the loss: `.loss`, the first of a tuple, or the output itself.
+
+    Raises:
+        ConfigError: it is not one number.
+    """
+    loss = output[0] if isinstance(output, tuple) and output else output
+    loss = getattr(loss, "loss", loss)
+    if isinstance(loss, Mapping):
+        loss = loss.get("loss")
+    if isinstance(loss, Tensor) and loss.ndim == 0 and loss.is_floating_point():
+        return loss
+    shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else ""
+    raise ConfigError(
+        f"objective=model_loss: the model gave a {type(output).__name__} and no loss of one "
+        f"number{shape}: its forward must take the labels and return an object with .loss; a "
+        "model that gives logits needs an objective such as next_token or classify"
+    )

@@ -1,0 +1,177 @@
+"""FSDP2: every rank holds a shard of each parameter, of its gradient and of its moments.
+
+The default form is a window: parameters are gathered once, no collective runs while micro-batches
+compute, and one reduce-scatter per block ends it. Within the window a rank holds all parameters
+and, in fp32, all gradients; shards alone remain between windows.
+
+PyTorch offers the window's end (a backward's last callback) and the clearing of unsharded gradients
+by private names only; `tests/test_ranks_sharded.py` holds them to what is relied on here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from trainer.errors import ConfigError
+from trainer.micro_batch import Fields
+from trainer.parallel import Parallel
+from trainer.world import World
+
+
+@final
+class Sharded(Parallel):
+    """Parameters, gradients and optimizer state in shards; gathered for a window.
+
+    Args:
+        module: the user's module, whole and the same on every rank; it is sharded in place.
+        call: runs it.
+        blocks: submodules that are gathered and reduced each on its own; the rest forms one more.
+        world: all ranks.
+        replicas: copies of the sharded model (HSDP); 1 shards over all ranks (FSDP).
+
+    Raises:
+        ConfigError: a parameter cannot be sharded.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        call: Callable[[Fields], Any],
+        blocks: Sequence[nn.Module],
+        world: World,
+        *,
+        replicas: int = 1,
+    ) -> None:
+        for name, parameter in module.named_parameters():
+            if parameter.dim() == 0:
+                raise ConfigError(
+                    f"parallel=fsdp: {name} is a scalar, which FSDP2 cannot shard: "
+                    "give it the shape (1,), or use parallel=ddp"
+                )
+        self.call = call
+        self.world = world
+        self.module = module
+        mesh = _mesh(world, replicas)
+        for block in blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(module, mesh=mesh)
+        self._groups = [part for part in module.modules() if isinstance(part, FSDPModule)]
+        for group in self._groups:
+            # fp32 would else average, and gloo cannot; neither setter descends to children.
+            group.set_gradient_divide_factor(1.0)
+            group.set_force_sum_reduction_for_comms(True)
+            group.set_reduce_scatter_unused_params(True)
+        self.parameters = [p for p in module.parameters() if p.requires_grad]
+
+    @property
+    def num_groups(self) -> int:
+        """Units that are gathered and reduced each on its own."""
+        return len(self._groups)
+
+    def gather(self) -> None:
+        """See the base class: one all-gather per block."""
+        root = self._root
+        root.set_reshard_after_forward(False)
+        root.set_reshard_after_backward(False)
+        root.set_requires_gradient_sync(False)
+        root.set_is_last_backward(False)
+        # A rank without micro-batches runs no forward, which would prepare this.
+        root._get_fsdp_state()._lazy_init()
+        for group in self._groups:
+            group.unshard()
+
+    def release(self) -> None:
+        """See the base class."""
+        for group in self._groups:
+            group.reshard()
+
+    def used(self) -> Sequence[bool]:
+        """See the base class."""
+        live = {
+            id(part.sharded_param)
+            for part in self._sharded_parts()
+            if part.unsharded_accumulated_grad is not None or _unsharded_grad(part) is not None
+        }
+        return [id(parameter) in live for parameter in self.parameters]
+
+    def reduce(self, used: Sequence[bool]) -> None:
+        """See the base class: one reduce-scatter per block, and one all-reduce over replicas."""
+        root = self._root
+        root.set_requires_gradient_sync(True)
+        root.set_reshard_after_backward(True)
+        root.set_is_last_backward(True)
+        root._get_fsdp_state()._root_post_backward_final_callback()
+        # Every rank reduced zeros for what it did not use; where nobody did, there is no gradient.
+        for parameter, flag in zip(self.parameters, used, strict=True):
+            if not flag:
+                parameter.grad = None
+
+    def let_backward_reduce(self, *, across: bool, is_last: bool) -> None:
+        """See the base class."""
+        root = self._root
+        root.set_reshard_after_forward(False)
+        root.set_reshard_after_backward(is_last)
+        root.set_requires_gradient_sync(True)
+        # Overwritten by the line above, so it comes after.
+        root.set_requires_all_reduce(across)
+        root.set_is_last_backward(is_last)
+
+    def gradient_norm(self) -> Tensor:
+        """See the base class; in the gradients' precision."""
+        grads = [p.grad for p in self.parameters if p.grad is not None]
+        if not grads:
+            return torch.zeros((), device=self.world.device)
+        norm = nn.utils.get_total_norm(grads)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def scale_gradients(self, factor: Tensor) -> None:
+        """See the base class."""
+        grads = [
+            grad.to_local() if isinstance(grad, DTensor) else grad
+            for grad in (p.grad for p in self.parameters)
+            if grad is not None
+        ]
+        if grads:
+            torch._foreach_mul_(grads, factor.to(grads[0].dtype))
+
+    def drop_gradients(self) -> None:
+        """See the base class. The order counts: any other adds the failed attempt to the next."""
+        self._root.reset_iter_state()
+        for part in self._sharded_parts():
+            part.unsharded_accumulated_grad = None
+            if hasattr(part, "_unsharded_param"):
+                part._unsharded_param.grad = None
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    @property
+    def _root(self) -> FSDPModule:
+        root = self.module
+        assert isinstance(root, FSDPModule)
+        return root
+
+    def _sharded_parts(self) -> Iterator[Any]:
+        for group in self._groups:
+            for held in group._get_fsdp_state()._fsdp_param_groups:
+                yield from held.fsdp_params
+
+
+def _unsharded_grad(part: Any) -> Tensor | None:  # noqa: ANN401 - private to PyTorch
+    parameter: nn.Parameter | None = getattr(part, "_unsharded_param", None)
+    return None if parameter is None else parameter.grad
+
+
+def _mesh(world: World, replicas: int) -> DeviceMesh:
+    kind = world.device.type
+    if replicas == 1:
+        return init_device_mesh(kind, (world.size,), mesh_dim_names=("shard",))
+    return init_device_mesh(
+        kind, (replicas, world.size // replicas), mesh_dim_names=("replicate", "shard")
+    )

@@ -1,0 +1,149 @@
+"""What `trainer.launch.supervise` starts once per rank: `python -m trainer.rank JOB RANK`.
+
+The job is a private folder. It says what to run, and takes what the supervisor wants to know: where
+the rank is, and how it ended. Nothing is printed about an end; the supervisor says it, once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NoReturn, final
+
+from trainer import durable
+from trainer.board import Board
+from trainer.config import RunConfig
+from trainer.errors import DoesNotFitError, TrainError, said
+from trainer.membership import Membership
+
+JOB_FILE = "job.json"
+STOP_FILE = "stop"
+STACKS_SIGNAL = signal.SIGUSR2
+
+_SET_DEATH_SIGNAL = 1
+"""`PR_SET_PDEATHSIG` of Linux's prctl."""
+
+_LOST = ("Connection closed", "Application timeout", "Timed out waiting", "Connection reset", "gloo")
+"""What collectives say when another rank is gone, or does not come."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What a supervisor starts.
+
+    Attributes:
+        config: composed and valid, with the consent to classes of one's own.
+        folder: the run folder.
+        path: where Python looks for modules.
+        size: number of ranks.
+        supervisor: its process id; when it is gone, ranks are to go as well.
+        attempt: how often the ranks were started before.
+    """
+
+    config: dict[str, Any]
+    folder: str
+    path: list[str]
+    size: int
+    supervisor: int
+    attempt: int = 0
+
+
+def main(arguments: list[str]) -> NoReturn:
+    """Run as one rank, and exit."""
+    place, rank = Path(arguments[0]), int(arguments[1])
+    job = Job(**json.loads((place / JOB_FILE).read_bytes()))
+    _end_with(job.supervisor)
+    sys.path[:] = job.path
+    stacks = (place / f"stacks-{rank}.txt").open("w")
+    faulthandler.register(STACKS_SIGNAL, file=stacks)
+    logging.basicConfig(
+        filename=Path(job.folder) / "train.log" if rank == 0 else None,
+        format="[%(asctime)s][%(name)s][%(levelname)s] - %(message)s",
+        level=logging.INFO,
+    )
+    code, told = 1, {}
+    try:
+        code = _work(job, place, rank)
+    except BaseException as error:
+        told = _told(error, Path(job.folder), rank)
+        code = told["code"]
+    told["at"] = time.monotonic()
+    durable.write_json(place / f"end-{rank}.json", {**told, "code": code})
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code:
+        # Frames of the traceback hold process groups, and their destructors would abort.
+        logging.shutdown()
+        os._exit(code)
+    sys.exit(0)
+
+
+def _work(job: Job, place: Path, rank: int) -> int:
+    from trainer.session import joined, run_rank, share_cores, stop_signals  # noqa: PLC0415 - torch
+
+    config = RunConfig.model_validate_json(json.dumps(job.config))
+    share_cores(job.size)
+    member = Membership(
+        rank=rank,
+        size=job.size,
+        local_rank=rank,
+        local_size=job.size,
+        meeting=f"file://{place}/meeting-{job.attempt}",
+        board=place / f"board-{rank}",
+    )
+    with stop_signals() as stop:
+        board = Board(place / f"board-{rank}")
+        board.write(replace(board.read(), pid=os.getpid()))
+        # Signals that came before this rank could hear them are in the file.
+        stop.is_set |= (place / STOP_FILE).exists()
+        with joined(config, member) as world:
+            return run_rank(config, Path(job.folder), world, stop)
+
+
+def _told(error: BaseException, folder: Path, rank: int) -> dict[str, Any]:
+    """Describe an end for the supervisor; the whole traceback of a crash goes to `errors/`."""
+    from trainer.out_of_memory import is_out_of_memory  # noqa: PLC0415 - imports torch
+
+    if is_out_of_memory(error):
+        error = DoesNotFitError(f"out of memory outside of micro-batches: {error!s:.200}")
+    if isinstance(error, TrainError):
+        return said(error)
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    lost = isinstance(error, RuntimeError) and any(word in text for word in _LOST)
+    with suppress(OSError, TrainError):
+        durable.make_folders(folder / "errors")
+        whole = "".join(traceback.format_exception(error))
+        durable.write_file_atomic(folder / "errors" / f"rank{rank}.txt", whole.encode())
+    return {"lost" if lost else "crash": text[:300], "code": 1}
+
+
+def _end_with(supervisor: int) -> None:
+    """Let this process end when its supervisor does, however that ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+    else:
+        threading.Thread(target=_watch, args=(supervisor,), daemon=True).start()
+    if os.getppid() != supervisor:
+        os._exit(1)
+
+
+def _watch(supervisor: int) -> None:
+    while os.getppid() == supervisor:
+        time.sleep(1)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
