@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -27,7 +26,8 @@ LAYOUTS = st.builds(
     group_size=st.sampled_from([1, 2, 3, 8]),
     cost=st.builds(Cost, fixed=st.floats(0.0, 200.0)),
 )
-PLANNING_S = 0.030
+PLANNING_S = 0.045
+"""30 ms on a quiet core; caches shared with other programs take their part."""
 
 
 def whole_groups(plan: Plan, group_size: int) -> bool:
@@ -154,7 +154,7 @@ MODES = [
 
 
 @pytest.mark.parametrize("layout", MODES, ids=str)
-def test_8192_lengths_are_planned_and_checked_in_30_ms(layout):
+def test_8192_lengths_are_planned_and_checked_in_time(layout):
     lengths = np.random.default_rng(0).integers(1, 4097, 8192)
     cut, spent = Budget(max_tokens=4096 * layout.group_size), []
     # Processor time of the quickest of a few: what other programs take is not the planner's.
@@ -162,4 +162,4 @@ def test_8192_lengths_are_planned_and_checked_in_30_ms(layout):
         started = time.process_time()
         cut.cut(lengths, layout).check(layout)
         spent.append(time.process_time() - started)
-    assert min(spent) <= PLANNING_S * 1.5, replace(layout)
+    assert min(spent) <= PLANNING_S, layout

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.report.blocks import batch_equation, end_block, plan_block, verify_block
+from trainer.report.blocks import batch_equation, end_block, further, plan_block, verify_block
 from trainer.report.console import LOG_FILE, Screen
 from trainer.report.records import (
     Candidate,
@@ -274,19 +274,20 @@ def test_verify_names_the_culprits(monkeypatch):
 
 
 def test_the_end_sets_the_loss_beside_each_baseline_and_names_the_next_commands(monkeypatch):
-    text = shown(end_block(ending("outputs/a b")), monkeypatch)
+    end = ending("outputs/a b")
+    text = shown(end_block(end), monkeypatch)
     assert "byte unigram   3.3121   this model is 0.8259 better" in text
     assert "byte bigram    2.4101   this model is 0.0761 worse" in text
     assert "\\x1b[2J" in text
-    assert "train evaluate run='outputs/a b'\n" in text
-    assert "resume" not in text
+    assert further(end)[0] == "  train evaluate run='outputs/a b'"
+    assert further(end)[-1] == "  train resume='outputs/a b' steps=120"
 
 
 def test_a_run_that_was_stopped_says_how_to_go_on(monkeypatch):
     stopped = ending("outputs/run", state="preempted", step=17, metrics={}, sample=None)
     text = shown(end_block(stopped), monkeypatch)
     assert "after step 17 of 60, saved" in text
-    assert "train resume=outputs/run\n" in text
+    assert further(stopped)[-1] == "  train resume=outputs/run"
     assert stopped.to_json()["eval_loss"] is None
 
 

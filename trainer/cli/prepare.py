@@ -131,7 +131,8 @@ class Preparation:
             with self._hinting(run):
                 return self._resumed(overrides, run, keeps_folder=command not in _LOOKING)
         job = self.composer.check(_without(overrides, "resume"), self.groups)
-        if (job.folder / "config.yaml").exists():
+        begins_again = resume == replay.AUTO and not replay.can_go_on(job.folder)
+        if (job.folder / "config.yaml").exists() and not begins_again:
             raise ConfigError(
                 clip(
                     f"hydra.run.dir={job.folder}: holds a run; resume={job.folder} goes on with it"
@@ -207,7 +208,7 @@ class Preparation:
         asked = _without(overrides, "resume", "hydra.run.dir")
         merged = replay.merge(old, asked, self.groups)
         job = self.composer.check(
-            [*merged, read(f"resume={quote(run)}")], self.groups, replayed=_from(old, merged)
+            [*merged, read(f"resume={quote(run)}")], self.groups, replayed=_from(old, asked, merged)
         )
         _refuse_another_step(run, job)
         if not keeps_folder:
@@ -250,7 +251,7 @@ class Preparation:
         merged = replay.merge(old, asked, self.groups)
         listed = f"[{','.join(map(quote, runs))}]" if isinstance(named, list) else quote(runs[0])
         job = self.composer.check(
-            [*merged, read(f"run={listed}")], self.groups, replayed=_from(old, merged)
+            [*merged, read(f"run={listed}")], self.groups, replayed=_from(old, asked, merged)
         )
         return Ready(job=_pinned(job, runs[0], None), makes_folder=False)
 
@@ -340,8 +341,12 @@ def _refuse_another_step(run: Path, job: Job) -> None:
         raise ConfigError(*faults)
 
 
-def _from(old: Sequence[Override], merged: Sequence[Override]) -> list[Override]:
-    return [override for override in merged if any(override is each for each in old)]
+def _from(
+    old: Sequence[Override], asked: Sequence[Override], merged: Sequence[Override]
+) -> list[Override]:
+    """Tell which overrides are a run's alone; what is typed again is the user's own."""
+    typed = {dotted(override) for override in asked}
+    return [o for o in merged if dotted(o) not in typed and any(o is each for each in old)]
 
 
 def _value(overrides: Sequence[Override], key: str) -> Any:  # noqa: ANN401 - settings hold any value

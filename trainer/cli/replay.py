@@ -127,7 +127,9 @@ def saved_overrides(run: Path) -> list[Override]:
     Raises:
         ConfigError: the file holds something that is no setting of a run.
     """
-    resumed = sorted(run.glob(f"{SUBFOLDER}/resume_*/overrides.yaml"), key=_resumption)
+    records = sorted(run.glob(f"{SUBFOLDER}/resume_*/overrides.yaml"), key=_resumption)
+    # A process that was killed while Hydra wrote this file left it empty; none is `[]`.
+    resumed = [record for record in records if record.stat().st_size]
     path = resumed[-1] if resumed else run / SUBFOLDER / "overrides.yaml"
     try:
         lines = yaml.safe_load(path.read_text()) or []

@@ -39,6 +39,8 @@ class Prepared:
         limit: memory of this rank.
         limit_bytes: what is left for tensors.
         how: how the cap was found, or why it is as it is.
+        evaluation_tokens: cap of a micro-batch in evaluation. It stays what the first process of a
+            run found, so that every evaluation sums in the same order.
     """
 
     parts: Parts
@@ -49,6 +51,7 @@ class Prepared:
     limit: MemoryLimit
     limit_bytes: int
     how: str
+    evaluation_tokens: int
 
 
 def prepare_alike(parts: Parts, saved: Mapping[str, Any] | None = None) -> Prepared:
@@ -108,6 +111,11 @@ def prepare(parts: Parts, saved: Mapping[str, Any] | None = None) -> Prepared:
         limit=limit,
         limit_bytes=limit.bytes if tuning is None else tuning.limit_bytes,
         how=how,
+        evaluation_tokens=(
+            max(plan.max_positions for plan in plans)
+            if known is None or saved is None
+            else saved["evaluation_tokens"]
+        ),
     )
 
 
@@ -129,6 +137,7 @@ def describe_cut(prepared: Prepared, cut: Cut) -> dict[str, Any]:
         "accum": _accum(prepared.parts),
         "state": asdict(cut),
         "tuning": None if prepared.tuning is None else prepared.tuning.to_dict(),
+        "evaluation_tokens": prepared.evaluation_tokens,
     }
 
 
@@ -215,4 +224,4 @@ def held_out(prepared: Prepared) -> HeldOut | None:
     found = prepared.parts.held_out
     if found is None:
         return None
-    return replace(found, max_tokens=max(plan.max_positions for plan in prepared.plans))
+    return replace(found, max_tokens=prepared.evaluation_tokens)

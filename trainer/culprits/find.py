@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import final
 
@@ -126,7 +126,12 @@ def pick(groups: Groups) -> tuple[MicroBatch, list[Way]]:
 
 
 def find(
-    scratch: Scratch, whole: MicroBatch, ways: Sequence[Way], *, packed: bool = False
+    scratch: Scratch,
+    whole: MicroBatch,
+    ways: Sequence[Way],
+    *,
+    packed: bool = False,
+    excused: Collection[str] = (),
 ) -> Found:
     """Find what makes a sample depend on its micro-batch.
 
@@ -135,6 +140,7 @@ def find(
         whole: some samples as one micro-batch.
         ways: to part it; a module is only charged with the first change it reacts to.
         packed: whether their rows are packed.
+        excused: modules that are charged otherwise.
     """
     trace = record(scratch, whole)
     modules = dict(scratch.module.named_modules())
@@ -145,19 +151,17 @@ def find(
         places = shares(whole, way.parts, packed=packed)
         found.data = found.data or _data_faults(whole, way, places)
         passes = [compare(scratch, trace, m, s) for m, s in zip(way.parts, places, strict=True)]
-        for each in passes:
-            for name in each.blamed:
-                reasons.setdefault(name, _reason(modules[name], way.changes))
-            if each.failure is not None:
-                name, text = each.failure
-                size = len(way.parts[0].ids)
-                failures.setdefault(name, f"cannot run on {_samples(size)}: {text}")
-        found.objective = found.objective or _objective_faults(scratch, trace, way, passes)
+        _charge(modules, way, passes, reasons, failures)
+        # The later way changes more, and so tells better what a mean runs over.
+        found.objective = _objective_faults(scratch, trace, way, passes) or found.objective
     for name, text in failures.items():
-        # A module of the model: what the objective raises alone, it is asked about itself.
+        # What the objective raises, outside of any module, it is asked about itself.
         if name in modules:
             reasons.setdefault(name, _reason(modules[name], NEIGHBOURS, text))
-    found.modules = described(modules, reasons)
+    charged = {name: reason for name, reason in reasons.items() if name not in excused}
+    found.modules = described(modules, charged)
+    if found.data:
+        found.objective = []  # its sums are of other data
     return found
 
 
@@ -173,6 +177,22 @@ def described(modules: Mapping[str, nn.Module], reasons: Mapping[str, str]) -> C
         name = (names[0] if len(names) == 1 else pattern) or f"{kind} (in its own forward)"
         lines.append((name, f"{many}{kind} {reason}"))
     return lines
+
+
+def _charge(
+    modules: Mapping[str, nn.Module],
+    way: Way,
+    passes: Sequence[Difference],
+    reasons: dict[str, str],
+    failures: dict[str, str],
+) -> None:
+    """Add what one way showed to the reasons, and to the modules that it failed in."""
+    for each in passes:
+        for name in each.blamed:
+            reasons.setdefault(name, _reason(modules[name], way.changes))
+        if each.failure is not None:
+            name, text = each.failure
+            failures.setdefault(name, f"cannot run on {_samples(len(way.parts[0].ids))}: {text}")
 
 
 def _unsteady(scratch: Scratch, trace: Trace) -> dict[str, str]:

@@ -79,9 +79,10 @@ def suspects(
         culprits += _drawing(case.scratch, draws, errors)
         if errors.is_exact:
             return Verdict(culprits, is_modular=not _has_settings(kit))
-    found = find(case.scratch, whole, ways, packed=case.batch.plan.packed)
+    packed = case.batch.plan.packed
+    found = find(case.scratch, whole, ways, packed=packed, excused=draws.loud)
     strategy = [] if found else _strategy(case, kit, expected)
-    if not found and not strategy:
+    if not (found or strategy or draws.loud):
         found = _search_step(case, traces_whole=traces_whole)
     named = [*found.all, *strategy]
     if not named and not draws.loud:

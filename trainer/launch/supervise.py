@@ -340,8 +340,12 @@ def _how(
         rank, end = min(
             ((r, e) for r, e in ended.items() if e.stopped), key=lambda item: item[1].place.since
         )
+        stacks = folder / "errors" / f"rank{rank}.txt"
+        where = f"; what it was doing is in {stacks}" if stacks.exists() else ""
         return (
-            f"rank {rank} did not answer for {timeout_s:g} s (parallel.timeout_s), at {end.place}; "
-            f"what it was doing is in {folder / 'errors'}"
+            f"rank {rank} did not answer for {timeout_s:g} s (parallel.timeout_s), "
+            f"at {end.place}{where}"
         )
+    if not end.told:
+        return f"rank {rank} ended with exit code {end.code} and without a word, at {end.place}"
     return f"rank {rank} lost the others at {end.place}: {end.told.get('lost', 'no reason')}"

@@ -118,7 +118,7 @@ def verify_block(report: VerifyReport) -> RenderableType:
 
 
 def end_block(end: RunSummary) -> RenderableType:
-    """Lay out how a run ended, what it is worth, and the commands to look further."""
+    """Lay out how a run ended and what it is worth; the lines of `further` follow it."""
     is_done = end.state == "completed"
     blocks: list[RenderableType] = [_title("done" if is_done else "stopped"), _grid(_outcome(end))]
     if end.eval_loss is not None:
@@ -126,7 +126,7 @@ def end_block(end: RunSummary) -> RenderableType:
     if end.sample:
         shown = printable(end.sample[:SAMPLE_CHARACTERS])
         blocks += [_heading("a generated sample"), _indented(Text(shown, "green"))]
-    return Group(*blocks, _heading("look further"), *_commands(end))
+    return Group(*blocks, _heading("look further"))
 
 
 def batch_equation(plan: PlanSummary) -> str:
@@ -255,7 +255,7 @@ def _learning_rate(plan: PlanSummary) -> str | None:
     warmup = plan.warmup_steps
     share = f" ({percent(warmup / plan.steps)} of the run)" if plan.steps else ""
     return _joined(
-        rate(plan.lr),
+        f"{plan.lr:g}",
         plan.optimizer,
         plan.scheduler,
         f"{plural(warmup, 'step')} of warm-up{share}" if warmup else None,
@@ -362,14 +362,14 @@ def _outcome(end: RunSummary) -> list[Row]:
     ]
 
 
-def _commands(end: RunSummary) -> list[RenderableType]:
-    """Give the commands a person types next; never wrapped, so that they can be copied."""
+def further(end: RunSummary) -> list[str]:
+    """Give the commands a person types next; print them unwrapped, so that they can be copied."""
     folder = shown_path(end.folder)
     commands = [f"train evaluate run={folder}", f"train export run={folder} export.to=exported"]
     commands.append(f"train resume={folder} steps={2 * end.steps}")
     if end.state != "completed":
         commands[-1:] = [f"train resume={folder}"]
-    return [Text(f"  {line}", "cyan", no_wrap=True, overflow="ignore") for line in commands]
+    return [f"  {command}" for command in commands]
 
 
 def step_of(step: int, steps: int) -> str:

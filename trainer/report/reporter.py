@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
-from trainer.report.blocks import end_block, start_block, step_of
+from trainer.report.blocks import end_block, further, start_block, step_of
 from trainer.report.console import Screen
 from trainer.report.figures import duration
 from trainer.report.journal import Entry
@@ -199,6 +199,8 @@ class RunReporter(Reporter):
         self._screen.end_progress()
         self._summary = summary.to_json()
         self._screen.show(end_block(summary))
+        for command in further(summary):
+            self._screen.line(command, "cyan")
 
     def close(self) -> None:
         """Write and release everything."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, replace
 from typing import Protocol, final
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch import nn
 
 from trainer.plan.cut import FloatArray
 from trainer.plan.memory import Shape
@@ -137,22 +138,29 @@ def _activations(work: Workload, shape: Shape) -> float:
 
 
 def _resting(work: Workload) -> MemoryEstimate:
-    """Count what any shape needs; the optimizer runs fake even where the model does not."""
+    """Count what any shape needs; the optimizer runs fake even where the model does not.
+
+    An optimizer that needs values, too, runs on a copy of the model.
+    """
     peak = PeakBytes()
-
-    def body(_mode: FakeTensorMode) -> None:
-        trained = [p for p in work.model.parameters() if p.requires_grad]
-        with peak:
-            peak.assign("parameters", work.model.parameters())
-            peak.assign("buffers", work.model.buffers())
-            optimizer = work.make_optimizer(work.model)
-            for _ in range(2):
-                peak.reset()
-                for parameter in trained:
-                    parameter.grad = torch.empty_like(parameter)
-                peak.assign("gradients", gradients(work.model))
-                optimizer.step()
-                peak.assign("optimizer_state", state_of(optimizer))
-
-    run_fake(work.model, body)
+    try:
+        run_fake(work.model, lambda _: _update(work, work.model, peak))
+    except CannotRunFake:
+        peak = PeakBytes()
+        _update(work, copy.deepcopy(work.model), peak)
     return peak.estimate
+
+
+def _update(work: Workload, model: nn.Module, peak: PeakBytes) -> None:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    with peak:
+        peak.assign("parameters", model.parameters())
+        peak.assign("buffers", model.buffers())
+        optimizer = work.make_optimizer(model)
+        for _ in range(2):
+            peak.reset()
+            for parameter in trained:
+                parameter.grad = torch.zeros_like(parameter)
+            peak.assign("gradients", gradients(model))
+            optimizer.step()
+            peak.assign("optimizer_state", state_of(optimizer))

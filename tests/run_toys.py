@@ -1,0 +1,248 @@
+"""What users bring, as small as it can be: models, data sets, an objective, optimizers, hooks.
+
+Tests name these classes on the command line as a user names their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from trainer.accumulate.base import GradientStrategy, divided, seed_draws
+from trainer.micro_batch import Fields
+from trainer.objectives.base import Objective, Sums, logits_of
+from trainer.plan.cut import Cut, IntArray, Layout, Plan
+from trainer.tune.tensors import PeakBytes
+
+VOCABULARY = 16
+LONGEST = 12
+
+
+class Net(nn.Module):
+    """Predicts the next token from this one and the mean of those before it."""
+
+    def __init__(self, width: int = 8, dropout: float = 0.0, norm: str = "layer") -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, width)
+        norms = {"layer": nn.LayerNorm, "batch": nn.BatchNorm1d}
+        self.norm = norms[norm](width)
+        self.dropout = nn.Dropout(dropout)
+        self.head = nn.Linear(width, VOCABULARY)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        tokens = self.embed(input_ids)
+        counts = torch.arange(1, tokens.shape[1] + 1, dtype=tokens.dtype)
+        hidden = tokens + tokens.cumsum(1) / counts[:, None]
+        hidden = self.norm(hidden.flatten(0, 1)).view_as(hidden)
+        return self.head(self.dropout(hidden))
+
+
+class Rows:
+    """Token rows of 2 to 12 tokens; every seventh has no label, so that weights differ."""
+
+    draws_randomness = False
+
+    def __init__(self, size: int = 44, unlabelled: Sequence[int] = (), seed: int = 3) -> None:
+        numbers = np.random.default_rng(3)
+        self.lengths = numbers.integers(2, LONGEST + 1, size=size)
+        self.tokens = [torch.from_numpy(numbers.integers(0, VOCABULARY, n)) for n in self.lengths]
+        self.unlabelled = {*unlabelled, *range(5, size, 7)}
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> Mapping[str, Tensor]:
+        ids = self.tokens[index]
+        labels = torch.full_like(ids, -100) if index in self.unlabelled else ids
+        return {"input_ids": ids, "labels": labels}
+
+
+class Plain:
+    """The least a data set can be: no lengths, no split, no collate; draws as it likes."""
+
+    def __len__(self) -> int:
+        return 30
+
+    def __getitem__(self, index: int) -> Mapping[str, Tensor]:
+        ids = (torch.arange(2 + index % 7) + index) % VOCABULARY
+        if torch.rand(()) < 0.5:
+            ids = ids.flip(0)
+        return {"input_ids": ids, "labels": ids}
+
+
+class Split(Rows):
+    """Brings a split, and joins its samples itself, on the left."""
+
+    def __init__(self, split: str, size: int = 40) -> None:
+        super().__init__(size if split == "train" else 9)
+        self.split = split
+
+    def collate(self, samples: Sequence[Mapping[str, Tensor]]) -> Fields:
+        longest = max(len(sample["input_ids"]) for sample in samples)
+        ids = torch.zeros(len(samples), longest, dtype=torch.int64)
+        labels = torch.full_like(ids, -100)
+        for row, sample in enumerate(samples):
+            ids[row, longest - len(sample["input_ids"]) :] = sample["input_ids"]
+            labels[row, longest - len(sample["labels"]) :] = sample["labels"]
+        return {"input_ids": ids, "labels": labels}
+
+
+class Images:
+    """Pictures of one class each."""
+
+    draws_randomness = False
+
+    def __len__(self) -> int:
+        return 36
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        pixels = torch.sin(torch.arange(3 * 6 * 6) * (1 + index % 4) / 9.0).reshape(3, 6, 6)
+        return {"pixels": pixels, "labels": index % 4}
+
+
+class Broken(Rows):
+    """Has one sample that cannot be read."""
+
+    def __getitem__(self, index: int) -> Mapping[str, Tensor]:
+        if index == 9:
+            raise ValueError("torn record")
+        return super().__getitem__(index)
+
+
+class Vision(nn.Module):
+    """A small conv net; the norm is the user's choice."""
+
+    def __init__(self, norm: str = "group") -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 4, 3, padding=1)
+        self.norm = nn.BatchNorm2d(4) if norm == "batch" else nn.GroupNorm(2, 4)
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        return self.head(self.norm(self.stem(pixels)).relu().mean((2, 3)))
+
+
+class Squared(Objective):
+    """The squared distance of the logits from one-hot labels: a loss of one's own."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        self.scale = scale
+
+    def weights(self, fields: Fields) -> Mapping[str, float]:
+        return {"squared": float((fields["labels"] >= 0).sum())}
+
+    def sums(self, model: Any, fields: Fields) -> Sums:
+        logits = logits_of(model({"input_ids": fields["input_ids"]}))
+        labels = fields["labels"]
+        goal = torch.nn.functional.one_hot(labels.clamp(min=0), logits.shape[-1])
+        terms = (logits - goal).square().sum(-1)[labels >= 0]
+        return Sums(losses={"squared": self.scale * terms.sum()})
+
+
+class Descent(torch.optim.Optimizer):
+    """Plain gradient descent, written by hand."""
+
+    def __init__(self, params: Any, lr: float = 0.1, weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                    parameter.add_(parameter.grad, alpha=-group["lr"])
+
+
+class Greedy(torch.optim.SGD):
+    """Needs more memory for its update than there is."""
+
+    def step(self, closure: Any = None) -> None:
+        raise torch.OutOfMemoryError("injected into the update")
+
+
+class Watch:
+    """A hook that keeps what it sees, and tries to meddle."""
+
+    seen: ClassVar[list[tuple[str, dict[str, Any]]]] = []
+
+    def __init__(self, word: str = "") -> None:
+        self.word = word
+
+    def on_step(self, entry: dict[str, Any]) -> None:
+        self.seen.append((f"{self.word}step", dict(entry)))
+        entry.clear()
+
+    def on_eval(self, entry: dict[str, Any]) -> None:
+        self.seen.append((f"{self.word}eval", entry))
+
+    def on_checkpoint(self, entry: dict[str, Any]) -> None:
+        self.seen.append((f"{self.word}checkpoint", entry))
+        raise RuntimeError("a watcher's own fault")
+
+
+class Pairs(Cut):
+    """A cut of one's own: two neighbours in order of length share a micro-batch."""
+
+    def __init__(self, size: int = 2) -> None:
+        object.__setattr__(self, "size", size)
+
+    def cut(self, lengths: IntArray, layout: Layout) -> Plan:
+        order = np.argsort(lengths, kind="stable")
+        slots = tuple(order[i : i + self.size] for i in range(0, len(order), self.size))
+        padded = tuple(int(lengths[slot].max()) for slot in slots)
+        return Plan(ranks=(slots,), lengths=lengths, padded_lengths=(padded,))
+
+    def smaller(self, plan: Plan) -> Cut | None:
+        return Pairs(self.size // 2) if self.size > 1 else None
+
+
+class Backwards(GradientStrategy):
+    """A gradient strategy of one's own: the micro-batches in reverse order."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        self.scale = scale
+
+    def backward(self, model, objective, micro_batches, divisors, sync):
+        total = torch.zeros((), dtype=torch.float64)
+        for index in reversed(range(len(micro_batches))):
+            seed_draws(micro_batches[index].rng_key, torch.device("cpu"))
+            with sync.micro_batch(model, is_last=index == 0):
+                sums = objective.sums(model.call, micro_batches[index].fields)
+                loss = self.scale * divided(sums.losses, divisors[index])
+                loss.backward()
+            total += loss.detach()
+        return total
+
+
+class Cramped(Backwards):
+    """Runs as on a device with so many bytes for tensors, from some step on."""
+
+    def __init__(self, limit: int, after: int = 0) -> None:
+        super().__init__()
+        self.limit, self.after, self.calls = limit, after, 0
+
+    def backward(self, model, objective, micro_batches, divisors, sync):
+        self.calls += 1
+        if self.calls <= self.after:
+            return super().backward(model, objective, micro_batches, divisors, sync)
+        with PeakBytes(limit=self.limit):
+            return super().backward(model, objective, micro_batches, divisors, sync)
+
+
+class NotFinite(Backwards):
+    """Gives NaN in chosen calls, or from one on."""
+
+    def __init__(self, first: int, last: int = 10**9) -> None:
+        super().__init__()
+        self.first, self.last, self.calls = first, last, 0
+
+    def backward(self, model, objective, micro_batches, divisors, sync):
+        self.calls += 1
+        is_bad = self.first <= self.calls <= self.last
+        self.scale = float("nan") if is_bad else 1.0
+        return super().backward(model, objective, micro_batches, divisors, sync)

@@ -1,0 +1,286 @@
+"""Runs over several ranks as a user starts them: one command, one folder, one line when it fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+TYPED = (
+    "batch.global=16",
+    "accum=fixed",
+    "accum.micro=4",
+    "model._target_=faulty.Net",
+    "data._target_=faulty.Rows",
+    "objective=classify",
+    "wandb.mode=disabled",
+    "eval.every=null",
+    "log.samples=true",
+)
+
+
+@dataclass
+class Started:
+    """A running command."""
+
+    process: subprocess.Popen[str]
+    folder: Path
+
+    def wait_for(self, step: int) -> None:
+        """Wait until a step is in metrics.jsonl."""
+        for _ in range(600):
+            if len(steps(self.folder)) >= step:
+                return
+            assert self.process.poll() is None, self.process.communicate()[1]
+            time.sleep(0.05)
+        raise AssertionError("no step")
+
+    def end(self, timeout_s: float = 60) -> tuple[int, list[str]]:
+        """Exit code, and the lines on stderr."""
+        _, errors = self.process.communicate(timeout=timeout_s)
+        return self.process.returncode, [line for line in errors.splitlines() if line.strip()]
+
+
+def environment(**more: str) -> dict[str, str]:
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **more}
+
+
+def start(folder: Path, *typed: str, command: Sequence[str] = (), **more: str) -> Started:
+    begin = command or [sys.executable, "-m", "trainer"]
+    process = subprocess.Popen(
+        [*begin, *(TYPED if not any(t.startswith("resume=") for t in typed) else ()), *typed]
+        + ([f"hydra.run.dir={folder}"] if not any(t.startswith("resume=") for t in typed) else []),
+        cwd=folder.parent,
+        env=environment(**more),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    return Started(process, folder)
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+
+
+def steps(folder: Path) -> list[dict[str, Any]]:
+    return [entry for entry in lines(folder / "metrics.jsonl") if "loss" in entry]
+
+
+def status(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "status.json").read_text())
+
+
+def members(folder: Path) -> list[int]:
+    """Processes that are ranks of a run."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+                here = (entry / "cwd").readlink() == folder.parent
+            except OSError:
+                continue
+            if b"trainer.rank" in words and here:
+                found.append(int(entry.name))
+    return found
+
+
+def assert_none_left(folder: Path) -> None:
+    for _ in range(100):
+        if not members(folder):
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"left: {members(folder)}")
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The undisturbed run on one rank."""
+    folder = tmp_path_factory.mktemp("alone") / "run"
+    assert start(folder, "steps=12").end() == (0, [])
+    return folder
+
+
+def assert_same_run(folder: Path, other: Path) -> None:
+    """The same samples behind every step, and losses that differ by rounding alone."""
+    assert lines(folder / "samples.jsonl") == lines(other / "samples.jsonl")
+    mine, theirs = steps(folder), steps(other)
+    assert [entry["step"] for entry in mine] == [entry["step"] for entry in theirs]
+    for key in ("loss", "grad_norm", "lr"):
+        assert [e[key] for e in mine] == pytest.approx([e[key] for e in theirs], rel=1e-4)
+    results = [json.loads((f / "result.json").read_text()) for f in (folder, other)]
+    assert results[0]["eval_loss"] == pytest.approx(results[1]["eval_loss"], rel=1e-4)
+
+
+def test_one_command_on_several_ranks_makes_one_folder_and_takes_the_same_steps(tmp_path, alone):
+    folder = tmp_path / "run"
+    running = start(folder, "steps=12", "parallel.ranks=3", "parallel=fsdp")
+    assert running.end() == (0, [])
+    assert_same_run(folder, alone)
+    assert status(folder)["state"] == "completed"
+    plan = json.loads((folder / "plan.json").read_text())
+    assert (plan["world_size"], plan["parallel"]) == (3, "fsdp")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert not (folder / "ranks").exists()
+    assert not (folder / "errors").exists()
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "says"),
+    [
+        ("raise", 7, "rank 1 failed at step 3 (compute, micro-batch 1): ValueError: injected"),
+        ("data", 3, "rank 1, step 3 (compute, micro-batch 1): rows.txt: record 7 is torn"),
+        ("exit", 7, "rank 1 ended with exit code 3 and without a word, at step 3 (compute"),
+        ("SIGKILL", 7, "rank 1 was killed by SIGKILL, as the system does when memory runs out"),
+    ],
+)
+def test_a_rank_that_ends_badly_ends_the_run_with_one_line(tmp_path, fault, code, says):
+    folder = tmp_path / "run"
+    typed = (f"model.fault={fault}", "model.at=5", "parallel.ranks=2", "steps=100")
+    running = start(folder, *typed, "model.pause=0.1")
+    running.wait_for(2)
+    began = time.monotonic()
+    found, errors = running.end()
+    assert time.monotonic() - began < 10
+    assert found == code
+    assert len(errors) == 1
+    assert errors[0].startswith(f"train: error: {says}")
+    assert status(folder)["exit_code"] == code
+    assert status(folder)["step"] == 2
+    assert_none_left(folder)
+
+
+def test_a_rank_that_hangs_is_named_with_its_place_and_leaves_its_stack(tmp_path):
+    folder = tmp_path / "run"
+    running = start(folder, "model.fault=hang", "parallel.ranks=2", "parallel.timeout_s=4")
+    running.wait_for(1)
+    began = time.monotonic()
+    code, errors = running.end()
+    assert time.monotonic() - began < 12
+    assert code == 7
+    assert len(errors) == 1
+    assert "rank 1 did not answer for 4 s (parallel.timeout_s), at step 2 (compute" in errors[0]
+    assert "in happen" in (folder / "errors" / "rank1.txt").read_text()
+    assert_none_left(folder)
+
+
+def test_no_rank_outlives_a_launcher_that_is_killed(tmp_path):
+    folder = tmp_path / "run"
+    running = start(folder, "parallel.ranks=2", "steps=1000", "model.pause=0.05")
+    running.wait_for(1)
+    assert len(members(folder)) == 2
+    running.process.kill()
+    running.process.communicate()
+    assert_none_left(folder)
+
+
+def test_sockets_of_a_local_run_are_on_the_loopback_only(tmp_path):
+    folder = tmp_path / "run"
+    running = start(folder, "parallel.ranks=2", "steps=1000", "model.pause=0.05")
+    running.wait_for(1)
+    listening = [
+        address for pid in (*members(folder), running.process.pid) for address in listeners(pid)
+    ]
+    running.process.kill()
+    running.process.communicate()
+    assert listening
+    assert {address for address in listening if address != "127.0.0.1"} == set()
+    assert_none_left(folder)
+
+
+def listeners(pid: int) -> list[str]:
+    """Addresses that a process listens on."""
+    inodes = set()
+    for handle in Path(f"/proc/{pid}/fd").iterdir():
+        target = os.readlink(handle)
+        if target.startswith("socket:["):
+            inodes.add(target[8:-1])
+    found = []
+    for name in ("tcp", "tcp6"):
+        for row in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
+            words = row.split()
+            if words[3] == "0A" and words[9] in inodes:
+                address = bytes.fromhex(words[1].partition(":")[0])[::-1]
+                family = socket.AF_INET if name == "tcp" else socket.AF_INET6
+                found.append(socket.inet_ntop(family, address))
+    return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_at_a_step_boundary_and_another_number_of_ranks_goes_on(
+    tmp_path, alone, number
+):
+    folder = tmp_path / "run"
+    running = start(folder, "parallel.ranks=2", "steps=12", "model.pause=0.1")
+    running.wait_for(3)
+    running.process.send_signal(number)
+    code, errors = running.end()
+    assert code == 75
+    assert len(errors) == 1
+    stopped = status(folder)
+    assert stopped["state"] == "preempted"
+    assert stopped["step"] == len(steps(folder)) < 12
+    ranks, mode = (1, "auto") if number == signal.SIGINT else (3, "fsdp")
+    resumed = start(folder, f"resume={folder}", f"parallel.ranks={ranks}", f"parallel={mode}")
+    assert resumed.end() == (0, [])
+    assert_same_run(folder, alone)
+    assert_none_left(folder)
+
+
+@pytest.mark.parametrize("saved", [True, False], ids=["checkpoint", "nothing saved"])
+def test_a_lost_rank_is_restarted_and_the_run_ends_where_an_undisturbed_one_does(
+    tmp_path, alone, saved
+):
+    folder = tmp_path / "run"
+    running = start(
+        folder,
+        "steps=12",
+        "parallel.ranks=2",
+        "parallel.max_restarts=1",
+        f"checkpoint.every={5 if saved else 'null'}",
+        "model.fault=SIGKILL",
+        "model.at=15",
+        f"model.once={tmp_path / 'once'}",
+    )
+    code, errors = running.end()
+    assert code == 0
+    assert len(errors) == 1
+    assert f"starting again after step {5 if saved else 0} (1 of 1 restarts)" in errors[0]
+    assert_same_run(folder, alone)
+
+
+def test_ranks_that_torchrun_started_join_one_run(tmp_path, alone):
+    folder = tmp_path / "run"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    running = [
+        start(folder, "steps=12", RANK=str(r), LOCAL_RANK=str(r), LOCAL_WORLD_SIZE="2", **shared)
+        for r in range(2)
+    ]
+    assert [each.end() for each in running] == [(0, []), (0, [])]
+    assert_same_run(folder, alone)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_one_rank_and_several_contradict_before_anything_starts(tmp_path):
+    code, errors = start(tmp_path / "run", "parallel=none", "parallel.ranks=2").end()
+    assert code == 2
+    assert errors == ["train: error: parallel.ranks=2: parallel=none is one rank; use parallel=ddp"]
+    assert not (tmp_path / "run").exists()
