@@ -17,11 +17,11 @@ from trainer.accumulate.base import GradientStrategy
 from trainer.accumulate.sum import Sum
 from trainer.models.bind import bind
 from trainer.parallel import Parallel
+from trainer.parallel.ordered import Ordered
 from trainer.parallel.sharded import Sharded
 from trainer.plan.cut import Cut, Layout
-from trainer.plan.cuts import Budget
 from trainer.step import train_step
-from trainer.sync import Deferred
+from trainer.sync import Deferred, Exact, Hierarchical, Immediate
 from trainer.world import World
 
 Arrays = dict[str, np.ndarray]
@@ -72,8 +72,12 @@ def hybrid(module: nn.Module, world: World) -> Parallel:
     return Sharded(module, bind(module), list(module.blocks), world, replicas=2)
 
 
-MODES = {"ddp": replicated, "fsdp": sharded, "hsdp": hybrid}
-POLICIES = {"deferred": Deferred}
+def ordered(module: nn.Module, world: World) -> Parallel:
+    return Ordered(module, bind(module), list(module.parameters()), world, most=64)
+
+
+MODES = {"ddp": replicated, "fsdp": sharded, "hsdp": hybrid, "ordered": ordered}
+POLICIES = {"deferred": Deferred, "immediate": Immediate, "hierarchical": Hierarchical, "exact": Exact}
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,8 @@ class Case:
     masked: tuple[int, ...] = ()
     failing: tuple[int, int, str] | None = None
     """Rank, micro-batch and phase that runs out of memory in the first step."""
+    averaged: bool = False
+    """Divide the gradient by the number of ranks, as reducers do unless told not to."""
     poisoned: int | None = None
     """The rank whose first loss is not finite."""
     layout: Layout = field(default_factory=Layout)
@@ -157,7 +163,7 @@ def bench_of(world: World, case: Case) -> Bench:
         clip_norm=case.clip_norm,
         layout=case.layout,
         world=world,
-        lay_out=MODES[case.mode] if world.size > 1 else replicated,
+        lay_out=MODES[case.mode] if world.size > 1 or case.mode == "ordered" else replicated,
         sync=POLICIES[case.sync](),
     )
 
@@ -182,6 +188,10 @@ def run_steps(world: World, case: Case) -> dict[str, Any]:
             },
         )
 
+    if case.averaged:
+        bench.kit.optimizer.register_step_pre_hook(
+            lambda *_: bench.kit.model.scale_gradients(torch.tensor(1 / world.size))
+        )
     bench.kit.optimizer.register_step_pre_hook(keep)
     for _ in range(case.steps):
         report = train_step(bench.kit, bench.feed.next())
@@ -197,6 +207,13 @@ def run_steps(world: World, case: Case) -> dict[str, Any]:
     return told
 
 
+def run_each(world: World, cases: list[Case]) -> list[dict[str, Any]]:
+    return [run_steps(world, case) for case in cases]
+
+
+UNCOUNTED = {"wait_tensor", "_wrap_tensor_autograd"}
+
+
 class Collectives(TorchDispatchMode):
     """Counts collectives, those inside of DTensor operations too."""
 
@@ -208,23 +225,18 @@ class Collectives(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         name = func.overloadpacket.__name__
-        if func.namespace in {"c10d", "_c10d_functional"} and "wait" not in name:
+        if func.namespace in {"c10d", "_c10d_functional"} and name not in UNCOUNTED:
             kind = next((k for k in ("gather", "reduce_scatter", "allreduce") if k in name), name)
             self.counts["allreduce" if name == "all_reduce" else kind] += 1
         return func(*args, **(kwargs or {}))
 
 
 def count_collectives(world: World, case: Case) -> dict[str, int]:
-    """Collectives of the third step, without those of the numbers that ranks agree on."""
+    """Collectives of the second step."""
     bench = bench_of(world, case)
-    for _ in range(2):
-        train_step(bench.kit, bench.feed.next())
+    train_step(bench.kit, bench.feed.next())
     batch = bench.feed.next()
     with Collectives() as counter:
         train_step(bench.kit, batch)
     bench.feed.close()
     return {**counter.counts, "micro_batches": len(batch.micro_batches)}
-
-
-def budget(cap: int) -> Cut:
-    return Budget(max_tokens=cap)

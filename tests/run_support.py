@@ -49,7 +49,7 @@ def go(line: str = "", **flags: str) -> Run:
 
 def on(run: Run, line: str = "") -> Run:
     """Go on with a run."""
-    return train([f"resume={run.folder}", *shlex.split(line)])
+    return train([f"resume={run.folder}", "trust=[tests]", *shlex.split(line)])
 
 
 def shell(line: str) -> int:

@@ -5,6 +5,8 @@ Tests name these classes on the command line as a user names their own.
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -39,6 +41,14 @@ class Net(nn.Module):
         hidden = tokens + tokens.cumsum(1) / counts[:, None]
         hidden = self.norm(hidden.flatten(0, 1)).view_as(hidden)
         return self.head(self.dropout(hidden))
+
+
+class LowNet(Net):
+    """Keeps its weights in half precision."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__(width)
+        self.to(torch.bfloat16)
 
 
 class Rows:
@@ -183,6 +193,17 @@ class Watch:
     def on_checkpoint(self, entry: dict[str, Any]) -> None:
         self.seen.append((f"{self.word}checkpoint", entry))
         raise RuntimeError("a watcher's own fault")
+
+
+class Stop:
+    """A hook that asks this process to stop, as Ctrl-C or a scheduler does."""
+
+    at: ClassVar[int | None] = None
+    signal: ClassVar[signal.Signals] = signal.SIGTERM
+
+    def on_step(self, entry: dict[str, Any]) -> None:
+        if entry["step"] == self.at:
+            os.kill(os.getpid(), self.signal)
 
 
 class Pairs(Cut):

@@ -41,6 +41,7 @@ CONF = data_dir("conf")
 SURFACE = [
     "accum",
     "accum.buffer",
+    "accum.packed",
     "accum.gradient",
     "accum.max_tokens",
     "accum.memory",

@@ -236,7 +236,8 @@ def test_a_signal_saves_at_a_step_boundary_and_another_number_of_ranks_goes_on(
     assert stopped["state"] == "preempted"
     assert stopped["step"] == len(steps(folder)) < 12
     ranks, mode = (1, "auto") if number == signal.SIGINT else (3, "fsdp")
-    resumed = start(folder, f"resume={folder}", f"parallel.ranks={ranks}", f"parallel={mode}")
+    typed = (f"resume={folder}", "trust=[faulty]", f"parallel.ranks={ranks}", f"parallel={mode}")
+    resumed = start(folder, *typed)
     assert resumed.end() == (0, [])
     assert_same_run(folder, alone)
     assert_none_left(folder)

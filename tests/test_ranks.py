@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from tests.ranks_support import Ranks
-from tests.ranks_work import Case, run_steps
+from tests.ranks_work import Case, count_collectives, run_each, run_steps
 from tests.support import EXACT, WRONG
 from trainer.plan.cuts import Budget, Fixed
+from trainer.plan.leaves import Leaves
 from trainer.step import NOT_FINITE
 from trainer.world import World
 
@@ -53,11 +54,183 @@ def error(found: dict[str, Any], expected: dict[str, Any]) -> float:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("mode", "size"), LAYOUTS)
 def test_gradients_are_those_of_the_whole_batch_on_one_rank(ranks, mode, size, dtype):
-    for cut in (Fixed(micro=3), Budget(max_tokens=40)):
-        case = Case(cut, mode, dtype=dtype)
-        expected = alone(case)
-        for told in ranks.run(size, run_steps, case):
+    cases = [Case(cut, mode, dtype=dtype) for cut in (Fixed(micro=3), Budget(max_tokens=40))]
+    expected = alone(cases[0])
+    for both in ranks.run(size, run_each, cases):
+        for told in both:
             assert error(told["gradient"], expected["gradient"]) <= EXACT[dtype]
             assert told["ids"] == expected["ids"]
             assert told["loss"] == pytest.approx(expected["loss"], rel=EXACT[dtype])
             assert told["norm"] == pytest.approx(expected["norm"], rel=EXACT[dtype])
+
+
+def test_a_reduction_that_averages_is_far_from_the_whole_batch(ranks):
+    case = Case(Fixed(micro=3), global_size=16)
+    expected = alone(case)["gradient"]
+    for told in ranks.run(2, run_steps, replace(case, averaged=True)):
+        assert error(told["gradient"], expected) > WRONG
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_clipping_and_several_steps_agree_over_ranks(ranks, mode):
+    case = Case(Budget(max_tokens=40), mode, steps=6, clip_norm=0.05)
+    expected = alone(case)
+    told = ranks.run(3, run_steps, case)
+    for mine in told:
+        assert mine["loss"] == pytest.approx(expected["loss"], rel=1e-9)
+        assert mine["norm"] == pytest.approx(expected["norm"], rel=1e-8)
+        assert mine["ids"] == expected["ids"]
+        # AdamW divides by the square root of a tiny second moment, which magnifies rounding.
+        assert error(mine["parameters"], expected["parameters"]) <= 1e-7
+        assert error(mine["parameters"], told[0]["parameters"]) == 0
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_ranks_without_weight_or_without_micro_batches_change_nothing(ranks, mode):
+    first = run_steps(World(), Case(Fixed(steps=1), global_size=3))["ids"][0]
+    few = Case(Fixed(micro=1), mode, global_size=3)
+    masked = replace(few, masked=tuple(first[:1]))
+    for case, size in ((few, 4), (masked, 3)):
+        expected = alone(case)
+        told = ranks.run(size, run_steps, case)
+        assert sorted(mine["counts"][0] for mine in told) == sorted([1, 1, 1, 0][:size], key=int)
+        for mine in told:
+            assert error(mine["gradient"], expected["gradient"]) <= EXACT[torch.float64]
+            assert mine["loss"] == pytest.approx(expected["loss"], rel=1e-12)
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_a_parameter_used_nowhere_has_no_gradient_and_one_used_somewhere_the_right_one(ranks, mode):
+    case = Case(Fixed(micro=1), mode, spare=True)
+    expected = run_steps(World(), case)
+    assert expected["gradient"]["idle"] is None
+    assert expected["gradient"]["spare"] is not None
+    for told in ranks.run(3, run_steps, case):
+        assert error(told["gradient"], expected["gradient"]) <= EXACT[torch.float64]
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("mode", ["ddp", "fsdp", "hsdp"])
+def test_memory_that_runs_out_on_one_rank_is_replayed_on_all_bit_for_bit(ranks, mode, phase):
+    size = 4 if mode == "hsdp" else 2
+    case = Case(Budget(max_tokens=60), mode, dropout=0.3, steps=3, dtype=torch.float32)
+    told = ranks.run(size, run_steps, replace(case, failing=(1, 1, phase)))
+    assert [mine["replays"] for mine in told] == [[1, 0, 0]] * size
+    assert told[0]["cut"] != case.cut
+    finer = ranks.run(size, run_steps, replace(case, cut=told[0]["cut"]))
+    coarse = ranks.run(size, run_steps, case)
+    for mine, theirs in zip(told, finer, strict=True):
+        assert mine["cut"] == told[0]["cut"]
+        assert error(mine["parameters"], theirs["parameters"]) == 0
+    assert error(coarse[0]["parameters"], told[0]["parameters"]) > 0
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(ranks, mode):
+    case = Case(Fixed(micro=3), mode, steps=2, poisoned=1)
+    told = ranks.run(2, run_steps, case)
+    for mine in told:
+        assert mine["skipped"] == [NOT_FINITE, None]
+        assert error(mine["parameters"], told[0]["parameters"]) == 0
+
+
+GROUPS = 4  # three blocks and the rest
+COUNTED = [
+    ("ddp", "deferred", 2, {"allreduce": 1}),
+    ("ddp", "immediate", 2, {"allreduce": "N"}),
+    ("fsdp", "deferred", 2, {"gather": GROUPS, "reduce_scatter": GROUPS}),
+    ("fsdp", "deferred", 3, {"gather": GROUPS, "reduce_scatter": GROUPS}),
+    ("fsdp", "immediate", 2, {"gather": f"N * (2 * {GROUPS} - 1)", "reduce_scatter": f"N*{GROUPS}"}),
+    ("hsdp", "deferred", 4, {"gather": GROUPS, "reduce_scatter": GROUPS, "allreduce": GROUPS}),
+    (
+        "hsdp",
+        "immediate",
+        4,
+        {"gather": f"N*(2*{GROUPS}-1)", "reduce_scatter": f"N*{GROUPS}", "allreduce": f"N*{GROUPS}"},
+    ),
+    (
+        "hsdp",
+        "hierarchical",
+        4,
+        {"gather": f"N*(2*{GROUPS}-1)", "reduce_scatter": f"N*{GROUPS}", "allreduce": GROUPS},
+    ),
+]
+
+
+@pytest.mark.parametrize(("mode", "sync", "size", "expected"), COUNTED)
+def test_collectives_of_a_step_are_as_many_as_the_table_says(ranks, mode, sync, size, expected):
+    agreed = 2  # the normalizer, and what ranks agree on
+    norm = 0 if mode == "ddp" else len(("norm over shards",))
+    for counts in ranks.run(size, count_collectives, Case(Fixed(micro=2), mode, sync)):
+        steps = counts.pop("micro_batches")
+        assert steps >= 2
+        counts["allreduce"] -= agreed + norm
+        wanted = {kind: eval(str(count), {"N": steps}) for kind, count in expected.items()}
+        assert {kind: count for kind, count in counts.items() if count} == wanted
+
+
+LOCKSTEP = [("ddp", "immediate", 2), ("fsdp", "immediate", 3), ("hsdp", "hierarchical", 4)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("mode", "sync", "size"), LOCKSTEP)
+def test_policies_that_reduce_in_every_micro_batch_give_the_same_gradient(
+    ranks, mode, sync, size, dtype
+):
+    cases = [
+        Case(Fixed(micro=3), mode, sync, dtype=dtype, steps=2),
+        Case(Budget(max_tokens=40), mode, sync, dtype=dtype, steps=2),
+        Case(Fixed(micro=2), mode, sync, dtype=dtype, global_size=5),
+    ]
+    expected = [alone(replace(case, sync="deferred")) for case in cases]
+    for told in ranks.run(size, run_each, cases):
+        for mine, theirs in zip(told, expected, strict=True):
+            assert error(mine["gradient"], theirs["gradient"]) <= EXACT[dtype]
+            assert mine["loss"] == pytest.approx(theirs["loss"], rel=10 * EXACT[dtype])
+            assert mine["ids"] == theirs["ids"]
+
+
+@pytest.mark.parametrize(("mode", "sync", "size"), LOCKSTEP)
+def test_a_parameter_used_nowhere_has_no_gradient_in_lockstep_either(ranks, mode, sync, size):
+    case = Case(Fixed(micro=1), mode, sync, spare=True)
+    expected = run_steps(World(), replace(case, sync="deferred"))
+    for told in ranks.run(size, run_steps, case):
+        assert error(told["gradient"], expected["gradient"]) <= EXACT[torch.float64]
+
+
+SAME = Case(
+    Leaves(micro=2),
+    "ordered",
+    "exact",
+    dtype=torch.float32,
+    steps=20,
+    dropout=0.2,
+    clip_norm=0.5,
+)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_deterministic_layout_gives_the_same_bits_on_every_number_of_ranks(ranks, size):
+    expected = run_steps(World(), SAME)
+    for told in ranks.run(size, run_steps, SAME):
+        assert error(told["parameters"], expected["parameters"]) == 0
+        assert told["loss"] == expected["loss"]
+        assert told["norm"] == expected["norm"]
+
+
+def test_without_it_the_bits_differ(ranks):
+    case = replace(SAME, mode="ddp", sync="deferred")
+    expected = run_steps(World(), case)
+    assert error(ranks.run(4, run_steps, case)[0]["parameters"], expected["parameters"]) > 0
+
+
+def test_sums_of_integers_are_the_whole_batch_gradient_to_their_rounding(ranks):
+    case = Case(Leaves(micro=2), "ordered", "exact")
+    expected = run_steps(World(), Case(Fixed(steps=1)))
+    for told in ranks.run(2, run_steps, case):
+        assert error(told["gradient"], expected["gradient"]) <= 1e-11
+
+
+def test_a_gradient_beyond_what_integers_hold_is_skipped_on_every_rank(ranks):
+    told = ranks.run(2, run_steps, replace(SAME, poisoned=1, steps=2))
+    assert [mine["skipped"] for mine in told] == [[NOT_FINITE, None]] * 2

@@ -251,6 +251,57 @@ def test_a_second_run_finds_everything_in_the_notebook(tmp_path):
     assert "earlier run" in again.method
 
 
+def test_timings_of_a_busy_machine_are_taken_again_and_the_quickest_are_kept():
+    book = Notebook()
+    for seconds in (3.0, 5.0, 2.0):
+        assert not book.is_settled(recompute=False)
+        book.note({Shape(1, 8): seconds}, recompute=False, are_quiet=False)
+    assert book.is_settled(recompute=False)
+    assert book.seconds == {(Shape(1, 8), False): 2.0}
+    quiet = Notebook()
+    quiet.note({Shape(1, 8): 1.0}, recompute=True, are_quiet=True)
+    assert quiet.is_settled(recompute=True)
+    assert not quiet.is_settled(recompute=False)
+
+
+def test_samples_longer_than_the_best_size_are_alone():
+    model = Paced(best=64)
+    batches = [np.array([512, 16, 16, 16, 16, 16, 16, 16] * 4)]
+    asked = question(model, timed=True, num_steps=10**6, batches=batches, longest=512, shortest=16)
+    found = tune(asked, clock=model.clock)
+    assert found.alone == 512
+    plan = asked.cut_at(found.max_tokens, found.cost, found.alone).cut(batches[0], Layout())
+    assert plan.max_positions <= max(found.max_tokens, found.alone)
+
+
+def test_many_short_samples_that_take_more_than_the_longest_do_not_keep_it_from_training():
+    class Greedy(nn.Module):
+        """Keeps much for every sample, however short."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(VOCABULARY, 8)
+            self.per_sample = nn.Linear(8, 4000)
+            self.head = nn.Linear(8, VOCABULARY)
+
+        def forward(self, input_ids: Tensor) -> Tensor:
+            x = self.embedding(input_ids)
+            drawn = self.per_sample(x[:, 0]).tanh().exp().sum(1)
+            return self.head(x) + drawn[:, None, None]
+
+    asked = question(Greedy(), batches=[np.array([32] + [1] * 31)], longest=32, shortest=1)
+    alone = predict_peak(asked.work, Shape(1, 32)).peak_bytes
+    many = predict_peak(asked.work, Shape(32, 1)).peak_bytes
+    assert many > 1.2 * alone
+    tight = replace(asked, limit=MemoryLimit(bytes=int(1.1 * alone), source="a simulated budget"))
+    found = tune(tight)
+    assert found.max_tokens < 32 == found.alone
+    plan = tight.cut_at(found.max_tokens, found.cost, found.alone).cut(asked.batches[0], Layout())
+    for rank, slot in plan.slots():
+        shape = Shape(len(plan.ranks[rank][slot]), plan.padded_lengths[rank][slot])
+        measured_peak(tight.work, shape, limit=tight.limit.bytes)
+
+
 @pytest.mark.parametrize("damage", ["", "{", "[]", '{"peaks": {"1x2": 3}}', '{"peaks": 7}'])
 def test_a_damaged_notebook_is_an_empty_one(tmp_path, damage):
     work = workload(Encoder())

@@ -136,12 +136,12 @@ def test_sizes_are_no_longer_tried_once_two_in_a_row_fell_behind():
 
 
 def test_rounds_are_interleaved_and_the_first_run_of_a_shape_does_not_count():
-    machine = Prompt(noise=lambda run: 9.0 if run <= len(SIZES) + len(OTHERS) else 1.0)
+    machine = Prompt(noise=lambda run: 9.0 if run <= 1 + len(SIZES) + len(OTHERS) else 1.0)
     seconds = machine.measure(budget_s=600).seconds
     assert seconds == pytest.approx({s: machine.seconds(s) for s in (*SIZES, *OTHERS)})
-    first_round = machine.ran[len(seconds) : 2 * len(seconds)]
+    first_round = machine.ran[1 + len(seconds) : 1 + 2 * len(seconds)]
     assert len(set(first_round)) == len(first_round)
-    assert max(map(machine.ran.count, SIZES)) == ROUNDS + 1
+    assert max(map(machine.ran.count, SIZES[1:])) == ROUNDS + 1
 
 
 @pytest.mark.parametrize("budget_s", [0.0, 0.05, 0.3, 2.0])
@@ -149,7 +149,8 @@ def test_timing_keeps_to_its_budget(budget_s):
     machine = Prompt()
     timed = machine.measure(budget_s).seconds
     assert SIZES[0] in timed
-    assert machine.now <= max(budget_s, machine.seconds(SIZES[0]))
+    # Libraries set themselves up in one run that nothing is learned from.
+    assert machine.now <= max(budget_s, 2 * machine.seconds(SIZES[0]))
 
 
 def test_a_size_that_runs_out_of_memory_ends_the_search_and_is_named():
@@ -186,7 +187,17 @@ def test_a_device_that_never_saturates_still_has_a_time_per_token():
     assert model.cost.seconds_per_token > 0
 
 
-def test_timings_on_a_busy_machine_are_used_once_and_not_kept():
+def test_a_small_size_never_counts_as_slower_than_a_larger_one_and_is_not_trusted():
+    def noise(run: int) -> float:
+        return 50.0 if (run - 2) % (len(SIZES) + len(OTHERS)) == 0 else 1.0
+
+    found = Prompt(noise=noise).measure(budget_s=600)
+    times = [found.seconds[size] for size in SIZES]
+    assert times == sorted(times)
+    assert not found.are_quiet
+
+
+def test_timings_on_a_busy_machine_are_known_to_be_noisy():
     quiet = Prompt().measure()
     busy = Prompt(noise=lambda run: (1.0, 3.0, 2.0)[run % 3]).measure()
     assert quiet.are_quiet

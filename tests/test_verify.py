@@ -15,8 +15,10 @@ from torch.utils.checkpoint import checkpoint
 from tests.support import EXACT, VOCABULARY, WRONG, Bench, RaggedText, TinyLM
 from trainer.accumulate.base import GradientStrategy
 from trainer.accumulate.sum import Sum
+from trainer.errors import ConfigError
 from trainer.objectives.base import IGNORED, Objective, Sums, logits_of, without_labels
 from trainer.objectives.classify import Classify
+from trainer.objectives.model_loss import ModelLoss
 from trainer.objectives.next_token import NextToken, shifted_labels
 from trainer.plan.cuts import Auto, Budget, Fixed
 from trainer.report.records import VerifyReport
@@ -456,6 +458,66 @@ def test_a_loss_that_divides_or_does_not_is_named_with_what_it_divides_by(object
     assert not report.exact
     assert {name for name, _ in report.culprits} == {"objective MeanLoss"}
     assert any(said in reason for _, reason in report.culprits), report.culprits
+
+
+class OwnLoss(nn.Module):
+    """Computes its own loss, as Hugging Face heads do; honours the item count, or drops it."""
+
+    def __init__(self, *, honours: bool, gives: str = "object") -> None:
+        super().__init__()
+        self.body, self.honours, self.gives = TinyLM(WIDTH), honours, gives
+
+    def forward(self, input_ids: Tensor, labels: Tensor, **kwargs: Tensor) -> object:
+        logits = self.body(input_ids).flatten(0, 1)
+        targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED).flatten()
+        items = kwargs.get("num_items_in_batch") if self.honours else None
+        loss = F.cross_entropy(logits, targets, reduction="sum" if items is not None else "mean")
+        loss = loss if items is None else loss / items
+        given = {"object": SimpleNamespace(loss=loss, logits=logits), "tuple": (loss, logits)}
+        return (given | {"mapping": {"loss": loss}, "tensor": loss})[self.gives]
+
+
+@pytest.mark.parametrize("gives", ["object", "tuple", "mapping", "tensor"])
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_a_model_that_computes_its_own_loss_is_exact_if_it_honours_the_count(reduction, gives):
+    def model() -> nn.Module:
+        return OwnLoss(honours=True, gives=gives)
+
+    # A fifth of these samples hold no loss term: their mean alone is not a number.
+    for cut in (SORTED, Fixed(micro=1)):
+        report = checked(Bench(cut, model=model, objective=ModelLoss(reduction=reduction)))
+        assert report.max_relative_error <= EXACT[torch.float64], report.culprits
+
+
+def test_a_model_that_drops_the_count_is_named_and_exact_as_a_mean():
+    def model() -> nn.Module:
+        return OwnLoss(honours=False)
+
+    report = checked(Bench(SORTED, model=model, objective=ModelLoss()))
+    [(name, reason)] = report.culprits
+    assert name == "objective ModelLoss"
+    assert "it already divides, by the loss terms of its micro-batch" in reason
+    assert "type objective.reduction=mean" in reason
+    assert checked(Bench(SORTED, model=model, objective=ModelLoss(reduction="mean"))).exact
+    wrong = checked(Bench(SORTED, model=model, objective=ModelLoss(reduction="mean", causal=False)))
+    assert "objective.causal=true" in dict(wrong.culprits)["objective ModelLoss"]
+
+
+def test_a_model_without_a_loss_of_its_own_is_refused_with_the_objectives_that_fit():
+    bench = Bench(SORTED, objective=ModelLoss())
+    with pytest.raises(ConfigError, match=r"objective=model_loss: the model gave a Tensor"):
+        verify(bench.kit, bench.feed.next(), bench.loader, whole_fits=True)
+    with pytest.raises(ConfigError, match=r"objective.reduction: 'avg' is not sum or mean"):
+        ModelLoss(reduction="avg")
+
+
+def test_the_weight_of_a_models_loss_counts_its_labels_or_its_samples():
+    labels = torch.tensor([[1, 2, -100], [-100, 4, 5]])
+    fields = {"input_ids": labels, "labels": labels}
+    assert ModelLoss().weights(fields) == {"model_loss": 3.0}
+    assert ModelLoss(causal=False).weights(fields) == {"model_loss": 4.0}
+    assert ModelLoss().weights({"labels": torch.tensor([1, -100])}) == {"model_loss": 1.0}
+    assert ModelLoss().weights({"start_positions": torch.tensor([1, 2])}) == {"model_loss": 2.0}
 
 
 def test_a_mean_of_means_is_named_by_its_setting_alone():

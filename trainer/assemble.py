@@ -15,23 +15,25 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from trainer.accumulate.base import GradientStrategy
 from trainer.build import Built, construct, look_up, takes
 from trainer.config import RunConfig
+from trainer.data.collate import INPUT_IDS
 from trainer.data.loader import Loader, Request, lengths_of
 from trainer.data.samples import Samples
 from trainer.data.split import split_by_seed
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, DataError
 from trainer.evaluate import HeldOut
 from trainer.feed import Source
 from trainer.micro_batch import Fields
 from trainer.models.bind import bind
-from trainer.models.recompute import blocks_of, checkpoint_blocks
+from trainer.models.recompute import checkpoint_blocks
 from trainer.objectives.base import ModelCall, Objective
 from trainer.optimizer import OptimizerSpec, OwnOptimizer
-from trainer.parallel import Parallel, Replicated
 from trainer.plan.cut import Cut, IntArray, Layout
 from trainer.plan.order import Order
 from trainer.scheduler import Schedule
 from trainer.step import Kit
-from trainer.sync import Deferred, SyncPolicy
+from trainer.spread import Spread, dealt, spread
+from trainer.sync import SyncPolicy
+from trainer.tune.layout import layout_for, packs
 from trainer.world import World, rng_key
 
 CPU_WORKERS = 0
@@ -46,7 +48,7 @@ class Parts:
     Attributes:
         module: the model on its device, neither compiled nor wrapped.
         call: runs it on the fields it takes, under the run's precision.
-        example: one collated micro-batch of a single sample, the longest.
+        example: one collated micro-batch of a single sample, the longest; packed under packing.
         held_out: None where the data leave nothing to evaluate on.
     """
 
@@ -61,7 +63,7 @@ class Parts:
     spec: OptimizerSpec
     schedule: Schedule
     strategy: GradientStrategy
-    sync: SyncPolicy
+    spread: Spread
     cut: Cut
     layout: Layout
     total_steps: int
@@ -72,9 +74,15 @@ class Parts:
         """What `batch.global` came to."""
         return self.source.order.global_size
 
+    @property
+    def num_samples(self) -> int:
+        """Samples behind a step at most."""
+        tokens = self.config.batch.unit == "tokens"
+        return len(self.source.lengths) if tokens else self.global_size
+
     def kit(self) -> Kit:
         """Compose the step. Builds the optimizer; the model may not be replaced after it."""
-        model = self._laid_out()
+        model = self.spread.lay_out(self.module, self.call, self.world, self.num_samples)
         optimizer = self.spec.build(self.module)
         scale = self.schedule.batch_factor(self.global_size)
         if self.config.compile:
@@ -85,7 +93,7 @@ class Parts:
             objective=self.objective,
             terms=tuple(sorted(self.objective.weights(self.example))),
             strategy=self.strategy,
-            sync=self.sync,
+            sync=self.spread.sync,
             normalizer=self.config.batch.normalizer,
             optimizer=optimizer,
             base_lrs=tuple(group["lr"] * scale for group in optimizer.param_groups),
@@ -94,32 +102,6 @@ class Parts:
             clip_norm=self.config.clip_norm,
             world=self.world,
         )
-
-
-    def _laid_out(self) -> Parallel:
-        """Lay the model out over the ranks; its parameters may be replaced."""
-        mode = parallel_mode(self.config, self.world)
-        if mode in ("none", "ddp"):
-            parameters = [p for p in self.module.parameters() if p.requires_grad]
-            return Replicated(self.module, self.call, parameters, self.world)
-        from trainer.parallel.sharded import Sharded  # noqa: PLC0415 - half a second
-
-        return Sharded(self.module, self.call, blocks_of(self.module), self.world)
-
-
-def parallel_mode(config: RunConfig, world: World) -> str:
-    """Resolve `parallel`; on one rank there is nothing to lay out.
-
-    Raises:
-        ConfigError: the mode knows one rank only.
-    """
-    if config.parallel.mode == "none" and world.size > 1:
-        raise ConfigError(
-            f"parallel=none: is one rank, and there are {world.size}; use parallel=ddp"
-        )
-    if world.size == 1:
-        return "none"
-    return "ddp" if config.parallel.mode == "auto" else config.parallel.mode
 
 
 def assemble(config: RunConfig, world: World) -> Parts:
@@ -136,8 +118,8 @@ def assemble(config: RunConfig, world: World) -> Parts:
     build = partial(_component, config)
     objective = build("objective", Objective)
     module = build_model(config, world, train_set)
-    longest = int(lengths.argmax())
-    layout = Layout(world_size=world.size)
+    layout, example = _layout(config, world, train_set, loader, objective, module)
+    spreading = spread(config, world, module, build("sync", SyncPolicy))
     parts = Parts(
         config=config,
         world=world,
@@ -150,15 +132,73 @@ def assemble(config: RunConfig, world: World) -> Parts:
         spec=_optimizer(config),
         schedule=build("scheduler", Schedule),
         strategy=_strategy(config, objective),
-        sync=Deferred() if config.sync.name == "auto" else build("sync", SyncPolicy),
-        cut=build("accum", Cut),
-        layout=layout,
+        spread=spreading,
+        cut=dealt(build("accum", Cut), config),
+        layout=replace(layout, lockstep=spreading.sync.lockstep and world.size > 1),
         total_steps=config.total_steps or order.num_steps(config.epochs or 1),
-        example=loader.load(Request(ids=(longest,), epoch=0, pad_to=int(lengths[longest]))),
+        example=example,
     )
     parts.spec.freeze(module)
     _check(parts)
     return parts
+
+
+def planned_device(config: RunConfig, world: World) -> torch.device:
+    """Tell where the plan is to run: `train plan` may ask for a GPU that is not here."""
+    typed = config.device != "auto"
+    return torch.device(config.device) if typed and config.command == "plan" else world.device
+
+
+def _layout(
+    config: RunConfig,
+    world: World,
+    data: Samples,
+    loader: Loader,
+    objective: Objective,
+    module: nn.Module,
+) -> tuple[Layout, Fields]:
+    """Find what hardware, model and data ask of every cut, and one micro-batch as it asks.
+
+    Raises:
+        ConfigError: `accum.packed=true`, and something cannot be packed.
+        DataError: the longest sample cannot be read.
+    """
+    lengths = lengths_of(data)
+    longest = int(lengths.argmax())
+    request = Request(ids=(longest,), epoch=0, pad_to=int(lengths[longest]))
+    example, unfit = loader.load(request), None
+    if config.accum.packed is not False:
+        unfit = _unfit_to_pack(loader, replace(request, packed=True), data, objective)
+    packed = packs(
+        config.accum.packed,
+        module,
+        unfit=unfit,
+        device=world.device,
+        precision=config.precision,
+    )
+    layout = layout_for(
+        lengths,
+        world_size=world.size,
+        device_type=planned_device(config, world).type,
+        packed=packed,
+        compiled=config.compile,
+    )
+    return layout, loader.load(replace(request, packed=True)) if packed else example
+
+
+def _unfit_to_pack(
+    loader: Loader, request: Request, data: Samples, objective: Objective
+) -> str | None:
+    """Say why documents cannot be laid end to end; None when they can."""
+    if getattr(data, "collate", None) is not None:
+        return f"{type(data).__name__} collates samples itself"
+    if objective.scope != "sample":
+        return f"an objective of scope {objective.scope} needs samples apart"
+    try:
+        fields = loader.load(request)
+    except DataError as error:
+        return str(error)
+    return None if INPUT_IDS in fields else f"the samples hold no {INPUT_IDS}"
 
 
 def bind_run(module: nn.Module, config: RunConfig, world: World) -> ModelCall:

@@ -42,11 +42,11 @@ def look_up(component: Component, key: str, trusted: tuple[str, ...]) -> Callabl
         found = getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"{key}._target_={component.target}: {error}") from error
-    if component.typed_target and callable(found):
-        return found  # type: ignore[no-any-return] # whatever the user named
-    if not inspect.isclass(found) or found.__module__.partition(".")[0] != root:
+    is_factory = component.typed_target and inspect.isfunction(found)
+    is_native = getattr(found, "__module__", "").partition(".")[0] == root
+    if not is_native or not (inspect.isclass(found) or is_factory):
         raise ConfigError(f"{key}._target_={component.target}: not a class defined in {root}")
-    return found
+    return found  # type: ignore[no-any-return] # a class, or a function that makes an instance
 
 
 def construct(

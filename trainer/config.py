@@ -73,6 +73,9 @@ class Accum(Component):
     buffer: Literal["native", "fp32"] = Field(
         "native", description="dtype of the accumulated gradient"
     )
+    packed: bool | Auto = Field(
+        "auto", description="lay documents end to end, for models that take cu_seqlens; auto: GPU"
+    )
 
 
 class Data(Component):
@@ -159,6 +162,12 @@ class RunConfig(Section):
         """Groups whose class the user named themselves."""
         typed = {path for path in COMPONENTS if attrgetter(path)(self).typed_target}
         return frozenset(typed | {"hooks" for hook in self.hooks if hook.typed_target})
+
+    @property
+    def packages(self) -> tuple[str, ...]:
+        """Packages beyond this one that the run's classes come from."""
+        named = [*(attrgetter(path)(self) for path in COMPONENTS), *self.hooks]
+        return tuple(sorted({each.target.partition(".")[0] for each in named} - {"trainer"}))
 
     def settled(self, world_size: int) -> Self:
         """Fill in `batch.global` where `accum.micro` and `accum.steps` give it.

@@ -91,10 +91,17 @@ def main(arguments: list[str]) -> NoReturn:
 
 
 def _work(job: Job, place: Path, rank: int) -> int:
-    from trainer.session import joined, run_rank, share_cores, stop_signals  # noqa: PLC0415 - torch
+    from trainer.session import (  # noqa: PLC0415 - imports torch
+        joined,
+        run_rank,
+        settle_bits,
+        share_cores,
+        stop_signals,
+    )
 
     config = RunConfig.model_validate_json(json.dumps(job.config))
     share_cores(job.size)
+    settle_bits(config)
     member = Membership(
         rank=rank,
         size=job.size,

@@ -100,7 +100,13 @@ def choose_device(config: RunConfig, local_rank: int = 0) -> torch.device:
     """
     found = 0 if config.device == "cpu" else torch.cuda.device_count()
     if config.device == "cuda" and not found:
-        raise ConfigError("device=cuda: no GPU is usable here; use device=cpu or device=auto")
+        if config.command == "plan" and config.accum.params.get("memory"):
+            # A plan for a machine that is not here computes nothing: shapes run fake.
+            return torch.device("cpu")
+        raise ConfigError(
+            "device=cuda: no GPU is usable here; use device=cpu or device=auto, or plan for one "
+            "that is not here: train plan device=cuda accum.memory=80GiB"
+        )
     if not found:
         return torch.device("cpu")
     if local_rank >= found:
@@ -136,8 +142,7 @@ def run_session(config: RunConfig, folder: Path, member: Membership | None = Non
     Raises:
         TrainError: how the run ended, where it did not end well; its exit code is in status.json.
     """
-    if config.deterministic is True:
-        torch.use_deterministic_algorithms(mode=True)
+    settle_bits(config)
     if member is not None:
         with stop_signals() as stop, joined(config, member) as world:
             return _recorded(config, _agreed(config, folder, world), world, stop)
@@ -224,6 +229,14 @@ def _agreed(config: RunConfig, folder: Path, world: World) -> Path:
 
 def _code_of(error: BaseException) -> int:
     return DoesNotFitError.exit_code if is_out_of_memory(error) else exit_code_of(error)
+
+
+def settle_bits(config: RunConfig) -> None:
+    """Make kernels deterministic, where asked for; several threads may sum in another order."""
+    if config.deterministic is not False:
+        torch.use_deterministic_algorithms(mode=True)
+    if config.deterministic == "layout":
+        torch.set_num_threads(1)
 
 
 def share_cores(num_ranks: int) -> None:

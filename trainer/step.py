@@ -150,6 +150,13 @@ def _accumulate(
         kit.sync.gather(kit.model)
         kit.world.note("compute")
         share = _compute(kit, batch.micro_batches, parts)
+        if share is None and kit.sync.lockstep and kit.world.size > 1:
+            # The others wait inside of a collective that this rank cannot finish.
+            raise DoesNotFitError(
+                f"out of memory in a micro-batch that reduces its own gradient "
+                f"(sync={kit.sync.name}): lower accum.max_tokens or accum.micro, or use "
+                "sync=deferred, which tries again by itself"
+            )
         kit.world.note("agree")
         failed, loss, used = _agree(kit, share)
         if not failed:

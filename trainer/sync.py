@@ -42,6 +42,71 @@ class SyncPolicy(ABC):
         """
 
 
+@dataclass(frozen=True)
+class _Lockstep(SyncPolicy):
+    """Every micro-batch reduces its own gradient, so ranks take the same number of them.
+
+    An allocation failure then leaves collectives half-finished, and cannot be replayed.
+    """
+
+    lockstep = True
+
+    def gather(self, model: Parallel) -> None:
+        """See the base class."""
+        model.begin_lockstep()
+
+    def reduce(self, model: Parallel, used: Sequence[bool]) -> None:
+        """See the base class."""
+        model.end_lockstep(used)
+
+
+@final
+@dataclass(frozen=True)
+class Immediate(_Lockstep):
+    """A reduction over all ranks in every micro-batch: no whole gradient is ever held."""
+
+    name = "immediate"
+
+    def micro_batch(self, model: Parallel, *, is_last: bool) -> AbstractContextManager[None]:
+        """See the base class."""
+        model.world.note_micro_batch()
+        return model.reducing(across=True, is_last=is_last)
+
+
+@final
+@dataclass(frozen=True)
+class Hierarchical(_Lockstep):
+    """Within the group that shares one copy every micro-batch, between the copies once a step."""
+
+    name = "hierarchical"
+
+    def micro_batch(self, model: Parallel, *, is_last: bool) -> AbstractContextManager[None]:
+        """See the base class."""
+        model.world.note_micro_batch()
+        return model.reducing(across=is_last, is_last=is_last)
+
+
+@final
+@dataclass(frozen=True)
+class Exact(SyncPolicy):
+    """One reduction a step of integer sums, the same bits for every layout of the ranks."""
+
+    name = "exact"
+
+    def gather(self, model: Parallel) -> None:
+        """See the base class."""
+        model.gather()
+
+    def micro_batch(self, model: Parallel, *, is_last: bool) -> AbstractContextManager[None]:
+        """See the base class."""
+        model.world.note_micro_batch()
+        return model.reducing(across=True, is_last=is_last)
+
+    def reduce(self, model: Parallel, used: Sequence[bool]) -> None:
+        """See the base class."""
+        model.reduce(used)
+
+
 @final
 @dataclass(frozen=True)
 class Deferred(SyncPolicy):

@@ -30,6 +30,12 @@ FAULTS = {
 after_step: Callable[[int], None] | None = None
 """Called in the process that trains, after each step and before its boundary."""
 
+on_read: Callable[[str, int], None] | None = None
+"""Called with split and index when a row is read."""
+
+on_call: Callable[[], None] | None = None
+"""Called when the network is."""
+
 
 class Rows:
     """Token rows of 2 to 7 tokens; `faults` lists what is wrong with which, as `3:loss:nan`."""
@@ -39,6 +45,7 @@ class Rows:
     def __init__(
         self, size: int = 23, split: str = "train", faults: Sequence[str] = (), seed: int = 0
     ) -> None:
+        self.split = split
         self.first = 0 if split == "train" else 1000
         count = size if split == "train" else 6
         self.lengths = (np.arange(count) * 5 + self.first) % 6 + 2
@@ -55,6 +62,8 @@ class Rows:
         return len(self.lengths)
 
     def __getitem__(self, index: int) -> Mapping[str, Tensor]:
+        if on_read is not None:
+            on_read(self.split, index)
         key = zlib.crc32(f"{self.first + index}".encode())
         length = int(self.lengths[index])
         ids = torch.tensor([(key >> (3 * place)) % VOCABULARY for place in range(length)])
@@ -103,6 +112,8 @@ class Net(nn.Module):
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, input_ids: Tensor, fault: Tensor | None = None) -> Tensor:
+        if on_call is not None:
+            on_call()
         hidden = self.embed(input_ids)
         hidden = self.norm(hidden.flatten(0, 1)).view_as(hidden)
         logits = self.head(self.dropout(hidden))

@@ -18,7 +18,18 @@ from omegaconf import open_dict
 from trainer import recipes
 from trainer.cli import replay
 from trainer.cli.compose import Composer, Job
-from trainer.cli.settings import Groups, Told, jobs, parse, quote, read, tell_apart, text, values
+from trainer.cli.settings import (
+    Groups,
+    Told,
+    dotted,
+    jobs,
+    parse,
+    quote,
+    read,
+    tell_apart,
+    text,
+    values,
+)
 from trainer.config import RunConfig, contract, contract_diff, from_plain
 from trainer.errors import ConfigError
 from trainer.schema.faults import clip

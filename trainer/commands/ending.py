@@ -40,6 +40,7 @@ def summarize_end(parts: Parts, trained: Trained, folder: Path, seconds: float) 
         peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         skipped_steps=trained.skipped_steps,
         replays=trained.replays,
+        packages=parts.config.packages,
     )
 
 

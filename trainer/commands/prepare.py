@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, final
 
-from trainer.assemble import Parts
+from trainer.assemble import Parts, parallel_mode, planned_device
+from trainer.errors import Preempted
 from trainer.evaluate import HeldOut
 from trainer.models.recompute import checkpoint_blocks
 from trainer.plan.cut import Cost, Cut, IntArray, Plan
@@ -15,9 +18,11 @@ from trainer.plan.memory import Shape
 from trainer.tune.cache import Notebook, describe
 from trainer.tune.limit import MemoryLimit, memory_limit
 from trainer.tune.predict import predictor_for
+from trainer.tune.speed import Clock
 from trainer.tune.tensors import MemoryEstimate
 from trainer.tune.tuner import tune
-from trainer.tune.tuning import Question, Recompute, Tuning
+from trainer.tune.tuning import Question, Recompute, Shares, Tuning
+from trainer.tune.untouched import untouched
 from trainer.tune.workload import Tiled, Workload
 
 RECOMPUTE: Mapping[bool | str, Recompute] = {False: "never", True: "always", "auto": "auto"}
@@ -39,6 +44,7 @@ class Prepared:
         limit: memory of this rank.
         limit_bytes: what is left for tensors.
         how: how the cap was found, or why it is as it is.
+        is_here: whether the plan is for this machine; time is unknown for any other.
         evaluation_tokens: cap of a micro-batch in evaluation. It stays what the first process of a
             run found, so that every evaluation sums in the same order.
     """
@@ -51,48 +57,66 @@ class Prepared:
     limit: MemoryLimit
     limit_bytes: int
     how: str
+    is_here: bool
     evaluation_tokens: int
 
 
-def prepare_alike(parts: Parts, saved: Mapping[str, Any] | None = None) -> Prepared:
+def interruptible(was_asked: Callable[[], bool]) -> Clock:
+    """Make a clock for tuning that ends it, between two timings, when a signal asks to stop.
+
+    Args:
+        was_asked: whether a signal asked.
+    """
+
+    def clock() -> float:
+        if was_asked():
+            raise Preempted("stopped before the first step: nothing was trained, begin again")
+        return time.perf_counter()
+
+    return clock
+
+
+def prepare_alike(
+    parts: Parts, saved: Mapping[str, Any] | None = None, clock: Clock = time.perf_counter
+) -> Prepared:
     """Find the cut of a run on the main rank, and give every rank the same. Collective.
 
     Args:
         parts: what the run is made of.
         saved: as for `prepare`.
+        clock: likewise.
     """
     found: list[Prepared] = []
 
     def find() -> dict[str, Any]:
-        found.append(prepare(parts, saved))
+        found.append(prepare(parts, saved, clock))
         return describe_cut(found[0], found[0].cut)
 
     told = parts.world.on_main(find)
     return found[0] if found else prepare(parts, told)
 
 
-def prepare(parts: Parts, saved: Mapping[str, Any] | None = None) -> Prepared:
+def prepare(
+    parts: Parts, saved: Mapping[str, Any] | None = None, clock: Clock = time.perf_counter
+) -> Prepared:
     """Find the cut of a run.
 
     Args:
         parts: what the run is made of.
         saved: `describe_cut` of a run that is resumed; it counts while `accum` is unchanged, so
             that a resumed `auto` cuts as before.
+        clock: times what tuning computes, and may end it.
     """
     work = workload(parts)
-    limit = memory_limit(
-        parts.world.device,
-        resident_bytes=work.resident_bytes,
-        asked=_asked(parts.cut),
-        local_ranks=parts.world.local_size,
-    )
+    limit, is_here = _limit(parts, work)
     batches = _sampled(parts)
     known = _restored(parts, saved)
     if known is not None:
         cut, tuning, how = known
     elif isinstance(parts.cut, Auto):
-        tuning = _tune(parts, parts.cut, work, limit, batches)
-        cut, how = parts.cut.tuned(tuning.max_tokens, tuning.cost), tuning.method
+        tuning = _tune(parts, parts.cut, work, limit, batches, clock if is_here else None)
+        cut = parts.cut.tuned(tuning.max_tokens, tuning.cost, tuning.alone)
+        how = tuning.method
     else:
         cut, tuning, how = parts.cut, None, "as typed"
     is_open = parts.config.activation_checkpointing == "auto"
@@ -111,12 +135,44 @@ def prepare(parts: Parts, saved: Mapping[str, Any] | None = None) -> Prepared:
         limit=limit,
         limit_bytes=limit.bytes if tuning is None else tuning.limit_bytes,
         how=how,
+        is_here=is_here,
         evaluation_tokens=(
             max(plan.max_positions for plan in plans)
             if known is None or saved is None
             else saved["evaluation_tokens"]
         ),
     )
+
+
+def _limit(parts: Parts, work: Workload) -> tuple[MemoryLimit, bool]:
+    """Find the memory of one rank, and whether it is that of this machine.
+
+    `train plan` takes `accum.memory` at its word, for a machine that is not here too. A run cannot
+    have more than there is.
+    """
+    asked = parts.cut.memory if isinstance(parts.cut, Auto) else None
+    device, world = planned_device(parts.config, parts.world), parts.world
+    find = partial(memory_limit, resident_bytes=work.resident_bytes, local_ranks=world.local_size)
+    if device.type != world.device.type:
+        return find(device, asked=asked), False
+    there = find(device)
+    if asked is None:
+        return there, True
+    said = find(device, asked=asked)
+    if said.bytes <= there.bytes:
+        return said, True
+    return (said, False) if parts.config.command == "plan" else (there, True)
+
+
+def _shares(parts: Parts) -> Shares:
+    """Tell what a rank of a sharded model holds at the peak of a step's window.
+
+    Parameters are gathered, and gradients whole, beside the shards of both.
+    """
+    if parallel_mode(parts.config, parts.world) not in {"fsdp", "hsdp"}:
+        return Shares()
+    shard = 1.0 / parts.world.size
+    return Shares(parameters=1.0 + shard, gradients=1.0 + shard, optimizer_state=shard)
 
 
 def workload(parts: Parts) -> Workload:
@@ -157,10 +213,6 @@ def _restored(
     return replace(parts.cut, **state), tuning, "as before, from the checkpoint"
 
 
-def _asked(cut: Cut) -> int | None:
-    return cut.memory if isinstance(cut, Auto) else None
-
-
 def _sampled(parts: Parts) -> list[IntArray]:
     """Take the lengths behind a few steps of the first epoch, the first step's first."""
     order, lengths = parts.source.order, parts.source.lengths
@@ -177,8 +229,14 @@ def _sampled(parts: Parts) -> list[IntArray]:
 
 
 def _tune(
-    parts: Parts, cut: Auto, work: Workload, limit: MemoryLimit, batches: list[IntArray]
+    parts: Parts,
+    cut: Auto,
+    work: Workload,
+    limit: MemoryLimit,
+    batches: list[IntArray],
+    clock: Clock | None,
 ) -> Tuning:
+    """Tune; without a clock, for a machine that is not here."""
     lengths, config = parts.source.lengths, parts.config
     question = Question(
         work=work,
@@ -190,33 +248,36 @@ def _tune(
         limit=limit,
         max_samples=cut.micro,
         recompute=RECOMPUTE[config.activation_checkpointing],
-        timed=cut.memory is None,
+        timed=clock is not None,
         num_steps=parts.total_steps,
+        shares=_shares(parts),
         longest_id=int(lengths.argmax()),
     )
-    return tune(question, Notebook.open(describe(work, int(lengths.max()), config.precision)))
+    book = Notebook.open(describe(work, int(lengths.max()), config.precision))
+    return tune(question, book, clock or time.perf_counter)
 
 
 def _predicted(parts: Parts, work: Workload, plans: tuple[Plan, ...]) -> MemoryEstimate | None:
-    """Predict the peak of the largest micro-batch of the sampled plans."""
-    shapes = [
-        Shape(max(1, len(plan.ranks[r][s])), plan.padded_lengths[r][s])
-        for plan in plans
-        for r, s in plan.slots()
-        if not plan.packed
-    ]
-    if not shapes:
-        return None
+    """Predict the peak of the largest micro-batch of the sampled plans.
+
+    A packed row counts as documents of their mean length.
+    """
+    shapes = []
+    for plan in plans:
+        for rank, slot in plan.slots():
+            held = max(1, len(plan.ranks[rank][slot]))
+            shapes.append(Shape(held, -(-plan.positions(rank, slot) // held)))
     shape = max(shapes, key=lambda shape: shape.num_samples * shape.length)
     longest = int(parts.source.lengths.max())
     book = Notebook.open(describe(work, longest, parts.config.precision))
     recompute = parts.config.activation_checkpointing is True
     if (shape, recompute) not in book.peaks:
-        predictor = predictor_for(work, Shape(1, longest), recompute=recompute)
+        with untouched(parts.module):
+            predictor = predictor_for(work, Shape(1, longest), recompute=recompute)
+            book.peaks[shape, recompute] = predictor(shape)
         book.methods[recompute] = predictor.method
-        book.peaks[shape, recompute] = predictor(shape)
         book.save()
-    return book.peaks[shape, recompute]
+    return _shares(parts).of(book.peaks[shape, recompute])
 
 
 def held_out(prepared: Prepared) -> HeldOut | None:

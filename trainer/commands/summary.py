@@ -8,11 +8,13 @@ from statistics import fmean
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from trainer.assemble import Parts, parallel_mode
+from trainer.assemble import Parts, parallel_mode, planned_device
 from trainer.commands.prepare import Prepared
 from trainer.config import RunConfig
-from trainer.plan.cut import Plan
+from trainer.plan.cut import Cut, Plan
+from trainer.plan.cuts import Auto
 from trainer.report.records import Candidate, MicroBatchShape, PlanSummary
+from trainer.tune.layout import unused_boundaries
 
 MANY_MICRO_BATCHES = 16
 """Beyond it, sums of bf16 gradients lose about 1 % (64 of them, measured)."""
@@ -29,12 +31,12 @@ def summarize(prepared: Prepared) -> PlanSummary:
         world_size=parts.world.size,
         accum_steps=plan.accum_steps,
         micro_batches=plan.num_micro_batches,
-        max_tokens=getattr(prepared.cut, "max_tokens", None),
+        max_tokens=_hard_cap(prepared.cut),
         padding=plan.padding,
         predicted_peak_bytes=prepared.predicted and prepared.predicted.peak_bytes,
         memory_limit_bytes=prepared.limit_bytes,
-        sync=parts.sync.name,
-        parallel=parallel_mode(config, parts.world),
+        sync=parts.spread.sync.name,
+        parallel=parts.spread.mode,
         steps=parts.total_steps,
         steps_per_epoch=order.steps_per_epoch,
         normalizer=config.batch.normalizer,
@@ -51,11 +53,12 @@ def summarize(prepared: Prepared) -> PlanSummary:
         lr=parts.spec.lr,
         scheduler=config.scheduler.name or config.scheduler.target,
         warmup_steps=int(getattr(parts.schedule, "warmup", 0) or 0),
-        device=str(parts.world.device),
+        device=_device(prepared),
         precision=config.precision,
         shapes=_shapes(plan),
         epoch_means=_means(prepared.plans),
         memory_parts=_memory_parts(prepared),
+        memory_note=None if prepared.is_here else "an estimate for a machine that is not here",
         candidates=_candidates(prepared),
         cap_source=prepared.how,
         step_seconds=_step_seconds(prepared),
@@ -87,6 +90,14 @@ def warnings(prepared: Prepared) -> Iterable[str]:
         yield (
             f"{dropouts[0]} draws per micro-batch: splits agree in distribution, not bit for bit"
         )
+    unused = unused_boundaries(parts.module, parts.example)
+    if unused is not None:
+        yield (
+            f"the data bring {unused}, which forward of {type(parts.module).__name__} does not "
+            "take: documents of one row see each other"
+        )
+    if config.optimizer.params.get("fused"):
+        yield "optimizer.fused=true keeps no temporaries: memory is predicted as a CPU sees it"
     low = {str(p.dtype) for p in parts.module.parameters() if p.dtype.itemsize < 4}  # noqa: PLR2004
     if low and prepared.plans[0].accum_steps > MANY_MICRO_BATCHES:
         yield (
@@ -122,6 +133,18 @@ def _mean_of_means(plans: tuple[Plan, ...]) -> str:
         f"{low:.2f} to {high:.2f} times what it should, {fmean(errors):.1%} off on average, and "
         "the step changes with the cut; batch.normalizer=tokens is exact"
     )
+
+
+def _hard_cap(cut: Cut) -> int | None:
+    """Give the most padded tokens of any micro-batch, one longer sample's alone included."""
+    return cut.hard_cap if isinstance(cut, Auto) else getattr(cut, "max_tokens", None)
+
+
+def _device(prepared: Prepared) -> str:
+    parts = prepared.parts
+    planned = planned_device(parts.config, parts.world)
+    is_away = planned.type != parts.world.device.type
+    return f"{planned.type}, not here" if is_away else str(parts.world.device)
 
 
 def _drops(module: nn.Module) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,13 @@ from trainer.checkpoint.state import restore
 from trainer.checkpoint.store import CheckpointStore, Loaded
 from trainer.checkpoint.weights import CHECKPOINTS, load_weights
 from trainer.commands.ending import summarize_end
-from trainer.commands.prepare import Prepared, describe_cut, held_out, prepare_alike
+from trainer.commands.prepare import (
+    Prepared,
+    describe_cut,
+    held_out,
+    interruptible,
+    prepare_alike,
+)
 from trainer.commands.summary import summarize
 from trainer.config import RunConfig, contract, to_plain
 from trainer.data.split import fingerprint_of
@@ -28,6 +35,7 @@ from trainer.feed import Feed
 from trainer.loop import Run, Trained, train
 from trainer.parallel import Parallel
 from trainer.plan.order import Cursor
+from trainer.report.blocks import trusting
 from trainer.report.console import Screen
 from trainer.report.environment import environment
 from trainer.report.metrics import evaluation_at
@@ -60,24 +68,27 @@ def train_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], 
     extra: dict[str, Any] = {} if loaded is None else decode(loaded.meta["extra"], loaded.tensors)
     parts = assemble(config, world)
     _check_data(parts, extra)
-    prepared = prepare_alike(parts, extra.get("cut"))
+    prepared = prepare_alike(parts, extra.get("cut"), interruptible(stop))
     kit = _kit(parts, loaded, extra)
     plan = summarize(prepared)
     world.on_main(lambda: write_record(folder / PLAN_FILE, plan.to_json()))
     reporter = _reporter(config, folder, loaded) if world.is_main else SilentReporter()
-    run = _run(prepared, kit, store, reporter, stop, extra)
-    run.saves.newest = None if loaded is None else loaded.path
-    try:
-        reporter.start(_start(config, folder, plan, loaded))
-        trained = train(run)
-        _finish(parts, kit.model, trained, folder, reporter, started)
-    except Preempted:
-        reporter.line(f"stopped: go on with: train resume={folder}")
-        raise
-    finally:
-        run.feed.close()
-        run.saves.release()
-        reporter.close()
+    with closing(reporter), ExitStack() as left:
+        run = _run(prepared, kit, store, reporter, stop, extra)
+        left.callback(run.saves.release)
+        left.callback(run.feed.close)
+        run.saves.newest = None if loaded is None else loaded.path
+        try:
+            reporter.start(_start(config, folder, plan, loaded))
+        if parts.spread.why is not None:
+            reporter.line(parts.spread.why)
+            _say_how_it_grew(run, extra)
+            trained = train(run)
+            _finish(parts, kit.model, trained, folder, reporter, started)
+        except Preempted:
+            words = " ".join([f"resume={folder}", *trusting(config.packages)])
+            reporter.line(f"stopped: go on with: train {words}")
+            raise
     return 0
 
 
@@ -155,19 +166,23 @@ def _reporter(config: RunConfig, folder: Path, loaded: Loaded | None) -> RunRepo
         tags=config.wandb.tags,
         name=config.name,
     )
-    screen = Screen(folder)
-    for message in () if loaded is None else loaded.messages:
-        screen.warn(message)
-    return RunReporter(
-        folder,
-        screen,
-        log_every=config.log.every,
-        resumed_step=None if loaded is None else loaded.step,
-        keep_samples=config.log.samples,
-        hooks=hooks,
-        wandb=wandb,
-        config=to_plain(config),
-    )
+    with ExitStack() as opened:
+        screen = Screen(folder)
+        opened.callback(screen.close)
+        for message in () if loaded is None else loaded.messages:
+            screen.warn(message)
+        reporter = RunReporter(
+            folder,
+            screen,
+            log_every=config.log.every,
+            resumed_step=None if loaded is None else loaded.step,
+            keep_samples=config.log.samples,
+            hooks=hooks,
+            wandb=wandb,
+            config=to_plain(config),
+        )
+        opened.pop_all()
+    return reporter
 
 
 def _run(
@@ -197,6 +212,7 @@ def _run(
             "contract": contract(config),
             "fingerprint": fingerprint_of(parts.train_set),
             "environment": environment(),
+            "total_steps": kit.total_steps,
         },
         describe_cut=partial(describe_cut, prepared),
         on_full=config.checkpoint.on_full,
@@ -229,6 +245,20 @@ def _start(
         name=config.name,
         threads=torch.get_num_threads() if plan.device == "cpu" else None,
         resumed_step=None if loaded is None else loaded.step,
+    )
+
+
+def _say_how_it_grew(run: Run, extra: Mapping[str, Any]) -> None:
+    """Tell of a schedule that was made for fewer steps than the run now has."""
+    kit, step = run.kit, run.feed.cursor.step
+    before = extra.get("total_steps", kit.total_steps)
+    if before == kit.total_steps or step >= kit.total_steps:
+        return
+    rate = kit.base_lrs[0]
+    planned, now = (rate * kit.schedule.factor(step, total) for total in (before, kit.total_steps))
+    run.reporter.line(
+        f"steps {before} -> {kit.total_steps}: the schedule is re-anchored: lr {now:.2e} at step "
+        f"{step + 1}, where the shorter run had {planned:.2e}"
     )
 
 

@@ -43,8 +43,11 @@ def verify_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
         seed=config.seed,
         cursor=parts.source.order.start,
     )
-    report = verify(parts.kit(), feed.next(), parts.source.loader, whole_fits=_whole_fits(prepared))
-    feed.close()
+    try:
+        batch, loader = feed.next(), parts.source.loader
+        report = verify(parts.kit(), batch, loader, whole_fits=_whole_fits(prepared))
+    finally:
+        feed.close()
     durable.write_json(folder / VERIFY_FILE, report.to_json())
     screen = Screen(folder)
     screen.show(verify_block(report))

@@ -13,7 +13,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainer.culprits.align import Share, align, close, shares
 from trainer.culprits.scratch import Groups, Scratch
-from trainer.culprits.sums import SINGLE_TOLERANCE, TOLERANCE, sum_faults, weight_faults
+from trainer.culprits.sums import (
+    SINGLE_TOLERANCE,
+    TOLERANCE,
+    Sight,
+    sum_faults,
+    weight_faults,
+)
 from trainer.culprits.trace import OUTSIDE, Difference, Trace, compare, record, repeat
 from trainer.micro_batch import MicroBatch
 
@@ -100,7 +106,7 @@ class Way:
     is_last_resort: bool = False
 
 
-NEIGHBOURS = "the other samples of its micro-batch"
+NEIGHBOURS = "the rest of its micro-batch"
 PADDING = "its padding"
 
 
@@ -145,6 +151,7 @@ def find(
     trace = record(scratch, whole)
     modules = dict(scratch.module.named_modules())
     reasons, failures, found = _unsteady(scratch, trace), dict[str, str](), Found()
+    sights: list[Sight] = []
     for way in ways:
         if way.is_last_resort and not failures:
             continue
@@ -152,16 +159,19 @@ def find(
         found.data = found.data or _data_faults(whole, way, places)
         passes = [compare(scratch, trace, m, s) for m, s in zip(way.parts, places, strict=True)]
         _charge(modules, way, passes, reasons, failures)
-        # The later way changes more, and so tells better what a mean runs over.
-        found.objective = _objective_faults(scratch, trace, way, passes) or found.objective
+        if all(each.sums is not None for each in passes):
+            sights.append(_sight(trace, way, passes))
     for name, text in failures.items():
         # What the objective raises, outside of any module, it is asked about itself.
         if name in modules:
             reasons.setdefault(name, _reason(modules[name], NEIGHBOURS, text))
     charged = {name: reason for name, reason in reasons.items() if name not in excused}
     found.modules = described(modules, charged)
-    if found.data:
-        found.objective = []  # its sums are of other data
+    objective = scratch.kit.objective
+    if objective.scope == "sample":
+        found.objective = weight_faults(objective, whole, ways[0].parts)
+        # Where the data change, so may their sums.
+        found.objective += [] if found.data else sum_faults(objective, sights)
     return found
 
 
@@ -241,22 +251,12 @@ def _data_faults(whole: MicroBatch, way: Way, places: Sequence[Share]) -> Culpri
     return [(f"data field {name}", reason) for name in sorted(changed)]
 
 
-def _objective_faults(
-    scratch: Scratch, trace: Trace, way: Way, passes: Sequence[Difference]
-) -> Culprits:
-    """Check that sums and weights add up, where the objective promises that they do."""
-    objective = scratch.kit.objective
-    if objective.scope != "sample":
-        return []
-    sums = [each.sums for each in passes if each.sums is not None]
-    if len(sums) < len(passes):
-        name = f"objective {type(objective).__name__}"
-        return weight_faults(name, trace.micro_batch, way.parts)
-    losses = trace.sums.losses.values()
-    is_double = all(loss.dtype == torch.float64 for loss in losses)
-    return sum_faults(
-        objective,
-        (trace.micro_batch, trace.sums),
-        list(zip(way.parts, sums, strict=True)),
+def _sight(trace: Trace, way: Way, passes: Sequence[Difference]) -> Sight:
+    is_double = all(loss.dtype == torch.float64 for loss in trace.sums.losses.values())
+    return Sight(
+        whole=trace.micro_batch,
+        parts=way.parts,
+        sums=(trace.sums, [each.sums for each in passes if each.sums is not None]),
+        repads=way.changes != NEIGHBOURS,
         tolerance=TOLERANCE if is_double else SINGLE_TOLERANCE,
     )

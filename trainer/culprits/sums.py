@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import final
 
 from trainer.micro_batch import MicroBatch
 from trainer.objectives.base import IGNORED, Objective, Sums
@@ -17,38 +19,100 @@ SINGLE_TOLERANCE = 1e-4
 Faults = list[tuple[str, str]]
 
 
-def sum_faults(
-    objective: Objective,
-    whole: tuple[MicroBatch, Sums],
-    parts: Sequence[tuple[MicroBatch, Sums]],
-    *,
-    tolerance: float = TOLERANCE,
-) -> Faults:
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sight:
+    """The loss sums of some samples, together and apart, under the same model outputs.
+
+    Attributes:
+        whole: the samples together.
+        parts: the same samples in smaller micro-batches.
+        sums: of both.
+        repads: whether the parts are padded otherwise than the whole.
+        tolerance: relative difference that is rounding.
+    """
+
+    whole: MicroBatch
+    parts: Sequence[MicroBatch]
+    sums: tuple[Sums, Sequence[Sums]]
+    repads: bool
+    tolerance: float
+
+    def values(self, term: str) -> tuple[float, list[float]]:
+        """Give one term together and apart."""
+        together, apart = self.sums
+        return float(together.losses[term]), [float(sums.losses[term]) for sums in apart]
+
+    def agrees(self, term: str) -> bool:
+        """Tell whether the term adds up."""
+        together, apart = self.values(term)
+        return _agree(together, sum(apart), self.tolerance)
+
+    def means(self, term: str) -> list[str]:
+        """Say what the term would be a mean over, all that fit, the most likely first."""
+        together, apart = self.values(term)
+        counts = [_counts(term, m) for m in self.parts]
+        weight = self.whole.weights[term] or 1.0
+        ratios = [a / (m.weights[term] or 1.0) for a, m in zip(apart, self.parts, strict=True)]
+        said = []
+        for what, count in _counts(term, self.whole).items():
+            here = [c[what] for c in counts]
+            if _is_mean(together, apart, count, here, self.tolerance):
+                said.append(f"it already divides, by the {what} of its micro-batch")
+            if _is_mean(together / weight, ratios, count, here, self.tolerance):
+                said.append(
+                    f"it is a mean over the {what} of its micro-batch, multiplied by another count"
+                )
+        return said
+
+
+def sum_faults(objective: Objective, sights: Sequence[Sight]) -> Faults:
     """Name every loss term that is no sum over samples, and what it is instead.
 
     Args:
         objective: whose scope is `sample`.
-        whole: a micro-batch and its sums.
-        parts: the same samples in smaller micro-batches, under the same model outputs.
-        tolerance: relative difference that is rounding.
+        sights: what changes more comes later.
     """
     name = f"objective {type(objective).__name__}"
-    micro_batches = [m for m, _ in parts]
     faults = []
-    for term, total in whole[1].losses.items():
-        together = float(total)
-        alone = [float(sums.losses[term]) for _, sums in parts]
-        if not _agree(together, sum(alone), tolerance):
-            reason = _reason(term, together, alone, (whole[0], micro_batches), tolerance)
-            faults.append((name, reason + _remedy(objective)))
-    return faults + weight_faults(name, whole[0], micro_batches)
+    for term in sights[0].sums[0].losses if sights else ():
+        wrong = [sight for sight in sights if not sight.agrees(term)]
+        if wrong:
+            reason = _padded(term, wrong[-1]) if wrong[0].repads and len(sights) > 1 else ""
+            said = _divided(term, wrong)
+            faults.append((name, reason or said + _remedy(objective, said)))
+    return faults
 
 
-def weight_faults(name: str, whole: MicroBatch, parts: Sequence[MicroBatch]) -> Faults:
+def _divided(term: str, wrong: Sequence[Sight]) -> str:
+    sight = wrong[-1]
+    together, apart = sight.values(term)
+    said = (
+        f"`{term}` is no sum: {len(sight.whole.ids)} samples together give {together:.6g}, in "
+        f"{len(apart)} groups they add up to {sum(apart):.6g}"
+    )
+    common = [m for m in wrong[0].means(term) if all(m in other.means(term) for other in wrong)]
+    if common:
+        return f"{said}; {common[0]}"
+    first = wrong[0].means(term)
+    if first:
+        return f"{said}; {first[0]}, and it changes with padding, which it does not mask"
+    return f"{said}; it divides by a count of its own, or couples samples"
+
+
+def _padded(term: str, sight: Sight) -> str:
+    together, apart = sight.values(term)
+    return (
+        f"`{term}` changes with padding: {sum(apart):.6g} without, {together:.6g} with it; mask "
+        "padded positions in the loss, or use samples of one length"
+    )
+
+
+def weight_faults(objective: Objective, whole: MicroBatch, parts: Sequence[MicroBatch]) -> Faults:
     """Name every weight that is no count over samples."""
     return [
         (
-            name,
+            f"objective {type(objective).__name__}",
             f"the weight of `{term}` does not add up: {len(whole.ids)} samples together weigh "
             f"{weight:g}, in {len(parts)} groups {sum(m.weights[term] for m in parts):g}; it must "
             "count what the sum runs over, or the loss is not divided by it",
@@ -62,33 +126,6 @@ def _agree(first: float, second: float, tolerance: float) -> bool:
     if not math.isfinite(first) and not math.isfinite(second):
         return True
     return math.isclose(first, second, rel_tol=tolerance, abs_tol=1e-12)
-
-
-def _reason(
-    term: str,
-    together: float,
-    alone: Sequence[float],
-    groups: tuple[MicroBatch, Sequence[MicroBatch]],
-    tolerance: float,
-) -> str:
-    whole, parts = groups
-    said = (
-        f"`{term}` is no sum: {len(whole.ids)} samples together give {together:.6g}, in "
-        f"{len(parts)} groups they add up to {sum(alone):.6g}"
-    )
-    counts = [_counts(term, m) for m in parts]
-    weight, weights = whole.weights[term], [m.weights[term] for m in parts]
-    for what, count in _counts(term, whole).items():
-        here = [c[what] for c in counts]
-        if _is_mean(together, alone, count, here, tolerance):
-            return f"{said}; it already divides, by the {what} of its micro-batch"
-        ratios = [a / w if w else 0.0 for a, w in zip(alone, weights, strict=True)]
-        if weight and _is_mean(together / weight, ratios, count, here, tolerance):
-            return (
-                f"{said}; it is a mean over the {what} of its micro-batch, multiplied by "
-                "another count"
-            )
-    return f"{said}; it divides by a count of its own, or couples samples"
 
 
 def _is_mean(
@@ -115,16 +152,16 @@ def _counts(term: str, micro_batch: MicroBatch) -> Mapping[str, float]:
     return counts | {"positions, padding counted,": micro_batch.num_positions}
 
 
-def _remedy(objective: Objective) -> str:
+def _remedy(objective: Objective, said: str) -> str:
     if not isinstance(objective, ModelLoss):
         return "; give the sum, and let the weight divide"
-    if objective.reduction == "sum":
-        return (
-            "; the model drops num_items_in_batch: type objective.reduction=mean, or take an "
-            "objective that sums, such as next_token or classify"
-        )
-    other = str(not objective.causal).lower()
-    return (
-        f"; the model's mean runs over something else: objective.causal={other}, or an "
-        "objective that sums, such as next_token or classify"
-    )
+    other = f"objective.causal={str(not objective.causal).lower()}"
+    keys = {
+        ("sum", "divides, by the loss terms"): "objective.reduction=mean",
+        ("sum", "by the labels"): f"objective.reduction=mean {other}",
+        ("mean", "over the labels"): other,
+    }
+    fitting = [keys[at] for at in keys if at[0] == objective.reduction and at[1] in said]
+    typed = f"type {fitting[0]}, or take" if fitting else "take"
+    drops = "the model drops num_items_in_batch: " if objective.reduction == "sum" else ""
+    return f"; {drops}{typed} an objective that sums, such as next_token or classify"

@@ -31,6 +31,8 @@ from trainer.step import Kit
 LOW = (torch.bfloat16, torch.float16)
 """Precisions in which adding up micro-batches loses bits."""
 
+NEIGHBOURS_OR_PADDING = "its micro-batch"
+
 MAX_TRACED = 8
 """Planned micro-batches that are taken apart when the whole batch cannot be traced."""
 
@@ -172,7 +174,7 @@ def _search_step(case: Case, *, traces_whole: bool) -> Found:
     found = Found()
     with AllocationGuard():
         if traces_whole and len(planned) > 1:
-            way = Way(planned, "its micro-batch")
+            way = Way(planned, NEIGHBOURS_OR_PADDING)
             found = find(case.scratch, groups.group(groups.positions), [way], packed=packed)
     start = 0
     for micro_batch in planned[:MAX_TRACED]:
@@ -181,7 +183,7 @@ def _search_step(case: Case, *, traces_whole: bool) -> Found:
         if not found and len(positions) > 1:
             with AllocationGuard():
                 alone = [groups.group(positions[i : i + 1]) for i in range(len(positions))]
-                way = Way(alone, "its micro-batch")
+                way = Way(alone, NEIGHBOURS_OR_PADDING)
                 found = find(case.scratch, micro_batch, [way], packed=packed)
     return found
 

@@ -165,7 +165,7 @@ def compare(scratch: Scratch, trace: Trace, part: MicroBatch, share: Share) -> D
             name = comparer.running or OUTSIDE
             text = " ".join(f"{type(error).__name__}: {error}".split())[:160]
             return Difference(blamed=tuple(comparer.blamed), sums=None, failure=(name, text))
-    return Difference(blamed=tuple(comparer.blamed), sums=sums)
+    return Difference(blamed=tuple(comparer.blamed), sums=_detached(sums))
 
 
 def repeat(scratch: Scratch, trace: Trace) -> tuple[list[str], list[str]]:

@@ -350,3 +350,4 @@ def _ignore_signals(_: int) -> None:
     """Leave it to the main process to stop: Ctrl-C reaches the whole process group."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)

@@ -68,7 +68,7 @@ class ModelLoss(Objective):
         loss = at_least_single(_loss_of(model(fields)))
         weight = self.weights(fields)["model_loss"]
         # The mean over nothing is NaN. A leaf of its own keeps the step's backward uniform.
-        nothing = torch.zeros_like(loss, requires_grad=True)
+        nothing = torch.zeros_like(loss, requires_grad=torch.is_grad_enabled())
         return Sums(losses={"model_loss": loss * weight if weight else nothing})
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, final
 
 import torch
@@ -67,17 +68,26 @@ class Parallel(ABC):
     def drop_gradients(self) -> None:
         """Forget every gradient of a step that is to be replayed or skipped."""
 
-    def let_backward_reduce(self, *, across: bool, is_last: bool) -> None:
-        """Make the next backward reduce its gradients by itself; every one is then collective.
+    @abstractmethod
+    def begin_lockstep(self) -> None:
+        """Begin a step without a window, in which every micro-batch is collective. Collective."""
+
+    @abstractmethod
+    def reducing(self, *, across: bool, is_last: bool) -> AbstractContextManager[None]:
+        """Wrap a forward and backward that reduces its own gradient. Collective.
 
         Args:
             across: whether over all ranks, or only within the groups that share one copy.
             is_last: whether it is the step's last.
-
-        Raises:
-            NotImplementedError: this mechanism reduces only at the end of a window.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no reducer in its backward")
+
+    @abstractmethod
+    def end_lockstep(self, used: Sequence[bool]) -> None:
+        """End a step without a window.
+
+        Args:
+            used: which parameters have a gradient on any rank; that of the others becomes None.
+        """
 
 
 @final
@@ -106,6 +116,7 @@ class Replicated(Parallel):
         self.parameters = parameters
         self.world = world
         self._staging: dict[torch.dtype, Tensor] = {}
+        self._live: set[int] = set()
 
     def gather(self) -> None:
         """Set memory aside for the reduction, so that it cannot run out once ranks have agreed."""
@@ -118,6 +129,8 @@ class Replicated(Parallel):
 
     def used(self) -> Sequence[bool]:
         """See the base class."""
+        if self._live:
+            return [index in self._live for index in range(len(self.parameters))]
         return [p.grad is not None for p in self.parameters]
 
     def reduce(self, used: Sequence[bool]) -> None:
@@ -140,6 +153,31 @@ class Replicated(Parallel):
             self.world.sum(flat)
             torch._foreach_copy_(grads, views)
 
+    def begin_lockstep(self) -> None:
+        """See the base class."""
+        self._live.clear()
+        self.gather()
+
+    @contextmanager
+    def reducing(self, *, across: bool, is_last: bool) -> Iterator[None]:
+        """See the base class; what is reduced already waits aside, a second gradient in memory."""
+        reduced = [p.grad for p in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
+        yield
+        self._live |= {i for i, p in enumerate(self.parameters) if p.grad is not None}
+        self.reduce([True] * len(self.parameters))
+        for parameter, before in zip(self.parameters, reduced, strict=True):
+            if before is not None and parameter.grad is not None:
+                parameter.grad += before
+
+    def end_lockstep(self, used: Sequence[bool]) -> None:
+        """See the base class."""
+        for parameter, flag in zip(self.parameters, used, strict=True):
+            if not flag:
+                parameter.grad = None
+        self._live.clear()
+
     def gradient_norm(self) -> Tensor:
         """See the base class; in the gradients' precision."""
         grads = self._gradients()
@@ -155,6 +193,7 @@ class Replicated(Parallel):
 
     def drop_gradients(self) -> None:
         """See the base class."""
+        self._live.clear()
         for parameter in self.parameters:
             parameter.grad = None
 

@@ -10,7 +10,10 @@ by private names only; `tests/test_ranks_sharded.py` holds them to what is relie
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -58,6 +61,8 @@ class Sharded(Parallel):
         self.call = call
         self.world = world
         self.module = module
+        # Objectives make new tensors of what a model returns; they write into none of them.
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
         mesh = _mesh(world, replicas)
         for block in blocks:
             fully_shard(block, mesh=mesh)
@@ -69,6 +74,8 @@ class Sharded(Parallel):
             group.set_force_sum_reduction_for_comms(True)
             group.set_reduce_scatter_unused_params(True)
         self.parameters = [p for p in module.parameters() if p.requires_grad]
+        self._live: set[int] = set()
+        self._watched = False
 
     @property
     def num_groups(self) -> int:
@@ -94,12 +101,12 @@ class Sharded(Parallel):
 
     def used(self) -> Sequence[bool]:
         """See the base class."""
-        live = {
-            id(part.sharded_param)
-            for part in self._sharded_parts()
+        live = self._live | {
+            index
+            for index, part in self._numbered_parts()
             if part.unsharded_accumulated_grad is not None or _unsharded_grad(part) is not None
         }
-        return [id(parameter) in live for parameter in self.parameters]
+        return [index in live for index in range(len(self.parameters))]
 
     def reduce(self, used: Sequence[bool]) -> None:
         """See the base class: one reduce-scatter per block, and one all-reduce over replicas."""
@@ -108,20 +115,39 @@ class Sharded(Parallel):
         root.set_reshard_after_backward(True)
         root.set_is_last_backward(True)
         root._get_fsdp_state()._root_post_backward_final_callback()
-        # Every rank reduced zeros for what it did not use; where nobody did, there is no gradient.
-        for parameter, flag in zip(self.parameters, used, strict=True):
-            if not flag:
-                parameter.grad = None
+        self._forget_unused(used)
 
-    def let_backward_reduce(self, *, across: bool, is_last: bool) -> None:
+    def begin_lockstep(self) -> None:
         """See the base class."""
+        self._live.clear()
+        if self._watched:
+            return
+        # Reduced gradients do not tell who used a parameter, so each tells it in backward.
+        self.gather()
+        for index, part in self._numbered_parts():
+            hook = partial(self._mark, index)
+            part._unsharded_param.register_post_accumulate_grad_hook(hook)
+        self.release()
+        self._watched = True
+
+    @contextmanager
+    def reducing(self, *, across: bool, is_last: bool) -> Iterator[None]:
+        """See the base class: a block's parameters leave as soon as it has used them."""
         root = self._root
-        root.set_reshard_after_forward(False)
-        root.set_reshard_after_backward(is_last)
+        root.set_reshard_after_forward(True)
+        # Backward begins with the root's own parameters.
+        root.set_reshard_after_forward(False, recurse=False)
+        root.set_reshard_after_backward(True)
         root.set_requires_gradient_sync(True)
         # Overwritten by the line above, so it comes after.
         root.set_requires_all_reduce(across)
         root.set_is_last_backward(is_last)
+        yield
+
+    def end_lockstep(self, used: Sequence[bool]) -> None:
+        """See the base class."""
+        self._forget_unused(used)
+        self._live.clear()
 
     def gradient_norm(self) -> Tensor:
         """See the base class; in the gradients' precision."""
@@ -141,8 +167,18 @@ class Sharded(Parallel):
         if grads:
             torch._foreach_mul_(grads, factor.to(grads[0].dtype))
 
+    def _forget_unused(self, used: Sequence[bool]) -> None:
+        """Drop the zeros that every rank reduced for what none of them used."""
+        for parameter, flag in zip(self.parameters, used, strict=True):
+            if not flag:
+                parameter.grad = None
+
+    def _mark(self, index: int, _: Tensor) -> None:
+        self._live.add(index)
+
     def drop_gradients(self) -> None:
         """See the base class. The order counts: any other adds the failed attempt to the next."""
+        self._live.clear()
         self._root.reset_iter_state()
         for part in self._sharded_parts():
             part.unsharded_accumulated_grad = None
@@ -156,6 +192,12 @@ class Sharded(Parallel):
         root = self.module
         assert isinstance(root, FSDPModule)
         return root
+
+    def _numbered_parts(self) -> Iterator[tuple[int, Any]]:
+        index_of = {id(parameter): index for index, parameter in enumerate(self.parameters)}
+        for part in self._sharded_parts():
+            if id(part.sharded_param) in index_of:
+                yield index_of[id(part.sharded_param)], part
 
     def _sharded_parts(self) -> Iterator[Any]:
         for group in self._groups:

@@ -60,6 +60,8 @@ class Layout:
         world_size: data-parallel ranks.
         lockstep: every micro-batch contains a collective, so all ranks need the same count.
         pad_multiple: lengths are padded up to a multiple of this.
+        longest: the multiple pads no sample beyond it, since a model may take no more; None is no
+            bound.
         max_shapes: largest number of distinct padded lengths, for compiled models. The number of
             samples is not bounded: it is the one dimension to compile as dynamic.
         shapes: the padded lengths to use, ascending, when they are to be the same for a whole run
@@ -74,6 +76,7 @@ class Layout:
     world_size: int = 1
     lockstep: bool = False
     pad_multiple: int = 1
+    longest: int | None = None
     max_shapes: int | None = None
     shapes: tuple[int, ...] = ()
     packed: bool = False

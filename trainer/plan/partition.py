@@ -93,7 +93,7 @@ def pad(lengths: IntArray, layout: Layout) -> IntArray:
 
     Args:
         lengths: `(num_samples,)`.
-        layout: its `pad_multiple`, `shapes` and `max_shapes` are read. Lengths above the last
+        layout: its `pad_multiple`, `longest`, `shapes` and `max_shapes` are read. Lengths above the last
             shape are rounded to the multiple only.
 
     Returns:
@@ -101,6 +101,8 @@ def pad(lengths: IntArray, layout: Layout) -> IntArray:
     """
     multiple = layout.pad_multiple
     padded = -(-np.maximum(lengths, 1) // multiple) * multiple
+    if layout.longest is not None:
+        padded = np.minimum(padded, np.maximum(lengths, layout.longest))
     shapes = layout.shapes
     if not shapes and layout.max_shapes is not None and not layout.packed:
         shapes = ladder(padded, layout.max_shapes, layout.cost)

@@ -334,7 +334,7 @@ def _candidates(candidates: Sequence[Candidate]) -> RenderableType:
 def _losses(end: RunSummary, held_out: float) -> Table:
     """Set the held-out loss beside each baseline, with the difference."""
     table = Table.grid(padding=(0, 3, 0, 0))
-    table.add_column()
+    table.add_column(no_wrap=True)
     table.add_column(justify="right")
     table.add_column()
     table.add_row("this model", Text(loss(held_out), "bold green"), "")
@@ -369,7 +369,12 @@ def further(end: RunSummary) -> list[str]:
     commands.append(f"train resume={folder} steps={2 * end.steps}")
     if end.state != "completed":
         commands[-1:] = [f"train resume={folder}"]
-    return [f"  {command}" for command in commands]
+    return ["  " + " ".join([command, *trusting(end.packages)]) for command in commands]
+
+
+def trusting(packages: Sequence[str]) -> list[str]:
+    """Give what has to be typed for classes of one's own that a run folder names."""
+    return [f"trust=[{','.join(packages)}]"] if packages else []
 
 
 def step_of(step: int, steps: int) -> str:

@@ -13,6 +13,8 @@ from typing import final
 import torch
 from torch import Tensor
 
+from trainer.durable import save_error
+from trainer.errors import SaveError
 from trainer.report.journal import Entry, Journal, read, truncate_after
 from trainer.report.records import EVAL_SECONDS, EvalRecord, StepRecord, Value
 
@@ -50,6 +52,9 @@ class MetricsLog:
         resumed_step: entries beyond it are cut before the first is added; None in a fresh run,
             which cuts all that one without a checkpoint left there.
         keep_samples: whether to write samples.jsonl.
+
+    Raises:
+        SaveError: a log cannot be cut.
     """
 
     def __init__(
@@ -60,9 +65,8 @@ class MetricsLog:
         resumed_step: int | None = None,
         keep_samples: bool = False,
     ) -> None:
-        last = -1 if resumed_step is None else resumed_step
-        truncate_after(folder / METRICS_FILE, last)
-        truncate_after(folder / SAMPLES_FILE, last)
+        for name in (METRICS_FILE, SAMPLES_FILE):
+            _cut(folder / name, -1 if resumed_step is None else resumed_step)
         self._metrics = Journal(folder / METRICS_FILE, warn)
         self._samples = Journal(folder / SAMPLES_FILE, warn) if keep_samples else None
         self._waiting: _OnTheWay | None = None
@@ -129,6 +133,19 @@ class MetricsLog:
         entry = _entry(record, numbers)
         self._metrics.write(entry)
         return entry
+
+
+def _cut(path: Path, last: int) -> None:
+    """Cut a log behind a step.
+
+    Raises:
+        SaveError: the disk refused.
+    """
+    try:
+        truncate_after(path, last)
+    except OSError as error:
+        failure: SaveError = save_error(error, path)
+        raise failure from error
 
 
 def evaluation_at(folder: Path, step: int) -> dict[str, float] | None:

@@ -253,6 +253,7 @@ class RunSummary:
         peak_bytes: measured peak of memory on rank 0.
         skipped_steps: steps without an update.
         replays: times a step ran out of memory and was computed again in smaller pieces.
+        packages: that classes of the user's own come from; looking further needs consent to them.
     """
 
     step: int
@@ -268,6 +269,7 @@ class RunSummary:
     peak_bytes: int | None = None
     skipped_steps: int = 0
     replays: int = 0
+    packages: tuple[str, ...] = ()
 
     @property
     def eval_loss(self) -> float | None:

@@ -29,6 +29,7 @@ def main() -> int:
     # A scheduler signals every process of a job; the run says when it is over.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     os.nice(NICENESS)
     parent = FileIO(os.dup(0), "r")
     messages = os.fdopen(os.dup(1), "w", buffering=1)

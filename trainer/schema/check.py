@@ -97,7 +97,7 @@ def check(
     for key in unknown:
         _restore(tree, base, key)
     faults = [*unknown.values(), *_reserved(tree), *_missing(tree, choices), *_leaks(tree, environ)]
-    faults += _conform_arguments(tree, base, own)
+    faults += _conform_arguments(tree, base, own, keys)
     faults += _shared_arguments(tree, base, own, keys)
     return Checked(tree=tree, faults=tuple(faults))
 
@@ -197,9 +197,11 @@ def _leaks(tree: Mapping[str, Any], environ: Mapping[str, str]) -> Iterator[str]
 
 
 def _conform_arguments(
-    tree: dict[str, Any], base: Mapping[str, Any], own: set[str]
+    tree: dict[str, Any], base: Mapping[str, Any], own: set[str], keys: Mapping[str, Key]
 ) -> Iterator[str]:
     """Read every constructor argument as the type its option gives it, in place.
+
+    What the interface declares has a type of its own, and is left to the schema.
 
     Yields:
         One line per fault.
@@ -207,7 +209,7 @@ def _conform_arguments(
     examples = flat(base)
     for key, value in flat(tree).items():
         owner = _owner(key)
-        if owner is None or owner in own or key not in examples or _is_shared(key):
+        if owner is None or owner in own or key not in examples or key in keys:
             continue
         try:
             assign(tree, key, conform(examples[key], value))

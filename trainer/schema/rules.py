@@ -37,11 +37,6 @@ class Gap:
 NOT_YET: Mapping[str, Gap] = {
     "command": Gap(("train", "plan", "verify", "evaluate", "export"), later=("report",)),
     "batch.schedule": Gap((None,)),
-    "sync": Gap(("auto", "deferred"), later=("immediate", "hierarchical")),
-    "parallel": Gap(("none", "ddp", "fsdp"), later=("hsdp",)),
-    "parallel.shard": Gap(("auto",)),
-    "parallel.replicate": Gap(("auto",)),
-    "deterministic": Gap((False, True), later=("layout",)),
     "batchnorm": Gap(("ghost", "micro"), later=("pooled", "sync", "frozen")),
 }
 """The values of the interface that are still to come: an issue that brings one deletes its row."""
@@ -71,6 +66,7 @@ def between(tree: Tree, choices: Mapping[str, Any], typed: frozenset[str]) -> It
     """
     yield from _clock(tree)
     yield from _cut(tree, choices)
+    yield from _ranks(tree)
     yield from _sizes(tree, typed)
     yield from _command(tree)
     yield from _paths(tree)
@@ -98,6 +94,22 @@ def _cut(tree: Tree, choices: Mapping[str, Any]) -> Iterator[str]:
         )
     if lookup(tree, "batchnorm.mode") == "micro" and not is_fixed:
         yield "batchnorm=micro: depends on how the batch is cut; say accum=fixed accum.micro=8"
+
+
+def _ranks(tree: Tree) -> Iterator[str]:
+    mode, ranks = lookup(tree, "parallel.mode"), lookup(tree, "parallel.ranks")
+    if mode == "none" and _is_count(ranks) and ranks > 1:
+        yield line("parallel.ranks", ranks, "parallel=none is one rank; use parallel=ddp")
+    for key in ("parallel.shard", "parallel.replicate"):
+        if mode != "hsdp" and lookup(tree, key) not in ("auto", None):
+            yield line(key, lookup(tree, key), "counts only with parallel=hsdp")
+    is_fixed = lookup(tree, "accum._target_") == FIXED_CUT
+    if tree.get("deterministic") == "layout" and (
+        not is_fixed or lookup(tree, "accum.micro") is None
+    ):
+        yield line(
+            "deterministic", "layout", "needs fixed micro-batches; say accum=fixed accum.micro=8"
+        )
 
 
 def _sizes(tree: Tree, typed: frozenset[str]) -> Iterator[str]:

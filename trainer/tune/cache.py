@@ -26,8 +26,11 @@ from trainer.plan.memory import Shape
 from trainer.tune.tensors import MemoryEstimate
 from trainer.tune.workload import Workload
 
-FORMAT = 1
+FORMAT = 2
 """Raised when what a fact means changes; files of another format are not read."""
+
+BUSY_TRIES = 3
+"""Runs that time again where every one of them was disturbed; then the quickest must do."""
 
 Key = tuple[Shape, bool]
 """A shape, and whether it is computed under activation checkpointing."""
@@ -41,7 +44,9 @@ class Notebook:
     Attributes:
         path: the file it is kept in; None keeps it for this process only.
         peaks: predicted peak of a step whose largest micro-batch has the shape.
-        seconds: of one forward and backward.
+        seconds: of one forward and backward, the quickest that was ever seen.
+        open_timings: how many more runs are to time again, by activation checkpointing, since
+            other programs were in the way; 0 once a quiet one was had.
         methods: how peaks are predicted, with and without activation checkpointing.
         ratios: resident bytes per byte of tensors, likewise.
     """
@@ -49,6 +54,7 @@ class Notebook:
     path: Path | None = None
     peaks: dict[Key, MemoryEstimate] = field(default_factory=dict)
     seconds: dict[Key, float] = field(default_factory=dict)
+    open_timings: dict[bool, int] = field(default_factory=dict)
     methods: dict[bool, str] = field(default_factory=dict)
     ratios: dict[bool, float] = field(default_factory=dict)
 
@@ -68,6 +74,18 @@ class Notebook:
             book._read(path)
         return book
 
+    def is_settled(self, recompute: bool) -> bool:
+        """Tell whether the timings of a variant need not be taken again."""
+        return self.open_timings.get(recompute, 1) == 0
+
+    def note(self, seconds: Mapping[Shape, float], *, recompute: bool, are_quiet: bool) -> None:
+        """Keep the quickest of old and new timings; busy machines are given a few more tries."""
+        for shape, new in seconds.items():
+            key = shape, recompute
+            self.seconds[key] = min(new, self.seconds.get(key, new))
+        left = self.open_timings.get(recompute, BUSY_TRIES) - 1
+        self.open_timings[recompute] = 0 if are_quiet else max(0, left)
+
     def save(self) -> None:
         """Write the file, whole or not at all. A cache that cannot be written is no failure."""
         if self.path is None:
@@ -75,6 +93,7 @@ class Notebook:
         content = {
             "peaks": {_text(key): asdict(peak) for key, peak in self.peaks.items()},
             "seconds": {_text(key): seconds for key, seconds in self.seconds.items()},
+            "open_timings": {str(int(key)): left for key, left in self.open_timings.items()},
             "methods": {str(int(key)): method for key, method in self.methods.items()},
             "ratios": {str(int(key)): ratio for key, ratio in self.ratios.items()},
         }
@@ -87,10 +106,12 @@ class Notebook:
         # Read in full before the first entry is taken, so that half a file gives nothing.
         peaks = {_key(k): MemoryEstimate.from_dict(v) for k, v in saved["peaks"].items()}
         seconds = {_key(k): float(v) for k, v in saved["seconds"].items()}
+        open_timings = {bool(int(k)): int(v) for k, v in saved["open_timings"].items()}
         methods = {bool(int(k)): str(v) for k, v in saved["methods"].items()}
         ratios = {bool(int(k)): float(v) for k, v in saved["ratios"].items()}
         self.peaks.update(peaks)
         self.seconds.update(seconds)
+        self.open_timings.update(open_timings)
         self.methods.update(methods)
         self.ratios.update(ratios)
 

@@ -30,11 +30,14 @@ Clock = Callable[[], float]
 Prepare = Callable[[Shape], Callable[[], None]]
 """Makes the data of a shape ready, and gives what computes it and nothing else."""
 
-ROUNDS = 5
-"""Timings per shape, at most; their median withstands two that were disturbed."""
+ROUNDS = 7
+"""Timings per shape, at most; the quickest counts, since a disturbance only ever adds time."""
 
 REPEATED = 2
 """More timings than this say something about noise."""
+
+TELLING_SHAPES = 3
+"""Shapes that must have been repeated for a machine to count as quiet."""
 
 QUIET = 0.15
 """Noise above which other programs were in the way."""
@@ -55,14 +58,38 @@ NEAR_BEST = 1.03
 """What a smaller micro-batch may lose in speed: 1 / 0.97."""
 
 
-def time_budget(run_s: float, budget_s: float = 10.0) -> float:
+MOST_BUDGET_S = 10.0
+"""What tuning takes at most, in a run of any length."""
+
+LEAST_BUDGET_S = 1.5
+"""What timing may take in the shortest run."""
+
+
+def time_budget(run_s: float, budget_s: float = MOST_BUDGET_S) -> float:
     """Give the seconds that timing may take: 2 % of the run, within [1.5 s, `budget_s`].
 
     Args:
         run_s: estimate for the whole run.
         budget_s: never more than this.
     """
-    return min(max(0.02 * run_s, 1.5), budget_s)
+    return min(max(0.02 * run_s, LEAST_BUDGET_S), budget_s)
+
+
+@final
+class Stopwatch:
+    """Tells how long tuning has taken.
+
+    Args:
+        clock: seconds.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self._started = clock()
+
+    def elapsed(self) -> float:
+        """Give seconds since the start."""
+        return self.clock() - self._started
 
 
 @final
@@ -133,6 +160,10 @@ def measure(
     """
     started, deadline = clock(), 0.0
     once: dict[Shape, float] = {}
+    with AllocationGuard() as guard:
+        prepare(sizes[0])()  # libraries set themselves up in the very first run
+    if guard.failed:
+        return Timings(seconds={}, failed=sizes[0])
     for shape in (*sizes, *others):
         if once:
             rates = [once[size] / positions(size) for size in sizes if size in once]
@@ -153,9 +184,27 @@ def measure(
         if positions(shape) <= positions(fastest) or seconds / positions(shape) <= slowest
     ]
     samples = _rounds(prepare, contenders, once, deadline, clock)
-    medians = {shape: median_low(seconds) for shape, seconds in samples.items()}
+    quickest = once | {shape: min(seconds) for shape, seconds in samples.items()}
+    seconds = {
+        **quickest,
+        **_never_slower_than_larger({s: quickest[s] for s in sizes if s in once}),
+    }
     excess = [median_low(s) / min(s) - 1.0 for s in samples.values() if len(s) > REPEATED]
-    return Timings(seconds=once | medians, noise=median_low(excess) if excess else math.inf)
+    corrected = max(quickest[shape] / seconds[shape] - 1.0 for shape in quickest)
+    is_told = len(excess) >= min(TELLING_SHAPES, len(sizes) + len(others))
+    noise = max(median_low(excess), corrected) if is_told else math.inf
+    return Timings(seconds=seconds, noise=noise)
+
+
+def _never_slower_than_larger(seconds: Mapping[Shape, float]) -> dict[Shape, float]:
+    """Give every size at most the time of a larger one, which does the same and more.
+
+    Short kernels suffer most when another program takes a core, so that a small micro-batch can
+    look slower than one ten times its size.
+    """
+    ascending = sorted(seconds, key=positions)
+    times = np.minimum.accumulate([seconds[shape] for shape in reversed(ascending)])
+    return dict(zip(reversed(ascending), map(float, times), strict=True))
 
 
 def _rounds(

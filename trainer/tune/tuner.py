@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import final
 
+import numpy as np
+
 from trainer.errors import DoesNotFitError
 from trainer.models.recompute import can_recompute
 from trainer.plan.cut import Cost, Plan
@@ -16,9 +18,12 @@ from trainer.tune.cache import Notebook
 from trainer.tune.limit import resident_growth, resident_ratio
 from trainer.tune.predict import Predictor, predictor_for
 from trainer.tune.speed import (
+    LEAST_BUDGET_S,
+    MOST_BUDGET_S,
     NEAR_BEST,
     Clock,
     SpeedModel,
+    Stopwatch,
     Timings,
     fit_speed,
     measure,
@@ -31,6 +36,9 @@ from trainer.tune.tuning import Candidate, Question, Tuning
 
 RECOMPUTED = 4 / 3
 """Time of forward, forward again and backward (twice a forward) over forward and backward."""
+
+LEAST_CAP = 512
+"""Caps below the longest sample are asked about down to this: no device is faster below."""
 
 QUADRATIC_TOKENS = 2048
 """Size at which further lengths are timed, to tell attention's share."""
@@ -54,18 +62,21 @@ def tune(
     Raises:
         DoesNotFitError: even one sample exceeds the memory.
     """
-    book = notebook or Notebook()
+    book, watch = notebook or Notebook(), Stopwatch(clock)
     explored: list[_Explored] = []
     if question.recompute != "always":
-        explored.append(_explore(_Variant(question, book, recompute=False), clock))
+        explored.append(_explore(_Variant(question, book, recompute=False), watch))
     if question.recompute == "always" or (
         question.recompute == "auto"
         and explored[0].wants_memory
         and can_recompute(question.work.model)
     ):
-        explored.append(_explore(_Variant(question, book, recompute=True), clock))
+        explored.append(_explore(_Variant(question, book, recompute=True), watch))
+    best, row = _best_of(explored)
+    # The chosen shape itself is run, whatever the rows of the table were interpolated from.
+    predicted = best.variant.peak_under(row.max_tokens)
     book.save()
-    return _choose(explored)
+    return _told(explored, best, row, predicted)
 
 
 @final
@@ -75,17 +86,29 @@ class _Variant:
 
     Attributes:
         predictor: at most one; made when the notebook does not know a shape.
+        caps_run: whose peaks were asked for.
     """
 
     question: Question
     book: Notebook
     recompute: bool = field(kw_only=True)
     predictor: list[Predictor] = field(default_factory=list)
+    caps_run: set[int] = field(default_factory=set)
 
     @property
     def single(self) -> Shape:
-        """The least that any step needs: one sample of the greatest length."""
-        return Shape(1, self.question.padded(self.question.longest))
+        """The least that any step needs: one sample, or one group, of the greatest length."""
+        question = self.question
+        size = min(question.layout.group_size, question.most_samples)
+        return Shape(size, question.padded(question.longest))
+
+    @property
+    def smallest_cap(self) -> int:
+        """The least cap worth asking about: what is longer than it is alone."""
+        cap, question = positions(self.single), self.question
+        while cap % 2 == 0 and cap // 2 >= max(question.typical, LEAST_CAP):
+            cap //= 2
+        return cap
 
     @property
     def limit_bytes(self) -> int:
@@ -110,10 +133,30 @@ class _Variant:
         shapes = corner_shapes(cap, q.padded(q.longest), q.padded(q.shortest), q.most_samples)
         return max((self.peak(shape) for shape in shapes), key=lambda peak: peak.peak_bytes)
 
+    def bytes_under(self, cap: int) -> int:
+        """Predict the peak under a cap, between caps that were run where it was not itself.
+
+        Peaks are affine in the cap as long as the same corner is the worst.
+        """
+        run = {c: self.peak_under(c).peak_bytes for c in self.caps_run}
+        if cap in run:
+            return run[cap]
+        caps = sorted(run)
+        return int(np.interp(cap, caps, [run[c] for c in caps]))
+
     def largest_fit(self) -> int | None:
         """Find the largest cap that fits; None when not even one sample does."""
-        caps = candidate_caps(self.single.length, self.question.top)
-        return largest_cap(lambda c: self.peak_under(c).peak_bytes, self.limit_bytes, caps).cap
+        found = self._search(candidate_caps(self.smallest_cap, self.question.top))
+        if found is None and self.peak(self.single).peak_bytes <= self.limit_bytes:
+            # Many short samples may take more than the longest one, which is alone then.
+            least = self.question.padded(self.question.shortest)
+            found = self._search(candidate_caps(least, self.smallest_cap))
+        return found
+
+    def _search(self, caps: Sequence[int]) -> int | None:
+        found = largest_cap(lambda c: self.peak_under(c).peak_bytes, self.limit_bytes, caps)
+        self.caps_run.update(found.peaks)
+        return found.cap
 
     def remember_ratio(self, ratio: float | None) -> None:
         """Keep what a byte of tensors costs, at the worst that was seen."""
@@ -149,15 +192,15 @@ class _Explored:
         return largest.max_tokens < self.variant.question.top and _best([self])[1] is largest
 
 
-def _explore(variant: _Variant, clock: Clock) -> _Explored:
+def _explore(variant: _Variant, watch: Stopwatch) -> _Explored:
     question = variant.question
     speed, how = SpeedModel.of(question.layout.cost), "time unknown"
     fits = variant.largest_fit()
     if fits is not None and question.timed:
-        speed, how = _timed(variant, fits, clock)
+        speed, how = _timed(variant, fits, watch)
         fits = variant.largest_fit()
     cost = speed.cost if question.timed else question.layout.cost
-    caps = () if fits is None else _doublings(variant.single.length, fits)
+    caps = () if fits is None else _doublings(min(variant.smallest_cap, fits), fits)
     plans = {cap: _plans(question, cap, cost) for cap in caps}
     # Where nothing is timed, recomputing costs what arithmetic says.
     factor = RECOMPUTED if variant.recompute and not question.timed else 1.0
@@ -165,7 +208,7 @@ def _explore(variant: _Variant, clock: Clock) -> _Explored:
     rows = tuple(
         Candidate(
             max_tokens=cap,
-            predicted_bytes=variant.peak_under(cap).peak_bytes,
+            predicted_bytes=variant.bytes_under(cap),
             seconds_per_step=times[cap] if question.timed else None,
             padding=_padding(plans[cap]),
             micro_batches=fmean(plan.num_micro_batches for plan in plans[cap]),
@@ -177,41 +220,40 @@ def _explore(variant: _Variant, clock: Clock) -> _Explored:
 
 
 def _doublings(smallest: int, largest: int) -> tuple[int, ...]:
-    """List caps from one longest sample on, each twice the one before, and the largest."""
+    """List caps, each twice the one before, and the largest."""
     caps = [smallest]
     while caps[-1] * 2 < largest:
         caps.append(caps[-1] * 2)
     return tuple(dict.fromkeys((*caps, largest)))
 
 
-def _timed(variant: _Variant, fits: int, clock: Clock) -> tuple[SpeedModel, str]:
+def _timed(variant: _Variant, fits: int, watch: Stopwatch) -> tuple[SpeedModel, str]:
     """Time what the notebook does not know, and learn what tensors cost in resident memory.
 
     Raises:
         DoesNotFitError: even the smallest size ran out of memory.
     """
     book, recompute = variant.book, variant.recompute
-    sizes, others = _shapes_to_time(variant.question, fits)
-    asked = [*sizes, *others]
+    sizes, others = _shapes_to_time(variant, fits)
+    asked, how = [*sizes, *others], "timed in an earlier run"
+    if not (book.is_settled(recompute) and any((s, recompute) in book.seconds for s in sizes)):
+        before = watch.elapsed()
+        timings = _measure(variant, sizes, others, watch)
+        spent = watch.elapsed() - before
+        how = f"timed {len(timings.seconds)} shapes in {spent:.1f} s"
+        book.note(timings.seconds, recompute=recompute, are_quiet=timings.are_quiet)
     known = {s: book.seconds[s, recompute] for s in asked if (s, recompute) in book.seconds}
-    how = "timed in an earlier run"
     if not any(shape in known for shape in sizes):
-        started = clock()
-        timings = _measure(variant, sizes, others, clock)
-        known = dict(timings.seconds)
-        how = f"timed {len(known)} shapes in {clock() - started:.1f} s"
-        if not known:
-            raise DoesNotFitError(_does_not_fit(variant))
-        if timings.are_quiet:
-            book.seconds.update({(shape, recompute): s for shape, s in known.items()})
+        raise DoesNotFitError(_does_not_fit(variant))
     of_sizes = {shape: s for shape, s in known.items() if shape in sizes}
     return fit_speed(of_sizes, {s: known[s] for s in known if s not in of_sizes}), how
 
 
-def _shapes_to_time(question: Question, fits: int) -> tuple[list[Shape], list[Shape]]:
+def _shapes_to_time(variant: _Variant, fits: int) -> tuple[list[Shape], list[Shape]]:
     """Choose shapes: every size at the typical length, and one size at other lengths."""
+    question = variant.question
     longest, typical = question.padded(question.longest), question.typical
-    caps = _doublings(longest, fits)
+    caps = _doublings(min(variant.smallest_cap, fits), fits)
     middle = min(caps, key=lambda cap: abs(cap - QUADRATIC_TOKENS))
 
     def shape(size: int, length: int) -> Shape:
@@ -223,17 +265,21 @@ def _shapes_to_time(question: Question, fits: int) -> tuple[list[Shape], list[Sh
 
 
 def _measure(
-    variant: _Variant, sizes: Sequence[Shape], others: Sequence[Shape], clock: Clock
+    variant: _Variant, sizes: Sequence[Shape], others: Sequence[Shape], watch: Stopwatch
 ) -> Timings:
     """Time shapes, and compare the memory they took with the predicted."""
     question, work = variant.question, variant.question.work
     per_step = fmean(float(lengths.sum()) for lengths in question.batches)
     of_run = question.num_steps * per_step / question.layout.world_size
+    # Predictions have taken their part of what tuning may take.
+    left_s = max(LEAST_BUDGET_S, MOST_BUDGET_S - watch.elapsed())
     with (
         resident_growth(work.device) as growth,
         rehearsal(work, recompute=variant.recompute) as prepare,
     ):
-        timings = measure(prepare, sizes, others, lambda rate: time_budget(rate * of_run), clock)
+        timings = measure(
+            prepare, sizes, others, lambda rate: time_budget(rate * of_run, left_s), watch.clock
+        )
     if timings.failed is not None:
         # The least ratio that explains the failure, and so keeps clear of it.
         resident = work.resident_bytes
@@ -247,7 +293,7 @@ def _measure(
 
 def _plans(question: Question, cap: int, cost: Cost) -> list[Plan]:
     """Cut the sampled global batches under a cap."""
-    cut, layout = question.cut_at(cap, cost), replace(question.layout, cost=cost)
+    cut, layout = question.cut_at(cap, cost, question.alone), replace(question.layout, cost=cost)
     return [cut.cut(lengths, layout) for lengths in question.batches]
 
 
@@ -270,27 +316,40 @@ def _best(found: Sequence[_Explored]) -> tuple[_Explored, Candidate]:
     return min(near, key=lambda pair: pair[1].predicted_bytes)
 
 
-def _choose(explored: Sequence[_Explored]) -> Tuning:
-    """Put the best row of all that fit into words and numbers.
+def _best_of(explored: Sequence[_Explored]) -> tuple[_Explored, Candidate]:
+    """Choose among all that fit.
 
     Raises:
-        DoesNotFitError: there is none.
+        DoesNotFitError: nothing does.
     """
     found = [one for one in explored if one.rows]
     if not found:
         raise DoesNotFitError(_does_not_fit(explored[-1].variant))
-    best, row = _best(found)
-    variant = best.variant
-    method = variant.book.methods[variant.recompute], best.how, variant.question.limit.source
+    return _best(found)
+
+
+def _told(
+    explored: Sequence[_Explored], best: _Explored, row: Candidate, predicted: MemoryEstimate
+) -> Tuning:
+    """Put the choice into words and numbers."""
+    variant, question = best.variant, best.variant.question
+    method = [variant.book.methods[variant.recompute], best.how, question.limit.source]
+    if row.max_tokens < question.alone:
+        method.insert(0, f"longer samples, of up to {question.alone:,}, are alone")
     return Tuning(
         max_tokens=row.max_tokens,
+        alone=question.alone,
         activation_checkpointing=row.activation_checkpointing,
         cost=best.cost,
-        predicted=variant.peak_under(row.max_tokens),
+        predicted=predicted,
         limit_bytes=variant.limit_bytes,
         method="; ".join(method),
         candidates=tuple(
-            replace(other, chosen=other is row) for one in found for other in one.rows
+            replace(other, predicted_bytes=predicted.peak_bytes, chosen=True)
+            if other is row
+            else other
+            for one in explored
+            for other in one.rows
         ),
     )
 

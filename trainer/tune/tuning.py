@@ -75,7 +75,8 @@ class Tuning:
     """What tuning found; rank 0's counts for all, and a checkpoint keeps it.
 
     Attributes:
-        max_tokens: the cap, in padded tokens of a micro-batch.
+        max_tokens: the cap, in padded tokens of a micro-batch of several samples.
+        alone: what a longer sample may take in a micro-batch of its own.
         activation_checkpointing: whether blocks are to recompute.
         cost: the time model of the cuts.
         predicted: the peak of a step under the cap.
@@ -85,6 +86,7 @@ class Tuning:
     """
 
     max_tokens: int
+    alone: int
     activation_checkpointing: bool
     cost: Cost
     predicted: MemoryEstimate
@@ -105,6 +107,7 @@ class Tuning:
         """
         return cls(
             max_tokens=int(saved["max_tokens"]),
+            alone=int(saved["alone"]),
             activation_checkpointing=bool(saved["activation_checkpointing"]),
             cost=Cost(**saved["cost"]),
             predicted=MemoryEstimate.from_dict(saved["predicted"]),
@@ -124,7 +127,8 @@ class Question:
         batches: lengths of the samples of a few global batches, each `(global batch,)`.
         longest: tokens of the longest sample of the data.
         shortest: tokens of the shortest.
-        cut_at: gives the cut under a cap and a time model (`Auto.tuned`).
+        cut_at: gives the cut under a cap, a time model, and the padded tokens that one sample
+            alone may have (`Auto.tuned`).
         layout: what hardware and model ask; its cost counts where nothing is timed.
         limit: memory of one rank.
         max_samples: most samples of a micro-batch (`accum.micro`); None is no bound.
@@ -139,7 +143,7 @@ class Question:
     batches: Sequence[IntArray]
     longest: int
     shortest: int
-    cut_at: Callable[[int, Cost], Cut]
+    cut_at: Callable[[int, Cost, int], Cut]
     layout: Layout
     limit: MemoryLimit
     max_samples: int | None = None
@@ -158,7 +162,13 @@ class Question:
     def padded(self, length: int) -> int:
         """Round a length up as the layout asks."""
         multiple = self.layout.pad_multiple
-        return -(-max(1, length) // multiple) * multiple
+        padded = -(-max(1, length) // multiple) * multiple
+        return min(padded, max(length, self.layout.longest or padded))
+
+    @property
+    def alone(self) -> int:
+        """What the longest sample takes, or the largest group: it must fit, whatever the cap."""
+        return min(self.layout.group_size, self.most_samples) * self.padded(self.longest)
 
     @property
     def top(self) -> int:
@@ -166,7 +176,7 @@ class Question:
         share = -(-max(len(lengths) for lengths in self.batches) // self.layout.world_size)
         whole = min(share, self.most_samples) * self.padded(self.longest)
         bound = LARGEST_TIMED.get(self.work.device.type, LARGEST_TIMED["cpu"])
-        return max(self.padded(self.longest), min(whole, bound) if self.timed else whole)
+        return max(self.alone, min(whole, bound) if self.timed else whole)
 
     @property
     def typical(self) -> int:

@@ -121,7 +121,8 @@ class Tiled:
     """Makes micro-batches of any shape out of one real one, repeating its samples and tokens.
 
     The first dimension of a field is the samples; any further one of `length` entries is the
-    sequence. Samples without tokens have length 1 and no sequence.
+    sequence. Samples without tokens have length 1 and no sequence. An example that says where
+    packed documents begin is one row, and so is what is made of it.
 
     Attributes:
         example: collated fields, at least one sample.
@@ -133,9 +134,22 @@ class Tiled:
 
     def __call__(self, num_samples: int, length: int) -> Fields:
         """See `MakeFields`."""
+        if "cu_seqlens" in self.example:
+            return self._packed(num_samples, length)
         return {
             name: self._tiled(field, num_samples, length) for name, field in self.example.items()
         }
+
+    def _packed(self, num_samples: int, length: int) -> Fields:
+        """Lay `num_samples` documents of `length` tokens end to end in one row."""
+        index = torch.arange(length).repeat(num_samples)
+        row = {
+            name: field.index_select(1, index % self.length)
+            for name, field in self.example.items()
+            if name not in {"cu_seqlens", "position_ids"}
+        }
+        ends = torch.arange(num_samples + 1, dtype=torch.int32) * length
+        return {**row, "position_ids": index[None], "cu_seqlens": ends}
 
     def _tiled(self, field: Tensor, num_samples: int, length: int) -> Tensor:
         for dim, size in enumerate(field.shape):

@@ -1,0 +1,157 @@
+"""Harness 11: random schedules of everything at once, and the ledger afterwards.
+
+A schedule is drawn from a seed: attempts at one run, each disturbed in one way (killed within a
+durable operation, refused the disk, preempted, killed between steps), bits rotting between them,
+and rows among the data that are not finite or run out of memory. Whatever was drawn, the run ends
+as the undisturbed one over the same data: every sample of an epoch in exactly one step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from tests.reliability import lab
+from tests.reliability.faults import Fault, FaultyDisk, Killed
+from tests.reliability.support import cases, replay
+from trainer import durable
+from trainer.checkpoint.store import CheckpointStore
+from trainer.config import RunConfig
+
+NUM_SCHEDULES = 25
+NUM_SCHEDULES_NIGHTLY = 2000
+MAX_OPERATIONS = 130
+"""Durable operations of a whole run, about."""
+
+ROWS = (
+    (),
+    ("3:loss:nan", "12:gradient:inf"),
+    ("5:oom", "9:loss:-inf"),
+    ("7:oom", "8:unlabelled"),
+)
+ON_FULL = ("stop", "continue")
+
+
+def settings_of(rows: int, on_full: str = "stop") -> RunConfig:
+    settings = lab.config("checkpoint.keep=3", "model.dropout=0.2", f"checkpoint.on_full={on_full}")
+    return lab.with_faults(settings, *ROWS[rows])
+
+
+class Schedule:
+    """One run over failing hardware."""
+
+    def __init__(self, chance: Random, folder: Path) -> None:
+        self.chance = chance
+        self.folder = folder
+        self.rows = chance.randrange(len(ROWS))
+        self.settings = settings_of(self.rows, chance.choice(ON_FULL))
+        self.trace: list[str] = []
+
+    def run(self) -> None:
+        for _ in range(self.chance.randint(1, 4)):
+            self.attempt()
+            self.rot()
+        ended = lab.go_on(self.settings, self.folder)
+        self.trace.append(f"at last {ended.code}")
+        assert ended.code == 0, (self.trace, ended)
+
+    def attempt(self) -> None:
+        kind = self.chance.choice(["disk", "disk", "preemption", "kill"])
+        step, point = self.chance.randint(1, 7), self.chance.randrange(MAX_OPERATIONS)
+        fault: Fault = self.chance.choice(
+            ["kill", "kill halfway", "ENOSPC", "ENOSPC for good", "EIO", "short"]
+        )
+        disk = FaultyDisk(point if kind == "disk" else -1, fault)
+        act: Callable[[int], None] | None = None
+        if kind == "preemption":
+            act = lab.stop_at(step)
+        elif kind == "kill":
+            act = _dying(disk, step)
+        try:
+            with durable.use(disk):
+                ended = lab.go_on(self.settings, self.folder, after_step=act)
+            self.trace.append(f"{kind} {fault if kind == 'disk' else step}: {ended.code}")
+            assert ended.code in (0, 6, 8, 75), ended
+        except Killed:
+            self.trace.append(f"{kind} {fault if kind == 'disk' else step}: killed")
+
+    def rot(self) -> None:
+        """Flip a bit of the newest checkpoint, where there is another to fall back on."""
+        steps = CheckpointStore(self.folder / "checkpoints").steps()
+        if len(steps) < 2 or self.chance.random() < 0.7:
+            return
+        newest = CheckpointStore(self.folder / "checkpoints").path(steps[-1])
+        path = self.chance.choice(sorted(newest.iterdir()))
+        whole = bytearray(path.read_bytes())
+        whole[self.chance.randrange(len(whole))] ^= 1 << self.chance.randrange(8)
+        path.write_bytes(whole)
+        self.trace.append(f"rot in {steps[-1]}")
+
+
+def _dying(disk: FaultyDisk, at: int) -> Callable[[int], None]:
+    def act(step: int) -> None:
+        if step == at:
+            disk._dead = True
+            raise Killed
+
+    return act
+
+
+def references(tmp_path: Path) -> list[dict[str, Any]]:
+    found = []
+    for rows in range(len(ROWS)):
+        folder = tmp_path / f"undisturbed{rows}"
+        assert lab.run(settings_of(rows), folder).code == 0
+        found.append(lab.outcome(folder))
+        assert_ledger(found[-1]["ledger"])
+    return found
+
+
+def assert_ledger(ledger: list[dict[str, Any]]) -> None:
+    """Every step once, every sample of an epoch once; the third epoch has only begun."""
+    assert [entry["step"] for entry in ledger] == list(range(1, 8))
+    for first in (0, 3):
+        epoch = [i for ids in lab.sample_ids(ledger[first : first + 3]) for i in ids]
+        assert sorted(epoch) == list(range(23))
+
+
+def run_schedules(count: int, tmp_path: Path) -> None:
+    expected = references(tmp_path)
+    told: Counter[str] = Counter()
+    for case, chance in cases(count):
+        schedule = Schedule(chance, tmp_path / f"run{case}")
+        try:
+            schedule.run()
+            found = lab.outcome(schedule.folder)
+            assert_ledger(found["ledger"])
+            lab.assert_same(found, expected[schedule.rows], f"{schedule.trace}")
+        except AssertionError as error:
+            raise AssertionError(f"{replay(case)}: {schedule.trace}") from error
+        told.update(entry.partition(" ")[0] for entry in schedule.trace)
+    print(f"{count} schedules: {dict(told)}")
+
+
+def test_whatever_happens_the_run_ends_as_the_undisturbed_one(tmp_path: Path) -> None:
+    run_schedules(NUM_SCHEDULES, tmp_path)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(7200)
+def test_two_thousand_schedules_change_nothing(tmp_path: Path) -> None:
+    run_schedules(NUM_SCHEDULES_NIGHTLY, tmp_path)
+
+
+def test_the_same_seed_gives_the_same_trace(tmp_path: Path) -> None:
+    traces = []
+    for number in range(2):
+        for case in range(3):
+            schedule = Schedule(Random(f"again:{case}"), tmp_path / f"run{number}{case}")
+            schedule.run()
+            traces.append(schedule.trace)
+    assert traces[:3] == traces[3:]
+

@@ -1,0 +1,228 @@
+"""The commands beside training: evaluate, export, plan, verify."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, load_model
+
+from tests.run_support import TOYS, go, only_run, overrides, read_json, shell, state
+from tests.run_toys import Net
+from trainer.cli import Run
+from trainer.errors import ConfigError, NoCheckpointError
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def planned(line: str) -> tuple[Run, dict[str, object]]:
+    run = go(f"command=plan {line}")
+    return run, read_json(run.folder / "plan.json")
+
+
+def said(capsys: pytest.CaptureFixture[str]) -> str:
+    """Everything on the screen, on one line."""
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_evaluate_writes_the_held_out_loss_of_the_newest_checkpoint(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = go("checkpoint.every=2 eval.every=2")
+    kept = {path: path.read_bytes() for path in run.folder.iterdir() if path.is_file()}
+    assert shell(f"evaluate run={run.folder} trust=[tests]") == 0
+    found = read_json(run.folder / "evaluate.json")
+    assert found["step"] == 6
+    assert found["eval_loss"] == pytest.approx(run.result["eval_loss"], rel=1e-6)
+    assert f"{found['eval_loss']:.4f}" in said(capsys)
+    assert all(path.read_bytes() == content for path, content in kept.items())
+    assert only_run() == run.folder, "evaluating makes no folder of its own"
+
+
+def test_evaluate_without_held_out_data_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    run = go("data.holdout=0 steps=2")
+    assert run.result["eval_loss"] is None
+    assert shell(f"evaluate run={run.folder} trust=[tests]") == 3
+    assert "data.holdout" in capsys.readouterr().err
+
+
+def test_evaluating_what_is_no_run_ends_with_4(capsys: pytest.CaptureFixture[str]) -> None:
+    assert shell("evaluate run=outputs/nowhere") == 4
+    Path("elsewhere").mkdir()
+    assert shell("export run=elsewhere export.to=weights") == 4
+    assert len(capsys.readouterr().err.splitlines()) == 2
+
+
+def test_an_export_is_safetensors_that_the_model_takes(tmp_path: Path) -> None:
+    run = go()
+    assert shell(f"export run={run.folder} export.to=weights trust=[tests]") == 0
+    model = Net()
+    load_model(model, str(tmp_path / "weights" / "model.safetensors"))
+    for name, tensor in state(run).items():
+        if name.startswith("model."):
+            assert model.state_dict()[name.removeprefix("model.")].equal(tensor)
+    described = read_json(tmp_path / "weights" / "config.json")
+    assert described["model"]["_target_"] == f"{TOYS}.Net"
+    assert described["step"] == 6
+    again = go("init=weights steps=1 optimizer.lr=1e-9")
+    exported = load_file(tmp_path / "weights" / "model.safetensors")
+    assert state(again)["model.head.weight"].allclose(exported["head.weight"], atol=1e-6)
+
+
+def test_a_plan_is_the_whole_arithmetic_and_starts_nothing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run, plan = planned("accum=budget accum.max_tokens=40 steps=9 scheduler.warmup=2")
+    assert {path.name for path in run.folder.iterdir()} >= {"plan.json", "config.yaml"}
+    assert not (run.folder / "checkpoints").exists()
+    assert not (run.folder / "metrics.jsonl").exists()
+    shapes = plan["shapes"]
+    assert sum(shape["num_samples"] for shape in shapes) == 8
+    assert max(shape["num_samples"] * shape["length"] for shape in shapes) <= 40
+    parts = plan["memory_parts"]
+    assert sum(parts.values()) == plan["predicted_peak_bytes"]
+    assert set(parts) >= {"parameters", "gradients", "optimizer state", "activations"}
+    text = said(capsys)
+    for words in (
+        "8 samples = 1 rank x",
+        "9 = 1.50 epochs, 6 steps per epoch",
+        "keep: the last 2 samples",
+        "2 steps of warm-up (22.2% of the run)",
+        "every 20 steps",
+        "predicted of",
+        "micro-batches of step 1",
+    ):
+        assert words in text, words
+    assert only_run() == run.folder
+
+
+def test_the_candidates_of_auto_are_a_table_with_one_mark(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _, plan = planned("accum=auto")
+    rows = plan["candidates"]
+    assert len(rows) > 1
+    (chosen,) = [row for row in rows if row["is_chosen"]]
+    assert chosen["max_tokens"] == plan["max_tokens"]
+    assert all(row["predicted_seconds"] > 0 for row in rows)
+    memory = [row["predicted_bytes"] for row in rows]
+    assert memory == sorted(memory)
+    text = said(capsys)
+    assert "caps weighed" in text
+    assert text.count("<- chosen") == 1
+
+
+def test_a_plan_for_a_gpu_that_is_not_here_estimates_memory_and_knows_no_time(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _, plan = planned("accum=auto accum.memory=80GiB device=cuda batch.global=40")
+    assert plan["device"].startswith("cuda")
+    assert plan["memory_limit_bytes"] == pytest.approx(0.92 * 80 * 2**30, rel=1e-6)
+    assert plan["predicted_peak_bytes"] > 0
+    assert plan["step_seconds"] is None
+    assert all(row["predicted_seconds"] is None for row in plan["candidates"])
+    assert plan["accum_steps"] == 1
+    text = said(capsys)
+    assert "estimate" in text
+    assert "time is unknown" in text
+    assert "not here" in text
+
+
+def test_a_small_gpu_that_is_not_here_gets_smaller_micro_batches() -> None:
+    _, plan = planned("accum=auto accum.memory=16KiB device=cuda batch.global=40")
+    assert plan["accum_steps"] > 1
+    assert plan["predicted_peak_bytes"] <= plan["memory_limit_bytes"] <= 16 * 1024
+
+
+def test_training_on_a_gpu_that_is_not_here_is_refused_with_what_to_type() -> None:
+    with pytest.raises(ConfigError, match="device=cuda: no GPU is usable here"):
+        go("device=cuda")
+    with pytest.raises(ConfigError, match="accum.memory=80GiB"):
+        go("command=plan device=cuda accum=auto")
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    {
+        "model.dropout=0.2": "dropout draws per micro-batch",
+        "scheduler.warmup=5": "scheduler.warmup=5 is more than half of the 6 steps",
+        "eval.every=7": "eval.every=7 is beyond the last step, 6",
+        "checkpoint.every=7": "checkpoint.every=7 is beyond the last step, 6",
+        "batch.normalizer=micro_batches": "is a mean of means",
+        "model.norm=batch batchnorm=micro": "norm is BatchNorm",
+        "batch.global=512": "batch.global=512 is more than the 42 samples of an epoch",
+    }.items(),
+)
+def test_what_a_user_should_know_is_a_warning(
+    line: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, plan = planned(line)
+    assert any(words in warning for warning in plan["warnings"]), plan["warnings"]
+    assert f"warning: {words.split()[0]}" in said(capsys) or words in said(capsys)
+
+
+def test_a_plain_run_has_nothing_to_warn_of() -> None:
+    _, plan = planned("eval.every=2 checkpoint.every=2")
+    assert plan["warnings"] == []
+
+
+def test_gradients_summed_in_bf16_over_many_pieces_are_a_warning() -> None:
+    _, few = planned(f"model._target_={TOYS}.LowNet eval.every=2 checkpoint.every=2")
+    assert few["warnings"] == []
+    _, many = planned(f"model._target_={TOYS}.LowNet batch.global=40 accum.micro=1")
+    assert any("bfloat16" in warning for warning in many["warnings"])
+
+
+def test_verify_proves_the_planned_step(capsys: pytest.CaptureFixture[str]) -> None:
+    line = " ".join(overrides("accum=budget accum.max_tokens=40"))
+    assert shell(f"verify {line}") == 0
+    report = read_json(only_run() / "verify.json")
+    assert report["exact"] is True
+    assert report["max_relative_error"] <= 1e-10
+    assert report["dtype"] == "float64"
+    assert report["reference"] == "whole batch"
+    assert report["culprits"] == []
+    assert "exact" in said(capsys)
+    assert not (only_run() / "checkpoints").exists()
+
+
+def test_verify_names_what_breaks_the_step(capsys: pytest.CaptureFixture[str]) -> None:
+    line = " ".join(overrides("batch.normalizer=micro_batches model.norm=batch batchnorm=micro"))
+    assert shell(f"verify {line}") == 9
+    report = read_json(only_run() / "verify.json")
+    assert report["exact"] is False
+    assert any(each["module"] == "norm" for each in report["culprits"]), report["culprits"]
+    assert "not exact" in said(capsys)
+
+
+def test_auto_never_goes_on_from_a_plan_or_a_proof() -> None:
+    go("command=plan")
+    go("command=verify")
+    run = go("resume=auto steps=3")
+    assert run.result["step"] == 3
+    assert len(list(Path().glob("outputs/*/*/config.yaml"))) == 3
+
+
+def test_a_run_from_another_version_or_hand_is_refused_in_one_line() -> None:
+    run = go("steps=2")
+    manifest = run.folder / "checkpoints" / "step-00000002" / "manifest.json"
+    content = json.loads(manifest.read_text())
+    content["format"] = 99
+    manifest.write_text(json.dumps(content))
+    with pytest.raises(NoCheckpointError) as raised:
+        go(f"command=evaluate run={run.folder}")
+    assert "\n" not in str(raised.value)
+
+
+def test_training_leaves_the_generators_of_a_notebook_alone() -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    go("steps=1 model.dropout=0.5")
+    torch.manual_seed(5)
+    assert torch.rand(3).equal(expected)

@@ -1,0 +1,337 @@
+"""Hugging Face heads that compute their own loss: who honours the item count, and who drops it.
+
+transformers issue 47688 lists heads that divide by a count of their own, whatever the trainer
+passes as `num_items_in_batch`. Runs where transformers is installed; all models are tiny, random
+and built from their configs.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.support import EXACT, WRONG, Bench
+from trainer.objectives.model_loss import ModelLoss
+from trainer.objectives.next_token import NextToken
+from trainer.plan.cuts import Budget, Fixed
+from trainer.report.records import VerifyReport
+from trainer.verify import verify
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    transformers = pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+VOCABULARY, NUM_LABELS = 19, 3
+
+ENCODER = {
+    "vocab_size": VOCABULARY, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "intermediate_size": 12, "max_position_embeddings": 40, "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0, "num_labels": NUM_LABELS,
+}  # fmt: skip
+ALBERT = ENCODER | {"embedding_size": 8, "classifier_dropout_prob": 0.0}
+DECODER = {
+    "vocab_size": VOCABULARY, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "intermediate_size": 12, "max_position_embeddings": 40,
+    "num_labels": NUM_LABELS, "classifier_dropout": 0.0,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+NEOX = {**DECODER, "attention_dropout": 0.0, "hidden_dropout": 0.0}
+SPAN = ENCODER | {"num_labels": 2}
+GPT2 = {
+    "vocab_size": VOCABULARY, "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 40,
+    "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "classifier_dropout": 0.0,
+    "num_labels": NUM_LABELS, "pad_token_id": 0,
+}  # fmt: skip
+T5 = {
+    "vocab_size": VOCABULARY, "d_model": 8, "d_kv": 4, "d_ff": 12, "num_layers": 1, "num_heads": 2,
+    "dropout_rate": 0.0, "classifier_dropout": 0.0, "num_labels": NUM_LABELS,
+    "decoder_start_token_id": 0, "pad_token_id": 0,
+}  # fmt: skip
+BART = {
+    "vocab_size": VOCABULARY, "d_model": 8, "encoder_layers": 1, "decoder_layers": 1,
+    "encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 12,
+    "decoder_ffn_dim": 12, "max_position_embeddings": 40, "dropout": 0.0, "attention_dropout": 0.0,
+    "activation_dropout": 0.0, "classifier_dropout": 0.0, "num_labels": NUM_LABELS,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2,
+}  # fmt: skip
+DISTIL = {
+    "vocab_size": VOCABULARY, "dim": 8, "n_layers": 1, "n_heads": 2, "hidden_dim": 12,
+    "max_position_embeddings": 40, "dropout": 0.0, "attention_dropout": 0.0, "qa_dropout": 0.0,
+    "seq_classif_dropout": 0.0, "num_labels": NUM_LABELS,
+}  # fmt: skip
+MIXTRAL = {**DECODER, "num_local_experts": 3, "num_experts_per_tok": 1}
+
+
+@dataclass(frozen=True)
+class Head:
+    """A class of transformers, what its config says, and what it is trained on."""
+
+    name: str
+    config: str
+    values: Mapping[str, Any]
+    data: str
+    mean_is_exact: bool = True
+
+    def build(self) -> nn.Module:
+        config = getattr(transformers, self.config)(**self.values)
+        config._attn_implementation = config._experts_implementation = "eager"
+        return getattr(transformers, self.name)(config)
+
+    def objective(self, reduction: str) -> ModelLoss:
+        return ModelLoss(reduction=reduction, causal=self.data == "causal")
+
+
+HONEST = [
+    Head("GPT2LMHeadModel", "GPT2Config", GPT2, "causal"),
+    Head("LlamaForCausalLM", "LlamaConfig", DECODER, "causal"),
+    Head("Qwen2ForCausalLM", "Qwen2Config", DECODER, "causal"),
+    Head("MistralForCausalLM", "MistralConfig", DECODER, "causal"),
+    Head("GemmaForCausalLM", "GemmaConfig", DECODER | {"head_dim": 4}, "causal"),
+    Head("GPTNeoXForCausalLM", "GPTNeoXConfig", NEOX, "causal"),
+    Head("BertLMHeadModel", "BertConfig", ENCODER | {"is_decoder": True}, "causal"),
+    Head("MixtralForCausalLM", "MixtralConfig", MIXTRAL, "causal"),
+]
+
+DROPPING = [
+    Head("BertForTokenClassification", "BertConfig", ENCODER, "tags"),
+    Head("RobertaForTokenClassification", "RobertaConfig", ENCODER | {"pad_token_id": 0}, "tags"),
+    Head("DistilBertForTokenClassification", "DistilBertConfig", DISTIL, "tags"),
+    Head("GPT2ForTokenClassification", "GPT2Config", GPT2, "tags"),
+    Head("GPTNeoXForTokenClassification", "GPTNeoXConfig", NEOX, "tags"),
+    Head("LlamaForTokenClassification", "LlamaConfig", DECODER, "tags"),
+    Head("T5ForTokenClassification", "T5Config", T5, "tags"),
+    Head("BertForMaskedLM", "BertConfig", ENCODER, "masked"),
+    Head("AlbertForMaskedLM", "AlbertConfig", ALBERT, "masked"),
+    Head("DistilBertForMaskedLM", "DistilBertConfig", DISTIL, "masked"),
+    Head("BertForSequenceClassification", "BertConfig", ENCODER, "class"),
+    Head("LlamaForSequenceClassification", "LlamaConfig", DECODER, "class"),
+    Head("GPT2ForSequenceClassification", "GPT2Config", GPT2, "class"),
+    Head("BertForNextSentencePrediction", "BertConfig", ENCODER, "pair"),
+    Head("BertForMultipleChoice", "BertConfig", ENCODER, "choice"),
+    Head("DistilBertForMultipleChoice", "DistilBertConfig", DISTIL, "choice"),
+    Head("BertForQuestionAnswering", "BertConfig", SPAN, "span"),
+    Head("ElectraForQuestionAnswering", "ElectraConfig", SPAN, "span"),
+    Head("T5ForConditionalGeneration", "T5Config", T5, "tagged words"),
+    Head("BartForConditionalGeneration", "BartConfig", BART, "tagged words"),
+    # Its mean runs over every position with a mask, labelled or not: no count of labels is right.
+    Head("ElectraForPreTraining", "ElectraConfig", ENCODER, "binary", mean_is_exact=False),
+]
+
+
+class Examples:
+    """Ragged token sequences with the labels that one kind of head takes."""
+
+    draws_randomness = False
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        numbers = np.random.default_rng(3)
+        most = 5 if kind in {"choice", "span"} else 14
+        self.lengths = numbers.integers(4, most, size=24).astype(np.int64)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> Mapping[str, Tensor]:
+        length = int(self.lengths[index])
+        make = torch.Generator().manual_seed(index)
+
+        def draw(high: int, *size: int) -> Tensor:
+            return torch.randint(0, high, size, generator=make)
+
+        tokens = draw(VOCABULARY - 4, length) + 3
+        hidden = draw(3, length) == 0
+        if self.kind == "choice":
+            return {"input_ids": draw(VOCABULARY, 3, length), "labels": draw(3)}
+        if "span" in self.kind:
+            ends = {"start_positions": draw(length), "end_positions": draw(length)}
+            return {"input_ids": tokens, **ends}
+        labels = {
+            "causal": lambda: tokens.masked_fill(hidden, -100),
+            "tags": lambda: draw(NUM_LABELS, length).masked_fill(hidden, -100),
+            "masked": lambda: tokens.masked_fill(~hidden, -100),
+            "tagged words": lambda: tokens.masked_fill(hidden, -100),
+            "binary": lambda: draw(2, length).masked_fill(hidden, -100),
+            "class": lambda: draw(NUM_LABELS),
+            "pair": lambda: draw(2),
+        }
+        return {"input_ids": tokens, "labels": labels[self.kind]()}
+
+
+def checked(head: Head, objective: Any, cut: Any = None, build: Any = None) -> VerifyReport:
+    bench = Bench(
+        cut or Budget(max_tokens=45),
+        torch.float32,
+        global_size=12,
+        dataset=Examples(head.data),
+        model=build or head.build,
+        objective=objective,
+    )
+    return verify(bench.kit, bench.feed.next(), bench.loader, whole_fits=True)
+
+
+def by_name(head: Head) -> str:
+    return head.name
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+@pytest.mark.parametrize("head", HONEST, ids=by_name)
+def test_a_head_that_honours_the_item_count_is_exact_as_a_sum_and_as_a_weighted_mean(
+    head, reduction
+):
+    report = checked(head, head.objective(reduction))
+    assert report.exact, report.culprits
+    assert report.dtype == "float64"
+    assert report.max_relative_error <= EXACT[torch.float64]
+
+
+@pytest.mark.parametrize("head", HONEST[:4], ids=by_name)
+def test_logits_of_the_same_models_are_exact_under_our_own_objective(head):
+    assert checked(head, NextToken()).max_relative_error <= EXACT[torch.float64]
+
+
+@pytest.mark.parametrize("cut", [Budget(max_tokens=45), Fixed(steps=1)], ids=["cut", "one piece"])
+@pytest.mark.parametrize("head", DROPPING, ids=by_name)
+def test_a_head_that_drops_the_item_count_is_flagged_and_named(head, cut):
+    report = checked(head, head.objective("sum"), cut)
+    assert not report.exact
+    assert report.max_relative_error > WRONG
+    [(name, reason)] = report.culprits
+    assert name == "objective ModelLoss"
+    assert ("it already divides, by the loss terms" in reason) == head.mean_is_exact
+    assert ("type objective.reduction=mean" in reason) == head.mean_is_exact
+    assert "such as next_token or classify" in reason
+
+
+@pytest.mark.parametrize("head", DROPPING, ids=by_name)
+def test_its_mean_times_what_it_runs_over_is_exact_and_any_other_count_is_flagged(head):
+    report = checked(head, head.objective("mean"))
+    assert report.exact == head.mean_is_exact, report.culprits
+    if head.mean_is_exact:
+        assert report.max_relative_error <= EXACT[torch.float64]
+    else:
+        assert [name for name, _ in report.culprits] == ["objective ModelLoss"]
+
+
+@pytest.mark.parametrize("head", [DROPPING[0], HONEST[0]], ids=by_name)
+def test_a_mean_over_labels_shifted_wrongly_is_flagged_with_the_remedy(head):
+    report = checked(head, ModelLoss(reduction="mean", causal=head.data != "causal"))
+    assert not report.exact
+    [(_, reason)] = report.culprits
+    assert "multiplied by another count" in reason
+    assert f"objective.causal={str(head.data == 'causal').lower()}" in reason
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_spans_over_padded_logits_are_flagged_with_their_padding(reduction):
+    # The softmax over positions runs over padding too: no reduction makes that exact.
+    head = Head("BertForQuestionAnswering", "BertConfig", SPAN, "ragged span")
+    report = checked(head, head.objective(reduction))
+    assert not report.exact
+    [(name, reason)] = report.culprits
+    assert name == "objective ModelLoss"
+    assert "changes with padding" in reason
+
+
+def test_a_head_whose_kernels_know_no_float64_is_exact_in_float32_and_says_so():
+    head = next(head for head in HONEST if head.name == "MixtralForCausalLM")
+
+    def build() -> nn.Module:
+        model = head.build()
+        model.config._experts_implementation = "grouped_mm"
+        return model
+
+    report = checked(head, head.objective("sum"), build=build)
+    assert (report.exact, report.dtype) == (True, "float32"), report.culprits
+
+
+def test_a_load_balancing_loss_of_the_micro_batch_is_flagged():
+    head = Head(
+        "MixtralForCausalLM",
+        "MixtralConfig",
+        MIXTRAL | {"output_router_logits": True, "router_aux_loss_coef": 0.1},
+        "causal",
+    )
+    report = checked(head, head.objective("sum"))
+    assert not report.exact
+    assert [name for name, _ in report.culprits] == ["objective ModelLoss"]
+
+
+def test_dropout_inside_a_head_is_named_and_the_head_is_exact_with_it_off():
+    values = GPT2 | {"resid_pdrop": 0.1, "attn_pdrop": 0.1, "n_layer": 2}
+    head = Head("GPT2LMHeadModel", "GPT2Config", values, "causal")
+    report = checked(head, head.objective("sum"))
+    assert not report.exact
+    assert {name for name, _ in report.culprits} == {
+        "transformer.h.*.attn",
+        "transformer.h.*.attn.resid_dropout",
+        "transformer.h.*.mlp.dropout",
+    }
+    assert all("the step is exact with it off" in reason for _, reason in report.culprits)
+
+
+class Imaged(nn.Module):
+    """A vision head, called by our names."""
+
+    def __init__(self, build: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.head = build()
+
+    def forward(self, image: Tensor, labels: Tensor, num_items_in_batch: Tensor) -> Any:
+        return self.head(pixel_values=image, labels=labels, num_items_in_batch=num_items_in_batch)
+
+
+class Pictures:
+    draws_randomness = False
+    lengths = np.ones(24, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Mapping[str, Tensor]:
+        make = torch.Generator().manual_seed(index)
+        return {
+            "image": torch.randn(3, 16, 16, generator=make),
+            "labels": torch.tensor(index % NUM_LABELS),
+        }
+
+
+def picture_report(build: Callable[[], nn.Module]) -> VerifyReport:
+    bench = Bench(
+        Fixed(micro=5),
+        torch.float32,
+        global_size=12,
+        dataset=Pictures(),
+        model=lambda: Imaged(build),
+        objective=ModelLoss(causal=False),
+    )
+    return verify(bench.kit, bench.feed.next(), bench.loader, whole_fits=True)
+
+
+def test_a_vision_transformer_is_exact_and_a_batch_normalised_resnet_names_every_norm():
+    vit = transformers.ViTConfig(
+        image_size=16, patch_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=12, hidden_dropout_prob=0.0, num_labels=NUM_LABELS,
+    )  # fmt: skip
+    report = picture_report(lambda: transformers.ViTForImageClassification(vit))
+    assert report.exact, report.culprits
+    resnet = transformers.ResNetConfig(
+        embedding_size=4, hidden_sizes=[4, 8], depths=[1, 1], layer_type="basic",
+        num_labels=NUM_LABELS,
+    )  # fmt: skip
+    report = picture_report(lambda: transformers.ResNetForImageClassification(resnet))
+    assert not report.exact
+    norms = [(name, reason) for name, reason in report.culprits if "BatchNorm2d" in reason]
+    model = transformers.ResNetForImageClassification(resnet)
+    expected = sum(isinstance(part, nn.BatchNorm2d) for part in model.modules())
+    counted = [reason.split(" x ")[0] for _, reason in norms]
+    assert sum(int(text) if text.isdigit() else 1 for text in counted) == expected

@@ -1,0 +1,107 @@
+"""What the hardware, the model and the data ask of every cut: padding, shapes, packing."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection
+from typing import Literal
+
+import torch
+from torch import nn
+
+from trainer.errors import ConfigError
+from trainer.plan.cut import Cost, IntArray, Layout
+from trainer.plan.partition import ladder, pad
+
+GPU_MULTIPLE = 8
+"""Tokens; tensor cores take matrices whose sides are multiples of it at full speed."""
+
+COMPILED_SHAPES = 16
+"""Padded lengths of a compiled model, over a whole run; the number of samples is dynamic."""
+
+BOUNDARIES = "cu_seqlens"
+"""The field that says where packed documents begin."""
+
+
+def layout_for(
+    lengths: IntArray,
+    *,
+    world_size: int,
+    device_type: str,
+    packed: bool,
+    compiled: bool,
+) -> Layout:
+    """Choose a layout for a run.
+
+    Args:
+        lengths: `(samples,)`, of all training data.
+        world_size: data-parallel ranks.
+        device_type: where it computes: `cuda` pads to a multiple of 8 tokens.
+        packed: documents are laid end to end.
+        compiled: bounds the padded lengths, the same for the whole run.
+    """
+    longest = int(lengths.max())
+    # A sample without tokens counts as one, and is not padded to eight.
+    multiple = GPU_MULTIPLE if device_type == "cuda" and longest > 1 else 1
+    plain = Layout(
+        world_size=world_size,
+        pad_multiple=multiple,
+        longest=longest,
+        packed=packed,
+        max_shapes=COMPILED_SHAPES if compiled else None,
+    )
+    if packed or not compiled:
+        return plain
+    padded = pad(lengths, Layout(pad_multiple=multiple, longest=longest))
+    shapes = ladder(padded, COMPILED_SHAPES, Cost())
+    return Layout(world_size=world_size, pad_multiple=multiple, longest=longest, shapes=shapes)
+
+
+def takes_boundaries(module: nn.Module) -> bool:
+    """Tell whether a model's `forward` names `cu_seqlens`."""
+    return BOUNDARIES in inspect.signature(module.forward).parameters
+
+
+def packs(
+    asked: bool | Literal["auto"],
+    module: nn.Module,
+    *,
+    unfit: str | None,
+    device: torch.device,
+    precision: str,
+) -> bool:
+    """Decide whether documents are packed end to end.
+
+    Left to itself it is done on a GPU in bf16, where one kernel takes all documents of a row. On a
+    CPU padded plans are as fast, and documents are attended to one by one.
+
+    Args:
+        asked: `accum.packed`.
+        module: the model.
+        unfit: why data or objective cannot be packed; None when they can.
+        device: where it computes.
+        precision: of the forward.
+
+    Raises:
+        ConfigError: packing was asked for, and something cannot be packed.
+    """
+    if asked == "auto":
+        fast = device.type == "cuda" and precision == "bf16"
+        return fast and unfit is None and takes_boundaries(module)
+    if asked and not takes_boundaries(module):
+        raise ConfigError(
+            f"accum.packed=true: forward of {type(module).__name__} takes no {BOUNDARIES}, so "
+            "documents laid end to end would see each other; use accum.packed=false"
+        )
+    if asked and unfit is not None:
+        raise ConfigError(f"accum.packed=true: {unfit}; use accum.packed=false")
+    return asked
+
+
+def unused_boundaries(module: nn.Module, fields: Collection[str]) -> str | None:
+    """Name a field by which the data say where documents begin, and which the model ignores."""
+    signature = inspect.signature(module.forward).parameters
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.values()):
+        return None
+    brought = [name for name in (BOUNDARIES, "document_ids", "position_ids") if name in fields]
+    return brought[0] if brought and not any(name in signature for name in brought) else None
