@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -53,7 +54,7 @@ class Net(nn.Module):
         self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
         self.head = nn.Linear(WIDTH, 2)
         mine = int(os.environ.get("RANK", "0")) == rank
-        done = once is not None and os.path.exists(once)
+        done = once is not None and Path(once).exists()
         self.fault = fault if mine and not done else None
         self.at, self.pause, self.once, self.calls = at, pause, once, 0
 
@@ -63,7 +64,7 @@ class Net(nn.Module):
             time.sleep(self.pause)
             if self.fault is not None and self.calls == self.at:
                 if self.once is not None:
-                    open(self.once, "w").close()
+                    Path(self.once).touch()
                 happen(self.fault)
         for block in self.blocks:
             x = x + torch.tanh(block(x))

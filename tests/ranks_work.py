@@ -43,8 +43,8 @@ class Block(nn.Module):
 
 
 class BlockLM(nn.Module):
-    """Embedding, blocks, head; `spare` is used by micro-batches that hold the token 3 at a place,
-    and `idle` by none."""
+    """Embedding, blocks, head; `spare` is used where a sample begins with the token 3, and `idle`
+    nowhere."""
 
     def __init__(self, dropout: float = 0.0, width: int = 8, spare: bool = False) -> None:
         super().__init__()
@@ -77,7 +77,12 @@ def ordered(module: nn.Module, world: World) -> Parallel:
 
 
 MODES = {"ddp": replicated, "fsdp": sharded, "hsdp": hybrid, "ordered": ordered}
-POLICIES = {"deferred": Deferred, "immediate": Immediate, "hierarchical": Hierarchical, "exact": Exact}
+POLICIES = {
+    "deferred": Deferred,
+    "immediate": Immediate,
+    "hierarchical": Hierarchical,
+    "exact": Exact,
+}
 
 
 @dataclass(frozen=True)

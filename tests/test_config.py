@@ -41,11 +41,11 @@ CONF = data_dir("conf")
 SURFACE = [
     "accum",
     "accum.buffer",
-    "accum.packed",
     "accum.gradient",
     "accum.max_tokens",
     "accum.memory",
     "accum.micro",
+    "accum.packed",
     "accum.steps",
     "activation_checkpointing",
     "batch",
@@ -135,7 +135,7 @@ NEEDS: dict[str, dict[str, Any]] = {
 
 # What the program passes to a constructor itself, or adds to a cut while it runs.
 GIVEN = {
-    "Auto": {"max_tokens", "cost", "lowered"},
+    "Auto": {"max_tokens", "alone", "cost", "lowered"},
     "Budget": {"lowered"},
     "StdlibText": {"split", "seed", "root"},
     "Text": {"split", "seed", "on_bad"},

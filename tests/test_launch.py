@@ -1,4 +1,4 @@
-"""Runs over several ranks as a user starts them: one command, one folder, one line when it fails."""
+"""Runs over several ranks as a user starts them: one command, one folder, one line for an end."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def listeners(pid: int) -> list[str]:
     """Addresses that a process listens on."""
     inodes = set()
     for handle in Path(f"/proc/{pid}/fd").iterdir():
-        target = os.readlink(handle)
+        target = str(handle.readlink())
         if target.startswith("socket:["):
             inodes.add(target[8:-1])
     found = []

@@ -140,13 +140,22 @@ COUNTED = [
     ("ddp", "immediate", 2, {"allreduce": "N"}),
     ("fsdp", "deferred", 2, {"gather": GROUPS, "reduce_scatter": GROUPS}),
     ("fsdp", "deferred", 3, {"gather": GROUPS, "reduce_scatter": GROUPS}),
-    ("fsdp", "immediate", 2, {"gather": f"N * (2 * {GROUPS} - 1)", "reduce_scatter": f"N*{GROUPS}"}),
+    (
+        "fsdp",
+        "immediate",
+        2,
+        {"gather": f"N * (2 * {GROUPS} - 1)", "reduce_scatter": f"N*{GROUPS}"},
+    ),
     ("hsdp", "deferred", 4, {"gather": GROUPS, "reduce_scatter": GROUPS, "allreduce": GROUPS}),
     (
         "hsdp",
         "immediate",
         4,
-        {"gather": f"N*(2*{GROUPS}-1)", "reduce_scatter": f"N*{GROUPS}", "allreduce": f"N*{GROUPS}"},
+        {
+            "gather": f"N*(2*{GROUPS}-1)",
+            "reduce_scatter": f"N*{GROUPS}",
+            "allreduce": f"N*{GROUPS}",
+        },
     ),
     (
         "hsdp",

@@ -126,7 +126,6 @@ def test_a_plan_for_a_gpu_that_is_not_here_estimates_memory_and_knows_no_time(
     assert plan["predicted_peak_bytes"] > 0
     assert plan["step_seconds"] is None
     assert all(row["predicted_seconds"] is None for row in plan["candidates"])
-    assert plan["accum_steps"] == 1
     text = said(capsys)
     assert "estimate" in text
     assert "time is unknown" in text
@@ -152,7 +151,6 @@ def test_training_on_a_gpu_that_is_not_here_is_refused_with_what_to_type() -> No
         "model.dropout=0.2": "dropout draws per micro-batch",
         "scheduler.warmup=5": "scheduler.warmup=5 is more than half of the 6 steps",
         "eval.every=7": "eval.every=7 is beyond the last step, 6",
-        "checkpoint.every=7": "checkpoint.every=7 is beyond the last step, 6",
         "batch.normalizer=micro_batches": "is a mean of means",
         "model.norm=batch batchnorm=micro": "norm is BatchNorm",
         "batch.global=512": "batch.global=512 is more than the 42 samples of an epoch",
@@ -163,7 +161,7 @@ def test_what_a_user_should_know_is_a_warning(
 ) -> None:
     _, plan = planned(line)
     assert any(words in warning for warning in plan["warnings"]), plan["warnings"]
-    assert f"warning: {words.split()[0]}" in said(capsys) or words in said(capsys)
+    assert words in said(capsys)
 
 
 def test_a_plain_run_has_nothing_to_warn_of() -> None:

@@ -30,8 +30,8 @@ from trainer.optimizer import OptimizerSpec, OwnOptimizer
 from trainer.plan.cut import Cut, IntArray, Layout
 from trainer.plan.order import Order
 from trainer.scheduler import Schedule
-from trainer.step import Kit
 from trainer.spread import Spread, dealt, spread
+from trainer.step import Kit
 from trainer.sync import SyncPolicy
 from trainer.tune.layout import layout_for, packs
 from trainer.world import World, rng_key
@@ -75,14 +75,14 @@ class Parts:
         return self.source.order.global_size
 
     @property
-    def num_samples(self) -> int:
-        """Samples behind a step at most."""
-        tokens = self.config.batch.unit == "tokens"
-        return len(self.source.lengths) if tokens else self.global_size
+    def most_micro_batches(self) -> int:
+        """Micro-batches of a step at most, over all ranks: no sample has less than one token."""
+        samples = min(self.global_size, len(self.source.lengths))
+        return -(-samples // (getattr(self.cut, "micro", None) or 1))
 
     def kit(self) -> Kit:
         """Compose the step. Builds the optimizer; the model may not be replaced after it."""
-        model = self.spread.lay_out(self.module, self.call, self.world, self.num_samples)
+        model = self.spread.lay_out(self.module, self.call, self.world, self.most_micro_batches)
         optimizer = self.spec.build(self.module)
         scale = self.schedule.batch_factor(self.global_size)
         if self.config.compile:

@@ -62,9 +62,7 @@ class Board:
     def read(self) -> Place:
         """Tell where the rank is."""
         pid, step, phase, micro_batch, since = _LAYOUT.unpack_from(self._memory)
-        return Place(
-            pid=pid, step=step, phase=_PHASES[phase], micro_batch=micro_batch, since=since
-        )
+        return Place(pid=pid, step=step, phase=_PHASES[phase], micro_batch=micro_batch, since=since)
 
     def write(self, place: Place) -> None:
         """Note where the rank is; `since` becomes now."""

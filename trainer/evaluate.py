@@ -95,8 +95,8 @@ def evaluate(
     assert found is not None
     sums, weights, losses = found
     # A rank may hold none of the samples, and then knows no name.
-    known: list[tuple[list[str], list[str]]] = world.collect([sorted(weights), list(losses)])
-    names, losses = max(known, key=lambda told: len(told[0]))
+    known: list[list[list[str]]] = world.collect([sorted(weights), list(losses)])
+    names, terms = max(known, key=lambda told: len(told[0]))
     mine = [*(sums.get(n, 0.0) for n in names), *(weights.get(n, 0.0) for n in names)]
     *totals, num_asked = world.sum_numbers([*mine, float(was_asked())])
     if num_asked:
@@ -106,8 +106,8 @@ def evaluate(
         name: total / weight if weight else float("nan")
         for name, total, weight in zip(names, totals[:half], totals[half:], strict=True)
     }
-    return {"loss": sum(means[name] for name in losses)} | {
-        name: mean for name, mean in means.items() if name not in losses or len(losses) > 1
+    return {"loss": sum(means[name] for name in terms)} | {
+        name: mean for name, mean in means.items() if name not in terms or len(terms) > 1
     }
 
 

@@ -34,7 +34,13 @@ STACKS_SIGNAL = signal.SIGUSR2
 _SET_DEATH_SIGNAL = 1
 """`PR_SET_PDEATHSIG` of Linux's prctl."""
 
-_LOST = ("Connection closed", "Application timeout", "Timed out waiting", "Connection reset", "gloo")
+_LOST = (
+    "Connection closed",
+    "Application timeout",
+    "Timed out waiting",
+    "Connection reset",
+    "gloo",
+)
 """What collectives say when another rank is gone, or does not come."""
 
 

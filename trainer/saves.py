@@ -106,7 +106,11 @@ class Saves:
             self.reporter.checkpoint(int(path.name.rpartition("-")[2]), path)
 
     def _attempt(self, write: Callable[[], None]) -> None:
-        """Write on the main rank; every rank hears of a failure."""
+        """Write on the main rank; every rank hears of a failure.
+
+        Raises:
+            SaveError: it failed, and the run is to stop then.
+        """
         try:
             self.kit.world.on_main(write)
         except SaveError as error:

@@ -218,7 +218,9 @@ def _agreed(config: RunConfig, folder: Path, world: World) -> Path:
     }
     answers: list[dict[str, Any]] = world.collect({"folder": str(folder), "config": digest})
     for rank, answer in enumerate(answers):
-        differing = [key for key in digest if answer["config"].get(key) != answers[0]["config"][key]]
+        differing = [
+            key for key in digest if answer["config"].get(key) != answers[0]["config"][key]
+        ]
         if differing:
             raise ConfigError(
                 f"{', '.join(differing)}: rank {rank} was given another value than rank 0; type "

@@ -47,7 +47,7 @@ class Spread:
     why: str | None = None
 
     def lay_out(
-        self, module: nn.Module, call: ModelCall, world: World, num_samples: int
+        self, module: nn.Module, call: ModelCall, world: World, most_micro_batches: int
     ) -> Parallel:
         """Lay a model out over the ranks; its parameters may be replaced.
 
@@ -55,12 +55,12 @@ class Spread:
             module: whole, with the same weights on every rank.
             call: runs it.
             world: all ranks.
-            num_samples: behind a step at most.
+            most_micro_batches: of a step, over all ranks.
         """
         parameters = [p for p in module.parameters() if p.requires_grad]
         if self.is_ordered:
-            return Ordered(module, call, parameters, world, most=num_samples)
-        if self.mode in ("none", "ddp"):
+            return Ordered(module, call, parameters, world, most=most_micro_batches)
+        if self.mode in ("none", "ddp") or world.patient is None:  # or it only imagines ranks
             return Replicated(module, call, parameters, world)
         from trainer.parallel.sharded import Sharded  # noqa: PLC0415 - half a second
 
@@ -83,7 +83,9 @@ def spread(config: RunConfig, world: World, module: nn.Module, policy: SyncPolic
     replicas = _replicas(config, world, mode)
     if config.deterministic == "layout":
         if mode not in ("none", "ddp"):
-            raise ConfigError(f"deterministic=layout: sums whole gradients; use parallel=ddp, not {mode}")
+            raise ConfigError(
+                f"deterministic=layout: sums whole gradients; use parallel=ddp, not {mode}"
+            )
         return Spread(mode=mode, replicas=replicas, sync=Exact(), is_ordered=True)
     if mode == "none":
         known = isinstance(policy, Deferred | Immediate | Hierarchical)
@@ -135,11 +137,10 @@ def _replicas(config: RunConfig, world: World, mode: str) -> int:
     """
     if mode != "hsdp":
         return world.size if mode == "ddp" else 1
-    copies, shard = config.parallel.replicate, config.parallel.shard
-    if copies == "auto":
-        copies = world.size // (world.local_size if shard == "auto" else min(shard, world.size))
-    if shard == "auto":
-        shard = max(1, world.size // copies)
+    typed, part = config.parallel.replicate, config.parallel.shard
+    whole = max(1, world.size // typed) if isinstance(typed, int) else world.local_size
+    shard = part if isinstance(part, int) else whole
+    copies = typed if isinstance(typed, int) else max(1, world.size // shard)
     if copies * shard != world.size:
         fitting = [n for n in range(1, world.size + 1) if world.size % n == 0]
         nearest = min(fitting, key=lambda n: abs(n - shard))
@@ -156,9 +157,7 @@ def _weighed(
 ) -> tuple[SyncPolicy, str]:
     """Choose by the table of traffic and memory; the same on every rank."""
     model_bytes = sum(p.nbytes for p in module.parameters() if p.requires_grad)
-    limit = world.on_main(
-        lambda: memory_limit(world.device, local_ranks=world.local_size).bytes
-    )
+    limit = world.on_main(lambda: memory_limit(world.device, local_ranks=world.local_size).bytes)
     rows = traffic.table(
         mode,  # type: ignore[arg-type] # none is one rank
         model_bytes=model_bytes,
@@ -173,5 +172,9 @@ def _weighed(
         f"{row.held / MEBI:,.1f} MiB{'' if row.fits else ', which does not fit'}"
         for row in rows
     )
-    chosen = {"deferred": Deferred, "immediate": Immediate, "hierarchical": Hierarchical}
-    return chosen[best.policy](), f"sync=auto takes {best.policy}: {listed} (8 micro-batches)"
+    chosen: dict[str, SyncPolicy] = {
+        "deferred": Deferred(),
+        "immediate": Immediate(),
+        "hierarchical": Hierarchical(),
+    }
+    return chosen[best.policy], f"sync=auto takes {best.policy}: {listed} (8 micro-batches)"

@@ -32,7 +32,7 @@ class World:
         local_size: ranks on this machine, which share its memory and its cores.
         device: where this rank computes.
         patient: process group for what one rank does while the others wait, with a time limit of
-            its own; None on one rank.
+            its own; None on one rank, and where one process works out what several would do.
         board: where this rank notes what it is doing; None where nobody would look.
     """
 
@@ -76,7 +76,7 @@ class World:
             value: anything that JSON holds.
         """
         text = json.dumps(value).encode()
-        if self.size == 1:
+        if self.patient is None:
             return [json.loads(text)]
         own = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
@@ -100,7 +100,7 @@ class World:
             TrainError: the main rank did, and so every rank does.
             heard: that error, on the other ranks.
         """
-        if self.size == 1:
+        if self.patient is None:
             return work()
         told: dict[str, Any] = {}
         if self.is_main:

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from tests.reliability import toys
-from trainer import launch
+from trainer import launch, session
 from trainer.checkpoint.store import CheckpointStore
 from trainer.cli.compose import Composer
 from trainer.cli.prepare import prepare_run
@@ -35,6 +35,8 @@ from trainer.recipes import data_dir
 from trainer.report import journal
 
 ROOT = Path(__file__).parents[2]
+
+assert session  # the first run would import it, and imports draw random numbers
 
 BASE = (
     "model._target_=tests.reliability.toys.Net",

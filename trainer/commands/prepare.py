@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, final
 
-from trainer.assemble import Parts, parallel_mode, planned_device
+from trainer.assemble import Parts, planned_device
 from trainer.errors import Preempted
 from trainer.evaluate import HeldOut
 from trainer.models.recompute import checkpoint_blocks
@@ -165,14 +165,17 @@ def _limit(parts: Parts, work: Workload) -> tuple[MemoryLimit, bool]:
 
 
 def _shares(parts: Parts) -> Shares:
-    """Tell what a rank of a sharded model holds at the peak of a step's window.
+    """Tell what a rank of a sharded model holds at the peak of a step.
 
-    Parameters are gathered, and gradients whole, beside the shards of both.
+    Parameters are gathered, beside their shards; gradients are whole within a window, and shards
+    under a policy that reduces at every micro-batch.
     """
-    if parallel_mode(parts.config, parts.world) not in {"fsdp", "hsdp"}:
+    spread = parts.spread
+    if spread.mode not in {"fsdp", "hsdp"}:
         return Shares()
-    shard = 1.0 / parts.world.size
-    return Shares(parameters=1.0 + shard, gradients=1.0 + shard, optimizer_state=shard)
+    shard = spread.replicas / parts.world.size
+    whole = 0.0 if spread.sync.lockstep else 1.0
+    return Shares(parameters=1.0 + shard, gradients=whole + shard, optimizer_state=shard)
 
 
 def workload(parts: Parts) -> Workload:

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from statistics import fmean
 
-from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
-
-from trainer.assemble import Parts, parallel_mode, planned_device
+from trainer.assemble import Parts, planned_device
+from trainer.commands.advice import advice
 from trainer.commands.prepare import Prepared
-from trainer.config import RunConfig
 from trainer.plan.cut import Cut, Plan
 from trainer.plan.cuts import Auto
 from trainer.report.records import Candidate, MicroBatchShape, PlanSummary
-from trainer.tune.layout import unused_boundaries
-
-MANY_MICRO_BATCHES = 16
-"""Beyond it, sums of bf16 gradients lose about 1 % (64 of them, measured)."""
 
 
 def summarize(prepared: Prepared) -> PlanSummary:
@@ -68,70 +60,7 @@ def summarize(prepared: Prepared) -> PlanSummary:
             "evaluate": config.eval.every,
             "checkpoint": config.checkpoint.every,
         },
-        warnings=tuple(warnings(prepared)),
-    )
-
-
-def warnings(prepared: Prepared) -> Iterable[str]:
-    """Say what a user should know before training.
-
-    Yields:
-        One line each.
-    """
-    parts, config = prepared.parts, prepared.parts.config
-    if config.batch.normalizer == "micro_batches":
-        yield _mean_of_means(prepared.plans)
-    warmup = int(getattr(parts.schedule, "warmup", 0) or 0)
-    if warmup * 2 > parts.total_steps:
-        yield f"scheduler.warmup={warmup} is more than half of the {parts.total_steps} steps"
-    yield from _cadence_warnings(config, parts.total_steps)
-    dropouts = [n for n, m in parts.module.named_modules() if _drops(m)]
-    if dropouts:
-        yield (
-            f"{dropouts[0]} draws per micro-batch: splits agree in distribution, not bit for bit"
-        )
-    unused = unused_boundaries(parts.module, parts.example)
-    if unused is not None:
-        yield (
-            f"the data bring {unused}, which forward of {type(parts.module).__name__} does not "
-            "take: documents of one row see each other"
-        )
-    if config.optimizer.params.get("fused"):
-        yield "optimizer.fused=true keeps no temporaries: memory is predicted as a CPU sees it"
-    low = {str(p.dtype) for p in parts.module.parameters() if p.dtype.itemsize < 4}  # noqa: PLR2004
-    if low and prepared.plans[0].accum_steps > MANY_MICRO_BATCHES:
-        yield (
-            f"gradients in {', '.join(sorted(low))} are summed over "
-            f"{prepared.plans[0].accum_steps} micro-batches and lose about 1 %: keep fp32 weights"
-        )
-    if prepared.predicted and prepared.predicted.peak_bytes > prepared.limit_bytes:
-        yield "the predicted peak exceeds the memory: use accum=auto, or a smaller accum.micro"
-
-
-def _cadence_warnings(config: RunConfig, steps: int) -> Iterable[str]:
-    for name, every in (("eval.every", config.eval.every),):
-        if every is not None and every > steps:
-            yield f"{name}={every} is beyond the last step, {steps}: once, at the end"
-
-
-def _mean_of_means(plans: tuple[Plan, ...]) -> str:
-    """Measure how far a mean of means is off on the user's own data.
-
-    With N micro-batches of D_i tokens a token of micro-batch i weighs `D / (N D_i)` times what it
-    should; the mean over tokens of the absolute difference to 1 is what is misplaced.
-    """
-    errors, low, high = [], 1.0, 1.0
-    for plan in plans:
-        held = [float(plan.lengths[plan.ranks[r][s]].sum()) for r, s in plan.slots()]
-        held = [tokens for tokens in held if tokens]
-        total = sum(held)
-        factors = [total / (len(held) * tokens) for tokens in held]
-        errors.append(sum(t * abs(f - 1) for t, f in zip(held, factors, strict=True)) / total)
-        low, high = min(low, *factors), max(high, *factors)
-    return (
-        "batch.normalizer=micro_batches is a mean of means: on these data a token weighs "
-        f"{low:.2f} to {high:.2f} times what it should, {fmean(errors):.1%} off on average, and "
-        "the step changes with the cut; batch.normalizer=tokens is exact"
+        warnings=tuple(advice(prepared)),
     )
 
 
@@ -147,10 +76,6 @@ def _device(prepared: Prepared) -> str:
     return f"{planned.type}, not here" if is_away else str(parts.world.device)
 
 
-def _drops(module: nn.Module) -> bool:
-    return isinstance(module, _DropoutNd) and module.p > 0
-
-
 def _tail_size(parts: Parts) -> int:
     if parts.config.batch.unit == "tokens":
         return 0
@@ -163,6 +88,7 @@ def _shapes(plan: Plan) -> tuple[MicroBatchShape, ...]:
             rank=rank,
             num_samples=len(plan.ranks[rank][slot]),
             length=plan.padded_lengths[rank][slot],
+            packed=plan.packed,
         )
         for rank, slot in plan.slots()
     )
@@ -203,6 +129,7 @@ def _candidates(prepared: Prepared) -> tuple[Candidate, ...]:
             predicted_seconds=row.seconds_per_step,
             fits=row.predicted_bytes <= prepared.limit_bytes,
             is_chosen=row.chosen,
+            recomputes=row.activation_checkpointing,
         )
         for row in prepared.tuning.candidates
     )

@@ -80,8 +80,8 @@ def train_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], 
         run.saves.newest = None if loaded is None else loaded.path
         try:
             reporter.start(_start(config, folder, plan, loaded))
-        if parts.spread.why is not None:
-            reporter.line(parts.spread.why)
+            if parts.spread.why is not None:
+                reporter.line(parts.spread.why)
             _say_how_it_grew(run, extra)
             trained = train(run)
             _finish(parts, kit.model, trained, folder, reporter, started)

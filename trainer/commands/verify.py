@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from trainer import durable
@@ -10,7 +11,7 @@ from trainer.assemble import assemble
 from trainer.commands.prepare import Prepared, prepare
 from trainer.config import RunConfig
 from trainer.errors import NotExactError
-from trainer.feed import Feed
+from trainer.feed import Feed, PlannedBatch
 from trainer.report.blocks import verify_block
 from trainer.report.console import Screen
 from trainer.verify import verify
@@ -35,24 +36,33 @@ def verify_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
     """
     parts = assemble(config, world)
     prepared = prepare(parts)
-    feed = Feed(
-        parts.source,
-        cut=prepared.cut,
-        layout=parts.layout,
-        world=world,
-        seed=config.seed,
-        cursor=parts.source.order.start,
-    )
-    try:
-        batch, loader = feed.next(), parts.source.loader
-        report = verify(parts.kit(), batch, loader, whole_fits=_whole_fits(prepared))
-    finally:
-        feed.close()
+    batch, loader = _of_all_ranks(prepared), parts.source.loader
+    report = verify(parts.kit(), batch, loader, whole_fits=_whole_fits(prepared))
     durable.write_json(folder / VERIFY_FILE, report.to_json())
     screen = Screen(folder)
     screen.show(verify_block(report))
     screen.close()
     return 0 if report.exact else NotExactError.exit_code
+
+
+def _of_all_ranks(prepared: Prepared) -> PlannedBatch:
+    """Take the first step with the micro-batches of every rank, for one process to compute."""
+    parts = prepared.parts
+    batches = []
+    for rank in range(parts.world.size):
+        feed = Feed(
+            parts.source,
+            cut=prepared.cut,
+            layout=parts.layout,
+            world=replace(parts.world, rank=rank),
+            seed=parts.config.seed,
+            cursor=parts.source.order.start,
+        )
+        try:
+            batches.append(feed.next())
+        finally:
+            feed.close()
+    return replace(batches[0], micro_batches=tuple(m for b in batches for m in b.micro_batches))
 
 
 def _whole_fits(prepared: Prepared) -> bool:

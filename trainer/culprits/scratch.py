@@ -95,6 +95,9 @@ class Scratch:
         default = torch.get_default_dtype()
         try:
             with ExitStack() as stack:
+                # cuDNN has no backward for recurrent layers out of training mode, into which
+                # those that draw dropout are put.
+                stack.enter_context(torch.backends.cudnn.flags(enabled=False))
                 if self.dtype == torch.float64:
                     torch.set_default_dtype(torch.float64)
                 if self.widens:

@@ -20,19 +20,18 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, final
 
-import trainer
 from trainer import durable
 from trainer.board import Board, Place
 from trainer.checkpoint.lock import hold
 from trainer.config import RunConfig
-from trainer.errors import ConfigError, RankLostError, TrainError, heard
+from trainer.errors import ConfigError, RankLostError, heard
 from trainer.rank import JOB_FILE, STACKS_SIGNAL, STOP_FILE, Job
 from trainer.record import METRICS_FILE, recorded
 from trainer.report import journal
@@ -68,25 +67,24 @@ def supervise(config: RunConfig, folder: Path, num_ranks: int) -> int:
 
     Raises:
         ConfigError: the parallel mode knows one rank only.
-        TrainError: how the run ended, where it did not end well.
+        RankLostError: a rank was lost, more often than `parallel.max_restarts` allows. Another
+            `TrainError` is how the run ended, where it did not end well.
     """
     if config.parallel.mode == "none":
         raise ConfigError(
             f"parallel.ranks={num_ranks}: parallel=none is one rank; use parallel=ddp"
         )
     with hold(folder), recorded(folder):
-        for restart in range(config.parallel.max_restarts + 1):
+        for restart in range(config.parallel.max_restarts):
             try:
                 return _attempt(config, folder, num_ranks)
             except RankLostError as error:
-                if restart == config.parallel.max_restarts:
-                    raise
                 config, step = _from_newest(config, folder)
                 sys.stderr.write(
                     f"train: {error}; starting again after step {step} "
                     f"({restart + 1} of {config.parallel.max_restarts} restarts)\n"
                 )
-    raise AssertionError  # the last restart returns or raises
+        return _attempt(config, folder, num_ranks)
 
 
 def _from_newest(config: RunConfig, folder: Path) -> tuple[RunConfig, int]:
@@ -188,7 +186,7 @@ def _start(place: Path, folder: Path, rank: int, num_ranks: int) -> Child:
     # For the user's own code and for libraries that ask; the job says the same.
     environment |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
     environment |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(num_ranks))
-    root = str(Path(trainer.__file__).parents[1])
+    root = str(Path(__file__).parents[2])
     environment["PYTHONPATH"] = os.pathsep.join(
         [root, *filter(None, [environment.get("PYTHONPATH")])]
     )
@@ -308,7 +306,8 @@ def _conclude(ended: Mapping[int, Ended], folder: Path, timeout_s: float) -> Non
     """Say why the ranks ended.
 
     Raises:
-        error: the reason that one of them gave, or a `RankLostError`.
+        error: the reason that one of them gave.
+        RankLostError: none of them could give one.
     """
     if not any(end.code for end in ended.values()):
         return
@@ -323,9 +322,7 @@ def _conclude(ended: Mapping[int, Ended], folder: Path, timeout_s: float) -> Non
     raise RankLostError(_how(rank, end, ended, folder, timeout_s))
 
 
-def _how(
-    rank: int, end: Ended, ended: Mapping[int, Ended], folder: Path, timeout_s: float
-) -> str:
+def _how(rank: int, end: Ended, ended: Mapping[int, Ended], folder: Path, timeout_s: float) -> str:
     if "crash" in end.told:
         return (
             f"rank {rank} failed at {end.place}: {end.told['crash']}; "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import ClassVar, NoReturn, final
 
 import numpy as np
@@ -34,7 +35,7 @@ class Leaves(Cut):
         leaves = split(everyone, np.arange(0, len(lengths), self.micro, dtype=np.int64))
         first = [*map(int, even_starts(len(leaves), layout.world_size)), len(leaves)]
         ranks = tuple(
-            tuple(leaves[begin:end]) for begin, end in zip(first, first[1:], strict=False)
+            tuple(leaves[begin:end]) for begin, end in pairwise(first)
         )
         padded = lengths if layout.packed else pad(lengths, layout)
         return Plan(

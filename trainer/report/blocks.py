@@ -303,12 +303,11 @@ def _cadences(plan: PlanSummary) -> RenderableType:
 def _shapes(plan: PlanSummary) -> RenderableType:
     """List the shapes in the order they run; neighbours that are alike share a row."""
     groups = [
-        (shape, len(list(alike)))
-        for shape, alike in groupby(plan.shapes, lambda s: (s.rank, s.num_samples, s.length))
+        (shape, len(list(alike))) for shape, alike in groupby(plan.shapes)
     ]
     table = _table(">rank", ">count", ">samples", ">length", ">positions")
-    for (rank, samples, length), count in groups[:MAX_SHAPE_ROWS]:
-        figures = (rank, count, samples, length, samples * length)
+    for shape, count in groups[:MAX_SHAPE_ROWS]:
+        figures = (shape.rank, count, shape.num_samples, shape.length, shape.positions)
         table.add_row(*map(number, figures))
     left = len(groups) - MAX_SHAPE_ROWS
     more = [Text(f"and {left} more (plan.json holds all)", "dim")] if left > 0 else []
@@ -318,14 +317,15 @@ def _shapes(plan: PlanSummary) -> RenderableType:
 def _candidates(candidates: Sequence[Candidate]) -> RenderableType:
     table = _table(">cap, tokens", ">micro-batches", ">padding", ">memory", ">step time", "")
     for row in candidates:
-        note = "" if row.fits else "does not fit"
+        note = "recomputing" if row.recomputes else ""
+        note = note if row.fits else "does not fit"
         table.add_row(
             number(row.max_tokens),
             number(row.micro_batches),
             percent(row.padding),
             size(row.predicted_bytes),
             duration(row.predicted_seconds),
-            "<- chosen" if row.is_chosen else note,
+            f"<- chosen {note}".strip() if row.is_chosen else note,
             style="bold green" if row.is_chosen else ("" if row.fits else "dim"),
         )
     return _indented(table)

@@ -89,11 +89,18 @@ class MicroBatchShape:
         rank: where it is computed.
         num_samples: samples in it.
         length: positions each sample is padded to; under packing, positions of the row.
+        packed: whether the samples lie end to end in one row.
     """
 
     rank: int
     num_samples: int
     length: int
+    packed: bool = False
+
+    @property
+    def positions(self) -> int:
+        """Computed positions."""
+        return self.length if self.packed else self.num_samples * self.length
 
 
 @final
@@ -109,6 +116,7 @@ class Candidate:
         predicted_seconds: of one step; None when nothing was timed.
         fits: whether the peak is within the limit.
         is_chosen: whether the run uses it.
+        recomputes: whether activation checkpointing is on.
     """
 
     max_tokens: int
@@ -118,6 +126,7 @@ class Candidate:
     predicted_seconds: float | None = None
     fits: bool = True
     is_chosen: bool = False
+    recomputes: bool = False
 
 
 @final
