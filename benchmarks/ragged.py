@@ -1,7 +1,8 @@
 """Useful tokens per second on documents of very different lengths, ours beside other trainers.
 
     python benchmarks/ragged.py [--lengths 512,2048] [--steps 3] [--rounds 3] [--only ours,composer]
-                                [--exact 512,2048] [--width 256] [--layers 4] [--json FILE]
+                                [--exact 512,2048] [--trained 20] [--threads 2] [--width 256]
+                                [--layers 4] [--heads 4] [--json FILE]
 
 Every trainer takes the same optimizer steps of 64 documents of the Python standard library, with
 the same model, weights, loss and AdamW, in one process; what is not installed is a row that says
@@ -18,8 +19,8 @@ document at a time.
 The last columns are exactness. Gradient of the first step in float64 against one padded whole
 batch, as a relative 2-norm; what AdamW then makes of it, as the difference of the weights over the
 length of the update; and both under bfloat16 autocast, over what the whole batch in one piece
-itself loses to bfloat16 (1.0 is rounding noise and nothing more). Weights are those after a short
-training, since at random weights all documents pull in the same direction and hide errors.
+itself loses to bfloat16 (1.0 is rounding noise and nothing more). Weights are those after
+`--trained` steps, since at random weights all documents pull in the same direction and hide errors.
 """
 
 from __future__ import annotations
@@ -51,7 +52,6 @@ from trainer.step import train_step
 from trainer.world import World
 
 GLOBAL, MICRO = 64, 8
-TRAINED_STEPS = 20
 OURS, PACKED, IDEAL = "ours", "ours, packed", "no padding"
 
 Gradient = Mapping[str, Tensor]
@@ -351,9 +351,9 @@ def set_up(length: int, arguments: argparse.Namespace) -> Setting:
     return Setting(length=length, prepared=prepared, weights=weights, num_steps=arguments.steps)
 
 
-def trained(setting: Setting) -> dict[str, Tensor]:
+def trained(setting: Setting, num_steps: int) -> dict[str, Tensor]:
     """Train a little, under our cut, for weights that are no longer random."""
-    task = setting.task(TRAINED_STEPS, bf16=True)
+    task = setting.task(num_steps, bf16=True)
     train_ours(setting, task)
     return copy.deepcopy(task.model.state_dict())
 
@@ -400,6 +400,7 @@ def main() -> None:
     )
     parser.add_argument("--lengths", type=whole_numbers, default=[512, 2048])
     parser.add_argument("--exact", type=whole_numbers, default=[512, 2048])
+    parser.add_argument("--trained", type=int, default=20)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", type=lambda text: text.split(","), default=[])
@@ -416,7 +417,7 @@ def main() -> None:
         print(f"\nmax_length {length}: {setting.prepared.how}", flush=True)
         found = time_all(setting, arguments.only, arguments.rounds)
         if length in arguments.exact:
-            setting = replace(setting, weights=trained(setting))
+            setting = replace(setting, weights=trained(setting, arguments.trained))
             for name, row in compare_gradients(setting, arguments.only).items():
                 found[name].update(row)
         print_results(setting, found)

@@ -15,11 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support import VOCABULARY, Bench, RaggedText, replicated
 from trainer.accumulate.base import GradientStrategy
 from trainer.accumulate.sum import Sum
+from trainer.errors import DoesNotFitError, SaveError
+from trainer.evaluate import HeldOut, evaluate
 from trainer.models.bind import bind
 from trainer.parallel import Parallel
 from trainer.parallel.ordered import Ordered
 from trainer.parallel.sharded import Sharded
 from trainer.plan.cut import Cut, Layout
+from trainer.plan.cuts import Fixed
 from trainer.step import train_step
 from trainer.sync import Deferred, Exact, Hierarchical, Immediate
 from trainer.world import World
@@ -245,3 +248,46 @@ def count_collectives(world: World, case: Case) -> dict[str, int]:
         train_step(bench.kit, batch)
     bench.feed.close()
     return {**counter.counts, "micro_batches": len(batch.micro_batches)}
+
+
+def evaluate_some(world: World, mode: str, num_held_out: int) -> tuple[dict[str, float], list[int]]:
+    """Evaluate on the first samples, and name those that this rank looked at."""
+    bench = bench_of(world, Case(Fixed(micro=4), mode))
+    layout = Layout(world_size=world.size)
+    lengths = bench.dataset.lengths[:num_held_out]
+    held_out = HeldOut(loader=bench.loader, lengths=lengths, layout=layout, max_tokens=30)
+    seen = [i for request in held_out.requests(world.rank) for i in request.ids]
+    metrics = evaluate(bench.kit.model, bench.objective, held_out, world)
+    train_step(bench.kit, bench.feed.next())
+    bench.feed.close()
+    return metrics, seen
+
+
+def fail_on_main(world: World) -> str:
+    """What every rank hears when the first could not write."""
+
+    def work() -> None:
+        raise SaveError("disk full")
+
+    try:
+        world.on_main(work)
+    except SaveError as error:
+        return f"{error} {error.exit_code}"
+    return "nothing"
+
+
+def tell_each_other(world: World) -> list[object]:
+    return [world.collect({"rank": world.rank, "text": "x" * world.rank}), world.any(world.is_main)]
+
+
+def run_out_in_lockstep(world: World) -> str:
+    """What the rank says that runs out of memory between collectives; alone, so none waits."""
+    case = Case(Fixed(micro=4), "ddp", "immediate", failing=(world.rank, 0, "forward"))
+    bench = bench_of(world, case)
+    try:
+        train_step(bench.kit, bench.feed.next())
+    except DoesNotFitError as error:
+        return str(error)
+    finally:
+        bench.feed.close()
+    return "nothing"

@@ -34,9 +34,9 @@ UNTIMED = {"seconds", "tokens_per_second", "memory_bytes", "eval_seconds"}
 
 
 def overrides(line: str) -> list[str]:
-    """Put settings over those of `BASE`; `accum=...` replaces its micro-batch too."""
-    typed = shlex.split(line)
-    keys = {each.partition("=")[0].lstrip("+") for each in typed}
+    """Put settings over those of `BASE`, `accum=...` over its micro-batch too; the last wins."""
+    typed = list({each.partition("=")[0]: each for each in shlex.split(line)}.values())
+    keys = {each.partition("=")[0] for each in typed}
     dropped = {key for key in BASE if key in keys or key.rpartition(".")[0] in keys - {"batch"}}
     dropped |= {"accum", "accum.micro"} if "accum._target_" in keys else set()
     return [*(f"{key}={value}" for key, value in BASE.items() if key not in dropped), *typed]
@@ -102,7 +102,9 @@ def meta(run: Run | Path) -> Mapping[str, Any]:
     return CheckpointStore(folder / "checkpoints").load(set_aside=False).meta
 
 
-def assert_same_bits(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+def assert_same_bits(
+    found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
+) -> None:
     assert found.keys() == expected.keys()
     different = [name for name in expected if not torch.equal(found[name], expected[name])]
     assert not different

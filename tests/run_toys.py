@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -43,6 +44,24 @@ class Net(nn.Module):
         return self.head(self.dropout(hidden))
 
 
+class DoubleNet(Net):
+    """Keeps its weights in double precision, so that only a wrong step differs."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__(width)
+        self.double()
+
+
+class LossNet(DoubleNet):
+    """Computes its own loss, as Hugging Face heads do."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor, num_items_in_batch: Tensor) -> Any:
+        logits = super().forward(input_ids)[:, :-1]
+        targets = labels[:, 1:].flatten()
+        terms = nn.functional.cross_entropy(logits.flatten(0, 1), targets, reduction="sum")
+        return SimpleNamespace(loss=terms / num_items_in_batch)
+
+
 class LowNet(Net):
     """Keeps its weights in half precision."""
 
@@ -69,6 +88,12 @@ class Rows:
         ids = self.tokens[index]
         labels = torch.full_like(ids, -100) if index in self.unlabelled else ids
         return {"input_ids": ids, "labels": labels}
+
+
+class Known(Rows):
+    """Says how many different tokens it holds."""
+
+    vocab_size = VOCABULARY
 
 
 class Plain:
@@ -126,13 +151,15 @@ class Broken(Rows):
 class Vision(nn.Module):
     """A small conv net; the norm is the user's choice."""
 
-    def __init__(self, norm: str = "group") -> None:
+    def __init__(self, norm: str = "group", double: bool = True) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, 4, 3, padding=1)
         self.norm = nn.BatchNorm2d(4) if norm == "batch" else nn.GroupNorm(2, 4)
         self.head = nn.Linear(4, 4)
+        self.to(torch.float64 if double else torch.float32)
 
     def forward(self, pixels: Tensor) -> Tensor:
+        pixels = pixels.to(self.head.weight.dtype)
         return self.head(self.norm(self.stem(pixels)).relu().mean((2, 3)))
 
 
@@ -168,11 +195,18 @@ class Descent(torch.optim.Optimizer):
                     parameter.add_(parameter.grad, alpha=-group["lr"])
 
 
-class Greedy(torch.optim.SGD):
-    """Needs more memory for its update than there is."""
+class Greedy(Descent):
+    """Needs more memory for an update than there is, from some update on."""
+
+    def __init__(self, params: Any, lr: float = 0.1, after: int = 0) -> None:
+        super().__init__(params, lr)
+        self.left = after
 
     def step(self, closure: Any = None) -> None:
-        raise torch.OutOfMemoryError("injected into the update")
+        if not self.left:
+            raise torch.OutOfMemoryError("injected into the update")
+        self.left -= 1
+        super().step()
 
 
 class Watch:

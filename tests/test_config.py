@@ -388,11 +388,16 @@ def test_nothing_heavy_is_imported():
             ("batchnorm=micro",),
             "batchnorm=micro: depends on how the batch is cut; say accum=fixed accum.micro=8",
         ),
-        ({}, ("parallel=fsdp",), "parallel=fsdp: not in this version; use none or ddp"),
+        ({"parallel.shard": 2}, (), "parallel.shard=2: counts only with parallel=hsdp"),
+        (
+            {"parallel.ranks": 2},
+            ("parallel=none",),
+            "parallel.ranks=2: parallel=none is one rank; use parallel=ddp",
+        ),
         (
             {"deterministic": "layout"},
             (),
-            "deterministic=layout: not in this version; use false or true",
+            "deterministic=layout: needs fixed micro-batches; say accum=fixed accum.micro=8",
         ),
         ({"command": "evaluate"}, (), "run: train evaluate needs a run folder: run=outputs/..."),
         (

@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,11 +56,16 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **more}
 
 
-def start(folder: Path, *typed: str, command: Sequence[str] = (), **more: str) -> Started:
-    begin = command or [sys.executable, "-m", "trainer"]
+def start(folder: Path, *typed: str, **more: str) -> Started:
+    """Start a command; one that neither resumes nor sweeps is a new run in `folder`."""
+    keys = {line.partition("=")[0] for line in typed}
+    words = [line for line in TYPED if line.partition("=")[0] not in keys]
+    if any(t.startswith("resume=") for t in typed):
+        words = []
+    elif "-m" not in typed:
+        words.append(f"hydra.run.dir={folder}")
     process = subprocess.Popen(
-        [*begin, *(TYPED if not any(t.startswith("resume=") for t in typed) else ()), *typed]
-        + ([f"hydra.run.dir={folder}"] if not any(t.startswith("resume=") for t in typed) else []),
+        [sys.executable, "-m", "trainer", *typed, *words],
         cwd=folder.parent,
         env=environment(**more),
         stdout=subprocess.PIPE,
@@ -143,9 +147,24 @@ def test_one_command_on_several_ranks_makes_one_folder_and_takes_the_same_steps(
 @pytest.mark.parametrize(
     ("fault", "code", "says"),
     [
-        ("raise", 7, "rank 1 failed at step 3 (compute, micro-batch 1): ValueError: injected"),
-        ("data", 3, "rank 1, step 3 (compute, micro-batch 1): rows.txt: record 7 is torn"),
-        ("exit", 7, "rank 1 ended with exit code 3 and without a word, at step 3 (compute"),
+        pytest.param(
+            "raise",
+            7,
+            "rank 1 failed at step 3 (compute, micro-batch 1): ValueError: injected",
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
+            "data",
+            3,
+            "rank 1, step 3 (compute, micro-batch 1): rows.txt: record 7 is torn",
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
+            "exit",
+            7,
+            "rank 1 ended with exit code 3 and without a word, at step 3 (compute",
+            marks=pytest.mark.nightly,
+        ),
         ("SIGKILL", 7, "rank 1 was killed by SIGKILL, as the system does when memory runs out"),
     ],
 )
@@ -167,32 +186,23 @@ def test_a_rank_that_ends_badly_ends_the_run_with_one_line(tmp_path, fault, code
 
 def test_a_rank_that_hangs_is_named_with_its_place_and_leaves_its_stack(tmp_path):
     folder = tmp_path / "run"
-    running = start(folder, "model.fault=hang", "parallel.ranks=2", "parallel.timeout_s=4")
+    running = start(folder, "model.fault=hang", "parallel.ranks=2", "parallel.timeout_s=2")
     running.wait_for(1)
     began = time.monotonic()
     code, errors = running.end()
     assert time.monotonic() - began < 12
     assert code == 7
     assert len(errors) == 1
-    assert "rank 1 did not answer for 4 s (parallel.timeout_s), at step 2 (compute" in errors[0]
+    assert "rank 1 did not answer for 2 s (parallel.timeout_s), at step 2 (compute" in errors[0]
     assert "in happen" in (folder / "errors" / "rank1.txt").read_text()
     assert_none_left(folder)
 
 
-def test_no_rank_outlives_a_launcher_that_is_killed(tmp_path):
+def test_ranks_listen_on_the_loopback_only_and_do_not_outlive_their_launcher(tmp_path):
     folder = tmp_path / "run"
     running = start(folder, "parallel.ranks=2", "steps=1000", "model.pause=0.05")
     running.wait_for(1)
     assert len(members(folder)) == 2
-    running.process.kill()
-    running.process.communicate()
-    assert_none_left(folder)
-
-
-def test_sockets_of_a_local_run_are_on_the_loopback_only(tmp_path):
-    folder = tmp_path / "run"
-    running = start(folder, "parallel.ranks=2", "steps=1000", "model.pause=0.05")
-    running.wait_for(1)
     listening = [
         address for pid in (*members(folder), running.process.pid) for address in listeners(pid)
     ]
@@ -221,7 +231,9 @@ def listeners(pid: int) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)]
+)
 def test_a_signal_saves_at_a_step_boundary_and_another_number_of_ranks_goes_on(
     tmp_path, alone, number
 ):
@@ -243,7 +255,7 @@ def test_a_signal_saves_at_a_step_boundary_and_another_number_of_ranks_goes_on(
     assert_none_left(folder)
 
 
-@pytest.mark.parametrize("saved", [True, False], ids=["checkpoint", "nothing saved"])
+@pytest.mark.parametrize("saved", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_a_lost_rank_is_restarted_and_the_run_ends_where_an_undisturbed_one_does(
     tmp_path, alone, saved
 ):
@@ -285,3 +297,37 @@ def test_one_rank_and_several_contradict_before_anything_starts(tmp_path):
     assert code == 2
     assert errors == ["train: error: parallel.ranks=2: parallel=none is one rank; use parallel=ddp"]
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.nightly
+def test_deterministic_layout_keeps_its_bits_over_a_resume_on_another_number_of_ranks(tmp_path):
+    weights = []
+    for first, then in ((1, 1), (2, 3), (4, 1)):
+        folder = tmp_path / f"run{first}{then}"
+        layout = ("deterministic=layout", "model.pause=0.05", "steps=50")
+        running = start(folder, *layout, f"parallel.ranks={first}")
+        running.wait_for(20)
+        running.process.send_signal(signal.SIGTERM)
+        assert running.end()[0] == 75
+        resumed = start(folder, f"resume={folder}", "trust=[faulty]", f"parallel.ranks={then}")
+        assert resumed.end() == (0, [])
+        files = ("model.safetensors", "optimizer.safetensors")
+        saved = folder / "checkpoints" / "step-00000050"
+        losses = [entry["loss"] for entry in steps(folder)]
+        weights.append(([(saved / name).read_bytes() for name in files], losses))
+    assert weights[0] == weights[1] == weights[2]
+
+
+@pytest.mark.nightly
+def test_every_job_of_a_sweep_has_its_own_ranks(tmp_path):
+    running = start(
+        tmp_path / "unused",
+        "-m",
+        "parallel.ranks=2",
+        "steps=2",
+        "accum.micro=2,8",
+        f"hydra.sweep.dir={tmp_path / 'sweep'}",
+    )
+    assert running.end(120) == (0, [])
+    for number in range(2):
+        assert status(tmp_path / "sweep" / str(number))["state"] == "completed"

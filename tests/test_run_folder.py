@@ -124,7 +124,11 @@ def test_every_step_is_in_the_metrics_whatever_is_printed(
         assert entry["tokens_per_second"] > 0
     evaluated = [entry["step"] for entry in entries(run) if "eval_loss" in entry]
     assert evaluated == [3, 6, 7]
-    shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step") and "lr" in line]
+    shown = [
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("step") and "lr" in line
+    ]
     assert [line.split()[1] for line in shown] == ["1/7", "5/7", "7/7"]
 
 

@@ -282,7 +282,9 @@ def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before_and_says_so(
 
 def test_a_new_run_starts_from_another_s_weights_at_step_0() -> None:
     first = go("steps=5")
-    second = go(f"init={first.folder} steps=5 optimizer.lr=1e-9 checkpoint.every=1 checkpoint.keep=9")
+    second = go(
+        f"init={first.folder} steps=5 optimizer.lr=1e-9 checkpoint.every=1 checkpoint.keep=9"
+    )
     assert second.folder != first.folder
     assert [entry["step"] for entry in steps(second)] == [1, 2, 3, 4, 5]
     assert curve(second, "lr")[0] == 1e-9

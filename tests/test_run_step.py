@@ -64,7 +64,9 @@ def assert_same_steps(found: Run, expected: Run) -> None:
     ]
     assert [step for step, _ in evaluated[0]] == [step for step, _ in evaluated[1]]
     assert [x for _, x in evaluated[0]] == pytest.approx([x for _, x in evaluated[1]], rel=SAME)
-    saved = [sorted(p.name for p in (run.folder / "checkpoints").iterdir()) for run in (found, expected)]
+    saved = [
+        sorted(p.name for p in (run.folder / "checkpoints").iterdir()) for run in (found, expected)
+    ]
     assert saved[0] == saved[1] == ["step-00000005", "step-00000008"]
 
 

@@ -130,11 +130,16 @@ def gpt() -> GPT:
 
 
 def measured_peak(
-    work: Workload, shape: Shape, *, recompute: bool = False, limit: int | None = None
+    work: Workload,
+    shape: Shape,
+    *,
+    recompute: bool = False,
+    limit: int | None = None,
+    autocast: torch.dtype | None = None,
 ) -> MemoryEstimate:
     """Take two optimizer steps of two micro-batches each for real, on a copy of the model."""
     model = copy.deepcopy(work.model)
-    copied = replace(work, model=model, call=bind(model))
+    copied = replace(work, model=model, call=bind(model, autocast=autocast))
     peak = PeakBytes(limit)
     fields = copied.fields(*shape)
     with torch.random.fork_rng(devices=[]), peak, copied.variant(recompute=recompute):

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainer.accumulate.base import GradientStrategy
-from trainer.build import Built, construct, look_up, takes
+from trainer.build import Built, check_names, construct, look_up, takes
 from trainer.config import RunConfig
 from trainer.data.collate import INPUT_IDS
 from trainer.data.loader import Loader, Request, lengths_of
@@ -243,9 +243,18 @@ def _component(config: RunConfig, key: str, expected: type[Built]) -> Built:
 
 
 def _data_sets(config: RunConfig) -> tuple[Samples, Samples | None]:
-    """Build the training and the held-out data; what the data class does not split, we do."""
+    """Build the training and the held-out data; what the data class does not split, we do.
+
+    Raises:
+        ConfigError: bad records are to be passed over by a class that does not know how.
+    """
     component = config.data
     has = partial(takes, component, "data", config.trust)
+    if config.data.on_bad == "skip" and not has("on_bad"):
+        raise ConfigError(
+            f"data.on_bad=skip: {component.target} takes no on_bad, so it cannot pass over a bad "
+            "record; use data.on_bad=stop"
+        )
     params = dict(component.params)
     holdout = params.get("holdout") if has("holdout") else params.pop("holdout", 0.05)
     component = component.model_copy(update={"params": params})
@@ -293,6 +302,8 @@ def _order(config: RunConfig, lengths: IntArray) -> Order:
 def _optimizer(config: RunConfig) -> OptimizerSpec:
     kind = look_up(config.optimizer, "optimizer", config.trust)
     if inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer):
+        names = config.optimizer.params.keys() - {"groups", "lr", "weight_decay"}
+        check_names(kind, "optimizer", sorted(names))
         return OwnOptimizer.of(kind, config.optimizer.params)
     return construct(config.optimizer, "optimizer", OptimizerSpec, config.trust)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeVar
 
 from trainer.config import Component
@@ -76,9 +76,10 @@ def construct(
     parameters = inspect.signature(target).parameters
     arguments = dict(component.params)
     for name, value in (given or {}).items():
-        if name in parameters and arguments.get(name) is None:
+        if name in parameters and value is not None and arguments.get(name) is None:
             arguments[name] = value
-    _check_arguments(target, key, arguments, parameters)
+    check_names(target, key, arguments)
+    _check_needed(key, target, arguments)
     try:
         built = target(**arguments)
     except (TypeError, ValueError) as error:
@@ -96,34 +97,43 @@ def takes(component: Component, key: str, trusted: tuple[str, ...], name: str) -
     return name in inspect.signature(look_up(component, key, trusted)).parameters
 
 
-def _check_arguments(
-    target: Callable[..., Any],
-    key: str,
-    arguments: Mapping[str, Any],
-    parameters: Mapping[str, inspect.Parameter],
-) -> None:
-    """Name every argument that the constructor does not take, with the nearest it does.
+def check_names(target: Callable[..., Any], key: str, names: Iterable[str]) -> None:
+    """Name every argument that a constructor does not take, with the nearest it does.
+
+    Args:
+        target: what is to be called.
+        key: config key of the component.
+        names: arguments it is to get.
 
     Raises:
         ConfigError: one line each.
     """
+    parameters = inspect.signature(target).parameters
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         return
     faults = []
-    for name in arguments:
+    for name in names:
         if name not in parameters:
             near = difflib.get_close_matches(name, parameters, n=1)
             hint = (
                 f"Did you mean {key}.{near[0]}?" if near else f"It takes {', '.join(parameters)}."
             )
             faults.append(f"{key}.{name}: {target.__name__} takes no such argument. {hint}")
-    missing = [
-        p.name
-        for p in parameters.values()
-        if p.default is inspect.Parameter.empty
-        and p.kind not in {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
-        and p.name not in arguments
-    ]
-    faults += [f"{key}.{name}: {target.__name__} needs a value for it" for name in missing]
     if faults:
         raise ConfigError(*faults)
+
+
+def _check_needed(key: str, target: Callable[..., Any], names: Collection[str]) -> None:
+    """Name every argument that has no default and gets no value.
+
+    Raises:
+        ConfigError: one line each.
+    """
+    variadic = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+    missing = [
+        p.name
+        for p in inspect.signature(target).parameters.values()
+        if p.default is inspect.Parameter.empty and p.kind not in variadic and p.name not in names
+    ]
+    if missing:
+        raise ConfigError(*(f"{key}.{n}: {target.__name__} needs a value for it" for n in missing))

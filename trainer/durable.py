@@ -97,8 +97,8 @@ class Posix(FileSystem):
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
 
     def open_append(self, path: Path) -> int:
-        """Open a file for writing at its end."""
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        """Open a file for writing at its end; never one that a link leads to."""
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
 
     def write(self, handle: int, data: memoryview) -> int:
         """Write some of `data`."""

@@ -66,11 +66,16 @@ class PlannedBatch:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Planned:
-    """A global batch that is cut but not loaded."""
+    """A global batch that is cut but not loaded.
+
+    Attributes:
+        requests: what this rank loads, one per micro-batch.
+    """
 
     step: int
     samples: GlobalBatch
     plan: Plan
+    requests: tuple[Request, ...]
 
 
 @final
@@ -160,8 +165,7 @@ class Feed:
 
     def requests(self, cursor: Cursor) -> Iterator[Request]:
         """Name what this rank loads for the step at a cursor, one request per micro-batch."""
-        samples, plan = self.plan(cursor)
-        return self._requests(_Planned(step=cursor.step + 1, samples=samples, plan=plan))
+        return iter(self._planned(cursor).requests)
 
     def cut_smaller(self, batch: PlannedBatch) -> PlannedBatch | None:
         """Cut a global batch and all that follow it into smaller micro-batches."""
@@ -170,7 +174,18 @@ class Feed:
             return None
         self.use(cut)
         plan = cut.cut(batch.plan.lengths, self.layout)
-        return self._load(_Planned(step=batch.step, samples=batch.samples, plan=plan))
+        return self._load(self._with_requests(batch.step, batch.samples, plan))
+
+    def ease(self, batch: PlannedBatch) -> bool:
+        """Cut all that follows smaller than this one; not where counts were stated by the user.
+
+        Returns:
+            Whether there was anything to make smaller.
+        """
+        cut = None if self.cut.keeps_order else self.cut.smaller(batch.plan)
+        if cut is not None:
+            self.use(cut)
+        return cut is not None
 
     def use(self, cut: Cut) -> None:
         """Cut every later global batch with `cut`, and drop what was prepared with another."""
@@ -189,11 +204,10 @@ class Feed:
         self._loader.close()
 
     def _prepare(self, cursor: Cursor) -> PlannedBatch:
-        samples, plan = self.plan(cursor)
-        return self._load(_Planned(step=cursor.step + 1, samples=samples, plan=plan))
+        return self._load(self._planned(cursor))
 
     def _load(self, planned: _Planned) -> PlannedBatch:
-        return self._filled(planned, map(self._loader.load, self._requests(planned)))
+        return self._filled(planned, map(self._loader.load, planned.requests))
 
     def _from_workers(self) -> PlannedBatch:
         if self._stream is None:
@@ -201,29 +215,34 @@ class Feed:
         while not self._queue:
             self._loaded.append(next(self._stream))
         planned = self._queue.popleft()
-        count = len(planned.plan.ranks[self._world.rank])
+        count = len(planned.requests)
         while len(self._loaded) < count:
             self._loaded.append(next(self._stream))
         return self._filled(planned, (self._loaded.popleft() for _ in range(count)))
 
     def _requests_from(self, cursor: Cursor) -> Iterator[Request]:
         while True:
-            samples, plan = self.plan(cursor)
-            planned = _Planned(step=cursor.step + 1, samples=samples, plan=plan)
+            planned = self._planned(cursor)
             self._queue.append(planned)
-            yield from self._requests(planned)
-            cursor = samples.after
+            yield from planned.requests
+            cursor = planned.samples.after
 
-    def _requests(self, planned: _Planned) -> Iterator[Request]:
-        plan, rank = planned.plan, self._world.rank
-        for slot, length in zip(plan.ranks[rank], plan.padded_lengths[rank], strict=True):
-            ids = planned.samples.ids[slot]
-            yield Request(
-                ids=tuple(map(int, ids)),
-                epoch=planned.samples.epoch,
+    def _planned(self, cursor: Cursor) -> _Planned:
+        samples, plan = self.plan(cursor)
+        return self._with_requests(cursor.step + 1, samples, plan)
+
+    def _with_requests(self, step: int, samples: GlobalBatch, plan: Plan) -> _Planned:
+        rank = self._world.rank
+        requests = tuple(
+            Request(
+                ids=tuple(samples.ids[slot].tolist()),
+                epoch=samples.epoch,
                 pad_to=length,
                 packed=plan.packed,
             )
+            for slot, length in zip(plan.ranks[rank], plan.padded_lengths[rank], strict=True)
+        )
+        return _Planned(step=step, samples=samples, plan=plan, requests=requests)
 
     def _filled(self, planned: _Planned, fields: Iterator[Fields]) -> PlannedBatch:
         plan, rank = planned.plan, self._world.rank
@@ -234,13 +253,15 @@ class Feed:
         micro_batches = tuple(
             MicroBatch(
                 fields=collated,
-                ids=tuple(map(int, planned.samples.ids[slot])),
+                ids=request.ids,
                 weights=self._objective.weights(collated),
                 num_tokens=int(plan.lengths[slot].sum()),
                 num_positions=plan.positions(rank, index),
                 rng_key=key(before + index),
             )
-            for index, (slot, collated) in enumerate(zip(plan.ranks[rank], fields, strict=True))
+            for index, (request, slot, collated) in enumerate(
+                zip(planned.requests, plan.ranks[rank], fields, strict=True)
+            )
         )
         return PlannedBatch(
             step=planned.step,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from trainer.report.records import EvalRecord, StepRecord
 from trainer.report.reporter import Reporter
 from trainer.saves import Saves
 from trainer.step import NOT_FINITE, Kit, StepReport, train_step
+from trainer.tune.limit import peak_bytes
 
 
 @final
@@ -31,6 +31,7 @@ class Run:
         saves: writes checkpoints. Collective.
         must_stop: whether a signal asked any rank to stop. Collective.
         was_asked: whether a signal asked this rank to stop.
+        is_thrashing: whether the allocator of any rank struggled in the last steps. Collective.
     """
 
     kit: Kit
@@ -41,6 +42,7 @@ class Run:
     saves: Saves
     must_stop: Callable[[], bool]
     was_asked: Callable[[], bool]
+    is_thrashing: Callable[[], bool]
     eval_every: int | None
     checkpoint_every: int | None
     nonfinite_limit: int
@@ -98,6 +100,7 @@ def train(run: Run) -> Trained:
     failures = 0
     while progress.step < run.kit.total_steps:
         started = time.perf_counter()
+        run.kit.world.note("data", step=progress.step + 1)
         batch = run.feed.next()
         run.feed.prefetch()
         report = train_step(run.kit, batch)
@@ -107,6 +110,7 @@ def train(run: Run) -> Trained:
         record = record_of(run.order, report, progress.total_tokens, seconds)
         ids = batch.samples.ids
         run.reporter.step(record, ids, skipped_ids=() if report.skipped is None else ids)
+        _ease(run, report.batch)
         failures = failures + 1 if report.skipped == NOT_FINITE else 0
         end = _early_end(run, batch.step, failures)
         if end is not None:
@@ -121,6 +125,15 @@ def train(run: Run) -> Trained:
         _evaluate(run, progress)
     run.saves.close()
     return progress
+
+
+def _ease(run: Run, batch: PlannedBatch) -> None:
+    """Cut later steps smaller while memory is only short, before it runs out."""
+    if run.is_thrashing() and run.feed.ease(batch):
+        run.reporter.line(
+            f"step {batch.step}: memory was short two steps in a row: smaller micro-batches from "
+            "the next step on; nothing else changes"
+        )
 
 
 def _catch_up(run: Run, progress: Trained) -> None:
@@ -221,7 +234,7 @@ def record_of(
         padding=batch.plan.padding,
         seconds=seconds,
         step_tokens=batch.num_tokens,
-        memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        memory_bytes=peak_bytes(report.loss.device),
         skipped=report.skipped,
         replays=report.replays,
     )

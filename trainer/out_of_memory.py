@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import TracebackType
 from typing import final
 
@@ -38,3 +39,40 @@ class AllocationGuard:
     ) -> bool:
         self.failed = is_out_of_memory(error)
         return self.failed
+
+
+THRASHING = 2
+"""Steps in a row with retries that are no accident."""
+
+
+@final
+class Thrash:
+    """Hears an allocator struggle before it fails.
+
+    Where a request does not fit, CUDA's caching allocator waits for the device, frees what it has
+    cached and tries again. A step with such retries is slow, and the next may fail.
+
+    Args:
+        num_retries: how often the allocator tried again since the process began.
+    """
+
+    def __init__(self, num_retries: Callable[[], int]) -> None:
+        self._num_retries = num_retries
+        self._seen = num_retries()
+        self._in_a_row = 0
+
+    def __call__(self) -> bool:
+        """Tell, after each step, whether this one and the one before needed retries."""
+        before, self._seen = self._seen, self._num_retries()
+        self._in_a_row = self._in_a_row + 1 if self._seen > before else 0
+        if self._in_a_row < THRASHING:
+            return False
+        self._in_a_row = 0
+        return True
+
+
+def allocator_retries(device: torch.device) -> Callable[[], int]:
+    """Give the counter of a device's allocator; it stays at zero where nothing is counted."""
+    if device.type != "cuda":
+        return lambda: 0
+    return lambda: int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0))

@@ -26,6 +26,7 @@ from trainer.board import Board
 from trainer.config import RunConfig
 from trainer.errors import DoesNotFitError, TrainError, said
 from trainer.membership import Membership
+from trainer.schema.faults import without_secrets
 
 JOB_FILE = "job.json"
 STOP_FILE = "stop"
@@ -133,11 +134,11 @@ def _told(error: BaseException, folder: Path, rank: int) -> dict[str, Any]:
         error = DoesNotFitError(f"out of memory outside of micro-batches: {error!s:.200}")
     if isinstance(error, TrainError):
         return said(error)
-    text = " ".join(f"{type(error).__name__}: {error}".split())
+    text = without_secrets(" ".join(f"{type(error).__name__}: {error}".split()), os.environ)
     lost = isinstance(error, RuntimeError) and any(word in text for word in _LOST)
     with suppress(OSError, TrainError):
         durable.make_folders(folder / "errors")
-        whole = "".join(traceback.format_exception(error))
+        whole = without_secrets("".join(traceback.format_exception(error)), os.environ)
         durable.write_file_atomic(folder / "errors" / f"rank{rank}.txt", whole.encode())
     return {"lost" if lost else "crash": text[:300], "code": 1}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,20 +13,12 @@ from trainer.report import journal
 METRICS_FILE = "metrics.jsonl"
 
 
-def exit_code_of(error: BaseException) -> int:
-    """Tell the exit code of a run that ended with an error."""
-    return error.exit_code if isinstance(error, TrainError) else 1
-
-
 @contextmanager
-def recorded(
-    folder: Path, code_of: Callable[[BaseException], int] = exit_code_of
-) -> Iterator[None]:
+def recorded(folder: Path) -> Iterator[None]:
     """Write into status.json that a run goes on, and how it ended.
 
     Args:
         folder: the run folder, held by this process.
-        code_of: gives the exit code of an error.
 
     Yields:
         Nothing.
@@ -38,7 +30,7 @@ def recorded(
         reason = str(error) or type(error).__name__
         status = Status(
             state="preempted" if isinstance(error, Preempted) else "failed",
-            exit_code=code_of(error),
+            exit_code=error.exit_code if isinstance(error, TrainError) else 1,
             step=last_step(folder),
             reason=reason.splitlines()[0],
         )

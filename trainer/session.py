@@ -30,7 +30,7 @@ from trainer.config import RunConfig, to_plain
 from trainer.errors import ConfigError, DoesNotFitError
 from trainer.membership import Membership
 from trainer.out_of_memory import is_out_of_memory
-from trainer.record import exit_code_of, recorded
+from trainer.record import recorded
 from trainer.world import World
 
 COMMANDS = {
@@ -149,7 +149,7 @@ def run_session(config: RunConfig, folder: Path, member: Membership | None = Non
     size = local_ranks(config) if config.command in IMAGINING else 1
     world = World(size=size, local_size=size, device=choose_device(config))
     if config.command in READING:
-        return COMMANDS[config.command](config.settled(1), folder, world, StopFlag())
+        return run_rank(config, folder, world, StopFlag())
     with stop_signals() as stop:
         return _recorded(config, folder, world, stop)
 
@@ -190,8 +190,19 @@ def joined(config: RunConfig, member: Membership) -> Iterator[World]:
 
 
 def run_rank(config: RunConfig, folder: Path, world: World, stop: StopFlag) -> int:
-    """Run the command as one rank whose start and end are recorded elsewhere."""
-    return COMMANDS[config.command](config.settled(world.size), folder, world, stop)
+    """Run the command as one rank whose start and end are recorded elsewhere.
+
+    Raises:
+        DoesNotFitError: memory ran out where no smaller micro-batch helps.
+        RuntimeError: something else failed.
+    """
+    try:
+        return COMMANDS[config.command](config.settled(world.size), folder, world, stop)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        text = " ".join(str(error).split())
+        raise DoesNotFitError(f"out of memory outside of micro-batches: {text:.200}") from error
 
 
 def _recorded(config: RunConfig, folder: Path, world: World, stop: StopFlag) -> int:
@@ -201,7 +212,7 @@ def _recorded(config: RunConfig, folder: Path, world: World, stop: StopFlag) -> 
     with ExitStack() as held:
         told.on_main(lambda: held.enter_context(hold(folder)))
         if told.is_main:
-            held.enter_context(recorded(folder, _code_of))
+            held.enter_context(recorded(folder))
         return run_rank(config, folder, world, stop)
 
 
@@ -227,10 +238,6 @@ def _agreed(config: RunConfig, folder: Path, world: World) -> Path:
                 "the same command on every node"
             )
     return Path(answers[0]["folder"])
-
-
-def _code_of(error: BaseException) -> int:
-    return DoesNotFitError.exit_code if is_out_of_memory(error) else exit_code_of(error)
 
 
 def settle_bits(config: RunConfig) -> None:

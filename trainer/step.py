@@ -128,9 +128,25 @@ def train_step(kit: Kit, batch: Batch) -> StepReport[Batch]:
     kit.world.note("update")
     if kit.clip_norm is not None:
         kit.model.scale_gradients(torch.clamp(kit.clip_norm / (norm + 1e-6), max=1.0))
-    kit.optimizer.step()
-    kit.optimizer.zero_grad(set_to_none=True)
+    _update(kit)
     return StepReport(batch=batch, loss=loss, grad_norm=norm, lr=lr, replays=replays)
+
+
+def _update(kit: Kit) -> None:
+    """Step the optimizer, once: what of an update was done cannot be told or undone.
+
+    Raises:
+        DoesNotFitError: it ran out of memory.
+    """
+    with AllocationGuard() as guard:
+        kit.optimizer.step()
+    if guard.failed:
+        raise DoesNotFitError(
+            f"out of memory in the update of {type(kit.optimizer).__name__}, which is never tried "
+            "again, since a part of it may be done: lower accum.memory or accum.max_tokens, or "
+            "shard the state with parallel=fsdp; the newest checkpoint stands"
+        )
+    kit.optimizer.zero_grad(set_to_none=True)
 
 
 def _accumulate(

@@ -59,9 +59,11 @@ UNTIMED = ("seconds", "tokens_per_second", "memory_bytes", "eval_seconds")
 
 
 def lines(*more: str) -> tuple[str, ...]:
-    """Put settings over those of `BASE`."""
+    """Put settings over those of `BASE`; an option of a group over the group's."""
     keys = {line.partition("=")[0] for line in more}
-    return (*(line for line in BASE if line.partition("=")[0] not in keys), *more)
+    own = {line.partition("=")[0]: line for line in BASE}
+    kept = [line for key, line in own.items() if not keys & {key, key.partition("._target_")[0]}]
+    return (*kept, *more)
 
 
 @functools.cache

@@ -98,12 +98,13 @@ class Net(nn.Module):
         norm: bool = False,
         tied: bool = False,
         frozen: bool = False,
+        vocabulary: int = VOCABULARY,
     ) -> None:
         super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, width)
+        self.embed = nn.Embedding(vocabulary, width)
         self.norm = nn.BatchNorm1d(width) if norm else nn.LayerNorm(width)
         self.dropout = nn.Dropout(dropout)
-        self.head = nn.Linear(width, VOCABULARY)
+        self.head = nn.Linear(width, vocabulary)
         if tied:
             self.head.weight = self.embed.weight
         if frozen:

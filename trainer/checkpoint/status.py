@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, final
 
 from trainer import durable
+from trainer.schema.faults import without_secrets
 
 FILE_NAME = "status.json"
 
@@ -38,8 +40,11 @@ def write_status(run: Path, status: Status) -> None:
         SaveError: the disk refused.
     """
     path = run / FILE_NAME
+    content = asdict(status)
+    if status.reason is not None:
+        content["reason"] = without_secrets(status.reason, os.environ)
     try:
-        durable.write_json(path, asdict(status))
+        durable.write_json(path, content)
     except OSError as error:
         failure = durable.save_error(error, path)
         raise failure from error

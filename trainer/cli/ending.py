@@ -10,6 +10,7 @@ from pathlib import Path
 
 from trainer import durable
 from trainer.errors import TrainError
+from trainer.schema.faults import without_secrets
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
 """Environment variable, as Hydra has it: 1 shows full tracebacks."""
@@ -30,10 +31,10 @@ def complain(error: TrainError) -> int:
         The exit code.
     """
     if os.environ.get(FULL_ERROR) == "1":
-        traceback.print_exception(error)
+        _say("".join(traceback.format_exception(error)))
     if rank() == 0:
         for line in str(error).splitlines() or [type(error).__name__]:
-            sys.stderr.write(f"train: error: {line}\n")
+            _say(f"train: error: {line}\n")
     return error.exit_code
 
 
@@ -44,16 +45,21 @@ def say_crash(error: Exception, folder: Path | None = None) -> int:
         The exit code.
     """
     if os.environ.get(FULL_ERROR) == "1":
-        traceback.print_exception(error)
+        _say("".join(traceback.format_exception(error)))
     frames = traceback.format_list(traceback.extract_tb(error.__traceback__)[-_SHOWN_FRAMES:])
-    sys.stderr.write(f"train: error: {type(error).__name__}: {error}\n{''.join(frames)}")
+    _say(f"train: error: {type(error).__name__}: {error}\n{''.join(frames)}")
     if folder is None:
         sys.stderr.write(f"train: error: {FULL_ERROR}=1 shows the whole traceback\n")
         return 1
     path = folder / "errors" / f"rank{rank()}.txt"
     with suppress(OSError):
         durable.make_folders(path.parent)
-        whole = "".join(traceback.format_exception(error))
+        whole = without_secrets("".join(traceback.format_exception(error)), os.environ)
         durable.write_file_atomic(path, whole.encode())
         sys.stderr.write(f"train: error: the whole traceback is in {path}\n")
     return 1
+
+
+def _say(text: str) -> None:
+    """Write to stderr; an error's text may quote what stands in the environment."""
+    sys.stderr.write(without_secrets(text, os.environ))

@@ -7,6 +7,7 @@ setting of Hydra, no trust, no class that the user did not name themselves.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,7 @@ def find_training(folder: str) -> Path:
         NoCheckpointError: there is none, or no checkpoint in it.
     """
     run = find(folder)
+    _refuse_links(run)
     command = saved_config(run).get("command", "train")
     if command != "train":
         raise NoCheckpointError(
@@ -66,6 +68,19 @@ def find_training(folder: str) -> Path:
     if not can_go_on(run):
         raise NoCheckpointError(f"resume={folder}: no checkpoint was written there")
     return run
+
+
+def _refuse_links(run: Path) -> None:
+    """Refuse a run folder, perhaps a stranger's, through which writing would lead elsewhere.
+
+    Raises:
+        NoCheckpointError: a link in it leads out of it.
+    """
+    home = run.resolve()
+    for folder, folders, files in os.walk(run):
+        for path in (Path(folder, name) for name in (*folders, *files)):
+            if path.is_symlink() and not path.resolve().is_relative_to(home):
+                raise NoCheckpointError(clip(f"{path}: a link that leads out of the run's folder"))
 
 
 def newest(outputs: Path, name: str | None) -> Path | None:

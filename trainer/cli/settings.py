@@ -34,6 +34,7 @@ _SECRET_KEY = re.compile(
 _SECRET_VALUE = re.compile(
     r"\b(hf_[A-Za-z0-9]{30,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{30,}|sk-([a-z]+-)?\w{20,}"
     r"|AKIA[0-9A-Z]{16}|xox[abprs]-[\w-]{10,}|wandb_v1_\w{20,}|AIza[\w-]{35})\b|-----BEGIN "
+    r"|\w+://[^/\s:@]*:[^/\s@]+@"  # a password in an address
 )
 _ENVIRONMENT = re.compile(r"\$\{oc\.env:\s*(\w+)")
 _SECRET_VARIABLE = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)

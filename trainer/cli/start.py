@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -74,9 +74,10 @@ def start(
 
     Raises:
         TrainError: as raised by `work`.
+        save_error: a `SaveError`: Hydra could not write its records.
     """
     config, folder, composed = ready.job.config, ready.job.folder, ready.job.composed
-    is_ours = not folder.exists()
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
     codes: list[int] = []
 
     def task(cfg: DictConfig) -> None:
@@ -88,18 +89,21 @@ def start(
         callbacks = Callbacks(composed)
         callbacks.on_run_start(config=composed, config_name=composer.config_name)
         loader = GlobalHydra.instance().config_loader()
-        ended = run_job(
-            hydra_context=HydraContext(config_loader=loader, callbacks=callbacks),
-            task_function=task,
-            config=composed,
-            job_dir_key="hydra.run.dir",
-            job_subdir_key=None,
-            configure_logging=sets_up_logging,
-        )
+        try:
+            ended = run_job(
+                hydra_context=HydraContext(config_loader=loader, callbacks=callbacks),
+                task_function=task,
+                config=composed,
+                job_dir_key="hydra.run.dir",
+                job_subdir_key=None,
+                configure_logging=sets_up_logging,
+            )
+        except OSError as failure:  # of Hydra's own records; the task's come back in `ended`
+            raise durable.save_error(failure, folder) from failure
         callbacks.on_run_end(config=composed, config_name=composer.config_name, job_return=ended)
     error = ended._return_value
-    if isinstance(error, ConfigError) and is_ours:
-        _take_back(folder)
+    if isinstance(error, ConfigError) and made:
+        _take_back(made)
     if isinstance(error, Exception):
         raise error
     return codes[0]
@@ -119,8 +123,9 @@ def write_config(config: RunConfig, folder: Path) -> None:
         raise durable.save_error(error, path, len(content)) from error
 
 
-def _take_back(folder: Path) -> None:
-    """Delete the folder that this start made, and its day's folder if nothing else is in it."""
-    durable.discard(folder)
+def _take_back(made: Sequence[Path]) -> None:
+    """Delete the folder that this start made, and those above it if nothing else is in them."""
+    durable.discard(made[0])
     with suppress(OSError):
-        folder.parent.rmdir()
+        for folder in made[1:]:
+            folder.rmdir()

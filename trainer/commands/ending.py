@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -14,6 +13,7 @@ from trainer.loop import Trained
 from trainer.models.sample import generate
 from trainer.objectives.base import logits_of
 from trainer.report.records import RunSummary
+from trainer.tune.limit import peak_bytes
 
 SAMPLE_TOKENS = 160
 
@@ -37,7 +37,7 @@ def summarize_end(parts: Parts, trained: Trained, folder: Path, seconds: float) 
         folder=folder,
         baselines=baselines(parts),
         sample=sample_text(parts),
-        peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        peak_bytes=peak_bytes(parts.world.device),
         skipped_steps=trained.skipped_steps,
         replays=trained.replays,
         packages=parts.config.packages,

@@ -18,7 +18,7 @@ from trainer.plan.memory import Shape
 from trainer.tune.cache import Notebook, describe
 from trainer.tune.limit import MemoryLimit, memory_limit
 from trainer.tune.predict import predictor_for
-from trainer.tune.speed import Clock
+from trainer.tune.speed import Clock, meter_for
 from trainer.tune.tensors import MemoryEstimate
 from trainer.tune.tuner import tune
 from trainer.tune.tuning import Question, Recompute, Shares, Tuning
@@ -257,7 +257,7 @@ def _tune(
         longest_id=int(lengths.argmax()),
     )
     book = Notebook.open(describe(work, int(lengths.max()), config.precision))
-    return tune(question, book, clock or time.perf_counter)
+    return tune(question, book, clock or time.perf_counter, meter_for(work.device))
 
 
 def _predicted(parts: Parts, work: Workload, plans: tuple[Plan, ...]) -> MemoryEstimate | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,10 +30,12 @@ from trainer.commands.prepare import (
 )
 from trainer.commands.summary import summarize
 from trainer.config import RunConfig, contract, to_plain
+from trainer.data.samples import Samples
 from trainer.data.split import fingerprint_of
-from trainer.errors import DataError, Preempted, SaveError
+from trainer.errors import DataError, NoCheckpointError, Preempted, SaveError
 from trainer.feed import Feed
 from trainer.loop import Run, Trained, train
+from trainer.out_of_memory import Thrash, allocator_retries
 from trainer.parallel import Parallel
 from trainer.plan.order import Cursor
 from trainer.report.blocks import trusting
@@ -65,7 +68,7 @@ def train_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], 
     started = time.perf_counter()
     store = CheckpointStore(folder / CHECKPOINTS, keep=config.checkpoint.keep)
     loaded = None if config.resume is None else _newest(store, world)
-    extra: dict[str, Any] = {} if loaded is None else decode(loaded.meta["extra"], loaded.tensors)
+    extra = {} if loaded is None else _kept(loaded)
     parts = assemble(config, world)
     _check_data(parts, extra)
     prepared = prepare_alike(parts, extra.get("cut"), interruptible(stop))
@@ -78,6 +81,8 @@ def train_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], 
         left.callback(run.saves.release)
         left.callback(run.feed.close)
         run.saves.newest = None if loaded is None else loaded.path
+        if loaded is None:
+            _tell_bad_records(parts.train_set, reporter)
         try:
             reporter.start(_start(config, folder, plan, loaded))
             if parts.spread.why is not None:
@@ -90,6 +95,32 @@ def train_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], 
             reporter.line(f"stopped: go on with: train {words}")
             raise
     return 0
+
+
+def _kept(loaded: Loaded) -> dict[str, Any]:
+    """Read what a checkpoint keeps beside weights and moments.
+
+    Raises:
+        NoCheckpointError: it is not what a run of this version keeps.
+    """
+    try:
+        extra: dict[str, Any] = decode(loaded.meta["extra"], loaded.tensors)
+        extra["cursor"] = asdict(Cursor(**extra["cursor"]))
+        missing = sorted({"contract", "fingerprint", "tokens", "cut"} - extra.keys())
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise NoCheckpointError(
+            f"{loaded.path}: not a training state of this version ({error!r:.80}): use init="
+        ) from error
+    if missing:
+        raise NoCheckpointError(f"{loaded.path}: lacks {', '.join(missing)}: use init=")
+    return extra
+
+
+def _tell_bad_records(data: Samples, reporter: Reporter) -> None:
+    """Tell which records `data.on_bad=skip` passed over, where the data count them."""
+    count = int(getattr(data, "num_skipped", 0))
+    if count:
+        reporter.passed_over(count, getattr(data, "skipped", ()))
 
 
 def _newest(store: CheckpointStore, world: World) -> Loaded:
@@ -225,6 +256,7 @@ def _run(
         reporter=reporter,
         saves=saves,
         must_stop=lambda: parts.world.any(stop()),
+        is_thrashing=_is_thrashing(parts.world),
         was_asked=stop,
         eval_every=config.eval.every,
         checkpoint_every=config.checkpoint.every,
@@ -246,6 +278,14 @@ def _start(
         threads=torch.get_num_threads() if plan.device == "cpu" else None,
         resumed_step=None if loaded is None else loaded.step,
     )
+
+
+def _is_thrashing(world: World) -> Callable[[], bool]:
+    """Ask the allocators of all ranks, where there are any that count; else nothing is sent."""
+    if world.device.type != "cuda":
+        return lambda: False
+    thrash = Thrash(allocator_retries(world.device))
+    return lambda: world.any(thrash())
 
 
 def _say_how_it_grew(run: Run, extra: Mapping[str, Any]) -> None:

@@ -34,9 +34,7 @@ class Leaves(Cut):
         everyone = np.arange(len(lengths), dtype=np.int64)
         leaves = split(everyone, np.arange(0, len(lengths), self.micro, dtype=np.int64))
         first = [*map(int, even_starts(len(leaves), layout.world_size)), len(leaves)]
-        ranks = tuple(
-            tuple(leaves[begin:end]) for begin, end in pairwise(first)
-        )
+        ranks = tuple(tuple(leaves[begin:end]) for begin, end in pairwise(first))
         padded = lengths if layout.packed else pad(lengths, layout)
         return Plan(
             ranks=ranks,

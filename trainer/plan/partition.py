@@ -93,8 +93,8 @@ def pad(lengths: IntArray, layout: Layout) -> IntArray:
 
     Args:
         lengths: `(num_samples,)`.
-        layout: its `pad_multiple`, `longest`, `shapes` and `max_shapes` are read. Lengths above the last
-            shape are rounded to the multiple only.
+        layout: its `pad_multiple`, `longest`, `shapes` and `max_shapes` are read. Lengths above
+            the last shape are rounded to the multiple only.
 
     Returns:
         `(num_samples,)`, each at least 1.

@@ -96,6 +96,12 @@ class MetricsLog:
             bad = [int(sample) for sample in skipped]
             self._samples.write(entry | ({"skipped": bad} if bad else {}))
 
+    def passed_over(self, count: int, records: Iterable[str]) -> None:
+        """Enter records that are no samples into the ledger, if one is kept, at step 0."""
+        if self._samples is not None:
+            entry: Entry = {"step": 0, "ids": [], "bad_records": count, "records": list(records)}
+            self._samples.write(entry)
+
     def evaluation(self, record: EvalRecord) -> Entry:
         """Write an evaluation; steps before it must have been flushed."""
         entry = record.to_json()

@@ -26,13 +26,22 @@ class Reporter(ABC):
         """Show what is about to happen, and begin to show progress."""
 
     @abstractmethod
+    def passed_over(self, count: int, records: Sequence[str]) -> None:
+        """Take note of records of the data that could not be read and are no samples.
+
+        Args:
+            count: of them.
+            records: the first of them, each with place and reason.
+        """
+
+    @abstractmethod
     def step(self, record: StepRecord, ids: Ids = (), skipped_ids: Ids = ()) -> None:
         """Take an optimizer step.
 
         Args:
             record: what it did.
             ids: samples behind it, for the ledger.
-            skipped_ids: samples that could not be read and were passed over.
+            skipped_ids: those of them that changed nothing.
         """
 
     @abstractmethod
@@ -77,6 +86,9 @@ class SilentReporter(Reporter):
     """Says nothing: for every rank but the first."""
 
     def start(self, summary: StartSummary) -> None:
+        """Do nothing."""
+
+    def passed_over(self, count: int, records: Sequence[str]) -> None:
         """Do nothing."""
 
     def step(self, record: StepRecord, ids: Ids = (), skipped_ids: Ids = ()) -> None:
@@ -153,6 +165,13 @@ class RunReporter(Reporter):
         self._steps = summary.plan.steps
         self._screen.show(start_block(summary))
         self._screen.begin(summary.resumed_step or 0, self._steps)
+
+    def passed_over(self, count: int, records: Sequence[str]) -> None:
+        """Take note of records that are no samples."""
+        noun = "record is" if count == 1 else "records are"
+        first = "" if not records else f"; the first: {records[0]}"
+        self._screen.warn(f"{count:,} bad {noun} passed over (data.on_bad=skip){first}")
+        self._metrics.passed_over(count, records)
 
     def step(self, record: StepRecord, ids: Ids = (), skipped_ids: Ids = ()) -> None:
         """Take an optimizer step; on an accelerator it is shown when the next one comes."""

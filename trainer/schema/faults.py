@@ -154,6 +154,14 @@ def leaked(value: object, environ: Mapping[str, str]) -> str | None:
     return None
 
 
+def without_secrets(text: str, environ: Mapping[str, str]) -> str:
+    """Put the name of an environment variable where a text holds its secret."""
+    for name, secret in environ.items():
+        if len(secret) >= _SECRET_LENGTH and _SECRET_NAME.search(name):
+            text = text.replace(secret, f"${name}")
+    return text
+
+
 def whole(value: object) -> object:
     """Turn a float without a fraction into the int it is; leaves everything else alone."""
     return int(value) if isinstance(value, float) and value.is_integer() else value

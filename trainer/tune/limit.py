@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import resource
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -165,6 +167,14 @@ def resident_growth(device: torch.device) -> Iterator[Growth]:
     highest = _status_bytes("VmHWM:")
     if fresh or highest > mark:
         growth.bytes = max(0, highest - before)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Tell the most memory this process has had: the device's, or resident memory on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def _reset_high_water() -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol, final
 
 import torch
@@ -37,10 +37,12 @@ class FakeRuns:
     Attributes:
         work: what to compute.
         recompute: under activation checkpointing.
+        known: what was run already.
     """
 
     work: Workload
     recompute: bool
+    known: dict[Shape, MemoryEstimate] = field(default_factory=dict)
 
     @property
     def method(self) -> str:
@@ -49,7 +51,9 @@ class FakeRuns:
 
     def __call__(self, shape: Shape) -> MemoryEstimate:
         """See `Predictor`."""
-        return predict_peak(self.work, shape, recompute=self.recompute)
+        if shape not in self.known:
+            self.known[shape] = predict_peak(self.work, shape, recompute=self.recompute)
+        return self.known[shape]
 
 
 @final
@@ -92,10 +96,10 @@ def predictor_for(work: Workload, smallest: Shape, *, recompute: bool = False) -
         recompute: under activation checkpointing.
     """
     try:
-        predict_peak(work, smallest, recompute=recompute)
+        least = predict_peak(work, smallest, recompute=recompute)
     except CannotRunFake as answer:
         return probe_peak(work, smallest.length, reason=answer.reason, recompute=recompute)
-    return FakeRuns(work, recompute)
+    return FakeRuns(work, recompute, {smallest: least})
 
 
 PROBE_TOKENS = 128

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from statistics import median_low
 from typing import Self, final
 
@@ -65,6 +66,16 @@ LEAST_BUDGET_S = 1.5
 """What timing may take in the shortest run."""
 
 
+def meter_for(device: torch.device) -> Clock:
+    """Choose a clock for forward and backward.
+
+    On a CPU it is the time that the calling thread computes: it runs everything that is serial and
+    its share of the rest, autograd's included, and does not move while another program has the
+    core.
+    """
+    return time.thread_time if device.type == "cpu" else time.perf_counter
+
+
 def time_budget(run_s: float, budget_s: float = MOST_BUDGET_S) -> float:
     """Give the seconds that timing may take: 2 % of the run, within [1.5 s, `budget_s`].
 
@@ -80,11 +91,13 @@ class Stopwatch:
     """Tells how long tuning has taken.
 
     Args:
-        clock: seconds.
+        clock: seconds that tuning takes.
+        meter: seconds that a shape takes.
     """
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, meter: Clock) -> None:
         self.clock = clock
+        self.meter = meter
         self._started = clock()
 
     def elapsed(self) -> float:
@@ -143,6 +156,7 @@ def measure(
     others: Sequence[Shape],
     budget: Callable[[float], float],
     clock: Clock = time.perf_counter,
+    meter: Clock | None = None,
 ) -> Timings:
     """Time shapes once each, then the promising ones again in turn, until time is up.
 
@@ -156,10 +170,13 @@ def measure(
         sizes: of one length, ascending; the first is always timed.
         others: of other lengths.
         budget: seconds per position, the best so far -> seconds to spend in all.
-        clock: seconds.
+        clock: seconds that the budget counts.
+        meter: seconds that a shape takes; the clock's unless given.
     """
+    timed = partial(_timed, prepare, clocks=(meter or clock, clock))
     started, deadline = clock(), 0.0
     once: dict[Shape, float] = {}
+    took: dict[Shape, float] = {}
     with AllocationGuard() as guard:
         prepare(sizes[0])()  # libraries set themselves up in the very first run
     if guard.failed:
@@ -169,10 +186,12 @@ def measure(
             rates = [once[size] / positions(size) for size in sizes if size in once]
             deadline = started + budget(min(rates))
             left = (deadline - clock()) / 2  # the rounds that follow take the other half
-            if rates[-1] * positions(shape) > left or (shape in sizes and _fell_behind(rates)):
+            last = max(took, key=positions)
+            needed = took[last] / positions(last) * positions(shape)
+            if needed > left or (shape in sizes and _fell_behind(rates)):
                 continue
         with AllocationGuard() as guard:
-            once[shape] = _timed(prepare, shape, clock)
+            once[shape], took[shape] = timed(shape)
         if guard.failed:
             return Timings(seconds=once, failed=shape)
     fastest = min(once, key=lambda shape: once[shape] / positions(shape))
@@ -183,15 +202,26 @@ def measure(
         for shape, seconds in once.items()
         if positions(shape) <= positions(fastest) or seconds / positions(shape) <= slowest
     ]
-    samples = _rounds(prepare, contenders, once, deadline, clock)
-    quickest = once | {shape: min(seconds) for shape, seconds in samples.items()}
-    seconds = {
-        **quickest,
-        **_never_slower_than_larger({s: quickest[s] for s in sizes if s in once}),
-    }
+    samples: dict[Shape, list[float]] = {}
+    for shape in contenders * ROUNDS:
+        if clock() + took[shape] <= deadline:
+            samples.setdefault(shape, []).append(timed(shape)[0])
+    return _judged(once, samples, sizes, len(sizes) + len(others))
+
+
+def _judged(
+    once: Mapping[Shape, float],
+    samples: Mapping[Shape, Sequence[float]],
+    sizes: Sequence[Shape],
+    num_asked: int,
+) -> Timings:
+    """Take the quickest of every shape, and tell how noisy they were."""
+    quickest = {**once, **{shape: min(seconds) for shape, seconds in samples.items()}}
+    ordered = _never_slower_than_larger({s: quickest[s] for s in sizes if s in once})
+    seconds = quickest | ordered
     excess = [median_low(s) / min(s) - 1.0 for s in samples.values() if len(s) > REPEATED]
     corrected = max(quickest[shape] / seconds[shape] - 1.0 for shape in quickest)
-    is_told = len(excess) >= min(TELLING_SHAPES, len(sizes) + len(others))
+    is_told = len(excess) >= min(TELLING_SHAPES, num_asked)
     noise = max(median_low(excess), corrected) if is_told else math.inf
     return Timings(seconds=seconds, noise=noise)
 
@@ -207,27 +237,13 @@ def _never_slower_than_larger(seconds: Mapping[Shape, float]) -> dict[Shape, flo
     return dict(zip(reversed(ascending), map(float, times), strict=True))
 
 
-def _rounds(
-    prepare: Prepare,
-    contenders: Sequence[Shape],
-    once: Mapping[Shape, float],
-    deadline: float,
-    clock: Clock,
-) -> dict[Shape, list[float]]:
-    """Give the seconds of every contender there was time for."""
-    samples: dict[Shape, list[float]] = {}
-    for _ in range(ROUNDS):
-        for shape in contenders:
-            if clock() + once[shape] <= deadline:
-                samples.setdefault(shape, []).append(_timed(prepare, shape, clock))
-    return samples
-
-
-def _timed(prepare: Prepare, shape: Shape, clock: Clock) -> float:
+def _timed(prepare: Prepare, shape: Shape, clocks: tuple[Clock, Clock]) -> tuple[float, float]:
+    """Run a shape; gives what each clock says it took."""
     run = prepare(shape)
-    started = clock()
+    started = [clock() for clock in clocks]
     run()
-    return clock() - started
+    first, second = (clock() - start for clock, start in zip(clocks, started, strict=True))
+    return first, second
 
 
 def _fell_behind(rates: Sequence[float]) -> bool:

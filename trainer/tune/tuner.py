@@ -45,7 +45,10 @@ QUADRATIC_TOKENS = 2048
 
 
 def tune(
-    question: Question, notebook: Notebook | None = None, clock: Clock = time.perf_counter
+    question: Question,
+    notebook: Notebook | None = None,
+    clock: Clock = time.perf_counter,
+    meter: Clock | None = None,
 ) -> Tuning:
     """Find the cap, the time model and whether to recompute.
 
@@ -57,12 +60,13 @@ def tune(
     Args:
         question: what is to be tuned.
         notebook: what is known already; gets what is found.
-        clock: seconds.
+        clock: seconds that tuning takes.
+        meter: seconds that a micro-batch takes; the clock's unless given.
 
     Raises:
         DoesNotFitError: even one sample exceeds the memory.
     """
-    book, watch = notebook or Notebook(), Stopwatch(clock)
+    book, watch = notebook or Notebook(), Stopwatch(clock, meter or clock)
     explored: list[_Explored] = []
     if question.recompute != "always":
         explored.append(_explore(_Variant(question, book, recompute=False), watch))
@@ -236,7 +240,10 @@ def _timed(variant: _Variant, fits: int, watch: Stopwatch) -> tuple[SpeedModel, 
     book, recompute = variant.book, variant.recompute
     sizes, others = _shapes_to_time(variant, fits)
     asked, how = [*sizes, *others], "timed in an earlier run"
-    if not (book.is_settled(recompute) and any((s, recompute) in book.seconds for s in sizes)):
+    known = {s: book.seconds[s, recompute] for s in asked if (s, recompute) in book.seconds}
+    if not any(shape in known for shape in sizes) or (
+        not book.is_settled(recompute) and _is_worth_timing(variant.question, known)
+    ):
         before = watch.elapsed()
         timings = _measure(variant, sizes, others, watch)
         spent = watch.elapsed() - before
@@ -247,6 +254,12 @@ def _timed(variant: _Variant, fits: int, watch: Stopwatch) -> tuple[SpeedModel, 
         raise DoesNotFitError(_does_not_fit(variant))
     of_sizes = {shape: s for shape, s in known.items() if shape in sizes}
     return fit_speed(of_sizes, {s: known[s] for s in known if s not in of_sizes}), how
+
+
+def _is_worth_timing(question: Question, known: Mapping[Shape, float]) -> bool:
+    """Tell whether a run is long enough to correct the timings of a busy machine in 2 % of it."""
+    rate = min(seconds / positions(shape) for shape, seconds in known.items())
+    return 0.02 * rate * question.num_positions > LEAST_BUDGET_S
 
 
 def _shapes_to_time(variant: _Variant, fits: int) -> tuple[list[Shape], list[Shape]]:
@@ -269,8 +282,6 @@ def _measure(
 ) -> Timings:
     """Time shapes, and compare the memory they took with the predicted."""
     question, work = variant.question, variant.question.work
-    per_step = fmean(float(lengths.sum()) for lengths in question.batches)
-    of_run = question.num_steps * per_step / question.layout.world_size
     # Predictions have taken their part of what tuning may take.
     left_s = max(LEAST_BUDGET_S, MOST_BUDGET_S - watch.elapsed())
     with (
@@ -278,7 +289,12 @@ def _measure(
         rehearsal(work, recompute=variant.recompute) as prepare,
     ):
         timings = measure(
-            prepare, sizes, others, lambda rate: time_budget(rate * of_run, left_s), watch.clock
+            prepare,
+            sizes,
+            others,
+            lambda rate: time_budget(rate * question.num_positions, left_s),
+            watch.clock,
+            watch.meter,
         )
     if timings.failed is not None:
         # The least ratio that explains the failure, and so keeps clear of it.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from statistics import fmean
 from typing import Any, Literal, Self, final
 
 from trainer.plan.cut import Cost, Cut, IntArray, Layout
@@ -152,6 +153,12 @@ class Question:
     num_steps: int = 1000
     shares: Shares = field(default_factory=Shares)
     longest_id: int | None = None
+
+    @property
+    def num_positions(self) -> float:
+        """What one rank computes in the whole run, without padding."""
+        per_step = fmean(float(lengths.sum()) for lengths in self.batches)
+        return self.num_steps * per_step / self.layout.world_size
 
     @property
     def most_samples(self) -> int:

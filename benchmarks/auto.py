@@ -1,0 +1,197 @@
+"""What `accum=auto` chooses beside every split that one might have picked by hand.
+
+    python benchmarks/auto.py [--rounds 5] [--max-length 512] [--width 256] [--threads 2]
+
+One model and one global batch of the standard library's source; forward and backward of all its
+micro-batches under each split: planned under caps in powers of two, and equal counts in sample
+order. The splits take turns, so that a disturbance meets all alike. Auto is tuned in this process,
+without a cache, before the rounds begin. To hold: at most 5 % slower than the best split.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import final
+
+import numpy as np
+import torch
+from common import FOLDER, Figures, Mark, Timing, print_table, write_results
+
+from trainer.data.loader import Loader, Request
+from trainer.data.stdlib import StdlibText
+from trainer.micro_batch import Fields
+from trainer.models.bind import bind
+from trainer.models.gpt import GPT
+from trainer.objectives.next_token import NextToken
+from trainer.optimizer import AdamW
+from trainer.plan.cut import Cut, IntArray, Layout, Plan
+from trainer.plan.cuts import Auto, Budget, Fixed
+from trainer.plan.memory import Shape
+from trainer.tune.fake import predict_peak
+from trainer.tune.limit import memory_limit
+from trainer.tune.speed import meter_for
+from trainer.tune.tuner import tune
+from trainer.tune.tuning import Question, Tuning
+from trainer.tune.workload import Tiled, Workload
+
+SLOWER = 1.05
+"""What auto may lose against the best split."""
+
+
+@final
+@dataclass
+class Contender:
+    """One split of the global batch.
+
+    Attributes:
+        name: for the table.
+        plan: its micro-batches.
+        micro_batches: loaded.
+        speed: real tokens per second.
+    """
+
+    name: str
+    plan: Plan
+    micro_batches: list[Fields]
+    speed: Figures = field(default_factory=Figures)
+
+    @property
+    def largest(self) -> Shape:
+        """The shape of its largest micro-batch."""
+        plan = self.plan
+        rank, slot = max(plan.slots(), key=lambda at: plan.positions(*at))
+        return Shape(len(plan.ranks[rank][slot]), plan.padded_lengths[rank][slot])
+
+    def run(self, work: Workload) -> None:
+        """Compute the gradient of the whole batch once, and note how fast."""
+        begin = Mark.now()
+        for fields in self.micro_batches:
+            work.backward(fields)
+        timing = Timing.between(begin, Mark.now())
+        work.model.zero_grad(set_to_none=True)
+        self.speed.add(int(self.plan.lengths.sum()) / timing.seconds, timing)
+
+
+def contenders(
+    data: StdlibText, ids: IntArray, auto: Cut, longest: int, largest: int
+) -> list[Contender]:
+    """Cut one global batch in every way, auto's first."""
+    loader, lengths = Loader(data, num_workers=0, seed=0), data.lengths[ids]
+    cuts: dict[str, Cut] = {"auto": auto}
+    cap = longest
+    while cap <= largest:
+        cuts[f"planned, cap {cap:,}"] = Budget(max_tokens=cap)
+        cap *= 2
+    for micro in (1, 2, 4, 8, 16, 32):
+        cuts[f"in order, {micro} a piece"] = Fixed(micro=micro)
+    found = []
+    for name, cut in cuts.items():
+        plan = cut.cut(lengths, Layout())
+        requests = [
+            Request(tuple(map(int, ids[slot])), 0, length)
+            for slot, length in zip(plan.ranks[0], plan.padded_lengths[0], strict=True)
+        ]
+        found.append(Contender(name, plan, [loader.load(request) for request in requests]))
+    return found
+
+
+def tuned(work: Workload, data: StdlibText, batches: list[IntArray]) -> tuple[Tuning, float]:
+    """Tune as a run of a thousand steps does; gives the seconds it took too."""
+    started = time.perf_counter()
+    question = Question(
+        work=work,
+        batches=batches,
+        longest=int(data.lengths.max()),
+        shortest=int(data.lengths.min()),
+        cut_at=Auto().tuned,
+        layout=Layout(),
+        limit=memory_limit(torch.device("cpu"), resident_bytes=work.resident_bytes),
+    )
+    found = tune(question, meter=meter_for(work.device))
+    return found, time.perf_counter() - started
+
+
+def report(found: list[Contender], work: Workload, tuning: Tuning, tuning_s: float) -> Mapping:
+    """Print the table and give it as JSON."""
+    best = max(found[1:], key=lambda contender: contender.speed.median)
+    rows = [
+        (
+            contender.name,
+            contender.speed.show(",.0f"),
+            f"{contender.speed.median / best.speed.median:.2f}",
+            f"{contender.plan.padding:.1%}",
+            str(contender.plan.num_micro_batches),
+            f"{predict_peak(work, contender.largest).peak_bytes / 2**20:,.0f} MiB",
+            "<- auto" if contender is found[0] else "<- best" if contender is best else "",
+        )
+        for contender in found
+    ]
+    header = ("split", "tokens/s", "of best", "padding", "micro-batches", "memory", "")
+    print_table(header, rows)
+    ratio = found[0].speed.median / best.speed.median
+    verdict = "holds" if ratio * SLOWER >= 1 else "FAILS"
+    print(f"\nauto took {tuning.max_tokens:,} tokens after {tuning_s:.1f} s: {tuning.method}")
+    print(f"auto / best by hand = {ratio:.3f}: {verdict}")
+    return {
+        "cap": tuning.max_tokens,
+        "tuning_s": tuning_s,
+        "auto_over_best": ratio,
+        "splits": {contender.name: contender.speed.to_json() for contender in found},
+    }
+
+
+def main() -> None:
+    """Read the command line, measure, report."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    for flag, default in (
+        ("--rounds", 5),
+        ("--threads", 2),
+        ("--global-batch", 64),
+        ("--max-length", 512),
+        ("--width", 256),
+        ("--layers", 4),
+        ("--largest", 16_384),
+    ):
+        parser.add_argument(flag, type=int, default=default)
+    parser.add_argument("--json", type=Path, default=FOLDER / "auto.json")
+    asked = parser.parse_args()
+    torch.set_num_threads(asked.threads)
+    torch.manual_seed(0)
+    data = StdlibText(max_length=asked.max_length)
+    model = GPT(
+        vocab_size=data.vocab_size,
+        width=asked.width,
+        num_layers=asked.layers,
+        num_heads=4,
+        max_length=asked.max_length,
+    )
+    longest = int(data.lengths.argmax())
+    example = Loader(data, num_workers=0, seed=0).load(
+        Request((longest,), 0, int(data.lengths[longest]))
+    )
+    work = Workload(
+        model=model,
+        call=bind(model),
+        objective=NextToken(),
+        make_optimizer=AdamW(lr=1e-3).build,
+        make_fields=Tiled(example, int(data.lengths[longest])),
+    )
+    order = np.random.default_rng(0).permutation(len(data))
+    drawn = order[: 4 * asked.global_batch].reshape(4, -1)
+    tuning, tuning_s = tuned(work, data, [data.lengths[ids] for ids in drawn])
+    auto = Auto().tuned(tuning.max_tokens, tuning.cost, tuning.alone)
+    found = contenders(data, drawn[0], auto, int(data.lengths[longest]), asked.largest)
+    for _ in range(asked.rounds + 1):
+        for contender in found:
+            contender.run(work)
+    for contender in found:  # the first round warms caches
+        contender.speed = Figures(contender.speed.values[1:], contender.speed.timings[1:])
+    write_results(asked.json, vars(asked), report(found, work, tuning, tuning_s))
+
+
+if __name__ == "__main__":
+    main()

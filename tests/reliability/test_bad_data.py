@@ -1,0 +1,388 @@
+"""Harnesses 21 and 22: data that are damaged, and data that are not the ones the run began with.
+
+Each damage ends with exit 3 and one line that names file and record; `data.on_bad=skip` passes
+over what is bad in a corpus, counts it, lists it, and stops where it is too much. Data that
+changed under a run are told by their fingerprint, whatever was changed; a changed contract is
+refused with a line for each key.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.reliability import lab, toys
+from trainer import cli
+from trainer.config import RunConfig
+
+TEXT = (
+    "data=text",
+    "data.max_length=24",
+    "model._target_=tests.reliability.toys.Net",
+    "model.vocabulary=258",
+    "steps=2",
+    "batch.global=4",
+    "eval.every=null",
+)
+TOKENS = (*TEXT, "data=tokens", "model.vocabulary=65536", "data.max_length=8")
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRAIN_CACHE", str(tmp_path / "cache"))
+
+
+def settings_of(path: Path, *more: str) -> RunConfig:
+    keys = {line.partition("=")[0] for line in more}
+    base = [line for line in TEXT if line.partition("=")[0] not in keys]
+    return lab.config.__wrapped__(*base, *more, f"data.path={path}")  # type: ignore[no-any-return]
+
+
+def good_lines(count: int = 60) -> list[bytes]:
+    return [json.dumps({"text": f"document number {i} of the corpus"}).encode() for i in range(count)]
+
+
+def with_line(line: bytes) -> Callable[[Path], Path]:
+    """A corpus of JSON lines whose line 8 is given."""
+
+    def write(folder: Path) -> Path:
+        path = folder / "corpus.jsonl"
+        lines = good_lines()
+        lines[7] = line
+        path.write_bytes(b"\n".join(lines) + b"\n")
+        return path
+
+    return write
+
+
+BAD_LINES = {
+    "cut short": b'{"text": "docu',
+    "not JSON": b"document",
+    "not UTF-8": b'{"text": "d\xff\xfe"}',
+    "UTF-16": '{"text": "document"}'.encode("utf-16"),
+    "a list": b'["document"]',
+    "a number": b"17",
+    "null": b"null",
+    "another field": b'{"body": "document"}',
+    "no field": b"{}",
+    "null text": b'{"text": null}',
+    "a number for a text": b'{"text": 17}',
+    "a list for a text": b'{"text": ["document"]}',
+    "an empty text": b'{"text": ""}',
+    "white space": b'{"text": " \\n "}',
+    "half a surrogate pair": b'{"text": "\\ud800"}',
+    "zero bytes": b"\0" * 40,
+    "an endless nesting": b'{"text": ' + b"[" * 100_000,
+    "two records": b'{"text": "a"} {"text": "b"}',
+}
+
+
+def assert_one_line(ended: lab.Ended, *named: str) -> None:
+    assert ended.code == 3, ended
+    assert "\n" not in ended.error
+    for name in named:
+        assert name in ended.error, ended.error
+
+
+@pytest.mark.parametrize("damage", BAD_LINES)
+def test_a_bad_record_is_named_by_file_and_line(damage: str, tmp_path: Path) -> None:
+    path = with_line(BAD_LINES[damage])(tmp_path)
+    ended = lab.run(settings_of(path), tmp_path / "run")
+    assert_one_line(ended, f"{path}:8")
+    assert len(ended.error) < 400
+
+
+@pytest.mark.parametrize("damage", ["not JSON", "not UTF-8", "an empty text"])
+def test_a_bad_record_is_passed_over_counted_and_listed(damage: str, tmp_path: Path) -> None:
+    path = with_line(BAD_LINES[damage])(tmp_path)
+    ended = lab.run(settings_of(path, "data.on_bad=skip"), tmp_path / "run")
+    assert ended.code == 0, ended
+    assert "1 bad record is passed over" in " ".join(ended.screen.split())
+    assert f"{path}:8" in "".join(ended.screen.split())
+    first, *others = lab.logged(tmp_path / "run")["ledger"]
+    assert (first["step"], first["ids"], first["bad_records"]) == (0, [], 1)
+    assert first["records"][0].startswith(f"{path}:8: ")
+    assert [entry["step"] for entry in others] == [1, 2]
+
+
+def test_too_many_bad_records_are_not_passed_over(tmp_path: Path) -> None:
+    path = with_line(b"bad\nworse")(tmp_path)
+    ended = lab.run(settings_of(path, "data.on_bad=skip"), tmp_path / "run")
+    assert_one_line(ended, "2 of 61 records are bad", f"{path}:8")
+
+
+def missing(folder: Path) -> Path:
+    return folder / "nowhere.jsonl"
+
+
+def empty_file(folder: Path) -> Path:
+    (folder / "empty.txt").touch()
+    return folder / "empty.txt"
+
+
+def blank_file(folder: Path) -> Path:
+    (folder / "blank.txt").write_text("\n \n\t\n")
+    return folder / "blank.txt"
+
+
+def empty_folder(folder: Path) -> Path:
+    (folder / "texts").mkdir()
+    return folder / "texts"
+
+
+def folder_with_an_empty_file(folder: Path) -> Path:
+    (folder / "texts").mkdir()
+    (folder / "texts" / "a.txt").write_text("a document")
+    (folder / "texts" / "hollow.txt").touch()
+    return folder / "texts"
+
+
+def folder_with_a_binary_file(folder: Path) -> Path:
+    (folder / "texts").mkdir()
+    (folder / "texts" / "a.txt").write_text("a document")
+    (folder / "texts" / "hollow.bin").write_bytes(bytes(range(256)))
+    return folder / "texts"
+
+
+def too_few(folder: Path) -> Path:
+    (folder / "few.txt").write_text("one\n\ntwo\n")
+    return folder / "few.txt"
+
+
+PLACES: Mapping[Callable[[Path], Path], str] = {
+    missing: "nowhere.jsonl",
+    empty_file: "empty.txt",
+    blank_file: "blank.txt",
+    empty_folder: "texts",
+    folder_with_an_empty_file: "hollow.txt",
+    folder_with_a_binary_file: "hollow.bin",
+}
+
+
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
+def test_a_place_without_usable_data_is_named(
+    place: Callable[[Path], Path], tmp_path: Path
+) -> None:
+    path = place(tmp_path)
+    assert_one_line(lab.run(settings_of(path), tmp_path / "run"), PLACES[place])
+
+
+def test_data_that_do_not_fill_a_step_are_refused(tmp_path: Path) -> None:
+    settings = settings_of(too_few(tmp_path), "batch.tail=drop", "batch.global=50")
+    ended = lab.run(settings, tmp_path / "run")
+    assert_one_line(ended, "50")
+
+
+@pytest.mark.parametrize("damage", ["odd size", "no tokens", "beyond the vocabulary"])
+def test_a_damaged_token_file_is_named(damage: str, tmp_path: Path) -> None:
+    path = tmp_path / "tokens.bin"
+    tokens = np.arange(400, dtype="<u2")
+    if damage == "beyond the vocabulary":
+        tokens[250] = 60_000
+    whole = tokens.tobytes()
+    path.write_bytes({"odd size": whole[:-1], "no tokens": b""}.get(damage, whole))
+    more = [line for line in TOKENS if line not in TEXT]
+    limited = ["data.vocab_size=50000"] if damage == "beyond the vocabulary" else []
+    settings = settings_of(path, *more, *limited, "steps=11")
+    assert_one_line(lab.run(settings, tmp_path / "run"), "tokens.bin")
+
+
+class Broken(toys.Rows):
+    """Rows of a user, one of which is wrong in the way `kind` says."""
+
+    def __init__(self, kind: str = "raises", **more: Any) -> None:
+        super().__init__(**more)
+        self.kind = kind
+
+    def __getitem__(self, index: int) -> Any:
+        sample = super().__getitem__(index)
+        return WRONG[self.kind](dict(sample)) if index == 11 and self.split == "train" else sample
+
+
+def _raises(sample: dict[str, Any]) -> Any:
+    raise OSError(5, "Input/output error")
+
+
+WRONG: Mapping[str, Callable[[dict[str, Any]], Any]] = {
+    "raises": _raises,
+    "a list": lambda sample: list(sample.values()),
+    "none": lambda sample: None,
+    "text": lambda sample: sample | {"input_ids": "text"},
+    "another field": lambda sample: sample | {"more": torch.zeros(3)},
+    "a missing field": lambda sample: {"input_ids": sample["input_ids"]},
+    "floats": lambda sample: sample | {"input_ids": sample["input_ids"].float()},
+    "too long": lambda sample: {k: v.repeat(9) for k, v in sample.items()},
+    "two dimensions": lambda sample: {k: v[None] for k, v in sample.items()},
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_sample_that_is_wrong_is_named(kind: str, num_workers: int, tmp_path: Path) -> None:
+    if num_workers and kind not in {"raises", "floats"}:
+        pytest.skip("the same code runs in loading processes")
+    settings = lab.config(
+        "data._target_=tests.reliability.test_bad_data.Broken",
+        f"data.kind={kind}",
+        f"num_workers={num_workers}",
+    )
+    ended = lab.run(settings, tmp_path / "run")
+    assert_one_line(ended, "sample 11 of Broken")
+
+
+# Harness 22
+
+
+def corpus(folder: Path) -> Path:
+    texts = folder / "texts"
+    texts.mkdir(exist_ok=True)
+    for name in "abcdefgh":
+        (texts / f"{name}.txt").write_text(f"document {name} of the corpus")
+    return texts
+
+
+def rewrite(path: Path, content: str) -> None:
+    """Change a file and leave its times as they were, where the file system lets us."""
+    times = path.stat()
+    path.write_text(content)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns + 1))
+
+
+def append(texts: Path) -> None:
+    (texts / "i.txt").write_text("one more")
+
+
+def delete(texts: Path) -> None:
+    (texts / "c.txt").unlink()
+
+
+def swap(texts: Path) -> None:
+    first, second = (texts / "a.txt").read_text(), (texts / "b.txt").read_text()
+    rewrite(texts / "a.txt", second)
+    rewrite(texts / "b.txt", first)
+
+
+def change_one_byte(texts: Path) -> None:
+    rewrite(texts / "d.txt", (texts / "d.txt").read_text().replace("corpus", "corpse"))
+
+
+def rename_to_another_place(texts: Path) -> None:
+    (texts / "a.txt").rename(texts / "z.txt")
+
+
+def lengthen(texts: Path) -> None:
+    rewrite(texts / "e.txt", (texts / "e.txt").read_text() + "!")
+
+
+def empty_into_another(texts: Path) -> None:
+    rewrite(texts / "f.txt", (texts / "g.txt").read_text())
+
+
+def copy_one(texts: Path) -> None:
+    (texts / "aa.txt").write_text((texts / "a.txt").read_text())
+
+
+MUTATIONS = [
+    append,
+    delete,
+    swap,
+    change_one_byte,
+    rename_to_another_place,
+    lengthen,
+    empty_into_another,
+    copy_one,
+]
+
+
+@pytest.mark.parametrize("mutate", MUTATIONS)
+def test_data_that_changed_are_refused_on_resume(
+    mutate: Callable[[Path], None], tmp_path: Path
+) -> None:
+    texts = corpus(tmp_path)
+    settings = settings_of(texts, "data.max_length=40")
+    assert lab.run(settings, tmp_path / "run", after_step=lab.stop_at(1)).code == 75
+    mutate(texts)
+    ended = lab.run(settings, tmp_path / "run", resume=True)
+    assert_one_line(ended, "data", "resume_allow=[data]")
+    allowed = settings.model_copy(update={"resume_allow": ("data",)})
+    assert lab.run(allowed, tmp_path / "run", resume=True).code == 0
+
+
+def test_data_that_are_the_same_go_on(tmp_path: Path) -> None:
+    texts = corpus(tmp_path)
+    settings = settings_of(texts)
+    assert lab.run(settings, tmp_path / "run", after_step=lab.stop_at(1)).code == 75
+    for path in texts.iterdir():
+        path.touch()
+    assert lab.run(settings, tmp_path / "run", resume=True).code == 0
+
+
+CONTRACT = [
+    "batch.global=9",
+    "batch.tail=drop",
+    "batch.normalizer=samples",
+    "seed=1",
+    "data.size=24",
+    "data.faults=['3:oom']",
+    "model.width=16",
+    "model.dropout=0.5",
+    "objective.z_loss=0.1",
+    "optimizer.lr=0.5",
+    "optimizer=sgd",
+    "scheduler=constant",
+    "scheduler.warmup=2",
+    "clip_norm=0.5",
+    "precision=bf16",
+    "steps=3",
+]
+EXECUTION = ["accum.micro=2", "num_workers=1", "checkpoint.every=1", "log.every=3", "steps=9"]
+
+
+@pytest.fixture(scope="module")
+def stopped_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("place") / "run"
+    line = [*lab.BASE, f"hydra.run.dir={run}"]
+    toys.after_step = lab.stop_at(4)
+    assert cli.run(line) == 75
+    toys.after_step = None
+    return run
+
+
+@pytest.mark.parametrize("change", CONTRACT)
+def test_another_step_is_refused_with_both_values(
+    change: str, stopped_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {path: path.stat().st_mtime_ns for path in stopped_run.rglob("*")}
+    assert cli.run([f"resume={stopped_run}", *_own(), change]) == 2
+    said = capsys.readouterr().err
+    lines = said.splitlines()
+    assert all(line.startswith("train: error: ") and len(line) <= 220 for line in lines), said
+    key = change.partition("=")[0]
+    assert any(key in line and "resume_allow=[" in line for line in lines), said
+    assert {path: path.stat().st_mtime_ns for path in stopped_run.rglob("*")} == before
+
+
+@pytest.mark.parametrize("change", EXECUTION)
+def test_another_execution_is_free(change: str, stopped_run: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(stopped_run, copy)
+    assert cli.run([f"resume={copy}", *_own(), change]) == 0
+
+
+def _own() -> list[str]:
+    """The classes of one's own have to be typed again: a run folder gives no consent."""
+    return [line for line in lab.BASE if "tests.reliability" in line]
+
+
+@pytest.fixture(autouse=True)
+def _no_watch() -> Iterator[None]:
+    yield
+    toys.after_step = None

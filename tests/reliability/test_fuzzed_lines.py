@@ -1,0 +1,118 @@
+"""Harness 23, second half: valid command lines with a single edit, at random.
+
+The mistakes that people make are in `tests/test_cli_mistakes.py`, each with its answer. Here lines
+are edited blindly: whatever comes of it is either a valid line, or refused with exit 2 and one
+line per fault of at most 200 characters, without a traceback, a folder or torch.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from tests.reliability.support import cases, replay
+from trainer import cli
+
+NUM_EDITS = 60
+NUM_EDITS_NIGHTLY = 500
+
+LINES = [
+    "batch.global=512 accum=auto",
+    "recipe=quickstart optimizer.lr=0.001 scheduler.warmup=3",
+    "accum=fixed accum.micro=8 batch.global=64 steps=6 seed=1",
+    "accum=budget accum.max_tokens=8192 precision=bf16 clip_norm=null",
+    "model=gpt_tiny model.width=64 model.num_heads=2 data.max_length=128",
+    "batch=tokens batch.global=65536 batch.tail=drop epochs=1",
+    "scheduler=wsd optimizer=sgd optimizer.lr=0.1 optimizer.weight_decay=0",
+    "checkpoint.every=10 checkpoint.keep=3 checkpoint.asynchronous=true log.samples=true",
+    "data=text data.path=corpus.jsonl data.holdout=0.1 data.on_bad=skip num_workers=2",
+    "name=first wandb.mode=disabled wandb.tags=[a,b] outputs=runs device=cpu",
+    "model._target_=net.Net model.width=16 objective.label_smoothing=0.1",
+    "hooks=[pkg.Hook] trust=[pkg] eval.every=5 nonfinite.limit=3 deterministic=true",
+]
+JUNK = list("=[]{}()'\"\\,:;.$%&*#@!?~^+-_/| \t\n\0") + ["${x}", "null", "true", "1e9", "-1", "é", ".."]
+
+
+def edited(line: str, chance: Random) -> list[str]:
+    """Make one edit to one word of a line."""
+    words = line.split()
+    place = chance.randrange(len(words))
+    word = words[place]
+    at = chance.randrange(len(word))
+    junk = chance.choice(JUNK)
+    key, _, value = word.partition("=")
+    words[place] = chance.choice(
+        [
+            word[:at] + word[at + 1 :],
+            word[:at] + junk + word[at:],
+            word[:at] + junk + word[at + 1 :],
+            word[:at] + word[at : at + 2][::-1] + word[at + 2 :],
+            word[:at] + word[at] + word[at:],
+            word.swapcase(),
+            key,
+            f"{key}=",
+            f"={value}",
+            f"{key}={junk}",
+            f"{key}={value}{value}",
+            f"{value}={key}",
+            f"{key}.{key}={value}",
+            f"{key}/{key}={value}",
+            f"{key}@{key}={value}",
+            f"~{word}",
+            f"+{word}",
+            f"++{word}",
+            f"--{word}",
+            f"{key}=[{value}]",
+            f"{key}={{{value}:{value}}}",
+            f"{key}={value},{value}",
+            f"{key}={'9' * 400}",
+            junk,
+        ]
+    )
+    return words + ([word] if chance.random() < 0.1 else [])
+
+
+def fuzz(count: int, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    refused = 0
+    for case, chance in cases(count):
+        argv = ["--cfg", "job", *edited(chance.choice(LINES), chance)]
+        code = cli.run(argv)
+        said = capsys.readouterr().err
+        about = f"{replay(case)}: {argv}: {code}: {said}"
+        assert code in (0, 2), about
+        lines = said.splitlines()
+        if code == 2:
+            refused += 1
+            assert lines, about
+            assert all(line.startswith("train: error: ") for line in lines), about
+            assert all(len(line) <= 214 for line in lines), about
+        assert not list(place.iterdir()), about
+    print(f"{count} edits, {refused} refused, the others still valid")
+    assert refused > count // 3
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    assert "RANK" not in os.environ
+    return tmp_path
+
+
+def test_an_edited_line_is_valid_or_refused_in_one_line_per_fault(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fuzz(NUM_EDITS, place, capsys)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_five_hundred_edited_lines_are_valid_or_refused(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fuzz(NUM_EDITS_NIGHTLY, place, capsys)

@@ -1,0 +1,326 @@
+"""Harnesses 24, 25 and 26: what strangers send runs nothing, leads nowhere, and learns nothing.
+
+Recipes, run folders and names are tried on the real command line, in this process. A canary stands
+for code that ran; a list of all files before and after, for what was written; and eight secrets
+for what must not be found in anything a run leaves.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.reliability import lab
+from trainer import cli
+
+EVIL = """
+import os
+from pathlib import Path
+from torch import nn
+(Path(__file__).parent / "canary").mkdir(exist_ok=True)
+class Net(nn.Module):
+    pass
+class Hook:
+    pass
+"""
+
+TINY = [line for line in lab.lines("steps=1", "eval.every=null") if "hooks" not in line]
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A user's folder with a module that betrays its import, below one that must stay as it is."""
+    folder = tmp_path / "home" / "user" / "work"
+    folder.mkdir(parents=True)
+    (folder / "evil.py").write_text(EVIL)
+    (tmp_path / "precious").write_text("precious")
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield folder
+    sys.modules.pop("evil", None)
+
+
+def tree(folder: Path) -> dict[str, tuple[int, int]]:
+    """List everything below a folder, with size and time; links are not followed."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        if "__pycache__" not in path.parts and not path.is_dir():
+            status = path.lstat()
+            found[str(path.relative_to(folder))] = status.st_size, status.st_mtime_ns
+    return found | {str(p.relative_to(folder)): (0, 0) for p in folder.rglob("*") if p.is_dir()}
+
+
+def assert_refused(argv: list[str], codes: tuple[int, ...], tmp_path: Path, err: object) -> None:
+    before = tree(tmp_path)
+    code = cli.run(argv)
+    said = err.readouterr().err  # type: ignore[attr-defined]
+    assert code in codes, f"{code}: {said}"
+    assert not (Path.cwd() / "canary").exists()
+    assert tree(tmp_path) == before
+    lines = said.splitlines()
+    assert lines
+    assert all(line.startswith("train: error: ") and len(line) <= 215 for line in lines), said
+
+
+RECIPES = {
+    "a callback of Hydra": "hydra: {callbacks: {x: {_target_: evil.Net}}}",
+    "Hydra's own folder": "hydra: {run: {dir: ../../../x}}",
+    "Hydra's search path": "hydra: {searchpath: ['file:///']}",
+    "Hydra's logging": "hydra: {job_logging: {handlers: {f: {class: evil.Net}}}}",
+    "a package that is Hydra's": "# @package hydra\ncallbacks: {x: {_target_: evil.Net}}",
+    "a class of nobody's": "model: {_target_: evil.Net}",
+    "a hook of nobody's": "hooks: [evil.Hook]",
+    "a hook that is a function": "hooks: [{_target_: os.mkdir, path: canary}]",
+    "os.system": "model: {_target_: os.system, command: mkdir canary}",
+    "subprocess": "optimizer: {_target_: subprocess.run, args: [mkdir, canary]}",
+    "eval": "objective: {_target_: builtins.eval, source: 1}",
+    "torch.load": "data: {_target_: torch.load, f: x.pt, weights_only: false}",
+    "Path.write_text": "data: {_target_: pathlib.Path.write_text, self: canary, data: x}",
+    "urlopen": "data: {_target_: urllib.request.urlopen, url: 'http://127.0.0.1:1'}",
+    "an alias through us": "data: {_target_: trainer.durable.os.mkdir, path: canary}",
+    "a function of ours": "data: {_target_: trainer.durable.make_folder, path: canary}",
+    "a class of ours of another kind": "model: {_target_: trainer.checkpoint.store.CheckpointStore}",
+    "a module of ours": "model: {_target_: trainer.durable}",
+    "a gradient of nobody's": "accum: {gradient: {_target_: evil.Net}}",
+    "a cut of nobody's": "accum: {_target_: evil.Net}",
+    "a schedule of nobody's": "scheduler: {_target_: evil.Net}",
+    "trust": "trust: [evil]\nmodel: {_target_: evil.Net}",
+    "code from the network": "model: {trust_remote_code: true}",
+    "an environment variable": "name: ${oc.env:HOME}",
+    "a resolver": "name: ${oc.create:evil}",
+    "a tag": "model: !!python/object/apply:os.mkdir [canary]",
+    "a tag for a name": "model: !!python/name:os.system",
+    "aliases without end": "a: &a [1,1]\nb: &b [*a,*a]\nc: [*b,*b]",
+    "another output folder": "outputs: /tmp",
+    "another export": "export: {to: ../../x}",
+    "another run": "init: ../../run",
+    "a name that climbs": "name: ../../x",
+    "an option that climbs": "defaults: [{model: ../../../x}]",
+    "an absolute default": "defaults: [/etc/passwd]",
+    "a command": "command: export",
+    "bytes": "\x00\x01",
+    "a partial call": "model: {_partial_: true}",
+}
+
+
+@pytest.mark.parametrize("what", RECIPES)
+def test_a_recipe_runs_nothing_and_writes_nothing(
+    what: str, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (place / "friend.yaml").write_text(RECIPES[what])
+    said = RECIPES[what].replace("_global_", "").partition(":")[0]
+    own = [t for t in TINY if t.partition("=")[0].partition(".")[0] not in (said, "steps", "name")]
+    argv = ["recipe=./friend.yaml", "steps=1", *own]
+    assert_refused(argv, (2, 3, 4), tmp_path, capsys)
+
+
+def test_the_canary_sings(place: Path) -> None:
+    """What the user typed themselves is imported: so the harness would see it."""
+    assert cli.run(["model._target_=evil.Net", *[t for t in TINY if "model" not in t]]) != 0
+    assert (place / "canary").exists()
+
+
+@pytest.fixture(scope="module")
+def honest_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("honest") / "run"
+    assert cli.run([*TINY, f"hydra.run.dir={run}"]) == 0
+    return run
+
+
+OVERRIDES = {
+    "a folder of Hydra's": "hydra.run.dir=../../../x",
+    "a callback of Hydra's": "+hydra.callbacks.x._target_=evil.Net",
+    "trust": "trust=[evil]",
+    "a class": "++model._target_=evil.Net",
+    "a hook": "hooks=[evil.Hook]",
+    "a class behind trust": "'++objective={_target_: evil.Net}'",
+    "an environment variable": "name=${oc.env:HOME}",
+    "a resolver": "name=${oc.create:1}",
+    "an option that climbs": "sync=../../../x",
+    "no override": "][",
+}
+
+
+@pytest.mark.parametrize("what", OVERRIDES)
+def test_the_records_of_a_run_folder_run_nothing(
+    what: str, honest_run: Path, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = place / "run"
+    shutil.copytree(honest_run, run)
+    records = run / ".hydra" / "overrides.yaml"
+    kept = [] if what != "trust" else ["- ++model._target_=evil.Net\n"]
+    lines = [line for line in records.read_text().splitlines(keepends=True) if "model" not in line]
+    records.write_text("".join([*lines, *kept, f'- "{OVERRIDES[what]}"\n']))
+    own = [line for line in TINY if "data._target_" in line]
+    argv = [f"resume={run}", "steps=2", *own]
+    if what not in ("a class", "trust"):
+        argv += [line for line in TINY if "model._target_" in line]
+    assert_refused(argv, (2, 4), tmp_path, capsys)
+
+
+def tagged_config(run: Path) -> None:
+    (run / "config.yaml").write_text("!!python/object/apply:os.mkdir [canary]\n")
+
+
+def tagged_overrides(run: Path) -> None:
+    (run / ".hydra" / "overrides.yaml").write_text("!!python/object/apply:os.mkdir [canary]\n")
+
+
+def linked(name: str) -> Callable[[Path], None]:
+    def link(run: Path) -> None:
+        target = run / name
+        if target.is_dir():
+            shutil.move(target, run.parents[3] / "moved")
+            target.symlink_to(run.parents[3] / "moved")
+        else:
+            target.unlink(missing_ok=True)
+            target.symlink_to(run.parents[3] / "precious")
+
+    link.__name__ = f"a link for {name}"
+    return link
+
+
+FOLDERS = [
+    tagged_config,
+    tagged_overrides,
+    *map(
+        linked,
+        ["metrics.jsonl", "samples.jsonl", "train.log", "checkpoints", "errors", ".hydra/resume_1"],
+    ),
+    *map(linked, ["status.json", "result.json", ".lock", "wandb"]),
+]
+
+
+@pytest.mark.parametrize("spoil", FOLDERS, ids=lambda spoil: spoil.__name__)
+def test_a_run_folder_leads_nowhere(
+    spoil: Callable[[Path], None],
+    honest_run: Path,
+    place: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = place / "run"
+    shutil.copytree(honest_run, run)
+    spoil(run)
+    own = [line for line in TINY if "_target_" in line]
+    assert_refused([f"resume={run}", "steps=2", *own], (2, 4), tmp_path, capsys)
+
+
+NAMES = [
+    "name=..",
+    "name=../x",
+    "name=a/b",
+    "name=/tmp/x",
+    "name='a\\b'",
+    "name='a b'",
+    "name='a\tb'",
+    "name='a\nb'",
+    "name='a\0b'",
+    "name='~'",
+    "name='$HOME'",
+    "name='%2e%2e%2fx'",
+    "name='a;b'",
+    "name='`id`'",
+    "name=\uff0e\uff0e",
+    f"name={'a' * 300}",
+    "name=''",
+    "name=.",
+    "outputs=..",
+    "outputs=../../x",
+    "outputs=outputs/../../../x",
+    "hydra.run.dir=../../x",
+    "hydra.run.dir=outputs/../../x",
+    "hydra.sweep.dir=../../x",
+    "hydra.output_subdir=../../x",
+    "hydra.output_subdir=/tmp/somewhere",
+    "model=../../../x",
+    "model=/etc/passwd",
+    "data=..",
+    "optimizer=%2e%2e/x",
+    "recipe=../../../none.yaml",
+    "hydra/launcher=../x",
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_name_leads_out_of_the_output_folder(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key = name.partition("=")[0]
+    argv = [line for line in TINY if line.partition("=")[0].partition(".")[0] != key]
+    assert_refused([*argv, name], (2,), tmp_path, capsys)
+
+
+SECRETS = {
+    "WANDB_API_KEY": "canary1" + "0a" * 16,
+    "HF_TOKEN": "hf_" + "Canary2" * 5,
+    "AWS_SECRET_ACCESS_KEY": "canary3/" + "Ab3" * 10,
+    "MY_SERVICE_PASSWORD": "canary4-correct-horse-battery",
+    "GITHUB_TOKEN": "ghp_" + "canary5X" * 4,
+}
+TYPED = {
+    "a password in an address": "data.path=https://me:canary6word@host/data",
+    "a token in a setting": "++model.hub_token=canary7canary7canary7",
+    "a token by its looks": "wandb.project=hf_" + "Canary8" * 5,
+}
+
+
+def found_in(folder: Path, text: str) -> list[str]:
+    """Name the places where a part of any secret stands."""
+    everywhere = {"the screen": text.encode()} | {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != "evil.py"
+    }
+    wanted = [secret.encode() for secret in SECRETS.values()] + [b"canary6", b"canary7", b"Canary8"]
+    return [name for name, content in everywhere.items() for s in wanted if s in content]
+
+
+@pytest.mark.parametrize("ends", ["well", "with an error", "with a data error"])
+def test_no_secret_of_the_environment_is_left_anywhere(
+    ends: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name, secret in SECRETS.items():
+        monkeypatch.setenv(name, secret)
+    argv = [line for line in TINY if "data._target_" not in line]
+    data = {"well": "toys.Rows"}.get(ends, "test_hostile_inputs.Telling")
+    more = [] if ends == "well" else [f"++data.kind={ends}"]
+    code = cli.run([*argv, f"data._target_=tests.reliability.{data}", *more])
+    assert code == {"well": 0, "with an error": 1, "with a data error": 3}[ends]
+    said = capfd.readouterr()
+    assert found_in(tmp_path, said.out + said.err) == []
+    if ends != "well":
+        assert "$HF_TOKEN" in said.err
+
+
+class Telling:
+    """Data that put every secret into the text of an error."""
+
+    def __init__(self, kind: str) -> None:
+        if kind == "with an error":
+            raise RuntimeError(" ".join(os.environ[name] for name in SECRETS))
+
+    def __len__(self) -> int:
+        return 9
+
+    def __getitem__(self, index: int) -> object:
+        raise KeyError(" ".join(os.environ[name] for name in SECRETS))
+
+
+@pytest.mark.parametrize("what", TYPED)
+def test_a_secret_that_is_typed_is_refused_and_not_repeated(
+    what: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run([*TINY, TYPED[what]]) == 2
+    said = capfd.readouterr()
+    assert found_in(tmp_path, said.out + said.err) == []
+
+
+def test_a_secret_that_is_left_somewhere_is_noticed(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text(f"token {SECRETS['HF_TOKEN']}")
+    assert found_in(tmp_path, "canary6") == ["the screen", "log"]
