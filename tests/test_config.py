@@ -117,7 +117,7 @@ OPTIONS = {
     "batchnorm": ["frozen", "ghost", "micro", "pooled", "sync"],
     "data": ["own", "stdlib", "text", "tokens"],
     "model": ["gpt2", "gpt_small", "gpt_tiny", "own"],
-    "objective": ["classify", "next_token", "own"],
+    "objective": ["classify", "model_loss", "next_token", "own"],
     "optimizer": ["adamw", "own", "sgd"],
     "parallel": ["auto", "ddp", "fsdp", "hsdp", "none"],
     "scheduler": ["constant", "cosine", "own", "wsd"],

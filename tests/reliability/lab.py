@@ -116,7 +116,9 @@ def run(
 
 def go_on(settings: RunConfig, folder: Path, **how: Any) -> Ended:
     """Do what `resume=auto` does: go on if there is a checkpoint, start afresh if there is none."""
-    return run(settings, folder, resume=bool(CheckpointStore(folder / "checkpoints").steps()), **how)
+    return run(
+        settings, folder, resume=bool(CheckpointStore(folder / "checkpoints").steps()), **how
+    )
 
 
 def stop_at(*steps: int) -> Callable[[int], None]:

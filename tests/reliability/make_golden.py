@@ -1,6 +1,6 @@
 """Writes the golden checkpoint of the present format; run once for each format that is released.
 
-    python -m tests.reliability.make_golden
+python -m tests.reliability.make_golden
 """
 
 from __future__ import annotations

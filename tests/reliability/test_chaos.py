@@ -23,7 +23,7 @@ from trainer import durable
 from trainer.checkpoint.store import CheckpointStore
 from trainer.config import RunConfig
 
-NUM_SCHEDULES = 25
+NUM_SCHEDULES = 15
 NUM_SCHEDULES_NIGHTLY = 2000
 MAX_OPERATIONS = 130
 """Durable operations of a whole run, about."""
@@ -154,4 +154,3 @@ def test_the_same_seed_gives_the_same_trace(tmp_path: Path) -> None:
             schedule.run()
             traces.append(schedule.trace)
     assert traces[:3] == traces[3:]
-

@@ -25,7 +25,7 @@ from trainer.checkpoint.saver import AsyncSaver
 from trainer.checkpoint.store import CheckpointStore
 from trainer.report import journal
 
-SIZES_KB = (40, 130, 260, 420)
+SIZES_KB = (130, 260, 420)
 SIZES_KB_NIGHTLY = tuple(range(24, 520, 16))
 
 
@@ -42,9 +42,9 @@ def can_mount() -> bool:
 def fill_disks(sizes: tuple[int, ...], place: Path) -> None:
     if not can_mount():
         pytest.skip("unshare -Urm cannot mount a tmpfs here")
+    program = ["unshare", "-Urm", sys.executable, "-m", "tests.reliability.full_disk"]
     done = subprocess.run(
-        ["unshare", "-Urm", sys.executable, "-m", "tests.reliability.full_disk"]
-        + [str(place), *map(str, sizes)],
+        [*program, str(place), *map(str, sizes)],
         cwd=lab.ROOT,
         capture_output=True,
         text=True,

@@ -17,7 +17,7 @@ import pytest
 from tests.reliability.support import cases, replay
 from trainer import cli
 
-NUM_EDITS = 60
+NUM_EDITS = 40
 NUM_EDITS_NIGHTLY = 500
 
 LINES = [
@@ -34,7 +34,8 @@ LINES = [
     "model._target_=net.Net model.width=16 objective.label_smoothing=0.1",
     "hooks=[pkg.Hook] trust=[pkg] eval.every=5 nonfinite.limit=3 deterministic=true",
 ]
-JUNK = list("=[]{}()'\"\\,:;.$%&*#@!?~^+-_/| \t\n\0") + ["${x}", "null", "true", "1e9", "-1", "é", ".."]
+CHARACTERS = "=[]{}()'\"\\,:;.$%&*#@!?~^+-_/| \t\n\0"
+JUNK = [*CHARACTERS, "${x}", "null", "true", "1e9", "-1", "é", ".."]
 
 
 def edited(line: str, chance: Random) -> list[str]:

@@ -84,7 +84,7 @@ RECIPES = {
     "urlopen": "data: {_target_: urllib.request.urlopen, url: 'http://127.0.0.1:1'}",
     "an alias through us": "data: {_target_: trainer.durable.os.mkdir, path: canary}",
     "a function of ours": "data: {_target_: trainer.durable.make_folder, path: canary}",
-    "a class of ours of another kind": "model: {_target_: trainer.checkpoint.store.CheckpointStore}",
+    "a class of ours of another kind": "model: {_target_: trainer.plan.order.Order}",
     "a module of ours": "model: {_target_: trainer.durable}",
     "a gradient of nobody's": "accum: {gradient: {_target_: evil.Net}}",
     "a cut of nobody's": "accum: {_target_: evil.Net}",

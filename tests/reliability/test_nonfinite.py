@@ -110,13 +110,14 @@ def test_weights_that_became_infinite_are_never_saved(
         if step == 3:
             nets[-1].head.weight.data[0, 0] = math.inf
 
-    class Net(toys.Net):
-        def __init__(self, *arguments: Any, **more: Any) -> None:
-            super().__init__(*arguments, **more)
-            nets.append(self)
-
+    init = toys.Net.__init__
     nets: list[toys.Net] = []
-    monkeypatch.setattr(toys, "Net", Net)
+
+    def remember(net: toys.Net, width: int = 8) -> None:
+        init(net, width)
+        nets.append(net)
+
+    monkeypatch.setattr(toys.Net, "__init__", remember)
     ended = lab.run(lab.config(), tmp_path, after_step=spoil)
     assert ended.code == 6
     assert "head.weight" in ended.error
@@ -125,9 +126,7 @@ def test_weights_that_became_infinite_are_never_saved(
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("unlabelled", ["one sample", "a micro-batch", "the step"])
-def test_what_weighs_nothing_changes_nothing(
-    unlabelled: str, variant: str, tmp_path: Path
-) -> None:
+def test_what_weighs_nothing_changes_nothing(unlabelled: str, variant: str, tmp_path: Path) -> None:
     settings = settings_of(variant)
     ids = ids_of_step_2(settings, tmp_path / "clean")
     empty = {"one sample": ids[:1], "a micro-batch": ids[:3], "the step": ids}[unlabelled]

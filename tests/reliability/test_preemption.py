@@ -210,14 +210,13 @@ def does_too_much(handler: ast.FunctionDef, allowed: set[str]) -> list[str]:
     """Name what a handler calls beyond what is allowed."""
     calls = [node for node in ast.walk(handler) if isinstance(node, ast.Call)]
     whole = [ast.unparse(call.func) for call in calls]
-    return [n for n in whole if n not in allowed and n.rpartition(".")[2] not in allowed - FLAG_ONLY]
+    return [
+        n for n in whole if n not in allowed and n.rpartition(".")[2] not in allowed - FLAG_ONLY
+    ]
 
 
 def test_a_handler_does_nothing_but_set_a_flag() -> None:
-    found = {
-        path.name: handlers(path.read_text())
-        for path in (lab.ROOT / "trainer").rglob("*.py")
-    }
+    found = {path.name: handlers(path.read_text()) for path in (lab.ROOT / "trainer").rglob("*.py")}
     found = {name: functions for name, functions in found.items() if functions}
     assert "session.py" in found
     for name, functions in found.items():

@@ -18,7 +18,11 @@ from tests.reliability.support import cases, replay
 CONFIGURATIONS = {
     "AdamW, cosine": [],
     "SGD with momentum": ["optimizer=sgd", "optimizer.lr=0.05"],
-    "AMSGrad": ["optimizer._target_=torch.optim.Adam", "optimizer.lr=0.01", "optimizer.amsgrad=true"],
+    "AMSGrad": [
+        "optimizer._target_=torch.optim.Adam",
+        "optimizer.lr=0.01",
+        "optimizer.amsgrad=true",
+    ],
     "Adagrad": ["optimizer._target_=torch.optim.Adagrad", "optimizer.lr=0.01"],
     "RMSprop": ["optimizer._target_=torch.optim.RMSprop", "optimizer.momentum=0.9"],
     "NAdam": ["optimizer._target_=torch.optim.NAdam", "optimizer.lr=0.01"],

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,10 @@ import pytest
 import torch
 
 from tests.reliability import lab, test_chaos, test_full_disk, test_nonfinite
-from tests.reliability.test_bad_data import change_one_byte, test_data_that_changed_are_refused_on_resume
+from tests.reliability.test_bad_data import (
+    change_one_byte,
+    test_data_that_changed_are_refused_on_resume,
+)
 from trainer import loop, saves, step
 from trainer.accumulate import sum as summing
 from trainer.checkpoint import state, store
@@ -93,8 +97,8 @@ def stopped_often(place: Path) -> None:
     """Harness 9 with steps that are skipped, stopped after each step."""
     settings = lab.config("data.faults=['3:loss:nan','15:gradient:inf']")
     assert lab.run(settings, place / "undisturbed").code == 0
-    for step_ in range(1, 7):
-        ended = lab.run(settings, place / "run", resume=step_ > 1, after_step=lab.stop_at(step_))
+    for stop in range(1, 7):
+        ended = lab.run(settings, place / "run", resume=stop > 1, after_step=lab.stop_at(stop))
         assert ended.code == 75
     assert lab.run(settings, place / "run", resume=True).code == 0
     lab.assert_same(lab.outcome(place / "run"), lab.outcome(place / "undisturbed"), "stopped")
@@ -110,7 +114,7 @@ def tail(place: Path) -> None:
         log = lab.logged(place / f"run{number}")
         entries = [entry for entry in log["metrics"] if "lr" in entry]
         ends = [0, *(entry["tokens"] - entry["samples"] for entry in entries)]
-        weights = [b - a for a, b in zip(ends, ends[1:], strict=False)]
+        weights = [b - a for a, b in pairwise(ends)]
         losses = [entry["loss"] for entry in entries]
         means.append(sum(map(float.__mul__, losses, map(float, weights))) / sum(weights))
     assert means[0] == pytest.approx(means[1], rel=1e-6)
@@ -294,7 +298,9 @@ def test_a_seeded_defect_is_caught(
 
 
 @pytest.mark.parametrize(
-    "harness", [skipped, replayed, ledger, weighed, tail, stopped_often, kept, killed_later], ids=lambda h: h.__name__
+    "harness",
+    [skipped, replayed, ledger, weighed, tail, stopped_often, kept, killed_later],
+    ids=lambda h: h.__name__,
 )
 def test_without_the_defect_the_harness_passes(harness: Harness, tmp_path: Path) -> None:
     harness(tmp_path)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any, final
+
+import torch
 
 from trainer.assemble import Parts, planned_device
 from trainer.errors import Preempted
 from trainer.evaluate import HeldOut
+from trainer.feed import PREFETCH_LIMIT_BYTES
 from trainer.models.recompute import checkpoint_blocks
 from trainer.plan.cut import Cost, Cut, IntArray, Plan
 from trainer.plan.cuts import Auto
@@ -152,7 +154,18 @@ def _limit(parts: Parts, work: Workload) -> tuple[MemoryLimit, bool]:
     """
     asked = parts.cut.memory if isinstance(parts.cut, Auto) else None
     device, world = planned_device(parts.config, parts.world), parts.world
-    find = partial(memory_limit, resident_bytes=work.resident_bytes, local_ranks=world.local_size)
+
+    def find(device: torch.device, asked: int | None = None) -> MemoryLimit:
+        limit = memory_limit(
+            device,
+            resident_bytes=work.resident_bytes,
+            asked=asked,
+            local_ranks=world.local_size,
+        )
+        # A GPU holds one micro-batch of inputs, which the prediction counts.
+        held = _inputs_bytes(parts) if device.type == "cpu" else 0
+        return replace(limit, bytes=max(0, limit.bytes - held))
+
     if device.type != world.device.type:
         return find(device, asked=asked), False
     there = find(device)
@@ -162,6 +175,16 @@ def _limit(parts: Parts, work: Workload) -> tuple[MemoryLimit, bool]:
     if said.bytes <= there.bytes:
         return said, True
     return (said, False) if parts.config.command == "plan" else (there, True)
+
+
+def _inputs_bytes(parts: Parts) -> int:
+    """Count the inputs of one rank's step, and of the next where that is loaded ahead."""
+    lengths = parts.source.lengths
+    per_token = sum(field.nbytes for field in parts.example.values()) / float(lengths.max())
+    is_in_tokens = parts.config.batch.unit == "tokens"
+    tokens = parts.global_size * (1.0 if is_in_tokens else float(lengths.mean()))
+    step = int(per_token * tokens / parts.world.size)
+    return step * (2 if step <= PREFETCH_LIMIT_BYTES else 1)
 
 
 def _shares(parts: Parts) -> Shares:

@@ -31,8 +31,8 @@ def verify_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
         world: all ranks.
         stop: not asked.
 
-    Returns:
-        0 when exact, 9 when not.
+    Raises:
+        NotExactError: they differ; the culprits are on the screen and in verify.json.
     """
     parts = assemble(config, world)
     prepared = prepare(parts)
@@ -42,7 +42,12 @@ def verify_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
     screen = Screen(folder)
     screen.show(verify_block(report))
     screen.close()
-    return 0 if report.exact else NotExactError.exit_code
+    if not report.exact:
+        raise NotExactError(
+            f"the planned step is not the whole-batch step: relative error "
+            f"{report.max_relative_error:.2g}; the culprits are in {folder / VERIFY_FILE}"
+        )
+    return 0
 
 
 def _of_all_ranks(prepared: Prepared) -> PlannedBatch:

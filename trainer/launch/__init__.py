@@ -5,6 +5,7 @@ Imports torch only where this process computes, so that a supervisor is light.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from trainer.config import RunConfig
@@ -28,6 +29,9 @@ def run(config: RunConfig, folder: Path) -> int:
     Raises:
         TrainError: how the run ended, where it did not end well; its exit code is in status.json.
     """
+    # Threads that wait for each other spin unless told otherwise, and beside one other busy program
+    # a step was 20 times slower. OpenMP reads it once, when torch is imported; ranks inherit it.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     member = membership()
     if member is None and config.command in SEVERAL:
         num_ranks = local_ranks(config)

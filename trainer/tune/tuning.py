@@ -108,7 +108,7 @@ class Tuning:
         """
         return cls(
             max_tokens=int(saved["max_tokens"]),
-            alone=int(saved["alone"]),
+            alone=int(saved.get("alone", saved["max_tokens"])),
             activation_checkpointing=bool(saved["activation_checkpointing"]),
             cost=Cost(**saved["cost"]),
             predicted=MemoryEstimate.from_dict(saved["predicted"]),
