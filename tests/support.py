@@ -69,9 +69,11 @@ class TinyLM(nn.Module):
 
     def forward(self, input_ids: Tensor) -> Tensor:
         hidden, _ = self.mix(self.embed(input_ids))
-        hidden = self.norm(hidden.transpose(1, 2)).transpose(1, 2) if isinstance(
-            self.norm, nn.BatchNorm1d
-        ) else self.norm(hidden)
+        hidden = (
+            self.norm(hidden.transpose(1, 2)).transpose(1, 2)
+            if isinstance(self.norm, nn.BatchNorm1d)
+            else self.norm(hidden)
+        )
         return self.head(self.dropout(hidden))
 
 
@@ -108,9 +110,7 @@ class Bench:
         lengths = self.dataset.lengths
         order = Order(len(self.dataset), self.seed, self.global_size)
         self.loader = Loader(self.dataset, num_workers=self.num_workers, seed=self.seed)
-        source = Source(
-            order=order, lengths=lengths, loader=self.loader, objective=self.objective
-        )
+        source = Source(order=order, lengths=lengths, loader=self.loader, objective=self.objective)
         self.feed = Feed(
             source,
             cut=self.cut,

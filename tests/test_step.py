@@ -145,9 +145,7 @@ class Failing(GradientStrategy):
             return Sum().backward(model, objective, micro_batches, divisors, sync)
         self.done = True
         if self.phase == "between":
-            Sum().backward(
-                model, objective, micro_batches[: self.at], divisors[: self.at], sync
-            )
+            Sum().backward(model, objective, micro_batches[: self.at], divisors[: self.at], sync)
             raise torch.OutOfMemoryError("injected")
         parameter = next(iter(model.module.parameters()))
         seen = 0

@@ -7,6 +7,7 @@ waits until every job of the command line has been checked.
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

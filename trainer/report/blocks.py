@@ -302,9 +302,7 @@ def _cadences(plan: PlanSummary) -> RenderableType:
 
 def _shapes(plan: PlanSummary) -> RenderableType:
     """List the shapes in the order they run; neighbours that are alike share a row."""
-    groups = [
-        (shape, len(list(alike))) for shape, alike in groupby(plan.shapes)
-    ]
+    groups = [(shape, len(list(alike))) for shape, alike in groupby(plan.shapes)]
     table = _table(">rank", ">count", ">samples", ">length", ">positions")
     for shape, count in groups[:MAX_SHAPE_ROWS]:
         figures = (shape.rank, count, shape.num_samples, shape.length, shape.positions)
