@@ -113,7 +113,7 @@ def test_every_unknown_argument_is_named_with_the_nearest() -> None:
 
 
 def test_a_missing_argument_is_named() -> None:
-    with pytest.raises(ConfigError, match="data.size: Sized needs a value for it"):
+    with pytest.raises(ConfigError, match=r"data\.size: Sized needs a value for it"):
         construct(component(HERE, typed=True), "data", object)
 
 

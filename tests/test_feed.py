@@ -64,8 +64,7 @@ def walk(source: Feed, count: int, *, ahead: bool = True) -> list[PlannedBatch]:
 def content(batch: PlannedBatch) -> list[Any]:
     """Everything about a batch that training could see."""
     return [
-        (m.ids, dict(m.weights), m.num_tokens, m.num_positions, m.rng_key)
-        + tuple((name, field.tolist()) for name, field in sorted(m.fields.items()))
+        (replace(m, fields={}), {name: field.tolist() for name, field in m.fields.items()})
         for m in batch.micro_batches
     ]
 

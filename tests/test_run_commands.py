@@ -141,7 +141,7 @@ def test_a_small_gpu_that_is_not_here_gets_smaller_micro_batches() -> None:
 def test_training_on_a_gpu_that_is_not_here_is_refused_with_what_to_type() -> None:
     with pytest.raises(ConfigError, match="device=cuda: no GPU is usable here"):
         go("device=cuda")
-    with pytest.raises(ConfigError, match="accum.memory=80GiB"):
+    with pytest.raises(ConfigError, match=r"accum\.memory=80GiB"):
         go("command=plan device=cuda accum=auto")
 
 

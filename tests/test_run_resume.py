@@ -30,7 +30,6 @@ from trainer.checkpoint.lock import hold
 from trainer.cli import Run
 from trainer.errors import ConfigError, DataError, Preempted, TrainError
 
-
 HOOK = f"hooks=[{TOYS}.Stop]"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -115,7 +116,7 @@ def test_a_mean_of_means_depends_on_the_cut_and_says_how_much(
 
 def test_a_mean_of_means_is_refused_where_the_cut_is_not_stated() -> None:
     for split in ("accum=auto", "accum=budget accum.max_tokens=50", f"accum._target_={TOYS}.Pairs"):
-        with pytest.raises(ConfigError, match="accum=fixed accum.micro"):
+        with pytest.raises(ConfigError, match=r"accum=fixed accum\.micro"):
             go(f"batch.normalizer=micro_batches {split}")
 
 
@@ -150,7 +151,7 @@ def test_a_step_without_a_single_sample_is_refused_with_the_largest_that_works()
 def test_a_batch_of_tokens_closes_with_the_sample_that_reaches_it(split: str) -> None:
     run = go(f"batch.unit=tokens batch.global=60 steps=7 {split}")
     tokens = [0, *curve(run, "tokens")]
-    lengths = [after - before for before, after in zip(tokens, tokens[1:], strict=False)]
+    lengths = [after - before for before, after in pairwise(tokens)]
     ends = [epoch == int(epoch) for epoch in curve(run, "epoch")]
     for size, ends_epoch in zip(lengths, ends, strict=True):
         assert size >= 60 or ends_epoch
