@@ -51,6 +51,7 @@ MISTAKES = {
     "wandb.mode=ofline": "Did you mean offline?",
     "wandb.tags=3": "wandb.tags=3: must be a list",
     "hooks=3": "hooks=3: must be a list",
+    "wandb.tags.wandb.tags=[a]": "wandb.tags.wandb.tags: unknown setting",
     "resume_allow=3": "resume_allow=3: must be a list",
     "command=trian": "Did you mean train?",
     # options of groups

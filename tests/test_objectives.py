@@ -133,7 +133,9 @@ def test_next_token_shifts_labels_itself_and_ignores_minus_100(smoothing):
     torch.testing.assert_close(found.losses["cross_entropy"], reference, **CLOSE)
     assert found.losses["cross_entropy"].dtype == torch.float64
     right = (logits.argmax(-1) == labels)[labels != -100]
-    assert int(found.metrics["accuracy"]) == int(right.sum())
+    with torch.no_grad():
+        evaluated = objective.sums(linear(theta), fields)
+    assert int(evaluated.metrics["accuracy"]) == int(right.sum())
     assert objective.weights(fields) == {
         "cross_entropy": right.numel(),
         "accuracy": right.numel(),
@@ -150,10 +152,16 @@ def test_a_packed_row_equals_its_documents_padded():
     theta = weight()
     objective = NextToken(z_loss=0.1)
     assert objective.weights(packed) == objective.weights(padded)
-    one, other = (objective.sums(linear(theta), fields) for fields in (packed, padded))
+    with torch.no_grad():
+        one, other = (objective.sums(linear(theta), fields) for fields in (packed, padded))
     for name, term in one.losses.items():
         torch.testing.assert_close(term, other.losses[name], **CLOSE)
     assert one.metrics == other.metrics
+
+
+def test_a_step_does_not_pay_for_metrics_that_only_evaluation_reads():
+    fields = ragged_fields([5, 2], seed=0)
+    assert not NextToken().sums(linear(weight()), fields).metrics
 
 
 def test_shifting_leaves_the_data_as_they_were():
@@ -172,7 +180,9 @@ def test_a_micro_batch_without_a_loss_term_weighs_nothing_and_adds_an_exact_zero
     theta = weight()
     found = objective.sums(linear(theta), fields)
     assert set(objective.weights(fields).values()) == {0.0}
-    assert objective.weights(fields).keys() == {*found.losses, *found.metrics}
+    with torch.no_grad():
+        evaluated = objective.sums(linear(theta), fields)
+    assert objective.weights(fields).keys() == {*evaluated.losses, *evaluated.metrics}
     for term in found.losses.values():
         assert float(term.detach()) == 0.0
         (gradient,) = torch.autograd.grad(term, theta, retain_graph=True)

@@ -274,6 +274,8 @@ def _apply(values: Iterable[Override], composed: DictConfig) -> None:
                 OmegaConf.update(composed, key, override.value(), merge=True, force_add=True)
         except OmegaConfBaseException as error:
             faults.append(clip(f"{override.input_line}: {str(error).splitlines()[0]}"))
+        except TypeError:
+            faults.append(clip(f"{key}: unknown setting; a list has no settings inside"))
         except KeyError as error:
             near = did_you_mean(key, error.args)
             faults.append(clip(f"~{key}: there is no such setting to remove.{near}"))

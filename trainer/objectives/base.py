@@ -33,7 +33,8 @@ class Sums:
 
     Attributes:
         losses: named 0-d sums with a graph.
-        metrics: named 0-d sums without one.
+        metrics: named 0-d sums without one. Evaluation alone reads them, under `no_grad`: while
+            gradients are recorded they may be left out, and the built-in objectives do.
     """
 
     losses: Mapping[str, Tensor]

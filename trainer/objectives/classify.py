@@ -83,9 +83,10 @@ class Classify(Objective):
             reduction="sum",
             label_smoothing=self.label_smoothing,
         )
-        with torch.no_grad():
-            accuracy = (logits.argmax(1) == labels).sum()
-        return Sums(losses={"cross_entropy": cross_entropy}, metrics={"accuracy": accuracy})
+        losses = {"cross_entropy": cross_entropy}
+        if torch.is_grad_enabled():
+            return Sums(losses=losses)
+        return Sums(losses=losses, metrics={"accuracy": (logits.argmax(1) == labels).sum()})
 
     def _class_weights(self, logits: torch.Tensor) -> torch.Tensor | None:
         if self.class_weights is None:

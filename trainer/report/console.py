@@ -136,13 +136,23 @@ def _print(console: Console | None, block: RenderableType, *, soft_wrap: bool = 
         if console.is_terminal:
             console.print(block, soft_wrap=soft_wrap)
         else:
-            with console.capture() as captured:
-                console.print(block, soft_wrap=soft_wrap)
-            lines = captured.get().splitlines()
+            lines = _plain(console, block, soft_wrap=soft_wrap).splitlines()
             console.file.write("".join(f"{line.rstrip()}\n" for line in lines))
         console.file.flush()
     except (OSError, SystemExit):
         console.quiet = True
+
+
+def _plain(console: Console, block: RenderableType, *, soft_wrap: bool) -> str:
+    """Lay a block out without colour; a line that is not wrapped stays as it is.
+
+    rich would take ten times as long for such a line, and there is one every step.
+    """
+    if soft_wrap and isinstance(block, Text):
+        return f"{block.plain}\n"
+    with console.capture() as captured:
+        console.print(block, soft_wrap=soft_wrap)
+    return captured.get()
 
 
 @final
