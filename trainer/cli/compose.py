@@ -274,7 +274,7 @@ def _apply(values: Iterable[Override], composed: DictConfig) -> None:
                 OmegaConf.update(composed, key, override.value(), merge=True, force_add=True)
         except OmegaConfBaseException as error:
             faults.append(clip(f"{override.input_line}: {str(error).splitlines()[0]}"))
-        except TypeError:
+        except (TypeError, ValueError):
             faults.append(clip(f"{key}: unknown setting; a list has no settings inside"))
         except KeyError as error:
             near = did_you_mean(key, error.args)
