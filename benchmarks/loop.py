@@ -138,6 +138,7 @@ def our_loop(data: Rows, num_micro: int, folder: Path) -> Iterator[float]:
         sync=Deferred(),
         normalizer="tokens",
         optimizer=optimizer,
+        lr=OPTIMIZER.lr,
         base_lrs=tuple(group["lr"] for group in optimizer.param_groups),
         schedule=Constant(),
         total_steps=10**9,

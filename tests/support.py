@@ -131,6 +131,7 @@ class Bench:
             sync=self.sync,
             normalizer=self.normalizer,  # type: ignore[arg-type]
             optimizer=optimizer,
+            lr=1e-2,
             base_lrs=(1e-2,),
             schedule=Constant(),
             total_steps=100,

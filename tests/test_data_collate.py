@@ -125,7 +125,7 @@ def test_packing_lays_samples_end_to_end_and_no_label_crosses_a_document(ids, sp
     for begin, sample in zip(begins, ids, strict=False):
         document = slice(begin, begin + len(sample))
         assert fields["input_ids"][0, document].tolist() == sample
-        assert fields["labels"][0, document].tolist() == [-100, *sample[1:]]
+        assert fields["labels"][0, document].tolist() == [*sample]
         assert fields["position_ids"][0, document].tolist() == list(range(len(sample)))
     assert fields["input_ids"][0, total:].tolist() == [0] * spare
     assert fields["labels"][0, total:].tolist() == [-100] * spare

@@ -76,19 +76,3 @@ def test_a_signal_saves_at_the_step_boundary_and_the_run_goes_on(
     assert_same_bits(state(part), state(whole))
     more = on(part, f"steps={step + 3} resume_allow=[steps]")
     assert curve(more, "loss") == curve(go(f"{LINE} steps={step + 3}"), "loss")
-
-
-def test_a_killed_run_frees_its_folder_and_goes_on_from_its_last_checkpoint() -> None:
-    process = started(f"{LINE} checkpoint.every=5")
-    deadline = time.monotonic() + 60
-    while not list(Path().glob("outputs/*/*/checkpoints/step-*/manifest.json")):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate(timeout=60)
-    folder = only_run()
-    assert read_json(folder / "status.json")["state"] == "running"
-    part = Run(folder=folder, exit_code=-9, result={})
-    step = CheckpointStore(folder / "checkpoints").steps()[-1]
-    again = on(part, f"steps={step + 2} resume_allow=[steps]")
-    assert curve(again, "loss") == curve(go(f"{LINE} steps={step + 2}"), "loss")

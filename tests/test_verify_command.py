@@ -38,7 +38,8 @@ def test_the_exit_code_the_file_and_the_screen_say_the_same(line, code, culprits
     screen = capsys.readouterr().out
     assert ("not exact" in screen) == bool(culprits)
     assert all(name in screen for name in culprits)
-    assert read_json(only_run() / "status.json")["state"] == "completed"
+    status = read_json(only_run() / "status.json")
+    assert (status["state"], status["exit_code"]) == ("failed" if code else "completed", code)
 
 
 def test_nothing_is_trained_and_no_checkpoint_is_left():

@@ -28,6 +28,7 @@ from trainer.models.recompute import checkpoint_blocks
 from trainer.objectives.base import ModelCall, Objective
 from trainer.optimizer import OptimizerSpec, OwnOptimizer
 from trainer.plan.cut import Cut, IntArray, Layout
+from trainer.plan.cuts import Budget
 from trainer.plan.order import Order
 from trainer.scheduler import Schedule
 from trainer.spread import Spread, dealt, spread
@@ -96,6 +97,7 @@ class Parts:
             sync=self.spread.sync,
             normalizer=self.config.batch.normalizer,
             optimizer=optimizer,
+            lr=self.spec.lr * scale,
             base_lrs=tuple(group["lr"] * scale for group in optimizer.param_groups),
             schedule=self.schedule,
             total_steps=self.total_steps,
@@ -325,6 +327,12 @@ def _check(parts: Parts) -> None:
     Raises:
         ConfigError: naming what, and what to type.
     """
+    longest = int(parts.source.lengths.max())
+    if isinstance(parts.cut, Budget) and longest > parts.cut.max_tokens:
+        raise ConfigError(
+            f"accum.max_tokens: {parts.cut.max_tokens} is less than the longest sample, of "
+            f"{longest} tokens. The nearest valid value is accum.max_tokens={longest}"
+        )
     norms = [n for n, m in parts.module.named_modules() if isinstance(m, _BatchNorm)]
     if norms and not parts.cut.keeps_order:
         raise ConfigError(

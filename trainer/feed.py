@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from typing import final
@@ -167,6 +167,11 @@ class Feed:
         """Name what this rank loads for the step at a cursor, one request per micro-batch."""
         return iter(self._planned(cursor).requests)
 
+    def settle(self) -> None:
+        """Wait for what is being prepared, so that nothing else reads the data meanwhile."""
+        if self._ahead is not None:
+            wait([self._ahead])
+
     def cut_smaller(self, batch: PlannedBatch) -> PlannedBatch | None:
         """Cut a global batch and all that follow it into smaller micro-batches."""
         cut = self.cut.smaller(batch.plan)
@@ -191,7 +196,8 @@ class Feed:
         """Cut every later global batch with `cut`, and drop what was prepared with another."""
         self.cut = cut
         if self._ahead is not None:
-            self._ahead.cancel()
+            if not self._ahead.cancel():
+                self.settle()
             self._ahead = None
         self._stream = None
         self._queue.clear()
@@ -215,16 +221,17 @@ class Feed:
         while not self._queue:
             self._loaded.append(next(self._stream))
         planned = self._queue.popleft()
-        count = len(planned.requests)
+        count = len(_never_none(planned))
         while len(self._loaded) < count:
             self._loaded.append(next(self._stream))
-        return self._filled(planned, (self._loaded.popleft() for _ in range(count)))
+        loaded = [self._loaded.popleft() for _ in range(count)]
+        return self._filled(planned, iter(loaded[: len(planned.requests)]))
 
     def _requests_from(self, cursor: Cursor) -> Iterator[Request]:
         while True:
             planned = self._planned(cursor)
             self._queue.append(planned)
-            yield from planned.requests
+            yield from _never_none(planned)
             cursor = planned.samples.after
 
     def _planned(self, cursor: Cursor) -> _Planned:
@@ -270,6 +277,12 @@ class Feed:
             micro_batches=micro_batches,
             feed=self,
         )
+
+
+def _never_none(planned: _Planned) -> tuple[Request, ...]:
+    """Let workers load nothing, once, where this rank has no share: else they would plan on."""
+    nothing = Request(ids=(), epoch=planned.samples.epoch, pad_to=1, packed=planned.plan.packed)
+    return planned.requests or (nothing,)
 
 
 def _bytes_of(batch: PlannedBatch) -> int:

@@ -200,6 +200,7 @@ def _evaluate(run: Run, progress: Trained) -> None:
         return
     started = time.perf_counter()
     kit = run.kit
+    run.feed.settle()
     try:
         metrics = evaluate(kit.model, kit.objective, run.held_out, kit.world, run.was_asked)
     except Preempted:

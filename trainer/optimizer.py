@@ -90,7 +90,13 @@ class AdamW(OptimizerSpec):
     eps: float = 1e-8
 
     def construct(self, params: list[dict[str, Any]]) -> Optimizer:
-        """See the base class."""
+        """See the base class.
+
+        Raises:
+            ConfigError: `betas` are not two.
+        """
+        if len(self.betas) != 2:  # noqa: PLR2004 - Adam has two moments
+            raise ConfigError(f"optimizer.betas={list(self.betas)}: must be two numbers")
         beta1, beta2 = self.betas
         return without_compiler(torch.optim.AdamW)(
             params, betas=(beta1, beta2), eps=self.eps, fused=all_fuse(params)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, final
 
 from trainer.checkpoint.saver import Saver
-from trainer.checkpoint.state import assert_finite, capture
+from trainer.checkpoint.state import assert_finite, capture, plain_name
 from trainer.errors import SaveError
 from trainer.feed import Feed
 from trainer.plan.cut import Cut
@@ -68,7 +68,9 @@ class Saves:
                 "cut": dict(self.describe_cut(self.feed.cut)),
             },
         )
-        assert_finite(tensors)
+        # A causal mask is a buffer of -inf; what is trained must be finite.
+        buffers = {f"model.{plain_name(n)}" for n, _ in self.kit.model.module.named_buffers()}
+        assert_finite({n: tensor for n, tensor in tensors.items() if n not in buffers})
         self._attempt(lambda: self.saver.save(cursor.step, tensors, meta))
         self._note(self.saver.check)
 

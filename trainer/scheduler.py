@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 
+SCALES = ("none", "linear", "sqrt")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Schedule(ABC):
     """A factor for the learning rate at every step.
@@ -31,6 +34,19 @@ class Schedule(ABC):
 
     reference_batch: int | None = None
     scale: Literal["none", "linear", "sqrt"] = "none"
+
+    def __post_init__(self) -> None:
+        """Refuse a rule that does not exist, and a batch that is none.
+
+        Raises:
+            ConfigError: naming the key and the value.
+        """
+        if self.scale not in SCALES:
+            raise ConfigError(f"scheduler.scale={self.scale}: must be one of {', '.join(SCALES)}")
+        if self.reference_batch is not None and self.reference_batch < 1:
+            raise ConfigError(
+                f"scheduler.reference_batch={self.reference_batch}: must be at least 1"
+            )
 
     @abstractmethod
     def factor(self, step: int, total_steps: int) -> float:
@@ -79,6 +95,7 @@ class Constant(Schedule):
     warmup: int = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_warmup(self.warmup)
 
     def factor(self, step: int, total_steps: int) -> float:
@@ -101,6 +118,7 @@ class Cosine(Schedule):
     floor: float = 0.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_warmup(self.warmup)
         check_share("scheduler.floor", self.floor)
 
@@ -129,6 +147,7 @@ class WSD(Schedule):
     floor: float = 0.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_warmup(self.warmup)
         check_share("scheduler.decay", self.decay)
         check_share("scheduler.floor", self.floor)
@@ -156,20 +175,16 @@ class WSD(Schedule):
         return self.floor + (1.0 - self.floor) * remaining / decay_steps
 
 
-def apply_factor(optimizer: Optimizer, base_lrs: Sequence[float], factor: float) -> float:
+def apply_factor(optimizer: Optimizer, base_lrs: Sequence[float], factor: float) -> None:
     """Set the learning rate of every parameter group.
 
     Args:
         optimizer: whose groups are set.
         base_lrs: learning rate of each group at factor 1.
         factor: the schedule's.
-
-    Returns:
-        The learning rate of the first group.
     """
     for group, base_lr in zip(optimizer.param_groups, base_lrs, strict=True):
         group["lr"] = base_lr * factor
-    return base_lrs[0] * factor
 
 
 def check_warmup(warmup: object) -> None:

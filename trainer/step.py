@@ -58,7 +58,8 @@ class Kit:
 
     Attributes:
         terms: every name the objective weighs.
-        base_lrs: learning rate of each parameter group at factor 1.
+        lr: learning rate at factor 1, of parameters in no group of their own.
+        base_lrs: that of each parameter group.
         clip_norm: largest 2-norm of the step's gradient; None leaves it as it is.
     """
 
@@ -69,6 +70,7 @@ class Kit:
     sync: SyncPolicy
     normalizer: Kind
     optimizer: torch.optim.Optimizer
+    lr: float
     base_lrs: tuple[float, ...]
     schedule: Schedule
     total_steps: int
@@ -85,7 +87,7 @@ class StepReport(Generic[Batch]):
         batch: the global batch, as it was cut in the end.
         loss: of the whole global batch, as optimized; 0-d.
         grad_norm: before clipping; 0-d.
-        lr: of the first parameter group.
+        lr: of parameters in no group of their own.
         skipped: why nothing was updated, or None.
         replays: how often memory ran out before the step succeeded.
     """
@@ -110,7 +112,8 @@ def train_step(kit: Kit, batch: Batch) -> StepReport[Batch]:
     """
     kit.world.note("agree", step=batch.step)
     factor = kit.schedule.factor(batch.step - 1, kit.total_steps)
-    lr = apply_factor(kit.optimizer, kit.base_lrs, factor)
+    apply_factor(kit.optimizer, kit.base_lrs, factor)
+    lr = kit.lr * factor
     buffers = [buffer.clone() for buffer in kit.model.module.buffers()]
     loss, batch, replays = _accumulate(kit, batch, buffers)
     if loss is None:
@@ -180,6 +183,11 @@ def _accumulate(
             kit.sync.reduce(kit.model, used)
             return loss, batch, replays
         _undo(kit.model, buffers)
+        if kit.normalizer == "micro_batches":
+            raise DoesNotFitError(
+                f"step {batch.step}: out of memory, and a mean of means changes with the cut, so "
+                "smaller pieces would be another step: lower accum.micro"
+            )
         finer = batch.smaller()
         if finer is None:
             sample, length = batch.largest_sample()

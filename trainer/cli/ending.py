@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from trainer import durable
-from trainer.errors import TrainError
+from trainer.errors import Preempted, TrainError
 from trainer.schema.faults import without_secrets
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
@@ -34,7 +34,7 @@ def complain(error: TrainError) -> int:
         _say("".join(traceback.format_exception(error)))
     if rank() == 0:
         for line in str(error).splitlines() or [type(error).__name__]:
-            _say(f"train: error: {line}\n")
+            _say(f"train: {'' if isinstance(error, Preempted) else 'error: '}{line}\n")
     return error.exit_code
 
 

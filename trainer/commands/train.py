@@ -174,7 +174,8 @@ def _kit(parts: Parts, loaded: Loaded | None, extra: Mapping[str, Any]) -> Kit:
         load_weights(parts.module, Path(config.init))
     kit = parts.kit()
     if loaded is not None:
-        is_same = contract(config) == extra["contract"]
+        # More steps change no setting of the optimizer, and its groups may hold state.
+        is_same = _without_length(contract(config)) == _without_length(extra["contract"])
         restore(
             loaded,
             parts.module,
@@ -182,6 +183,10 @@ def _kit(parts: Parts, loaded: Loaded | None, extra: Mapping[str, Any]) -> Kit:
             hyperparameters="saved" if is_same else "live",
         )
     return kit
+
+
+def _without_length(contract_: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in contract_.items() if key not in {"steps", "epochs"}}
 
 
 def _reporter(config: RunConfig, folder: Path, loaded: Loaded | None) -> RunReporter:

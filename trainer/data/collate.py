@@ -111,8 +111,6 @@ def pack(
     fields = {}
     for name in names:
         row = torch.cat(_column(name, samples, name_of))
-        if name == LABELS:
-            row[begins[: len(samples)]] = IGNORED_LABEL
         fields[name] = _grown(row[None], pad_to, _fill(name))
     positions = torch.arange(pad_to) - begins.repeat_interleave(segments)
     fields["position_ids"] = positions[None]

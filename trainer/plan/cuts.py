@@ -219,8 +219,9 @@ class Auto(Cut):
             raise ValueError("accum=auto cuts nothing before it is tuned: call tuned() first")
         position, length, padded = _longest(lengths, layout)
         _refuse_small_micro(self.micro, layout)
-        if padded > max(self.max_tokens, self.alone or 0):
-            raise SampleTooLongError(position, length, self.max_tokens)
+        hard_cap = max(self.max_tokens, self.alone or 0)
+        if padded > hard_cap:
+            raise SampleTooLongError(position, length, hard_cap)
         cap = min(self.max_tokens, self.lowered or self.max_tokens)
         return _cheapest(lengths, replace(layout, cost=self.cost or layout.cost), cap, self.micro)
 

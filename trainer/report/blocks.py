@@ -132,7 +132,10 @@ def end_block(end: RunSummary) -> RenderableType:
 def batch_equation(plan: PlanSummary) -> str:
     """Write the global batch as what it is cut into: `512 samples = 1 rank x 11 micro-batches`."""
     ranks, slots = plan.world_size, plan.accum_steps
-    left = f"{number(plan.global_batch)} {plan.unit}"
+    held = sum(shape.num_samples for shape in plan.shapes)
+    is_short = plan.unit == "samples" and 0 < held < plan.global_batch
+    left = f"{number(held if is_short else plan.global_batch)} {plan.unit}"
+    left += f" (all there are; batch.global={plan.global_batch})" if is_short else ""
     if ranks * slots == plan.micro_batches:
         right = f"{plural(ranks, 'rank')} x {plural(slots, 'micro-batch')}"
     else:
@@ -333,7 +336,7 @@ def _losses(end: RunSummary, held_out: float) -> Table:
     """Set the held-out loss beside each baseline, with the difference."""
     table = Table.grid(padding=(0, 3, 0, 0))
     table.add_column(no_wrap=True)
-    table.add_column(justify="right")
+    table.add_column(justify="right", no_wrap=True)
     table.add_column()
     table.add_row("this model", Text(loss(held_out), "bold green"), "")
     for name, baseline in end.baselines.items():

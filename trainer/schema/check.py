@@ -150,7 +150,7 @@ def _unknown_line(
     hint = f" Did you mean {synonym}?" if synonym else did_you_mean(key, offers)
     if not hint and owner:
         names = [k.removeprefix(f"{owner}.") for k in offers if k in known and _owner(k) == owner]
-        hint = f" {_choice(owner, choices)} has {', '.join(names) or 'none'}"
+        hint = f" {_choice(owner, choices)} has {', '.join(dict.fromkeys(names)) or 'none'}"
     return clip(f"{key}: unknown setting.{hint}")
 
 

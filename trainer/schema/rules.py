@@ -76,6 +76,10 @@ def _clock(tree: Tree) -> Iterator[str]:
     steps, epochs = tree.get("steps"), tree.get("epochs")
     if steps is not None and epochs is not None:
         yield line("steps", steps, f"epochs={epochs} is set too; at most one, say epochs=null")
+    warmup = lookup(tree, "scheduler.warmup")
+    if _is_count(steps) and _is_count(warmup) and warmup > steps:
+        text = f"is more than steps={steps}; the largest valid value is {steps}"
+        yield line("scheduler.warmup", warmup, text)
 
 
 def _cut(tree: Tree, choices: Mapping[str, Any]) -> Iterator[str]:
@@ -186,7 +190,7 @@ def _known_ranks(tree: Tree) -> int | None:
 def _command(tree: Tree) -> Iterator[str]:
     command, run = tree.get("command"), tree.get("run")
     if command in ("evaluate", "export", "report"):
-        if run is None:
+        if run is None and command != "report":
             yield f"run: train {command} needs a run folder: run=outputs/..."
     elif run is not None:
         yield line("run", run, "read by evaluate, export and report; to go on with a run: resume=")

@@ -50,10 +50,18 @@ class FakeRuns:
         return "memory by fake runs"
 
     def __call__(self, shape: Shape) -> MemoryEstimate:
-        """See `Predictor`."""
+        """See `Predictor`; a shape that cannot run fake, where others can, is probed."""
         if shape not in self.known:
-            self.known[shape] = predict_peak(self.work, shape, recompute=self.recompute)
+            self.known[shape] = self._run(shape)
         return self.known[shape]
+
+    def _run(self, shape: Shape) -> MemoryEstimate:
+        try:
+            return predict_peak(self.work, shape, recompute=self.recompute)
+        except CannotRunFake as answer:
+            reason = answer.reason
+        probes = probe_peak(self.work, shape.length, reason=reason, recompute=self.recompute)
+        return probes(shape)
 
 
 @final

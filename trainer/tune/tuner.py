@@ -117,7 +117,8 @@ class _Variant:
     @property
     def limit_bytes(self) -> int:
         """What tensors may take, as far as is known."""
-        ratio = self.book.ratios.get(self.recompute, 1.0)
+        # What this machine's allocator costs on top says nothing about another machine.
+        ratio = self.book.ratios.get(self.recompute, 1.0) if self.question.timed else 1.0
         return self.question.limit.for_tensors(ratio, self.question.work.resident_bytes)
 
     def peak(self, shape: Shape) -> MemoryEstimate:
