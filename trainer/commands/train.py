@@ -299,7 +299,7 @@ def _say_how_it_grew(run: Run, extra: Mapping[str, Any]) -> None:
     before = extra.get("total_steps", kit.total_steps)
     if before == kit.total_steps or step >= kit.total_steps:
         return
-    rate = kit.base_lrs[0]
+    rate = kit.lr
     planned, now = (rate * kit.schedule.factor(step, total) for total in (before, kit.total_steps))
     run.reporter.line(
         f"steps {before} -> {kit.total_steps}: the schedule is re-anchored: lr {now:.2e} at step "
