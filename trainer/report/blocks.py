@@ -375,7 +375,7 @@ def further(end: RunSummary) -> list[str]:
 
 def trusting(packages: Sequence[str]) -> list[str]:
     """Give what has to be typed for classes of one's own that a run folder names."""
-    return [f"trust=[{','.join(packages)}]"] if packages else []
+    return [f"'trust=[{','.join(packages)}]'"] if packages else []
 
 
 def step_of(step: int, steps: int) -> str:
