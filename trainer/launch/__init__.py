@@ -29,9 +29,11 @@ def run(config: RunConfig, folder: Path) -> int:
     Raises:
         TrainError: how the run ended, where it did not end well; its exit code is in status.json.
     """
-    # Threads that wait for each other spin unless told otherwise, and beside one other busy program
-    # a step was 20 times slower. OpenMP reads it once, when torch is imported; ranks inherit it.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Threads that wait for each other spin for long unless told otherwise, which starves whatever
+    # shares the processors. A short spin costs nothing where a sleep triples steps of 1 ms. OpenMP
+    # reads it once, when torch is imported; ranks inherit it, and what the user set wins.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     member = membership()
     if member is None and config.command in SEVERAL:
         num_ranks = local_ranks(config)
