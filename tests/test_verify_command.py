@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from tests.run_support import only_run, overrides, read_json
+from tests.run_support import go, only_run, overrides, read_json, state
 from trainer.cli import run as run_line
+from trainer.verify import verify
 
-FIELDS = {"exact", "max_relative_error", "reference", "dtype", "culprits", "worst"}
+FIELDS = {
+    "exact", "max_relative_error", "reference", "dtype", "culprits", "worst", "limit", "notes",
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -25,9 +29,15 @@ def _in_an_empty_folder(tmp_path, monkeypatch):
         ("model.norm=batch accum.micro=8", 0, set()),
         ("model._target_=tests.run_toys.LowNet", 9, {"parameters"}),
         ("batch.normalizer=micro_batches", 9, {"batch.normalizer=micro_batches"}),
+        ("batch.normalizer=samples", 0, set()),
+        ("batch.unit=tokens batch.global=60 accum=budget accum.max_tokens=30", 0, set()),
+        ("optimizer.groups='{\"embed*\": {frozen: true}}'", 0, set()),
     ],
-    ids=["sound", "planned", "dropout", "batch norm", "one piece", "bf16 weights", "mean of means"],
-)
+    ids=[
+        "sound", "planned", "dropout", "batch norm", "one piece", "bf16 weights", "mean of means",
+        "mean over samples", "batch in tokens", "frozen",
+    ],
+)  # fmt: skip
 def test_the_exit_code_the_file_and_the_screen_say_the_same(line, code, culprits, capsys):
     assert run_line(["verify", *overrides(line)]) == code
     report = read_json(only_run() / "verify.json")
@@ -42,7 +52,66 @@ def test_the_exit_code_the_file_and_the_screen_say_the_same(line, code, culprits
     assert (status["state"], status["exit_code"]) == ("failed" if code else "completed", code)
 
 
+PACKED = (
+    "model=gpt_tiny model.width=12 model.num_layers=1 model.num_heads=2 model.vocab_size=16 "
+    "model.max_length=12 batch.global=8 accum=budget accum.max_tokens=24 accum.packed=true "
+)
+
+
+@pytest.mark.parametrize(
+    ("line", "notes"),
+    [
+        ("", []),
+        ("parallel.ranks=2", ["the micro-batches of all 2 ranks were computed one after another"]),
+        ("precision=bf16", ["precision=bf16 rounds the run's own step"]),
+        ("accum.micro=8", ["the plan is the whole batch in one piece"]),
+        (PACKED, []),
+    ],
+    ids=["plain", "two ranks", "autocast", "one piece", "packed"],
+)
+def test_what_a_reader_must_know_stands_beside_the_verdict(line, notes, capsys):
+    assert run_line(["verify", *overrides(line)]) == 0
+    report = read_json(only_run() / "verify.json")
+    assert len(report["notes"]) == len(notes)
+    assert all(said.startswith(note) for said, note in zip(report["notes"], notes, strict=True))
+    screen = " ".join(capsys.readouterr().out.split())
+    assert "exact: the planned step is the whole-batch step" in screen
+    assert all(note in screen for note in notes)
+    assert "up to 1e-10 is rounding" in screen
+
+
+def test_the_last_line_names_the_culprits_and_the_file(capsys):
+    assert run_line(["verify", *overrides("model.norm=batch")]) == 9
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "by norm; see " in last
+    assert last.endswith("verify.json")
+
+
 def test_nothing_is_trained_and_no_checkpoint_is_left():
     assert run_line(["verify", *overrides("")]) == 0
     assert not list(only_run().glob("checkpoints/*"))
     assert not (only_run() / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("key", ["init", "run", "resume"])
+def test_the_weights_that_are_named_are_the_ones_verified(key, monkeypatch):
+    trained = go("steps=2")
+    seen = {}
+
+    def spied(kit, batch, loader, *, whole_fits):
+        seen.update((n, p.detach().clone()) for n, p in kit.model.module.named_parameters())
+        return verify(kit, batch, loader, whole_fits=whole_fits)
+
+    monkeypatch.setattr("trainer.commands.verify.verify", spied)
+    lines = overrides("") if key == "init" else ["trust=[tests]"]
+    assert run_line(["verify", f"{key}={trained.folder}", *lines]) == 0
+    saved = state(trained)
+    assert all(torch.equal(weight, saved[f"model.{name}"]) for name, weight in seen.items())
+    assert seen
+
+
+def test_weights_of_another_model_are_refused(capsys):
+    trained = go("steps=2")
+    line = overrides(f"init={trained.folder} model._target_=tests.run_toys.LowNet")
+    assert run_line(["verify", *line]) not in {0, 9}
+    assert "init= needs weights of this very model" in capsys.readouterr().err

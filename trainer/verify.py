@@ -1,23 +1,24 @@
 """Proof on the user's own model and data: the planned step equals the whole-batch step.
 
 The gradient of one planned step is compared with that of the whole global batch in one piece, in
-float64, where a wrong normalizer or a coupled layer stands out by ten orders of magnitude.
+float64, where a wrong normalizer or a coupled layer stands out by ten orders of magnitude. A model
+that runs in float32 only is compared in float32, by limits that are its own rounding as measured.
 """
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import replace
 
 import torch
 
 from trainer.culprits.case import Case, Errors
-from trainer.culprits.find import Culprits
+from trainer.culprits.find import Culprits, objective_faults
 from trainer.culprits.scratch import Gradient, Groups, Scratch
-from trainer.culprits.suspects import low_precision, suspects
+from trainer.culprits.suspects import LOW, low_precision, suspects
 from trainer.data.loader import Loader
-from trainer.errors import DoesNotFitError
+from trainer.errors import ConfigError, DoesNotFitError, TrainError
 from trainer.feed import PlannedBatch
+from trainer.out_of_memory import AllocationGuard, fatal, is_out_of_memory, release_memory
 from trainer.report.records import VerifyReport
 from trainer.step import Kit
 
@@ -25,6 +26,8 @@ PRECISIONS = ((torch.float64, True), (torch.float64, False), (torch.float32, Fal
 """What is tried in turn: dtype, and whether hand-written casts to fewer bits are undone."""
 
 MAX_WORST = 10
+MAX_NAMED = 3
+ERROR_CHARACTERS = 120
 
 
 def verify(kit: Kit, batch: PlannedBatch, loader: Loader, *, whole_fits: bool) -> VerifyReport:
@@ -35,7 +38,7 @@ def verify(kit: Kit, batch: PlannedBatch, loader: Loader, *, whole_fits: bool) -
 
     Args:
         kit: the run's; its model is copied, and the generators are put back.
-        batch: the planned step.
+        batch: the planned step, of all ranks.
         loader: gives the same samples in other groups.
         whole_fits: whether the whole batch in one piece fits into memory; if not, the reference
             is one sample per pass, summed, or the smallest groups that the model runs on.
@@ -44,72 +47,188 @@ def verify(kit: Kit, batch: PlannedBatch, loader: Loader, *, whole_fits: bool) -
         The largest relative error over parameters, the worst of them, and the culprits.
 
     Raises:
-        DoesNotFitError: no reference fits in the precision of the comparison.
+        ConfigError: the model runs on no group of samples but the planned ones.
+        DoesNotFitError: even a finer cut does not fit in the precision of the comparison.
     """
     devices = [kit.world.device] if kit.world.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
-        scratch, planned = _highest(kit, batch)
-        groups = Groups(batch, loader, kit.objective)
-        num_samples = len(groups.positions)
-        is_one_piece = batch.plan.num_micro_batches == 1
-        case = Case(scratch=scratch, batch=batch, groups=groups, size=num_samples)
+        case, planned, notes = _highest(kit, batch, loader)
+        is_one_piece = case.batch.plan.num_micro_batches == 1
         case, expected = _referred(case, whole_first=whole_fits and not is_one_piece)
+        why = _why(case, is_one_piece=is_one_piece, whole_fits=whole_fits)
+        notes += why
         errors = case.errors(planned, expected)
-        if low_precision(kit) is not None:
+        low = low_precision(kit)
+        if low is not None:
             as_is = replace(case, scratch=Scratch.of(kit, None))
             errors = case.errors(as_is.planned(), expected)
+            notes.append(f"the planned step in {_short(low)}, as the weights are")
         if errors.is_exact:
-            return _report(case, errors, [])
+            return _cleared(case, errors, notes)
         verdict = suspects(case, kit, planned, expected, traces_whole=whole_fits)
         if is_one_piece and verdict.is_modular:
-            untouched = Scratch.of(kit, scratch.dtype, widens=scratch.widens)
-            whole = replace(case, scratch=untouched, size=num_samples)
-            whole_errors = whole.errors(planned, whole.expected())
+            untouched = Scratch.of(kit, case.scratch.dtype, widens=case.scratch.widens)
+            whole = replace(case, scratch=untouched, size=len(case.groups.positions))
+            whole_errors = whole.errors(planned, whole.one_piece())
             if whole_errors.is_exact:
-                return _report(whole, whole_errors, [])
-        return _report(case, errors, verdict.culprits)
+                return _cleared(whole, whole_errors, [n for n in notes if n not in why])
+        return _report(case, errors, verdict.culprits, notes)
 
 
-def _highest(kit: Kit, batch: PlannedBatch) -> tuple[Scratch, Gradient]:
-    """Compute the planned gradient in float64, or in fp32 where the model fixes its precision."""
-    for dtype, widens in PRECISIONS[:-1]:
-        scratch = Scratch.of(kit, dtype, widens=widens)
-        # A model that fixes its precision may fail with any of these; fp32 tells the rest.
-        with suppress(RuntimeError, TypeError, ValueError):
-            return scratch, scratch.gradient(batch.micro_batches, kit.normalizer)
-    scratch = Scratch.of(kit, PRECISIONS[-1][0])
-    return scratch, scratch.gradient(batch.micro_batches, kit.normalizer)
+def _cleared(case: Case, errors: Errors, notes: list[str]) -> VerifyReport:
+    """Report a step without an error, unless that is an accident of this cut and this batch."""
+    faults = objective_faults(case.scratch, case.groups, packed=case.batch.plan.packed)
+    if faults is None:
+        notes = [*notes, "the loss sums were not checked on their own: not two samples fit"]
+    elif faults:
+        notes = [*notes, "the gradients agree by accident: another cut or batch would differ"]
+    return _report(case, errors, faults or [], notes)
+
+
+def _highest(kit: Kit, batch: PlannedBatch, loader: Loader) -> tuple[Case, Gradient, list[str]]:
+    """Compute the planned gradient in float64, or in float32 where the model fixes its precision.
+
+    Returns:
+        The comparison to be, one side of it, and what a reader of the verdict must know.
+    """
+    groups, refusal = Groups(batch, loader, kit.objective), ""
+    for dtype, widens in PRECISIONS:
+        try:
+            with fatal(f"copying the model in {_short(dtype)}, for train verify"):
+                scratch = Scratch.of(kit, dtype, widens=widens)
+            size = len(groups.positions)
+            case = Case(scratch=scratch, batch=batch, groups=groups, size=size)
+            case, planned = _fitting(case)
+            break
+        except Exception as error:  # a model that fixes its precision may raise anything
+            if isinstance(error, TrainError) or dtype == torch.float32:
+                raise
+            refusal = refusal or _text(error)
+    notes = []
+    if dtype == torch.float32:
+        notes.append(
+            f"the model does not run in float64 ({refusal}), so this proves what float32 can: "
+            "no error beyond the model's own rounding, which was measured"
+        )
+    low = [_short(cast) for cast in LOW if cast in case.scratch.undone]
+    if low and low_precision(kit) is None:
+        notes.append(f"casts to {', '.join(low)} by hand in the model are undone in float64")
+    asked, used = batch.plan.num_micro_batches, case.batch.plan.num_micro_batches
+    if used != asked:
+        notes.append(
+            f"cut into {used} micro-batches instead of the run's {asked}, which do not fit into "
+            f"memory in {_short(dtype)}"
+        )
+    return case, planned, notes
+
+
+def _fitting(case: Case) -> tuple[Case, Gradient]:
+    """Compute the planned gradient, cut finer, as the run itself would, while memory runs out."""
+    while True:
+        with AllocationGuard():
+            return case, case.planned()
+        release_memory()
+        case = _finer(case)
+
+
+def _finer(case: Case) -> Case:
+    """Cut the step as the run does when memory runs out.
+
+    Raises:
+        DoesNotFitError: it cannot be cut finer and stay the same step.
+    """
+    batch, dtype = case.batch, _short(case.scratch.dtype)
+    if case.scratch.kit.normalizer == "micro_batches":
+        raise DoesNotFitError(
+            f"train verify: a micro-batch does not fit into memory in {dtype}, and a mean of means "
+            "changes with the cut: lower accum.micro"
+        )
+    cut = batch.feed.cut.smaller(batch.plan)
+    if cut is None:
+        sample, length = batch.largest_sample()
+        raise DoesNotFitError(
+            f"train verify: sample {sample} of {length} tokens does not fit into memory in "
+            f"{dtype}, even alone: lower data.max_length, or verify a smaller model of its kind"
+        )
+    batch.feed.use(cut)
+    batch = replace(batch, plan=cut.cut(batch.plan.lengths, batch.feed.layout))
+    groups = replace(case.groups, batch=batch)
+    slots = [slot for rank in batch.plan.ranks for slot in rank if len(slot)]
+    batch = replace(batch, micro_batches=tuple(map(groups.group, slots)))
+    return replace(case, batch=batch, groups=groups)
 
 
 def _referred(case: Case, *, whole_first: bool) -> tuple[Case, Gradient]:
     """Compute the best reference that the model runs on and the memory holds.
 
     Raises:
-        DoesNotFitError: in none of them.
+        ConfigError: the model runs on none.
+        DoesNotFitError: none fits into memory.
     """
-    num_samples = case.size
-    sizes = [2**power for power in range(num_samples.bit_length()) if 2**power < num_samples]
+    num_samples, refusal = case.size, ""
+    least = case.batch.plan.group_size
+    sizes = [least * 2**power for power in range(num_samples.bit_length())]
+    sizes = [size for size in sizes if size < num_samples]
     for size in [num_samples, *sizes] if whole_first else [*sizes, num_samples]:
         sized = replace(case, size=size)
-        # BatchNorm, for one, refuses a single value per channel; running out of memory is a
-        # RuntimeError too.
-        with suppress(RuntimeError, ValueError, AssertionError, IndexError):
+        try:
             return sized, sized.expected()
+        except Exception as error:  # BatchNorm, for one, refuses a single value per channel
+            if isinstance(error, TrainError):
+                raise
+            refusal = refusal if is_out_of_memory(error) else _text(error)
+        release_memory()
+    if refusal:
+        raise ConfigError(
+            f"model: it runs on no group of samples but the planned micro-batches ({refusal}), so "
+            "train verify has nothing to compare them with"
+        )
     raise DoesNotFitError(
-        "train verify: the model runs, or fits into memory in "
-        f"{str(case.scratch.dtype).removeprefix('torch.')}, on no group of samples but the planned"
+        "train verify: no group of samples fits into memory in "
+        f"{_short(case.scratch.dtype)}: lower data.max_length"
     )
 
 
-def _report(case: Case, errors: Errors, culprits: Culprits) -> VerifyReport:
+def _why(case: Case, *, is_one_piece: bool, whole_fits: bool) -> list[str]:
+    """Say why the reference is not the whole batch in one piece."""
+    if case.size == len(case.groups.positions):
+        return []
+    if is_one_piece:
+        return ["the plan is the whole batch in one piece; compared with less, which proves more"]
+    held = "ran out of memory" if whole_fits else "is not sure to fit into memory"
+    return [f"the whole batch in one piece {held} in {_short(case.scratch.dtype)}"]
+
+
+def _report(case: Case, errors: Errors, culprits: Culprits, notes: list[str]) -> VerifyReport:
     return VerifyReport(
-        exact=errors.is_exact,
+        exact=errors.is_exact and not culprits,
         max_relative_error=errors.largest,
         reference=case.reference,
-        dtype=str(case.scratch.dtype).removeprefix("torch."),
+        dtype=_short(case.scratch.dtype),
         worst=tuple(errors.worst[:MAX_WORST]),
         culprits=tuple(culprits),
         num_parameters=len(errors.by_name),
         micro_batches=case.batch.plan.num_micro_batches,
         global_batch=len(case.groups.positions),
+        limit=errors.limit,
+        notes=(*notes, *_cancelled(errors)),
     )
+
+
+def _cancelled(errors: Errors) -> list[str]:
+    names = errors.cancelled
+    if not names:
+        return []
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return [
+        f"{', '.join(names[:MAX_NAMED])}{more}: a gradient of rounding alone, zero on paper or "
+        "nearly; its error is relative to the terms that cancel in it"
+    ]
+
+
+def _text(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:ERROR_CHARACTERS]
+
+
+def _short(dtype: torch.dtype | None) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -7,13 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from trainer import durable
-from trainer.assemble import assemble
+from trainer.assemble import Parts, assemble
+from trainer.checkpoint.store import CheckpointStore
+from trainer.checkpoint.weights import CHECKPOINTS, load_weights, take_weights
 from trainer.commands.prepare import Prepared, prepare
 from trainer.config import RunConfig
 from trainer.errors import NotExactError
 from trainer.feed import Feed, PlannedBatch
 from trainer.report.blocks import verify_block
 from trainer.report.console import Screen
+from trainer.step import Kit
 from trainer.verify import verify
 from trainer.world import World
 
@@ -37,17 +40,46 @@ def verify_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
     parts = assemble(config, world)
     prepared = prepare(parts)
     batch, loader = _of_all_ranks(prepared), parts.source.loader
-    report = verify(parts.kit(), batch, loader, whole_fits=_whole_fits(prepared))
+    report = verify(_kit(parts), batch, loader, whole_fits=_whole_fits(prepared))
+    report = replace(report, notes=(*_asides(config, world), *report.notes))
     durable.write_json(folder / VERIFY_FILE, report.to_json())
     screen = Screen(folder)
     screen.show(verify_block(report))
     screen.close()
     if not report.exact:
+        culprits = ", ".join(dict.fromkeys(name for name, _ in report.culprits))
+        is_rounding = report.limit is not None and report.max_relative_error <= report.limit
+        chance = " but by accident" if is_rounding else ""
         raise NotExactError(
-            f"the planned step is not the whole-batch step: relative error "
-            f"{report.max_relative_error:.2g}; the culprits are in {folder / VERIFY_FILE}"
+            f"the planned step is not the whole-batch step{chance}: relative error "
+            f"{report.max_relative_error:.2g}, by {culprits}; see {folder / VERIFY_FILE}"
         )
     return 0
+
+
+def _kit(parts: Parts) -> Kit:
+    """Compose the step with the weights that the run begins, or goes on, with."""
+    config, here = parts.config, World(device=parts.world.device)  # one process holds all ranks
+    kit = parts.kit(is_fresh=config.init is None and config.resume is None)
+    if config.resume is not None:
+        store = CheckpointStore(Path(config.resume) / CHECKPOINTS)
+        take_weights(parts.module, store.load(set_aside=False, world=here))
+    elif config.init is not None:
+        load_weights(parts.module, Path(config.init), here)
+    return kit
+
+
+def _asides(config: RunConfig, world: World) -> list[str]:
+    """Say what of the run the comparison leaves aside."""
+    asides = []
+    if world.size > 1:
+        asides.append(
+            f"the micro-batches of all {world.size} ranks were computed one after another in one "
+            "process: how gradients are sent between ranks is not a part of this"
+        )
+    if config.precision != "fp32":
+        asides.append(f"precision={config.precision} rounds the run's own step; that is left aside")
+    return asides
 
 
 def _of_all_ranks(prepared: Prepared) -> PlannedBatch:
@@ -73,7 +105,7 @@ def _of_all_ranks(prepared: Prepared) -> PlannedBatch:
 def _whole_fits(prepared: Prepared) -> bool:
     """Scale the predicted activations up to the whole batch in float64; no prediction is a no."""
     estimate, plan = prepared.predicted, prepared.plans[0]
-    if estimate is None:
+    if estimate is None or prepared.limit_bytes is None:
         return False
     whole = len(plan.lengths) * int(plan.lengths.max())
     growth = DOUBLE * whole / max(1, plan.max_positions)

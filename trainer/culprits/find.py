@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import final
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -22,6 +23,7 @@ from trainer.culprits.sums import (
 )
 from trainer.culprits.trace import OUTSIDE, Difference, Trace, compare, record, repeat
 from trainer.micro_batch import MicroBatch
+from trainer.out_of_memory import AllocationGuard, release_memory
 
 Culprits = list[tuple[str, str]]
 """Names of modules, the objective, the data or a setting, each with the reason."""
@@ -110,25 +112,35 @@ NEIGHBOURS = "the rest of its micro-batch"
 PADDING = "its padding"
 
 
-def pick(groups: Groups) -> tuple[MicroBatch, list[Way]]:
-    """Load a few samples of different length together and apart.
+def pick(groups: Groups, most: int = MAX_PICKED) -> tuple[MicroBatch, list[Way]]:
+    """Load a few samples, or groups that stay together, of different length together and apart.
+
+    Args:
+        groups: of the planned step.
+        most: how many of them.
 
     Returns:
         The samples together, and the ways to part them.
     """
-    positions = groups.positions
-    by_length = positions[groups.lengths(positions).argsort(kind="stable")]
-    count = min(MAX_PICKED, len(positions))
-    chosen = by_length[[len(by_length) - 1 - i * len(by_length) // count for i in range(count)]]
-    longest = int(groups.lengths(chosen).max())
-    halves = [half for half in (chosen[: count // 2], chosen[count // 2 :]) if len(half)]
-    singles = [chosen[i : i + 1] for i in range(count)]
+    units = groups.units()
+    lengths = np.array([groups.lengths(unit).max() for unit in units])
+    by_length = [units[i] for i in lengths.argsort(kind="stable")]
+    count = min(most, len(units))
+    chosen = [by_length[len(units) - 1 - i * len(units) // count] for i in range(count)]
+    longest = int(lengths.max())
+
+    def parts(*cuts: int) -> list[MicroBatch]:
+        ends = zip((0, *cuts), (*cuts, count), strict=True)
+        held = [np.concatenate(chosen[start:end]) for start, end in ends if start < end]
+        return [groups.group(positions, pad_to=longest) for positions in held]
+
     ways = [
-        Way([groups.group(single, pad_to=longest) for single in singles], NEIGHBOURS),
-        Way([groups.group(single) for single in singles], PADDING),
-        Way([groups.group(half, pad_to=longest) for half in halves], NEIGHBOURS, True),
+        Way(parts(*range(1, count)), NEIGHBOURS),
+        Way(parts(1), NEIGHBOURS),
+        Way([groups.group(unit) for unit in chosen], PADDING),
+        Way(parts(count // 2), NEIGHBOURS, True),
     ]
-    return groups.group(chosen), ways
+    return groups.group(np.concatenate(chosen)), ways
 
 
 def find(
@@ -165,14 +177,49 @@ def find(
         # What the objective raises, outside of any module, it is asked about itself.
         if name in modules:
             reasons.setdefault(name, _reason(modules[name], NEIGHBOURS, text))
+    # Behind a gate that is still zero their output does not count yet, and shows nothing.
+    norms = [n for n, m in modules.items() if (n, 0) in trace.calls and _takes_batch_statistics(m)]
+    reasons |= {n: _reason(modules[n], NEIGHBOURS) for n in norms if n not in reasons}
     charged = {name: reason for name, reason in reasons.items() if name not in excused}
     found.modules = described(modules, charged)
-    objective = scratch.kit.objective
-    if objective.scope == "sample":
-        found.objective = weight_faults(objective, whole, ways[0].parts)
-        # Where the data change, so may their sums.
-        found.objective += [] if found.data else sum_faults(objective, sights)
+    found.objective = _of_objective(scratch, trace, ways[0], sights, is_fed_alike=not found.data)
     return found
+
+
+def _of_objective(
+    scratch: Scratch, trace: Trace, way: Way, sights: Sequence[Sight], *, is_fed_alike: bool
+) -> Culprits:
+    """Name the loss sums and the weights that do not add up; where the data change, so may sums."""
+    objective, losses = scratch.kit.objective, trace.sums.losses
+    if objective.scope != "sample":
+        return []
+    counts = scratch.kit.normalizer != "samples"
+    faults = weight_faults(objective, trace.micro_batch, way.parts, losses) if counts else []
+    return faults + (sum_faults(objective, sights) if is_fed_alike else [])
+
+
+def objective_faults(scratch: Scratch, groups: Groups, *, packed: bool) -> Culprits | None:
+    """Check an objective on its own, whatever the comparison of gradients said.
+
+    A loss that is no sum can be exact for one cut: a mean over micro-batches of one size, say.
+
+    Args:
+        scratch: what draws at random in it is switched off.
+        groups: of the planned step.
+        packed: whether its rows are packed.
+
+    Returns:
+        Its faults; None where not even two samples fit into memory.
+    """
+    for most in (MAX_PICKED, 2):
+        with AllocationGuard():
+            whole, ways = pick(groups, most)
+            draws = silence(scratch, whole)
+            if draws.loud:
+                return []
+            return find(scratch, whole, ways, packed=packed).objective
+        release_memory()
+    return None
 
 
 def described(modules: Mapping[str, nn.Module], reasons: Mapping[str, str]) -> Culprits:
@@ -210,10 +257,17 @@ def _unsteady(scratch: Scratch, trace: Trace) -> dict[str, str]:
     reasons = dict.fromkeys(
         unrepeatable,
         "gives something else each time: it draws from a generator that no seed of the run "
-        "governs, or is not deterministic",
+        "governs, or is not deterministic; draw from PyTorch's default generator",
     )
-    state = "keeps state that every micro-batch moves and the next one depends on"
+    state = (
+        "keeps state that every micro-batch moves and the next one depends on: move it once per "
+        "step, or not in training"
+    )
     return reasons | dict.fromkeys(moved, state)
+
+
+def _takes_batch_statistics(module: nn.Module) -> bool:
+    return isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
 
 
 def _reason(module: nn.Module, changes: str, failure: str = "") -> str:
@@ -225,10 +279,12 @@ def _reason(module: nn.Module, changes: str, failure: str = "") -> str:
     if failure:
         return failure
     causes = {
-        NEIGHBOURS: "capacity routing, or statistics or attention over the micro-batch",
-        PADDING: "mask it, or use a layer that looks only backwards",
+        NEIGHBOURS: "capacity routing, or statistics or attention over the micro-batch: let it "
+        "work on each sample alone (routing: without dropping), or use one micro-batch per step",
+        PADDING: "mask the padding, or use a layer that looks only backwards, or samples of one "
+        "length",
     }
-    cause = f" ({causes[changes]})" if changes in causes else ""
+    cause = f": {causes[changes]}" if changes in causes else ""
     return f"gives a sample another output when {changes} changes{cause}"
 
 

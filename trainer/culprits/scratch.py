@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from trainer.accumulate.normalizer import Kind, divisors
 from trainer.data.loader import Loader, Request
@@ -27,7 +29,15 @@ from trainer.world import World
 Gradient = Mapping[str, Tensor]
 """A step's gradient by parameter name; what no micro-batch uses is left out."""
 
-NARROWING = (Tensor.float, Tensor.half, Tensor.bfloat16)
+NARROWING = {
+    Tensor.float: torch.float32,
+    Tensor.half: torch.float16,
+    Tensor.bfloat16: torch.bfloat16,
+}
+
+
+ORDER_SEED = 0
+"""Of the order in which a reference takes the samples: the same for every verification."""
 
 
 @final
@@ -36,7 +46,14 @@ class Widened(TorchFunctionMode):
 
     Models written for half precision cast to float32 by hand (norms, rotary angles, logits). One
     such cast would bury a comparison in float64 under rounding of 1e-7.
+
+    Args:
+        undone: gets the dtypes that were asked for.
     """
+
+    def __init__(self, undone: set[torch.dtype]) -> None:
+        super().__init__()
+        self._undone = undone
 
     def __torch_function__(
         self,
@@ -47,14 +64,40 @@ class Widened(TorchFunctionMode):
     ) -> Any:  # noqa: ANN401 - whatever the function gives
         """Call a function of PyTorch with wider dtypes."""
         if func in NARROWING:
+            self._undone.add(NARROWING[func])
             func = Tensor.double
-        named = {name: _wide(value) for name, value in (kwargs or {}).items()}
-        return func(*map(_wide, args), **named)
+        named = {name: self._wide(value) for name, value in (kwargs or {}).items()}
+        return func(*map(self._wide, args), **named)
+
+    def _wide(self, value: Any) -> Any:  # noqa: ANN401 - an argument of anything
+        if not (isinstance(value, torch.dtype) and value.is_floating_point):
+            return value
+        self._undone.add(value)
+        return torch.float64
 
 
-def _wide(value: Any) -> Any:  # noqa: ANN401 - an argument of anything
-    is_dtype = isinstance(value, torch.dtype)
-    return torch.float64 if is_dtype and value.is_floating_point else value
+@final
+class OnlyDouble(TorchDispatchMode):  # type: ignore[no-untyped-call] # untyped in torch
+    """Refuses what is computed in less than float64, so that no such step hides in a comparison."""
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - whatever the operation gives
+        """Run an operation, and look at the precision of what it gives.
+
+        Raises:
+            RuntimeError: it is lower.
+        """
+        given = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(given):
+            is_real = isinstance(tensor, Tensor) and tensor.is_floating_point()
+            if is_real and tensor.dtype != torch.float64:
+                raise RuntimeError(f"{func} computes in {tensor.dtype}")
+        return given
 
 
 @final
@@ -66,11 +109,13 @@ class Scratch:
         kit: the run's, around the copy, on this rank alone.
         dtype: of the copy's parameters and fields; None leaves both as they are.
         widens: whether hand-written casts to fewer bits are undone.
+        undone: what they asked for.
     """
 
     kit: Kit
     dtype: torch.dtype | None
     widens: bool = False
+    undone: set[torch.dtype] = field(default_factory=set)
 
     @classmethod
     def of(cls, kit: Kit, dtype: torch.dtype | None, *, widens: bool = False) -> Scratch:
@@ -82,6 +127,10 @@ class Scratch:
         world = World(device=kit.world.device)
         model = Replicated(module, bind(module), parameters, world)
         return cls(kit=replace(kit, model=model, world=world), dtype=dtype, widens=widens)
+
+    def copied(self) -> Scratch:
+        """Copy it, in the state it is in."""
+        return replace(Scratch.of(self.kit, self.dtype, widens=self.widens), undone=self.undone)
 
     @property
     def module(self) -> nn.Module:
@@ -101,7 +150,9 @@ class Scratch:
                 if self.dtype == torch.float64:
                     torch.set_default_dtype(torch.float64)
                 if self.widens:
-                    stack.enter_context(Widened())
+                    stack.enter_context(Widened(self.undone))
+                elif self.dtype == torch.float64:
+                    stack.enter_context(OnlyDouble())  # type: ignore[no-untyped-call] # torch
                 yield
         finally:
             torch.set_default_dtype(default)
@@ -159,6 +210,15 @@ class Groups:
         """Tokens of samples, alike in shape."""
         return self.batch.plan.lengths[positions]
 
+    def units(self) -> list[IntArray]:
+        """Positions of what no cut divides, in sample order: samples, or groups of one size.
+
+        A short last group is left out, unless it is all there is.
+        """
+        positions, size = np.sort(self.positions), self.batch.plan.group_size
+        whole = len(positions) // size
+        return list(positions[: whole * size].reshape(whole, size)) if whole else [positions]
+
     def group(self, positions: IntArray, *, pad_to: int | None = None) -> MicroBatch:
         """Load samples as one micro-batch.
 
@@ -180,8 +240,21 @@ class Groups:
             rng_key=self.batch.micro_batches[0].rng_key,
         )
 
+    @property
+    def shuffled(self) -> IntArray:
+        """Positions in an order of their own, alike in shape; what must stay together does.
+
+        In the order of the plan, or of the samples, a loss that couples neighbours couples the
+        same ones as the micro-batches do, and would be exact by accident.
+        """
+        units = self.units()
+        order = np.random.default_rng(ORDER_SEED).permutation(len(units))
+        mixed = np.concatenate([units[i] for i in order])
+        # A short last group stays last.
+        return np.concatenate([mixed, np.sort(self.positions)[len(mixed) :]])
+
     def groups(self, size: int) -> list[MicroBatch]:
-        """Load the whole step in groups of `size` samples; the last may be smaller."""
-        positions = self.positions
+        """Load the whole step, shuffled, in groups of `size` samples, the last maybe smaller."""
+        positions = self.shuffled
         starts = range(0, len(positions), size)
         return [self.group(positions[start : start + size]) for start in starts]

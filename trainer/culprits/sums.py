@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -15,6 +15,9 @@ TOLERANCE = 1e-9
 """Relative; sums of a model in float32 are given more."""
 
 SINGLE_TOLERANCE = 1e-4
+
+MAX_OTHERS = 2
+"""Counts named beside the likeliest, where samples are too alike to tell them apart."""
 
 Faults = list[tuple[str, str]]
 
@@ -46,7 +49,9 @@ class Sight:
     def agrees(self, term: str) -> bool:
         """Tell whether the term adds up."""
         together, apart = self.values(term)
-        return _agree(together, sum(apart), self.tolerance)
+        size = max(map(abs, apart), default=0.0)  # signed sums may cancel
+        close = abs(together - sum(apart)) <= self.tolerance * size
+        return close or _agree(together, sum(apart), self.tolerance)
 
     def means(self, term: str) -> list[str]:
         """Say what the term would be a mean over, all that fit, the most likely first."""
@@ -93,11 +98,22 @@ def _divided(term: str, wrong: Sequence[Sight]) -> str:
     )
     common = [m for m in wrong[0].means(term) if all(m in other.means(term) for other in wrong)]
     if common:
-        return f"{said}; {common[0]}"
+        return f"{said}; {common[0]}{_also(common)}"
     first = wrong[0].means(term)
     if first:
         return f"{said}; {first[0]}, and it changes with padding, which it does not mask"
     return f"{said}; it divides by a count of its own, or couples samples"
+
+
+def _also(means: Sequence[str]) -> str:
+    """Name what else fits, where these samples cannot tell it apart."""
+    others = [_counted(mean) for mean in means if _counted(mean) != _counted(means[0])]
+    others = list(dict.fromkeys(others))[:MAX_OTHERS]
+    return f" (or the {', or the '.join(others)}: the same number here)" if others else ""
+
+
+def _counted(mean: str) -> str:
+    return mean.partition(" the ")[2].partition(" of its micro-batch")[0].rstrip(",")
 
 
 def _padded(term: str, sight: Sight) -> str:
@@ -108,8 +124,13 @@ def _padded(term: str, sight: Sight) -> str:
     )
 
 
-def weight_faults(objective: Objective, whole: MicroBatch, parts: Sequence[MicroBatch]) -> Faults:
-    """Name every weight that is no count over samples."""
+def weight_faults(
+    objective: Objective,
+    whole: MicroBatch,
+    parts: Sequence[MicroBatch],
+    losses: Collection[str],
+) -> Faults:
+    """Name every weight of a loss that is no count over samples."""
     return [
         (
             f"objective {type(objective).__name__}",
@@ -118,7 +139,7 @@ def weight_faults(objective: Objective, whole: MicroBatch, parts: Sequence[Micro
             "count what the sum runs over, or the loss is not divided by it",
         )
         for term, weight in whole.weights.items()
-        if not _agree(weight, sum(m.weights[term] for m in parts), TOLERANCE)
+        if term in losses and not _agree(weight, sum(m.weights[term] for m in parts), TOLERANCE)
     ]
 
 

@@ -5,14 +5,16 @@ So every culprit is named, and none for another's fault.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import final
 
 import torch
+from torch import nn
 
 from trainer.accumulate.normalizer import Kind
 from trainer.accumulate.sum import Sum
-from trainer.culprits.case import Case, Errors
+from trainer.culprits.case import EXACT, MARGIN, Case, Errors
 from trainer.culprits.find import (
     Culprits,
     Draws,
@@ -23,6 +25,7 @@ from trainer.culprits.find import (
     pick,
     silence,
 )
+from trainer.culprits.rounding import Rounding
 from trainer.culprits.scratch import Gradient, Scratch
 from trainer.culprits.trace import OUTSIDE
 from trainer.out_of_memory import AllocationGuard
@@ -32,6 +35,9 @@ LOW = (torch.bfloat16, torch.float16)
 """Precisions in which adding up micro-batches loses bits."""
 
 NEIGHBOURS_OR_PADDING = "its micro-batch"
+
+NUDGE = 0.01
+"""Deviation of what is added to weights; a residual's gate at zero then lets through as much."""
 
 MAX_TRACED = 8
 """Planned micro-batches that are taken apart when the whole batch cannot be traced."""
@@ -81,11 +87,18 @@ def suspects(
         culprits += _drawing(case.scratch, draws, errors)
         if errors.is_exact:
             return Verdict(culprits, is_modular=not _has_settings(kit))
+    amplified = _amplified(case, errors)
+    if amplified:
+        return Verdict([*culprits, *amplified], is_modular=False)
     packed = case.batch.plan.packed
     found = find(case.scratch, whole, ways, packed=packed, excused=draws.loud)
     strategy = [] if found else _strategy(case, kit, expected)
     if not (found or strategy or draws.loud):
         found = _search_step(case, traces_whole=traces_whole)
+    if not (found or strategy or draws.loud):
+        _nudge(case.scratch.module)
+        found = find(case.scratch, whole, ways, packed=packed)
+        found = found or _search_step(case, traces_whole=traces_whole)
     named = [*found.all, *strategy]
     if not named and not draws.loud:
         named = [_unexplained(errors)]
@@ -123,7 +136,7 @@ def _precision(case: Case, kit: Kit, expected: Gradient, errors: Errors) -> tupl
     if errors.is_exact:
         as_is = replace(case, scratch=Scratch.of(kit, None))
         split, single = (
-            as_is.errors(gradient, expected).largest
+            case.errors(gradient, expected).largest
             for gradient in (as_is.planned(), as_is.expected())
         )
         measured = (
@@ -139,14 +152,15 @@ def _precision(case: Case, kit: Kit, expected: Gradient, errors: Errors) -> tupl
 
 def _drawing(scratch: Scratch, draws: Draws, errors: Errors) -> Culprits:
     outcome = (
-        f"exact with it off (error {errors.largest:.0e})"
+        f"exact with it off (error {errors.largest:.0e}); set its rate to 0, or accept it"
         if errors.is_exact
         else f"not exact with it off either (error {errors.largest:.0e})"
     )
     quiet = "draws at random anew for every micro-batch, equal in distribution only: the step is "
     loud = (
         "draws at random anew for every micro-batch, in evaluation mode too: equal in "
-        "distribution only, and whether the step is exact but for that cannot be told"
+        "distribution only, and whether the step is exact but for that cannot be told; draw where "
+        "`self.training` is true alone"
     )
     reasons = dict.fromkeys(draws.quiet, quiet + outcome) | dict.fromkeys(draws.loud, loud)
     outside = reasons.pop(OUTSIDE, None)
@@ -154,6 +168,29 @@ def _drawing(scratch: Scratch, draws: Draws, errors: Errors) -> Culprits:
     if outside is not None:
         culprits.append((f"objective {type(scratch.kit.objective).__name__}", outside))
     return culprits
+
+
+def _amplified(case: Case, errors: Errors) -> Culprits:
+    """Tell whether rounding alone moves the gradient as far as the cut does.
+
+    An error that has lost more than half of the digits of the limit is not asked.
+    """
+    dtype = case.scratch.dtype or torch.float32
+    if errors.largest > math.sqrt(EXACT[dtype]):
+        return []
+    rounding = Rounding(case.scratch.module, case.planned)
+    noise = rounding.spread(torch.finfo(dtype).eps)
+    wrong = [name for name, error in errors.by_name.items() if error > errors.limits[name]]
+    blurs = {n: noise.get(n, 0.0) / (errors.sizes.get(n) or math.inf) for n in wrong}
+    is_rounding = all(errors.by_name[n] <= MARGIN * blur for n, blur in blurs.items())
+    if not is_rounding or any(rounding.spread(0.0).values()):
+        return []
+    reason = (
+        f"the model amplifies it: weights moved by their last bit move the gradient by up to "
+        f"{max(blurs.values()):.0e} too, so that no cut is to blame and none can be cleared; look "
+        "for large numbers that cancel"
+    )
+    return [("rounding", reason)]
 
 
 def _strategy(case: Case, kit: Kit, expected: Gradient) -> Culprits:
@@ -176,16 +213,26 @@ def _search_step(case: Case, *, traces_whole: bool) -> Found:
         if traces_whole and len(planned) > 1:
             way = Way(planned, NEIGHBOURS_OR_PADDING)
             found = find(case.scratch, groups.group(groups.positions), [way], packed=packed)
-    start = 0
+    start, unit = 0, case.batch.plan.group_size
     for micro_batch in planned[:MAX_TRACED]:
         positions = groups.positions[start : start + len(micro_batch.ids)]
         start += len(positions)
-        if not found and len(positions) > 1:
+        if not found and len(positions) > unit:
             with AllocationGuard():
-                alone = [groups.group(positions[i : i + 1]) for i in range(len(positions))]
+                starts = range(0, len(positions), unit)
+                alone = [groups.group(positions[i : i + unit]) for i in starts]
                 way = Way(alone, NEIGHBOURS_OR_PADDING)
                 found = find(case.scratch, micro_batch, [way], packed=packed)
     return found
+
+
+def _nudge(module: nn.Module) -> None:
+    """Move every weight a little, so that nothing hides behind a gate that begins at zero."""
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in module.parameters():
+            if weight.is_floating_point():
+                weight.add_(NUDGE * torch.randn(weight.shape, generator=draw).to(weight))
 
 
 def _unexplained(errors: Errors) -> tuple[str, str]:

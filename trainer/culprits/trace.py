@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from trainer.accumulate.base import seed_draws, sum_of
 from trainer.culprits.align import Share, align, close, tensors_of
 from trainer.culprits.scratch import Scratch
+from trainer.culprits.state import kept, moved
 from trainer.micro_batch import MicroBatch
 from trainer.objectives.base import Sums
 from trainer.out_of_memory import is_out_of_memory
@@ -172,20 +173,33 @@ def repeat(scratch: Scratch, trace: Trace) -> tuple[list[str], list[str]]:
     """Run a traced micro-batch twice more without putting the buffers back.
 
     Returns:
-        Modules that gave something else although nothing was drawn anew: those whose buffers
-        move, and those that no seed governs.
+        Modules that gave something else although nothing was drawn anew: those whose state moves,
+        in buffers or outside of them, and those that no seed governs.
     """
     whole = trace.micro_batch
     size = len(whole.ids)
     share = Share(start=0, size=size, total=size, length=0, total_length=0)
     again = compare(scratch, trace, whole, share)
+    unrepeatable = set(again.blamed)
+    if unrepeatable:
+        unrepeatable -= _stateful(scratch, whole, share, again.blamed)
     comparer = _Comparer(trace, share)
     with scratch.running(), torch.no_grad():
         _forward(scratch, whole, lambda: None)
         with _hooked(scratch.module, comparer.enter, comparer.leave):
             _forward(scratch, whole, lambda: None)
-    moved = [name for name in comparer.blamed if name not in again.blamed]
-    return moved, list(again.blamed)
+    blamed = dict.fromkeys([*again.blamed, *comparer.blamed])
+    stateful = [name for name in blamed if name not in unrepeatable]
+    return stateful, [name for name in blamed if name in unrepeatable]
+
+
+def _stateful(scratch: Scratch, whole: MicroBatch, share: Share, blamed: Sequence[str]) -> set[str]:
+    """Tell which modules give the same from the same state, and keep some that a pass moves."""
+    first, second = scratch.copied(), scratch.copied()
+    before = kept(first.module)
+    again = compare(second, record(first, whole), whole, share)
+    after = kept(first.module)
+    return {n for n in blamed if n not in again.blamed and moved(before, after, n)}
 
 
 def _forward(
