@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import multiprocessing
 import os
@@ -18,7 +19,7 @@ from torch import nn
 from trainer import durable
 from trainer.checkpoint.lock import RunHeldError, hold
 from trainer.checkpoint.state import capture
-from trainer.checkpoint.status import Status, write_status
+from trainer.checkpoint.status import Status, read_status, write_status
 from trainer.checkpoint.store import CheckpointStore, Loaded
 from trainer.checkpoint.weights import export, load_weights
 from trainer.errors import ConfigError, NoCheckpointError, SaveError
@@ -167,6 +168,25 @@ def test_the_status_is_json_for_scripts(tmp_path: Path) -> None:
         write_status(tmp_path / "nowhere", Status(state="running"))
 
 
+def test_a_run_that_nobody_holds_is_not_read_as_running(tmp_path: Path) -> None:
+    assert read_status(tmp_path) == {}
+    with hold(tmp_path):
+        write_status(tmp_path, Status(state="running", step=4))
+        assert read_status(tmp_path)["state"] == "running"
+        with pytest.raises(RunHeldError):
+            hold(tmp_path).__enter__()
+    found = read_status(tmp_path)
+    assert (found["state"], found["step"], found["reason"]) == (
+        "failed",
+        4,
+        "its process was killed",
+    )
+    write_status(tmp_path, Status(state="completed", exit_code=0, step=9))
+    assert read_status(tmp_path)["state"] == "completed"
+    (tmp_path / "status.json").write_text("[")
+    assert read_status(tmp_path) == {}
+
+
 def test_json_holds_null_for_what_is_not_finite(tmp_path: Path) -> None:
     content = {"loss": float("nan"), "more": [float("inf"), (1.5, "text")], "deep": {"x": -1e400}}
     durable.write_json(tmp_path / "result.json", content)
@@ -260,3 +280,17 @@ def test_holding_a_run_clears_what_a_crash_left(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").touch()
     with hold(tmp_path):
         assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "metrics.jsonl"]
+
+
+def test_a_run_on_a_full_disk_is_held_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(handle: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", refuse)
+        holding = contextlib.ExitStack()
+        holding.enter_context(hold(tmp_path))
+    with holding, pytest.raises(RunHeldError, match="in use by another process"):
+        holding.enter_context(hold(tmp_path))

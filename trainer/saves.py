@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, final
 
+import torch
+from torch import Tensor, nn
+
 from trainer.checkpoint.saver import Saver
-from trainer.checkpoint.state import assert_finite, capture, plain_name
+from trainer.checkpoint.state import assert_finite, capture, not_finite, plain_name
 from trainer.errors import SaveError
 from trainer.feed import Feed
 from trainer.plan.cut import Cut
@@ -31,6 +34,7 @@ class Saves:
         describe_cut: gives what a resumed run needs to cut as this one does.
         on_full: whether a checkpoint that could not be written stops the run.
         newest: the newest checkpoint on disk.
+        masks: buffers that begin with values that are not finite, as a causal mask does.
     """
 
     kit: Kit
@@ -41,22 +45,29 @@ class Saves:
     describe_cut: Callable[[Cut], Mapping[str, Any]]
     on_full: Literal["stop", "continue"] = "stop"
     newest: Path | None = None
+    masks: Mapping[str, Tensor] = field(init=False)
 
-    def save(self, tokens: int, *, is_last: bool = False) -> None:
+    def __post_init__(self) -> None:
+        buffers = _buffers(self.kit.model.module)
+        self.masks = {name: buffers[name].clone() for name in not_finite(buffers)}
+
+    def save(self, tokens: int, failures: int, *, is_last: bool = False) -> None:
         """Save the state after the last step.
 
         Args:
             tokens: real input positions consumed so far.
+            failures: steps in a row, up to the last one, that were not finite.
             is_last: the run ends here, and not well without this state on disk.
 
         Raises:
             SaveError: it could not be written, and the run is to stop then.
+            NonFiniteError: a weight, a moment or a buffer became not finite.
         """
         if is_last:
             self._note(self.saver.wait)
             self.on_full = "stop"
         self.kit.world.note("saving")
-        self._attempt(self.reporter.flush)
+        self._attempt(lambda: self.kit.world.on_main(self.reporter.flush))
         cursor = self.feed.cursor
         tensors, meta = capture(
             self.kit.model.module,
@@ -65,25 +76,33 @@ class Saves:
                 **self.constants,
                 "cursor": asdict(cursor),
                 "tokens": tokens,
+                "failures": failures,
                 "cut": dict(self.describe_cut(self.feed.cut)),
             },
         )
-        # A causal mask is a buffer of -inf; what is trained must be finite.
-        buffers = {f"model.{plain_name(n)}" for n, _ in self.kit.model.module.named_buffers()}
-        assert_finite({n: tensor for n, tensor in tensors.items() if n not in buffers})
+        changing = {n: tensor for n, tensor in tensors.items() if not self._is_mask(n, tensor)}
+        self.kit.world.on_all(lambda: assert_finite(changing))
         self._attempt(lambda: self.saver.save(cursor.step, tensors, meta))
         self._note(self.saver.check)
 
-    def poll(self) -> None:
+    def poll(self, claim: bool) -> bool:
         """Hear of a checkpoint that became durable behind the steps, or of its failure.
 
-        Several ranks hear of it when they save or close, so that no step waits for it.
+        Collective: two numbers, and more only where there is something to hear.
+
+        Args:
+            claim: anything else that all ranks are to know; it travels along.
+
+        Returns:
+            Whether the claim holds on any rank.
 
         Raises:
             SaveError: it could not be written, and the run is to stop then.
         """
-        if self.kit.world.size == 1:
-            self._note(self.saver.check)
+        claims, news = self.kit.world.sum_numbers([float(claim), float(self.saver.has_news)])
+        if news:
+            self._note(self.saver.wait)
+        return claims > 0
 
     def close(self) -> None:
         """Wait for what is being written.
@@ -96,8 +115,14 @@ class Saves:
 
     def release(self) -> None:
         """Let what is being written come to its end, when the run ended for another reason."""
-        with suppress(SaveError):
+        # Ranks that are gone end a collective with what PyTorch raises for it.
+        with suppress(SaveError, RuntimeError):
             self.saver.close()
+
+    def _is_mask(self, name: str, tensor: Tensor) -> bool:
+        """Whether a tensor is a mask, as it was at the beginning."""
+        mask = self.masks.get(name)
+        return mask is not None and bool(torch.allclose(tensor, mask, 0.0, 0.0, equal_nan=True))
 
     def _note(self, ask: Callable[[], Path | None]) -> None:
         self._attempt(lambda: self._tell(ask()))
@@ -105,17 +130,23 @@ class Saves:
     def _tell(self, path: Path | None) -> None:
         if path is not None:
             self.newest = path
-            self.reporter.checkpoint(int(path.name.rpartition("-")[2]), path)
+            step = int(path.name.rpartition("-")[2])
+            self.kit.world.on_main(lambda: self.reporter.checkpoint(step, path))
 
     def _attempt(self, write: Callable[[], None]) -> None:
-        """Write on the main rank; every rank hears of a failure.
+        """Write something that fails on all ranks or on none.
 
         Raises:
             SaveError: it failed, and the run is to stop then.
         """
         try:
-            self.kit.world.on_main(write)
+            write()
         except SaveError as error:
             if self.on_full == "stop":
                 raise
             self.reporter.warn(f"{error}; going on without saving")
+
+
+def _buffers(model: nn.Module) -> dict[str, Tensor]:
+    """List the buffers of a model as a checkpoint names them."""
+    return {f"model.{plain_name(name)}": buffer for name, buffer in model.named_buffers()}

@@ -10,13 +10,17 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from tests.ranks_support import Ranks
 from tests.reliability import lab
+from tests.reliability.rank_work import run_as_rank
 from trainer.checkpoint.manifest import FORMAT_VERSION
 from trainer.checkpoint.store import CheckpointStore
 from trainer.commands import train
+from trainer.world import World
 
 GOLDEN = Path(__file__).parent / "golden"
 SETTINGS = ("model.width=2", "model.tied=true", "steps=3", "eval.every=null")
+RANKS = 2
 
 
 def expected(folder: Path) -> dict[str, object]:
@@ -30,13 +34,20 @@ def expected(folder: Path) -> dict[str, object]:
     return {"step": loaded.step, "tensors": tensors, "meta": loaded.meta}
 
 
+def trained(world: World, run: Path) -> None:
+    """Train on ranks that hold shards, so that tensors lie in slices."""
+    train.environment = dict  # what a machine is called belongs to no golden file
+    ended = run_as_rank(world, (*SETTINGS, "parallel=fsdp"), run, {"stop_after": 2})
+    assert ended["code"] == 75, ended
+
+
 if __name__ == "__main__":
     target = GOLDEN / f"format-{FORMAT_VERSION}"
-    train.environment = dict  # what a machine is called belongs to no golden file
+    ranks = Ranks()
     with tempfile.TemporaryDirectory() as place:
-        run = Path(place) / "run"
-        lab.run(lab.config(*SETTINGS), run, after_step=lab.stop_at(2))
+        ranks.run(RANKS, trained, Path(place) / "run")
         target.mkdir(parents=True)
-        shutil.copytree(run / "checkpoints", target / "checkpoints")
+        shutil.copytree(Path(place) / "run" / "checkpoints", target / "checkpoints")
+    ranks.close()
     content = json.dumps(expected(target / "checkpoints"), indent=1, sort_keys=True)
     (target / "expected.json").write_text(content + "\n")

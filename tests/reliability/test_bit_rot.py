@@ -190,12 +190,13 @@ def test_a_damaged_checkpoint_makes_room_for_a_new_one_of_its_step(folder: Path)
 def test_a_newer_format_is_named_and_nothing_is_touched(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.checkpoint.manifest.FORMAT_VERSION", 2)
+    monkeypatch.setattr("trainer.checkpoint.manifest.FORMAT_VERSION", 3)
     save(folder, 3)
     monkeypatch.undo()
-    with pytest.raises(NoCheckpointError, match=r"newer version \(format 2.*reads 1\): upgrade"):
+    refusal = r"newer version \(format 3.*reads up to 2\): upgrade"
+    with pytest.raises(NoCheckpointError, match=refusal):
         CheckpointStore(folder).load()
-    assert CheckpointStore(folder).steps() == [1, 2, 3]
+    assert CheckpointStore(folder).steps() == [2, 3]
     with pytest.raises(NewerFormatError):
         parse((folder / "step-00000003" / "manifest.json").read_bytes())
 
@@ -221,7 +222,9 @@ def test_a_verification_that_looks_away_is_noticed(
 ) -> None:
     """Negative controls: the reader alone accepts each of these."""
     monkeypatch.setattr(
-        stores, "verify", lambda path, step=None: parse((path / "manifest.json").read_bytes())
+        stores,
+        "verify",
+        lambda path, step=None, **share: parse((path / "manifest.json").read_bytes()),
     )
     damage(newest(folder) / "model.safetensors")
     with pytest.raises(AssertionError):

@@ -49,12 +49,12 @@ def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Json:  # noqa: 
     return _encode_plain(value, name)
 
 
-def decode(tree: Json, tensors: Mapping[str, Tensor]) -> Any:  # noqa: ANN401 - any state
+def decode(tree: Json, tensors: Mapping[str, Any]) -> Any:  # noqa: ANN401 - any state
     """Undo `encode`.
 
     Args:
         tree: what `encode` returned, after a way through JSON.
-        tensors: at least those the tree names; they are put in uncopied.
+        tensors: at least those the tree names, or what stands for them; put in uncopied.
 
     Raises:
         KeyError: a tensor that the tree names is missing.

@@ -22,6 +22,7 @@ FILE_NAME = ".lock"
 _MAX_BYTES = 4096
 
 _held: set[int] = set()
+_lent: set[Path] = set()
 
 
 class RunHeldError(TrainError):
@@ -41,6 +42,9 @@ def hold(run: Path) -> Iterator[None]:
         RunHeldError: another process holds it; the text names that process.
         SaveError: the folder cannot be written to.
     """
+    if run.resolve() in _lent:
+        yield
+        return
     handle = _open(run / FILE_NAME)
     _held.add(handle)
     try:
@@ -50,8 +54,7 @@ def hold(run: Path) -> Iterator[None]:
             raise RunHeldError(
                 f"{run}: in use by {_holder(handle)}: wait for it, stop it, or start another run"
             ) from error
-        os.ftruncate(handle, 0)
-        os.write(handle, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
+        _name_holder(handle)
         durable.clean(run)
         yield
     finally:
@@ -60,12 +63,51 @@ def hold(run: Path) -> Iterator[None]:
         os.close(handle)
 
 
+@contextlib.contextmanager
+def hold_early(run: Path) -> Iterator[None]:
+    """Keep a run folder before the command that will ask for it with `hold`, and gets it.
+
+    Raises:
+        RunHeldError: as `hold` does.
+        SaveError: likewise.
+    """
+    with hold(run):
+        home = run.resolve()
+        _lent.add(home)
+        try:
+            yield
+        finally:
+            _lent.discard(home)
+
+
+def is_held(run: Path) -> bool:
+    """Tell whether a process, on this machine or another that sees the lock, holds a run."""
+    try:
+        handle = os.open(run / FILE_NAME, os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(handle)
+    return False
+
+
 def _open(path: Path) -> int:
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     except OSError as error:
         failure = durable.save_error(error, path)
         raise failure from error
+
+
+def _name_holder(handle: int) -> None:
+    """Say who holds the lock, where the disk has room for it; the lock holds without."""
+    with contextlib.suppress(OSError):
+        os.ftruncate(handle, 0)
+        os.write(handle, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
 
 
 def _holder(handle: int) -> str:
@@ -81,6 +123,7 @@ def _let_go_in_child() -> None:
     for handle in _held:
         os.close(handle)
     _held.clear()
+    _lent.clear()
 
 
 os.register_at_fork(after_in_child=_let_go_in_child)

@@ -9,17 +9,18 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, final
 
-import torch
 from torch import Tensor
 
-from trainer.checkpoint.shards import find_aliases
+from trainer.checkpoint.pieces import pieces, snapshot
 from trainer.checkpoint.store import CheckpointStore
+from trainer.world import World
 
 
 class Saver(ABC):
-    """Saves checkpoints; call `check` at each step and `close` at the end.
+    """Saves checkpoints; ask `has_news` at each step, and call `close` at the end.
 
-    A write that failed raises its `SaveError` from the next call of any method.
+    `save`, `wait` and `close` are collective, and raise on all ranks or on none: a write that
+    failed raises its `SaveError` from the next of them.
     """
 
     @abstractmethod
@@ -28,7 +29,15 @@ class Saver(ABC):
 
     @abstractmethod
     def check(self) -> Path | None:
-        """Take the newest checkpoint that became durable since the last call. Never waits."""
+        """Take the newest checkpoint that `save` or `wait` found durable. Never waits."""
+
+    @property
+    @abstractmethod
+    def has_news(self) -> bool:
+        """Whether a write ended, well or not, that `wait` would tell of. Never waits.
+
+        Ranks may differ for a moment; where one has news, all soon have.
+        """
 
     @abstractmethod
     def wait(self) -> Path | None:
@@ -43,8 +52,9 @@ class Saver(ABC):
 class DirectSaver(Saver):
     """Writes at once, from the live tensors, and holds the step up until the disk has it."""
 
-    def __init__(self, store: CheckpointStore) -> None:
+    def __init__(self, store: CheckpointStore, world: World | None = None) -> None:
         self._store = store
+        self._world = world or World()
         self._saved: Path | None = None
 
     def save(self, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
@@ -53,7 +63,12 @@ class DirectSaver(Saver):
         Raises:
             SaveError: as `CheckpointStore.save`.
         """
-        self._saved = self._store.save(step, tensors, meta)
+        self._saved = self._store.save(step, tensors, meta, self._world)
+
+    @property
+    def has_news(self) -> bool:
+        """See the base class."""
+        return self._saved is not None
 
     def check(self) -> Path | None:
         """Take the newest checkpoint."""
@@ -73,11 +88,12 @@ class DirectSaver(Saver):
 class AsyncSaver(Saver):
     """Copies the state on the caller's thread and writes it on another, one at a time.
 
-    Costs one copy of the state in main memory. `save` waits for the write before it.
+    Costs one copy of what this rank stores in main memory. `save` waits for the write before it.
     """
 
-    def __init__(self, store: CheckpointStore) -> None:
+    def __init__(self, store: CheckpointStore, world: World | None = None) -> None:
         self._store = store
+        self._world = (world or World()).apart()
         # The interpreter joins this thread at exit: a write under way is never cut short by it.
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._in_flight: Future[Path] | None = None
@@ -92,18 +108,16 @@ class AsyncSaver(Saver):
         try:
             self._settle()
         finally:
-            self._in_flight = self._writer.submit(
-                self._store.save, step, snapshot(tensors), copy.deepcopy(dict(meta))
-            )
+            state = snapshot(pieces(tensors, self._world.rank)), copy.deepcopy(dict(meta))
+            self._in_flight = self._writer.submit(self._store.save, step, *state, self._world)
+
+    @property
+    def has_news(self) -> bool:
+        """See the base class."""
+        return self._saved is not None or (self._in_flight is not None and self._in_flight.done())
 
     def check(self) -> Path | None:
-        """Take the newest checkpoint that became durable.
-
-        Raises:
-            SaveError: a write failed.
-        """
-        if self._in_flight is not None and self._in_flight.done():
-            self._settle()
+        """See the base class."""
         saved, self._saved = self._saved, None
         return saved
 
@@ -132,14 +146,3 @@ class AsyncSaver(Saver):
         in_flight, self._in_flight = self._in_flight, None
         if in_flight is not None:
             self._saved = in_flight.result()
-
-
-def snapshot(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copy tensors to the CPU, out of reach of later steps; what was tied stays tied."""
-    aliases = find_aliases(tensors)
-    copies = {
-        name: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-        for name, tensor in tensors.items()
-        if name not in aliases
-    }
-    return {name: copies[aliases.get(name, name)] for name in tensors}

@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer.checkpoint.codec import decode, encode
-from trainer.checkpoint.sharded import is_sharded, like, whole
+from trainer.checkpoint.manifest import DamagedError
+from trainer.checkpoint.sharded import Source, fill, gathered, local
 from trainer.checkpoint.store import Loaded
+from trainer.checkpoint.stored import Stored
 from trainer.errors import NoCheckpointError, NonFiniteError
 
 _SHOWN = 3
@@ -31,7 +33,9 @@ _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 def capture(
     model: nn.Module, optimizer: Optimizer, *, extra: Mapping[str, Any]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Take everything that the next steps depend on. Collective where parameters are sharded.
+    """Take everything that the next steps depend on.
+
+    Collective only where an optimizer keeps what is neither in rows over the ranks nor whole.
 
     Args:
         model: the bare module, not a data-parallel wrapper.
@@ -39,7 +43,8 @@ def capture(
         extra: what else to keep: numbers, strings, tensors, and lists, tuples, mappings of them.
 
     Returns:
-        The tensors, which share the live ones' memory, and the rest as JSON.
+        The tensors, which share the live ones' memory and are in shards where those are, and the
+        rest as JSON.
 
     Raises:
         ValueError: the optimizer holds a parameter that is not the model's.
@@ -52,7 +57,7 @@ def capture(
         "rng": encode(_random_states(), "rng", tensors),
         "extra": encode(extra, "extra", tensors),
     }
-    return whole(tensors), meta
+    return gathered(tensors), meta
 
 
 def restore(
@@ -62,7 +67,7 @@ def restore(
     *,
     hyperparameters: Literal["saved", "live"] = "saved",
 ) -> dict[str, Any]:
-    """Put a state back, all of it or an error. Collective where parameters are sharded.
+    """Put a state back, all of it or an error; of what is in shards, each rank reads its rows.
 
     Args:
         loaded: what `capture` gave and `CheckpointStore` kept.
@@ -81,9 +86,10 @@ def restore(
         saved = {key: loaded.meta[key] for key in ("model", "optimizer", "rng", "extra")}
         extra = dict(decode(saved["extra"], loaded.tensors).items())
         _restore_model(loaded, model, dict(decode(saved["model"], loaded.tensors).items()))
-        state = decode(saved["optimizer"], loaded.tensors)
-        _restore_optimizer(loaded, model, optimizer, state, hyperparameters)
+        _restore_optimizer(loaded, model, optimizer, saved["optimizer"], hyperparameters)
         _restore_random_states(decode(saved["rng"], loaded.tensors))
+    except (DamagedError, OSError) as error:
+        raise NoCheckpointError(f"{loaded.path}: changed while it was read: {error}") from error
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise NoCheckpointError(
             f"{loaded.path}: not a training state of this version ({error!r:.80}): use init="
@@ -92,24 +98,33 @@ def restore(
 
 
 def assert_finite(tensors: Mapping[str, Tensor]) -> None:
-    """Check that no tensor holds NaN or infinity, with one synchronisation per device.
+    """Check that no tensor holds NaN or infinity; see `not_finite`.
 
     Raises:
         NonFiniteError: one does; the text names the first few.
     """
+    bad = not_finite(tensors)
+    if bad:
+        raise NonFiniteError(f"not saved: {_list(bad)} not finite; the older checkpoints stand")
+
+
+def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Name the tensors that hold NaN or infinity; one synchronisation per device if none does.
+
+    Of what is in shards, this rank's is looked at.
+    """
     floating = {
         name: tensor
-        for name, tensor in tensors.items()
+        for name, tensor in ((name, local(each)) for name, each in tensors.items())
         if tensor.numel() > 0 and (tensor.is_floating_point() or tensor.is_complex())
     }
     if _all_finite(floating.values()):
-        return
-    bad = [name for name, tensor in floating.items() if not _all_finite([tensor])]
-    raise NonFiniteError(f"not saved: {_list(bad)} not finite; the older checkpoints stand")
+        return []
+    return [name for name, tensor in floating.items() if not _all_finite([tensor])]
 
 
 def check_tensors(
-    found: Mapping[str, Tensor], expected: Mapping[str, Tensor], where: object, remedy: str
+    found: Mapping[str, Source], expected: Mapping[str, Tensor], where: object, remedy: str
 ) -> None:
     """Compare names, shapes and dtypes of tensors with those a model has.
 
@@ -147,29 +162,31 @@ def plain_name(name: str) -> str:
     return name
 
 
+@torch.no_grad()
 def load_model(
-    model: nn.Module, tensors: Mapping[str, Tensor], others: Mapping[str, Any] | None = None
+    model: nn.Module, tensors: Mapping[str, Source], others: Mapping[str, Any] | None = None
 ) -> None:
-    """Copy a checked state into a model. Collective where parameters are sharded.
+    """Copy a checked state into a model, one tensor at a time.
 
     Args:
         model: whose tensors are to be filled.
-        tensors: by plain name, whole; at least those of `model_tensors`.
+        tensors: by plain name; at least those of `model_tensors`.
         others: by plain name, what modules keep besides tensors.
     """
     state = model.state_dict()
     for name, target in state.items():
         plain = plain_name(name)
         if isinstance(target, Tensor):
-            state[name] = like(tensors[plain], target)
+            fill(target, tensors[plain])
         elif others is not None:
             state[name] = others[plain]
+    # The tensors are in place; this is for the modules' own hooks, and what they keep besides.
     model.load_state_dict(state)
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """List the tensors a model keeps, by plain name, tied ones under each of their names."""
-    state = model.state_dict()
+    state = model.state_dict(keep_vars=True)
     return {plain_name(n): value for n, value in state.items() if isinstance(value, Tensor)}
 
 
@@ -188,7 +205,7 @@ def _encode_model(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Any
 def _restore_model(loaded: Loaded, model: nn.Module, others: Mapping[str, Any]) -> None:
     found = {
         name.removeprefix("model."): tensor
-        for name, tensor in loaded.tensors.items()
+        for name, tensor in loaded.stored.items()
         if name.startswith("model.")
     }
     remedy = "resume with the model that was trained, or use init= to take over weights"
@@ -221,9 +238,10 @@ def _restore_optimizer(
     hyperparameters: Literal["saved", "live"],
 ) -> None:
     names = _parameter_names(model, optimizer)
+    groups = decode(saved["groups"], loaded.tensors)
     live = optimizer.state_dict()["param_groups"]
     own = {"class": type(optimizer).__qualname__, "groups": [_members(g, names) for g in live]}
-    theirs = {"class": saved["class"], "groups": [sorted(g["params"]) for g in saved["groups"]]}
+    theirs = {"class": saved["class"], "groups": [sorted(g["params"]) for g in groups]}
     if own["class"] != theirs["class"] or (
         hyperparameters == "saved" and own["groups"] != theirs["groups"]
     ):
@@ -233,12 +251,12 @@ def _restore_optimizer(
             "that was used, or use init= to take over the weights alone"
         )
     if hyperparameters == "saved":
-        pairs = zip(saved["groups"], live, strict=True)
+        pairs = zip(groups, live, strict=True)
         live = [{**theirs, "params": mine["params"]} for theirs, mine in pairs]
     parameters = dict(enumerate(_parameters(optimizer)))
     state: dict[Any, Any] = {}
     keys = {name: index for index, name in names.items()}
-    for name, values in saved["state"].items():
+    for name, values in decode(saved["state"], loaded.stored).items():
         key = keys.get(name, name)
         parameter = parameters.get(key)
         state[key] = _copied(values, parameter)
@@ -258,13 +276,13 @@ def _undo_casts(
 
 
 def _copied(value: Any, parameter: Tensor | None) -> Any:  # noqa: ANN401 - any state
-    """Copy state out of the checkpoint's memory, laid out like its parameter where it can be."""
-    if isinstance(value, Tensor):
-        if parameter is None or value.shape != parameter.shape or value.dim() == 0:
-            return value.clone()
-        if is_sharded(parameter):
-            return like(value, parameter)
-        return torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
+    """Read state out of a checkpoint, laid out and dealt out like its parameter where it can be."""
+    if isinstance(value, Stored):
+        if parameter is None or value.shape != parameter.shape or not value.shape:
+            return value[...].clone()
+        copy = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
+        fill(copy, value)
+        return copy
     if isinstance(value, dict):
         return {key: _copied(item, parameter) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -336,7 +354,7 @@ def _all_finite(tensors: Iterable[Tensor]) -> bool:
     return all(bool(torch.stack(answers).all()) for answers in verdicts.values())
 
 
-def _kind(tensor: Tensor) -> str:
+def _kind(tensor: Source) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 

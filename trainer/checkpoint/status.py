@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, final
+from typing import Any, Literal, final
 
 from trainer import durable
-from trainer.schema.faults import without_secrets
+from trainer.checkpoint.lock import is_held
+from trainer.schema.secrets import without_secrets
 
 FILE_NAME = "status.json"
 
@@ -23,7 +25,8 @@ class Status:
     Attributes:
         state: what it is doing, or how it ended.
         exit_code: the process's, once it ended.
-        step: optimizer steps taken.
+        step: optimizer steps taken; at least these while it is running, as of its newest checkpoint
+            or evaluation.
         reason: why it ended, in one line.
     """
 
@@ -31,6 +34,22 @@ class Status:
     exit_code: int | None = None
     step: int = 0
     reason: str | None = None
+
+
+def read_status(run: Path) -> dict[str, Any]:
+    """Read `status.json`; empty where there is none.
+
+    A run whose process was killed could not say so: it counts as failed once nobody holds it.
+    """
+    try:
+        content = json.loads((run / FILE_NAME).read_text())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    if not isinstance(content, dict):
+        return {}
+    if content.get("state") == "running" and not is_held(run):
+        content |= {"state": "failed", "reason": "its process was killed"}
+    return content
 
 
 def write_status(run: Path, status: Status) -> None:

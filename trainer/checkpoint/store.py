@@ -9,19 +9,21 @@ Load: newest first; the exact set of files, their sizes and SHA-256, and the exa
 are checked. A damaged checkpoint is set aside as `damaged-step-<n>`, and the next older one is
 taken.
 
-One process may write, the one that holds the run (`trainer.checkpoint.lock`); any may read.
+One run may write, the one that holds the folder (`trainer.checkpoint.lock`); any may read. Of a
+run on several ranks each rank writes the rows it holds, and the main one all else; each verifies
+a share of the files, and reads the rows it needs.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import re
-import stat
 import uuid
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -30,15 +32,22 @@ from torch import Tensor
 from trainer import durable
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint import shards
-from trainer.checkpoint.manifest import DamagedError, Manifest, NewerFormatError
-from trainer.checkpoint.shards import Part
+from trainer.checkpoint.manifest import DamagedError, Entry, Manifest, NewerFormatError, Slice
+from trainer.checkpoint.pieces import Piece, aliases_of, num_bytes, pieces
+from trainer.checkpoint.stored import Stored, Whole, same_bits, stored_in
+from trainer.checkpoint.verification import share, verify
+from trainer.durable import Written
 from trainer.errors import NoCheckpointError, SaveError
+from trainer.world import World
 
 _logger = logging.getLogger(__name__)
 
 _STEP_NAME = re.compile(r"step-(\d{8,})")
 _DAMAGED = "damaged-"
+_DAMAGE, _GONE, _NEWER, _UNREADABLE = "damaged", "gone", "newer", "unreadable"
 _SHOWN = 3
+
+_ALONE = World()
 
 _Signature = frozenset[tuple[str, int, int, int]]
 
@@ -50,7 +59,7 @@ class Loaded:
 
     Attributes:
         step: optimizer steps taken.
-        tensors: by name, on the CPU; aliases of tied weights are the same object.
+        stored: the tensors by name, unread; aliases of tied weights are the same object.
         aliases: further names of tensors, each with the name that is stored.
         meta: everything that is not a tensor, as JSON.
         path: its folder.
@@ -58,11 +67,16 @@ class Loaded:
     """
 
     step: int
-    tensors: Mapping[str, Tensor]
+    stored: Mapping[str, Stored]
     aliases: Mapping[str, str]
     meta: Mapping[str, Any]
     path: Path
     messages: tuple[str, ...] = ()
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """The tensors by name, on the CPU; each is read whole when it is asked for."""
+        return Whole(self.stored)
 
 
 @final
@@ -101,16 +115,23 @@ class CheckpointStore:
         """Delete what earlier crashes left unfinished. Only for who holds the run."""
         durable.clean(self.folder)
 
-    def save(self, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> Path:
-        """Write a checkpoint; when this returns it survives a power cut.
+    def save(
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor | Piece],
+        meta: Mapping[str, Any],
+        world: World = _ALONE,
+    ) -> Path:
+        """Write a checkpoint; when this returns it survives a power cut. Collective.
 
         A checkpoint of the same step and state that is already there stands; a damaged one is set
         aside.
 
         Args:
             step: optimizer steps taken.
-            tensors: by name, as `trainer.checkpoint.shards.write` takes them.
-            meta: everything else, as JSON.
+            tensors: by name, the same names on every rank; of one in shards this rank's are stored.
+            meta: everything else, as JSON; the main rank's is stored.
+            world: the ranks that save.
 
         Returns:
             Its folder.
@@ -122,74 +143,104 @@ class CheckpointStore:
             ValueError: `meta` holds NaN or infinity.
         """
         final_path = self.path(step)
-        unfinished = self.folder / f"{durable.UNFINISHED}{final_path.name}-{uuid.uuid4().hex}"
+        unfinished = self.folder / world.on_main(lambda: self._begin(final_path))
         try:
-            durable.make_folders(self.folder)
-            self.clean()
-            durable.make_folder(unfinished)
-            part = shards.write(unfinished, tensors, self._shard_bytes)
-            self._commit(step, unfinished, part, meta)
-        except OSError as error:
-            durable.discard(unfinished)
-            failure = durable.save_error(error, final_path, shards.num_bytes(tensors))
-            raise failure from error
+            own = pieces(tensors, world.rank)
+            parts = world.on_all(lambda: self._write(step, unfinished, own, world.rank))
+            world.on_main(lambda: self._commit(step, unfinished, _manifest(step, own, parts, meta)))
         except (SaveError, TypeError, ValueError):
-            durable.discard(unfinished)
+            if world.is_main:
+                durable.discard(unfinished)
             raise
-        self._prune()
         return final_path
 
-    def load(self, step: int | None = None, *, set_aside: bool = True) -> Loaded:
-        """Read and verify the newest intact checkpoint, or the one of a step.
+    def load(
+        self, step: int | None = None, *, set_aside: bool = True, world: World = _ALONE
+    ) -> Loaded:
+        """Verify the newest intact checkpoint, or the one of a step, and open it. Collective.
 
         Args:
             step: which one; `None` takes the newest that is intact.
             set_aside: whether damaged ones are renamed to `damaged-...`; not for a mere reader.
+            world: the ranks that load; all get the same.
 
         Raises:
             NoCheckpointError: there is none; the text says what is wrong with those there are.
         """
-        steps = self.steps()
+        steps = world.on_main(self.steps)
         messages: list[str] = []
         was_pruned = False
         for candidate in reversed(steps) if step is None else [step] * (step in steps):
-            try:
-                return self._read(candidate, tuple(messages))
-            except DamagedError as damage:
-                messages.append(self._report(candidate, damage, set_aside=set_aside))
-            except NewerFormatError as error:
+            loaded, fault = self._read(candidate, tuple(messages), world)
+            faults = [each for each in world.collect(fault) if each is not None]
+            if loaded is not None and not faults:
+                self._intact[candidate] = _signature(loaded.path)
+                return loaded
+            kind, text = min(faults)  # in order of the alphabet: damage counts most
+            if kind == _NEWER:
                 raise NoCheckpointError(
-                    f"{self.path(candidate)}: written by a newer version ({error}): upgrade"
-                ) from error
-            except OSError as error:
-                was_pruned |= not os.path.lexists(self.path(candidate))
-                messages.append(f"{self.path(candidate)}: unreadable: {error.strerror}")
+                    f"{self.path(candidate)}: written by a newer version ({text}): upgrade"
+                )
+            was_pruned |= kind == _GONE
+            aside = set_aside and kind == _DAMAGE
+            tell = partial(self._report, candidate, kind, text, set_aside=aside)
+            messages.append(world.on_main(tell))
         if was_pruned:  # by the process that trains, which has saved newer ones since
-            return self.load(step, set_aside=set_aside)
+            return self.load(step, set_aside=set_aside, world=world)
         raise self._none(step, steps, messages)
 
-    def _commit(self, step: int, unfinished: Path, part: Part, meta: Mapping[str, Any]) -> None:
-        final_path = self.path(step)
-        manifest = Manifest(
-            step=step, files=part.files, tensors=part.tensors, aliases=part.aliases, meta=meta
-        )
-        durable.write_file(unfinished / manifests.FILE_NAME, [manifests.dump(manifest)])
-        if os.path.lexists(final_path) and self._stands(step, manifest):
-            durable.discard(unfinished)
-            return
-        durable.publish(unfinished, final_path)
-        self._intact[step] = _signature(final_path)
+    def _begin(self, final_path: Path) -> str:
+        """Make the folder that is written into.
 
-    def _stands(self, step: int, manifest: Manifest) -> bool:
+        Raises:
+            SaveError: the disk refused.
+        """
+        name = f"{durable.UNFINISHED}{final_path.name}-{uuid.uuid4().hex}"
+        with _refused(final_path):
+            durable.make_folders(self.folder)
+            self.clean()
+            durable.make_folder(self.folder / name)
+        return name
+
+    def _write(
+        self, step: int, unfinished: Path, own: Mapping[str, Piece], rank: int
+    ) -> dict[str, Any]:
+        """Write what one rank stores, and tell what that is, in JSON.
+
+        Raises:
+            SaveError: the disk refused.
+        """
+        with _refused(self.path(step), num_bytes(own)):
+            part = shards.write(unfinished, own, rank=rank, shard_bytes=self._shard_bytes)
+        return asdict(part)
+
+    def _commit(self, step: int, unfinished: Path, manifest: Manifest) -> None:
+        """Give a checkpoint that all ranks have written its name, and prune older ones.
+
+        Raises:
+            SaveError: the disk refused, or the name is taken.
+        """
+        final_path = self.path(step)
+        with _refused(final_path):
+            durable.write_file(unfinished / manifests.FILE_NAME, [manifests.dump(manifest)])
+            if os.path.lexists(final_path) and self._stands(step, unfinished, manifest):
+                durable.discard(unfinished)
+            else:
+                durable.publish(unfinished, final_path)
+                self._intact[step] = _signature(final_path)
+        self._prune()
+
+    def _stands(self, step: int, unfinished: Path, manifest: Manifest) -> bool:
         """Whether the step has an intact checkpoint of the same state; damaged ones make room.
 
         Raises:
             SaveError: it has one of another state.
         """
         try:
-            same = _trained(verify(self.path(step), step)) == _trained(manifest)
+            same = _same_training(self.path(step), step, unfinished, manifest)
         except DamagedError as damage:
-            _logger.warning("%s", self._report(step, damage, set_aside=True))
+            report = self._report(step, _DAMAGE, str(damage), set_aside=True)
+            _logger.warning("%s", report)
             return False
         except NewerFormatError:
             same = False
@@ -200,20 +251,32 @@ class CheckpointStore:
             )
         return True
 
-    def _read(self, step: int, messages: tuple[str, ...]) -> Loaded:
+    def _read(
+        self, step: int, messages: tuple[str, ...], world: World
+    ) -> tuple[Loaded | None, tuple[str, str] | None]:
+        """Verify this rank's share of a checkpoint and open it, or tell what is wrong with it."""
         path = self.path(step)
-        manifest = verify(path, step)
-        self._intact[step] = _signature(path)
-        tensors = shards.read(path, manifest.files, manifest.tensors)
-        tensors |= {alias: tensors[name] for alias, name in manifest.aliases.items()}
-        return Loaded(
+        try:
+            manifest = verify(path, step, rank=world.rank, size=world.size)
+            stored, files = stored_in(path, manifest.tensors, manifest.aliases)
+            for name in share(manifest, world.rank, world.size):
+                files.open(name)
+        except DamagedError as damage:
+            return None, (_DAMAGE, str(damage))
+        except NewerFormatError as error:
+            return None, (_NEWER, str(error))
+        except OSError as error:
+            kind = _UNREADABLE if os.path.lexists(path) else _GONE
+            return None, (kind, str(error.strerror))
+        loaded = Loaded(
             step=step,
-            tensors=tensors,
+            stored=stored,
             aliases=manifest.aliases,
             meta=manifest.meta,
             path=path,
             messages=messages,
         )
+        return loaded, None
 
     def _prune(self) -> None:
         """Delete what is older than the `keep` newest intact ones; damaged ones do not count."""
@@ -242,9 +305,9 @@ class CheckpointStore:
         self._intact[step] = _signature(path)
         return True
 
-    def _report(self, step: int, damage: DamagedError, *, set_aside: bool) -> str:
+    def _report(self, step: int, kind: str, text: str, *, set_aside: bool) -> str:
         path = self.path(step)
-        message = f"{path}: damaged: {damage}"
+        message = f"{path}: {_UNREADABLE if kind == _GONE else kind}: {text}"
         if not set_aside:
             return message
         aside = self._free_name(path)
@@ -273,52 +336,48 @@ class CheckpointStore:
         return NoCheckpointError(f"{self.folder}: no checkpoint here")
 
 
-def verify(path: Path, step: int | None = None) -> Manifest:
-    """Check that a checkpoint's folder holds exactly what was written, bit for bit.
-
-    Args:
-        path: its folder.
-        step: the step it must be of; `None` accepts any.
-
-    Raises:
-        DamagedError: it does not.
-        NewerFormatError: it is whole, and of another format version.
-        OSError: it cannot be read.
-    """
-    entries = _entries(path)
-    if manifests.FILE_NAME not in entries:
-        raise DamagedError(f"{manifests.FILE_NAME} is missing")
-    if entries[manifests.FILE_NAME].st_size > manifests.MAX_BYTES:
-        raise DamagedError(f"{manifests.FILE_NAME} is too large")
-    manifest = manifests.parse((path / manifests.FILE_NAME).read_bytes())
-    if step is not None and manifest.step != step:
-        raise DamagedError(f"it is of step {manifest.step}")
-    del entries[manifests.FILE_NAME]
-    if different := sorted(entries.keys() ^ manifest.files.keys()):
-        name = different[0]
-        raise DamagedError(f"{name!r:.80} is {'missing' if name in manifest.files else 'foreign'}")
-    for name, content in manifest.files.items():
-        if entries[name].st_size != content.size:
-            raise DamagedError(f"{name} has {entries[name].st_size} bytes, not {content.size}")
-        with (path / name).open("rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != content.sha256:
-                raise DamagedError(f"{name} does not match its SHA-256")
-    return manifest
+def _manifest(
+    step: int, own: Mapping[str, Piece], parts: Sequence[Mapping[str, Any]], meta: Mapping[str, Any]
+) -> Manifest:
+    """Put together what all ranks wrote."""
+    aliases = aliases_of(own)
+    found: dict[str, list[Slice]] = {name: [] for name in own if name not in aliases}
+    for part in parts:
+        for name, told in part["slices"].items():
+            found[name].append(Slice(**told))
+    return Manifest(
+        step=step,
+        files={name: Written(**told) for part in parts for name, told in part["files"].items()},
+        tensors={
+            name: Entry(
+                tuple(own[name].shape),
+                shards.DTYPES[own[name].dtype],
+                tuple(sorted(slices, key=lambda each: each.start)),
+            )
+            for name, slices in found.items()
+        },
+        aliases=aliases,
+        meta=meta,
+    )
 
 
-def _entries(path: Path) -> dict[str, os.stat_result]:
-    """List a checkpoint's files.
+@contextmanager
+def _refused(path: Path, needed: int | None = None) -> Iterator[None]:
+    """Say in one line why a checkpoint cannot be written.
+
+    Yields:
+        Nothing.
 
     Raises:
-        DamagedError: there are links, folders or devices, or the folder itself is one.
+        SaveError: the disk refused, or the ranks wrote what does not fit together.
     """
-    if not stat.S_ISDIR(path.lstat().st_mode):
-        raise DamagedError("it is not a folder")
-    entries = {entry.name: entry.lstat() for entry in path.iterdir()}
-    for name, status in entries.items():
-        if not stat.S_ISREG(status.st_mode):
-            raise DamagedError(f"{name!r:.80} is not a plain file")
-    return entries
+    try:
+        yield
+    except DamagedError as error:
+        raise SaveError(f"{path}: could not be written: {error}") from error
+    except OSError as error:
+        failure = durable.save_error(error, path, needed)
+        raise failure from error
 
 
 def _signature(path: Path) -> _Signature:
@@ -329,6 +388,18 @@ def _signature(path: Path) -> _Signature:
     )
 
 
-def _trained(manifest: Manifest) -> dict[str, object]:
-    """Take what the steps determine; random states may have moved on since (an evaluation)."""
-    return {name: file for name, file in manifest.files.items() if not name.startswith("state")}
+def _same_training(path: Path, step: int, unfinished: Path, manifest: Manifest) -> bool:
+    """Whether two checkpoints hold what the steps determine alike, on however many ranks written.
+
+    Random states may have moved on since (an evaluation).
+    """
+    other = verify(path, step)
+    names, theirs = (
+        {name for name in each.tensors if name.startswith(("model.", "optimizer."))}
+        for each in (manifest, other)
+    )
+    return names == theirs and same_bits(
+        stored_in(unfinished, manifest.tensors, {})[0],
+        stored_in(path, other.tensors, {})[0],
+        names,
+    )

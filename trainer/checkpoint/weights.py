@@ -13,15 +13,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from trainer import durable
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint import shards
 from trainer.checkpoint.manifest import DamagedError, NewerFormatError
+from trainer.checkpoint.pieces import find_aliases
 from trainer.checkpoint.state import check_tensors, load_model, model_tensors
-from trainer.checkpoint.store import CheckpointStore, Loaded, verify
+from trainer.checkpoint.store import CheckpointStore, Loaded
+from trainer.checkpoint.stored import Stored, stored_file, stored_in
+from trainer.checkpoint.verification import verify
 from trainer.errors import ConfigError, NoCheckpointError
+from trainer.world import World
 
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
@@ -30,12 +34,13 @@ CHECKPOINTS = "checkpoints"
 _MODEL = "model."
 
 
-def load_weights(model: nn.Module, path: Path) -> Path:
-    """Fill a model with stored weights and buffers. Collective where parameters are sharded.
+def load_weights(model: nn.Module, path: Path, world: World | None = None) -> Path:
+    """Fill a model with stored weights and buffers. Collective.
 
     Args:
         model: of the architecture that was stored.
         path: a run, one of its checkpoints, an exported folder, or a safetensors file.
+        world: the ranks that load, each the rows it holds.
 
     Returns:
         The folder or file that was read.
@@ -43,13 +48,29 @@ def load_weights(model: nn.Module, path: Path) -> Path:
     Raises:
         NoCheckpointError: nothing usable is there, or it does not fit the model.
     """
-    source, found = _read(path)
+    source, found = _find(path, world or World())
+    _fill(model, found, source)
+    return source
+
+
+def take_weights(model: nn.Module, loaded: Loaded) -> None:
+    """Fill a model with a verified checkpoint's weights and buffers.
+
+    Raises:
+        NoCheckpointError: they do not fit the model, or can no longer be read.
+    """
+    _fill(model, _weights(loaded.stored), loaded.path)
+
+
+def _fill(model: nn.Module, found: dict[str, Stored], source: Path) -> None:
     expected = model_tensors(model)
-    for alias, name in shards.find_aliases(expected).items():
+    for alias, name in find_aliases(expected).items():
         _tie(found, alias, name)
     check_tensors(found, expected, source, "init= needs weights of this very model")
-    load_model(model, found)
-    return source
+    try:
+        load_model(model, found)
+    except (DamagedError, OSError) as error:
+        raise NoCheckpointError(f"{source}: changed while it was read: {error}") from error
 
 
 def export(loaded: Loaded, to: Path, config: Mapping[str, Any]) -> Path:
@@ -71,7 +92,7 @@ def export(loaded: Loaded, to: Path, config: Mapping[str, Any]) -> Path:
         raise ConfigError(f"export.to: {to} is not empty: name a new folder")
     weights = {
         name.removeprefix(_MODEL): tensor
-        for name, tensor in loaded.tensors.items()
+        for name, tensor in loaded.stored.items()
         if name.startswith(_MODEL) and name not in loaded.aliases
     }
     unfinished = to.with_name(f"{durable.UNFINISHED}{to.name}-{uuid.uuid4().hex}")
@@ -85,50 +106,61 @@ def export(loaded: Loaded, to: Path, config: Mapping[str, Any]) -> Path:
         durable.publish(unfinished, to)
     except OSError as error:
         durable.discard(unfinished)
-        failure = durable.save_error(error, to, shards.num_bytes(weights))
+        failure = durable.save_error(error, to, sum(each.nbytes for each in weights.values()))
         raise failure from error
     return to
 
 
-def _read(path: Path) -> tuple[Path, dict[str, Tensor]]:
-    """Find out what a path is, and read the weights in it, by plain name.
+def _find(path: Path, world: World) -> tuple[Path, dict[str, Stored]]:
+    """Find out what a path is, and the weights in it, by plain name. Collective.
+
+    Raises:
+        NoCheckpointError: nothing usable is there.
+    """
+    if (path / CHECKPOINTS).is_dir():
+        loaded = CheckpointStore(path / CHECKPOINTS).load(set_aside=False, world=world)
+        return loaded.path, _weights(loaded.stored)
+    found: list[dict[str, Stored]] = []
+
+    def find() -> None:
+        found.append(_found(path, world))
+
+    world.on_all(find)
+    return path, found[0]
+
+
+def _found(path: Path, world: World) -> dict[str, Stored]:
+    """List the weights in a checkpoint, an exported folder or a file, by plain name.
 
     Raises:
         NoCheckpointError: nothing usable is there.
     """
     try:
         if path.is_file():
-            return path, shards.read_file(path)
-        if (path / CHECKPOINTS).is_dir():
-            loaded = CheckpointStore(path / CHECKPOINTS).load(set_aside=False)
-            return loaded.path, _weights(loaded.tensors)
+            return stored_file(path)
         if (path / manifests.FILE_NAME).is_file():
-            return path, _read_checkpoint(path)
+            manifest = verify(path, rank=world.rank, size=world.size)
+            stored, files = stored_in(path, manifest.tensors, manifest.aliases)
+            for name in manifest.files:
+                files.open(name)
+            return _weights(stored)
         if (path / WEIGHTS).is_file():
-            return path, shards.read_file(path / WEIGHTS)
+            return stored_file(path / WEIGHTS)
     except (DamagedError, NewerFormatError) as error:
-        raise NoCheckpointError(f"{path}: cannot be used: {error}") from error
+        raise NoCheckpointError(f"init={path}: cannot be used: {error}") from error
     except OSError as error:
-        raise NoCheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+        raise NoCheckpointError(f"init={path}: cannot be read: {error.strerror}") from error
     raise NoCheckpointError(
-        f"{path}: no weights here: name a run folder, a checkpoint, an exported folder, or a "
+        f"init={path}: no weights here: name a run folder, a checkpoint, an exported folder, or a "
         "safetensors file"
     )
 
 
-def _read_checkpoint(path: Path) -> dict[str, Tensor]:
-    manifest = verify(path)
-    model_files = {shape.file for n, shape in manifest.tensors.items() if n.startswith(_MODEL)}
-    tensors = shards.read(path, sorted(model_files), manifest.tensors)
-    aliases = {a: tensors[n] for a, n in manifest.aliases.items() if n in tensors}
-    return _weights(tensors | aliases)
+def _weights(stored: Mapping[str, Stored]) -> dict[str, Stored]:
+    return {n.removeprefix(_MODEL): t for n, t in stored.items() if n.startswith(_MODEL)}
 
 
-def _weights(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {n.removeprefix(_MODEL): t for n, t in tensors.items() if n.startswith(_MODEL)}
-
-
-def _tie(found: dict[str, Tensor], alias: str, name: str) -> None:
+def _tie(found: dict[str, Stored], alias: str, name: str) -> None:
     """Give a tied weight its other name, whichever of the two was stored."""
     if alias not in found and name in found:
         found[alias] = found[name]
