@@ -195,7 +195,19 @@ def micro_batch(held: dict[str, int], size: int) -> MicroBatch:
     )
 
 
-@settings(max_examples=50, deadline=None)
+def test_a_metric_with_weight_makes_no_step_of_losses_without():
+    objective = Tags(Classify(class_weights=[0.0] * VOCABULARY))
+    bench = Bench(Fixed(micro=4), objective=objective, model=lambda: TinyLM(norm=nn.BatchNorm1d(8)))
+    before = {name: value.clone() for name, value in bench.module.state_dict().items()}
+    batch = bench.feed.next()
+    assert sum(m.weights["accuracy"] for m in batch.micro_batches) > 0
+    assert train_step(bench.kit, batch).skipped == NO_LOSS_TERMS
+    assert not bench.kit.optimizer.state
+    after = bench.module.state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+@settings(max_examples=50)
 @given(st.lists(st.tuples(weights, st.integers(0, 5)), min_size=1, max_size=6), st.randoms())
 def test_divisors_are_those_of_the_whole_batch_however_it_is_cut(held, shuffle):
     parts = [micro_batch(*each) for each in held]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 import torch
@@ -24,15 +24,17 @@ from tests.run_support import (
     state,
     steps,
 )
+from tests.run_toys import Greedy
+from trainer.commands import train
 from trainer.out_of_memory import Thrash, allocator_retries
+from trainer.plan.cuts import Auto
 from trainer.tune.tensors import PeakBytes
+from trainer.world import World
 
 CRAMPED = f"accum.gradient._target_={TOYS}.Cramped"
 
 
-@pytest.fixture(autouse=True)
-def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("own_folder")
 
 
 def test_a_device_of_a_stated_size_is_filled_and_never_overrun() -> None:
@@ -114,12 +116,21 @@ def test_a_memory_too_small_for_the_longest_sample_is_told_before_training(
 
 
 def test_an_update_that_runs_out_of_memory_is_never_tried_again(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    update, tried = Greedy.step, []
+
+    def counted(optimizer: Greedy) -> None:
+        tried.append(optimizer.left)
+        update(optimizer)
+
+    monkeypatch.setattr(Greedy, "step", counted)
     line = f"optimizer._target_={TOYS}.Greedy optimizer.after=2 checkpoint.every=2"
     assert shell(" ".join(overrides(line))) == 5
     (said,) = capsys.readouterr().err.splitlines()
     assert "in the update of Greedy, which is never tried again" in said
+    assert tried[-3:] == [2, 1, 0], "predicting memory steps copies, before"
+    assert tried.count(0) == 1
     run = only_run()
     assert len(steps(run)) == 2
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000002"]
@@ -203,9 +214,48 @@ def test_an_allocator_that_thrashes_gets_smaller_pieces_before_it_fails(
     assert all(entry.get("replays", 0) == 0 for entry in steps(run))
 
 
-def test_a_tuned_cap_fits_where_the_largest_would_not() -> None:
-    """A wrong prediction, too, ends in smaller pieces and the same loss."""
-    plain = go("accum=auto steps=3 batch.global=40")
-    run = go(f"accum=auto steps=3 batch.global=40 {CRAMPED} accum.gradient.limit=12000")
-    assert sum(entry.get("replays", 0) for entry in steps(run)) >= 1
-    assert curve(run, "loss") == pytest.approx(curve(plain, "loss"), rel=1e-6)
+@pytest.mark.parametrize("after", [0, 2])
+def test_a_device_smaller_than_the_tuner_was_told_costs_replays_and_no_bit(
+    after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tuned for more than there is, or more than there is left after two steps."""
+    line = f"accum=auto steps=4 batch.global=40 model.dropout=0.4 {CRAMPED}"
+    line = f"{line} accum.gradient.after={after}"
+    plain = go(f"{line} accum.gradient.limit={2**40}")
+    lied_to = go(f"{line} accum.gradient.limit=12000")
+    replays = [entry.get("replays", 0) for entry in steps(lied_to)]
+    assert [bool(count) for count in replays] == [step == after for step in range(4)]
+    lowered = meta(lied_to)["extra"]["cut"]["state"]["lowered"]
+    assert lowered < meta(plain)["extra"]["cut"]["state"]["max_tokens"]
+    if after:
+        assert curve(lied_to, "loss")[:after] == curve(plain, "loss")[:after]
+        return
+    tuned = Auto.tuned
+    monkeypatch.setattr(
+        Auto, "tuned", lambda *found: replace(tuned(*found), lowered=lowered), raising=True
+    )
+    told = go(f"{line} accum.gradient.limit={2**40}")
+    assert curve(told, "loss") == curve(lied_to, "loss")
+    assert curve(told, "micro_batches") == curve(lied_to, "micro_batches")
+    assert_same_bits(state(told), state(lied_to))
+
+
+def test_retries_of_the_device_s_allocator_make_smaller_pieces(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Read from the statistics of the device, heard on the rank, told to all, answered once."""
+    asked: list[torch.device] = []
+    retries = iter([7, 7, 8, 11, 11, 11, 11])
+
+    def memory_stats(device: torch.device) -> dict[str, int]:
+        asked.append(device)
+        return {"num_alloc_retries": next(retries), "num_ooms": 0}
+
+    device, heard = torch.device("cuda", 0), train._is_thrashing
+    monkeypatch.setattr(torch.cuda, "memory_stats", memory_stats)
+    monkeypatch.setattr(train, "_is_thrashing", lambda _: heard(World(device=device)))
+    run = go("accum=budget accum.max_tokens=96 steps=6 batch.global=7")
+    assert curve(run, "micro_batches")[:3] == [1, 1, 1]
+    assert curve(run, "micro_batches")[3] > 1
+    assert capsys.readouterr().out.count("memory was short two steps in a row") == 1
+    assert asked == [device] * 7

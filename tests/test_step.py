@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import random
+
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from tests.support import EXACT, WRONG, Bench, RaggedText, TinyLM, relative_error
+from trainer.accumulate import snapshot
 from trainer.accumulate.base import GradientStrategy
 from trainer.accumulate.sum import Sum
-from trainer.errors import DoesNotFitError
+from trainer.errors import DoesNotFitError, NonFiniteError
+from trainer.models.statistics import batch_statistics
 from trainer.plan.cut import Cut
 from trainer.plan.cuts import Budget, Fixed
 from trainer.step import NO_LOSS_TERMS, NOT_FINITE, train_step
@@ -173,7 +178,7 @@ class Failing(GradientStrategy):
 @pytest.mark.parametrize("dtype", PRECISIONS, ids=str)
 def test_running_out_of_memory_replays_the_same_batch_bit_for_bit(at, phase, dtype):
     def model() -> nn.Module:
-        return TinyLM(dropout=0.3, norm=nn.BatchNorm1d(8))
+        return TinyLM(dropout=0.3)
 
     cut = Budget(max_tokens=90)
     failing = Bench(cut, dtype, model=model, strategy=Failing(at, phase))
@@ -197,6 +202,131 @@ def test_running_out_of_memory_replays_the_same_batch_bit_for_bit(at, phase, dty
     assert any(not torch.equal(value, other[name]) for name, value in expected.items())
 
 
+@pytest.mark.parametrize("phase", ["forward", "backward", "between"])
+@pytest.mark.parametrize("at", [0, 1, 3])
+def test_where_statistics_are_a_micro_batch_s_own_it_is_tried_again_and_not_cut(at, phase):
+    def model() -> nn.Module:
+        return TinyLM(dropout=0.3, norm=nn.BatchNorm1d(8))
+
+    cut = Fixed(micro=4)
+    failing = Bench(cut, model=model, strategy=Failing(at, phase))
+    reference = Bench(cut, model=model)
+    for replays in (1, 0):
+        assert train_step(failing.kit, failing.feed.next()).replays == replays
+        train_step(reference.kit, reference.feed.next())
+    assert failing.feed.cut == cut
+    expected = reference.module.state_dict()
+    assert all(
+        torch.equal(value, expected[name]) for name, value in failing.module.state_dict().items()
+    )
+
+
+class Codebook(TinyLM):
+    """Moves what no gradient updates, and computes with it."""
+
+    def __init__(self, large: int = 0) -> None:
+        super().__init__()
+        self.code = nn.Parameter(torch.zeros(8), requires_grad=False)
+        self.plain = torch.zeros(1)
+        self.listed = [torch.zeros(1)]
+        self.replaced = torch.zeros(1)
+        self.register_buffer("hidden", torch.zeros(1))
+        self.register_buffer("table", torch.zeros(large + 1))
+        self.calls, self.at = 0, 1
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        self.calls += 1
+        with torch.no_grad():
+            self.code += 0.1
+            self.plain += 0.1
+            self.listed[0] += 0.1
+            self.replaced = self.replaced + 0.1
+            self.hidden.data.add_(0.1)
+            if self.calls >= self.at:
+                self.table.data.add_(0.1)
+        moved = self.plain + self.listed[0] + self.replaced + self.hidden + self.table[-1]
+        return super().forward(input_ids) * (1 + self.code.sum() + moved)
+
+    def state(self) -> list[Tensor]:
+        return [*self.state_dict().values(), self.plain, self.listed[0], self.replaced]
+
+
+LARGE = snapshot.SMALL_BYTES  # elements, of several bytes each
+
+
+@pytest.mark.parametrize("large", [0, LARGE])
+@pytest.mark.parametrize("failing_step", [1, 2])
+def test_a_replay_begins_with_what_forwards_moved_as_it_was(large, failing_step):
+    strategy = Failing(1, "forward")
+    failing = Bench(Fixed(micro=4), model=lambda: Codebook(large), strategy=strategy)
+    strategy.done = True
+    cuts = []
+    for step in range(1, 4):
+        strategy.done = step != failing_step
+        assert train_step(failing.kit, failing.feed.next()).replays == (step == failing_step)
+        cuts.append(failing.feed.cut)
+    reference = Bench(Fixed(micro=4), model=lambda: Codebook(large))
+    for cut in cuts:
+        reference.feed.cut = cut
+        train_step(reference.kit, reference.feed.next())
+    pairs = zip(failing.module.state(), reference.module.state(), strict=True)
+    assert all(torch.equal(found, expected) for found, expected in pairs)
+
+
+def test_what_moved_for_the_first_time_without_a_copy_ends_the_run_and_is_named(monkeypatch):
+    monkeypatch.setattr(snapshot, "UNSEEN_BYTES", 0)
+    bench = Bench(Fixed(micro=4), model=lambda: Codebook(LARGE), strategy=Failing(1, "forward"))
+    with pytest.raises(DoesNotFitError, match="step 1: out of memory, and table moved for the fir"):
+        train_step(bench.kit, bench.feed.next())
+
+
+def test_what_is_not_finite_and_cannot_be_put_back_ends_the_run(monkeypatch):
+    monkeypatch.setattr(snapshot, "UNSEEN_BYTES", 0)
+    bench = Bench(Fixed(micro=4), model=lambda: Codebook(LARGE))
+    with torch.no_grad():
+        bench.module.head.bias.fill_(float("nan"))
+    with pytest.raises(NonFiniteError, match="step 1: loss or gradient not finite, and table"):
+        train_step(bench.kit, bench.feed.next())
+
+
+def test_large_state_that_stays_is_not_copied_after_the_first_step():
+    bench = Bench(Fixed(micro=4), model=lambda: Codebook(LARGE))
+    bench.module.at = 10**9
+    train_step(bench.kit, bench.feed.next())
+    bench.kit.snapshot.take()
+    copied = [place for place in bench.kit.snapshot._places if place.copy is not None]
+    assert copied
+    assert all(place.is_small for place in copied)
+
+
+class Wild(TinyLM):
+    """Draws from Python's and NumPy's global generators."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return super().forward(input_ids) * (random.random() + np.random.rand())
+
+
+def test_draws_of_python_and_numpy_follow_from_the_seed():
+    losses = []
+    for disturbance in (0, 1):
+        random.seed(disturbance)
+        np.random.seed(disturbance)
+        bench = Bench(Fixed(micro=4), model=Wild)
+        losses.append(float(train_step(bench.kit, bench.feed.next()).loss))
+    assert losses[0] == losses[1]
+
+
+def test_a_frozen_norm_does_not_bind_the_step_to_its_cut():
+    bench = Bench(
+        Fixed(micro=4),
+        model=lambda: TinyLM(norm=nn.BatchNorm1d(8)),
+        strategy=Failing(0, "forward"),
+    )
+    bench.module.norm.eval()
+    assert train_step(bench.kit, bench.feed.next()).replays == 1
+    assert bench.feed.cut == Fixed(micro=2)
+
+
 class NeverFits(GradientStrategy):
     def backward(self, model, objective, micro_batches, divisors, sync):
         raise torch.OutOfMemoryError("injected")
@@ -209,6 +339,30 @@ def test_one_sample_that_does_not_fit_is_named_with_its_length(cut):
     sample, length = batch.largest_sample()
     with pytest.raises(DoesNotFitError, match=f"sample {sample} of {length} tokens"):
         train_step(bench.kit, batch)
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"model": lambda: TinyLM(norm=nn.BatchNorm1d(8))}, "norm is BatchNorm, which normalises"),
+        ({"normalizer": "micro_batches"}, "a mean of means changes with the cut"),
+    ],
+    ids=["BatchNorm", "a mean of means"],
+)
+def test_what_is_bound_to_its_cut_ends_when_memory_runs_out_twice(settings, why):
+    class Counted(NeverFits):
+        calls = 0
+
+        def backward(self, *args):
+            self.calls += 1
+            super().backward(*args)
+
+    strategy = Counted()
+    bench = Bench(Fixed(micro=5), strategy=strategy, **settings)
+    with pytest.raises(DoesNotFitError, match=rf"step 1: out of memory twice, and {why}.*micro"):
+        train_step(bench.kit, bench.feed.next())
+    assert strategy.calls == 2
+    assert bench.feed.cut == Fixed(micro=5)
 
 
 def test_an_error_that_is_not_about_memory_is_not_swallowed():
@@ -234,3 +388,12 @@ def test_loading_processes_change_neither_order_nor_bits(num_workers):
         assert all(torch.equal(v, expected[n]) for n, v in other.parameters().items())
     finally:
         other.feed.close()
+
+
+def test_only_a_norm_that_normalises_within_its_micro_batch_binds_the_model_to_its_cut():
+    model = TinyLM(norm=nn.BatchNorm1d(8))
+    assert batch_statistics(model) == "norm"
+    model.norm.eval()
+    assert batch_statistics(model) is None
+    model.norm = nn.BatchNorm1d(8, track_running_stats=False).eval()
+    assert batch_statistics(model) == "norm"

@@ -15,7 +15,7 @@ from trainer.data.loader import Loader, Request
 from trainer.errors import DoesNotFitError, Preempted
 from trainer.micro_batch import to_device
 from trainer.objectives.base import Objective
-from trainer.out_of_memory import AllocationGuard
+from trainer.out_of_memory import AllocationGuard, release_memory
 from trainer.parallel import Parallel
 from trainer.plan.cut import IntArray, Layout
 from trainer.plan.cuts import Budget
@@ -90,6 +90,7 @@ def evaluate(
     world.note("evaluation")
     found = _attempt(model, objective, held_out, world, was_asked)
     while world.any(found is None):
+        release_memory()
         held_out = _smaller(held_out)
         found = _attempt(model, objective, held_out, world, was_asked)
     assert found is not None

@@ -2,19 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import final
 
 import torch
 
+from trainer.errors import DoesNotFitError, TrainError
+
+_FAILED = re.compile(
+    r"(\[enforce fail.*\] .*)?DefaultCPUAllocator: (can't allocate|not enough) memory"
+    r"|(CUDA|HIP) (error: )?out of memory"
+    r"|(CUDA|HIP|cuDNN|MIOpen) error: \w*ALLOC(ATION)?_?FAILED"
+    r"|std::bad_alloc$",
+    re.IGNORECASE,
+)
+"""How messages begin that say so: of allocators, of driver calls, and of libraries that make room
+for themselves, such as `CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling ...`."""
+
+_NOT_INITIALIZED = re.compile(r"(CUDA|cuDNN) error: (CUBLAS|CUDNN)_STATUS_NOT_INITIALIZED")
+"""What the same libraries say when memory is too short to set themselves up, among other things."""
+
+_FROM_WORKER = re.compile(r"Caught \w+ in DataLoader worker process")
+
+SCARCE_BYTES = 256 * 2**20
+"""Free memory of a device below which a library that could not set itself up lacked memory."""
+
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Tell an allocation failure, of the device's allocator or the CPU's, from any other error."""
-    return isinstance(error, torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError)
-        and "DefaultCPUAllocator: can't allocate memory" in str(error)
-    )
+    """Tell an allocation failure, of a device's allocator or the host's, from any other error.
+
+    So it is when another error was raised from it, as compilers and models do. A `TrainError` has
+    said already what it is, and what failed in a loading process failed in another's memory.
+    """
+    seen = set()
+    while isinstance(error, Exception) and not isinstance(error, TrainError):
+        if id(error) in seen or _FROM_WORKER.match(str(error)):
+            return False
+        if _is_failed_allocation(error):
+            return True
+        seen.add(id(error))
+        error = error.__cause__ or getattr(error, "inner_exception", None)
+    return False
+
+
+def _is_failed_allocation(error: Exception) -> bool:
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    if not isinstance(error, RuntimeError):
+        return False
+    text = str(error)
+    return bool(_FAILED.match(text)) or (bool(_NOT_INITIALIZED.match(text)) and _is_scarce())
+
+
+def _is_scarce() -> bool:
+    """Whether the current device has next to no memory that no allocator holds."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # untyped in torch
+        return False
+    free, _ = torch.cuda.mem_get_info()
+    return free < SCARCE_BYTES
 
 
 @final
@@ -39,6 +88,29 @@ class AllocationGuard:
     ) -> bool:
         self.failed = is_out_of_memory(error)
         return self.failed
+
+
+@contextmanager
+def fatal(what: str) -> Iterator[None]:
+    """End the run with one line when an allocation fails in this block, which cannot be repeated.
+
+    Args:
+        what: ran out of memory, and the remedy.
+
+    Raises:
+        DoesNotFitError: it did.
+    """
+    with AllocationGuard() as guard:
+        yield
+    if guard.failed:
+        raise DoesNotFitError(f"out of memory {what}")
+
+
+def release_memory() -> None:
+    """Free what a failed attempt left: tensors in cycles, and the device's cached blocks."""
+    gc.collect()
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # untyped in torch
+        torch.cuda.empty_cache()
 
 
 THRASHING = 2

@@ -4,23 +4,30 @@ Between gathering and reducing no collective runs, so a rank may run out of memo
 value that is not finite; one small vector is agreed on, and only then do gradients meet. The
 same global batch is replayed under smaller micro-batches, or the whole step is skipped, alike on
 every rank.
+
+Where the cut is a part of what is computed (a mean of means, BatchNorm's statistics), smaller
+micro-batches would make another step. There the same ones are tried once more, since what failed
+may have been another's memory or fragmentation, and then the run ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, Self, TypeVar, final
+from functools import cached_property
+from typing import Any, Generic, Protocol, Self, TypeVar, final
 
 import torch
 from torch import Tensor
 
 from trainer.accumulate.base import Divisors, GradientStrategy
 from trainer.accumulate.normalizer import Kind, divisors
-from trainer.errors import DoesNotFitError
-from trainer.micro_batch import MicroBatch
-from trainer.objectives.base import Objective
-from trainer.out_of_memory import AllocationGuard
+from trainer.accumulate.snapshot import Snapshot
+from trainer.errors import DoesNotFitError, NonFiniteError, TrainError
+from trainer.micro_batch import Fields, MicroBatch
+from trainer.models.statistics import batch_statistics
+from trainer.objectives.base import ModelCall, Objective, Sums
+from trainer.out_of_memory import AllocationGuard, fatal, release_memory
 from trainer.parallel import Parallel
 from trainer.scheduler import Schedule, apply_factor
 from trainer.sync import SyncPolicy
@@ -43,6 +50,9 @@ class StepBatch(Protocol):
 
     def smaller(self) -> Self | None:
         """Cut the same global batch into smaller micro-batches; None at one sample each."""
+
+    def smallest(self) -> MicroBatch:
+        """Give the sample that needs least memory, in a micro-batch of its own."""
 
     def largest_sample(self) -> tuple[int, int]:
         """Name the sample that needs most memory: its id and its length in tokens."""
@@ -77,6 +87,11 @@ class Kit:
     clip_norm: float | None
     world: World
 
+    @cached_property
+    def snapshot(self) -> Snapshot:
+        """What forwards move, as it was before the step; it learns from step to step."""
+        return Snapshot(self.model.module)
+
 
 @final
 @dataclass(frozen=True, kw_only=True)
@@ -110,29 +125,75 @@ def train_step(kit: Kit, batch: Batch) -> StepReport[Batch]:
     Raises:
         DoesNotFitError: even one sample per micro-batch runs out of memory.
     """
-    kit.world.note("agree", step=batch.step)
+    kit.world.note("weigh", step=batch.step)
     factor = kit.schedule.factor(batch.step - 1, kit.total_steps)
     apply_factor(kit.optimizer, kit.base_lrs, factor)
     lr = kit.lr * factor
-    buffers = [buffer.clone() for buffer in kit.model.module.buffers()]
-    loss, batch, replays = _accumulate(kit, batch, buffers)
+    with fatal("where the step begins: lower accum.max_tokens or accum.micro"):
+        kit.snapshot.take()
+    loss, batch, replays = _accumulate(kit, batch)
     if loss is None:
         nothing = torch.zeros((), device=kit.world.device)
         return StepReport(
-            batch=batch, loss=nothing, grad_norm=nothing, lr=lr, skipped=NO_LOSS_TERMS
+            batch=batch,
+            loss=nothing,
+            grad_norm=nothing,
+            lr=lr,
+            skipped=NO_LOSS_TERMS,
+            replays=replays,
         )
+    kit.world.note("update")
     norm = kit.model.gradient_norm()
     # The step's only host sync: an update must not be launched before its gradient is known good.
     if not bool(torch.isfinite(loss + norm)):
-        _undo(kit.model, buffers)
+        kit.model.drop_gradients()
+        _put_back(kit, batch.step, NonFiniteError("loss or gradient not finite"))
+        kit.snapshot.settle()
         return StepReport(
             batch=batch, loss=loss, grad_norm=norm, lr=lr, skipped=NOT_FINITE, replays=replays
         )
-    kit.world.note("update")
     if kit.clip_norm is not None:
         kit.model.scale_gradients(torch.clamp(kit.clip_norm / (norm + 1e-6), max=1.0))
     _update(kit)
+    kit.snapshot.settle()
     return StepReport(batch=batch, loss=loss, grad_norm=norm, lr=lr, replays=replays)
+
+
+def _put_back(kit: Kit, step: int, why: TrainError) -> None:
+    """Put back what forwards moved. Collective.
+
+    Raises:
+        why: it cannot be: something large moved for the first time, and there is no copy of it.
+    """
+    lost = kit.snapshot.restore()
+    if kit.world.any(lost is not None):
+        raise type(why)(
+            f"step {step}: {why}, and {lost or 'state of another rank'} moved for the first time, "
+            "too large to be copied before it was known to move: resume= or start again, and "
+            "lower accum.max_tokens or accum.micro if memory is short"
+        )
+
+
+@final
+class _Heard(Objective):
+    """An objective as it is, that tells which of the names it weighs are losses."""
+
+    def __init__(self, objective: Objective) -> None:
+        self._objective = objective
+        self.losses: frozenset[str] = frozenset()
+        self.scope = objective.scope
+        self.group_size = objective.group_size
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - what a strategy asks of its objective
+        return getattr(self._objective, name)
+
+    def weights(self, fields: Fields) -> Mapping[str, float]:
+        return self._objective.weights(fields)
+
+    def sums(self, model: ModelCall, fields: Fields) -> Sums:
+        sums = self._objective.sums(model, fields)
+        self.losses |= sums.losses.keys()
+        return sums
 
 
 def _update(kit: Kit) -> None:
@@ -141,91 +202,174 @@ def _update(kit: Kit) -> None:
     Raises:
         DoesNotFitError: it ran out of memory.
     """
-    with AllocationGuard() as guard:
+    with fatal(
+        f"in the update of {type(kit.optimizer).__name__}, which is never tried again, since a "
+        "part of it may be done: lower accum.memory or accum.max_tokens, or shard the state with "
+        "parallel=fsdp; the newest checkpoint stands"
+    ):
         kit.optimizer.step()
-    if guard.failed:
-        raise DoesNotFitError(
-            f"out of memory in the update of {type(kit.optimizer).__name__}, which is never tried "
-            "again, since a part of it may be done: lower accum.memory or accum.max_tokens, or "
-            "shard the state with parallel=fsdp; the newest checkpoint stands"
-        )
     kit.optimizer.zero_grad(set_to_none=True)
 
 
-def _accumulate(
-    kit: Kit, batch: Batch, buffers: Sequence[Tensor]
-) -> tuple[Tensor | None, Batch, int]:
+def _accumulate(kit: Kit, batch: Batch) -> tuple[Tensor | None, Batch, int]:
     """Leave the step's gradient in `.grad`, replaying while memory runs out anywhere.
+
+    Returns:
+        The step's loss, None when no loss has a weight; the batch as it was cut; the replays.
 
     Raises:
         DoesNotFitError: even one sample per micro-batch runs out of memory.
     """
     replays = 0
     while True:
-        weight, parts = divisors(kit.normalizer, kit.terms, batch.micro_batches, kit.world)
-        if not weight:
+        weights, parts = divisors(kit.normalizer, kit.terms, batch.micro_batches, kit.world)
+        if not any(weights.values()):
             return None, batch, replays
         kit.world.note("gather", step=batch.step)
-        kit.sync.gather(kit.model)
+        with fatal("where the step begins: lower accum.max_tokens or accum.micro"):
+            kit.sync.gather(kit.model)
+        _rehearse(kit, batch)
         kit.world.note("compute")
-        share = _compute(kit, batch.micro_batches, parts)
-        if share is None and kit.sync.lockstep and kit.world.size > 1:
-            # The others wait inside of a collective that this rank cannot finish.
-            raise DoesNotFitError(
-                f"out of memory in a micro-batch that reduces its own gradient "
-                f"(sync={kit.sync.name}): lower accum.max_tokens or accum.micro, or use "
-                "sync=deferred, which tries again by itself"
-            )
+        attempt = _compute(kit, batch.micro_batches, parts)
         kit.world.note("agree")
-        failed, loss, used = _agree(kit, share)
+        failed, loss, losses, used = _agree(kit, attempt)
         if not failed:
             kit.world.note("reduce")
-            kit.sync.reduce(kit.model, used)
-            return loss, batch, replays
-        _undo(kit.model, buffers)
-        if kit.normalizer == "micro_batches":
-            raise DoesNotFitError(
-                f"step {batch.step}: out of memory, and a mean of means changes with the cut, so "
-                "smaller pieces would be another step: lower accum.micro"
-            )
-        finer = batch.smaller()
-        if finer is None:
-            sample, length = batch.largest_sample()
-            raise DoesNotFitError(
-                f"sample {sample} of {length} tokens does not fit into memory, even alone: "
-                "shorten it (data.max_length), or try activation_checkpointing=true"
-            )
-        batch, replays = finer, replays + 1
+            with fatal(
+                "in the reduction, after the ranks had agreed that their micro-batches succeeded, "
+                "which cannot be repeated: lower accum.max_tokens or accum.micro"
+            ):
+                kit.sync.reduce(kit.model, used)
+            if any(weights[name] for name in losses):
+                return loss, batch, replays
+            # A metric alone had a weight, which only shows once the objective was called.
+            kit.model.drop_gradients()
+            _put_back(kit, batch.step, NonFiniteError("no loss has a weight"))
+            return None, batch, replays
+        kit.model.drop_gradients()
+        _put_back(kit, batch.step, DoesNotFitError("out of memory"))
+        release_memory()
+        batch, replays = _next_try(kit, batch, replays), replays + 1
 
 
-def _compute(
-    kit: Kit, micro_batches: Sequence[MicroBatch], parts: Sequence[Divisors]
-) -> Tensor | None:
-    """Run every micro-batch of this rank; None when an allocation failed."""
-    with AllocationGuard():
-        return kit.strategy.backward(kit.model, kit.objective, micro_batches, parts, kit.sync)
-    return None
+def _next_try(kit: Kit, batch: Batch, replays: int) -> Batch:
+    """Cut the same global batch smaller, or not, where the cut is a part of what is computed.
 
-
-def _agree(kit: Kit, share: Tensor | None) -> tuple[bool, Tensor, Sequence[bool]]:
-    """Tell all ranks whether any failed, the step's loss, and which parameters any of them used.
-
-    Collective: one small vector.
+    Raises:
+        DoesNotFitError: there is nothing left to try.
     """
-    used, world = kit.model.used(), kit.world
+    why = _bound_to_its_cut(kit)
+    if why is not None:
+        if not replays:
+            return batch
+        raise DoesNotFitError(
+            f"step {batch.step}: out of memory twice, and {why}, so smaller pieces would be "
+            "another step: lower accum.micro, or try activation_checkpointing=true"
+        )
+    finer = batch.smaller()
+    if finer is None:
+        sample, length = batch.largest_sample()
+        raise DoesNotFitError(
+            f"sample {sample} of {length} tokens does not fit into memory, even alone: "
+            "shorten it (data.max_length), or try activation_checkpointing=true"
+        )
+    return finer
+
+
+def _bound_to_its_cut(kit: Kit) -> str | None:
+    """Say why the step would be another one under another cut; None where it would not."""
+    if kit.normalizer == "micro_batches":
+        return "a mean of means changes with the cut"
+    name = batch_statistics(kit.model.module)
+    return name and f"{name} is BatchNorm, which normalises within each micro-batch"
+
+
+def _rehearse(kit: Kit, batch: StepBatch) -> None:
+    """Learn which collectives micro-batches hold, so that a rank can join in without computing.
+
+    Once, and only where a rank that runs out of memory could not tell. Collective.
+
+    Raises:
+        DoesNotFitError: even the smallest sample does not fit.
+    """
+    if not kit.model.needs_rehearsal:
+        return
+    rounds = 2  # one that is not the last, and the last
+    weightless = dict.fromkeys(kit.terms, 0.0)
+    with fatal(f"in the rehearsal of sync={kit.sync.name}, at one sample: lower data.max_length"):
+        kit.strategy.backward(
+            kit.model, kit.objective, [batch.smallest()] * rounds, [weightless] * rounds, kit.sync
+        )
+    kit.model.needs_rehearsal = False
+    kit.model.drop_gradients()
+    _put_back(kit, batch.step, DoesNotFitError("the rehearsal cannot be undone"))
+    kit.sync.gather(kit.model)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    """What one rank's micro-batches gave.
+
+    Attributes:
+        share: of the step's loss; None when an allocation failed.
+        losses: which of the names that the objective weighs are losses, and not metrics.
+        used: which parameters have a gradient.
+    """
+
+    share: Tensor | None
+    losses: frozenset[str]
+    used: Sequence[bool]
+
+
+def _compute(kit: Kit, micro_batches: Sequence[MicroBatch], parts: Sequence[Divisors]) -> _Attempt:
+    """Run every micro-batch of this rank, and make room for the reduction."""
+    heard = _Heard(kit.objective)
+    with AllocationGuard():
+        share = kit.strategy.backward(kit.model, heard, micro_batches, parts, kit.sync)
+        used = kit.model.used()
+        kit.model.make_room()
+        return _Attempt(share, heard.losses, used)
+    kit.model.drop_gradients()
+    release_memory()
+    if kit.sync.lockstep and kit.world.size > 1:
+        _stand_in(kit, len(micro_batches))
+    return _Attempt(None, heard.losses, [False] * len(kit.model.parameters))
+
+
+def _stand_in(kit: Kit, count: int) -> None:
+    """Join in the collectives of the micro-batches that this rank does not compute. Collective.
+
+    Raises:
+        DoesNotFitError: memory runs out in them, too.
+    """
+    with fatal(
+        f"twice in one step of sync={kit.sync.name}, whose micro-batches reduce their own "
+        "gradients: lower accum.max_tokens or accum.micro, or use sync=deferred"
+    ):
+        for index in range(kit.model.num_reduced, count):
+            with kit.sync.micro_batch(kit.model, is_last=index == count - 1):
+                kit.model.stand_in()
+
+
+def _agree(kit: Kit, mine: _Attempt) -> tuple[bool, Tensor, Collection[str], Sequence[bool]]:
+    """Tell all ranks what came out. Collective: one small vector.
+
+    Returns:
+        Whether any rank failed, the step's loss, which names are losses, and which parameters any
+        rank used.
+    """
+    world, share = kit.world, mine.share
     if world.size == 1:
-        return share is None, torch.zeros(()) if share is None else share, used
-    mine = torch.tensor(
-        [float(share is None), 0.0, *map(float, used)], dtype=torch.float64, device=world.device
+        loss = torch.zeros(()) if share is None else share
+        return share is None, loss, mine.losses, mine.used
+    flags = [*(name in mine.losses for name in kit.terms), *mine.used]
+    told = torch.tensor(
+        [float(share is None), 0.0, *map(float, flags)], dtype=torch.float64, device=world.device
     )
     if share is not None:
-        mine[1] = share
-    failures, _, *flags = world.sum(mine).tolist()
-    return failures > 0, mine[1], [flag > 0 for flag in flags]
-
-
-def _undo(model: Parallel, buffers: Sequence[Tensor]) -> None:
-    """Put back what the micro-batches of a step changed."""
-    model.drop_gradients()
-    for buffer, saved in zip(model.module.buffers(), buffers, strict=True):
-        buffer.copy_(saved)
+        told[1] = share
+    failures, _, *counts = world.sum(told).tolist()
+    count = len(kit.terms)
+    losses = [name for name, ranks in zip(kit.terms, counts[:count], strict=True) if ranks > 0]
+    return failures > 0, told[1], losses, [ranks > 0 for ranks in counts[count:]]

@@ -46,7 +46,8 @@ class SyncPolicy(ABC):
 class _Lockstep(SyncPolicy):
     """Every micro-batch reduces its own gradient, so ranks take the same number of them.
 
-    An allocation failure then leaves collectives half-finished, and cannot be replayed.
+    A rank whose allocation fails goes on with the collectives of the step, of nothing, so that no
+    other waits in one of them; then all replay.
     """
 
     lockstep = True

@@ -14,7 +14,7 @@ Kind = Literal["tokens", "samples", "micro_batches"]
 
 def divisors(
     kind: Kind, terms: Sequence[str], micro_batches: Sequence[MicroBatch], world: World
-) -> tuple[float, list[Divisors]]:
+) -> tuple[dict[str, float], list[Divisors]]:
     """Compute the divisors of every micro-batch of one step. Collective: one small vector.
 
     * `tokens`: the named weights of the whole global batch over all ranks. With it the gradient
@@ -30,17 +30,17 @@ def divisors(
         world: all ranks.
 
     Returns:
-        The weight of all terms of the global batch together, zero when there is nothing to learn
-        from, and one mapping from term to divisor per micro-batch.
+        The weight of every term in the global batch, and one mapping from term to divisor per
+        micro-batch.
     """
     local = [sum(m.weights[name] for m in micro_batches) for name in terms]
     *weights, samples, count = world.sum_numbers(
         [*local, float(sum(len(m.ids) for m in micro_batches)), float(len(micro_batches))]
     )
-    weight = sum(weights)
-    if kind == "micro_batches":
-        return weight, [{name: m.weights[name] * count for name in terms} for m in micro_batches]
     whole = dict(zip(terms, weights, strict=True))
+    if kind == "micro_batches":
+        return whole, [{name: m.weights[name] * count for name in terms} for m in micro_batches]
+    divisor = whole
     if kind == "samples":
-        whole = {name: samples if held else 0.0 for name, held in whole.items()}
-    return weight, [whole] * len(micro_batches)
+        divisor = {name: samples if held else 0.0 for name, held in whole.items()}
+    return whole, [divisor] * len(micro_batches)

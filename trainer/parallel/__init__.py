@@ -7,6 +7,7 @@ division that a reducer would make, so that the normalizer stays the weight of t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, final
@@ -15,10 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from trainer.micro_batch import Fields
+from trainer.out_of_memory import fatal
 from trainer.world import World
 
-BUCKET_BYTES = 16 * 2**20
+BUCKET_BYTES = 8 * 2**20
 """Small gradients are packed into buckets of this size; larger ones are reduced where they lie."""
+
+IN_FLIGHT = 2
+"""Buckets that travel at a time: one is packed or unpacked while another is on its way."""
 
 
 class Parallel(ABC):
@@ -29,12 +34,16 @@ class Parallel(ABC):
         call: runs the model on the fields of a micro-batch.
         parameters: those that are trained, in an order that is the same on every rank.
         world: all ranks.
+        num_reduced: micro-batches of this step that have reduced their own gradient.
+        needs_rehearsal: whether `stand_in` has yet to see a few micro-batches.
     """
 
     module: nn.Module
     call: Callable[[Fields], Any]
     parameters: Sequence[nn.Parameter]
     world: World
+    num_reduced: int = 0
+    needs_rehearsal: bool = False
 
     @abstractmethod
     def gather(self) -> None:
@@ -47,6 +56,10 @@ class Parallel(ABC):
     @abstractmethod
     def used(self) -> Sequence[bool]:
         """Tell which parameters have a gradient from this rank's micro-batches."""
+
+    @abstractmethod
+    def make_room(self) -> None:
+        """Take the memory that `reduce` needs while the step can still be repeated."""
 
     @abstractmethod
     def reduce(self, used: Sequence[bool]) -> None:
@@ -79,6 +92,13 @@ class Parallel(ABC):
         Args:
             across: whether over all ranks, or only within the groups that share one copy.
             is_last: whether it is the step's last.
+        """
+
+    @abstractmethod
+    def stand_in(self) -> None:
+        """Within `reducing`, go on with its collectives where a failure left them. Collective.
+
+        No forward and backward run; what the other ranks receive is to be dropped.
         """
 
     @abstractmethod
@@ -115,14 +135,17 @@ class Replicated(Parallel):
         self.call = call
         self.parameters = parameters
         self.world = world
-        self._staging: dict[torch.dtype, Tensor] = {}
+        self._staging: dict[tuple[torch.dtype, int], Tensor] = {}
         self._live: set[int] = set()
 
     def gather(self) -> None:
         """Set memory aside for the reduction, so that it cannot run out once ranks have agreed."""
-        if self.world.size > 1:
-            for bucket in _buckets(self.parameters):
-                self._stage(bucket)
+        if self.world.size == 1:
+            return
+        for bucket in _buckets(self.parameters):
+            if len(bucket) > 1 or not bucket[0].is_contiguous():
+                for slot in range(IN_FLIGHT):
+                    self._stage(bucket, slot)
 
     def release(self) -> None:
         """Do nothing: the parameters stay here."""
@@ -133,29 +156,49 @@ class Replicated(Parallel):
             return [index in self._live for index in range(len(self.parameters))]
         return [p.grad is not None for p in self.parameters]
 
+    def make_room(self) -> None:
+        """See the base class: this rank may lack a gradient that another one has."""
+        if self.world.size > 1:
+            for parameter in self.parameters:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+
     def reduce(self, used: Sequence[bool]) -> None:
         """See the base class."""
         if self.world.size == 1:
             return
+        self.make_room()
         live = [p for p, flag in zip(self.parameters, used, strict=True) if flag]
-        for parameter in live:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        for bucket in _buckets(live):
-            grads = [p.grad for p in bucket if p.grad is not None]
-            if len(grads) == 1 and grads[0].is_contiguous():
-                self.world.sum(grads[0])
-                continue
-            flat = self._stage(bucket)
-            pieces = torch.split(flat, [g.numel() for g in grads])
-            views = [piece.view(g.shape) for piece, g in zip(pieces, grads, strict=True)]
-            torch._foreach_copy_(views, grads)
-            self.world.sum(flat)
+        flying: deque[Callable[[], None]] = deque()
+        for index, bucket in enumerate(_buckets(live)):
+            if len(flying) == IN_FLIGHT:
+                flying.popleft()()
+            flying.append(self._send(bucket, index % IN_FLIGHT))
+        for land in flying:
+            land()
+        self._forget_unused(used)
+
+    def _send(self, bucket: Sequence[nn.Parameter], slot: int) -> Callable[[], None]:
+        """Begin to sum the gradients of a bucket; what is returned waits and puts them back."""
+        grads = [p.grad for p in bucket if p.grad is not None]
+        if len(grads) == 1 and grads[0].is_contiguous():
+            return self.world.begin_sum(grads[0])
+        flat = self._stage(bucket, slot)
+        pieces = torch.split(flat, [g.numel() for g in grads])
+        views = [piece.view(g.shape) for piece, g in zip(pieces, grads, strict=True)]
+        torch._foreach_copy_(views, grads)
+        wait = self.world.begin_sum(flat)
+
+        def land() -> None:
+            wait()
             torch._foreach_copy_(grads, views)
+
+        return land
 
     def begin_lockstep(self) -> None:
         """See the base class."""
         self._live.clear()
+        self.num_reduced = 0
         self.gather()
 
     @contextmanager
@@ -166,16 +209,24 @@ class Replicated(Parallel):
             parameter.grad = None
         yield
         self._live |= {i for i, p in enumerate(self.parameters) if p.grad is not None}
-        self.reduce([True] * len(self.parameters))
+        self.make_room()
+        computing = self.world.times.enter("reduce")
+        with fatal(
+            "in the reduction of a micro-batch, which cannot be repeated: lower accum.micro"
+        ):
+            self.reduce([True] * len(self.parameters))
+        self.world.times.enter(computing)
         for parameter, before in zip(self.parameters, reduced, strict=True):
             if before is not None and parameter.grad is not None:
                 parameter.grad += before
+        self.num_reduced += 1
+
+    def stand_in(self) -> None:
+        """Do nothing: all collectives of a micro-batch come after its backward, of zeros here."""
 
     def end_lockstep(self, used: Sequence[bool]) -> None:
         """See the base class."""
-        for parameter, flag in zip(self.parameters, used, strict=True):
-            if not flag:
-                parameter.grad = None
+        self._forget_unused(used)
         self._live.clear()
 
     def gradient_norm(self) -> Tensor:
@@ -197,16 +248,28 @@ class Replicated(Parallel):
         for parameter in self.parameters:
             parameter.grad = None
 
+    def _forget_unused(self, used: Sequence[bool]) -> None:
+        """Drop the zeros of what no rank used."""
+        for parameter, flag in zip(self.parameters, used, strict=True):
+            if not flag:
+                parameter.grad = None
+
     def _gradients(self) -> list[Tensor]:
         return [p.grad for p in self.parameters if p.grad is not None]
 
-    def _stage(self, bucket: Sequence[nn.Parameter]) -> Tensor:
-        """Give memory for the gradients of a bucket, the same for every bucket of a dtype."""
+    def _stage(self, bucket: Sequence[nn.Parameter], slot: int) -> Tensor:
+        """Give memory for the gradients of a bucket; buckets of a dtype share that of a slot."""
         size, dtype = sum(p.numel() for p in bucket), bucket[0].dtype
-        held = self._staging.get(dtype)
+        held = self._staging.get((dtype, slot))
         if held is None or held.numel() < size:
-            held = self._staging[dtype] = torch.empty(size, dtype=dtype, device=self.world.device)
+            held = torch.empty(size, dtype=dtype, device=self.world.device)
+            self._staging[dtype, slot] = held
         return held[:size]
+
+
+def num_buckets(parameters: Sequence[nn.Parameter]) -> int:
+    """Count the all-reduces that sum the gradients of some parameters."""
+    return sum(1 for _ in _buckets(parameters))
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:

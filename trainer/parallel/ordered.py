@@ -70,6 +70,9 @@ class Ordered(Parallel):
         """See the base class."""
         return [index in self._live for index in range(len(self.parameters))]
 
+    def make_room(self) -> None:
+        """Do nothing: the sums are there since the step began."""
+
     def reduce(self, used: Sequence[bool]) -> None:
         """See the base class."""
         self.world.sum(self._wrong)
@@ -121,6 +124,9 @@ class Ordered(Parallel):
     def reducing(self, *, across: bool, is_last: bool) -> AbstractContextManager[None]:
         """See the base class; the integers meet at the end of the step all the same."""
         return self.folding()
+
+    def stand_in(self) -> None:
+        """Do nothing: no micro-batch holds a collective."""
 
     def end_lockstep(self, used: Sequence[bool]) -> None:
         """See the base class."""

@@ -5,7 +5,7 @@ compute, and one reduce-scatter per block ends it. Within the window a rank hold
 and, in fp32, all gradients; shards alone remain between windows.
 
 PyTorch offers the window's end (a backward's last callback) and the clearing of unsharded gradients
-by private names only; `tests/test_ranks_sharded.py` holds them to what is relied on here.
+by private names only; `tests/test_ranks.py` holds them to what is relied on here.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
 
@@ -20,11 +21,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from trainer.errors import ConfigError
 from trainer.micro_batch import Fields
 from trainer.parallel import Parallel
+from trainer.parallel.collectives import Collectives
+from trainer.phases import PhaseTimes
 from trainer.world import World
 
 
@@ -33,11 +36,15 @@ class Sharded(Parallel):
     """Parameters, gradients and optimizer state in shards; gathered for a window.
 
     Args:
-        module: the user's module, whole and the same on every rank; it is sharded in place.
+        module: the user's module, the same on every rank; it is sharded in place. It is whole, or
+            its parameters are on the meta device and get their memory here, in shards.
         call: runs it.
         blocks: submodules that are gathered and reduced each on its own; the rest forms one more.
         world: all ranks.
         replicas: copies of the sharded model (HSDP); 1 shards over all ranks (FSDP).
+        mesh: of the ranks; None makes it.
+        draw: gives a parameter's first value by its name, whole, the same on every rank; None
+            leaves the shards of a model on the meta device to be loaded.
 
     Raises:
         ConfigError: a parameter cannot be sharded.
@@ -51,6 +58,8 @@ class Sharded(Parallel):
         world: World,
         *,
         replicas: int = 1,
+        mesh: DeviceMesh | None = None,
+        draw: Callable[[str], Tensor] | None = None,
     ) -> None:
         for name, parameter in module.named_parameters():
             if parameter.dim() == 0:
@@ -58,16 +67,21 @@ class Sharded(Parallel):
                     f"parallel=fsdp: {name} is a scalar, which FSDP2 cannot shard: "
                     "give it the shape (1,), or use parallel=ddp"
                 )
+            # FSDP2 takes no other layout in memory; the values stay.
+            parameter.data = parameter.data.contiguous()
         self.call = call
         self.world = world
         self.module = module
         # Objectives make new tensors of what a model returns; they write into none of them.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
-        mesh = _mesh(world, replicas)
+        mesh = mesh or _mesh(world, replicas)
         for block in blocks:
             fully_shard(block, mesh=mesh)
         fully_shard(module, mesh=mesh)
         self._groups = [part for part in module.modules() if isinstance(part, FSDPModule)]
+        for held in self._parts_of_groups():
+            _check_types(module, [part.sharded_param for part in held])
+        _give_memory(module, world.device, draw)
         for group in self._groups:
             # fp32 would else average, and gloo cannot; neither setter descends to children.
             group.set_gradient_divide_factor(1.0)
@@ -75,7 +89,18 @@ class Sharded(Parallel):
             group.set_reduce_scatter_unused_params(True)
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         self._live: set[int] = set()
-        self._watched = False
+        self._between_copies = mesh.get_group(0) if replicas > 1 else None
+        self._collectives: Collectives | None = None
+        self._is_across = True
+
+    def _time_collectives(self) -> None:
+        """Tell what lies inside of forward and backward from computing, where the host waits."""
+        if self.world.device.type != "cpu":
+            return
+        for group in self._groups:
+            for held in group._get_fsdp_state()._fsdp_param_groups:
+                for name in ("_all_gather_comm", "_reduce_scatter_comm"):
+                    setattr(held, name, _Timed(getattr(held, name), self.world.times))
 
     @property
     def num_groups(self) -> int:
@@ -95,9 +120,10 @@ class Sharded(Parallel):
             group.unshard()
 
     def release(self) -> None:
-        """See the base class."""
+        """See the base class; a forward that failed half-way may have left a group in it."""
         for group in self._groups:
             group.reshard()
+        self._root.reset_iter_state()
 
     def used(self) -> Sequence[bool]:
         """See the base class."""
@@ -107,6 +133,23 @@ class Sharded(Parallel):
             if part.unsharded_accumulated_grad is not None or _unsharded_grad(part) is not None
         }
         return [index in live for index in range(len(self.parameters))]
+
+    def make_room(self) -> None:
+        """See the base class: the buffer of the largest block, and all shards of the gradient.
+
+        FSDP2 allocates them itself, so as much is taken here at once and given back, to an
+        allocator that keeps it. In lockstep nothing is left to reduce.
+        """
+        if self._collectives is not None:
+            return
+        shards = [
+            sum(p.padded_sharded_param_size.numel() * p.sharded_param.itemsize for p in held)
+            for held in self._parts_of_groups()
+        ]
+        copies = 1 if self._between_copies is None else self._between_copies.size()
+        sizes = (max(shards) * self.world.size // copies, sum(shards))
+        room = [torch.empty(n, dtype=torch.uint8, device=self.world.device) for n in sizes]
+        del room
 
     def reduce(self, used: Sequence[bool]) -> None:
         """See the base class: one reduce-scatter per block, and one all-reduce over replicas."""
@@ -120,7 +163,9 @@ class Sharded(Parallel):
     def begin_lockstep(self) -> None:
         """See the base class."""
         self._live.clear()
-        if self._watched:
+        self.num_reduced = 0
+        if self._collectives is not None:
+            self._collectives.forget()
             return
         # Reduced gradients do not tell who used a parameter, so each tells it in backward.
         self.gather()
@@ -128,7 +173,9 @@ class Sharded(Parallel):
             hook = partial(self._mark, index)
             part._unsharded_param.register_post_accumulate_grad_hook(hook)
         self.release()
-        self._watched = True
+        self._collectives = Collectives(self._groups, self._between_copies)
+        self._time_collectives()
+        self.needs_rehearsal = True
 
     @contextmanager
     def reducing(self, *, across: bool, is_last: bool) -> Iterator[None]:
@@ -142,7 +189,16 @@ class Sharded(Parallel):
         # Overwritten by the line above, so it comes after.
         root.set_requires_all_reduce(across)
         root.set_is_last_backward(is_last)
+        self._is_across = across
         yield
+        assert self._collectives is not None
+        self._collectives.complete()
+        self.num_reduced += 1
+
+    def stand_in(self) -> None:
+        """See the base class."""
+        assert self._collectives is not None
+        self._collectives.send_rest(across=self._is_across)
 
     def end_lockstep(self, used: Sequence[bool]) -> None:
         """See the base class."""
@@ -200,14 +256,74 @@ class Sharded(Parallel):
                 yield index_of[id(part.sharded_param)], part
 
     def _sharded_parts(self) -> Iterator[Any]:
+        for parts in self._parts_of_groups():
+            yield from parts
+
+    def _parts_of_groups(self) -> Iterator[list[Any]]:
         for group in self._groups:
             for held in group._get_fsdp_state()._fsdp_param_groups:
-                yield from held.fsdp_params
+                yield held.fsdp_params
+
+
+@final
+@dataclass(frozen=True)
+class _Timed:
+    """A collective of FSDP2, timed."""
+
+    inner: Any
+    times: PhaseTimes
+
+    def allocate(self, *args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401 - PyTorch's
+        memory: Tensor = self.inner.allocate(*args, **kwargs)
+        return memory
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - PyTorch's
+        before = self.times.enter("reduce")
+        work = self.inner(*args, **kwargs)
+        self.times.enter(before)
+        return work
 
 
 def _unsharded_grad(part: Any) -> Tensor | None:  # noqa: ANN401 - private to PyTorch
     parameter: nn.Parameter | None = getattr(part, "_unsharded_param", None)
     return None if parameter is None else parameter.grad
+
+
+def _check_types(module: nn.Module, held: Sequence[nn.Parameter]) -> None:
+    """Refuse a block that trains parameters of several types.
+
+    Raises:
+        ConfigError: it does; FSDP2 would stop in the first step.
+    """
+    first = {p.dtype: p for p in reversed(held) if p.requires_grad}
+    if len(first) > 1:
+        names = {id(p): name for name, p in module.named_parameters()}
+        said = ", ".join(f"{names[id(p)]} {dtype}" for dtype, p in first.items())
+        raise ConfigError(
+            f"parallel=fsdp: FSDP2 shards one type of parameters a block, and here are {said}: "
+            "give the model one type, or use parallel=ddp"
+        )
+
+
+def _give_memory(
+    module: nn.Module, device: torch.device, draw: Callable[[str], Tensor] | None
+) -> None:
+    """Put shards with memory in place of those on the meta device, one parameter at a time."""
+    real: dict[int, nn.Parameter] = {}
+    for name, meta in module.named_parameters():
+        if not meta.is_meta:
+            continue
+        assert isinstance(meta, DTensor)
+        shard: Tensor = torch.empty_like(meta, device=device)
+        if draw is not None:
+            whole, (mesh, placements) = draw(name).to(device), (meta.device_mesh, meta.placements)
+            shard = distribute_tensor(whole.contiguous(), mesh, placements, src_data_rank=None)
+        real[id(meta)] = nn.Parameter(shard, meta.requires_grad)
+    if real:
+        # Assigned under all of their names, so that tied ones stay tied.
+        named = module.named_parameters(remove_duplicate=False)
+        state = {name: real[id(meta)] for name, meta in named if id(meta) in real}
+        module.load_state_dict(state, strict=False, assign=True)
 
 
 def _mesh(world: World, replicas: int) -> DeviceMesh:

@@ -1,0 +1,195 @@
+"""What the harnesses of running out of memory share: a failure at any point of any micro-batch."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from tests.reliability import toys
+from trainer.accumulate.base import Divisors, GradientStrategy
+from trainer.accumulate.sum import Sum
+from trainer.micro_batch import MicroBatch
+from trainer.objectives.base import Objective, Sums
+from trainer.parallel import Parallel
+from trainer.sync import SyncPolicy
+
+PHASES = ("forward", "loss", "backward", "middle", "end")
+"""Within the forward, behind it, before the backward, within it, and at its last gradient."""
+
+BEYOND_SAVING = {"reduce": "reduce", "twice": "stand_in"}
+"""What else may run out of memory: the reduction after the vote, or the rest of a micro-batch's
+collectives after its backward did."""
+
+
+class Net(toys.Net):
+    """Draws from every global generator, and replaces buffers, one by another of another shape."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.seen: Tensor
+        self.cache: Tensor
+        self.register_buffer("seen", torch.zeros(1))
+        self.register_buffer("cache", torch.zeros(1), persistent=False)
+
+    def forward(self, input_ids: Tensor, fault: Tensor | None = None) -> Tensor:
+        scale = 1.0 + 0.1 * random.random() + 0.1 * float(np.random.rand())
+        if self.training:
+            self.seen = self.seen + scale
+            self.cache = torch.zeros(input_ids.shape[1])
+        return super().forward(input_ids, fault) * scale
+
+
+class Sprawling(toys.Net):
+    """Asks for so many bytes per sample, and touches none of them."""
+
+    def __init__(self, each: int = 2**27, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.each = each
+
+    def forward(self, input_ids: Tensor, fault: Tensor | None = None) -> Tensor:
+        held = torch.empty(len(input_ids) * self.each, dtype=torch.uint8)
+        logits = super().forward(input_ids, fault)
+        assert len(held)
+        return logits
+
+
+class Unreadable(toys.Rows):
+    """Has a sample for which the host has no memory."""
+
+    def __getitem__(self, index: int) -> Mapping[str, Tensor]:
+        if index == 5 and self.split == "train":
+            raise MemoryError(f"row {index}")
+        return super().__getitem__(index)
+
+
+@dataclass(frozen=True)
+class Point:
+    """Where memory runs out: on which rank, in which attempt at a step, in which micro-batch."""
+
+    rank: int
+    attempt: int
+    micro_batch: int
+    phase: str
+
+    @classmethod
+    def parse(cls, text: str) -> Point:
+        rank, attempt, micro_batch, phase = text.split(":")
+        return cls(int(rank), int(attempt), int(micro_batch), phase)
+
+    def __str__(self) -> str:
+        return f"{self.rank}:{self.attempt}:{self.micro_batch}:{self.phase}"
+
+
+def failure(number: int) -> Exception:
+    """Give a failed allocation of one of the kinds that there are."""
+    wrapped = ValueError("the model failed")
+    wrapped.__cause__ = MemoryError()
+    return (
+        torch.OutOfMemoryError("injected"),
+        RuntimeError("[enforce fail at alloc.cpp:1] . DefaultCPUAllocator: can't allocate memory"),
+        MemoryError("Unable to allocate 9. EiB"),
+        wrapped,
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    )[number % 5]
+
+
+class Struck(GradientStrategy):
+    """Runs out of memory at chosen points; attempts count from 1, replays too, rehearsals not."""
+
+    def __init__(self, points: Sequence[str] = ()) -> None:
+        self.points = [Point.parse(text) for text in points]
+        self.attempts = 0
+
+    def backward(
+        self,
+        model: Parallel,
+        objective: Objective,
+        micro_batches: Sequence[MicroBatch],
+        divisors: Sequence[Divisors],
+        sync: SyncPolicy,
+    ) -> Tensor:
+        is_rehearsal = model.needs_rehearsal
+        self.attempts += not is_rehearsal
+        here = [
+            point
+            for point in self.points
+            if (point.rank, point.attempt) == (model.world.rank, self.attempts)
+        ]
+        if is_rehearsal or not here:
+            return Sum().backward(model, objective, micro_batches, divisors, sync)
+        name = BEYOND_SAVING.get(here[0].phase)
+        if name is not None:
+            setattr(model, name, _raising)
+        with _striking(model.module, objective, here[0]) as struck:
+            return Sum().backward(model, struck, micro_batches, divisors, sync)
+
+
+def _raising(*_: object) -> None:
+    raise torch.OutOfMemoryError("injected")
+
+
+@contextmanager
+def _striking(module: nn.Module, objective: Objective, point: Point) -> Iterator[Any]:
+    struck = _StruckObjective(objective, point)
+    blocks = getattr(module, "blocks", None)
+    part = module.get_submodule("norm") if blocks is None else blocks[1]
+
+    def strike(phase: str) -> Callable[..., None]:
+        def hook(*_: object) -> None:
+            struck.strike(phase)
+
+        return hook
+
+    with ExitStack() as handles:
+        for handle in (
+            part.register_forward_hook(strike("forward")),
+            part.register_full_backward_hook(strike("middle")),
+        ):
+            handles.callback(handle.remove)
+        yield struck
+
+
+class _StruckObjective:
+    """Knows which micro-batch it is at, and fails there."""
+
+    def __init__(self, inner: Objective, point: Point) -> None:
+        self.inner, self.point, self.number = inner, point, -1
+
+    def strike(self, phase: str) -> None:
+        wanted = {"twice": "middle"}.get(self.point.phase, self.point.phase)
+        if (self.number, phase) == (self.point.micro_batch, wanted):
+            raise failure(self.point.micro_batch + PHASES.index(phase))
+
+    def sums(self, model: Any, fields: Mapping[str, Tensor]) -> Sums:
+        self.number += 1
+        found = self.inner.sums(model, fields)
+        self.strike("loss")
+        name, loss = next(iter(found.losses.items()))
+        if self.point.phase == "backward":
+            loss.register_hook(lambda _: self.strike("backward"))
+        if self.point.phase == "end":
+            loss = _Last.apply(loss, self)
+        return Sums(losses={**found.losses, name: loss}, metrics=found.metrics)
+
+
+class _Last(torch.autograd.Function):
+    """Passes on; its own gradient is asked for after every other one of the micro-batch."""
+
+    @staticmethod
+    def forward(context: Any, loss: Tensor, struck: _StruckObjective) -> Tensor:
+        context.struck = struck
+        return loss.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        torch.autograd.Variable._execution_engine.queue_callback(
+            lambda: context.struck.strike("end")
+        )
+        return gradient, None

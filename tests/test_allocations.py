@@ -1,0 +1,187 @@
+"""A failed allocation is told from every other error, whoever failed and whatever wrapped it."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.exc import BackendCompilerFailed
+from torch.utils.data import DataLoader, Dataset
+
+from trainer.errors import DoesNotFitError
+from trainer.out_of_memory import (
+    SCARCE_BYTES,
+    AllocationGuard,
+    fatal,
+    is_out_of_memory,
+    release_memory,
+)
+
+CPU = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: "
+
+FAILED: list[Exception] = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    torch.OutOfMemoryError("HIP out of memory. Tried to allocate 2.00 GiB."),
+    MemoryError(),
+    MemoryError("Unable to allocate 1.00 EiB for an array"),
+    RuntimeError(f"{CPU}you tried to allocate 64 bytes. Error code 12 (Cannot allocate memory)"),
+    RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 64 bytes."),
+    torch.AcceleratorError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation`"),
+    RuntimeError("CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA`"),
+    RuntimeError("HIP error: out of memory"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    RuntimeError("CUDA error: HIPBLAS_STATUS_ALLOC_FAILED when calling `hipblasCreate(handle)`"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
+    RuntimeError("MIOpen error: miopenStatusAllocFailed"),
+    RuntimeError("std::bad_alloc"),
+]
+
+OTHERS: list[BaseException] = [
+    RuntimeError("shape mismatch"),
+    RuntimeError("the model keeps its memory in a buffer, which ran out of memory slots"),
+    RuntimeError("expected memory_format to be channels_last"),
+    RuntimeError("pin_memory: CUDA out of memory is not what this is about"),
+    RuntimeError("CUDA error: an illegal memory access was encountered"),
+    RuntimeError("CUDA error: device-side assert triggered"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm(...)`"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED"),
+    RuntimeError("out of resource: shared memory, Required: 262144, Hardware limit: 101376"),
+    RuntimeError("NCCL error: unhandled cuda error, Cuda failure 2 'out of memory'"),
+    ValueError("CUDA out of memory"),
+    OSError(12, "Cannot allocate memory"),
+    KeyboardInterrupt(),
+    DoesNotFitError("sample 3 of 9 tokens does not fit into memory"),
+]
+
+
+@pytest.mark.parametrize("error", FAILED, ids=str)
+def test_a_failed_allocation_is_recognised_alone_and_wrapped(error: Exception) -> None:
+    assert is_out_of_memory(error)
+    wrapped = ValueError("the model failed")
+    wrapped.__cause__ = error
+    twice = KeyError("layer")
+    twice.__cause__ = wrapped
+    assert is_out_of_memory(twice)
+    assert is_out_of_memory(BackendCompilerFailed(None, error, None))
+
+
+@pytest.mark.parametrize("error", OTHERS, ids=repr)
+def test_no_other_error_is_taken_for_one(error: BaseException) -> None:
+    assert not is_out_of_memory(error)
+    wrapped = ValueError("the model failed")
+    wrapped.__cause__ = error
+    assert not is_out_of_memory(wrapped)
+
+
+def test_an_error_with_a_line_of_its_own_keeps_it() -> None:
+    told = DoesNotFitError("told already")
+    told.__cause__ = MemoryError()
+    assert not is_out_of_memory(told)
+    assert not is_out_of_memory(None)
+
+
+def test_a_chain_of_causes_that_closes_ends() -> None:
+    first, second = ValueError("a"), ValueError("b")
+    first.__cause__, second.__cause__ = second, first
+    assert not is_out_of_memory(first)
+
+
+@pytest.mark.parametrize("free", [0, SCARCE_BYTES - 1, SCARCE_BYTES])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "cuDNN error: CUDNN_STATUS_NOT_INITIALIZED",
+        "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
+    ],
+)
+def test_a_library_that_cannot_set_itself_up_lacked_memory_where_there_is_none(
+    text: str, free: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not is_out_of_memory(RuntimeError(text)), "there is no device"
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 2**37))
+    assert is_out_of_memory(RuntimeError(text)) is (free < SCARCE_BYTES)
+
+
+class _Greedy(torch.autograd.Function):
+    @staticmethod
+    def forward(context: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(context: object, gradient: Tensor) -> Tensor:
+        return gradient + torch.empty(2**60, dtype=torch.uint8).sum()
+
+
+def _absurd_backward() -> None:
+    _Greedy.apply(torch.ones(2, requires_grad=True)).sum().backward()
+
+
+def _absurd_compiled() -> None:
+    def backend(graph: object, inputs: object) -> Callable[..., object]:
+        raise torch.OutOfMemoryError("injected while compiling")
+
+    torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    "allocate",
+    [
+        lambda: torch.empty(2**60, dtype=torch.uint8),
+        lambda: torch.ones(2**25).expand(2**20, -1).clone(),
+        lambda: np.empty(2**60, dtype=np.uint8),
+        lambda: bytearray(2**60),
+        _absurd_backward,
+        _absurd_compiled,
+    ],
+    ids=["tensor", "clone", "array", "bytes", "backward", "compiled"],
+)
+def test_a_real_allocation_that_fails_is_recognised(allocate: Callable[[], object]) -> None:
+    with AllocationGuard() as guard:
+        allocate()
+    assert guard.failed
+    with pytest.raises(DoesNotFitError, match="out of memory in a test"), fatal("in a test"):
+        allocate()
+
+
+class _Hungry(Dataset[int]):
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> int:
+        raise MemoryError("in a loading process")
+
+
+def test_what_failed_in_a_loading_process_did_not_fail_here() -> None:
+    with pytest.raises(MemoryError) as caught:
+        list(DataLoader(_Hungry(), num_workers=1))
+    assert not is_out_of_memory(caught.value)
+
+
+def test_a_failed_attempt_leaves_no_tensor_behind_even_in_a_cycle() -> None:
+    class Held:
+        """A tensor in a cycle, as a graph that refers to itself holds its activations."""
+
+        def __init__(self) -> None:
+            self.tensor, self.own = torch.ones(8), self
+
+    def attempt() -> None:
+        held = Held()
+        kept.append(weakref.ref(held))
+        raise torch.OutOfMemoryError("injected")
+
+    kept: list[weakref.ref[Held]] = []
+    gc.disable()
+    try:
+        with AllocationGuard():
+            attempt()
+        release_memory()
+        assert kept[0]() is None
+    finally:
+        gc.enable()
