@@ -14,14 +14,13 @@ from trainer.plan.cut import Cost, Layout, Plan
 from trainer.plan.cuts import Auto, Budget, Fixed, SampleTooLongError
 from trainer.plan.memory import (
     LINE_STEPS,
+    MANY,
     Shape,
-    best_cap,
     candidate_caps,
     corner_shapes,
     largest_cap,
-    saturation_cap,
 )
-from trainer.plan.stats import batch_equation, describe
+from trainer.plan.stats import describe
 
 LENGTHS = st.lists(st.integers(1, 90), min_size=1, max_size=50).map(
     lambda values: np.array(values, dtype=np.int64)
@@ -50,7 +49,7 @@ def same(plan, other):
 
 
 @given(LENGTHS, LAYOUTS, CUTS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_every_cut_gives_a_plan_that_passes_the_check(lengths, layout, cut):
     plan = cut.cut(lengths, layout)
     plan.check(layout)
@@ -59,7 +58,7 @@ def test_every_cut_gives_a_plan_that_passes_the_check(lengths, layout, cut):
 
 
 @given(LENGTHS, LAYOUTS, st.integers(1, 12))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_fixed_keeps_sample_order_and_counts(lengths, layout, micro):
     plan = Fixed(micro=micro).cut(lengths, layout)
     order = [position for slots in held(plan) for ids in slots for position in ids]
@@ -75,7 +74,7 @@ def test_fixed_keeps_sample_order_and_counts(lengths, layout, micro):
 
 
 @given(LENGTHS, LAYOUTS, st.integers(1, 12))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_fixed_steps_are_as_even_as_they_can_be(lengths, layout, steps):
     plan = Fixed(steps=steps).cut(lengths, layout)
     for slots in held(plan):
@@ -103,7 +102,7 @@ def test_fixed_fills_the_count_of_a_rank_in_lockstep_with_an_empty_slot():
 
 
 @given(LENGTHS, LAYOUTS, st.integers(96, 400), st.sampled_from([None, 4]))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_budget_and_tuned_auto_cut_alike_and_never_exceed_the_cap(lengths, layout, cap, micro):
     plan = Budget(max_tokens=cap, micro=micro).cut(lengths, layout)
     assert plan.max_positions <= cap
@@ -153,7 +152,7 @@ def largest(plan):
 
 
 @given(LENGTHS, LAYOUTS, CUTS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_cuts_shrink_until_every_micro_batch_is_one_sample(lengths, layout, cut):
     plan, attempts = cut.cut(lengths, layout), 0
     while (smaller := cut.smaller(plan)) is not None:
@@ -230,26 +229,10 @@ def test_a_plan_that_would_change_the_step_or_hang_is_refused(ranks, padded, lay
         plan.check(layout)
 
 
-def test_the_batch_equation_reads_as_one_line():
-    lengths = np.full(12, 3)
-    assert batch_equation(Fixed(micro=4).cut(lengths, Layout())) == (
-        "12 = 1 rank x 3 micro-batches of 4 samples"
-    )
-    assert batch_equation(Fixed(micro=5).cut(lengths, Layout())) == (
-        "12 = 1 rank x 3 micro-batches of 2 to 5 samples"
-    )
-    assert batch_equation(Fixed(micro=1).cut(np.full(3, 3), Layout(world_size=2))) == (
-        "3 = 2 ranks x 1 to 2 micro-batches of 1 sample"
-    )
-
-
 def test_statistics_of_a_plan_agree_with_counting_by_hand():
     layout = Layout(world_size=2, lockstep=True, cost=Cost(fixed=10.0, quadratic=0.0))
     stats = describe(Fixed(micro=2).cut(np.array([4, 2, 6, 1, 3]), layout), layout)
-    assert (stats.num_samples, stats.num_tokens) == (5, 16)
-    assert (stats.num_micro_batches, stats.num_empty_slots, stats.accum_steps) == (3, 1, 2)
-    assert (stats.smallest_micro, stats.largest_micro, stats.num_lengths) == (1, 2, 3)
-    assert (stats.max_positions, stats.max_shape) == (12, (2, 6))
+    assert (stats.accum_steps, stats.max_positions) == (2, 12)
     assert stats.padding == pytest.approx(1 - 16 / 23)
     assert stats.rank_costs == (28.0, 35.0)
     assert stats.cost == 22 + 13
@@ -266,7 +249,6 @@ def test_candidate_caps_leave_no_gap_above_four_percent(longest, total):
 
 
 @given(st.integers(1, 500), st.integers(1, 10**6), st.floats(0.5, 2.5), st.integers(0, 10**10))
-@settings(deadline=None)
 def test_the_search_finds_the_largest_cap_that_fits_in_few_predictions(
     longest, total, power, limit
 ):
@@ -293,7 +275,7 @@ def test_a_straight_line_of_peaks_needs_four_predictions():
 
 
 @given(st.integers(1, 60), st.integers(0, 60), st.integers(1, 40), st.integers(0, 2000), st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_corner_shapes_bound_the_peak_of_every_shape_under_the_cap(
     shortest, spread, max_samples, extra, data
 ):
@@ -301,23 +283,22 @@ def test_corner_shapes_bound_the_peak_of_every_shape_under_the_cap(
     cap = longest + extra
     weights = data.draw(st.tuples(*[st.floats(0, 10)] * 3))
 
-    def peak(shape):
+    def peak(shape, more=1.0):
         n, length = shape
-        return weights[0] * n * length + weights[1] * n * length**2 + weights[2] * n
+        return weights[0] * n * length + weights[1] * n * length**2 + more * weights[2] * n
 
     corners = corner_shapes(cap, longest, shortest, max_samples)
     for num_samples, length in corners:
         assert num_samples <= max_samples
         assert num_samples * length <= cap
-    # With counts as real numbers the corners would be exact; rounding them down costs one sample.
-    allowed = max(peak(Shape(n + 1, length)) for n, length in corners)
+    # With counts as real numbers the corners would be exact; rounding them down costs one sample,
+    # and a corner that holds hardly more samples than another is left out.
+    allowed = max(peak(Shape(n + 1, length), more=MANY) for n, length in corners)
     for length in range(shortest, longest + 1):
         assert peak(Shape(min(max_samples, cap // length), length)) <= allowed * (1 + 1e-9)
 
 
-def test_full_speed_needs_tokens_in_proportion_to_the_fixed_cost():
-    assert saturation_cap(Cost(fixed=33.0), 0.97) == 1067
-    assert saturation_cap(Cost(fixed=0.0)) == 1
-    assert best_cap(fits=5000, cost=Cost(fixed=33.0), longest=256) == 1067
-    assert best_cap(fits=800, cost=Cost(fixed=33.0), longest=256) == 800
-    assert best_cap(fits=5000, cost=Cost(fixed=33.0), longest=2048) == 2048
+def test_the_most_samples_are_a_corner_where_no_other_holds_nearly_as_many():
+    assert corner_shapes(5, 2, 1, 4) == (Shape(2, 2), Shape(4, 1))
+    assert corner_shapes(2051, 256, 1, 512) == (Shape(8, 256), Shape(410, 5), Shape(512, 4))
+    assert corner_shapes(2051, 256, 1, 16) == (Shape(8, 256), Shape(15, 129))

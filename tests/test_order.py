@@ -12,6 +12,7 @@ from trainer.plan.order import Cursor, Order
 
 sizes = st.integers(1, 60)
 seeds = st.integers(0, 2**40)
+UNITS = ("samples", "tokens")
 ragged = st.lists(st.integers(1, 30), min_size=1, max_size=50).map(np.array)
 
 
@@ -36,6 +37,16 @@ def test_keep_visits_every_sample_exactly_once_an_epoch(n, seed, size, epochs):
         ids = [i for batch in batches if batch.epoch == epoch for i in batch.ids.tolist()]
         assert sorted(ids) == list(range(n))
     assert batches[-1].after == Cursor(len(batches), epochs, 0, epochs * n)
+
+
+@given(lengths=ragged, seed=seeds, size=st.integers(1, 200), unit=st.sampled_from(UNITS))
+def test_no_step_of_any_epoch_holds_more_samples_than_the_bound(lengths, seed, size, unit):
+    order = Order(len(lengths), seed, size, unit, lengths=lengths)
+    batches = walk(order, order.num_steps(2))
+    assert max(len(batch.ids) for batch in batches) <= order.most_samples <= len(lengths)
+    shortest_first = np.cumsum(np.sort(lengths))
+    needed = int(np.searchsorted(shortest_first, size)) + 1 if unit == "tokens" else size
+    assert order.most_samples == min(needed, len(lengths))
 
 
 @given(n=sizes, seed=seeds, size=st.integers(1, 80))

@@ -43,7 +43,7 @@ def whole_groups(plan: Plan, group_size: int) -> bool:
 
 
 @given(LENGTHS, LAYOUTS, st.integers(0, 900))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_planned_cuts_keep_groups_whole_under_the_cap(lengths, layout, spare):
     cap = 40 * layout.group_size + spare
     plan = Budget(max_tokens=cap).cut(lengths, layout)
@@ -53,7 +53,7 @@ def test_planned_cuts_keep_groups_whole_under_the_cap(lengths, layout, spare):
 
 
 @given(LENGTHS, LAYOUTS, st.sampled_from([Fixed(), Fixed(steps=3), Fixed(micro=24)]))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_fixed_cuts_keep_groups_whole_in_sample_order(lengths, layout, cut):
     plan = cut.cut(lengths, layout)
     plan.check(layout)
@@ -63,7 +63,7 @@ def test_fixed_cuts_keep_groups_whole_in_sample_order(lengths, layout, cut):
 
 
 @given(LENGTHS, LAYOUTS, st.sampled_from([Fixed(), Fixed(micro=24), Budget(max_tokens=900)]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_failed_allocation_never_divides_a_group(lengths, layout, cut):
     plan = cut.cut(lengths, layout)
     for _ in range(30):
@@ -91,7 +91,7 @@ def partitions(items):
     st.integers(90, 400),
     st.floats(0.0, 100.0),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_cuts_of_groups_are_as_cheap_as_the_best_of_all_partitions(lengths, size, cap, fixed):
     lengths, cost = np.array(lengths), Cost(fixed=fixed)
     layout = Layout(group_size=size, cost=cost)

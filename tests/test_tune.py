@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -113,7 +114,7 @@ def largest_cap_by_brute_force(asked: Question, *, recompute: bool = False) -> i
     return min((n + 1) * t - 1 for t, n in bounds.items() if n < NUM_SAMPLES)
 
 
-@pytest.mark.parametrize("limit", [200_000, 400_000])
+@pytest.mark.parametrize("limit", [pytest.param(200_000, marks=pytest.mark.nightly), 400_000])
 def test_the_chosen_cap_is_within_5_percent_of_the_largest_that_fits(limit, book):
     asked = question(limit=limit)
     found = tune(asked, book)
@@ -154,6 +155,21 @@ def test_one_sample_that_cannot_fit_is_an_error_that_names_it():
     assert "activation_checkpointing=true" in str(caught.value)
 
 
+def test_what_cannot_fit_names_the_nearest_length_and_memory_that_do():
+    asked = question(Encoder())
+    held = predict_peak(asked.work, Shape(1, 16)).peak_bytes
+    typed = MemoryLimit(bytes=held, source="accum.memory, 8% in reserve", reserve=0.08)
+    with pytest.raises(DoesNotFitError) as caught:
+        tune(replace(asked, limit=typed))
+    named = re.search(r"accum\.memory=(\d+)MiB .*data\.max_length=(\d+)", str(caught.value))
+    memory, length = (int(group) for group in named.groups())
+    assert 15 <= length <= 16
+    shorter = replace(asked, longest=length, shortest=1, batches=[np.array([length, 1])])
+    assert tune(replace(shorter, limit=typed)).alone == length
+    enough = MemoryLimit(bytes=int(0.92 * memory * 2**20), source="a larger machine")
+    assert tune(replace(asked, limit=enough)).max_tokens >= max(LENGTHS)
+
+
 def test_the_smallest_cap_that_is_as_fast_as_any_is_chosen():
     model = Paced(best=256)
     asked = question(model, timed=True, num_steps=10**6)
@@ -167,6 +183,17 @@ def test_the_smallest_cap_that_is_as_fast_as_any_is_chosen():
     assert all(seconds > 1.03 * min(times.values()) for seconds in smaller)
     assert found.cost.seconds_per_token == pytest.approx(1e-5, rel=0.2)
     assert found.cost.fixed == pytest.approx(120, rel=0.2)
+
+
+def test_a_model_too_slow_for_two_timings_gets_the_smallest_cap_and_says_so():
+    model = Paced(best=10**6)
+    asked = question(model, timed=True, num_steps=10**6, longest=512, batches=[np.full(16, 512)])
+    found = tune(asked, clock=lambda: 1000 * model.clock())
+    assert found.max_tokens == 512
+    assert len(found.candidates) > 1
+    assert "one size only" in found.method
+    times = [row.seconds_per_step for row in found.candidates]
+    assert min(times) > 0.95 * max(times)
 
 
 def test_memory_holds_down_what_speed_would_choose():
@@ -335,6 +362,36 @@ def test_freezing_a_weight_or_changing_a_dropout_is_another_structure():
     frozen = Encoder()
     frozen.head.requires_grad_(requires_grad=False)
     assert len({structure(m) for m in (Encoder(), frozen, Encoder(dropout=0.5))}) == 3
+
+
+def test_what_only_an_attribute_or_a_base_class_says_is_another_structure():
+    class Repeated(Encoder):
+        def __init__(self, repeats: int, modes: tuple[str, ...] = ("a",)) -> None:
+            super().__init__()
+            self.repeats, self.modes = repeats, modes
+
+    one = structure(Repeated(1))
+    assert structure(Repeated(1)) == one
+    assert structure(Repeated(40)) != one
+    assert structure(Repeated(1, ("b",))) != one
+
+
+def test_the_attention_of_a_configuration_is_part_of_the_structure():
+    class Configuration:
+        def __init__(self, kernel: str, layers: int = 2) -> None:
+            self._attn_implementation, self.layers = kernel, layers
+
+        def to_dict(self) -> dict[str, int]:
+            return {"layers": self.layers}
+
+    def built(*settings) -> str:
+        model = Encoder()
+        model.config = Configuration(*settings)
+        return structure(model)
+
+    assert built("sdpa") == built("sdpa")
+    assert built("sdpa") != built("eager")
+    assert built("sdpa") != built("sdpa", 3)
 
 
 def test_the_cache_folder_obeys_the_environment(monkeypatch, tmp_path):

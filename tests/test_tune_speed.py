@@ -181,6 +181,18 @@ def test_the_seconds_of_a_step_are_those_of_the_busiest_rank():
     assert SpeedModel.of(cost).step_seconds(plan) == pytest.approx(cost.tokens(2, 10))
 
 
+def test_ranks_that_meet_in_every_micro_batch_wait_for_the_slowest_of_each():
+    lengths = np.array([10, 2, 3, 9], dtype=np.int64)
+    plan = Plan(
+        ranks=((np.array([0]), np.array([1])), (np.array([2]), np.array([3]))),
+        lengths=lengths,
+        padded_lengths=((10, 2), (3, 9)),
+    )
+    model = SpeedModel.of(Cost(fixed=5.0, quadratic=0.0))
+    assert model.step_seconds(plan) == pytest.approx(10 + 12)
+    assert model.step_seconds(plan, lockstep=True) == pytest.approx(10 + 5 + 9 + 5)
+
+
 def test_a_device_that_never_saturates_still_has_a_time_per_token():
     model = fit_speed({Shape(1, 64): 0.001, Shape(2, 64): 0.001}, {})
     assert model.cost.fixed > 0
@@ -203,6 +215,12 @@ def test_timings_on_a_busy_machine_are_known_to_be_noisy():
     assert quiet.are_quiet
     assert not busy.are_quiet
     assert not Prompt().measure(budget_s=0.05).are_quiet
+
+
+def test_a_single_timing_is_taken_for_the_time_of_its_tokens():
+    model = fit_speed({Shape(1, 256): 2.66}, {})
+    assert model.cost.seconds_per_token == pytest.approx(2.66 / 256)
+    assert model.seconds(Shape(32, 256)) > 30 * 2.66
 
 
 def test_no_micro_batch_begins_for_free_whatever_noise_says():

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trainer.accumulate.snapshot import Snapshot
 from trainer.models.bind import bind
 from trainer.models.gpt import GPT
 from trainer.objectives.base import Objective, Sums, logits_of
@@ -146,12 +147,14 @@ def measured_peak(
         peak.assign("parameters", model.parameters())
         peak.assign("buffers", model.buffers())
         peak.assign("activations", fields.values())
-        optimizer = copied.make_optimizer(model)
+        optimizer, snapshot = copied.make_optimizer(model), Snapshot(model)
         for _ in range(2):
+            snapshot.take()
             copied.backward(fields)
             copied.backward(fields)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
+            snapshot.settle()
     return peak.estimate
 
 

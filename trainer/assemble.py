@@ -6,32 +6,36 @@ import inspect
 from collections.abc import Sized
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from trainer.accumulate.base import GradientStrategy
+from trainer.accumulate.base import GradientStrategy, seed_draws
+from trainer.alike import check_data, check_model
 from trainer.build import Built, check_names, construct, look_up, takes
 from trainer.config import RunConfig
 from trainer.data.collate import INPUT_IDS
 from trainer.data.loader import Loader, Request, lengths_of
-from trainer.data.samples import Samples
+from trainer.data.readable import readable
+from trainer.data.samples import Samples, kept_generators
 from trainer.data.split import split_by_seed
 from trainer.errors import ConfigError, DataError
 from trainer.evaluate import HeldOut
 from trainer.feed import Source
 from trainer.micro_batch import Fields
+from trainer.models.bare import bare
 from trainer.models.bind import bind
+from trainer.models.deferred import CannotDefer, Weights, deferred
 from trainer.models.recompute import checkpoint_blocks
+from trainer.models.statistics import batch_statistics
 from trainer.objectives.base import ModelCall, Objective
 from trainer.optimizer import OptimizerSpec, OwnOptimizer
 from trainer.plan.cut import Cut, IntArray, Layout
 from trainer.plan.cuts import Budget
 from trainer.plan.order import Order
 from trainer.scheduler import Schedule
-from trainer.spread import Spread, dealt, spread
+from trainer.spread import Spread, dealt, is_sharded, planned_device, spread
 from trainer.step import Kit
 from trainer.sync import SyncPolicy
 from trainer.tune.layout import layout_for, packs
@@ -47,7 +51,11 @@ class Parts:
     """What a run is made of, before it is tuned.
 
     Attributes:
-        module: the model on its device, neither compiled nor wrapped.
+        module: the model on its device, neither compiled nor wrapped. To be sharded, its
+            parameters are on the meta device.
+        weights: what parameters on the meta device begin with.
+        notes: lines to show when the run begins.
+        num_workers: loading processes per rank.
         call: runs it on the fields it takes, under the run's precision.
         example: one collated micro-batch of a single sample, the longest; packed under packing.
         held_out: None where the data leave nothing to evaluate on.
@@ -56,9 +64,12 @@ class Parts:
     config: RunConfig
     world: World
     train_set: Samples
+    num_workers: int
     source: Source
     held_out: HeldOut | None
     module: nn.Module
+    weights: Weights | None
+    notes: tuple[str, ...]
     call: ModelCall
     objective: Objective
     spec: OptimizerSpec
@@ -81,9 +92,20 @@ class Parts:
         samples = min(self.global_size, len(self.source.lengths))
         return -(-samples // (getattr(self.cut, "micro", None) or 1))
 
-    def kit(self) -> Kit:
-        """Compose the step. Builds the optimizer; the model may not be replaced after it."""
-        model = self.spread.lay_out(self.module, self.call, self.world, self.most_micro_batches)
+    def kit(self, *, is_fresh: bool = True) -> Kit:
+        """Compose the step. Builds the optimizer; the model may not be replaced after it.
+
+        Args:
+            is_fresh: whether a model on the meta device gets the weights it begins with; if not,
+                they are to be loaded.
+        """
+        model = self.spread.lay_out(
+            self.module,
+            self.call,
+            self.world,
+            self.most_micro_batches,
+            self.weights.draw if self.weights is not None and is_fresh else None,
+        )
         optimizer = self.spec.build(self.module)
         scale = self.schedule.batch_factor(self.global_size)
         if self.config.compile:
@@ -113,22 +135,25 @@ def assemble(config: RunConfig, world: World) -> Parts:
         ConfigError: parts do not fit together, or a class is not what its place needs.
         DataError: the data cannot be read, or do not fill a step.
     """
-    train_set, held_set = _data_sets(config)
+    train_set, held_set = _data_sets(config, world)
     lengths = lengths_of(train_set)
     loader = _loader(config, train_set, world)
     order = _order(config, lengths)
     build = partial(_component, config)
     objective = build("objective", Objective)
-    module = build_model(config, world, train_set)
+    module, weights, notes = build_model(config, world, train_set)
     layout, example = _layout(config, world, train_set, loader, objective, module)
     spreading = spread(config, world, module, build("sync", SyncPolicy))
     parts = Parts(
         config=config,
         world=world,
         train_set=train_set,
+        num_workers=loader.num_workers,
         source=Source(order=order, lengths=lengths, loader=loader, objective=objective),
         held_out=_held_out(config, held_set, layout, world),
         module=module,
+        weights=weights,
+        notes=notes,
         call=bind_run(module, config, world),
         objective=objective,
         spec=_optimizer(config),
@@ -145,10 +170,28 @@ def assemble(config: RunConfig, world: World) -> Parts:
     return parts
 
 
-def planned_device(config: RunConfig, world: World) -> torch.device:
-    """Tell where the plan is to run: `train plan` may ask for a GPU that is not here."""
-    typed = config.device != "auto"
-    return torch.device(config.device) if typed and config.command == "plan" else world.device
+def check_alike(parts: Parts, *, begins: bool) -> None:
+    """Refuse ranks that do not hold the same data, code and model. Collective.
+
+    Args:
+        parts: of this rank.
+        begins: whether the model's values count; if not, they are to be loaded.
+
+    Raises:
+        ConfigError: the code or the models differ.
+        DataError: the data do.
+    """
+    config, held = parts.config, parts.held_out
+    targets = (c.target for c in (config.model, config.data, config.objective, config.accum))
+    check_data(
+        parts.world,
+        [parts.train_set, *([] if held is None else [held.loader.dataset])],
+        modules=[
+            *(target.rpartition(".")[0] for target in targets),
+            *(type(part).__module__ for part in parts.module.modules()),
+        ],
+    )
+    check_model(parts.world, parts.module, parts.weights, begins=begins)
 
 
 def _layout(
@@ -175,7 +218,7 @@ def _layout(
         config.accum.packed,
         module,
         unfit=unfit,
-        device=world.device,
+        device=planned_device(config, world),
         precision=config.precision,
     )
     layout = layout_for(
@@ -184,6 +227,7 @@ def _layout(
         device_type=planned_device(config, world).type,
         packed=packed,
         compiled=config.compile,
+        group_size=objective.group_size,
     )
     return layout, loader.load(replace(request, packed=True)) if packed else example
 
@@ -209,11 +253,17 @@ def bind_run(module: nn.Module, config: RunConfig, world: World) -> ModelCall:
     return bind(module, autocast=autocast, device_type=world.device.type)
 
 
-def build_model(config: RunConfig, world: World, data: Samples) -> nn.Module:
+def build_model(
+    config: RunConfig, world: World, data: Samples
+) -> tuple[nn.Module, Weights | None, tuple[str, ...]]:
     """Build the model with weights drawn from the seed, on the rank's device.
 
+    Returns:
+        The model; if it is to be sharded, what its parameters, which are on the meta device, are
+        to begin with; and what there is to tell.
+
     Raises:
-        ConfigError: it knows fewer tokens than the data hold.
+        ConfigError: it knows fewer tokens than the data hold, or is not to be spread over ranks.
     """
     known = getattr(data, "vocab_size", None)
     typed = config.model.params.get("vocab_size")
@@ -228,54 +278,69 @@ def build_model(config: RunConfig, world: World, data: Samples) -> nn.Module:
             "type it, e.g. model.vocab_size=50257"
         )
     given = {"vocab_size": known, "max_length": config.data.params.get("max_length")}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(rng_key(config.seed, "weights"))
-        module = construct(config.model, "model", nn.Module, config.trust, given)
-    module = module.to(world.device).train()
+
+    def build() -> nn.Module:
+        seed_draws(rng_key(config.seed, "weights"), world.device)
+        return bare(construct(config.model, "model", nn.Module, config.trust, given))
+
+    weights, notes = None, []
+    with kept_generators():
+        try:
+            module, weights = deferred(build) if is_sharded(config, world) else (build(), None)
+        except CannotDefer as answer:
+            notes.append(f"the model is built whole on every rank before it is sharded: {answer}")
+            module = build()
+    module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(world.device))  # type: ignore[no-untyped-call] # untyped in torch
+    module.train()
     if config.activation_checkpointing is True and not checkpoint_blocks(module):
         raise ConfigError(
             "activation_checkpointing=true: this model has no list of blocks (nn.ModuleList) "
             "to recompute; use activation_checkpointing=false"
         )
-    return module
+    return module, weights, tuple(notes)
 
 
 def _component(config: RunConfig, key: str, expected: type[Built]) -> Built:
     return construct(getattr(config, key), key, expected, config.trust)
 
 
-def _data_sets(config: RunConfig) -> tuple[Samples, Samples | None]:
+def _data_sets(config: RunConfig, world: World) -> tuple[Samples, Samples | None]:
     """Build the training and the held-out data; what the data class does not split, we do.
 
+    Likewise what is bad in it, where it is to be passed over. Collective then.
+
     Raises:
-        ConfigError: bad records are to be passed over by a class that does not know how.
+        ConfigError: the share to hold out is not known.
     """
     component = config.data
     has = partial(takes, component, "data", config.trust)
-    if config.data.on_bad == "skip" and not has("on_bad"):
-        raise ConfigError(
-            f"data.on_bad=skip: {component.target} takes no on_bad, so it cannot pass over a bad "
-            "record; use data.on_bad=stop"
-        )
+    passes_over = config.data.on_bad == "skip" and not has("on_bad")
     params = dict(component.params)
+    if "holdout" in params and params["holdout"] is None and not has("holdout"):
+        raise ConfigError(
+            f"data.holdout=null: {component.target} takes no holdout, so a share is held out by "
+            "seed: type one, e.g. 0.05, or 0 for none"
+        )
     holdout = params.get("holdout") if has("holdout") else params.pop("holdout", 0.05)
     component = component.model_copy(update={"params": params})
     given = {"on_bad": config.data.on_bad, "seed": config.seed}
+    splits = [{"split": split} for split in ("train", "held_out")] if has("split") else [{}]
+    built: list[Any] = [
+        construct(component, "data", Sized, config.trust, {**given, **split}) for split in splits
+    ]
+    if passes_over:
+        built = list(readable(built, config.seed, world))
     if has("split"):
-        return tuple(  # type: ignore[return-value] # two by construction
-            construct(component, "data", Sized, config.trust, {**given, "split": split})
-            for split in ("train", "held_out")
-        )
-    whole = construct(component, "data", Sized, config.trust, given)
+        return built[0], built[1]
     train, held = (
-        split_by_seed(whole, split=split, holdout=holdout, seed=config.seed)  # type: ignore[arg-type]
+        split_by_seed(built[0], split=split, holdout=holdout, seed=config.seed)  # type: ignore[arg-type]
         for split in ("train", "held_out")
     )
     return train, held if len(held) else None
 
 
 def _loader(config: RunConfig, data: Samples, world: World) -> Loader:
-    auto = GPU_WORKERS if world.device.type == "cuda" else CPU_WORKERS
+    auto = GPU_WORKERS if planned_device(config, world).type == "cuda" else CPU_WORKERS
     workers = auto if config.num_workers == "auto" else config.num_workers
     on_gpu = world.device.type == "cuda"
     return Loader(data, num_workers=workers, seed=config.seed, pin_memory=on_gpu)
@@ -333,12 +398,12 @@ def _check(parts: Parts) -> None:
             f"accum.max_tokens: {parts.cut.max_tokens} is less than the longest sample, of "
             f"{longest} tokens. The nearest valid value is accum.max_tokens={longest}"
         )
-    norms = [n for n, m in parts.module.named_modules() if isinstance(m, _BatchNorm)]
-    if norms and not parts.cut.keeps_order:
+    norm = batch_statistics(parts.module)
+    if norm is not None and not parts.cut.keeps_order:
         raise ConfigError(
-            f"model: {norms[0]} is BatchNorm, whose result depends on the cut, and "
+            f"model: {norm} is BatchNorm, whose result depends on the cut, and "
             f"accum={parts.config.accum.name or parts.config.accum.target} chooses the cut: "
-            "type accum=fixed accum.micro=N, which states its groups, or use GroupNorm"
+            "type accum=fixed accum.micro=N batchnorm=micro, which states it, or use GroupNorm"
         )
     if parts.config.batch.normalizer == "micro_batches" and not parts.cut.keeps_order:
         raise ConfigError(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -34,6 +36,24 @@ def blocks_of(model: nn.Module) -> tuple[nn.Module, ...]:
         for block in stack.children()
         if not any(isinstance(module, _BatchNorm) for module in block.modules())
     )
+
+
+def separable_blocks(model: nn.Module) -> tuple[nn.Module, ...]:
+    """Find the repeated blocks that share no parameter with anything outside of themselves."""
+    blocks = blocks_of(model)
+    held = [{id(p) for p in block.parameters()} for block in blocks]
+    # A module counts as often as it has owners; `modules()` would give it once.
+    times = Counter(chain(*held, {id(p) for p in _parameters_outside(model, set(blocks))}))
+    return tuple(
+        block for block, own in zip(blocks, held, strict=True) if all(times[p] == 1 for p in own)
+    )
+
+
+def _parameters_outside(module: nn.Module, blocks: Collection[nn.Module]) -> Iterator[nn.Parameter]:
+    yield from module.parameters(recurse=False)
+    for child in module.children():
+        if child not in blocks:
+            yield from _parameters_outside(child, blocks)
 
 
 def can_recompute(model: nn.Module) -> bool:

@@ -16,7 +16,7 @@ from trainer.errors import ConfigError, DoesNotFitError
 from trainer.plan.cut import Cost, Cut, IntArray, Layout, Plan
 from trainer.plan.groups import longest_of_groups, samples_of_groups, totals_of_groups
 from trainer.plan.packing import pack
-from trainer.plan.partition import even_starts, pad, partition, split
+from trainer.plan.partition import even_starts, pad, partition, split, with_shapes
 
 SHRINK = (7, 10)
 """Share of the failed size that the next attempt is cut to, as an exact fraction."""
@@ -152,6 +152,7 @@ class Budget(Cut):
         Raises:
             ConfigError: if the cap is less than the longest sample.
         """
+        layout = with_shapes(lengths, layout)
         _, length, padded = _longest(lengths, layout)
         _refuse_small_micro(self.micro, layout)
         if padded > self.max_tokens:
@@ -217,13 +218,14 @@ class Auto(Cut):
         """
         if self.max_tokens is None:
             raise ValueError("accum=auto cuts nothing before it is tuned: call tuned() first")
+        layout = with_shapes(lengths, replace(layout, cost=self.cost or layout.cost))
         position, length, padded = _longest(lengths, layout)
         _refuse_small_micro(self.micro, layout)
         hard_cap = max(self.max_tokens, self.alone or 0)
         if padded > hard_cap:
             raise SampleTooLongError(position, length, hard_cap)
         cap = min(self.max_tokens, self.lowered or self.max_tokens)
-        return _cheapest(lengths, replace(layout, cost=self.cost or layout.cost), cap, self.micro)
+        return _cheapest(lengths, layout, cap, self.micro)
 
     def smaller(self, plan: Plan) -> Auto | None:
         """Lower the cap; see `Cut.smaller`."""

@@ -1,8 +1,7 @@
-"""How large a micro-batch may be: arithmetic over predicted peaks and timed shapes.
+"""How large a micro-batch may be: arithmetic over predicted peaks.
 
 Nothing here runs a model. Whoever can predict the peak of one shape (by running it on fake tensors)
-hands that in; the answer is a cap on padded tokens. Two things bound the cap: what fits, and
-what is needed for full speed. Beyond the second, memory is spent for nothing.
+hands that in; the answer is a cap on padded tokens.
 """
 
 from __future__ import annotations
@@ -12,8 +11,6 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, final
-
-from trainer.plan.cut import Cost
 
 
 @final
@@ -59,13 +56,18 @@ def candidate_caps(longest: int, total: int, ratio: float = 1.04) -> tuple[int, 
     return tuple(caps)
 
 
+MANY = 9 / 8
+"""What a corner must have of another's samples to be a shape of its own."""
+
+
 def corner_shapes(cap: int, longest: int, shortest: int, max_samples: int) -> tuple[Shape, ...]:
     """Name the shapes under `cap` that can have the highest peak.
 
     For a peak of the form `a + b n L + c n L^2 + d n` (activations, attention scores, per-sample
     state), `n = cap / L` makes it convex in `L`, so its maximum lies at the longest or at the
     shortest length; with at most `max_samples` samples the short end starts at
-    `L = cap / max_samples`.
+    `L = cap / max_samples`. Rounded up to whole tokens, that holds the most positions; rounded
+    down, the most samples.
 
     Args:
         cap: padded tokens of a micro-batch; at least `longest`.
@@ -74,12 +76,16 @@ def corner_shapes(cap: int, longest: int, shortest: int, max_samples: int) -> tu
         max_samples: most samples a micro-batch can have (`accum.micro`, or the global batch).
 
     Returns:
-        One or two shapes, the long corner first.
+        One to three shapes, the long corner first.
     """
     long = Shape(max(1, min(max_samples, cap // longest)), longest)
-    length = min(longest, max(1, shortest, math.ceil(cap / max_samples)))
+    least = max(1, shortest)
+    length = min(longest, max(least, math.ceil(cap / max_samples)))
     short = Shape(max(1, min(max_samples, cap // length)), length)
-    return (long,) if short == long else (long, short)
+    length = min(longest, max(least, cap // max_samples))
+    many = Shape(max(1, min(max_samples, cap // length)), length)
+    corners = (long, short, many) if many.num_samples > MANY * short.num_samples else (long, short)
+    return tuple(dict.fromkeys(corners))
 
 
 LINE_STEPS = 4
@@ -123,34 +129,3 @@ def largest_cap(
         peaks[cap] = predict(cap)
         low, high = (middle, high) if peaks[cap] <= limit_bytes else (low, middle)
     return CapSearch(cap=candidates[low], peaks=dict(sorted(peaks.items())))
-
-
-def saturation_cap(cost: Cost, share: float = 0.97) -> int:
-    """Tell how many tokens a micro-batch needs to run at `share` of peak throughput.
-
-    With `t(T) = alpha + beta T`, throughput `T / t(T)` reaches `share` of its limit `1 / beta` at
-    `T = (alpha / beta) share / (1 - share)`; `alpha / beta` is `cost.fixed`.
-
-    Args:
-        cost: the fitted time model.
-        share: of peak throughput, in (0, 1).
-
-    Returns:
-        Tokens, at least 1.
-    """
-    return max(1, math.ceil(cost.fixed * share / (1.0 - share)))
-
-
-def best_cap(fits: int, cost: Cost, longest: int, share: float = 0.97) -> int:
-    """Choose the cap: the smaller of what fits and what reaches full speed.
-
-    Args:
-        fits: largest cap whose peak fits, in padded tokens.
-        cost: the fitted time model.
-        longest: padded tokens of the longest sample, which must fit whatever its speed.
-        share: of peak throughput that is enough.
-
-    Returns:
-        Padded tokens.
-    """
-    return min(fits, max(longest, saturation_cap(cost, share)))

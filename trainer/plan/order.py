@@ -143,6 +143,22 @@ class Order:
         )
         return GlobalBatch(ids=ids, epoch=cursor.epoch, is_tail=is_tail, after=self._settled(after))
 
+    @property
+    def most_samples(self) -> int:
+        """A bound on the samples of any step of any epoch.
+
+        Under `unit="tokens"` it is what a step of the shortest samples alone would take.
+        """
+        if self._lengths is None:
+            return min(self.global_size, self.num_samples)
+        counts = np.bincount(self._lengths)
+        held = np.cumsum(counts * np.arange(len(counts)))
+        longest = int(np.searchsorted(held, self.global_size))
+        if longest >= len(counts):
+            return self.num_samples
+        missing = self.global_size - int(held[longest - 1])
+        return int(counts[:longest].sum()) - (-missing // longest)
+
     def num_steps(self, epochs: int) -> int:
         """Count the steps of the first `epochs` epochs, exactly.
 

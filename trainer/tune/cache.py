@@ -12,12 +12,16 @@ import json
 import os
 import platform
 import re
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, is_dataclass
+from enum import Enum
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Self, final
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -150,16 +154,63 @@ def describe(work: Workload, length: int, precision: str) -> dict[str, Any]:
 
 
 def structure(model: nn.Module) -> str:
-    """Hash what a model computes: its modules, its tensors' shapes, the source of its classes."""
+    """Hash what a model computes: its modules, their settings, tensors' shapes, and classes."""
     digest = hashlib.blake2b(_stable(model).encode(), digest_size=16)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         facts = (name, str(tensor.dtype), tuple(tensor.shape), tensor.requires_grad)
         digest.update(repr(facts).encode())
-    for kind in sorted({type(m) for m in model.modules()}, key=lambda k: k.__qualname__):
-        # Library classes change with the library's version; a user's between any two runs.
-        if not kind.__module__.startswith("torch."):
-            digest.update(_source(kind).encode())
+    for name, module in model.named_modules():
+        digest.update(f"{name} {_settings(module)}".encode())
+    bases = {base for module in model.modules() for base in type(module).__mro__}
+    for kind in sorted(bases, key=lambda base: (base.__module__, base.__qualname__)):
+        digest.update(_definition(kind).encode())
     return digest.hexdigest()
+
+
+def _settings(module: nn.Module) -> list[str]:
+    """Write the attributes that a forward may read and that no tensor and no `repr` shows."""
+    return [
+        f"{name}={written}"
+        for name, value in sorted(vars(module).items())
+        if name not in {"training", "config"} and (written := _written(value)) is not None
+    ] + _configured(getattr(module, "config", None))
+
+
+def _configured(config: object) -> list[str]:
+    """Write a configuration object, as Hugging Face's models have one."""
+    to_dict = getattr(config, "to_dict", None)
+    whole = _stable(to_dict()) if callable(to_dict) else str(_written(config))
+    # Which kernel attends is no part of what is saved.
+    return [whole, str(getattr(config, "_attn_implementation", None))]
+
+
+def _written(value: object) -> str | None:
+    """Write a plain value, or a collection of such, alike in every process; None for others."""
+    if value is None or isinstance(value, int | float | str | torch.dtype | Enum | np.generic):
+        return repr(value)
+    if isinstance(value, dict):
+        parts = [f"{_written(key)}: {_written(held)}" for key, held in value.items()]
+        return f"{{{', '.join(parts)}}}"
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(str(_written(held)) for held in value)}]"
+    if isinstance(value, set | frozenset):
+        return f"{{{', '.join(sorted(str(_written(held)) for held in value))}}}"
+    if inspect.isroutine(value) or is_dataclass(value) or isinstance(value, SimpleNamespace):
+        return _stable(value)
+    return None
+
+
+def _definition(kind: type) -> str:
+    """Give the source of a class, or the version of the library it is from.
+
+    A library changes with its version; a user's class between any two runs.
+    """
+    package = sys.modules.get(kind.__module__.partition(".")[0])
+    version = getattr(package, "__version__", None)
+    is_installed = "site-packages" in str(getattr(package, "__file__", None))
+    if kind.__module__ == "builtins" or (is_installed and version is not None):
+        return f"{kind.__module__}.{kind.__qualname__} {version}"
+    return _source(kind)
 
 
 def _optimizer(optimizer: torch.optim.Optimizer) -> str:

@@ -7,17 +7,21 @@ scores are materialised, a line through two real probes is up to 51 % off and th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from trainer.parallel import Parallel
 from trainer.plan.memory import Shape
 from trainer.tune.tensors import MemoryEstimate, PeakBytes
 from trainer.tune.untouched import untouched
-from trainer.tune.workload import Workload, rehearse
+from trainer.tune.workload import Workload, rehearse, rehearse_laid_out
 
 
 class CannotRunFake(Exception):  # noqa: N818 - an answer, not a fault: real probes follow
@@ -45,7 +49,11 @@ class _Within(nn.Module):
         self.body()
 
 
-def run_fake(model: nn.Module, body: Callable[[FakeTensorMode], None]) -> None:
+def run_fake(
+    model: nn.Module,
+    body: Callable[[FakeTensorMode], None],
+    device: torch.device | None = None,
+) -> None:
     """Run a body while every tensor of the model is a fake of itself.
 
     Parameters and buffers are exchanged by `functional_call`, tensors that are plain attributes
@@ -55,25 +63,78 @@ def run_fake(model: nn.Module, body: Callable[[FakeTensorMode], None]) -> None:
     Args:
         model: left bit for bit as it was.
         body: given the mode; may train the model.
+        device: where it computes; None is where it is.
 
     Raises:
         CannotRunFake: the body asked for a value.
     """
     mode = FakeTensorMode()
     named = [*model.named_parameters(), *model.named_buffers()]
-    fakes: dict[str, Tensor] = {f"model.{name}": mode.from_tensor(tensor) for name, tensor in named}
+    fakes = {f"model.{name}": _fake_of(tensor, mode, device) for name, tensor in named}
+    with _answering(), untouched(model):
+        for module in model.modules():
+            attributes = vars(module)
+            attributes.update(_faked(attributes, mode))
+        with mode:
+            torch.func.functional_call(_Within(model, lambda: body(mode)), fakes, ())
+
+
+def run_fake_copy(
+    work: Workload, body: Callable[[FakeTensorMode, Parallel, Workload], None], *, recompute: bool
+) -> None:
+    """Run a body on a fake copy of a model, laid out over imagined ranks.
+
+    Args:
+        work: says how it is laid out; its model is left alone.
+        body: given the mode, the layout, and the copy's workload.
+        recompute: under activation checkpointing.
+
+    Raises:
+        CannotRunFake: the model cannot be copied, or asked for a value.
+    """
+    assert work.imagined is not None
+    mode, device = FakeTensorMode(), torch.device("cpu")
+    with _answering(), work.imagined() as lay_out:
+        tensors = [*work.model.parameters(), *work.model.buffers()]
+        for module in work.model.modules():
+            tensors += [value for value in vars(module).values() if isinstance(value, Tensor)]
+        # What is known already is not copied: the copy holds fakes in place of tensors.
+        copied = copy.deepcopy(
+            work.model, {id(tensor): _fake_of(tensor, mode, device) for tensor in tensors}
+        )
+        theirs = replace(work, model=copied, device=device)
+        with mode, theirs.variant(recompute=recompute):
+            body(mode, lay_out(copied), theirs)
+
+
+@contextmanager
+def _answering() -> Iterator[None]:
+    """Turn what ends a fake run into an answer.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        CannotRunFake: it ended.
+    """
     try:
-        with untouched(model):
-            for module in model.modules():
-                attributes = vars(module)
-                attributes.update(_faked(attributes, mode))
-            with mode:
-                torch.func.functional_call(_Within(model, lambda: body(mode)), fakes, ())
+        yield
     except Exception as error:
         # Fake runs stop with many types (data-dependent, unsupported, assertions, plain
         # RuntimeErrors). A fault of the model's own shows again in the real run that follows.
         message = next(iter(str(error).splitlines()), "")
         raise CannotRunFake(f"{type(error).__name__}: {message}"[:200]) from error
+
+
+def _fake_of(tensor: Tensor, mode: FakeTensorMode, device: torch.device | None) -> Tensor:
+    """Make a fake of a tensor; it may be elsewhere than the tensor."""
+    if device is None or tensor.device == device:
+        return mode.from_tensor(tensor)
+    layout = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    with mode:
+        empty = torch.empty_like(mode.from_tensor(layout), device=device)
+        is_parameter = isinstance(tensor, nn.Parameter)
+        return nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
 
 
 def _faked(attributes: dict[str, Any], mode: FakeTensorMode) -> dict[str, Tensor]:
@@ -103,5 +164,13 @@ def predict_peak(work: Workload, shape: Shape, *, recompute: bool = False) -> Me
         with peak, work.variant(recompute=recompute):
             rehearse(work, fakes, peak)
 
-    run_fake(work.model, body)
+    def laid_out(mode: FakeTensorMode, model: Parallel, theirs: Workload) -> None:
+        fakes = {name: mode.from_tensor(f) for name, f in fields.items()}
+        with peak:
+            rehearse_laid_out(theirs, model, fakes, peak)
+
+    if work.imagined is None:
+        run_fake(work.model, body, work.device)
+    else:
+        run_fake_copy(work, laid_out, recompute=recompute)
     return peak.estimate

@@ -22,7 +22,8 @@ def non_negative_fit(rows: FloatArray, values: FloatArray) -> FloatArray:
 
     Solved exactly: the best of the least-squares solutions over every subset of the columns
     whose coefficients come out non-negative (Lawson and Hanson 1974, ch. 23, has the condition).
-    Meant for a handful of columns.
+    Of equally good ones that with fewer columns counts, then that with earlier ones. Meant for a
+    handful of columns.
 
     Args:
         rows: `(observations, columns)`, not negative.
@@ -50,7 +51,14 @@ def non_negative_fit(rows: FloatArray, values: FloatArray) -> FloatArray:
     return coefficients
 
 
+PREFERRED = [1, 0, 2]
+"""Positions first: one shape alone cannot tell terms apart, and no position comes for free."""
+
+
 def fit_shapes(measured: Mapping[Shape, float]) -> FloatArray:
     """Fit `(constant, per position, per pair)` to what was measured at a few shapes."""
-    rows = np.array([terms(shape) for shape in measured])
-    return non_negative_fit(rows, np.array([*measured.values()], dtype=np.float64))
+    rows = np.array([terms(shape) for shape in measured])[:, PREFERRED]
+    coefficients = np.zeros(len(PREFERRED))
+    values = np.array([*measured.values()], dtype=np.float64)
+    coefficients[PREFERRED] = non_negative_fit(rows, values)
+    return coefficients

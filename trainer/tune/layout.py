@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -30,6 +31,7 @@ def layout_for(
     device_type: str,
     packed: bool,
     compiled: bool,
+    group_size: int = 1,
 ) -> Layout:
     """Choose a layout for a run.
 
@@ -39,6 +41,7 @@ def layout_for(
         device_type: where it computes: `cuda` pads to a multiple of 8 tokens.
         packed: documents are laid end to end.
         compiled: bounds the padded lengths, the same for the whole run.
+        group_size: samples that no cut divides.
     """
     longest = int(lengths.max())
     # A sample without tokens counts as one, and is not padded to eight.
@@ -49,12 +52,12 @@ def layout_for(
         longest=longest,
         packed=packed,
         max_shapes=COMPILED_SHAPES if compiled else None,
+        group_size=group_size,
     )
     if packed or not compiled:
         return plain
     padded = pad(lengths, Layout(pad_multiple=multiple, longest=longest))
-    shapes = ladder(padded, COMPILED_SHAPES, Cost())
-    return Layout(world_size=world_size, pad_multiple=multiple, longest=longest, shapes=shapes)
+    return replace(plain, shapes=ladder(padded, COMPILED_SHAPES, Cost()), max_shapes=None)
 
 
 def takes_boundaries(module: nn.Module) -> bool:

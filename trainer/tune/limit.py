@@ -17,6 +17,9 @@ RESERVE = {"cuda": 0.08, "cpu": 0.10}
 """Share left alone: on a GPU for fragmentation and libraries, on a CPU for the rest of the machine,
 whose use changes while a run goes on."""
 
+ASKED = "accum.memory"
+"""Where a limit is from that a user typed."""
+
 MEBI = 2**20
 
 
@@ -28,10 +31,12 @@ class MemoryLimit:
     Attributes:
         bytes: for tensors and for what their allocation costs on top, the model included.
         source: where the number is from, for a person to read.
+        reserve: share of the memory that is left alone beside.
     """
 
     bytes: int
     source: str
+    reserve: float = 0.0
 
     def for_tensors(self, ratio: float, resident_bytes: int) -> int:
         """Tell how many bytes of tensors fit.
@@ -40,7 +45,9 @@ class MemoryLimit:
             ratio: resident bytes per byte of tensors, at least 1.
             resident_bytes: tensors that are in memory already, and so have paid.
         """
-        return resident_bytes + int(max(0, self.bytes - resident_bytes) / ratio)
+        if self.bytes <= resident_bytes:
+            return self.bytes
+        return resident_bytes + int((self.bytes - resident_bytes) / ratio)
 
 
 def memory_limit(
@@ -63,7 +70,7 @@ def memory_limit(
     keep = 1.0 - RESERVE.get(device.type, 0.10)
     reserved = f"{1 - keep:.0%} in reserve"
     if asked is not None:
-        return MemoryLimit(bytes=int(asked * keep), source=f"accum.memory, {reserved}")
+        return MemoryLimit(bytes=int(asked * keep), source=f"{ASKED}, {reserved}", reserve=1 - keep)
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         # What the allocator holds without using is free to this process alone.
@@ -74,7 +81,9 @@ def memory_limit(
         left //= local_ranks
     share = f", shared by {local_ranks} ranks" if device.type == "cpu" and local_ranks > 1 else ""
     return MemoryLimit(
-        bytes=resident_bytes + int(left * keep), source=f"{source}{share}, {reserved}"
+        bytes=resident_bytes + int(left * keep),
+        source=f"{source}{share}, {reserved}",
+        reserve=1 - keep,
     )
 
 

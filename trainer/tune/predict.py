@@ -9,13 +9,18 @@ from typing import Protocol, final
 import torch
 from torch import nn
 
+from trainer.accumulate.snapshot import Snapshot
+from trainer.errors import ConfigError
+from trainer.out_of_memory import is_out_of_memory
+from trainer.parallel import Parallel
 from trainer.plan.cut import FloatArray
 from trainer.plan.memory import Shape
-from trainer.tune.fake import CannotRunFake, predict_peak, run_fake
+from trainer.sync import Deferred
+from trainer.tune.fake import CannotRunFake, predict_peak, run_fake, run_fake_copy
 from trainer.tune.fit import fit_shapes, terms
 from trainer.tune.tensors import MemoryEstimate, PeakBytes
 from trainer.tune.untouched import untouched
-from trainer.tune.workload import Workload, gradients, state_of
+from trainer.tune.workload import Workload, gradients, state_of, update_laid_out
 
 
 class Predictor(Protocol):
@@ -60,7 +65,7 @@ class FakeRuns:
             return predict_peak(self.work, shape, recompute=self.recompute)
         except CannotRunFake as answer:
             reason = answer.reason
-        probes = probe_peak(self.work, shape.length, reason=reason, recompute=self.recompute)
+        probes = probe_peak(self.work, shape, reason=reason, recompute=self.recompute)
         return probes(shape)
 
 
@@ -100,13 +105,16 @@ def predictor_for(work: Workload, smallest: Shape, *, recompute: bool = False) -
 
     Args:
         work: what to compute; its model is left bit for bit as it was.
-        smallest: the least that any micro-batch needs: one sample of the greatest length.
+        smallest: a shape that the run has, of few samples and the greatest length.
         recompute: under activation checkpointing.
+
+    Raises:
+        ConfigError: the model computes more samples, and not as few as these.
     """
     try:
         least = predict_peak(work, smallest, recompute=recompute)
     except CannotRunFake as answer:
-        return probe_peak(work, smallest.length, reason=answer.reason, recompute=recompute)
+        return probe_peak(work, smallest, reason=answer.reason, recompute=recompute)
     return FakeRuns(work, recompute, {smallest: least})
 
 
@@ -114,7 +122,7 @@ PROBE_TOKENS = 128
 """Longest sample of a probe; long enough for activations to outweigh temporaries of weights."""
 
 
-def probe_peak(work: Workload, longest: int, *, reason: str, recompute: bool = False) -> Probes:
+def probe_peak(work: Workload, smallest: Shape, *, reason: str, recompute: bool = False) -> Probes:
     """Fit the activations of real forward and backward passes on small shapes.
 
     Three terms: constant, per position, and per pair of positions of one sample, where attention
@@ -122,30 +130,70 @@ def probe_peak(work: Workload, longest: int, *, reason: str, recompute: bool = F
 
     Args:
         work: what to compute.
-        longest: tokens of the longest sample.
+        smallest: a shape that the run has, of few samples and the greatest length.
         reason: why the model cannot run fake.
         recompute: under activation checkpointing.
+
+    Raises:
+        ConfigError: the model computes more samples, and not as few as these.
     """
-    length = min(longest, PROBE_TOKENS)
+    length = min(smallest.length, PROBE_TOKENS)
     lengths = (length, max(1, length // 2))
     measured: dict[Shape, float] = {}
-    with untouched(work.model), work.variant(recompute=recompute):
-        for shape in (Shape(n, t) for t in dict.fromkeys(lengths) for n in (1, 2, 4)):
+    with work.filled(), untouched(work.model), work.variant(recompute=recompute):
+        count = _least_count(work, smallest.num_samples, lengths[-1])
+        for shape in (Shape(n * count, t) for t in dict.fromkeys(lengths) for n in (1, 2, 4)):
             measured[shape] = _activations(work, shape)
     return Probes(_resting(work), fit_shapes(measured), reason)
+
+
+def _least_count(work: Workload, most: int, length: int) -> int:
+    """Find how few samples a model computes: BatchNorm of single values needs two.
+
+    Raises:
+        ConfigError: more than `most`.
+    """
+    for count in sorted({1, min(2, most)} - {most}):
+        if _failure(work, Shape(count, length)) is None:
+            return count
+    failure = _failure(work, Shape(most, length))
+    if failure is None:
+        return most
+    if _failure(work, Shape(2 * most, length)) is not None:
+        raise failure
+    cause = next(iter(str(failure).splitlines()), "")
+    raise ConfigError(
+        f"model: it computes {2 * most} samples together and not {most} "
+        f"({type(failure).__name__}: {cause}), which a tuned micro-batch may hold: type "
+        "accum=fixed accum.micro=N"
+    ) from failure
+
+
+def _failure(work: Workload, shape: Shape) -> Exception | None:
+    """Tell how a model fails on a shape, if it does."""
+    try:
+        work.backward(work.fields(*shape))
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        return error
+    return None
 
 
 def _activations(work: Workload, shape: Shape) -> float:
     """Measure one micro-batch while gradients are there."""
     peak, fields = PeakBytes(), work.fields(*shape)
+    snapshot = Snapshot(work.model)
     with peak:
         peak.assign("parameters", work.model.parameters())
         peak.assign("buffers", work.model.buffers())
         peak.assign("activations", fields.values())
         for _ in range(2):
             peak.reset()
+            snapshot.take()
             work.backward(fields)
             peak.assign("gradients", gradients(work.model))
+            snapshot.settle()
     return float(peak.estimate.activations)
 
 
@@ -156,11 +204,36 @@ def _resting(work: Workload) -> MemoryEstimate:
     """
     peak = PeakBytes()
     try:
-        run_fake(work.model, lambda _: _update(work, work.model, peak))
+        if work.imagined is None:
+            run_fake(work.model, lambda _: _update(work, work.model, peak), work.device)
+        else:
+            run_fake_copy(
+                work,
+                lambda _, model, theirs: _update_laid_out(theirs, model, peak),
+                recompute=False,
+            )
     except CannotRunFake:
         peak = PeakBytes()
-        _update(work, copy.deepcopy(work.model), peak)
+        with work.filled():
+            _update(work, copy.deepcopy(work.model), peak)
     return peak.estimate
+
+
+def _update_laid_out(work: Workload, model: Parallel, peak: PeakBytes) -> None:
+    """Update a model in shards within a window, in which a rank holds more than without one."""
+    module, sync = model.module, Deferred()
+    with peak:
+        peak.assign("parameters", module.parameters())
+        peak.assign("buffers", module.buffers())
+        optimizer = work.make_optimizer(module)
+        for _ in range(2):
+            peak.reset()
+            sync.gather(model)
+            peak.assign("parameters", module.parameters())
+            for parameter in module.parameters():
+                parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+            peak.assign("gradients", gradients(module))
+            update_laid_out(sync, model, optimizer, peak)
 
 
 def _update(work: Workload, model: nn.Module, peak: PeakBytes) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -39,6 +39,9 @@ REPEATED = 2
 
 TELLING_SHAPES = 3
 """Shapes that must have been repeated for a machine to count as quiet."""
+
+TELLING_SIZES = 2
+"""Numbers of positions that must have been timed for sizes to be compared by time."""
 
 QUIET = 0.15
 """Noise above which other programs were in the way."""
@@ -146,7 +149,7 @@ def rehearsal(work: Workload, *, recompute: bool) -> Iterator[Prepare]:
 
         return run
 
-    with untouched(work.model), work.variant(recompute=recompute):
+    with work.filled(), untouched(work.model), work.variant(recompute=recompute):
         yield prepare
 
 
@@ -162,8 +165,8 @@ def measure(
 
     The first run of a shape warms caches and allocators, and counts only if there is no time for
     a second. The rounds are interleaved, so that a disturbance meets all shapes alike. A shape
-    is left out when it would take more than half of what is left, and a size when two in a row
-    fell behind.
+    is left out when it would take more than half of what is left (all of it, as long as there is
+    nothing to compare it with), and a size when two in a row fell behind.
 
     Args:
         prepare: gives a function that computes one shape.
@@ -185,7 +188,8 @@ def measure(
         if once:
             rates = [once[size] / positions(size) for size in sizes if size in once]
             deadline = started + budget(min(rates))
-            left = (deadline - clock()) / 2  # the rounds that follow take the other half
+            # The rounds that follow take the other half, once there is something to compare.
+            left = (deadline - clock()) / min(TELLING_SIZES, len(once))
             last = max(took, key=positions)
             needed = took[last] / positions(last) * positions(shape)
             if needed > left or (shape in sizes and _fell_behind(rates)):
@@ -290,12 +294,22 @@ class SpeedModel:
         fitted = float(np.dot(self.coefficients, terms(shape)))
         return fitted * float(np.interp(positions(shape), self.sizes, self.bends))
 
-    def step_seconds(self, plan: Plan) -> float:
-        """Estimate the busiest rank's time for one step; ranks meet at its end."""
-        return max(
-            sum(self.seconds(_shape(plan, rank, slot)) for slot in range(len(slots)))
+    def step_seconds(self, plan: Plan, *, lockstep: bool = False) -> float:
+        """Estimate the time of one step.
+
+        Args:
+            plan: its micro-batches.
+            lockstep: ranks meet in every micro-batch and wait there for the slowest; otherwise
+                only at the end of the step.
+        """
+        ranks = [
+            [self.seconds(_shape(plan, rank, slot)) for slot in range(len(slots))]
             for rank, slots in enumerate(plan.ranks)
-        )
+        ]
+        if lockstep:
+            meetings: Iterable[tuple[float, ...]] = zip(*ranks, strict=True)
+            return sum(max(slot) for slot in meetings)
+        return max(sum(slots) for slots in ranks)
 
 
 def _shape(plan: Plan, rank: int, slot: int) -> Shape:

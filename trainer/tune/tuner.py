@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from statistics import fmean
 from typing import final
 
 import numpy as np
 
+from trainer import signals
 from trainer.errors import DoesNotFitError
 from trainer.models.recompute import can_recompute
 from trainer.plan.cut import Cost, Plan
 from trainer.plan.memory import Shape, candidate_caps, corner_shapes, largest_cap
+from trainer.report.figures import size
 from trainer.tune.cache import Notebook
-from trainer.tune.limit import resident_growth, resident_ratio
+from trainer.tune.limit import ASKED, MEBI, resident_growth, resident_ratio
 from trainer.tune.predict import Predictor, predictor_for
 from trainer.tune.speed import (
     LEAST_BUDGET_S,
     MOST_BUDGET_S,
     NEAR_BEST,
+    TELLING_SIZES,
     Clock,
     SpeedModel,
     Stopwatch,
@@ -125,12 +130,13 @@ class _Variant:
         """Predict the peak of a step whose largest micro-batch has this shape."""
         key = shape, self.recompute
         if key not in self.book.peaks:
+            signals.check()
             if not self.predictor:
                 work = self.question.work
                 self.predictor.append(predictor_for(work, self.single, recompute=self.recompute))
                 self.book.methods[self.recompute] = self.predictor[0].method
             self.book.peaks[key] = self.predictor[0](shape)
-        return self.question.shares.of(self.book.peaks[key])
+        return self.book.peaks[key]
 
     def peak_under(self, cap: int) -> MemoryEstimate:
         """Predict the peak of a step under a cap: that of its worst corner."""
@@ -180,6 +186,7 @@ class _Explored:
         times: of a step, by cap: in seconds, or in tokens where nothing was timed.
         cost: the time model.
         how: where that is from.
+        is_compared: whether enough sizes were timed to choose by time.
     """
 
     variant: _Variant
@@ -187,6 +194,19 @@ class _Explored:
     times: Mapping[int, float]
     cost: Cost
     how: str
+    is_compared: bool
+
+    @property
+    def choosable(self) -> tuple[Candidate, ...]:
+        """The rows that may be chosen.
+
+        Where nothing was timed, only the largest: how large a micro-batch a device needs for full
+        speed differs by orders of magnitude. Where a single size was, only the smallest: nothing
+        says that a larger one is faster, and it takes more memory.
+        """
+        if not self.variant.question.timed:
+            return self.rows[-1:]
+        return self.rows if self.is_compared else self.rows[:1]
 
     @property
     def wants_memory(self) -> bool:
@@ -199,17 +219,18 @@ class _Explored:
 
 def _explore(variant: _Variant, watch: Stopwatch) -> _Explored:
     question = variant.question
-    speed, how = SpeedModel.of(question.layout.cost), "time unknown"
+    speed, how, num_sizes = SpeedModel.of(question.layout.cost), "time unknown", 0
     fits = variant.largest_fit()
     if fits is not None and question.timed:
-        speed, how = _timed(variant, fits, watch)
+        speed, how, num_sizes = _timed(variant, fits, watch)
         fits = variant.largest_fit()
     cost = speed.cost if question.timed else question.layout.cost
     caps = () if fits is None else _doublings(min(variant.smallest_cap, fits), fits)
     plans = {cap: _plans(question, cap, cost) for cap in caps}
     # Where nothing is timed, recomputing costs what arithmetic says.
     factor = RECOMPUTED if variant.recompute and not question.timed else 1.0
-    times = {cap: factor * fmean(map(speed.step_seconds, plans[cap])) for cap in caps}
+    step_seconds = partial(speed.step_seconds, lockstep=question.layout.lockstep)
+    times = {cap: factor * fmean(map(step_seconds, plans[cap])) for cap in caps}
     rows = tuple(
         Candidate(
             max_tokens=cap,
@@ -221,7 +242,12 @@ def _explore(variant: _Variant, watch: Stopwatch) -> _Explored:
         )
         for cap in caps
     )
-    return _Explored(variant=variant, rows=rows, times=times, cost=cost, how=how)
+    is_compared = num_sizes >= TELLING_SIZES
+    if question.timed and not is_compared and len(rows) > 1:
+        how += ", one size only, too slow for more: the smallest cap is taken"
+    return _Explored(
+        variant=variant, rows=rows, times=times, cost=cost, how=how, is_compared=is_compared
+    )
 
 
 def _doublings(smallest: int, largest: int) -> tuple[int, ...]:
@@ -232,8 +258,11 @@ def _doublings(smallest: int, largest: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys((*caps, largest)))
 
 
-def _timed(variant: _Variant, fits: int, watch: Stopwatch) -> tuple[SpeedModel, str]:
+def _timed(variant: _Variant, fits: int, watch: Stopwatch) -> tuple[SpeedModel, str, int]:
     """Time what the notebook does not know, and learn what tensors cost in resident memory.
+
+    Returns:
+        The time model, where it is from, and how many sizes, in positions, it rests on.
 
     Raises:
         DoesNotFitError: even the smallest size ran out of memory.
@@ -254,7 +283,8 @@ def _timed(variant: _Variant, fits: int, watch: Stopwatch) -> tuple[SpeedModel, 
     if not any(shape in known for shape in sizes):
         raise DoesNotFitError(_does_not_fit(variant))
     of_sizes = {shape: s for shape, s in known.items() if shape in sizes}
-    return fit_speed(of_sizes, {s: known[s] for s in known if s not in of_sizes}), how
+    speed = fit_speed(of_sizes, {s: known[s] for s in known if s not in of_sizes})
+    return speed, how, len({positions(shape) for shape in known})
 
 
 def _is_worth_timing(question: Question, known: Mapping[Shape, float]) -> bool:
@@ -275,6 +305,8 @@ def _shapes_to_time(variant: _Variant, fits: int) -> tuple[list[Shape], list[Sha
 
     sizes = list(dict.fromkeys(shape(cap, typical) for cap in caps))
     lengths = {longest, question.padded(typical // 4)} - {typical}
+    if question.shortest == question.longest:
+        lengths = set()  # attention's share is the same in every sample
     return sizes, [shape(middle, length) for length in sorted(lengths)]
 
 
@@ -286,6 +318,7 @@ def _measure(
     # Predictions have taken their part of what tuning may take.
     left_s = max(LEAST_BUDGET_S, MOST_BUDGET_S - watch.elapsed())
     with (
+        work.filled(),
         resident_growth(work.device) as growth,
         rehearsal(work, recompute=variant.recompute) as prepare,
     ):
@@ -321,13 +354,8 @@ def _padding(plans: Sequence[Plan]) -> float:
 
 
 def _best(found: Sequence[_Explored]) -> tuple[_Explored, Candidate]:
-    """Choose the row with the least memory among those as fast as any, within noise.
-
-    Where nothing was timed, only the largest cap of each variant counts: how large a micro-batch
-    a device needs for full speed differs by orders of magnitude.
-    """
-    timed = found[0].variant.question.timed
-    pool = [(one, row) for one in found for row in (one.rows if timed else one.rows[-1:])]
+    """Choose the row with the least memory among those as fast as any, within noise."""
+    pool = [(one, row) for one in found for row in one.choosable]
     enough = NEAR_BEST * min(one.times[row.max_tokens] for one, row in pool)
     near = [(one, row) for one, row in pool if one.times[row.max_tokens] <= enough]
     return min(near, key=lambda pair: pair[1].predicted_bytes)
@@ -372,14 +400,30 @@ def _told(
 
 
 def _does_not_fit(variant: _Variant) -> str:
-    question = variant.question
+    question, there = variant.question, variant.limit_bytes
     sample = "" if question.longest_id is None else f" {question.longest_id}"
     needed = variant.peak(variant.single).peak_bytes
-    remedies = ["shorten it (data.max_length)", "use a smaller model"]
+    fits = _longest_that_fits(variant)
+    remedies = ["use a smaller model"]
     if question.recompute == "never":
-        remedies.insert(1, "try activation_checkpointing=true")
+        remedies.insert(0, "try activation_checkpointing=true")
+    if fits > 1:
+        remedies.insert(0, f"shorten it, data.max_length={fits} being the longest that fits")
+    if question.limit.source.startswith(ASKED):
+        enough = math.ceil(needed / (1 - question.limit.reserve) / MEBI)
+        remedies.insert(0, f"type accum.memory={enough}MiB or more")
     return (
         f"sample{sample} of {question.longest} tokens does not fit, even alone: a step with it "
-        f"needs {needed:,} bytes of tensors, and {variant.limit_bytes:,} are there "
+        f"needs {size(needed)} of tensors, and {size(there)} are there "
         f"({question.limit.source}): {', or '.join(remedies)}"
     )
+
+
+def _longest_that_fits(variant: _Variant) -> int:
+    """Find the longest sample that fits alone, within 4 %; 0 where none does."""
+    count, longest = variant.single
+
+    def peak(length: int) -> int:
+        return variant.peak(Shape(count, length)).peak_bytes
+
+    return largest_cap(peak, variant.limit_bytes, candidate_caps(1, longest)).cap or 0

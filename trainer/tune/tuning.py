@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any, Literal, Self, final
 
 from trainer.plan.cut import Cost, Cut, IntArray, Layout
 from trainer.tune.limit import MemoryLimit
-from trainer.tune.tensors import MemoryEstimate, Part
+from trainer.tune.tensors import MemoryEstimate
 from trainer.tune.workload import Workload
 
 Recompute = Literal["never", "always", "auto"]
@@ -21,40 +21,14 @@ LARGEST_TIMED = {"cuda": 131_072, "cpu": 16_384}
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shares:
-    """What one rank holds of each part, as a multiple of the whole; 1 where nothing is sharded.
-
-    Attributes:
-        parameters: the shard, and what is gathered at the peak.
-        gradients: likewise.
-        optimizer_state: the shard.
-    """
-
-    parameters: float = 1.0
-    gradients: float = 1.0
-    optimizer_state: float = 1.0
-
-    def of(self, whole: MemoryEstimate) -> MemoryEstimate:
-        """Scale an estimate that was made for an unsharded model."""
-        parts: dict[Part, int] = {
-            "parameters": int(self.parameters * whole.parameters),
-            "gradients": int(self.gradients * whole.gradients),
-            "optimizer_state": int(self.optimizer_state * whole.optimizer_state),
-            "activations": whole.activations,
-            "buffers": whole.buffers,
-        }
-        return MemoryEstimate.of(parts)
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
     """One row of the table that `train plan` prints.
 
     Attributes:
         max_tokens: cap on the padded tokens of a micro-batch.
         predicted_bytes: peak of tensors.
-        seconds_per_step: forward and backward of the busiest rank; None where nothing was timed.
+        seconds_per_step: forward and backward, until the slowest rank is done; None where nothing
+            was timed.
         padding: share of computed positions that hold no token.
         micro_batches: per step, over all ranks, the mean of the sampled global batches.
         activation_checkpointing: whether blocks recompute.
@@ -132,11 +106,12 @@ class Question:
             alone may have (`Auto.tuned`).
         layout: what hardware and model ask; its cost counts where nothing is timed.
         limit: memory of one rank.
+        largest_batch: samples of the largest global batch that any step can have, sampled or not;
+            None where that is among `batches`.
         max_samples: most samples of a micro-batch (`accum.micro`); None is no bound.
         recompute: whether activation checkpointing is off, on, or to be weighed.
         timed: False for a machine that is not this one.
         num_steps: of the run, for the time that tuning may take.
-        shares: what one rank holds of a sharded model.
         longest_id: the longest sample, for the message when it does not fit.
     """
 
@@ -147,11 +122,11 @@ class Question:
     cut_at: Callable[[int, Cost, int], Cut]
     layout: Layout
     limit: MemoryLimit
+    largest_batch: int | None = None
     max_samples: int | None = None
     recompute: Recompute = "never"
     timed: bool = True
     num_steps: int = 1000
-    shares: Shares = field(default_factory=Shares)
     longest_id: int | None = None
 
     @property
@@ -163,7 +138,7 @@ class Question:
     @property
     def most_samples(self) -> int:
         """Samples that one micro-batch can hold at most."""
-        largest = max(len(lengths) for lengths in self.batches)
+        largest = self.largest_batch or max(len(lengths) for lengths in self.batches)
         return min(largest, self.max_samples or largest)
 
     def padded(self, length: int) -> int:

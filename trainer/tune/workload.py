@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Protocol, final
 
 import torch
 from torch import Tensor, nn
 
 from trainer.accumulate.base import sum_of
+from trainer.accumulate.snapshot import Snapshot
 from trainer.micro_batch import Fields, to_device
+from trainer.models.deferred import Weights, drawn
 from trainer.models.recompute import with_checkpointing
 from trainer.objectives.base import ModelCall, Objective
+from trainer.parallel import Parallel
+from trainer.sync import Deferred, SyncPolicy
 from trainer.tune.tensors import PeakBytes
 
 
@@ -31,17 +35,27 @@ class MakeOptimizer(Protocol):
         """Build it over the parameters the model has at this moment, real or fake."""
 
 
+LayOut = Callable[[nn.Module], Parallel]
+"""Lays a copy of the model out over ranks, in place, and binds a call to it."""
+
+
 @final
 @dataclass(frozen=True, kw_only=True)
 class Workload:
     """One rank's model, loss, optimizer and data.
 
     Attributes:
-        model: as it is before it is compiled or wrapped for several ranks.
+        model: as it is before it is compiled or wrapped for several ranks; to be sharded, it may
+            have its parameters on the meta device.
         call: runs that same module on the fields it takes, under the run's precision.
         objective: gives the loss sums.
         make_optimizer: builds the run's optimizer.
         make_fields: gives micro-batches on the CPU; draws nothing from global generators.
+        device: where the model computes.
+        weights: what parameters on the meta device begin with.
+        sync: when gradients are reduced, where the model is laid out.
+        imagined: lends a way to lay copies out over ranks that are not there, as the run does over
+            real ones; None where every rank holds the model whole.
     """
 
     model: nn.Module
@@ -49,17 +63,16 @@ class Workload:
     objective: Objective
     make_optimizer: MakeOptimizer
     make_fields: MakeFields
-
-    @property
-    def device(self) -> torch.device:
-        """Where the model computes."""
-        return next(self.model.parameters()).device
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    weights: Weights | None = None
+    sync: SyncPolicy = field(default_factory=Deferred)
+    imagined: Callable[[], AbstractContextManager[LayOut]] | None = None
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of the model's own tensors, which are in memory already."""
+        """Bytes of the model's own tensors that are in memory already."""
         tensors = [*self.model.parameters(), *self.model.buffers()]
-        storages = (tensor.untyped_storage() for tensor in tensors)
+        storages = (tensor.untyped_storage() for tensor in tensors if not tensor.is_meta)
         return sum({id(storage): storage.nbytes() for storage in storages}.values())
 
     def fields(self, num_samples: int, length: int) -> Fields:
@@ -70,6 +83,17 @@ class Workload:
         """Add the gradient of one micro-batch to `.grad`."""
         losses = self.objective.sums(self.call, fields).losses
         sum_of([*losses.values()]).backward()  # type: ignore[no-untyped-call] # untyped in torch
+
+    @contextmanager
+    def filled(self) -> Iterator[None]:
+        """Have the model whole inside the block, wherever its parameters are outside of it."""
+        is_empty = any(p.is_meta for p in self.model.parameters())
+        with (
+            drawn(self.model, self.weights, self.device)
+            if is_empty and self.weights is not None
+            else nullcontext()
+        ):
+            yield
 
     @contextmanager
     def variant(self, *, recompute: bool) -> Iterator[None]:
@@ -95,13 +119,57 @@ def rehearse(work: Workload, fields: Fields, peak: PeakBytes) -> None:
     peak.assign("parameters", model.parameters())
     peak.assign("buffers", model.buffers())
     peak.assign("activations", fields.values())
-    optimizer = work.make_optimizer(model)
+    optimizer, snapshot = work.make_optimizer(model), Snapshot(model)
+    peak.reset()
+    # The first step copies more than those that follow, and has no state of the optimizer yet.
     for _ in range(2):
-        peak.reset()
+        snapshot.take()
         work.backward(fields)
         peak.assign("gradients", gradients(model))
         optimizer.step()
         peak.assign("optimizer_state", state_of(optimizer))
+        snapshot.settle()
+
+
+def rehearse_laid_out(work: Workload, model: Parallel, fields: Fields, peak: PeakBytes) -> None:
+    """Do the same on a rank that holds shards: whole steps, from gathering to the update.
+
+    Args:
+        work: what to compute; its model is laid out in `model`.
+        model: over imagined ranks.
+        fields: of every micro-batch.
+        peak: counts; already entered.
+    """
+    module, sync = model.module, work.sync
+    peak.assign("parameters", module.parameters())
+    peak.assign("buffers", module.buffers())
+    peak.assign("activations", fields.values())
+    optimizer, snapshot = work.make_optimizer(module), Snapshot(module)
+    for count in (1, 2):  # the second micro-batch meets the first one's gradient
+        peak.reset()
+        snapshot.take()
+        sync.gather(model)
+        peak.assign("parameters", module.parameters())
+        for index in range(count):
+            with sync.micro_batch(model, is_last=index == count - 1):
+                replace(work, model=module, call=model.call).backward(fields)
+            peak.assign("gradients", gradients(module))
+        update_laid_out(sync, model, optimizer, peak)
+        snapshot.settle()
+
+
+def update_laid_out(
+    sync: SyncPolicy, model: Parallel, optimizer: torch.optim.Optimizer, peak: PeakBytes
+) -> None:
+    """End a step whose gradients are there."""
+    used = model.used()
+    model.make_room()
+    sync.reduce(model, used)
+    peak.assign("gradients", gradients(model.module))
+    model.scale_gradients(model.gradient_norm())
+    optimizer.step()
+    peak.assign("optimizer_state", state_of(optimizer))
+    optimizer.zero_grad(set_to_none=True)
 
 
 def state_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -115,45 +183,79 @@ def gradients(model: nn.Module) -> list[Tensor]:
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
+SequenceDims = Mapping[str, frozenset[int]]
+"""By field, the dimensions that have one entry per token."""
+
+
+def sequence_dims(longest: Fields, length: int, shortest: Fields, other: int) -> SequenceDims:
+    """Find the dimensions that follow the length of a sample, by two samples of different lengths.
+
+    A dimension of features that merely has as many entries as the longest sample has them in the
+    shortest, too.
+
+    Args:
+        longest: collated fields of one sample.
+        length: tokens of it.
+        shortest: those of another.
+        other: tokens of that one.
+    """
+    return {
+        name: frozenset(
+            dim
+            for dim, sizes in enumerate(zip(field.shape, shortest[name].shape, strict=False))
+            if dim > 0 and sizes == (length, other)
+        )
+        for name, field in longest.items()
+        if name in shortest
+    }
+
+
 @final
 @dataclass(frozen=True)
 class Tiled:
     """Makes micro-batches of any shape out of one real one, repeating its samples and tokens.
 
-    The first dimension of a field is the samples; any further one of `length` entries is the
-    sequence. Samples without tokens have length 1 and no sequence. An example that says where
-    packed documents begin is one row, and so is what is made of it.
+    The first dimension of a field is the samples. Samples without tokens have length 1 and no
+    sequence. An example that says where packed documents begin is one row, and so is what is made
+    of it.
 
     Attributes:
         example: collated fields, at least one sample.
         length: what its samples are padded to.
+        sequence: the dimensions that have one entry per token; None takes every one of `length`
+            entries, which data whose samples are all of one length cannot tell from others.
+        row: most positions of a packed row.
     """
 
     example: Fields
     length: int
+    sequence: SequenceDims | None = None
+    row: int | None = None
 
     def __call__(self, num_samples: int, length: int) -> Fields:
         """See `MakeFields`."""
         if "cu_seqlens" in self.example:
             return self._packed(num_samples, length)
-        return {
-            name: self._tiled(field, num_samples, length) for name, field in self.example.items()
-        }
+        return {name: self._tiled(name, num_samples, length) for name in self.example}
 
     def _packed(self, num_samples: int, length: int) -> Fields:
-        """Lay `num_samples` documents of `length` tokens end to end in one row."""
-        index = torch.arange(length).repeat(num_samples)
+        """Lay `num_samples` documents of up to `length` tokens end to end in one row."""
+        positions = min(num_samples * length, self.row or num_samples * length)
+        ends = torch.arange(num_samples + 1) * positions // num_samples
+        index = torch.arange(positions) - ends[:-1].repeat_interleave(ends.diff())
         row = {
             name: field.index_select(1, index % self.length)
             for name, field in self.example.items()
             if name not in {"cu_seqlens", "position_ids"}
         }
-        ends = torch.arange(num_samples + 1, dtype=torch.int32) * length
-        return {**row, "position_ids": index[None], "cu_seqlens": ends}
+        return {**row, "position_ids": index[None], "cu_seqlens": ends.int()}
 
-    def _tiled(self, field: Tensor, num_samples: int, length: int) -> Tensor:
+    def _tiled(self, name: str, num_samples: int, length: int) -> Tensor:
+        field = self.example[name]
         for dim, size in enumerate(field.shape):
             is_sequence = dim > 0 and size == self.length > 1
+            if self.sequence is not None:
+                is_sequence = dim in self.sequence.get(name, ())
             wanted = num_samples if dim == 0 else length if is_sequence else size
             if wanted != size:
                 field = field.index_select(dim, torch.arange(wanted) % size)
