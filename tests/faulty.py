@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from trainer import durable
 from trainer.errors import DataError
 
 WIDTH = 4
+
+for_good = ExitStack()
 
 
 class Rows:
@@ -71,8 +76,31 @@ class Net(nn.Module):
         return self.head(x)
 
 
+class Double(Net):
+    """The same in float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.double())
+
+
+class NoCheckpoints(durable.Posix):
+    """A disk that takes no checkpoint."""
+
+    def create(self, path: Path) -> int:
+        if path.suffix == ".safetensors":
+            raise OSError(errno.EIO, "disk full")
+        return super().create(path)
+
+
 def happen(fault: str) -> None:
     """What can go wrong."""
+    if fault == "unwritable":
+        for_good.enter_context(durable.use(NoCheckpoints()))
+        return
     if fault == "raise":
         raise ValueError("injected fault")
     if fault == "data":

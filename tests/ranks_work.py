@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -12,10 +14,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.reliability.allocations import Struck
 from tests.support import VOCABULARY, Bench, RaggedText, replicated
 from trainer.accumulate.base import GradientStrategy
 from trainer.accumulate.sum import Sum
-from trainer.errors import DoesNotFitError, SaveError
+from trainer.errors import SaveError, TrainError
 from trainer.evaluate import HeldOut, evaluate
 from trainer.models.bind import bind
 from trainer.parallel import Parallel
@@ -100,46 +103,16 @@ class Case:
     dropout: float = 0.0
     spare: bool = False
     global_size: int = 16
+    normalizer: str = "tokens"
     clip_norm: float | None = None
     masked: tuple[int, ...] = ()
-    failing: tuple[int, int, str] | None = None
-    """Rank, micro-batch and phase that runs out of memory in the first step."""
+    points: tuple[str, ...] = ()
+    """Where memory runs out: `rank:attempt:micro-batch:phase`."""
     averaged: bool = False
     """Divide the gradient by the number of ranks, as reducers do unless told not to."""
     poisoned: int | None = None
     """The rank whose first loss is not finite."""
     layout: Layout = field(default_factory=Layout)
-
-
-class Failing(GradientStrategy):
-    """Runs out of memory once, in the forward or the backward of one micro-batch."""
-
-    def __init__(self, at: int, phase: str) -> None:
-        self.at, self.phase, self.done = at, phase, False
-
-    def backward(self, model, objective, micro_batches, divisors, sync):
-        if self.done:
-            return Sum().backward(model, objective, micro_batches, divisors, sync)
-        self.done = True
-        seen = 0
-
-        def count(*_: object) -> None:
-            nonlocal seen
-            seen += 1
-            if seen > self.at:
-                raise torch.OutOfMemoryError("injected")
-
-        part = model.module.blocks[1]
-        register = (
-            part.register_forward_hook
-            if self.phase == "forward"
-            else part.register_full_backward_hook
-        )
-        handle = register(count)
-        try:
-            return Sum().backward(model, objective, micro_batches, divisors, sync)
-        finally:
-            handle.remove()
 
 
 class Poisoned(GradientStrategy):
@@ -153,20 +126,19 @@ class Poisoned(GradientStrategy):
         return loss * float("nan") if first else loss
 
 
-def bench_of(world: World, case: Case) -> Bench:
+def bench_of(world: World, case: Case, model: Callable[[], nn.Module] | None = None) -> Bench:
     data = RaggedText()
     data.masked |= set(case.masked)
-    strategy: GradientStrategy = Sum()
-    if case.failing is not None and case.failing[0] == world.rank:
-        strategy = Failing(*case.failing[1:])
+    strategy: GradientStrategy = Struck(case.points)
     if case.poisoned == world.rank:
         strategy = Poisoned()
     return Bench(
         case.cut,
         case.dtype,
         global_size=case.global_size,
+        normalizer=case.normalizer,
         dataset=data,
-        model=lambda: BlockLM(case.dropout, spare=case.spare),
+        model=model or (lambda: BlockLM(case.dropout, spare=case.spare)),
         strategy=strategy,
         clip_norm=case.clip_norm,
         layout=case.layout,
@@ -219,6 +191,73 @@ def run_each(world: World, cases: list[Case]) -> list[dict[str, Any]]:
     return [run_steps(world, case) for case in cases]
 
 
+def strike_each(
+    world: World, case: Case, strikes: list[tuple[str, ...]]
+) -> list[tuple[list[int], Any, str]]:
+    """Let memory run out here and there, in a run of its own each time.
+
+    Returns:
+        Replays, the cut in the end, and a digest of weights, losses and norms.
+    """
+    found = []
+    for points in strikes:
+        told = run_steps(world, replace(case, points=points))
+        digest = hashlib.sha256(repr((told["loss"], told["norm"], told["ids"])).encode())
+        for name in sorted(told["parameters"]):
+            digest.update(told["parameters"][name].tobytes())
+        found.append((told["replays"], told["cut"], digest.hexdigest()))
+    return found
+
+
+def what_is_said(world: World, case: Case) -> tuple[int, str]:
+    """Train until it ends, and give exit code and line."""
+    try:
+        run_steps(world, case)
+    except TrainError as error:
+        return error.exit_code, str(error)
+    return 0, ""
+
+
+class Allocations(TorchDispatchMode):
+    """Counts the bytes of new storages."""
+
+    MAKES = ("empty", "zeros", "ones", "full", "clone", "cat", "_to_copy")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        made = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if name.removeprefix("new_").removesuffix("_like").removesuffix("_strided") in self.MAKES:
+            self.sizes.append(made.untyped_storage().nbytes())
+        return made
+
+
+def bytes_around_the_vote(world: World, mode: str) -> tuple[list[int], list[int]]:
+    """Tell what is allocated for the reduction before ranks agree, and what after.
+
+    The first rank alone uses one of the parameters.
+    """
+    bench = bench_of(world, Case(Fixed(micro=4), mode, dtype=torch.float32, spare=True))
+    kit, batch = bench.kit, bench.feed.next()
+    parts = [dict.fromkeys(kit.terms, 1.0)] * len(batch.micro_batches)
+    kit.sync.gather(kit.model)
+    kit.strategy.backward(kit.model, kit.objective, batch.micro_batches, parts, kit.sync)
+    used = [name != "idle" for name, _ in bench.module.named_parameters()]
+    if mode == "ddp" and world.rank:
+        kit.model.drop_gradients()
+    with Allocations() as before:
+        kit.model.make_room()
+    with Allocations() as after:
+        kit.model.reduce(used)
+    bench.feed.close()
+    return before.sizes, after.sizes
+
+
 UNCOUNTED = {"wait_tensor", "_wrap_tensor_autograd"}
 
 
@@ -250,6 +289,35 @@ def count_collectives(world: World, case: Case) -> dict[str, int]:
     return {**counter.counts, "micro_batches": len(batch.micro_batches)}
 
 
+class Cramped(nn.Module):
+    """Has room for so many positions on one rank, in evaluation."""
+
+    def __init__(self, body: BlockLM, positions: int) -> None:
+        super().__init__()
+        self.body, self.positions = body, positions
+        self.blocks = body.blocks
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        if not self.training and input_ids.numel() > self.positions:
+            raise MemoryError("injected")
+        return self.body(input_ids)
+
+
+def evaluate_cramped(world: World, mode: str) -> tuple[dict[str, float], bool]:
+    """Evaluate where the second rank lacks memory; tell whether training is cut as before."""
+    positions = 25 if world.rank == 1 else 10**9
+    bench = bench_of(world, Case(Fixed(micro=4), mode), lambda: Cramped(BlockLM(), positions))
+    layout = Layout(world_size=world.size)
+    lengths = bench.dataset.lengths[:29]
+    held_out = HeldOut(loader=bench.loader, lengths=lengths, layout=layout, max_tokens=200)
+    cut = bench.feed.cut
+    metrics = evaluate(bench.kit.model, bench.objective, held_out, world)
+    again = evaluate(bench.kit.model, bench.objective, held_out, world)
+    train_step(bench.kit, bench.feed.next())
+    bench.feed.close()
+    return metrics, metrics == again and bench.feed.cut == cut
+
+
 def evaluate_some(world: World, mode: str, num_held_out: int) -> tuple[dict[str, float], list[int]]:
     """Evaluate on the first samples, and name those that this rank looked at."""
     bench = bench_of(world, Case(Fixed(micro=4), mode))
@@ -278,16 +346,3 @@ def fail_on_main(world: World) -> str:
 
 def tell_each_other(world: World) -> list[object]:
     return [world.collect({"rank": world.rank, "text": "x" * world.rank}), world.any(world.is_main)]
-
-
-def run_out_in_lockstep(world: World) -> str:
-    """What the rank says that runs out of memory between collectives; alone, so none waits."""
-    case = Case(Fixed(micro=4), "ddp", "immediate", failing=(world.rank, 0, "forward"))
-    bench = bench_of(world, case)
-    try:
-        train_step(bench.kit, bench.feed.next())
-    except DoesNotFitError as error:
-        return str(error)
-    finally:
-        bench.feed.close()
-    return "nothing"

@@ -60,7 +60,7 @@ def start(folder: Path, *typed: str, **more: str) -> Started:
     """Start a command; one that neither resumes nor sweeps is a new run in `folder`."""
     keys = {line.partition("=")[0] for line in typed}
     words = [line for line in TYPED if line.partition("=")[0] not in keys]
-    if any(t.startswith("resume=") for t in typed):
+    if any(t.startswith(("resume=", "run=")) for t in typed):
         words = []
     elif "-m" not in typed:
         words.append(f"hydra.run.dir={folder}")
@@ -292,6 +292,33 @@ def test_ranks_that_torchrun_started_join_one_run(tmp_path, alone):
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
+def test_a_rank_that_joined_says_where_it_lost_another(tmp_path):
+    folder = tmp_path / "run"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    first, second = (
+        start(
+            folder,
+            "steps=1000",
+            "model.pause=0.05",
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            LOCAL_WORLD_SIZE="2",
+            **shared,
+        )
+        for rank in range(2)
+    )
+    first.wait_for(2)
+    second.process.kill()
+    second.process.communicate()
+    code, errors = first.end()
+    assert code == status(folder)["exit_code"] == 7
+    assert len(errors) == 1
+    assert errors[0].startswith("train: error: rank 0 lost another rank at step ")
+
+
 def test_one_rank_and_several_contradict_before_anything_starts(tmp_path):
     code, errors = start(tmp_path / "run", "parallel=none", "parallel.ranks=2").end()
     assert code == 2
@@ -331,3 +358,50 @@ def test_every_job_of_a_sweep_has_its_own_ranks(tmp_path):
     assert running.end(120) == (0, [])
     for number in range(2):
         assert status(tmp_path / "sweep" / str(number))["state"] == "completed"
+
+
+@pytest.mark.parametrize("mode", ["ddp", pytest.param("fsdp", marks=pytest.mark.nightly)])
+def test_evaluating_on_several_ranks_is_evaluating_on_one(tmp_path, mode):
+    folder = tmp_path / "run"
+    double = ("model._target_=faulty.Double", "data.num_samples=200", "data.holdout=0.3")
+    assert start(folder, "steps=2", *double).end() == (0, [])
+    found = []
+    for ranks in (1, 2):
+        typed = ("evaluate", f"run={folder}", "trust=[faulty]", f"parallel.ranks={ranks}")
+        typed += (f"parallel={'auto' if ranks == 1 else mode}",)
+        assert start(folder, *typed).end() == (0, [])
+        found.append(json.loads((folder / "evaluate.json").read_text()))
+    assert found[0].keys() == found[1].keys()
+    assert list(found[1].values()) == pytest.approx(list(found[0].values()), rel=1e-12)
+    assert status(folder)["state"] == "completed"
+    assert not (folder / "ranks").exists()
+
+
+@pytest.mark.parametrize(("mode", "rank"), [("ddp", 0), ("fsdp", 1)])
+def test_several_ranks_hear_within_a_step_of_a_write_behind_them_that_failed(tmp_path, mode, rank):
+    folder = tmp_path / "run"
+    running = start(
+        folder,
+        *("parallel.ranks=2", "steps=40", "model.pause=0.2"),
+        *("checkpoint.every=3", "checkpoint.asynchronous=true", "model.fault=unwritable"),
+        *(f"model.rank={rank}", "model.at=3", f"parallel={mode}"),
+    )
+    code, errors = running.end()
+    assert code == 8
+    assert len(errors) == 1
+    # Written behind step 4 at the earliest, heard of at its end; a step takes far longer.
+    assert 3 <= status(folder)["step"] <= 5
+
+
+@pytest.mark.nightly
+def test_torchrun_starts_ranks_that_join_and_refuses_a_sweep_with_one_line(tmp_path, alone):
+    folder = tmp_path / "run"
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    line = [*run, "-m", "trainer", *TYPED, "steps=12", f"hydra.run.dir={folder}"]
+    ended = subprocess.run(line, cwd=tmp_path, env=environment(), capture_output=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert_same_run(folder, alone)
+    sweep = [*run, "-m", "trainer", "-m", *TYPED, "steps=2", "seed=0,1"]
+    ended = subprocess.run(sweep, cwd=tmp_path, env=environment(), capture_output=True, check=False)
+    own = [text for text in ended.stderr.decode().splitlines() if text.startswith("train:")]
+    assert own == ["train: error: -m: a sweep starts its own ranks; run it without torchrun"]

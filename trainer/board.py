@@ -14,8 +14,20 @@ from pathlib import Path
 from typing import Literal, final, get_args
 
 Phase = Literal[
-    "start", "data", "gather", "compute", "agree", "reduce", "update", "evaluation", "saving", "end"
+    "start",
+    "data",
+    "weigh",
+    "gather",
+    "compute",
+    "agree",
+    "reduce",
+    "update",
+    "report",
+    "evaluation",
+    "saving",
+    "end",
 ]
+"""What a rank can be at; a step goes from `data` to `report`."""
 
 _PHASES: tuple[Phase, ...] = get_args(Phase)
 _LAYOUT = struct.Struct("<qqqqd")
@@ -51,10 +63,13 @@ class Board:
     """One rank's board.
 
     Args:
-        path: of its file; made when it is missing.
+        path: of its file; made when it is missing. None is memory of this process alone.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | None = None) -> None:
+        if path is None:
+            self._memory = mmap.mmap(-1, _LAYOUT.size)
+            return
         with path.open("a+b") as file:
             file.truncate(_LAYOUT.size)
             self._memory = mmap.mmap(file.fileno(), _LAYOUT.size)

@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+INTERRUPTED = 130
+"""Exit code after Ctrl-C where there is nothing to save."""
+
 
 class TrainError(Exception):
     """An end of the run that a user can act on: one line on stderr, no traceback.

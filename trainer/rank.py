@@ -25,8 +25,9 @@ from trainer import durable
 from trainer.board import Board
 from trainer.config import RunConfig
 from trainer.errors import DoesNotFitError, TrainError, said
-from trainer.membership import Membership
-from trainer.schema.faults import without_secrets
+from trainer.membership import Membership, is_loss
+from trainer.schema.secrets import without_secrets
+from trainer.signals import StopFlag, stop_signals
 
 JOB_FILE = "job.json"
 STOP_FILE = "stop"
@@ -34,15 +35,6 @@ STACKS_SIGNAL = signal.SIGUSR2
 
 _SET_DEATH_SIGNAL = 1
 """`PR_SET_PDEATHSIG` of Linux's prctl."""
-
-_LOST = (
-    "Connection closed",
-    "Application timeout",
-    "Timed out waiting",
-    "Connection reset",
-    "gloo",
-)
-"""What collectives say when another rank is gone, or does not come."""
 
 
 @final
@@ -54,17 +46,22 @@ class Job:
         config: composed and valid, with the consent to classes of one's own.
         folder: the run folder.
         path: where Python looks for modules.
-        size: number of ranks.
+        size: number of ranks, on all machines.
+        local_size: on this one.
         supervisor: its process id; when it is gone, ranks are to go as well.
-        attempt: how often the ranks were started before.
+        meeting: where the ranks find each other.
+        listener: open file of a socket that the first rank is to listen at; None where it needs
+            none.
     """
 
     config: dict[str, Any]
     folder: str
     path: list[str]
     size: int
+    local_size: int
     supervisor: int
-    attempt: int = 0
+    meeting: str
+    listener: int | None = None
 
 
 def main(arguments: list[str]) -> NoReturn:
@@ -75,6 +72,8 @@ def main(arguments: list[str]) -> NoReturn:
     sys.path[:] = job.path
     stacks = (place / f"stacks-{rank}.txt").open("w")
     faulthandler.register(STACKS_SIGNAL, file=stacks)
+    # Collectives abort the process when they find messages they did not expect.
+    faulthandler.enable(file=stacks)
     logging.basicConfig(
         filename=Path(job.folder) / "train.log" if rank == 0 else None,
         format="[%(asctime)s][%(name)s][%(levelname)s] - %(message)s",
@@ -82,7 +81,8 @@ def main(arguments: list[str]) -> NoReturn:
     )
     code, told = 1, {}
     try:
-        code = _work(job, place, rank)
+        with stop_signals(ends_at_second=False) as stop:
+            code = _work(job, place, rank, stop)
     except BaseException as error:
         told = _told(error, Path(job.folder), rank)
         code = told["code"]
@@ -97,33 +97,32 @@ def main(arguments: list[str]) -> NoReturn:
     sys.exit(0)
 
 
-def _work(job: Job, place: Path, rank: int) -> int:
+def _work(job: Job, place: Path, rank: int, stop: StopFlag) -> int:
     from trainer.session import (  # noqa: PLC0415 - imports torch
         joined,
         run_rank,
         settle_bits,
         share_cores,
-        stop_signals,
     )
 
+    board = Board(place / f"board-{rank}")
+    board.write(replace(board.read(), pid=os.getpid()))
+    # Signals that came before this rank could hear them are in the file.
+    stop.is_set |= (place / STOP_FILE).exists()
     config = RunConfig.model_validate_json(json.dumps(job.config))
-    share_cores(job.size)
+    share_cores(job.local_size)
     settle_bits(config)
     member = Membership(
         rank=rank,
         size=job.size,
-        local_rank=rank,
-        local_size=job.size,
-        meeting=f"file://{place}/meeting-{job.attempt}",
+        local_rank=rank % job.local_size,
+        local_size=job.local_size,
+        meeting=job.meeting,
+        listener=job.listener if rank == 0 else None,
         board=place / f"board-{rank}",
     )
-    with stop_signals() as stop:
-        board = Board(place / f"board-{rank}")
-        board.write(replace(board.read(), pid=os.getpid()))
-        # Signals that came before this rank could hear them are in the file.
-        stop.is_set |= (place / STOP_FILE).exists()
-        with joined(config, member) as world:
-            return run_rank(config, Path(job.folder), world, stop)
+    with joined(config, member) as world:
+        return run_rank(config, Path(job.folder), world, stop)
 
 
 def _told(error: BaseException, folder: Path, rank: int) -> dict[str, Any]:
@@ -135,7 +134,7 @@ def _told(error: BaseException, folder: Path, rank: int) -> dict[str, Any]:
     if isinstance(error, TrainError):
         return said(error)
     text = without_secrets(" ".join(f"{type(error).__name__}: {error}".split()), os.environ)
-    lost = isinstance(error, RuntimeError) and any(word in text for word in _LOST)
+    lost = is_loss(error)
     with suppress(OSError, TrainError):
         durable.make_folders(folder / "errors")
         whole = without_secrets("".join(traceback.format_exception(error)), os.environ)

@@ -6,18 +6,15 @@ import gc
 import hashlib
 import json
 import os
-import signal
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
-from typing import Any, final
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
 from trainer.board import Board
 from trainer.checkpoint.lock import hold
@@ -27,11 +24,14 @@ from trainer.commands.plan import plan_run
 from trainer.commands.train import train_run
 from trainer.commands.verify import verify_run
 from trainer.config import RunConfig, to_plain
-from trainer.errors import ConfigError, DoesNotFitError
-from trainer.membership import Membership
+from trainer.errors import ConfigError, DoesNotFitError, RankLostError
+from trainer.membership import Membership, is_loss
 from trainer.out_of_memory import is_out_of_memory
+from trainer.phases import PhaseTimes, clock_of
 from trainer.record import recorded
-from trainer.world import World
+from trainer.schema.rules import NO_GPU
+from trainer.signals import StopFlag
+from trainer.world import PATIENCE, World
 
 COMMANDS = {
     "train": train_run,
@@ -47,50 +47,6 @@ READING = ("evaluate", "export")
 IMAGINING = ("plan", "verify")
 """Commands that work out in one process what several ranks would do."""
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-
-PATIENCE = timedelta(hours=2)
-"""How long ranks wait while one of them tunes, or writes a checkpoint. If it dies, they know."""
-
-
-@final
-@dataclass
-class StopFlag:
-    """Whether a signal asked the run to stop at the next step boundary."""
-
-    is_set: bool = False
-
-    def __call__(self) -> bool:
-        """Ask it."""
-        return self.is_set
-
-
-@contextmanager
-def stop_signals() -> Iterator[StopFlag]:
-    """Let the first SIGINT, SIGTERM or SIGUSR1 set a flag, and the second one end the process.
-
-    Only the main thread hears signals; elsewhere the flag stays as it is.
-
-    Yields:
-        The flag.
-    """
-    flag = StopFlag()
-    if threading.current_thread() is not threading.main_thread():
-        yield flag
-        return
-
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        flag.is_set = True
-        for each in SIGNALS:
-            signal.signal(each, signal.SIG_DFL)
-
-    before = {each: signal.signal(each, on_signal) for each in SIGNALS}
-    try:
-        yield flag
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
-
 
 def choose_device(config: RunConfig, local_rank: int = 0) -> torch.device:
     """Resolve `device`.
@@ -100,13 +56,10 @@ def choose_device(config: RunConfig, local_rank: int = 0) -> torch.device:
     """
     found = 0 if config.device == "cpu" else torch.cuda.device_count()
     if config.device == "cuda" and not found:
-        if config.command == "plan" and config.accum.params.get("memory"):
+        if config.command == "plan" and config.accum.params.get("memory", True):
             # A plan for a machine that is not here computes nothing: shapes run fake.
             return torch.device("cpu")
-        raise ConfigError(
-            "device=cuda: no GPU is usable here; use device=cpu or device=auto, or plan for one "
-            "that is not here: train plan device=cuda accum.memory=80GiB"
-        )
+        raise ConfigError(NO_GPU)
     if not found:
         return torch.device("cpu")
     if local_rank >= found:
@@ -125,15 +78,18 @@ def local_ranks(config: RunConfig) -> int:
     return 1 if is_single else max(1, torch.cuda.device_count())
 
 
-def run_session(config: RunConfig, folder: Path, member: Membership | None = None) -> int:
+def run_session(
+    config: RunConfig, folder: Path, stop: StopFlag, member: Membership | None = None
+) -> int:
     """Run one command in this process, alone or as one of several ranks.
 
-    Holds the run folder, turns signals into a stop at the next step boundary, and leaves in
-    `status.json` how it ended; with several ranks the first does.
+    Holds the run folder, and leaves in `status.json` how it ended; with several ranks the first
+    does.
 
     Args:
         config: composed and valid.
         folder: the run folder; it exists on the first rank.
+        stop: whether a signal asked to stop at the next step boundary.
         member: this process's place among the ranks; None is alone.
 
     Returns:
@@ -141,17 +97,23 @@ def run_session(config: RunConfig, folder: Path, member: Membership | None = Non
 
     Raises:
         TrainError: how the run ended, where it did not end well; its exit code is in status.json.
+            A `RankLostError` names the step and phase at which this rank lost another.
     """
     settle_bits(config)
     if member is not None:
-        with stop_signals() as stop, joined(config, member) as world:
-            return _recorded(config, _agreed(config, folder, world), world, stop)
+        with joined(config, member) as world, _losses_told(world):
+            folder = _agreed(config, folder, world)
+            if config.command in READING:
+                return run_rank(config, folder, world, stop)
+            return _recorded(config, folder, world, stop)
     size = local_ranks(config) if config.command in IMAGINING else 1
-    world = World(size=size, local_size=size, device=choose_device(config))
+    device = choose_device(config)
+    times = PhaseTimes(clock_of(device))
+    nodes = config.parallel.nodes if config.command in IMAGINING else 1
+    world = World(size=size * nodes, local_size=size, device=device, times=times)
     if config.command in READING:
-        return run_rank(config, folder, world, StopFlag())
-    with stop_signals() as stop:
-        return _recorded(config, folder, world, stop)
+        return run_rank(config, folder, world, stop)
+    return _recorded(config, folder, world, stop)
 
 
 @contextmanager
@@ -164,9 +126,11 @@ def joined(config: RunConfig, member: Membership) -> Iterator[World]:
     device = choose_device(config, member.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    store = _store(member)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        init_method=member.meeting,
+        init_method=member.meeting if store is None else None,
+        store=store,
         rank=member.rank,
         world_size=member.size,
         timeout=timedelta(seconds=config.parallel.timeout_s),
@@ -177,7 +141,8 @@ def joined(config: RunConfig, member: Membership) -> Iterator[World]:
         local_size=member.local_size,
         device=device,
         patient=dist.new_group(backend="gloo", timeout=PATIENCE),
-        board=None if member.board is None else Board(member.board),
+        board=Board(member.board),
+        times=PhaseTimes(clock_of(device)),
     )
     try:
         yield world
@@ -189,6 +154,32 @@ def joined(config: RunConfig, member: Membership) -> Iterator[World]:
             dist.destroy_process_group()
 
 
+def _store(member: Membership) -> Store | None:
+    """Open what the ranks of our own supervisors find each other by, and wait for all of them.
+
+    Nobody is late before all are there: `parallel.timeout_s` counts from then on.
+    """
+    kind, _, place = member.meeting.partition("://")
+    if kind == "file":
+        store: Store = FileStore(place, member.size)
+    elif kind == "tcp":
+        host, _, port = place.rpartition(":")
+        store = TCPStore(
+            host.strip("[]"),
+            int(port),
+            member.size,
+            is_master=member.rank == 0,
+            timeout=PATIENCE,
+            wait_for_workers=False,
+            master_listen_fd=member.listener,
+        )
+    else:
+        return None
+    store.set(f"here/{member.rank}", "")
+    store.wait([f"here/{rank}" for rank in range(member.size)], PATIENCE)
+    return store
+
+
 def run_rank(config: RunConfig, folder: Path, world: World, stop: StopFlag) -> int:
     """Run the command as one rank whose start and end are recorded elsewhere.
 
@@ -198,7 +189,7 @@ def run_rank(config: RunConfig, folder: Path, world: World, stop: StopFlag) -> i
     """
     try:
         return COMMANDS[config.command](config.settled(world.size), folder, world, stop)
-    except RuntimeError as error:
+    except Exception as error:
         if not is_out_of_memory(error):
             raise
         text = " ".join(str(error).split())
@@ -213,7 +204,27 @@ def _recorded(config: RunConfig, folder: Path, world: World, stop: StopFlag) -> 
         told.on_main(lambda: held.enter_context(hold(folder)))
         if told.is_main:
             held.enter_context(recorded(folder))
+        held.enter_context(_losses_told(world))
         return run_rank(config, folder, world, stop)
+
+
+@contextmanager
+def _losses_told(world: World) -> Iterator[None]:
+    """Say in one line that another rank is gone, where no supervisor of ours does.
+
+    Raises:
+        RankLostError: a collective failed since another rank is gone, or does not come.
+        RuntimeError: as raised inside, where it is anything else.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if world.board is None or not is_loss(error):
+            raise
+        text = " ".join(str(error).split())
+        raise RankLostError(
+            f"rank {world.rank} lost another rank at {world.board.read()}: {text:.200}"
+        ) from error
 
 
 def _agreed(config: RunConfig, folder: Path, world: World) -> Path:

@@ -9,6 +9,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from typing import Any, TypeVar, final
 
 import torch
@@ -17,8 +18,12 @@ from torch import Tensor
 
 from trainer.board import Board, Phase
 from trainer.errors import TrainError, heard, said
+from trainer.phases import HostClock, PhaseTimes
 
 Value = TypeVar("Value")
+
+PATIENCE = timedelta(hours=2)
+"""How long ranks wait while one of them tunes, or writes a checkpoint. If it dies, they know."""
 
 
 @final
@@ -34,6 +39,7 @@ class World:
         patient: process group for what one rank does while the others wait, with a time limit of
             its own; None on one rank, and where one process works out what several would do.
         board: where this rank notes what it is doing; None where nobody would look.
+        times: what its phases took.
     """
 
     rank: int = 0
@@ -42,6 +48,7 @@ class World:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     patient: dist.ProcessGroup | None = None
     board: Board | None = None
+    times: PhaseTimes = field(default_factory=lambda: PhaseTimes(HostClock()), compare=False)
 
     @property
     def is_main(self) -> bool:
@@ -53,6 +60,17 @@ class World:
         if self.size > 1:
             dist.all_reduce(values)
         return values
+
+    def begin_sum(self, values: Tensor) -> Callable[[], Any]:
+        """Begin to add a tensor over several ranks, in place. Collective.
+
+        Returns:
+            Waits for the sum; on an accelerator its stream does, and not the host.
+        """
+        work = dist.all_reduce(values, async_op=True)
+        assert work is not None
+        wait: Callable[[], Any] = work.wait
+        return wait
 
     def sum_numbers(self, numbers: Sequence[float]) -> list[float]:
         """Add a few numbers over all ranks, in float64. Collective; sends nothing on one rank."""
@@ -115,8 +133,37 @@ class World:
         value: Value = answer["value"]
         return value
 
+    def on_all(self, work: Callable[[], Value]) -> list[Value]:
+        """Do something on every rank, and give every rank what came out of all. Collective.
+
+        Args:
+            work: gives something that JSON holds.
+
+        Raises:
+            TrainError: a rank did, and so every rank does.
+            heard: that error, on the others.
+        """
+        told: dict[str, Any] = {}
+        try:
+            told = {"value": work()}
+        except TrainError as error:
+            self.collect(said(error))
+            raise
+        answers = self.collect(told)
+        for answer in answers:
+            if "value" not in answer:
+                raise heard(answer)
+        return [answer["value"] for answer in answers]
+
+    def apart(self) -> World:
+        """Make a world for another thread, whose messages never meet this one's. Collective."""
+        if self.patient is None:
+            return self
+        return replace(self, patient=dist.new_group(backend="gloo", timeout=PATIENCE), board=None)
+
     def note(self, phase: Phase, *, step: int | None = None) -> None:
         """Note what this rank does now, for whoever may ask why it does not answer."""
+        self.times.enter(phase)
         if self.board is not None:
             place = self.board.read()
             self.board.write(

@@ -6,12 +6,14 @@ Imports torch only where this process computes, so that a supervisor is light.
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from trainer.config import RunConfig
-from trainer.membership import membership
+from trainer.membership import membership, node_of
+from trainer.signals import StopFlag, stop_signals
 
-SEVERAL = ("train",)
+SEVERAL = ("train", "evaluate")
 """Commands that run on several ranks; the others compute what they need in one process."""
 
 
@@ -20,8 +22,8 @@ def run(config: RunConfig, folder: Path) -> int:
 
     Args:
         config: composed and valid.
-        folder: the run folder; it exists, except on ranks that torchrun or srun started beside
-            the first.
+        folder: the run folder; it exists, except on other machines than the first, and on ranks
+            that torchrun or srun started beside the first.
 
     Returns:
         The process's exit code.
@@ -34,16 +36,27 @@ def run(config: RunConfig, folder: Path) -> int:
     # reads it once, when torch is imported; ranks inherit it, and what the user set wins.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-    member = membership()
-    if member is None and config.command in SEVERAL:
-        num_ranks = local_ranks(config)
-        if num_ranks > 1:
-            from trainer.launch.supervise import supervise  # noqa: PLC0415 - only where it is used
+    with listening(config) as stop:
+        num_nodes = config.parallel.nodes
+        member = membership() if num_nodes == 1 else None
+        if member is None and config.command in SEVERAL:
+            num_ranks = local_ranks(config)
+            if num_ranks * num_nodes > 1:
+                from trainer.launch.supervise import supervise  # noqa: PLC0415 - only where used
 
-            return supervise(config, folder, num_ranks)
-    from trainer.session import run_session  # noqa: PLC0415 - imports torch
+                node = node_of(config.parallel.node, num_nodes)
+                return supervise(config, folder, num_ranks, node)
+        from trainer.session import run_session  # noqa: PLC0415 - imports torch
 
-    return run_session(config, folder, member)
+        return run_session(config, folder, stop, member)
+
+
+def listening(config: RunConfig) -> AbstractContextManager[StopFlag]:
+    """Turn signals into a stop at the next step boundary, where there are steps.
+
+    Any other command ends at once, and leaves nothing half done.
+    """
+    return stop_signals() if config.command == "train" else nullcontext(StopFlag())
 
 
 def local_ranks(config: RunConfig) -> int:

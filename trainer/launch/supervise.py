@@ -1,213 +1,310 @@
 """Starts a run's local ranks, watches over them, and says in one line why they ended.
 
 The ranks are processes of this program, started by a command and never by a function, so that a
-notebook, joblib or a sweep can start them alike. They meet at a file in a private folder and talk
-over the loopback interface alone.
+notebook, joblib or a sweep can start them alike. On one machine they meet at a file in a private
+folder and talk over the loopback interface alone. On several, each machine has a supervisor; the
+first one's folder, verdict and decision to start again are everybody's.
 
-PyTorch's own launcher is not used for the ranks of one machine: it waits 30 s before it kills what
-hangs, listens on every interface, ends with code 1 for every cause and says so in sixty lines
-(torch 2.13). Ranks that torchrun or srun started are joined instead: `trainer.membership`.
+PyTorch's own launcher is not used: it waits 30 s before it kills what hangs, listens on every
+interface, ends with code 1 for every cause and says so in sixty lines (torch 2.13). Ranks that
+torchrun or srun started are joined instead: `trainer.membership`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, final
 
-from trainer import durable
-from trainer.board import Board, Place
-from trainer.checkpoint.lock import hold
-from trainer.config import RunConfig
-from trainer.errors import ConfigError, RankLostError, heard
-from trainer.rank import JOB_FILE, STACKS_SIGNAL, STOP_FILE, Job
+from trainer import signals
+from trainer.checkpoint import lock
+from trainer.config import RunConfig, to_plain
+from trainer.errors import ConfigError, RankLostError, TrainError, heard, said
+from trainer.launch import children as processes
+from trainer.launch import nodes as network
+from trainer.launch.children import Child
+from trainer.launch.nodes import Hello, Nodes
+from trainer.launch.verdict import verdict
+from trainer.launch.watch import Watch
+from trainer.membership import rendezvous_of
+from trainer.rank import JOB_FILE, STOP_FILE, Job
 from trainer.record import METRICS_FILE, recorded
 from trainer.report import journal
+from trainer.schema.faults import flat
 
 POLL_S = 0.05
 
-GRACE_S = 2.0
-"""How long the others have to notice that a rank is lost, and to say so, before they are killed."""
+SHARED_S = 10.0
+"""How long a shared file system may take to show one machine what another wrote."""
 
-ORDERLY_S = 8.0
-"""How long they have where one ended with a reason of its own, which they may share."""
-
-LOOPBACK = {
-    "GLOO_SOCKET_IFNAME": "lo",
-    "NCCL_SOCKET_IFNAME": "lo",
-    "TORCH_CPP_LOG_LEVEL": "ERROR",
-}
-"""What the ranks' libraries are told, unless the user's environment says otherwise."""
-
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+GONE = "node 0 was lost: its command ended, or its machine cannot be reached"
 
 
-def supervise(config: RunConfig, folder: Path, num_ranks: int) -> int:
-    """Run one command on several ranks of this machine.
+@final
+@dataclass(frozen=True, kw_only=True)
+class Team:
+    """The ranks of this machine among those of all machines.
+
+    Attributes:
+        config: composed and valid.
+        folder: the run folder, the first node's.
+        node: number of this machine.
+        count: ranks on each machine.
+        size: ranks on all machines.
+        others: the other machines' supervisors.
+    """
+
+    config: RunConfig
+    folder: Path
+    node: int
+    count: int
+    size: int
+    others: Nodes = field(default_factory=Nodes)
+
+    def ranks_of(self, node: int) -> range:
+        """Give the ranks of a machine."""
+        return range(node * self.count, (node + 1) * self.count)
+
+
+def supervise(config: RunConfig, folder: Path, num_ranks: int, node: int = 0) -> int:
+    """Run one command on several ranks.
 
     Args:
         config: composed and valid.
-        folder: the run folder; it exists.
-        num_ranks: at least 2.
+        folder: the run folder; it exists on the first machine.
+        num_ranks: on this machine.
+        node: number of this machine.
 
     Returns:
         The exit code: 0.
 
     Raises:
-        ConfigError: the parallel mode knows one rank only.
-        RankLostError: a rank was lost, more often than `parallel.max_restarts` allows. Another
-            `TrainError` is how the run ended, where it did not end well.
+        ConfigError: the parallel mode knows one rank only, or the machines were not told the same.
+        TrainError: how the run ended, where it did not end well; a `RankLostError` where a rank
+            was lost more often than `parallel.max_restarts` allows.
     """
     if config.parallel.mode == "none":
         raise ConfigError(
             f"parallel.ranks={num_ranks}: parallel=none is one rank; use parallel=ddp"
         )
-    with hold(folder), recorded(folder):
-        for restart in range(config.parallel.max_restarts):
-            try:
-                return _attempt(config, folder, num_ranks)
-            except RankLostError as error:
-                config, step = _from_newest(config, folder)
-                sys.stderr.write(
-                    f"train: {error}; starting again after step {step} "
-                    f"({restart + 1} of {config.parallel.max_restarts} restarts)\n"
-                )
-        return _attempt(config, folder, num_ranks)
+    num_nodes = config.parallel.nodes
+    hello = Hello(node=node, nodes=num_nodes, ranks=num_ranks, config=_digest(config))
+    size = num_nodes * num_ranks
+    address = rendezvous_of(config.parallel.rendezvous) if num_nodes > 1 else ""
+    if node:
+        with closing(network.join(hello, address)) as others:
+            team = Team(
+                config=config, folder=folder, node=node, count=num_ranks, size=size, others=others
+            )
+            return _follow(team)
+    with ExitStack() as opened:
+        if config.command == "train":
+            opened.enter_context(lock.hold(folder))
+            opened.enter_context(recorded(folder))
+        others = network.gather(hello, address) if num_nodes > 1 else Nodes()
+        team = Team(config=config, folder=folder, node=0, count=num_ranks, size=size, others=others)
+        opened.enter_context(closing(others))
+        return _lead(team)
 
 
-def _from_newest(config: RunConfig, folder: Path) -> tuple[RunConfig, int]:
-    """Make a config that goes on from the newest checkpoint, or from nothing if there is none."""
+def _lead(team: Team) -> int:
+    """Run on the first machine, and tell the others how it ended.
+
+    Raises:
+        TrainError: how it ended, where it did not end well.
+    """
+    told: dict[str, Any] = said(RankLostError("node 0 was stopped"))
+    try:
+        if team.others.links:
+            written = (team.folder / lock.FILE_NAME).read_text()
+            team.others.tell({"folder": str(team.folder), "lock": written})
+        _restarting(team)
+        told = {}
+    except TrainError as error:
+        told = said(error)
+        raise
+    finally:
+        team.others.tell({"ended": told})
+    return 0
+
+
+def _restarting(team: Team) -> None:
+    """Try, and after a lost rank try again, as often as may be.
+
+    Raises:
+        RankLostError: a whole machine is gone, or a rank once more than may be.
+    """
+    resumes = False
+    most = team.config.parallel.max_restarts if team.config.command == "train" else 0
+    for restart in range(most):
+        try:
+            _attempt(team, resumes=resumes)
+        except RankLostError as error:
+            if not team.others.are_whole:
+                raise
+            step = _newest_step(team.folder)
+            resumes = step is not None
+            sys.stderr.write(
+                f"train: {error}; starting again after step {step or 0} "
+                f"({restart + 1} of {most} restarts)\n"
+            )
+        else:
+            return
+    _attempt(team, resumes=resumes)
+
+
+def _newest_step(folder: Path) -> int | None:
+    """Find the step to go on from; None, with the metrics begun anew, where nothing is saved."""
     from trainer.checkpoint.store import CheckpointStore  # noqa: PLC0415 - imports torch
     from trainer.checkpoint.weights import CHECKPOINTS  # noqa: PLC0415 - likewise
 
     steps = CheckpointStore(folder / CHECKPOINTS).steps()
     if steps:
-        return config.model_copy(update={"resume": str(folder)}), steps[-1]
+        return steps[-1]
     journal.truncate_after(folder / METRICS_FILE, 0)
-    return config, 0
+    return None
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class Child:
-    """A rank's process.
+def _follow(team: Team) -> int:
+    """Run on another machine than the first, as the first one says.
 
-    Attributes:
-        log: its output, of other ranks than the first.
+    Raises:
+        RankLostError: the first machine is gone.
+        heard: how the run ended, as the first machine says, where it did not end well.
     """
-
-    rank: int
-    process: subprocess.Popen[bytes]
-    board: Board
-    log: Path | None
-
-    def signal_group(self, number: signal.Signals) -> None:
-        """Send a signal to the rank and to what it started."""
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, number)
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class Ended:
-    """How a rank ended.
-
-    Attributes:
-        code: of its process; negative for the signal that killed it.
-        told: what it said of its end; empty where it could not.
-        at: when, by the machine's monotonic clock.
-        place: where it was.
-        stopped: whether the supervisor killed it, because another rank had ended.
-    """
-
-    code: int
-    told: Mapping[str, Any]
-    at: float
-    place: Place
-    stopped: bool = False
-
-    @property
-    def rank_of_cause(self) -> int:
-        """Tell how likely this end is the cause of the others; the smallest is."""
-        if "error" in self.told:
+    link = team.others.links[0]
+    while (message := link.wait()) is not None:
+        if "folder" in message:
+            team = replace(team, folder=_shared(message["folder"], message["lock"], team.node))
+        if "start" in message:
+            message = _attempt(team, **message["start"]) or {}
+        if "ended" in message:
+            if message["ended"]:
+                raise heard(message["ended"])
             return 0
-        if "crash" in self.told:
-            return 1
-        if "lost" in self.told:
-            return 4
-        if self.stopped:
-            return 3
-        # Collectives abort the process when they find messages they did not expect.
-        return 2 if self.code == -signal.SIGABRT else 1
+    raise RankLostError(GONE)
 
 
-def _attempt(config: RunConfig, folder: Path, num_ranks: int) -> int:
-    with tempfile.TemporaryDirectory(prefix="train-", ignore_cleanup_errors=True) as name:
-        place = Path(name)
-        job = Job(
-            config=config.model_dump(mode="json", by_alias=True),
-            folder=str(folder),
-            path=sys.path,
-            size=num_ranks,
-            supervisor=os.getpid(),
-        )
-        (place / JOB_FILE).write_text(json.dumps(asdict(job)))
-        children: list[Child] = []
-        try:
-            with _forwarding(place, children):
-                for rank in range(num_ranks):
-                    children.append(_start(place, folder, rank, num_ranks))
-                ended = _wait(children, place, config.parallel.timeout_s)
-        finally:
-            for child in children:
-                child.signal_group(signal.SIGKILL)
-                child.process.wait()
-                child.board.close()
-            _keep_traces(children, place, folder)
-    _conclude(ended, folder, config.parallel.timeout_s)
-    return 0
+def _shared(folder: str, written: str, node: int) -> Path:
+    """Find the first machine's run folder on this one.
 
-
-def _start(place: Path, folder: Path, rank: int, num_ranks: int) -> Child:
-    log = None if rank == 0 else folder / "ranks" / f"rank{rank}.log"
-    environment = {**LOOPBACK, **os.environ}
-    # For the user's own code and for libraries that ask; the job says the same.
-    environment |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
-    environment |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(num_ranks))
-    root = str(Path(__file__).parents[2])
-    environment["PYTHONPATH"] = os.pathsep.join(
-        [root, *filter(None, [environment.get("PYTHONPATH")])]
+    Raises:
+        ConfigError: it is not there; the file that says who holds the run is not the same.
+    """
+    place = Path(folder)
+    limit = time.monotonic() + SHARED_S
+    while time.monotonic() < limit:
+        with suppress(OSError):
+            if (place / lock.FILE_NAME).read_text() == written:
+                return place
+        time.sleep(POLL_S)
+    raise ConfigError(
+        f"outputs: {folder} of node 0 is not on node {node}; type a folder on a file system that "
+        "all nodes share"
     )
-    if log is not None:
-        durable.make_folders(log.parent)
-    with (Path(os.devnull) if log is None else log).open("ab") as file:
-        output = None if log is None else file
-        process = subprocess.Popen(
-            [sys.executable, "-m", "trainer.rank", str(place), str(rank)],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            env=environment,
-            # Its own session, so that Ctrl-C arrives once, through the supervisor.
-            start_new_session=True,
-        )
-    return Child(rank=rank, process=process, board=Board(place / f"board-{rank}"), log=log)
+
+
+def _attempt(team: Team, *, resumes: bool, meeting: str | None = None) -> dict[str, Any] | None:
+    """Start the ranks of this machine once, and wait for all ranks there are.
+
+    Args:
+        team: this machine's part.
+        resumes: whether to go on from the newest checkpoint.
+        meeting: where the ranks meet, if the first machine said it.
+
+    Returns:
+        What the first machine said last, where it said that the run is over.
+
+    Raises:
+        error: how it ended, on the first machine, where it did not end well.
+    """
+    config = team.config
+    if resumes:
+        config = config.model_copy(update={"resume": str(team.folder)})
+    with tempfile.TemporaryDirectory(prefix="train-", ignore_cleanup_errors=True) as name:
+        private, children, handles = Path(name), list[Child](), list[int]()
+        with ExitStack() as opened:
+            if team.node == 0 and team.others.links:
+                server = opened.enter_context(network.listen_for_ranks(team.others.address))
+                host, port = server.getsockname()[:2]
+                meeting, handles = f"tcp://{network.bracketed(host)}:{port}", [server.fileno()]
+                start = {"resumes": resumes, "meeting": meeting}
+                team.others.tell({"start": start})
+            _write_job(team, config, private, meeting or f"file://{private}/meeting", handles)
+            watch = Watch(
+                children=children,
+                private=private,
+                others=team.others,
+                expected=team.ranks_of(team.node) if team.node else range(team.size),
+                ranks_of=team.ranks_of,
+                timeout_s=config.parallel.timeout_s,
+            )
+            opened.callback(processes.end, children, private, team.folder)
+            with _forwarding(private, children):
+                for rank in team.ranks_of(team.node):
+                    own = handles if rank == 0 else []
+                    children.append(
+                        processes.start(
+                            _log(team, rank), private, rank, _environment(team, rank), own
+                        )
+                    )
+                watch.run()
+    if team.node:
+        return watch.over
+    error = verdict(watch.ended, team.folder, config.parallel.timeout_s)
+    if error is not None:
+        raise error
+    return None
+
+
+def _write_job(
+    team: Team, config: RunConfig, private: Path, meeting: str, handles: Sequence[int]
+) -> None:
+    job = Job(
+        config=config.model_dump(mode="json", by_alias=True),
+        folder=str(team.folder),
+        path=sys.path,
+        size=team.size,
+        local_size=team.count,
+        supervisor=os.getpid(),
+        meeting=meeting,
+        listener=handles[0] if handles else None,
+    )
+    (private / JOB_FILE).write_text(json.dumps(asdict(job)))
+
+
+def _log(team: Team, rank: int) -> Path | None:
+    """Name the file of what a rank prints; the first one's is the screen."""
+    reader = "" if team.config.command == "train" else f"{team.config.command}-"
+    return team.folder / "ranks" / f"{reader}rank{rank}.log" if rank else None
+
+
+def _environment(team: Team, rank: int) -> dict[str, str]:
+    """Give the variables of a rank, for the user's own code and for libraries that ask."""
+    name = network.interface_of(team.others.address)
+    interfaces = {} if name is None else dict.fromkeys(processes.INTERFACES, name)
+    numbers = {
+        "RANK": rank,
+        "LOCAL_RANK": rank % team.count,
+        "WORLD_SIZE": team.size,
+        "LOCAL_WORLD_SIZE": team.count,
+    }
+    return {**interfaces, **{key: str(value) for key, value in numbers.items()}}
 
 
 @contextmanager
-def _forwarding(place: Path, children: Sequence[Child]) -> Iterator[None]:
+def _forwarding(private: Path, children: Sequence[Child]) -> Iterator[None]:
     """Pass the first signal to stop on to every rank; the second one stops at once.
 
     Yields:
@@ -216,21 +313,24 @@ def _forwarding(place: Path, children: Sequence[Child]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    asked = False
+    asked_at: float | None = None
 
     def on_signal(number: int, frame: FrameType | None) -> None:
-        nonlocal asked
-        if asked:
-            raise KeyboardInterrupt
-        asked = True
-        (place / STOP_FILE).touch()
+        nonlocal asked_at
+        if asked_at is not None:
+            if time.monotonic() > asked_at + signals.TOGETHER_S:
+                raise KeyboardInterrupt
+            return
+        asked_at = time.monotonic()
+        (private / STOP_FILE).touch()
         for child in children:
             # Before it notes its process it does not listen, and will look for the file.
-            if child.board.read().pid:
-                with suppress(ProcessLookupError):
-                    child.process.send_signal(signal.SIGTERM)
+            child.signal(signal.SIGTERM)
 
-    before = {each: signal.signal(each, on_signal) for each in STOPS}
+    before = {each: signal.signal(each, on_signal) for each in signals.SIGNALS}
+    if signals.was_asked():
+        asked_at = time.monotonic()
+        (private / STOP_FILE).touch()
     try:
         yield
     finally:
@@ -238,111 +338,10 @@ def _forwarding(place: Path, children: Sequence[Child]) -> Iterator[None]:
             signal.signal(each, handler)
 
 
-def _wait(children: Sequence[Child], place: Path, timeout_s: float) -> dict[int, Ended]:
-    """Wait for every rank, and kill those that do not follow when one ended badly."""
-    ended: dict[int, Ended] = {}
-    deadline = float("inf")
-    while len(ended) < len(children):
-        now = time.monotonic()
-        running = [child for child in children if child.rank not in ended]
-        for child in running:
-            code = child.process.poll()
-            if code is None and now < deadline:
-                continue
-            if code is None:
-                child.signal_group(signal.SIGKILL)
-                code = child.process.wait()
-            found = _ended(child, code, place, stopped=now >= deadline)
-            ended[child.rank] = found
-            if found.code and deadline == float("inf"):
-                _ask_for_stacks(child for child in running if child.rank not in ended)
-            deadline = min(deadline, now + _patience(found, timeout_s))
-        time.sleep(POLL_S)
-    return ended
-
-
-def _ended(child: Child, code: int, place: Path, *, stopped: bool) -> Ended:
-    told: dict[str, Any] = {}
-    with suppress(OSError, ValueError):
-        told = json.loads((place / f"end-{child.rank}.json").read_bytes())
-    return Ended(
-        code=code,
-        told=told,
-        at=told.get("at", time.monotonic()),
-        place=child.board.read(),
-        stopped=stopped and not told,
-    )
-
-
-def _patience(ended: Ended, timeout_s: float) -> float:
-    """Tell how long other ranks may take to follow one."""
-    if ended.code in (0, 75):
-        return timeout_s
-    return ORDERLY_S if "error" in ended.told else GRACE_S
-
-
-def _ask_for_stacks(children: Iterator[Child]) -> None:
-    for child in children:
-        if child.board.read().pid:
-            with suppress(ProcessLookupError):
-                child.process.send_signal(STACKS_SIGNAL)
-
-
-def _keep_traces(children: Sequence[Child], place: Path, folder: Path) -> None:
-    """Bring stacks into the run folder, and take away logs that say nothing."""
-    for child in children:
-        stacks = place / f"stacks-{child.rank}.txt"
-        target = folder / "errors" / f"rank{child.rank}.txt"
-        if stacks.exists() and stacks.stat().st_size and not target.exists():
-            durable.make_folders(target.parent)
-            shutil.copyfile(stacks, target)
-        if child.log is not None and child.log.exists() and not child.log.stat().st_size:
-            child.log.unlink()
-    with suppress(OSError):
-        (folder / "ranks").rmdir()
-
-
-def _conclude(ended: Mapping[int, Ended], folder: Path, timeout_s: float) -> None:
-    """Say why the ranks ended.
-
-    Raises:
-        error: the reason that one of them gave.
-        RankLostError: none of them could give one.
-    """
-    if not any(end.code for end in ended.values()):
-        return
-    failed = {rank: end for rank, end in ended.items() if end.code}
-    rank, end = min(failed.items(), key=lambda item: (item[1].rank_of_cause, item[1].at))
-    if "error" in end.told:
-        error = heard(end.told)
-        shared = all(other.told.get("text") == end.told["text"] for other in failed.values())
-        if rank and not shared:
-            error = heard({**end.told, "text": f"rank {rank}, {end.place}: {end.told['text']}"})
-        raise error
-    raise RankLostError(_how(rank, end, ended, folder, timeout_s))
-
-
-def _how(rank: int, end: Ended, ended: Mapping[int, Ended], folder: Path, timeout_s: float) -> str:
-    if "crash" in end.told:
-        return (
-            f"rank {rank} failed at {end.place}: {end.told['crash']}; "
-            f"its traceback is in {folder / 'errors' / f'rank{rank}.txt'}"
-        )
-    if end.code < 0 and not end.stopped:
-        name = signal.Signals(-end.code).name
-        hint = ", as the system does when memory runs out" if name == "SIGKILL" else ""
-        return f"rank {rank} was killed by {name}{hint}, at {end.place}"
-    if end.stopped:
-        # Of those that had to be killed, the one that has been where it is for longest.
-        rank, end = min(
-            ((r, e) for r, e in ended.items() if e.stopped), key=lambda item: item[1].place.since
-        )
-        stacks = folder / "errors" / f"rank{rank}.txt"
-        where = f"; what it was doing is in {stacks}" if stacks.exists() else ""
-        return (
-            f"rank {rank} did not answer for {timeout_s:g} s (parallel.timeout_s), "
-            f"at {end.place}{where}"
-        )
-    if not end.told:
-        return f"rank {rank} ended with exit code {end.code} and without a word, at {end.place}"
-    return f"rank {rank} lost the others at {end.place}: {end.told.get('lost', 'no reason')}"
+def _digest(config: RunConfig) -> dict[str, str]:
+    """Hash every key's value that must be the same on all machines."""
+    return {
+        key: hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
+        for key, value in flat(to_plain(config)).items()
+        if key != "parallel.node"
+    }
