@@ -12,27 +12,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support import STEP_KEYS
 from trainer import durable
 from trainer.errors import SaveError
 from trainer.report.journal import Journal, read, to_line, truncate_after
 from trainer.report.metrics import METRICS_FILE, SAMPLES_FILE, MetricsLog
 from trainer.report.records import EvalRecord, StepRecord
-
-KEYS = [
-    "step",
-    "epoch",
-    "samples",
-    "tokens",
-    "loss",
-    "lr",
-    "grad_norm",
-    "accum_steps",
-    "micro_batches",
-    "padding",
-    "seconds",
-    "tokens_per_second",
-    "memory_bytes",
-]
 
 
 def record(step: int = 1, **changes) -> StepRecord:
@@ -105,7 +90,7 @@ class Full(durable.FileSystem):
 def test_a_step_is_one_object_with_the_agreed_keys_in_order(tmp_path):
     MetricsLog(tmp_path, pytest.fail).step(record())
     (entry,) = strictly(tmp_path / METRICS_FILE)
-    assert list(entry) == KEYS
+    assert tuple(entry) == STEP_KEYS
     assert entry["loss"] == 2.5
     assert entry["grad_norm"] == 0.75
     assert entry["tokens_per_second"] == 180_000
@@ -136,7 +121,7 @@ def test_what_applies_to_some_steps_only_is_there_on_those_only(tmp_path):
         )
     )
     (entry,) = strictly(tmp_path / METRICS_FILE)
-    assert {name: entry[name] for name in entry if name not in KEYS} == {
+    assert {name: entry[name] for name in entry if name not in STEP_KEYS} == {
         "skipped": "not finite",
         "replays": 2,
         "noise_scale": 12.0,

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import PLAN_KEYS
 from trainer.report.blocks import batch_equation, end_block, further, plan_block, verify_block
 from trainer.report.console import LOG_FILE, Screen
 from trainer.report.records import (
@@ -200,11 +201,11 @@ def test_a_plan_shows_its_arithmetic_and_marks_the_cap_it_chose(monkeypatch):
     (chosen,) = [line for line in text.splitlines() if "<- chosen" in line]
     assert chosen.split()[:2] == ["8,192", "3"]
     for part in (
-        "412 MiB predicted of 13.0 GiB (3.1%)",
+        "412 MiB of tensors predicted, 3.1% of 13.0 GiB",
         "60 = 1.67 epochs, 36 steps per epoch",
         "keep: the last 118 samples",
-        "every 20 steps = every 10,240 samples, 3 times",
-        "never",
+        "every 20 steps = 10,240 samples, 3 times",
+        "once, at the end",
         "does not fit",
         "unknown",
         "warning: BatchNorm in [net.bn1]: type batchnorm=ghost",
@@ -239,22 +240,7 @@ def test_a_plan_of_which_little_is_known_is_still_shown(monkeypatch):
 
 
 def test_plan_json_begins_with_the_agreed_keys():
-    agreed = [
-        "global_batch",
-        "unit",
-        "world_size",
-        "accum_steps",
-        "micro_batches",
-        "max_tokens",
-        "padding",
-        "predicted_peak_bytes",
-        "memory_limit_bytes",
-        "sync",
-        "parallel",
-        "steps",
-        "steps_per_epoch",
-    ]
-    assert list(PLAN.to_json())[: len(agreed)] == agreed
+    assert tuple(PLAN.to_json())[: len(PLAN_KEYS)] == PLAN_KEYS
     json.dumps(PLAN.to_json(), allow_nan=False)
 
 

@@ -11,8 +11,11 @@ import time
 import pytest
 
 from trainer.report.metrics import METRICS_FILE
-from trainer.report.wandb import WandbMirror, WandbSettings, mode_of, without_secrets
+from trainer.report.wandb import WandbMirror, WandbSettings, mode_of, shown_config
 from trainer.report.wandb_process import Follower, row
+
+LONG_S = 20
+"""What a busy machine may need for what takes a second; what hangs takes a minute."""
 
 # Stands in for the package in the mirror's process: writes down what it is told, or misbehaves.
 STAND_IN = """
@@ -138,7 +141,7 @@ def test_a_wandb_that_hangs_holds_the_end_of_a_run_for_seconds_only(mirror, faul
     started = time.monotonic()
     run.close({})
     run.close({})
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < LONG_S
     (warning,) = mirror.warnings
     assert "did not finish in time" in warning
 
@@ -146,7 +149,7 @@ def test_a_wandb_that_hangs_holds_the_end_of_a_run_for_seconds_only(mirror, faul
 def test_starting_the_mirror_does_not_wait_for_wandb(mirror):
     started = time.monotonic()
     run = mirror("hang in init", close_timeout_s=0.1)
-    assert time.monotonic() - started < 0.5
+    assert time.monotonic() - started < LONG_S
     run.close()
 
 
@@ -197,7 +200,7 @@ def test_secrets_are_hidden_and_tokens_of_text_are_not():
         "data": {"hf_token": "abc", "password": "x", "empty_secret": None},
         "list": [{"apiKey": "y"}, {1}],
     }
-    assert without_secrets(config) == {
+    assert shown_config(config) == {
         "batch": {"unit": "tokens", "normalizer": "tokens"},
         "accum": {"max_tokens": 4096},
         "data": {"hf_token": "***", "password": "***", "empty_secret": None},

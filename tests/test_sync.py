@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,45 +16,123 @@ from trainer.board import Board, Place
 from trainer.errors import ConfigError, DoesNotFitError
 from trainer.membership import membership
 from trainer.models.bind import bind
+from trainer.parallel.collectives import Collectives
 from trainer.parallel.ordered import Ordered
+from trainer.plan import traffic
 from trainer.plan.cut import Layout
 from trainer.plan.leaves import Leaves
-from trainer.plan.traffic import cheapest, table
+from trainer.plan.traffic import Network, Work
+from trainer.spread import Bulk, Spread
+from trainer.sync import Immediate
 from trainer.world import World
 
 GIGA = 2**30
 MEETING = {"MASTER_ADDR": "a", "MASTER_PORT": "1"}
+FAST = Network(ranks=8, latency_s=3e-5, all_reduce=3e11, all_gather=3e11, reduce_scatter=3e11)
+SLOW = Network(ranks=8, latency_s=5e-4, all_reduce=1e8, all_gather=1e8, reduce_scatter=1e8)
+ROOMY = 64 * GIGA
 
 
-def rows(mode: str, limit: float = 64 * GIGA, replicas: int = 1, micro_batches: int = 8):
-    shard = 1 if mode == "ddp" else 8 // replicas
-    return table(
+def table_of(mode: str, *, limit: int = ROOMY, replicas: int = 1, network=None, **work):
+    work = Work(**{"micro_batches": 8, "groups": 25, **work})
+    rows = traffic.table(
         mode,
         model_bytes=GIGA,
-        num_micro_batches=micro_batches,
-        shard=shard,
+        shard=1 if mode == "ddp" else 8 // replicas,
         replicas=8 if mode == "ddp" else replicas,
-        limit_bytes=int(limit),
+        limit_bytes=limit,
+        work=work,
+        network=network,
     )
+    return {row.policy: row for row in rows}, traffic.cheapest(rows, work).policy
+
+
+MODES = (("ddp", 1), ("fsdp", 1), ("hsdp", 2))
 
 
 def test_one_reduction_a_step_wins_where_the_window_fits_in_memory():
-    for mode, replicas in (("ddp", 1), ("fsdp", 1), ("hsdp", 2)):
-        assert cheapest(rows(mode, replicas=replicas)).policy == "deferred"
+    for mode, replicas in MODES:
+        assert table_of(mode, replicas=replicas)[1] == "deferred"
 
 
-def test_where_the_window_does_not_fit_shards_stay_shards():
-    assert cheapest(rows("fsdp", limit=GIGA)).policy == "immediate"
-    assert cheapest(rows("hsdp", limit=GIGA, replicas=2)).policy == "hierarchical"
+@pytest.mark.parametrize("network", [None, FAST, SLOW])
+def test_where_the_window_does_not_fit_shards_stay_shards(network):
+    limit = GIGA
+    assert table_of("fsdp", limit=limit, network=network)[1] == "immediate"
+    assert table_of("hsdp", limit=limit, network=network, replicas=2)[1] == "hierarchical"
+    # Without shards there is no way to hold less.
+    assert table_of("ddp", limit=limit, network=network)[1] == "deferred"
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_over_a_slow_network_one_reduction_a_step_wins(overlaps):
+    for mode, replicas in MODES:
+        work = {"network": SLOW, "seconds": 0.5, "overlaps": overlaps}
+        assert table_of(mode, replicas=replicas, **work)[1] == "deferred"
+
+
+def test_traffic_that_computing_hides_costs_nothing_where_the_device_overlaps():
+    long, short = {"seconds": 0.3}, {"seconds": 0.001}
+    hides = {"network": FAST, "overlaps": True, "micro_batches": 1}
+    rows, chosen = table_of("fsdp", **hides, **long)
+    assert chosen == "deferred"  # 8 ms of 308 are not worth what lockstep costs
+    assert rows["immediate"].exposed == pytest.approx(rows["immediate"].seconds / 25)
+    rows, chosen = table_of("fsdp", **hides, seconds=0.02)
+    assert chosen == "immediate"
+    rows, chosen = table_of("fsdp", **hides, **short)
+    assert chosen == "deferred"  # nothing to hide behind
+    assert rows["immediate"].exposed == pytest.approx(rows["immediate"].seconds - 0.001)
+    assert table_of("fsdp", network=FAST, micro_batches=1, seconds=0.02)[1] == "deferred"
+
+
+@given(
+    st.floats(0, 1),
+    st.floats(1e6, 1e12),
+    st.integers(1, 64),
+    st.booleans(),
+    st.sampled_from(["ddp", "fsdp", "hsdp"]),
+)
+def test_the_chosen_step_is_within_5_percent_of_the_shortest(seconds, rate, count, overlaps, mode):
+    network = Network(
+        ranks=8, latency_s=1e-5, all_reduce=rate, all_gather=rate, reduce_scatter=rate
+    )
+    rows, chosen = table_of(
+        mode,
+        replicas=2 if mode == "hsdp" else 1,
+        network=network,
+        micro_batches=count,
+        seconds=seconds,
+        overlaps=overlaps,
+    )
+    took = {policy: count * seconds + row.exposed for policy, row in rows.items()}
+    assert took[chosen] <= min(took.values()) / 0.95 + 1e-9
 
 
 def test_the_table_holds_the_bytes_of_ring_collectives():
-    deferred, immediate = rows("fsdp")
-    assert deferred.within == pytest.approx(2 * GIGA * 7 / 8)
-    assert immediate.within == pytest.approx(8 * 3 * GIGA * 7 / 8)
-    deferred, immediate = rows("ddp")
-    assert deferred.across == pytest.approx(2 * GIGA * 7 / 8)
-    assert immediate.across == pytest.approx(8 * deferred.across)
+    rows, _ = table_of("fsdp")
+    assert rows["deferred"].within == pytest.approx(2 * GIGA * 7 / 8)
+    assert rows["immediate"].within == pytest.approx(8 * 3 * GIGA * 7 / 8)
+    rows, _ = table_of("ddp")
+    assert rows["deferred"].across == pytest.approx(2 * GIGA * 7 / 8)
+    assert rows["immediate"].across == pytest.approx(8 * rows["deferred"].across)
+
+
+def test_the_line_says_what_was_chosen_and_what_the_others_would_cost():
+    bulk = Bulk(model_bytes=GIGA, groups=25, limit_bytes=ROOMY)
+    found = Spread(mode="fsdp", replicas=1, sync=Immediate(), bulk=bulk, is_open=True)
+    chosen = found.weighed(8, Work(micro_batches=8), SLOW)
+    assert chosen.sync.name == "deferred"
+    assert chosen.why == (
+        "sync=auto takes deferred: one reduction a step, 1.75 GiB sent per step in about 19 s; "
+        "immediate would be 21.0 GiB sent per step in about 3 min 46 s"
+    )
+    short = replace(found, bulk=replace(bulk, limit_bytes=GIGA))
+    chosen = short.weighed(8, Work(micro_batches=8), SLOW)
+    assert chosen.sync.name == "immediate"
+    assert chosen.why.endswith("deferred would hold 2.00 GiB, for which the memory is too short")
+    typed = replace(found, is_open=False).weighed(8, Work(micro_batches=8), SLOW)
+    assert typed.sync.name == "immediate"
+    assert typed.why is None
 
 
 @given(
@@ -93,6 +172,44 @@ def test_a_sum_that_integers_cannot_hold_is_not_finite():
         assert bool(torch.isfinite(model.gradient_norm())) is is_finite
 
 
+@dataclass(frozen=True)
+class Sent:
+    """A collective that is only written down."""
+
+    name: str
+    log: list[tuple[str, bool]] = field(default_factory=list, compare=False)
+
+    def send(self, *, across: object) -> None:
+        self.log.append((self.name, across is not None))
+
+
+@given(st.integers(0, 5), st.booleans())
+def test_a_rank_that_computes_no_further_sends_what_is_outstanding_in_order(num_sent, across):
+    log: list[tuple[str, bool]] = []
+    sequence = [Sent(name, log) for name in "gatsrs"]
+    collectives = Collectives([], object())
+    for each in sequence:
+        collectives.note(each)
+    collectives.complete()
+    for each in sequence[:num_sent]:
+        collectives.note(each)
+    collectives.send_rest(across=across)
+    collectives.complete()
+    collectives.send_rest(across=across)
+    assert log == [(each.name, across) for each in [*sequence[num_sent:], *sequence]]
+
+
+@pytest.mark.parametrize("first", ["", "a", "ab", "abc"])
+def test_micro_batches_that_send_different_collectives_cannot_be_joined(first):
+    collectives = Collectives([], None)
+    for names in (first, "xy"):
+        for name in names:
+            collectives.note(Sent(name))
+        collectives.complete()
+    with pytest.raises(DoesNotFitError, match="no two send the same"):
+        collectives.send_rest(across=False)
+
+
 def test_a_process_alone_starts_its_own_ranks():
     assert membership({}) is None
     assert membership({"RANK": "0", "WORLD_SIZE": "1"}) is None
@@ -104,7 +221,7 @@ def test_torchrun_and_srun_say_which_rank_a_process_is():
     torchrun = membership(dict(zip(names, "5824", strict=True)) | MEETING)
     assert (torchrun.rank, torchrun.size) == (5, 8)
     assert (torchrun.local_rank, torchrun.local_size) == (2, 4)
-    names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_TASKS_PER_NODE")
+    names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
     srun = membership(dict(zip(names, ("5", "8", "1", "4(x2)"), strict=True)) | MEETING)
     assert (srun.rank, srun.size, srun.local_rank, srun.local_size) == (5, 8, 1, 4)
 

@@ -13,6 +13,7 @@ from trainer.errors import NonFiniteError, Preempted, TrainError
 from trainer.evaluate import HeldOut, evaluate
 from trainer.feed import Feed, PlannedBatch
 from trainer.plan.order import Order
+from trainer.report.breakdown import Effort
 from trainer.report.records import EvalRecord, StepRecord
 from trainer.report.reporter import Reporter
 from trainer.saves import Saves
@@ -27,9 +28,11 @@ class Run:
 
     Attributes:
         tokens: real input positions consumed before this process began.
+        failures: steps that were not finite, in a row, when this process began.
         evaluation: metrics of an evaluation that was made at the cursor before this process began.
         saves: writes checkpoints. Collective.
-        must_stop: whether a signal asked any rank to stop. Collective.
+        must_stop: whether a signal asked any rank to stop; hears of checkpoints that were written
+            behind the steps, too. Collective.
         was_asked: whether a signal asked this rank to stop.
         is_thrashing: whether the allocator of any rank struggled in the last steps. Collective.
     """
@@ -47,6 +50,7 @@ class Run:
     checkpoint_every: int | None
     nonfinite_limit: int
     tokens: int = 0
+    failures: int = 0
     evaluation: Mapping[str, float] | None = None
 
 
@@ -64,6 +68,8 @@ class Trained:
         evaluation: the last one's metrics by name.
         skipped_steps: steps without an update.
         replays: times a step ran out of memory and was computed again.
+        failures: steps in a row, up to the last one, that were not finite.
+        effort: what this rank computed.
     """
 
     step: int
@@ -76,6 +82,8 @@ class Trained:
     saved_at: int | None = None
     skipped_steps: int = 0
     replays: int = 0
+    failures: int = 0
+    effort: Effort = field(default_factory=Effort)
 
     def add(self, report: StepReport[PlannedBatch], seconds: float) -> None:
         """Count a step."""
@@ -86,6 +94,8 @@ class Trained:
         self.loss = report.loss
         self.skipped_steps += report.skipped is not None
         self.replays += report.replays
+        self.failures = self.failures + 1 if report.skipped == NOT_FINITE else 0
+        self.effort.add(report.batch.micro_batches)
 
 
 def train(run: Run) -> Trained:
@@ -95,30 +105,29 @@ def train(run: Run) -> Trained:
         TrainError: a signal asked to stop (`Preempted`), or too many steps in a row were not
             finite (`NonFiniteError`); the state is saved.
     """
-    progress = Trained(step=run.feed.cursor.step, total_tokens=run.tokens)
+    progress = Trained(step=run.feed.cursor.step, total_tokens=run.tokens, failures=run.failures)
     _catch_up(run, progress)
-    failures = 0
     while progress.step < run.kit.total_steps:
         started = time.perf_counter()
         run.kit.world.note("data", step=progress.step + 1)
         batch = run.feed.next()
         run.feed.prefetch()
         report = train_step(run.kit, batch)
+        run.kit.world.note("report")
         seconds = time.perf_counter() - started
         progress.add(report, seconds)
-        run.saves.poll()
         record = record_of(run.order, report, progress.total_tokens, seconds)
-        ids = batch.samples.ids
+        ids = batch.samples.ids.tolist()
         run.reporter.step(record, ids, skipped_ids=() if report.skipped is None else ids)
         _ease(run, report.batch)
-        failures = failures + 1 if report.skipped == NOT_FINITE else 0
-        end = _early_end(run, batch.step, failures)
+        end = _early_end(run, batch.step, progress.failures)
         if end is not None:
             _end(run, progress, end)
         if _due(batch.step, run.eval_every):
             _evaluate(run, progress)
         if _due(batch.step, run.checkpoint_every):
             _save(run, progress)
+            _stop_if_asked(run, progress)
     if progress.saved_at != progress.step:
         _save(run, progress, is_last=True)
     if progress.evaluated_at != progress.step:
@@ -136,6 +145,16 @@ def _ease(run: Run, batch: PlannedBatch) -> None:
         )
 
 
+def _stop_if_asked(run: Run, progress: Trained) -> None:
+    """Stop where a signal came while no step was taken. Collective.
+
+    Raises:
+        Preempted: one did.
+    """
+    if progress.step < run.kit.total_steps and run.must_stop():
+        _end(run, progress, _preempted(progress.step))
+
+
 def _catch_up(run: Run, progress: Trained) -> None:
     """Do what was due at the first step boundary and is not done.
 
@@ -146,8 +165,7 @@ def _catch_up(run: Run, progress: Trained) -> None:
         progress.evaluation, progress.evaluated_at = run.evaluation, progress.step
     if run.saves.newest is not None:
         progress.saved_at = progress.step
-    if run.must_stop():
-        _end(run, progress, _preempted(progress.step))
+    _stop_if_asked(run, progress)
     is_due = progress.step > 0 and _due(progress.step, run.eval_every)
     if is_due and progress.evaluated_at != progress.step < run.kit.total_steps:
         _evaluate(run, progress)
@@ -185,7 +203,7 @@ def _due(step: int, every: int | None) -> bool:
 
 
 def _save(run: Run, progress: Trained, *, is_last: bool = False) -> None:
-    run.saves.save(progress.total_tokens, is_last=is_last)
+    run.saves.save(progress.total_tokens, progress.failures, is_last=is_last)
     progress.saved_at = progress.step
 
 

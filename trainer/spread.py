@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, final
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Self, cast, final
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from trainer.config import RunConfig
 from trainer.errors import ConfigError
-from trainer.models.recompute import blocks_of
+from trainer.models.recompute import separable_blocks
 from trainer.objectives.base import ModelCall
-from trainer.parallel import Parallel, Replicated
+from trainer.parallel import Parallel, Replicated, num_buckets
 from trainer.parallel.ordered import Ordered
 from trainer.plan import traffic
 from trainer.plan.cut import Cut
 from trainer.plan.cuts import Fixed
 from trainer.plan.leaves import Leaves
+from trainer.plan.traffic import Network, Traffic, Work
+from trainer.report.figures import duration, size
 from trainer.sync import Deferred, Exact, Hierarchical, Immediate, SyncPolicy
 from trainer.tune.limit import memory_limit
 from trainer.world import World
@@ -24,7 +30,36 @@ from trainer.world import World
 if TYPE_CHECKING:
     from trainer.plan.traffic import Mode
 
-MEBI = 2**20
+Draw = Callable[[str], Tensor]
+"""Gives a parameter's first value by its name, whole."""
+
+POLICIES: Mapping[str, SyncPolicy] = {
+    "deferred": Deferred(),
+    "immediate": Immediate(),
+    "hierarchical": Hierarchical(),
+}
+
+IN_WORDS = {
+    "deferred": "one reduction a step",
+    "immediate": "a reduction in every micro-batch",
+    "hierarchical": "a reduction within each copy in every micro-batch, between copies once a step",
+}
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bulk:
+    """What sync policies move and hold, whatever they are.
+
+    Attributes:
+        model_bytes: of the parameters that are trained.
+        groups: parts of the model that are gathered and reduced each on its own.
+        limit_bytes: memory of one rank.
+    """
+
+    model_bytes: int
+    groups: int
+    limit_bytes: int
 
 
 @final
@@ -37,6 +72,10 @@ class Spread:
         replicas: copies of the model.
         sync: when gradients are reduced.
         is_ordered: sums do not depend on the order of micro-batches and ranks.
+        bulk: what its policies move and hold; None where there is no choice of them.
+        is_open: `sync=auto`: the table says which policy it is.
+        rows: of the table of policies.
+        network: between the ranks; None until it is measured.
         why: a line that says what `sync=auto` weighed; None where it was not asked.
     """
 
@@ -44,18 +83,55 @@ class Spread:
     replicas: int
     sync: SyncPolicy
     is_ordered: bool = False
+    bulk: Bulk | None = None
+    is_open: bool = False
+    rows: tuple[Traffic, ...] = ()
+    network: Network | None = None
     why: str | None = None
 
+    def weighed(self, world_size: int, work: Work, network: Network | None = None) -> Self:
+        """Work the table of policies out, and under `sync=auto` take its best row.
+
+        Args:
+            world_size: ranks.
+            work: what a rank computes in a step.
+            network: between the ranks, the same numbers on every rank.
+        """
+        if self.bulk is None:
+            return self
+        rows = traffic.table(
+            cast("Mode", self.mode),
+            model_bytes=self.bulk.model_bytes,
+            shard=world_size // self.replicas,
+            replicas=self.replicas,
+            limit_bytes=self.bulk.limit_bytes,
+            work=replace(work, groups=self.bulk.groups),
+            network=network,
+        )
+        found = replace(self, rows=rows, network=network)
+        if not self.is_open:
+            return found
+        best = traffic.cheapest(rows, work)
+        return replace(found, sync=POLICIES[best.policy], why=_why(best, rows))
+
     def lay_out(
-        self, module: nn.Module, call: ModelCall, world: World, most_micro_batches: int
+        self,
+        module: nn.Module,
+        call: ModelCall,
+        world: World,
+        most_micro_batches: int,
+        draw: Draw | None = None,
     ) -> Parallel:
         """Lay a model out over the ranks; its parameters may be replaced.
 
         Args:
-            module: whole, with the same weights on every rank.
+            module: the same on every rank; whole, or to be sharded with its parameters on the
+                meta device.
             call: runs it.
             world: all ranks.
             most_micro_batches: of a step, over all ranks.
+            draw: gives a weight by its name, whole, where parameters are on the meta device; None
+                leaves them to be loaded.
         """
         parameters = [p for p in module.parameters() if p.requires_grad]
         if self.is_ordered:
@@ -64,7 +140,37 @@ class Spread:
             return Replicated(module, call, parameters, world)
         from trainer.parallel.sharded import Sharded  # noqa: PLC0415 - half a second
 
-        return Sharded(module, call, blocks_of(module), world, replicas=self.replicas)
+        blocks = separable_blocks(module)
+        return Sharded(module, call, blocks, world, replicas=self.replicas, draw=draw)
+
+
+@contextmanager
+def imagined(
+    found: Spread, size: int, call_of: Callable[[nn.Module], ModelCall]
+) -> Iterator[Callable[[nn.Module], Parallel]]:
+    """Lend a way to lay models out in shards over ranks that are not there.
+
+    Args:
+        found: how the run is spread.
+        size: ranks to imagine.
+        call_of: binds a call to a model.
+
+    Yields:
+        Lays a model out in place, as the first of the ranks.
+    """
+    from trainer.parallel.imagined import imagined_mesh  # noqa: PLC0415 - half a second
+    from trainer.parallel.sharded import Sharded  # noqa: PLC0415 - likewise
+
+    world = World(size=size, local_size=size)
+    with imagined_mesh(size, found.replicas) as mesh:
+        yield lambda model: Sharded(
+            model,
+            call_of(model),
+            separable_blocks(model),
+            world,
+            replicas=found.replicas,
+            mesh=mesh,
+        )
 
 
 def spread(config: RunConfig, world: World, module: nn.Module, policy: SyncPolicy) -> Spread:
@@ -92,10 +198,30 @@ def spread(config: RunConfig, world: World, module: nn.Module, policy: SyncPolic
         return Spread(mode=mode, replicas=1, sync=Deferred() if known else policy)
     if isinstance(policy, Hierarchical) and mode != "hsdp":
         raise ConfigError(f"sync=hierarchical: {mode} has one level; use parallel=hsdp")
-    if config.sync.name != "auto":
-        return Spread(mode=mode, replicas=replicas, sync=policy)
-    chosen, why = _weighed(config, world, module, mode, replicas)
-    return Spread(mode=mode, replicas=replicas, sync=chosen, why=why)
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    bulk = Bulk(
+        model_bytes=sum(p.nbytes for p in parameters),
+        groups=_groups(module, mode),
+        limit_bytes=world.on_main(lambda: _limit_bytes(config, world)),
+    )
+    is_open = config.sync.name == "auto"
+    found = Spread(mode=mode, replicas=replicas, sync=policy, bulk=bulk, is_open=is_open)
+    return found.weighed(world.size, Work(micro_batches=1))
+
+
+def planned_device(config: RunConfig, world: World) -> torch.device:
+    """Tell where the plan is to run: `train plan` may ask for a GPU that is not here."""
+    typed = config.device != "auto"
+    return torch.device(config.device) if typed and config.command == "plan" else world.device
+
+
+def is_sharded(config: RunConfig, world: World) -> bool:
+    """Whether no rank holds the model whole: it is laid out, or planned, in shards.
+
+    `train verify` computes in one process what the ranks would, and needs all of the model there.
+    """
+    sharded = parallel_mode(config, world) in {"fsdp", "hsdp"}
+    return sharded and config.command in {"train", "plan"}
 
 
 def parallel_mode(config: RunConfig, world: World) -> str:
@@ -152,29 +278,45 @@ def _replicas(config: RunConfig, world: World, mode: str) -> int:
     return copies
 
 
-def _weighed(
-    config: RunConfig, world: World, module: nn.Module, mode: Mode | str, replicas: int
-) -> tuple[SyncPolicy, str]:
-    """Choose by the table of traffic and memory; the same on every rank."""
-    model_bytes = sum(p.nbytes for p in module.parameters() if p.requires_grad)
-    limit = world.on_main(lambda: memory_limit(world.device, local_ranks=world.local_size).bytes)
-    rows = traffic.table(
-        mode,  # type: ignore[arg-type] # none is one rank
-        model_bytes=model_bytes,
-        num_micro_batches=int(config.accum.params.get("steps") or 8),
-        shard=world.size // replicas,
-        replicas=replicas,
-        limit_bytes=limit,
-    )
-    best = traffic.cheapest(rows)
-    listed = "; ".join(
-        f"{row.policy} sends {(row.within + row.across) / MEBI:,.1f} MiB, holds "
-        f"{row.held / MEBI:,.1f} MiB{'' if row.fits else ', which does not fit'}"
-        for row in rows
-    )
-    chosen: dict[str, SyncPolicy] = {
-        "deferred": Deferred(),
-        "immediate": Immediate(),
-        "hierarchical": Hierarchical(),
-    }
-    return chosen[best.policy], f"sync=auto takes {best.policy}: {listed} (8 micro-batches)"
+def _limit_bytes(config: RunConfig, world: World) -> int:
+    """Find the memory of one rank; that of a machine which is not here is what was typed.
+
+    A run weighs what was typed as its plan does, but cannot have more than there is.
+    """
+    device, asked = planned_device(config, world), config.accum.params.get("memory")
+    typed = None if asked is None else memory_limit(device, asked=asked).bytes
+    if device.type != world.device.type:
+        return sys.maxsize if typed is None else typed
+    if typed is not None and config.command == "plan":
+        return typed
+    there = memory_limit(device, local_ranks=world.local_size).bytes
+    return there if typed is None else min(typed, there)
+
+
+def _groups(module: nn.Module, mode: str) -> int:
+    """Count the collectives that move all parameters or gradients once."""
+    if mode != "ddp":
+        return len(separable_blocks(module)) + 1
+    return num_buckets([p for p in module.parameters() if p.requires_grad])
+
+
+def _why(best: Traffic, rows: Sequence[Traffic]) -> str:
+    """Say in one line which policy `sync=auto` takes, and what speaks for it."""
+    others = [row for row in rows if row is not best]
+    said = [f"sync=auto takes {best.policy}: {IN_WORDS[best.policy]}, {_costs(best)}"]
+    said += [f"{row.policy} would be {_costs(row)}" for row in others if row.fits]
+    said += [
+        f"{row.policy} would hold {size(row.held)}, for which the memory is too short"
+        for row in others
+        if not row.fits
+    ]
+    return "; ".join(said)
+
+
+def _costs(row: Traffic) -> str:
+    """Say what a policy sends, and how long that takes."""
+    sent = f"{size(row.sent)} sent per step"
+    if row.seconds is None or row.exposed is None:
+        return sent
+    hidden = "" if row.exposed == row.seconds else f", {duration(row.exposed)} of it not hidden"
+    return f"{sent} in about {duration(row.seconds)}{hidden}"

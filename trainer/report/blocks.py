@@ -6,8 +6,9 @@ colour and in a file.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import groupby
+from pathlib import Path
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -16,6 +17,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from trainer.report.breakdown import Breakdown
 from trainer.report.figures import (
     clock,
     duration,
@@ -45,7 +47,7 @@ def start_block(start: StartSummary) -> RenderableType:
     plan = start.plan
     rows: list[Row] = [
         ("batch", batch_equation(plan)),
-        ("cap", _cap(plan)),
+        *_cap(plan),
         ("loss", _normalizer(plan)),
         ("model", _model(plan)),
         ("data", _data(plan)),
@@ -75,8 +77,9 @@ def plan_block(plan: PlanSummary) -> RenderableType:
         *_memory_parts(plan),
         ("time", _time(plan)),
         ("padding", _padding(plan)),
-        ("cap", _cap(plan)),
-        ("sync", f"{plan.sync}, parallel {plan.parallel}"),
+        ("epoch", _epoch_means(plan)),
+        *_cap(plan),
+        ("sync", plan.sync_why or f"{plan.sync}, parallel {plan.parallel}"),
         ("compute", _compute(plan, None)),
     ]
     tables: list[RenderableType] = []
@@ -91,21 +94,27 @@ def plan_block(plan: PlanSummary) -> RenderableType:
 
 def verify_block(report: VerifyReport) -> RenderableType:
     """Lay out whether the planned step is the whole-batch step, and what breaks it."""
-    verdict = Text("exact", "bold green") if report.exact else Text("not exact", "bold red")
+    verdict = Text("not exact: this plan computes another step than the whole batch", "bold red")
+    if report.exact:
+        proven = "" if report.dtype == "float64" else f", as far as {report.dtype} tells"
+        verdict = Text(f"exact: the planned step is the whole-batch step{proven}", "bold green")
     compared = plural(report.num_parameters, "parameter tensor") if report.num_parameters else None
     step = plural(report.micro_batches, "micro-batch") if report.micro_batches else "planned step"
     if report.global_batch:
-        step += f" of {plural(report.global_batch, 'sample')}"
+        step += f" ({plural(report.global_batch, 'sample')})"
+    largest = f"{report.max_relative_error:.2e}, the largest of any parameter, relative"
+    largest += "" if report.limit is None else f"; up to {report.limit:.0e} is rounding"
     rows: list[Row] = [
         ("verdict", verdict),
-        ("error", f"{report.max_relative_error:.2e}, the largest of any parameter, relative"),
-        ("compared", f"gradient of {step} with: {report.reference}"),
+        ("error", largest),
+        ("compared", f"the gradient of {step} against: {report.reference}"),
         ("over", compared),
         ("dtype", report.dtype),
+        *(("note", note) for note in report.notes),
     ]
     blocks: list[RenderableType] = [_title("verify"), _grid(rows)]
     if report.culprits:
-        culprits = _table("module", "why its result depends on the cut")
+        culprits = _table("culprit", "why the step depends on the cut, and what to change")
         for name, reason in report.culprits:
             culprits.add_row(Text(name, "bold red"), reason)
         blocks += [_heading("culprits"), _indented(culprits)]
@@ -123,6 +132,9 @@ def end_block(end: RunSummary) -> RenderableType:
     blocks: list[RenderableType] = [_title("done" if is_done else "stopped"), _grid(_outcome(end))]
     if end.eval_loss is not None:
         blocks += [_heading("held-out loss, nats"), _indented(_losses(end, end.eval_loss))]
+    if end.time is not None:
+        blocks += [_heading("where the time of a step went"), _time_split(end.time)]
+        blocks += [_indented(Text.assemble(("-> ", "bold yellow"), line)) for line in end.advice]
     if end.sample:
         shown = printable(end.sample[:SAMPLE_CHARACTERS])
         blocks += [_heading("a generated sample"), _indented(Text(shown, "green"))]
@@ -131,22 +143,25 @@ def end_block(end: RunSummary) -> RenderableType:
 
 def batch_equation(plan: PlanSummary) -> str:
     """Write the global batch as what it is cut into: `512 samples = 1 rank x 11 micro-batches`."""
-    ranks, slots = plan.world_size, plan.accum_steps
+    ranks = plural(plan.world_size, "rank")
     held = sum(shape.num_samples for shape in plan.shapes)
     is_short = plan.unit == "samples" and 0 < held < plan.global_batch
     left = f"{number(held if is_short else plan.global_batch)} {plan.unit}"
     left += f" (all there are; batch.global={plan.global_batch})" if is_short else ""
-    if ranks * slots == plan.micro_batches:
-        right = f"{plural(ranks, 'rank')} x {plural(slots, 'micro-batch')}"
+    of_ranks = Counter(shape.rank for shape in plan.shapes).values()
+    if plan.world_size * plan.accum_steps == plan.micro_batches:
+        right = f"{ranks} x {plural(plan.accum_steps, 'micro-batch')}"
+    elif len(of_ranks) == plan.world_size:
+        right = f"{ranks} x {_span(of_ranks)} micro-batches"
     else:
-        right = f"{plural(plan.micro_batches, 'micro-batch')} over {plural(ranks, 'rank')}"
-        right += f", at most {slots} each"
+        right = f"{plural(plan.micro_batches, 'micro-batch')} over {ranks}"
+        right += f", at most {plan.accum_steps} each"
     counts = {shape.num_samples for shape in plan.shapes}
     is_even = len(counts) == 1 and plan.unit == "samples"
     if is_even and sum(shape.num_samples for shape in plan.shapes) == plan.global_batch:
         right += f" x {plural(counts.pop(), 'sample')}"
     elif counts:
-        right += f" of {_span(counts)} samples"
+        right += f" of {_span(counts)} {'sample' if counts == {1} else 'samples'}"
     at_least = " or just above" if plan.unit == "tokens" else ""
     return f"{left}{at_least} = {right}"
 
@@ -210,9 +225,10 @@ def _model(plan: PlanSummary) -> str | None:
 
 
 def _data(plan: PlanSummary) -> str | None:
+    cut = f" ({short(plan.num_cut_tokens)} more are cut off)" if plan.num_cut_tokens else ""
     counts = _joined(
         plural(plan.num_samples, "sample") if plan.num_samples is not None else None,
-        f"{short(plan.num_tokens)} tokens" if plan.num_tokens is not None else None,
+        f"{short(plan.num_tokens)} tokens{cut}" if plan.num_tokens is not None else None,
         f"{number(plan.num_held_out)} held out" if plan.num_held_out is not None else None,
     )
     return ": ".join(part for part in (plan.data, counts) if part) or None
@@ -225,9 +241,10 @@ def _memory(plan: PlanSummary) -> str | None:
     if peak is None:
         predicted = f"limit {size(limit)}, need not predicted"
     elif limit is None:
-        predicted = f"{size(peak)} predicted, limit unknown"
+        predicted = f"{size(peak)} of tensors predicted, limit unknown"
     else:
-        predicted = f"{size(peak)} predicted of {size(limit)} ({percent(peak / limit)})"
+        share = percent(peak / limit) if limit else "more"
+        predicted = f"{size(peak)} of tensors predicted, {share} of {size(limit)}"
     return _joined(f"{predicted} per rank" if plan.world_size > 1 else predicted, plan.memory_note)
 
 
@@ -244,12 +261,18 @@ def _steps(plan: PlanSummary) -> str:
 
 
 def _tail(plan: PlanSummary) -> str:
+    if plan.unit == "tokens":
+        end = "left out of it" if plan.tail == "drop" else "a step with a normaliser of its own"
+        return f"{plan.tail}: the last samples of an epoch, where they are too few, are {end}"
     if not plan.tail_size:
         return f"{plan.tail}: every epoch ends with a whole global batch"
     left = plural(plan.tail_size, "sample")
+    verb = "is" if plan.tail_size == 1 else "are"
     if plan.tail == "drop":
-        return f"drop: the last {left} of an epoch are left out of it"
-    return f"keep: the last {left} of an epoch are a step with a normaliser of its own"
+        return f"drop: the last {left} of an epoch {verb} left out of it"
+    if plan.steps_per_epoch == 1:
+        return "keep: the whole epoch is one step"
+    return f"keep: the last {left} of an epoch {verb} a step with a normaliser of its own"
 
 
 def _learning_rate(plan: PlanSummary) -> str | None:
@@ -274,38 +297,54 @@ def _time(plan: PlanSummary) -> str | None:
 
 
 def _padding(plan: PlanSummary) -> str:
-    means = [
-        f"{name.replace('_', ' ')} {percent(mean) if name == 'padding' else number(round(mean, 1))}"
-        for name, mean in plan.epoch_means.items()
-    ]
-    whole = f"; means over an epoch: {', '.join(means)}" if means else ""
-    return f"{percent(plan.padding)} of the computed positions in step 1{whole}"
+    return f"{percent(plan.padding)} of the computed positions in step 1"
 
 
-def _cap(plan: PlanSummary) -> str | None:
+def _epoch_means(plan: PlanSummary) -> str | None:
+    """Write what varies from step to step, as the mean over those that were sampled."""
+    means, steps = plan.epoch_means, plan.epoch_means.get("steps", 1)
+    if steps == 1:
+        return None
+    return _joined(
+        f"mean of {number(steps)} steps: {number(round(means['tokens']))} tokens",
+        plural(round(means["micro_batches"], 1), "micro-batch"),
+        f"{percent(means['padding'])} padding",
+    )
+
+
+def _cap(plan: PlanSummary) -> list[Row]:
     cap = f"{number(plan.max_tokens)} padded tokens per micro-batch" if plan.max_tokens else None
-    return ": ".join(part for part in (cap, plan.cap_source) if part) or None
+    if cap is None:
+        return [("cap", plan.cap_source)]
+    return [("cap", cap), ("", plan.cap_source and Text(plan.cap_source, "dim"))]
 
 
 def _compute(plan: PlanSummary, threads: int | None) -> str | None:
-    return _joined(plan.device, plural(threads, "thread") if threads else None, plan.precision)
+    workers = f"{plural(plan.num_workers, 'loading process')}{' each' * (plan.world_size > 1)}"
+    return _joined(
+        plan.device,
+        plural(threads, "thread") if threads else None,
+        plan.precision,
+        workers if plan.num_workers else None,
+    )
 
 
 def _cadences(plan: PlanSummary) -> RenderableType:
     rows: list[Row] = []
     for name, every in plan.cadences.items():
-        if every is None:
-            rows.append((name, "never"))
+        if every is None or every > plan.steps:
+            rows.append((name, "once, at the end"))
             continue
-        batch = f"every {number(every * plan.global_batch)} {plan.unit}"
+        batch = f"{number(every * plan.global_batch)} {plan.unit}"
         times = plural(plan.steps // every, "time")
-        rows.append((name, f"every {plural(every, 'step')} = {batch}, {times}"))
+        steps = "step" if every == 1 else plural(every, "step")
+        rows.append((name, f"every {steps} = {batch}, {times}"))
     return _grid(rows)
 
 
 def _shapes(plan: PlanSummary) -> RenderableType:
-    """List the shapes in the order they run; neighbours that are alike share a row."""
-    groups = [(shape, len(list(alike))) for shape, alike in groupby(plan.shapes)]
+    """List the shapes, the first to run first; those that are alike share a row."""
+    groups = [*Counter(plan.shapes).items()]
     table = _table(">rank", ">count", ">samples", ">length", ">positions")
     for shape, count in groups[:MAX_SHAPE_ROWS]:
         figures = (shape.rank, count, shape.num_samples, shape.length, shape.positions)
@@ -332,6 +371,16 @@ def _candidates(candidates: Sequence[Candidate]) -> RenderableType:
     return _indented(table)
 
 
+def _time_split(time: Breakdown) -> RenderableType:
+    """Set every part of the mean step beside its share; a part that took nothing is left out."""
+    rows: list[Row] = [
+        (name, f"{percent(time.share(seconds)):>6}  {duration(seconds)}")
+        for name, seconds in time.parts.items()
+        if seconds > 0
+    ]
+    return _grid(rows)
+
+
 def _losses(end: RunSummary, held_out: float) -> Table:
     """Set the held-out loss beside each baseline, with the difference."""
     table = Table.grid(padding=(0, 3, 0, 0))
@@ -356,7 +405,7 @@ def _outcome(end: RunSummary) -> list[Row]:
     return [
         ("completed", done) if end.state == "completed" else ("stopped", saved),
         ("speed", f"{number(round(speed))} tokens/s" if speed else None),
-        ("memory", f"{size(peak)} at its peak" if peak else None),
+        ("memory", f"{size(peak)} at the peak of {end.peak_of}" if peak else None),
         ("skipped", f"{plural(skipped, 'step')} without an update" if skipped else None),
         ("replayed", f"{plural(replays, 'time')}, for want of memory" if replays else None),
         ("held out", _joined(*others)),
@@ -370,12 +419,14 @@ def further(end: RunSummary) -> list[str]:
     commands.append(f"train resume={folder} steps={2 * end.steps}")
     if end.state != "completed":
         commands[-1:] = [f"train resume={folder}"]
-    return ["  " + " ".join([command, *trusting(end.packages)]) for command in commands]
+    again = trusting(end.packages, end.config_dir)
+    return ["  " + " ".join([command, *again]) for command in commands]
 
 
-def trusting(packages: Sequence[str]) -> list[str]:
-    """Give what has to be typed for classes of one's own that a run folder names."""
-    return [f"'trust=[{','.join(packages)}]'"] if packages else []
+def trusting(packages: Sequence[str], config_dir: str | None = None) -> list[str]:
+    """Give what has to be typed for classes and options of one's own that a run folder names."""
+    flag = [] if config_dir is None else [f"--config-dir={shown_path(Path(config_dir))}"]
+    return [*flag, *([f"'trust=[{','.join(packages)}]'"] if packages else [])]
 
 
 def step_of(step: int, steps: int) -> str:

@@ -6,6 +6,7 @@ current step stand in two live lines at the bottom; elsewhere each due step is a
 
 from __future__ import annotations
 
+import os
 import time
 from io import TextIOWrapper
 from pathlib import Path
@@ -20,6 +21,7 @@ from rich.text import Text
 from trainer.report.blocks import step_line, step_of
 from trainer.report.figures import clock, loss, percent, rate, short
 from trainer.report.journal import Entry
+from trainer.schema.secrets import without_secrets
 
 LOG_FILE = "train.log"
 LOG_WIDTH = 100
@@ -54,13 +56,15 @@ class Screen:
         _print(self._log, block)
 
     def line(self, text: str | Text, style: str = "") -> None:
-        """Print one line, never wrapped by us."""
-        content = Text(text, style) if isinstance(text, str) else text
-        _print(self._console, content, soft_wrap=True)
-        _print(self._log, content, soft_wrap=True)
+        """Print one line, never wrapped by us, without the secrets that a reason may quote."""
+        if isinstance(text, str):
+            text = Text(without_secrets(text, os.environ), style)
+        _print(self._console, text, soft_wrap=True)
+        _print(self._log, text, soft_wrap=True)
 
     def warn(self, text: str) -> None:
         """Print a warning."""
+        text = without_secrets(text, os.environ)
         self.line(Text.assemble(("warning: ", "bold yellow"), text))
 
     def begin(self, step: int, steps: int) -> None:
@@ -93,9 +97,9 @@ class Screen:
             return
         self._progress.advance(entry)
         if is_due:
-            line = Text(step_line(entry, self._progress.steps, self._progress.left_s()))
-            _print(None if self._live else self._console, line, soft_wrap=True)
-            _print(self._log, line, soft_wrap=True)
+            line = f"{step_line(entry, self._progress.steps, self._progress.left_s())}\n"
+            _write(None if self._live else self._console, line)
+            _write(self._log, line)
 
     def end_progress(self) -> None:
         """Take the bar away."""
@@ -135,24 +139,25 @@ def _print(console: Console | None, block: RenderableType, *, soft_wrap: bool = 
     try:
         if console.is_terminal:
             console.print(block, soft_wrap=soft_wrap)
+            console.file.flush()
         else:
-            lines = _plain(console, block, soft_wrap=soft_wrap).splitlines()
-            console.file.write("".join(f"{line.rstrip()}\n" for line in lines))
-        console.file.flush()
+            with console.capture() as captured:
+                console.print(block, soft_wrap=soft_wrap)
+            lines = captured.get().splitlines()
+            _write(console, "".join(f"{line.rstrip()}\n" for line in lines))
     except (OSError, SystemExit):
         console.quiet = True
 
 
-def _plain(console: Console, block: RenderableType, *, soft_wrap: bool) -> str:
-    """Lay a block out without colour; a line that is not wrapped stays as it is.
-
-    rich would take ten times as long for such a line, and there is one every step.
-    """
-    if soft_wrap and isinstance(block, Text):
-        return f"{block.plain}\n"
-    with console.capture() as captured:
-        console.print(block, soft_wrap=soft_wrap)
-    return captured.get()
+def _write(console: Console | None, lines: str) -> None:
+    """Print whole lines without style, past rich, which would take ten times as long."""
+    if console is None:
+        return
+    try:
+        console.file.write(lines)
+        console.file.flush()
+    except OSError:
+        console.quiet = True
 
 
 @final

@@ -20,7 +20,7 @@ def number(value: float) -> str:
 
 def plural(count: float, noun: str) -> str:
     """Write a count with its noun: `1 rank`, `11 micro-batches`."""
-    ending = "es" if noun.endswith("batch") else "s"
+    ending = "es" if noun.endswith(("batch", "process")) else "s"
     return f"{number(count)} {noun}{'' if count == 1 else ending}"
 
 

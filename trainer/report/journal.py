@@ -14,6 +14,8 @@ from trainer.errors import SaveError
 
 Entry = dict[str, Any]
 
+_as_json = json.JSONEncoder(allow_nan=False, default=methodcaller("item")).encode
+
 
 def strict(value: Any) -> Any:  # noqa: ANN401 - any JSON value
     """Replace every number that JSON does not know (NaN, infinities) by null."""
@@ -26,11 +28,10 @@ def strict(value: Any) -> Any:  # noqa: ANN401 - any JSON value
 
 def to_line(entry: Mapping[str, Any]) -> bytes:
     """Write one strict JSON object and a newline; numpy's numbers count as numbers."""
-    as_number = methodcaller("item")
     try:
-        text = json.dumps(entry, allow_nan=False, default=as_number)
+        text = _as_json(entry)
     except ValueError:
-        text = json.dumps(strict(entry), allow_nan=False, default=as_number)
+        text = _as_json(strict(entry))
     return text.encode() + b"\n"
 
 

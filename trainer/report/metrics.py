@@ -92,9 +92,10 @@ class MetricsLog:
     def consumed(self, step: int, ids: Iterable[int], skipped: Iterable[int] = ()) -> None:
         """Enter the sample ids behind a step into the ledger, if one is kept."""
         if self._samples is not None:
-            entry: Entry = {"step": step, "ids": [int(sample) for sample in ids]}
-            bad = [int(sample) for sample in skipped]
-            self._samples.write(entry | ({"skipped": bad} if bad else {}))
+            entry: Entry = {"step": step, "ids": list(ids)}
+            if bad := list(skipped):
+                entry["skipped"] = bad
+            self._samples.write(entry)
 
     def passed_over(self, count: int, records: Iterable[str]) -> None:
         """Enter records that are no samples into the ledger, if one is kept, at step 0."""

@@ -9,6 +9,9 @@ from typing import Any, Literal, final
 
 from torch import Tensor
 
+from trainer.plan.traffic import Network, Traffic
+from trainer.report.breakdown import Breakdown
+
 Value = Tensor | float
 
 EVAL_SECONDS = "eval_seconds"
@@ -35,7 +38,7 @@ class StepRecord:
         step_tokens: tokens of this step alone; the rate is theirs.
         memory_bytes: peak so far; None where it is not counted.
         skipped: why nothing was updated, or None.
-        replays: how often memory ran out and the step was computed again in smaller pieces.
+        replays: how often memory ran out and the step was computed again.
         metrics: more numbers of the step by name, such as `noise_scale`.
     """
 
@@ -160,12 +163,14 @@ class PlanSummary:
         num_samples: to train on.
         num_held_out: to evaluate on.
         num_tokens: of the training samples, once each; None when not known.
+        num_cut_tokens: that were cut off samples that are too long; not among `num_tokens`.
         optimizer: its name.
         lr: peak learning rate.
         scheduler: its name.
         warmup_steps: of the learning rate.
         device: e.g. `cpu` or `8 x NVIDIA H200`.
         precision: e.g. `fp32`.
+        num_workers: loading processes per rank.
         shapes: micro-batches of step 1 in the order they run.
         epoch_means: of a sampled epoch, where cuts vary: `micro_batches`, `padding`, ...
         memory_parts: predicted bytes by part (`parameters`, `gradients`, ...).
@@ -176,6 +181,9 @@ class PlanSummary:
         time_note: how it was predicted, or why it is not known.
         cadences: every how many optimizer steps something happens, by name; None is never.
         warnings: what the user should know, one line each.
+        sync_why: what `sync=auto` weighed, in a line; None where it was not asked.
+        sync_table: what every sync policy would cost; empty on one rank.
+        network: between the ranks; None where it was not measured.
     """
 
     global_batch: int
@@ -201,12 +209,14 @@ class PlanSummary:
     num_samples: int | None = None
     num_held_out: int | None = None
     num_tokens: int | None = None
+    num_cut_tokens: int = 0
     optimizer: str | None = None
     lr: float | None = None
     scheduler: str | None = None
     warmup_steps: int = 0
     device: str | None = None
     precision: str | None = None
+    num_workers: int = 0
     shapes: tuple[MicroBatchShape, ...] = ()
     epoch_means: Mapping[str, float] = field(default_factory=dict)
     memory_parts: Mapping[str, int] = field(default_factory=dict)
@@ -217,6 +227,9 @@ class PlanSummary:
     time_note: str | None = None
     cadences: Mapping[str, int | None] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    sync_why: str | None = None
+    sync_table: tuple[Traffic, ...] = ()
+    network: Network | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Give plan.json: the agreed keys first, then everything else that is known."""
@@ -260,9 +273,13 @@ class RunSummary:
         baselines: held-out losses of simple models by name, in nats (`byte unigram`, ...).
         sample: text the model generated; any characters.
         peak_bytes: measured peak of memory on rank 0.
+        peak_of: what was measured: `tensors`, or `the whole process`.
         skipped_steps: steps without an update.
-        replays: times a step ran out of memory and was computed again in smaller pieces.
+        replays: times a step ran out of memory and was computed again.
         packages: that classes of the user's own come from; looking further needs consent to them.
+        config_dir: folder of options of the user's own; looking further needs them.
+        time: where it went; None where no step was taken.
+        advice: what cost more than it should have, one line each.
     """
 
     step: int
@@ -276,9 +293,13 @@ class RunSummary:
     baselines: Mapping[str, float] = field(default_factory=dict)
     sample: str | None = None
     peak_bytes: int | None = None
+    peak_of: str = "tensors"
     skipped_steps: int = 0
     replays: int = 0
     packages: tuple[str, ...] = ()
+    config_dir: str | None = None
+    time: Breakdown | None = None
+    advice: tuple[str, ...] = ()
 
     @property
     def eval_loss(self) -> float | None:
@@ -298,6 +319,8 @@ class RunSummary:
             "peak_bytes": self.peak_bytes,
             "skipped_steps": self.skipped_steps,
             "replays": self.replays,
+            "time": None if self.time is None else self.time.to_json(),
+            "advice": list(self.advice),
         }
 
 
@@ -307,7 +330,9 @@ class VerifyReport:
     """What `train verify` found: the planned step's gradient against a reference.
 
     Attributes:
-        exact: whether the error is at most 1e-10, in float64.
+        exact: whether the error is at most 1e-10, in float64; where the model runs in float32 only,
+            whether it is within the rounding of float32. Not so where a loss is no sum over
+            samples, though the error is rounding for this batch and cut.
         max_relative_error: over parameters, of max absolute difference / max absolute reference.
         reference: `whole batch`, or `sample by sample, summed` where the whole does not fit.
         dtype: both were computed in, e.g. `float64`.
@@ -316,6 +341,9 @@ class VerifyReport:
         num_parameters: tensors compared.
         micro_batches: of the planned step.
         global_batch: samples of the step.
+        limit: largest error that is rounding: 1e-10 in float64; in float32 as measured, for the
+            worst parameter.
+        notes: what a reader of the verdict must know, one line each.
     """
 
     exact: bool
@@ -327,6 +355,8 @@ class VerifyReport:
     num_parameters: int | None = None
     micro_batches: int | None = None
     global_batch: int | None = None
+    limit: float | None = None
+    notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Give verify.json."""
@@ -337,4 +367,6 @@ class VerifyReport:
             "dtype": self.dtype,
             "culprits": [{"module": name, "reason": reason} for name, reason in self.culprits],
             "worst": [{"parameter": name, "error": error} for name, error in self.worst],
+            "limit": self.limit,
+            "notes": list(self.notes),
         }

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, final
 
+from trainer.checkpoint.status import Status, write_status
+from trainer.errors import SaveError
 from trainer.report.blocks import end_block, further, start_block, step_of
 from trainer.report.console import Screen
 from trainer.report.figures import duration
@@ -14,8 +18,22 @@ from trainer.report.journal import Entry
 from trainer.report.metrics import MetricsLog
 from trainer.report.records import EvalRecord, RunSummary, StartSummary, StepRecord
 from trainer.report.wandb import WandbMirror, WandbSettings
+from trainer.schema.secrets import without_secrets
 
 Ids = Iterable[int]
+
+
+WATCHED = ("on_step", "on_eval", "on_checkpoint")
+"""What a hook may be told of."""
+
+
+class Hook(ABC):  # noqa: B024 - told by its methods
+    """Whatever has a method of `WATCHED`; it is told what happened, and cannot change it."""
+
+    @classmethod
+    def __subclasshook__(cls, kind: type) -> bool:
+        """Take a class for a hook by its methods, without inheritance."""
+        return any(callable(getattr(kind, event, None)) for event in WATCHED)
 
 
 class Reporter(ABC):
@@ -153,6 +171,7 @@ class RunReporter(Reporter):
         self._hooks = dict(hooks or {})
         self._failed_hooks: set[str] = set()
         self._steps = 0
+        self._noted_step = resumed_step or 0
         self._summary: dict[str, Any] | None = None
         self._metrics = MetricsLog(
             folder, screen.warn, resumed_step=resumed_step, keep_samples=keep_samples
@@ -168,6 +187,7 @@ class RunReporter(Reporter):
 
     def passed_over(self, count: int, records: Sequence[str]) -> None:
         """Take note of records that are no samples."""
+        records = [without_secrets(record, os.environ) for record in records]
         noun = "record is" if count == 1 else "records are"
         first = "" if not records else f"; the first: {records[0]}"
         self._screen.warn(f"{count:,} bad {noun} passed over (data.on_bad=skip){first}")
@@ -191,6 +211,7 @@ class RunReporter(Reporter):
         figures = "  ".join(f"{name} {value:.4f}" for name, value in record.metrics.items())
         took = duration(record.seconds)
         self._screen.line(f"{self._at(record.step)}  held out: {figures}  ({took})", "bold")
+        self._note(record.step)
         self._call("on_eval", entry)
 
     def flush(self) -> None:
@@ -202,6 +223,7 @@ class RunReporter(Reporter):
         self._tell_steps(self._metrics.flush())
         shown = path.relative_to(self._folder) if path.is_relative_to(self._folder) else path
         self._screen.line(f"{self._at(step)}  saved {shown}", "dim")
+        self._note(step)
         self._call("on_checkpoint", {"step": step, "path": str(path)})
 
     def line(self, text: str) -> None:
@@ -229,6 +251,13 @@ class RunReporter(Reporter):
         finally:
             self._wandb.close(self._summary)
             self._screen.close()
+
+    def _note(self, step: int) -> None:
+        """Let status.json say how far the run is, for who asks while it goes on or was killed."""
+        if step > self._noted_step:
+            self._noted_step = step
+            with suppress(SaveError):  # a full disk is the checkpoints' matter
+                write_status(self._folder, Status(state="running", step=step))
 
     def _at(self, step: int) -> str:
         return step_of(step, self._steps) if self._steps else f"step {step}"

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import secrets
 import signal
 import subprocess
@@ -24,6 +23,7 @@ from typing import Any, Literal, final
 from trainer.durable import make_folders, write_file_atomic
 from trainer.report.journal import strict
 from trainer.report.metrics import METRICS_FILE
+from trainer.schema.secrets import MASK, is_secret, without_secrets
 
 Mode = Literal["disabled", "offline", "online"]
 
@@ -37,7 +37,6 @@ ENVIRONMENT_MODES: Mapping[str, Mode] = {
     "run": "online",
     "shared": "online",
 }
-SECRET = re.compile(r"(?i)(api_?key|secret|passw|credential|(^|_)token$|authorization)")
 
 
 @final
@@ -72,16 +71,18 @@ def mode_of(configured: Mode, environ: Mapping[str, str], *, is_typed: bool) -> 
     return configured if is_typed or wanted is None else wanted
 
 
-def without_secrets(value: Any) -> Any:  # noqa: ANN401 - any config value
-    """Copy a config as plain JSON values, with every value whose key names a secret hidden."""
+def shown_config(value: Any) -> Any:  # noqa: ANN401 - any config value
+    """Copy a config as plain JSON values, with everything that looks like a secret hidden."""
     if isinstance(value, Mapping):
         return {
-            str(key): "***" if SECRET.search(str(key)) and item else without_secrets(item)
+            str(key): MASK if is_secret(str(key), item) else shown_config(item)
             for key, item in value.items()
         }
     if isinstance(value, list | tuple | set | frozenset):
-        return [without_secrets(item) for item in value]
-    return value if isinstance(value, str | int | float | None) else str(value)
+        return [shown_config(item) for item in value]
+    if isinstance(value, int | float | None):
+        return value
+    return without_secrets(str(value), os.environ)
 
 
 @final
@@ -150,7 +151,7 @@ class WandbMirror:
             "offset": metrics.stat().st_size if metrics.exists() else 0,
             "pid": os.getpid(),
             "init_timeout_s": INIT_TIMEOUT_S,
-            "config": without_secrets(config),
+            "config": shown_config(config),
             "labels": {
                 "project": settings.project,
                 "entity": settings.entity,
