@@ -3,12 +3,12 @@
     python benchmarks/loop.py [--rounds 60] [--steps 5] [--threads 2] [--json FILE]
 
 A guard against regressions: at 8 micro-batches of about 1 ms each, ours should stay within 1.05 of
-the hand loop. Ours is all a run does in a step: the feed, which plans and loads the next batch in
-a thread, the step, and a line each for metrics.jsonl, the ledger, the screen and train.log. The
-hand loop loads, computes the same token-weighted loss, clips and updates. One process; short blocks
-of steps in turn, so that a disturbance meets both alike. `ratio` is the median over pairs of
-blocks, `best` that of the fastest blocks; `cpu` compares the CPU time of the process, which counts
-our thread in full.
+the hand loop. Ours is all a run does in a step: the feed, which plans and loads the next batches
+in a thread, the step, and a line each for metrics.jsonl, the ledger, the screen and train.log. The
+hand loop loads the same rows, from memory and without a thread, computes the same token-weighted
+loss, clips, and updates with the same fused optimizer. One process; short blocks of steps in turn,
+so that a disturbance meets both alike. `ratio` is the median over pairs of blocks, `best` that of
+the fastest blocks; `cpu` compares the CPU time of the process, which counts our thread in full.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def our_loop(data: Rows, num_micro: int, folder: Path) -> Iterator[float]:
                 report = train_step(kit, batch)
                 tokens += batch.num_tokens
                 seconds = time.perf_counter() - started
-                reporter.step(record_of(order, report, tokens, seconds), batch.samples.ids)
+                reporter.step(record_of(order, report, tokens, seconds), batch.samples.ids.tolist())
                 yield float(report.loss)
         finally:
             feed.close()

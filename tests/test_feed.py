@@ -17,7 +17,7 @@ from torch import Tensor
 from tests.run_toys import Plain, Rows
 from trainer.data.loader import Loader, lengths_of
 from trainer.errors import DataError, DoesNotFitError
-from trainer.feed import PREFETCH_LIMIT_BYTES, Feed, PlannedBatch, Source
+from trainer.feed import BURST_STEPS, PREFETCH_LIMIT_BYTES, Feed, PlannedBatch, Source
 from trainer.objectives.next_token import NextToken
 from trainer.plan.cut import Cost, Cut, Layout
 from trainer.plan.cuts import Auto, Budget, Fixed
@@ -80,7 +80,7 @@ def test_looking_ahead_and_loading_processes_change_nothing(cut, data, workers):
 
 
 @given(start=st.integers(0, 30), cut=st.sampled_from(CUTS))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_a_feed_may_begin_anywhere(start, cut):
     order = Order(len(Rows()), 0, 8)
     (batch,) = walk(feed(cut, cursor=order.at(start)), 1)
@@ -226,6 +226,81 @@ def test_a_step_too_large_for_two_is_not_loaded_ahead(monkeypatch):
     source.prefetch()
     source.close()
     assert not any(name.startswith("feed") for name in data.threads)
+
+
+class Gated(Rows):
+    """Counts the samples that are read ahead, which are read only while the gate is open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read_ahead = 0
+        self.gate = threading.Event()
+
+    def __getitem__(self, index: int) -> Mapping[str, Tensor]:
+        if threading.current_thread() is not threading.main_thread():
+            assert self.gate.wait(60)
+            self.read_ahead += 1
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize(("limit", "steps"), [(10**6, BURST_STEPS), (1, 1)])
+def test_light_steps_are_prepared_in_bursts_of_bounded_size(limit, steps, monkeypatch):
+    monkeypatch.setattr("trainer.feed.BURST_BYTES", limit)
+    data = Gated()
+    data.gate.set()
+    source = feed(data=data, global_size=4)
+    source.next()
+    for _ in range(2):  # the second call adds nothing to a burst that is on its way
+        source.prefetch()
+    for _ in range(steps + 1):
+        source.next()
+    assert data.read_ahead == 4 * steps
+    source.close()
+
+
+def test_settling_stops_a_burst_between_two_steps_and_loses_none():
+    data = Gated()
+    source = feed(data=data)
+    source.next()
+    source.prefetch()
+    opening = threading.Timer(0.1, data.gate.set)
+    opening.start()
+    source.settle()
+    opening.join()
+    assert data.read_ahead <= 8
+    following = [source.next() for _ in range(3)]
+    assert [content(batch) for batch in following] == [
+        content(batch) for batch in walk(feed(), 4, ahead=False)[1:]
+    ]
+    source.close()
+
+
+def test_a_step_that_failed_ahead_of_time_is_tried_again_in_its_place():
+    order = Order(44, 0, 8)
+    failing = next(step for step in range(6) if 20 in order.next(order.at(step)).ids)
+    source = feed(data=Slow())
+    for _ in range(failing):
+        source.next()
+        source.prefetch()
+    for _ in range(2):
+        with pytest.raises(DataError, match="sample 20 of Slow"):
+            source.next()
+        assert source.cursor == order.at(failing)
+    source.close()
+
+
+def test_samples_of_one_size_are_planned_once_for_each_cut():
+    class Even(Rows):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lengths = np.full(len(self.lengths), 12)
+
+    source = feed(Fixed(micro=4), Even())
+    first, second = source.next(), source.next()
+    assert first.plan is second.plan
+    source.use(Fixed(micro=2))
+    assert source.next().plan.num_micro_batches == 4
+    source.close()
 
 
 def test_the_generators_of_training_are_left_alone_by_data_that_draw():

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import Dataset
 
 from trainer.data.loader import Loader, Request, lengths_of
-from trainer.data.split import fingerprint_of, has_split_argument, split_by_seed
+from trainer.data.split import fingerprint_of, split_by_seed
 from trainer.errors import ConfigError, DataError
 
 LENGTHS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
@@ -476,18 +476,6 @@ def test_splits_that_cannot_be_are_refused():
     assert len(split_by_seed(Plain(), "held_out", 0.0, 0)) == 0
 
 
-def test_only_data_sets_that_take_a_split_bring_their_own():
-    class WithSplit:
-        def __init__(self, path, split="train"): ...
-
-    class WithKeywords:
-        def __init__(self, **settings): ...
-
-    assert has_split_argument(WithSplit)
-    assert not has_split_argument(WithKeywords)
-    assert not has_split_argument(Plain)
-
-
 def test_a_fingerprint_is_the_data_set_s_own_or_follows_class_and_lengths():
     one, two = (Listed([{"input_ids": list(range(n))}] * 3) for n in (4, 5))
     assert fingerprint_of(one) == fingerprint_of(Listed(one.samples)) != fingerprint_of(two)
@@ -497,3 +485,34 @@ def test_a_fingerprint_is_the_data_set_s_own_or_follows_class_and_lengths():
     assert fingerprint_of(two) == "called"
     sides = [split_by_seed(one, side, 0.3, 0).fingerprint for side in ("train", "held_out")]
     assert len({*sides, fingerprint_of(one)}) == 3
+
+
+def test_a_fingerprint_follows_the_contents_of_data_that_draw_nothing():
+    rows = [{"input_ids": [i, i + 1]} for i in range(5)]
+    changed = [*rows[:4], {"input_ids": [4, 6]}]
+    assert fingerprint_of(Listed(rows)) != fingerprint_of(Listed(changed))
+    ends = [Listed([{"input_ids": [first] * 2}] + rows * 99) for first in (8, 9)]
+    assert fingerprint_of(ends[0]) != fingerprint_of(ends[1])
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_fingerprint_of_data_that_draw_at_random_is_the_same_again(own):
+    generator = np.random.default_rng() if own else np.random
+
+    class Drawing(Listed):
+        draws_randomness = True
+
+        def __getitem__(self, i):
+            return super().__getitem__(i) | {"noise": float(generator.normal())}
+
+    states = torch.get_rng_state(), random.getstate()
+    found = {fingerprint_of(Drawing([{"input_ids": [1, 2]}] * 9)) for _ in range(3)}
+    assert len(found) == 1
+    assert torch.equal(states[0], torch.get_rng_state())
+    assert states[1] == random.getstate()
+
+
+def test_a_fingerprint_is_no_place_to_stop_at_a_bad_sample():
+    data = Failing(broken)
+    data.lengths = np.full(len(data), 3)
+    assert fingerprint_of(data) == fingerprint_of(data)

@@ -74,7 +74,7 @@ class ThreeTerms(Objective):
         )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=8),
     cuts=st.lists(st.integers(0, 8), max_size=4),
@@ -239,7 +239,7 @@ def test_missing_labels_and_misshaped_logits_are_refused(objective):
         objective.sums(lambda _: torch.zeros(2, 5, 7, 1), {"input_ids": ids, "labels": ids})
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     num_samples=st.integers(1, 12),
     smoothing=st.sampled_from([0.0, 0.1]),

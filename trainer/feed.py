@@ -1,8 +1,9 @@
-"""The way of the data: order -> global batch -> plan -> micro-batches, one step ahead.
+"""The way of the data: order -> global batch -> plan -> micro-batches, ahead of training.
 
 Everything after "ids of step k" may be done again: restarts, other rank counts and replays under
-smaller micro-batches all re-enter there. The next step is planned and loaded while this one
-computes.
+smaller micro-batches all re-enter there. The next steps are planned and loaded while this one
+computes: in bursts, since Python that runs a few times in a row costs half of what it costs once
+between two steps that have emptied the caches.
 """
 
 from __future__ import annotations
@@ -10,21 +11,29 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import final
+
+import numpy as np
 
 from trainer.data.loader import Loader, Request
 from trainer.errors import DoesNotFitError
 from trainer.micro_batch import Fields, MicroBatch
 from trainer.objectives.base import Objective
 from trainer.plan.cut import Cut, IntArray, Layout, Plan
-from trainer.plan.cuts import SampleTooLongError
+from trainer.plan.cuts import Fixed, SampleTooLongError
 from trainer.plan.order import Cursor, GlobalBatch, Order
 from trainer.world import World, rng_key
 
 PREFETCH_LIMIT_BYTES = 256 * 2**20
 """A step larger than this is not loaded ahead, so that host memory never holds two of them."""
+
+BURST_STEPS = 8
+"""Steps that are prepared in one go, at most."""
+
+BURST_BYTES = 16 * 2**20
+"""What the steps of a burst may take together; one step alone may take more."""
 
 
 @final
@@ -51,6 +60,10 @@ class PlannedBatch:
         Every later step is cut as finely.
         """
         return self.feed.cut_smaller(self)
+
+    def smallest(self) -> MicroBatch:
+        """Give the shortest sample in a micro-batch of its own, the same on every rank."""
+        return self.feed.alone(self, int(self.plan.lengths.argmin()))
 
     def largest_sample(self) -> tuple[int, int]:
         """Name the longest sample: its id and its length in tokens."""
@@ -121,7 +134,9 @@ class Feed:
         self._objective = source.objective
         self._world = world
         self._seed = seed
-        self._ahead: Future[PlannedBatch] | None = None
+        self._ahead: deque[Future[PlannedBatch]] = deque()
+        self._ahead_cursor = cursor
+        self._known: tuple[Cut, Layout, Plan] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="feed")
         self._stream: Iterator[Fields] | None = None
         self._queue: deque[_Planned] = deque()
@@ -132,8 +147,8 @@ class Feed:
         """Take the next global batch and move the cursor behind it."""
         if self._loader.num_workers:
             batch = self._from_workers()
-        elif self._ahead is not None:
-            batch, self._ahead = self._ahead.result(), None
+        elif self._ahead:
+            batch = self._ahead.popleft().result()
         else:
             batch = self._prepare(self.cursor)
         self.cursor = batch.samples.after
@@ -141,10 +156,13 @@ class Feed:
         return batch
 
     def prefetch(self) -> None:
-        """Begin to plan and load the next global batch while the caller computes."""
+        """Begin to plan and load the next global batches while the caller computes."""
         light = self._last_bytes <= PREFETCH_LIMIT_BYTES
-        if light and self._loader.loads_in_thread and self._ahead is None:
-            self._ahead = self._thread.submit(self._prepare, self.cursor)
+        if light and self._loader.loads_in_thread and not self._ahead:
+            self._ahead_cursor = self.cursor
+            fitting = max(1, BURST_BYTES // max(1, self._last_bytes))
+            for _ in range(min(BURST_STEPS, fitting)):
+                self._ahead.append(self._thread.submit(self._prepare_ahead))
 
     def plan(self, cursor: Cursor) -> tuple[GlobalBatch, Plan]:
         """Cut the global batch at a cursor; a pure function of cursor, cut and layout.
@@ -153,14 +171,22 @@ class Feed:
             DoesNotFitError: one sample alone exceeds what the memory allows.
         """
         samples = self._order.next(cursor)
+        lengths, cut, layout = self._lengths[samples.ids], self.cut, self.layout
+        if self._known is not None:
+            known_cut, known_layout, plan = self._known
+            is_current = known_cut is cut and known_layout is layout
+            # The plan of samples that are all of one size never changes.
+            if is_current and np.array_equal(plan.lengths, lengths):
+                return samples, plan
         try:
-            plan = self.cut.cut(self._lengths[samples.ids], self.layout)
+            plan = cut.cut(lengths, layout)
         except SampleTooLongError as error:
             raise DoesNotFitError(
                 f"sample {samples.ids[error.position]} of {error.length} tokens does not fit: "
                 f"memory allows {error.cap} in one micro-batch; lower data.max_length"
             ) from error
-        plan.check(self.layout)
+        plan.check(layout)
+        self._known = cut, layout, plan
         return samples, plan
 
     def requests(self, cursor: Cursor) -> Iterator[Request]:
@@ -168,9 +194,10 @@ class Feed:
         return iter(self._planned(cursor).requests)
 
     def settle(self) -> None:
-        """Wait for what is being prepared, so that nothing else reads the data meanwhile."""
-        if self._ahead is not None:
-            wait([self._ahead])
+        """Prepare nothing but what has begun, and wait for it: nothing else then reads the data."""
+        while self._ahead and self._ahead[-1].cancel():
+            self._ahead.pop()
+        wait(self._ahead)
 
     def cut_smaller(self, batch: PlannedBatch) -> PlannedBatch | None:
         """Cut a global batch and all that follow it into smaller micro-batches."""
@@ -180,6 +207,19 @@ class Feed:
         self.use(cut)
         plan = cut.cut(batch.plan.lengths, self.layout)
         return self._load(self._with_requests(batch.step, batch.samples, plan))
+
+    def alone(self, batch: PlannedBatch, position: int) -> MicroBatch:
+        """Load one sample of a global batch in a micro-batch of its own.
+
+        Args:
+            batch: holds it.
+            position: of the sample in the global batch.
+        """
+        size = self._world.size
+        lengths = batch.plan.lengths[[position] * size]
+        samples = replace(batch.samples, ids=batch.samples.ids[[position] * size])
+        plan = Fixed(micro=1).cut(lengths, replace(self.layout, group_size=1))
+        return self._load(self._with_requests(batch.step, samples, plan)).micro_batches[0]
 
     def ease(self, batch: PlannedBatch) -> bool:
         """Cut all that follows smaller than this one; not where counts were stated by the user.
@@ -195,10 +235,8 @@ class Feed:
     def use(self, cut: Cut) -> None:
         """Cut every later global batch with `cut`, and drop what was prepared with another."""
         self.cut = cut
-        if self._ahead is not None:
-            if not self._ahead.cancel():
-                self.settle()
-            self._ahead = None
+        self.settle()
+        self._ahead.clear()
         self._stream = None
         self._queue.clear()
         self._loaded.clear()
@@ -211,6 +249,12 @@ class Feed:
 
     def _prepare(self, cursor: Cursor) -> PlannedBatch:
         return self._load(self._planned(cursor))
+
+    def _prepare_ahead(self) -> PlannedBatch:
+        """Prepare what follows the last that was prepared, in the thread."""
+        batch = self._prepare(self._ahead_cursor)
+        self._ahead_cursor = batch.samples.after
+        return batch
 
     def _load(self, planned: _Planned) -> PlannedBatch:
         return self._filled(planned, map(self._loader.load, planned.requests))

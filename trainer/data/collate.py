@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -67,8 +68,9 @@ def pad(
         columns = _column(name, samples, name_of)
         fields[name] = _padded(name, columns, pad_to if name in aligned else 0, name_of)
     if INPUT_IDS in aligned and ATTENTION_MASK not in fields:
-        lengths = torch.tensor([sample[INPUT_IDS].shape[0] for sample in samples])
-        fields[ATTENTION_MASK] = (torch.arange(pad_to) < lengths[:, None]).long()
+        lengths = np.array([len(sample[INPUT_IDS]) for sample in samples])
+        on_tokens = np.arange(pad_to) < lengths[:, None]
+        fields[ATTENTION_MASK] = torch.from_numpy(on_tokens.astype(np.int64))
     return fields
 
 

@@ -102,6 +102,13 @@ class ByteDocuments(Dataset[dict[str, Tensor]]):
         return hashlib.sha256(f"{self._index.digest}|{self._settings}".encode()).hexdigest()
 
     @property
+    def num_cut(self) -> int:
+        """Tokens of this split beyond `max_length`."""
+        offsets = self._index.offsets
+        whole = offsets[self._ids + 1] - offsets[self._ids] + 2
+        return int(whole.sum() - self.lengths.sum())
+
+    @property
     def num_skipped(self) -> int:
         """Records or files that could not be read and were left out of the index."""
         return int(self._index.notes["num_skipped"])

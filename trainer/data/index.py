@@ -43,6 +43,9 @@ LISTED_SKIPS = 100
 
 _log = logging.getLogger(__name__)
 
+SKIP_CAP = 0.01
+"""Largest share of bad records that `data.on_bad=skip` passes over; one is always allowed."""
+
 Add = Callable[[bytes, bytes], None]
 """Adds one document: its bytes, and what it is grouped by when a split is drawn."""
 

@@ -19,8 +19,8 @@ from trainer.data.collate import IGNORED_LABEL, INPUT_IDS, LABELS, Sample, align
 from trainer.data.progress import progress
 from trainer.data.samples import (
     Samples,
-    described,
     draws_randomness,
+    fault,
     isolated_rng,
     name_of,
     read_sample,
@@ -28,6 +28,7 @@ from trainer.data.samples import (
 )
 from trainer.errors import DataError, TrainError
 from trainer.micro_batch import Fields
+from trainer.out_of_memory import is_out_of_memory
 from trainer.plan.cut import IntArray
 from trainer.world import rng_key
 
@@ -70,6 +71,7 @@ class Loader:
         pin_memory: put fields into page-locked memory, for copies to a GPU.
 
     Attributes:
+        dataset: as given.
         num_workers: as given.
         loads_in_thread: whether `load` may run in a thread beside training; not where it seeds
             the generators that training draws from.
@@ -79,6 +81,7 @@ class Loader:
         self, dataset: Samples, *, num_workers: int, seed: int, pin_memory: bool = False
     ) -> None:
         self._assemble = _Assembler(dataset, seed)
+        self.dataset = dataset
         self.num_workers = num_workers
         self.loads_in_thread = num_workers == 0 and not draws_randomness(dataset)
         self._pin_memory = pin_memory
@@ -300,9 +303,7 @@ class _Assembler:
             raise
         except Exception as error:
             ids = ", ".join(map(str, request.ids[:3]))
-            raise DataError(
-                f"data: {place}, on {len(samples)} samples ({ids}, ...): {described(error)}"
-            ) from error
+            raise fault(f"{place}, on {len(samples)} samples ({ids}, ...)", error) from error
         if not isinstance(fields, Mapping) or not all(
             isinstance(field, Tensor) for field in fields.values()
         ):
@@ -330,6 +331,10 @@ class _WorkerSide(Dataset[Any]):
             return self._assemble(request)
         except TrainError as error:
             return _Failure(error)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return _Failure(fault("a loading process", error))
 
 
 @final

@@ -7,10 +7,14 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from trainer import signals
+
 
 @contextmanager
 def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
     """Show a bar on a terminal, one plain line elsewhere, and nothing beyond the first rank.
+
+    What is called with the units also ends the read, by `Preempted`, when a signal asked to stop.
 
     Args:
         label: what is being done, e.g. `indexing the standard library`.
@@ -20,7 +24,7 @@ def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
         A function to call with the units of work just finished.
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
-        yield _ignore
+        yield _polled
     elif sys.stderr.isatty():
         # Only a terminal pays for the import, some 50 ms.
         from rich.console import Console  # noqa: PLC0415
@@ -28,11 +32,16 @@ def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
 
         with Progress(console=Console(stderr=True)) as bar:
             task = bar.add_task(label, total=total)
-            yield lambda amount: bar.advance(task, amount)
+
+            def advance(amount: int) -> None:
+                signals.check()
+                bar.advance(task, amount)
+
+            yield advance
     else:
         sys.stderr.write(f"train: {label} ...\n")
-        yield _ignore
+        yield _polled
 
 
-def _ignore(_: int) -> None:
-    """Count nothing."""
+def _polled(_: int) -> None:
+    signals.check()

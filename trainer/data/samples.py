@@ -5,15 +5,18 @@ from __future__ import annotations
 import random
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
-from trainer.errors import DataError, TrainError
+from trainer.errors import DataError, DoesNotFitError, TrainError
+from trainer.out_of_memory import is_out_of_memory
+from trainer.plan.cut import IntArray
 from trainer.world import rng_key
 
 
@@ -35,6 +38,34 @@ class View(Protocol):
 
     def origin_of(self, i: int) -> tuple[Samples, int]:
         """Tell which sample of which data set sample `i` is."""
+
+
+class Selection(Dataset[Mapping[str, Any]]):
+    """Some samples of a data set; what else the data set offers is passed on.
+
+    Args:
+        dataset: all samples.
+        ids: `(samples,)`, those that are in it.
+    """
+
+    def __init__(self, dataset: Samples, ids: IntArray) -> None:
+        self.dataset = dataset
+        self.ids = ids
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, i: int) -> Mapping[str, Any]:
+        return self.dataset[int(self.ids[i])]
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the data set has
+        if name.startswith("__") or name == "dataset":
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def origin_of(self, i: int) -> tuple[Samples, int]:
+        """Tell which sample of the data set sample `i` is."""
+        return self.dataset, int(self.ids[i])
 
 
 @contextmanager
@@ -74,6 +105,7 @@ def read_sample(dataset: Samples, i: int, *, seed: int, epoch: int) -> dict[str,
         DataError: the data set failed, or the sample is not a mapping from names to tensors;
             names the sample.
         TrainError: the data set raised one itself.
+        fault: the host ran out of memory.
     """
     if draws_randomness(dataset):
         seed_draws(rng_key(seed, epoch, i))
@@ -82,7 +114,7 @@ def read_sample(dataset: Samples, i: int, *, seed: int, epoch: int) -> dict[str,
     except TrainError:
         raise
     except Exception as error:
-        raise DataError(f"data: {name_of(dataset, i)}: {described(error)}") from error
+        raise fault(name_of(dataset, i), error) from error
     if not isinstance(sample, Mapping):
         raise DataError(
             f"data: {name_of(dataset, i)} is a {type(sample).__name__}; "
@@ -102,9 +134,13 @@ def seed_draws(key: int) -> None:
 @contextmanager
 def isolated_rng(dataset: Samples) -> Iterator[None]:
     """Give the global generators back as they were; costs nothing for data that draws nothing."""
-    if not draws_randomness(dataset):
+    with kept_generators() if draws_randomness(dataset) else nullcontext():
         yield
-        return
+
+
+@contextmanager
+def kept_generators() -> Iterator[None]:
+    """Give the host's global generators back as they were."""
     states = torch.default_generator.get_state(), np.random.get_state(), random.getstate()
     try:
         yield
@@ -119,6 +155,16 @@ def name_of(dataset: Samples, i: int) -> str:
     while isinstance(dataset, View):
         dataset, i = dataset.origin_of(i)
     return f"sample {i} of {type(dataset).__name__}"
+
+
+def fault(place: str, error: Exception) -> TrainError:
+    """Tell a fault of the data from memory that ran out on the host while they were read."""
+    if is_out_of_memory(error):
+        return DoesNotFitError(
+            f"data: {place}: the host's memory ran out: {described(error)}; lower num_workers, or "
+            "batch.global"
+        )
+    return DataError(f"data: {place}: {described(error)}")
 
 
 def described(error: Exception) -> str:

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
-from collections.abc import Callable, Mapping
-from typing import Any, final
+from contextlib import suppress
+from typing import final
 
 import numpy as np
-from torch.utils.data import Dataset
+import torch
 
 from trainer.data.holdout import HELD_OUT, check_split, held_out_mask
 from trainer.data.loader import lengths_of
-from trainer.data.samples import Samples
-from trainer.errors import DataError
+from trainer.data.samples import Samples, Selection, kept_generators, read_sample
+from trainer.errors import DataError, TrainError
 from trainer.plan.cut import IntArray
 
-
-def has_split_argument(factory: Callable[..., Any]) -> bool:
-    """Whether a data set's class takes `split`, and so brings a split of its own."""
-    return "split" in inspect.signature(factory).parameters
+PROBES = 64
+"""Samples that stand for the contents of a data set."""
 
 
 def split_by_seed(dataset: Samples, split: str, holdout: float, seed: int) -> SeededSplit:
@@ -47,8 +44,8 @@ def split_by_seed(dataset: Samples, split: str, holdout: float, seed: int) -> Se
 
 
 @final
-class SeededSplit(Dataset[Mapping[str, Any]]):
-    """Some samples of a data set; what else the data set offers is passed on.
+class SeededSplit(Selection):
+    """One side of a data set.
 
     Args:
         dataset: all samples.
@@ -57,20 +54,8 @@ class SeededSplit(Dataset[Mapping[str, Any]]):
     """
 
     def __init__(self, dataset: Samples, ids: IntArray, settings: str) -> None:
-        self.dataset = dataset
-        self.ids = ids
+        super().__init__(dataset, ids)
         self._settings = settings
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def __getitem__(self, i: int) -> Mapping[str, Any]:
-        return self.dataset[int(self.ids[i])]
-
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the data set has
-        if name.startswith("__") or name == "dataset":
-            raise AttributeError(name)
-        return getattr(self.dataset, name)
 
     @property
     def lengths(self) -> IntArray:
@@ -84,16 +69,13 @@ class SeededSplit(Dataset[Mapping[str, Any]]):
         whole = fingerprint_of(self.dataset)
         return hashlib.sha256(f"{whole}|{self._settings}".encode()).hexdigest()
 
-    def origin_of(self, i: int) -> tuple[Samples, int]:
-        """Tell which sample of the data set sample `i` is."""
-        return self.dataset, int(self.ids[i])
-
 
 def fingerprint_of(dataset: Samples) -> str:
-    """Give what a checkpoint remembers of its data: `fingerprint`, or else the class and sizes.
+    """Give what a checkpoint remembers of its data: its `fingerprint`, or else what can be seen.
 
-    Without a `fingerprint` of its own, a data set counts as changed when its class name, its
-    number of samples or any of their lengths changes.
+    Without a `fingerprint` of its own, a data set counts as changed when its class name, its number
+    of samples, any of their lengths or, where reading draws nothing, the contents of any of up to
+    `PROBES` samples changes.
     """
     own = getattr(dataset, "fingerprint", None)
     if own is not None:
@@ -101,4 +83,25 @@ def fingerprint_of(dataset: Samples) -> str:
     kind = type(dataset)
     digest = hashlib.sha256(f"{kind.__module__}.{kind.__qualname__}|{len(dataset)}|".encode())
     digest.update(lengths_of(dataset).astype("<i8").tobytes())
+    digest.update(_contents(dataset))
     return digest.hexdigest()
+
+
+def _contents(dataset: Samples) -> bytes:
+    """Digest samples spread evenly over a data set; nothing where two readings differ."""
+    ids = np.unique(np.linspace(0, len(dataset) - 1, min(PROBES, len(dataset)), dtype=np.int64))
+    with kept_generators():
+        once, again = (_digest(dataset, ids, seed) for seed in (0, 1))
+    return once if once == again else b""
+
+
+def _digest(dataset: Samples, ids: IntArray, seed: int) -> bytes:
+    digest = hashlib.sha256()
+    for i in ids.tolist():
+        # What cannot be read is told where it is met.
+        with suppress(TrainError):
+            for name, tensor in sorted(read_sample(dataset, i, seed=seed, epoch=0).items()):
+                values = tensor.detach().cpu().contiguous()
+                digest.update(f"{i}|{name}|{values.dtype}|{tuple(values.shape)}|".encode())
+                digest.update(values.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.digest()

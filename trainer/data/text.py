@@ -10,14 +10,12 @@ from pathlib import Path
 from typing import Any, Literal, final
 
 from trainer.data.documents import ByteDocuments
-from trainer.data.index import LISTED_SKIPS, Add, Index, cached_index
+from trainer.data.index import LISTED_SKIPS, SKIP_CAP, Add, Index, cached_index
 from trainer.data.progress import progress
 from trainer.data.samples import reading
 from trainer.errors import ConfigError, DataError
 
 _JSON_LINES = frozenset({".jsonl", ".ndjson"})
-_SKIP_CAP = 0.01
-"""Largest share of bad records that `on_bad="skip"` passes over; one is always allowed."""
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -105,10 +103,10 @@ class _Tally:
             DataError: there are too many.
         """
         total = self.num_documents + self.num_skipped
-        if self.num_skipped > max(1, _SKIP_CAP * total):
+        if self.num_skipped > max(1, SKIP_CAP * total):
             raise DataError(
                 f"data: {self.num_skipped} of {total} records are bad, more than the "
-                f"{_SKIP_CAP:.0%} that data.on_bad=skip passes over; the first: {self.skipped[0]}"
+                f"{SKIP_CAP:.0%} that data.on_bad=skip passes over; the first: {self.skipped[0]}"
             )
 
 

@@ -47,6 +47,11 @@ class Objective(ABC):
     scope: Literal["sample", "embedding"] = "sample"
     """`sample`: a sum over samples. `embedding`: samples are coupled (contrastive)."""
 
+    group_size: int = 1
+    """Within `sample`: samples that may be coupled, since no cut divides them. That many
+    consecutive samples of a step form a group, in the order in which the step takes them, the
+    last of which may be short; a micro-batch holds whole groups, one after the other."""
+
     @abstractmethod
     def weights(self, fields: Fields) -> Mapping[str, float]:
         """Count what each loss and metric is divided by, from the data alone.
