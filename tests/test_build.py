@@ -10,10 +10,10 @@ from torch import nn
 
 from tests.run_toys import Net
 from trainer.build import check_names, construct, look_up, takes
-from trainer.config import Component
 from trainer.errors import ConfigError
 from trainer.plan.cut import Cut
 from trainer.plan.cuts import Fixed
+from trainer.schema.components import Component
 
 MINE = "tests.run_toys.Net"
 
@@ -56,6 +56,51 @@ def test_what_nobody_typed_or_trusts_is_not_even_imported() -> None:
         look_up(component("antigravity.fly"), "model", ())
     with pytest.raises(ConfigError, match="named by a recipe or a run"):
         construct(component(MINE), "model", nn.Module, ("torch",))
+
+
+@pytest.mark.parametrize(
+    ("key", "target", "base"),
+    [("optimizer", "torch.optim.SGD", torch.optim.SGD), ("model", "torch.nn.Linear", nn.Linear)],
+)
+def test_a_class_of_the_model_libraries_needs_no_trust(key: str, target: str, base: type) -> None:
+    assert look_up(component(target), key, ()) is base
+
+
+@pytest.mark.parametrize(
+    ("key", "target", "says"),
+    [
+        ("optimizer", "torch.optim.lr_scheduler", "not a class defined in torch"),
+        ("model", "torch.nn.factory_kwargs", "not a class defined in torch"),
+        ("model", "torch.nn.Parameter", "not a torch.nn.Module"),
+        ("model", "torch.optim.SGD", "trust=[torch]"),
+        ("data", "torch.nn.Sequential", "trust=[torch]"),
+        ("model", "torch.load", "trust=[torch]"),
+    ],
+)
+def test_nothing_else_of_the_model_libraries_goes_without_trust(
+    key: str, target: str, says: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        look_up(component(target), key, ())
+
+
+def test_whatever_breaks_in_a_class_of_a_recipe_is_one_line() -> None:
+    broken = component("torch.nn.Linear", in_features=-1, out_features=1)
+    with pytest.raises(ConfigError, match=re.escape("model: torch.nn.Linear: ")):
+        construct(broken, "model", nn.Module)
+
+
+def test_a_hugging_face_model_is_described_by_the_settings_of_its_config() -> None:
+    pytest.importorskip("transformers")
+    small = {"n_layer": 1, "n_head": 2, "n_embd": 8, "n_positions": 16}
+    described = component("transformers.GPT2LMHeadModel", **small)
+    model = construct(described, "model", nn.Module, (), {"vocab_size": 11})
+    assert (model.config.n_embd, model.config.vocab_size) == (8, 11)
+    foreign = component("transformers.GPT2LMHeadModel", attn_implementation="evil/kernel")
+    with pytest.raises(ConfigError, match=r"model\.attn_implementation"):
+        construct(foreign, "model", nn.Module)
+    with pytest.raises(ConfigError, match=r"not a transformers\.PreTrainedModel"):
+        look_up(component("transformers.AutoModelForCausalLM"), "model", ())
 
 
 @pytest.mark.parametrize("trust", [{"typed": True}, {}])

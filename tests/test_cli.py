@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import csv
 import json
+import resource
 import shlex
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from cli_support import OWN_CLASSES, OWN_RUN, faults, in_process, in_subprocess
+from cli_support import OWN_RUN, faults, in_process, in_subprocess, make_own_folder
 from hydra import compose, initialize_config_dir
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -33,10 +32,7 @@ from trainer.schema.sections import GROUPS, OWN
 
 @pytest.fixture(autouse=True)
 def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.delitem(sys.modules, "net", raising=False)
-    (tmp_path / "net.py").write_text(OWN_CLASSES)
+    make_own_folder(tmp_path, monkeypatch)
 
 
 def config_of(line: str) -> RunConfig:
@@ -229,11 +225,15 @@ def test_any_value_of_a_config_can_be_written_as_an_override(value: Any) -> None
 # The page of --help, and Hydra's own flags.
 
 
+WITHOUT_TORCH_S = 1.5
+"""Processor seconds that importing torch alone would exceed; 0.4 are needed."""
+
+
 def test_help_is_complete_and_fast(tmp_path: Path) -> None:
-    began = time.process_time()
+    began = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     done = in_subprocess("--help", tmp_path)
     assert done.returncode == 0
-    assert time.process_time() - began < 0.5
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - began < WITHOUT_TORCH_S
     for key in KEYS:
         assert key in done.stdout, key
     for group in GROUPS:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 
 import pytest
-from cli_support import faults, in_process, python
+from cli_support import faults, in_process, make_own_folder, python
 
 MISTAKES = {
     # keys
@@ -189,8 +190,12 @@ def test_a_secret_is_refused_and_not_repeated(
 
 @pytest.mark.parametrize("line", NO_SECRETS)
 def test_words_that_only_sound_like_secrets_pass(
-    line: str, capsys: pytest.CaptureFixture[str]
+    line: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    make_own_folder(tmp_path, monkeypatch)
     assert in_process(f"--cfg job {line}") == 0
     assert "secret" not in capsys.readouterr().err
 
@@ -285,3 +290,51 @@ def test_the_users_wish_for_a_traceback_is_granted(
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     assert in_process("batch.golbal=3") == 2
     assert "Traceback" in capsys.readouterr().err
+
+
+LONG = "x" * 5000
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        *(f"{key}={LONG}" for key in ("init", "resume", "outputs", "hydra.run.dir")),
+        f"recipe=/{LONG}.yaml",
+        f"data.path={LONG}",
+        f"evaluate run={LONG}",
+        f"report run=[{LONG},{LONG}]",
+        f"resume={'x/' * 4000}",
+        *(f"resume={value}" for value in ("1", "true", "[]", "{}")),
+        *(f"report run={value}" for value in ("[]", "[null]", "[[a]]", "{}", "1")),
+        "command=[train]",
+        f"seed={'9' * 5000}",
+        "hydra.searchpath=x",
+        "resume@z=1e309",
+        f"+model.x={'[' * 150}{']' * 150}",
+        f"+model.x={'{a:' * 2000}1{'}' * 2000}",
+    ],
+    ids=lambda argument: argument[:24],
+)
+def test_what_no_program_could_take_is_one_line_too(
+    argument: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert in_process(argument) == 2
+    said = faults(capsys.readouterr().err)
+    assert said
+    assert all(len(line) <= 200 for line in said)
+
+
+def test_a_recipe_that_nests_without_end_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "deep.yaml").write_text("[" * 20000)
+    assert in_process(f"recipe={tmp_path / 'deep.yaml'}") == 2
+    assert len(faults(capsys.readouterr().err)) == 1
+
+
+def test_a_file_here_is_not_taken_for_an_installed_package(tmp_path: Path) -> None:
+    (tmp_path / "yaml.py").write_text("raise RuntimeError")
+    main = "import sys; sys.argv[0] = 'train'; from trainer.cli import main; main()"
+    ended = python(f"-P -c {shlex.quote(main)} stepz=1", tmp_path)
+    assert ended.returncode == 2, ended.stderr
+    assert "stepz" in ended.stderr

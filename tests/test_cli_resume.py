@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from cli_support import OWN_CLASSES, faults, in_process
+from cli_support import OWN_RUN, faults, in_process, in_subprocess, make_own_folder
 
 from trainer.cli import _composer
 from trainer.cli.argv import split
@@ -24,9 +23,7 @@ from trainer.errors import ConfigError, NoCheckpointError
 
 @pytest.fixture(autouse=True)
 def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    (tmp_path / "net.py").write_text(OWN_CLASSES)
+    make_own_folder(tmp_path, monkeypatch)
 
 
 def prepared(line: str) -> Ready:
@@ -304,3 +301,118 @@ def test_a_sweep_goes_on_job_by_job() -> None:
     assert again.ready[1].job.folder == cut.folder
     assert "hydra.output_subdir=.hydra/resume_1" in again.lines
     assert prepared_sweep(f"{line} seed=3 resume=auto").folder != first.folder
+
+
+def test_a_run_that_wandb_recorded_goes_on_though_wandb_leaves_a_link_to_its_own_log() -> None:
+    line = f"{OWN_RUN} wandb.mode=offline name=recorded".replace("wandb.mode=disabled ", "")
+    assert in_subprocess(line, Path.cwd()).returncode == 0
+    again = in_subprocess("resume=auto name=recorded steps=3 trust=[net]", Path.cwd())
+    assert (again.returncode, again.stderr) == (0, "")
+
+
+def test_any_other_link_out_of_a_run_is_refused(tmp_path: Path) -> None:
+    run = make_run()
+    (run / "train.log").symlink_to(tmp_path / "precious")
+    with pytest.raises(NoCheckpointError, match="leads out of"):
+        prepared(f"resume={run}")
+
+
+STOPPED_EARLY = {"state": "preempted", "step": 0, "exit_code": 75}
+
+
+def test_a_run_that_was_stopped_before_its_first_step_begins_again_in_its_folder() -> None:
+    line = "accum=fixed accum.micro=8 steps=10 name=early"
+    run = make_run(line, state=STOPPED_EARLY, has_checkpoint=False)
+    for typed in (f"resume={run}", f"{line} resume=auto"):
+        ready = prepared(typed)
+        assert (ready.job.folder, ready.job.config.resume, ready.is_resumed) == (run, None, False)
+        assert ready.note == f"{run} was stopped before its first step; it begins again"
+        assert ready.job.composed.hydra.output_subdir == ".hydra/resume_1"
+    with pytest.raises(ConfigError, match="seed"):
+        prepared(f"resume={run} seed=3")
+
+
+def test_weights_to_begin_with_are_typed_again_and_only_where_the_run_begins(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "weights").mkdir()
+    line = "accum=fixed accum.micro=8 steps=10 name=early init=weights"
+    run = make_run(line, state=STOPPED_EARLY, has_checkpoint=False)
+    with pytest.raises(ConfigError, match="init: the run was to begin with init=weights"):
+        prepared(f"resume={run}")
+    assert prepared(f"{line} resume=auto").job.config.init == "weights"
+    begun = make_run(line.replace("early", "begun"))
+    ready = prepared(f"{line.replace('early', 'begun')} resume=auto")
+    assert (ready.job.folder, ready.job.config.resume) == (begun, str(begun))
+    assert ready.job.config.init is None
+
+
+def add_overrides(run: Path, *lines: str) -> None:
+    record = run / ".hydra" / "overrides.yaml"
+    record.write_text(yaml.safe_dump([*yaml.safe_load(record.read_text()), *lines]))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "export={to: stolen}",
+        "+export={to: stolen}",
+        "export.to=stolen",
+        "wandb.mode=online",
+        "wandb.entity=evil",
+        "wandb={mode: online, entity: evil}",
+    ],
+)
+def test_a_run_folder_does_not_say_where_anything_goes(line: str) -> None:
+    run = make_run()
+    add_overrides(run, line)
+    config = prepared(f"resume={run}").job.config
+    assert config.export.to is None
+    assert (config.wandb.mode, config.wandb.entity) == ("offline", None)
+    with pytest.raises(ConfigError, match=r"export\.to: train export needs a folder"):
+        prepared(f"export run={run}")
+    assert prepared(f"resume={run} wandb.mode=online").job.config.wandb.mode == "online"
+
+
+def test_a_run_folder_sets_nothing_of_hydra_as_a_mapping() -> None:
+    run = make_run()
+    add_overrides(run, "+hydra={callbacks: {x: {_target_: evil.Net}}}")
+    with pytest.raises(ConfigError, match=r"\+hydra=.*: settings of Hydra are n"):
+        prepared(f"resume={run}")
+
+
+@pytest.mark.parametrize("command", ["resume=", "evaluate run=", "export run=", "report run="])
+def test_no_command_follows_a_link_or_waits_for_a_pipe(command: str, tmp_path: Path) -> None:
+    run = make_run()
+    (run / "train.log").symlink_to(tmp_path / "precious")
+    with pytest.raises(NoCheckpointError, match=r"train\.log: a link that leads out"):
+        prepared(f"{command}{run}")
+    (run / "train.log").unlink()
+    os.mkfifo(run / "metrics.jsonl")
+    with pytest.raises(NoCheckpointError, match=r"metrics.jsonl: neither a file nor a folder"):
+        prepared(f"{command}{run}")
+
+
+def test_weights_are_not_read_from_a_folder_with_a_pipe() -> None:
+    run = make_run()
+    (run / "status.json").unlink()
+    os.mkfifo(run / "status.json")
+    with pytest.raises(NoCheckpointError, match=r"status.json: neither a file nor a folder"):
+        prepared(f"init={run}")
+
+
+@pytest.mark.parametrize("step", ['"abc"', "1e400", "[1]", "null", "[" * 20000])
+def test_a_status_that_says_nothing_counts_for_none(step: str) -> None:
+    run = make_run()
+    (run / "status.json").write_text(f'{{"state": "completed", "step": {step}}}')
+    assert prepared(f"resume={run}").done is None
+
+
+def test_records_that_nest_without_end_are_one_line() -> None:
+    run = make_run()
+    (run / ".hydra" / "overrides.yaml").write_text("[" * 20000)
+    with pytest.raises(ConfigError, match="cannot be read as a list of overrides"):
+        prepared(f"resume={run}")
+    (run / "config.yaml").write_text("[" * 20000)
+    with pytest.raises(NoCheckpointError, match=r"config.yaml: cannot be read"):
+        prepared(f"resume={run}")

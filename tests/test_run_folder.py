@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,46 +22,13 @@ from tests.run_support import (
     steps,
 )
 from tests.run_toys import Rows, Watch
+from tests.support import PLAN_KEYS, STEP_KEYS
 from trainer.data.split import split_by_seed
 from trainer.errors import DataError
 from trainer.plan.order import Order
 from trainer.scheduler import Cosine
 
-PLAN_KEYS = {
-    "global_batch",
-    "unit",
-    "world_size",
-    "accum_steps",
-    "micro_batches",
-    "max_tokens",
-    "padding",
-    "predicted_peak_bytes",
-    "memory_limit_bytes",
-    "sync",
-    "parallel",
-    "steps",
-    "steps_per_epoch",
-}
-STEP_KEYS = {
-    "step",
-    "epoch",
-    "samples",
-    "tokens",
-    "loss",
-    "lr",
-    "grad_norm",
-    "accum_steps",
-    "micro_batches",
-    "padding",
-    "seconds",
-    "tokens_per_second",
-    "memory_bytes",
-}
-
-
-@pytest.fixture(autouse=True)
-def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("own_folder")
 
 
 def test_a_run_makes_one_folder_with_what_the_interface_lists() -> None:
@@ -91,7 +57,7 @@ def test_a_run_makes_one_folder_with_what_the_interface_lists() -> None:
 def test_the_plan_says_what_the_steps_then_do() -> None:
     run = go("accum=budget accum.max_tokens=40")
     plan = read_json(run.folder / "plan.json")
-    assert plan.keys() >= PLAN_KEYS
+    assert plan.keys() >= set(PLAN_KEYS)
     first = steps(run)[0]
     same = ("accum_steps", "micro_batches", "padding")
     assert {key: plan[key] for key in same} == {key: first[key] for key in same}
@@ -107,7 +73,7 @@ def test_every_step_is_in_the_metrics_whatever_is_printed(
     run = go("steps=7 log.every=5 eval.every=3 batch.tail=keep")
     found = steps(run)
     assert [entry["step"] for entry in found] == [1, 2, 3, 4, 5, 6, 7]
-    assert all(entry.keys() == STEP_KEYS for entry in found)
+    assert all(entry.keys() == set(STEP_KEYS) for entry in found)
     lengths = split_by_seed(Rows(), split="train", holdout=0.05, seed=0).lengths
     order = Order(len(lengths), 0, 8)
     cursor, samples, tokens = order.start, 0, 0

@@ -30,6 +30,7 @@ from trainer.checkpoint.lock import hold
 from trainer.cli import Run
 from trainer.errors import ConfigError, DataError, Preempted, TrainError
 
+MEAN_OF_MEANS = "batch.normalizer=micro_batches"
 HOOK = f"hooks=[{TOYS}.Stop]"
 
 
@@ -182,6 +183,16 @@ def test_a_change_of_the_step_is_refused_with_a_diff(change: str) -> None:
     assert read_json(part.folder / "status.json")["state"] == "preempted"
 
 
+@pytest.mark.parametrize(
+    "line", ["model.norm=batch", "model.norm=batch batchnorm=micro", MEAN_OF_MEANS]
+)
+def test_a_change_of_the_cut_is_refused_where_the_step_depends_on_it(line: str) -> None:
+    part = stopped(f"{line} steps=6", at=4)
+    with pytest.raises(ConfigError, match=r"accum\.micro=2: the run has 3"):
+        on(part, "accum.micro=2")
+    assert len(steps(on(part, "accum.micro=2 resume_allow=[accum.micro]"))) == 6
+
+
 def test_an_allowed_change_takes_effect() -> None:
     part = stopped("steps=6 scheduler=constant", at=4)
     again = on(part, "optimizer.lr=0.5 resume_allow=[optimizer.lr]")
@@ -253,6 +264,36 @@ def test_two_processes_cannot_hold_one_run() -> None:
     assert raised.value.exit_code == 4
     assert read_json(part.folder / "status.json")["state"] == "preempted"
     assert len(steps(on(part))) == 6
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """What the next resumption goes by, and how often there was one."""
+    kept = [folder / "config.yaml", *folder.glob(".hydra/**/*")]
+    return {str(path): path.read_bytes() for path in kept if path.is_file()}
+
+
+def test_a_refused_resumption_leaves_the_records_as_they_are() -> None:
+    part = stopped("steps=6 scheduler=constant", at=3)
+    before = files(part.folder)
+    allowed = "optimizer.lr=0.5 resume_allow=[optimizer.lr,data.size]"
+    with hold(part.folder), pytest.raises(TrainError, match="in use by process"):
+        on(part, allowed)
+    assert files(part.folder) == before
+    with pytest.raises(DataError, match="changed since the checkpoint"):
+        on(part, f"data.size=43 {allowed}")
+    assert files(part.folder) == before
+    assert not list(part.folder.glob(".tmp-*"))
+    assert curve(on(part), "lr") == [1.2e-2] * 6
+    assert (part.folder / ".hydra" / "resume_1" / "overrides.yaml").exists()
+
+
+def test_the_checkpoint_knows_the_step_where_the_records_were_changed() -> None:
+    part = stopped("steps=6 scheduler=constant", at=3)
+    record = part.folder / "config.yaml"
+    record.write_text(record.read_text().replace("lr: 0.012", "lr: 0.5"))
+    with pytest.raises(ConfigError, match=r"optimizer\.lr=0\.5: the run has 0\.012"):
+        on(part, "optimizer.lr=0.5")
+    assert len(steps(on(part, "optimizer.lr=0.5 resume_allow=[optimizer.lr]"))) == 6
 
 
 def test_no_such_run_and_no_usable_checkpoint_end_with_4(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from tests.run_support import (
     only_run,
     overrides,
     read_json,
+    shell,
     state,
     steps,
 )
@@ -28,16 +30,14 @@ from trainer.cli import Run
 
 LINE = "steps=100000 eval.every=null checkpoint.every=null scheduler=constant model.dropout=0.3"
 
-pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals")
+pytestmark = [
+    pytest.mark.skipif(os.name != "posix", reason="signals"),
+    pytest.mark.usefixtures("own_folder"),
+]
 
 
-@pytest.fixture(autouse=True)
-def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
-def started(line: str) -> subprocess.Popen[str]:
-    """Start a run in a process group of its own, and wait until it takes steps."""
+def started(line: str, pattern: str = "outputs/*/*/metrics.jsonl") -> subprocess.Popen[str]:
+    """Start a run in a process group of its own, and wait until it left what matches."""
     process = subprocess.Popen(
         [sys.executable, "-m", "trainer", *overrides(line)],
         env={**os.environ, "PYTHONPATH": str(CHECKOUT), "OMP_NUM_THREADS": "1"},
@@ -47,7 +47,7 @@ def started(line: str) -> subprocess.Popen[str]:
         start_new_session=True,
     )
     deadline = time.monotonic() + 60
-    while not list(Path().glob("outputs/*/*/metrics.jsonl")):
+    while not list(Path().glob(pattern)):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -77,3 +77,79 @@ def test_a_signal_saves_at_the_step_boundary_and_the_run_goes_on(
     assert_same_bits(state(part), state(whole))
     more = on(part, f"steps={step + 3} resume_allow=[steps]")
     assert curve(more, "loss") == curve(go(f"{LINE} steps={step + 3}"), "loss")
+
+
+WAITS = """
+import time
+from pathlib import Path
+Path("here").touch()
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_before_there_is_a_run_ends_without_a_word_or_a_trace(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    """Hydra imports its plugins before anything is composed, so that one can hold it there."""
+    (tmp_path / "hydra_plugins" / "slow").mkdir(parents=True)
+    (tmp_path / "hydra_plugins" / "slow" / "__init__.py").write_text(WAITS)
+    process = started(LINE, "here")
+    process.send_signal(number)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode in (-number, 128 + number)
+    assert (out, err) == ("", "")
+    assert not Path("outputs").exists()
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGINT,
+        *(pytest.param(n, marks=pytest.mark.nightly) for n in (signal.SIGTERM, signal.SIGUSR1)),
+    ],
+)
+def test_a_signal_before_torch_is_there_ends_in_a_run_that_begins_again(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    process = started(f"{LINE} steps=3", "outputs/*/*")
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 75, err
+    (said,) = err.splitlines()
+    assert said.startswith("train: stopped before the first step: go on with: train resume=")
+    folder = only_run()
+    assert read_json(folder / "status.json")["state"] == "preempted"
+    assert read_json(folder / "status.json")["exit_code"] == 75
+    assert not (folder / "checkpoints").exists()
+    assert not (folder / "errors").exists()
+    assert "Traceback" not in (folder / "train.log").read_text()
+    again = on(Run(folder=folder, exit_code=75, result={}))
+    assert again.folder == folder
+    assert curve(again, "loss") == curve(go(f"{LINE} steps=3"), "loss")
+
+
+def test_a_scheduler_that_warns_and_queues_again_needs_one_command(tmp_path: Path) -> None:
+    """As Slurm does with `--signal=B:USR1@60 --requeue`: the same line, started three times."""
+    line = f"{LINE} steps=100 name=job resume=auto 'hooks=[tests.run_toys.Slow]'"
+    ends = []
+    for _ in range(2):
+        process = started(line, "outputs/*/*job/metrics.jsonl")
+        while len(steps(only_run())) <= max(ends, default=0):
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.02)
+        process.send_signal(signal.SIGUSR1)
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 75, err
+        assert "Traceback" not in err
+        ends.append(read_json(only_run() / "status.json")["step"])
+    assert 0 < ends[0] < ends[1] < 100
+    assert shell(" ".join(map(shlex.quote, overrides(line)))) == 0
+    assert [entry["step"] for entry in steps(only_run())] == list(range(1, 101))
+    whole = go(f"{LINE} steps=100 name=whole")
+    assert curve(only_of("job"), "loss") == curve(whole, "loss")
+
+
+def only_of(name: str) -> Path:
+    (folder,) = Path().glob(f"outputs/*/*-{name}")
+    return folder.absolute()

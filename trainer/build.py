@@ -1,9 +1,9 @@
 """RunConfig -> objects: the only room that turns a name in a config into a class.
 
-A class named by a recipe is code from a stranger. It is looked up only inside this package or a
-package the command line trusts, and then checked for what it is: a class, of the expected base,
-defined where its name says, so that an alias cannot smuggle a function in. A class that the user
-typed themselves needs no further consent.
+A class named by a recipe is code from a stranger. It is looked up only inside this package, among
+the models and optimizers of the model libraries, or in a package the command line trusts, and then
+checked for what it is: a class, of the expected base, defined where its name says, so that an alias
+cannot smuggle a function in. A class that the user typed themselves needs no further consent.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeVar
 
-from trainer.config import Component
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, TrainError
+from trainer.schema.components import LIBRARIES, Component
 
 Built = TypeVar("Built")
 
@@ -33,19 +33,25 @@ def look_up(component: Component, key: str, trusted: tuple[str, ...]) -> Callabl
     """
     module_name, _, name = component.target.rpartition(".")
     root = component.target.partition(".")[0]
-    if not component.typed_target and root not in {"trainer", *trusted}:
+    is_trusted = component.typed_target or root in {"trainer", *trusted}
+    base_name = LIBRARIES.get(key, {}).get(module_name)
+    if not is_trusted and base_name is None:
         raise ConfigError(
             f"{key}._target_={component.target}: named by a recipe or a run, not by you: type it, "
             f"or trust its package with trust=[{root}]"
         )
     try:
-        found = getattr(importlib.import_module(module_name), name)
+        module = importlib.import_module(module_name)
+        found = getattr(module, name)
+        base = object if is_trusted or base_name is None else getattr(module, base_name)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"{key}._target_={component.target}: {error}") from error
     is_factory = component.typed_target and inspect.isfunction(found)
     is_native = getattr(found, "__module__", "").partition(".")[0] == root
     if not is_native or not (inspect.isclass(found) or is_factory):
         raise ConfigError(f"{key}._target_={component.target}: not a class defined in {root}")
+    if inspect.isclass(found) and not issubclass(found, base):
+        raise ConfigError(f"{key}._target_={component.target}: not a {module_name}.{base_name}")
     return found  # type: ignore[no-any-return] # a class, or a function that makes an instance
 
 
@@ -69,10 +75,12 @@ def construct(
     Raises:
         ConfigError: an argument does not exist, is missing or is refused by the constructor, or
             the result is of another kind.
+        TrainError: as raised by the constructor.
     """
     target = look_up(component, key, trusted)
     if inspect.isclass(target) and not component.typed_target and not issubclass(target, expected):
         raise ConfigError(f"{key}._target_={component.target}: not a {expected.__name__}")
+    target = _described(target)
     parameters = inspect.signature(target).parameters
     arguments = dict(component.params)
     for name, value in (given or {}).items():
@@ -80,9 +88,13 @@ def construct(
             arguments[name] = value
     check_names(target, key, arguments)
     _check_needed(key, target, arguments)
+    # What a stranger's recipe asks of a class may break it anywhere.
+    refusals = (TypeError, ValueError) if component.typed_target else (Exception,)
     try:
         built = target(**arguments)
-    except (TypeError, ValueError) as error:
+    except TrainError:
+        raise
+    except refusals as error:
         raise ConfigError(f"{key}: {component.target}: {error}") from error
     if not isinstance(built, expected):
         kind = type(built).__name__
@@ -90,6 +102,31 @@ def construct(
             f"{key}._target_={component.target}: gives a {kind}, not a {expected.__name__}"
         )
     return built
+
+
+def _described(target: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a Hugging Face model, which takes a config object, be described by its config's settings.
+
+    Only settings with a name of their own count: what a config class passes on to its base may
+    name code to fetch from the network.
+    """
+    kind = getattr(target, "config_class", None)
+    parameters = inspect.signature(target).parameters
+    if not inspect.isclass(kind) or next(iter(parameters), None) != "config":
+        return target
+    named = [
+        p.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for p in inspect.signature(kind).parameters.values()
+        if p.kind in {inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD}
+        and p.name not in getattr(kind, "sub_configs", ())
+    ]
+
+    def make(**settings: Any) -> Any:  # noqa: ANN401 - any model
+        return target(kind(**settings))
+
+    make.__name__ = target.__name__
+    make.__signature__ = inspect.Signature(named)  # type: ignore[attr-defined] # read by inspect
+    return make
 
 
 def takes(component: Component, key: str, trusted: tuple[str, ...], name: str) -> bool:

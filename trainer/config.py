@@ -18,6 +18,7 @@ from trainer.errors import ConfigError
 from trainer.plan.batch import resolve_fixed
 from trainer.schema import rules
 from trainer.schema.check import check
+from trainer.schema.components import Accum, Component, Data
 from trainer.schema.faults import ancestors, clip, did_you_mean, flat, line, lookup, show
 from trainer.schema.keys import Key, describe
 from trainer.schema.sections import (
@@ -47,43 +48,6 @@ from trainer.schema.sections import (
 
 DEFAULT_STEPS = 40
 """Optimizer steps when neither `steps` nor `epochs` is set."""
-
-
-class Component(Section):
-    """A class that is named in the config, and what its constructor gets.
-
-    Attributes:
-        target: import path of the class.
-        params: constructor arguments.
-        name: the option it was chosen by, e.g. `gpt_tiny`; None for a class of one's own.
-        typed_target: the user named the class on their own command line or in their own
-            `--config-dir`, which is consent to run it. Never read from a file.
-    """
-
-    target: Annotated[str, HIDDEN] = Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)+$")
-    params: Annotated[dict[str, Any], HIDDEN] = Field(default_factory=dict)
-    name: Annotated[str | None, HIDDEN] = None
-    typed_target: Annotated[bool, HIDDEN] = False
-
-
-class Accum(Component):
-    """How a global batch is cut into micro-batches, and how their gradients are joined."""
-
-    gradient: Component = Field(description="how gradients of micro-batches become the step's")
-    buffer: Literal["native", "fp32"] = Field(
-        "native", description="dtype of the accumulated gradient"
-    )
-    packed: bool | Auto = Field(
-        "auto", description="lay documents end to end, for models that take cu_seqlens; auto: GPU"
-    )
-
-
-class Data(Component):
-    """The samples."""
-
-    on_bad: Literal["stop", "skip"] = Field(
-        "stop", description="skip: pass over bad records, up to 1 % of them, and list them"
-    )
 
 
 class RunConfig(Section):
@@ -144,13 +108,14 @@ class RunConfig(Section):
     )
     resume_allow: Words = Field((), description="keys of the step that a resumed run may change")
     run: Text | Words | None = Field(
-        None, description="run folder that evaluate, export and report read"
+        None, description="run folder that evaluate, export, report and verify read"
     )
     export: Export
     trust: Words = Field(
         (), description="packages that a recipe's _target_ may name; command line only"
     )
     choices: Annotated[dict[str, Any], HIDDEN] = Field(default_factory=dict)
+    config_dir: Annotated[str | None, HIDDEN] = None
 
     @property
     def total_steps(self) -> int | None:
@@ -226,6 +191,7 @@ def validate(
     typed_targets: Collection[str] = (),
     choices: Mapping[str, Any] | None = None,
     typed_keys: Collection[str] = (),
+    config_dir: str | None = None,
 ) -> RunConfig:
     """Turn a composed config into a valid one, or name everything that is wrong with it.
 
@@ -236,6 +202,7 @@ def validate(
         typed_targets: components whose class the user named themselves (`model`, `hooks`).
         choices: option of every group by the folder's name, `accum/gradient` too.
         typed_keys: dotted keys that the command line gives a value.
+        config_dir: folder of the user's own options.
 
     Raises:
         ConfigError: with one line per fault.
@@ -248,9 +215,13 @@ def validate(
     _give_way(tree, frozenset(typed_keys))
     _hear_wandb_mode(tree, base, typed_keys)
     try:
-        config = RunConfig.model_validate(_fields(tree, picked, typed_targets))
+        fields = _fields(tree, picked, typed_targets)
+        config = RunConfig.model_validate({**fields, "config_dir": config_dir})
     except ValidationError as error:
-        faults += [_fault(item, tree, picked) for item in error.errors(include_url=False)]
+        # What cannot be said yet has no type to conform to.
+        told = {_subject(fault) for fault in faults}
+        further = (_fault(item, tree, picked) for item in error.errors(include_url=False))
+        faults += [fault for fault in further if _subject(fault) not in told]
         raise ConfigError(*dict.fromkeys(faults)) from None
     if faults:
         raise ConfigError(*dict.fromkeys(faults))
@@ -260,10 +231,11 @@ def validate(
 def to_plain(config: RunConfig) -> dict[str, Any]:
     """Write a config as `config.yaml` holds it: as it was composed, with the options by name.
 
-    `trust` and the consent to classes of one's own stay out: a file cannot give them.
+    `trust` and the consent to classes of one's own stay out: a file cannot give them. So does
+    `--config-dir`, which is typed for a run and not part of it.
     """
     plain: dict[str, Any] = _plain(config)
-    del plain["trust"]
+    del plain["trust"], plain["config_dir"]
     return plain
 
 
@@ -292,14 +264,26 @@ def from_plain(
         raise ConfigError(*dict.fromkeys(faults)) from None
 
 
-def contract(config: RunConfig) -> dict[str, Any]:
-    """List what changes the step: flat, JSON-able, equal for every way to execute the run."""
+def contract(
+    config: RunConfig, *, has_batch_statistics: bool = False, ranks: int | None = None
+) -> dict[str, Any]:
+    """List what changes the step: flat, JSON-able, equal for every way to execute the run.
+
+    Args:
+        config: of the run.
+        has_batch_statistics: the model normalises over micro-batches, so that the cut is part of
+            the step, as it is of a mean of means.
+        ranks: number of ranks that share the cut, where it is known.
+    """
     plain = to_plain(config)
     tree = {key: plain[key] for key in STEP_KEYS}
     tree |= {"steps": config.total_steps, "epochs": config.epochs}
-    if config.batch.normalizer == "micro_batches":
-        # Alone among the normalizers, a mean of means depends on the cut.
-        tree["accum"] = plain["accum"]
+    is_micro = config.batchnorm.mode == "micro" or config.batch.normalizer == "micro_batches"
+    if has_batch_statistics or is_micro:
+        own = Accum.model_fields.keys() - Component.model_fields.keys()
+        tree["accum"] = {key: value for key, value in plain["accum"].items() if key not in own}
+        if ranks is not None:
+            tree["parallel"] = {"ranks": ranks}
     terms = flat(tree)
     terms.pop("data.on_bad")
     return terms
@@ -412,6 +396,11 @@ def _plain(value: Any) -> Any:  # noqa: ANN401
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return copy.deepcopy(value)
+
+
+def _subject(fault: str) -> str:
+    """Give the key and value that a line is about."""
+    return fault.partition(": ")[0]
 
 
 def _fault(item: Mapping[str, Any], tree: Mapping[str, Any], choices: Mapping[str, Any]) -> str:

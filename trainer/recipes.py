@@ -126,7 +126,7 @@ def read(path: Path) -> dict[str, Any]:
         raise ConfigError(clip(f"{path}: not UTF-8 text")) from None
     except yaml.MarkedYAMLError as error:
         raise ConfigError(clip(f"{path}{_place(error)}: {error.problem}")) from None
-    except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(clip(f"{path}: {error}")) from None
     faults = [*_header_faults(text), *vet(tree)]
     if faults:

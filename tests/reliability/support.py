@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from trainer.checkpoint.store import CheckpointStore, Loaded, verify
+from trainer.checkpoint.store import CheckpointStore, Loaded
+from trainer.checkpoint.verification import verify
 
 KEEP = 2
 

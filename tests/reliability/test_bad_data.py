@@ -22,6 +22,7 @@ import torch
 from tests.reliability import lab, toys
 from trainer import cli
 from trainer.config import RunConfig
+from trainer.errors import DataError
 
 TEXT = (
     "data=text",
@@ -121,10 +122,6 @@ def test_too_many_bad_records_are_not_passed_over(tmp_path: Path) -> None:
     assert_one_line(ended, "2 of 61 records are bad", f"{path}:8")
 
 
-def missing(folder: Path) -> Path:
-    return folder / "nowhere.jsonl"
-
-
 def empty_file(folder: Path) -> Path:
     (folder / "empty.txt").touch()
     return folder / "empty.txt"
@@ -160,7 +157,6 @@ def too_few(folder: Path) -> Path:
 
 
 PLACES: Mapping[Callable[[Path], Path], str] = {
-    missing: "nowhere.jsonl",
     empty_file: "empty.txt",
     blank_file: "blank.txt",
     empty_folder: "texts",
@@ -175,6 +171,11 @@ def test_a_place_without_usable_data_is_named(
 ) -> None:
     path = place(tmp_path)
     assert_one_line(lab.run(settings_of(path), tmp_path / "run"), PLACES[place])
+
+
+def test_a_path_that_leads_nowhere_is_named_before_there_is_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"nowhere\.jsonl"):
+        settings_of(tmp_path / "nowhere.jsonl")
 
 
 def test_data_that_do_not_fill_a_step_are_refused(tmp_path: Path) -> None:
@@ -237,6 +238,110 @@ def test_a_sample_that_is_wrong_is_named(kind: str, num_workers: int, tmp_path: 
     )
     ended = lab.run(settings, tmp_path / "run")
     assert_one_line(ended, "sample 11 of Broken")
+
+
+class Unmeasured:
+    """The same rows in a class that takes no split and states no lengths; some are bad."""
+
+    def __init__(self, kind: str = "raises", size: int = 203, bad: int = 1) -> None:
+        self.kind, self.bad, self.rows = kind, bad, toys.Rows(size)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        sample = dict(self.rows[index])
+        return WRONG[self.kind](sample) if 3 <= index < 3 + self.bad else sample
+
+
+class Sound(toys.Rows):
+    """What is left of `Broken` without its bad row."""
+
+    def __init__(self, kind: str = "", **more: Any) -> None:
+        super().__init__(**more)
+        self.kept = [i for i in range(len(self.lengths)) if i != 11 or self.split != "train"]
+        self.rows = toys.Rows(**more)
+        self.lengths = self.lengths[self.kept]
+
+    def __getitem__(self, index: int) -> Any:
+        return self.rows[self.kept[index]]
+
+
+def skipping(kind: str, *more: str, rows: str = "Broken") -> RunConfig:
+    return lab.config(
+        f"data._target_=tests.reliability.test_bad_data.{rows}",
+        f"data.kind={kind}",
+        "data.on_bad=skip",
+        *more,
+    )
+
+
+def trained(folder: Path) -> dict[str, Any]:
+    found = {n: value for n, value in lab.outcome(folder).items() if n not in ("meta", "ledger")}
+    return found | {"ids": [e["ids"] for e in lab.logged(folder)["ledger"] if e["step"]]}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_bad_sample_of_ones_own_data_is_as_if_it_were_not_there(
+    kind: str, tmp_path: Path
+) -> None:
+    ended = lab.run(skipping(kind), tmp_path / "run")
+    assert ended.code == 0, ended
+    assert "1 bad record is passed over" in " ".join(ended.screen.split())
+    first = lab.logged(tmp_path / "run")["ledger"][0]
+    assert (first["step"], first["bad_records"]) == (0, 1)
+    assert "sample 11 of Broken" in first["records"][0]
+    assert lab.run(skipping("", rows="Sound"), tmp_path / "sound").code == 0
+    lab.assert_same(trained(tmp_path / "run"), trained(tmp_path / "sound"), kind)
+
+
+def test_a_bad_sample_is_passed_over_again_on_resume_and_in_evaluations(tmp_path: Path) -> None:
+    settings = skipping("raises", "data.holdout=0.5", rows="Unmeasured")
+    assert lab.run(settings, tmp_path / "whole").code == 0
+    assert lab.run(settings, tmp_path / "run", after_step=lab.stop_at(3)).code == 75
+    ended = lab.go_on(settings, tmp_path / "run")
+    assert ended.code == 0, ended
+    lab.assert_same(lab.outcome(tmp_path / "run"), lab.outcome(tmp_path / "whole"), "resumed")
+    assert lab.logged(tmp_path / "run")["ledger"][0]["bad_records"] == 1
+
+
+def test_other_bad_samples_than_before_are_changed_data(tmp_path: Path) -> None:
+    settings = skipping("raises", rows="Unmeasured")
+    assert lab.run(settings, tmp_path, after_step=lab.stop_at(3)).code == 75
+    params = {**settings.data.params, "bad": 2}
+    data = settings.data.model_copy(update={"params": params})
+    changed = settings.model_copy(update={"data": data})
+    assert_one_line(lab.run(changed, tmp_path, resume=True), "resume_allow=[data]")
+
+
+def test_too_many_bad_samples_of_ones_own_data_are_not_passed_over(tmp_path: Path) -> None:
+    settings = skipping("raises", "+data.bad=3", rows="Unmeasured")
+    ended = lab.run(settings, tmp_path)
+    assert_one_line(ended, "3 of the first 6 samples are bad", "sample 3 of Unmeasured")
+
+
+def test_a_sample_that_goes_bad_later_ends_the_run_and_is_named(tmp_path: Path) -> None:
+    def spoil(step: int) -> None:
+        if step == 2:
+            shutil.move(tmp_path / "row", tmp_path / "gone")
+
+    (tmp_path / "row").touch()
+    settings = skipping("later", f"+data.path={tmp_path / 'row'}", rows="Fading")
+    ended = lab.run(settings, tmp_path / "run", after_step=spoil)
+    assert_one_line(ended, "of Fading", "gone bad")
+
+
+class Fading(toys.Rows):
+    """Rows that can be read as long as a file is there."""
+
+    def __init__(self, kind: str = "", path: str = "", **more: Any) -> None:
+        super().__init__(**more)
+        self.path = Path(path)
+
+    def __getitem__(self, index: int) -> Any:
+        if not self.path.exists():
+            raise OSError("gone bad")
+        return super().__getitem__(index)
 
 
 # Harness 22

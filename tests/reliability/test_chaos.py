@@ -23,7 +23,7 @@ from trainer import durable
 from trainer.checkpoint.store import CheckpointStore
 from trainer.config import RunConfig
 
-NUM_SCHEDULES = 15
+NUM_SCHEDULES = 6
 NUM_SCHEDULES_NIGHTLY = 2000
 MAX_OPERATIONS = 130
 """Durable operations of a whole run, about."""
@@ -149,8 +149,8 @@ def test_two_thousand_schedules_change_nothing(tmp_path: Path) -> None:
 def test_the_same_seed_gives_the_same_trace(tmp_path: Path) -> None:
     traces = []
     for number in range(2):
-        for case in range(3):
-            schedule = Schedule(Random(f"again:{case}"), tmp_path / f"run{number}{case}")
-            schedule.run()
-            traces.append(schedule.trace)
-    assert traces[:3] == traces[3:]
+        schedule = Schedule(Random("again"), tmp_path / f"run{number}")
+        schedule.run()
+        traces.append(schedule.trace)
+    assert traces[0]
+    assert traces[0] == traces[1]

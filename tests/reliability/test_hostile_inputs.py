@@ -75,6 +75,21 @@ RECIPES = {
     "a package that is Hydra's": "# @package hydra\ncallbacks: {x: {_target_: evil.Net}}",
     "a class of nobody's": "model: {_target_: evil.Net}",
     "a hook of nobody's": "hooks: [evil.Hook]",
+    "a hook that is none": "hooks: [trainer.plan.order.Order]",
+    "a hook of a library": "hooks: [torch.nn.Linear]",
+    "a function of a library": "model: {_target_: torch.nn.factory_kwargs, kwargs: {}}",
+    "a factory of a library": "optimizer: {_target_: torch.hub.load, repo_or_dir: evil/evil}",
+    "a class of a library that is no model": "model: {_target_: torch.nn.Parameter}",
+    "a class of a library that is no optimizer": "optimizer: {_target_: torch.optim.lr_scheduler}",
+    "a model for an optimizer": "optimizer: {_target_: torch.nn.Linear}",
+    "an optimizer for a model": "model: {_target_: torch.optim.SGD}",
+    "a model for data": "data: {_target_: torch.nn.Sequential}",
+    "an alias through a library": "model: {_target_: torch.nn.modules.module.warnings.warn}",
+    "a module of a library": "model: {_target_: torch.nn.functional}",
+    "a library's way to the network": (
+        "model: {_target_: transformers.AutoModel.from_pretrained, name: evil/evil}"
+    ),
+    "a library's pipeline": "model: {_target_: transformers.pipeline, task: evil}",
     "a hook that is a function": "hooks: [{_target_: os.mkdir, path: canary}]",
     "os.system": "model: {_target_: os.system, command: mkdir canary}",
     "subprocess": "optimizer: {_target_: subprocess.run, args: [mkdir, canary]}",
@@ -117,6 +132,18 @@ def test_a_recipe_runs_nothing_and_writes_nothing(
     own = [t for t in TINY if t.partition("=")[0].partition(".")[0] not in (said, "steps", "name")]
     argv = ["recipe=./friend.yaml", "steps=1", *own]
     assert_refused(argv, (2, 3, 4), tmp_path, capsys)
+
+
+def test_a_recipe_may_name_an_optimizer_of_pytorch(place: Path) -> None:
+    friend = (
+        "defaults: [{override /optimizer: own}]\n"
+        "optimizer: {_target_: torch.optim.SGD, lr: 0.1, momentum: 0.9}"
+    )
+    (place / "friend.yaml").write_text(friend)
+    assert cli.run(["recipe=./friend.yaml", *TINY]) == 0
+    (run,) = (place / "outputs").glob("*/*")
+    (manifest,) = run.glob("checkpoints/*/manifest.json")
+    assert '"SGD"' in manifest.read_text()
 
 
 def test_the_canary_sings(place: Path) -> None:

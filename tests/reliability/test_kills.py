@@ -20,7 +20,8 @@ import pytest
 
 from tests.reliability import lab
 from tests.reliability.support import cases, replay
-from trainer.checkpoint.store import CheckpointStore, verify
+from trainer.checkpoint.store import CheckpointStore
+from trainer.checkpoint.verification import verify
 from trainer.report import journal
 
 VARIANTS: tuple[tuple[str, ...], ...] = (
@@ -29,7 +30,7 @@ VARIANTS: tuple[tuple[str, ...], ...] = (
     ("checkpoint.asynchronous=true", "checkpoint.every=2"),
     ("data.faults=['3:loss:nan','5:oom']", "model.dropout=0.2"),
 )
-NUM_KILLS = 24
+NUM_KILLS = 12
 NUM_KILLS_NIGHTLY = 2000
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")

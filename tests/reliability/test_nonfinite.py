@@ -97,6 +97,18 @@ def test_too_many_in_a_row_end_the_run_saved_and_finite(tmp_path: Path) -> None:
     assert lab.run(one_apart, tmp_path / "apart").code == 0
 
 
+def test_steps_in_a_row_are_counted_on_over_a_resumption(tmp_path: Path) -> None:
+    settings = lab.config("nonfinite.limit=3", "steps=7")
+    ids = [entry["ids"][0] for entry in _ledger(lab.config("steps=7"), tmp_path / "clean")]
+    faulty = lab.with_faults(settings, *(f"{ids[step]}:loss:nan" for step in (2, 3, 4)))
+    ended = lab.run(faulty, tmp_path / "run", after_step=lab.stop_at(4))
+    assert ended.code == 75
+    ended = lab.run(faulty, tmp_path / "run", resume=True)
+    assert ended.code == 6, ended
+    assert "step 5" in ended.error
+    assert "3 steps in a row" in ended.error
+
+
 def _ledger(settings: RunConfig, folder: Path) -> list[dict[str, Any]]:
     assert lab.run(settings, folder).code == 0
     found: list[dict[str, Any]] = lab.logged(folder)["ledger"]
@@ -122,6 +134,32 @@ def test_weights_that_became_infinite_are_never_saved(
     assert ended.code == 6
     assert "head.weight" in ended.error
     assert CheckpointStore(tmp_path / "checkpoints").load().step == 2
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("name", ["calls", "mask"])
+def test_buffers_that_became_infinite_are_never_saved_and_masks_are(
+    name: str, value: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def spoil(step: int) -> None:
+        if step == 3:
+            getattr(nets[-1], name).fill_(value)
+
+    init = toys.Net.__init__
+    nets: list[toys.Net] = []
+
+    def masked(net: toys.Net, width: int = 8) -> None:
+        init(net, width)
+        net.register_buffer("mask", torch.tensor([0.0, -math.inf, math.nan]))
+        nets.append(net)
+
+    monkeypatch.setattr(toys.Net, "__init__", masked)
+    ended = lab.run(lab.config("steps=5"), tmp_path, after_step=spoil)
+    assert ended.code == 6, ended
+    assert f"model.{name} not finite" in ended.error
+    assert "\n" not in ended.error
+    assert CheckpointStore(tmp_path / "checkpoints").load().step == 2
+    assert lab.run(lab.config("steps=5"), tmp_path, resume=True).code == 0
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

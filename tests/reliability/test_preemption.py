@@ -11,18 +11,30 @@ import ast
 import os
 import signal
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.reliability import lab, toys
 from tests.reliability.support import cases, replay
-from trainer.checkpoint.store import CheckpointStore, verify
+from trainer import loop, signals
+from trainer.checkpoint.status import read_status
+from trainer.checkpoint.store import CheckpointStore
+from trainer.checkpoint.verification import verify
+from trainer.commands import train
+from trainer.data import text
+from trainer.tune import tuner
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-NUM_SIGNALS = 12
+NUM_SIGNALS = 6
 NUM_SIGNALS_NIGHTLY = 90
-GRACE_S = 2.0
+NUM_RANK_SIGNALS = 1
+NUM_RANK_SIGNALS_NIGHTLY = 60
+AT_ONCE_S = 20.0
+"""What a busy machine may need for what takes milliseconds; what it is told from takes a minute."""
+
 STEP_S = 0.05
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
@@ -56,7 +68,7 @@ def send_signals(count: int, tmp_path: Path) -> None:
         with lab.timed() as took:
             child.kill(number)
             code = child.wait()
-            assert took() < GRACE_S, replay(case)
+            assert took() < AT_ONCE_S, replay(case)
         assert code in (0, 75), f"{replay(case)}: {code} {log.read_text()}"
         if code == 75:
             stopped += 1
@@ -80,6 +92,85 @@ def test_ninety_signals_change_nothing(tmp_path: Path) -> None:
     send_signals(NUM_SIGNALS_NIGHTLY, tmp_path)
 
 
+def _text(folder: Path) -> tuple[str, ...]:
+    (folder / "corpus.txt").write_text("\n\n".join(f"document number {i}" for i in range(60)))
+    return (
+        "data=text",
+        f"data.path={folder / 'corpus.txt'}",
+        "data.max_length=24",
+        "model.vocabulary=258",
+        "steps=2",
+    )
+
+
+def _while_indexing(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(text, "_checked", _after(_once(signal.SIGTERM), text._checked))
+
+
+def _while_measuring(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(toys, "on_read", _once(signal.SIGUSR1))
+
+
+def _while_tuning(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(toys, "on_call", _once(signal.SIGUSR1))
+
+
+def _while_predicting(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(tuner, "corner_shapes", _after(_once(signal.SIGTERM), tuner.corner_shapes))
+
+
+def _in_the_first_step(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(loop, "train_step", _after(_once(signal.SIGTERM), loop.train_step))
+
+
+def _while_saving(patch: pytest.MonkeyPatch) -> None:
+    commit = CheckpointStore._commit
+    patch.setattr(CheckpointStore, "_commit", _after(_once(signal.SIGTERM), commit))
+
+
+UNMEASURED = "data._target_=tests.reliability.test_bad_data.Unmeasured"
+TUNED = ("accum=auto", "accum.micro=null")
+STAGES: Mapping[str, tuple[Callable[[pytest.MonkeyPatch], None], tuple[str, ...], int | None]] = {
+    "indexing a corpus": (_while_indexing, ("data=text",), None),
+    "measuring samples": (_while_measuring, (UNMEASURED, "+data.bad=0"), None),
+    "looking for bad samples": (_while_measuring, (UNMEASURED, "data.on_bad=skip"), None),
+    "predicting memory": (_while_predicting, TUNED, None),
+    "tuning": (_while_tuning, TUNED, None),
+    "the first step": (_in_the_first_step, (), 1),
+    "saving": (_while_saving, (), 2),
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_signal_at_any_stage_ends_in_a_run_that_goes_on(
+    stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nothing was saved, going on is to begin again, in the same folder."""
+    strike, more, step = STAGES[stage]
+    if "data=text" in more:
+        more = _text(tmp_path)
+    settings = lab.config.__wrapped__(*more)
+    monkeypatch.setenv("TRAIN_CACHE", str(tmp_path / "cache"))
+    with monkeypatch.context() as patch:
+        strike(patch)
+        ended = lab.run(settings, tmp_path / "run")
+    assert ended.code == 75, ended
+    saved = CheckpointStore(tmp_path / "run" / "checkpoints").steps()
+    assert saved == ([] if step is None else [step])
+    assert (lab.status(tmp_path / "run")["step"], (tmp_path / "run" / "errors").exists()) == (
+        step or 0,
+        False,
+    )
+    assert step is not None or f"resume={tmp_path / 'run'}" in ended.error
+    assert lab.run(settings, tmp_path / "undisturbed").code == 0
+    assert lab.go_on(settings, tmp_path / "run").code == 0
+    found, expected = lab.outcome(tmp_path / "run"), lab.outcome(tmp_path / "undisturbed")
+    if more == TUNED:  # timings differ, and with them the cut
+        assert found["ledger"] == expected["ledger"]
+    else:
+        lab.assert_same(found, expected, stage)
+
+
 def test_a_signal_before_the_first_step_leaves_a_checkpoint_of_step_zero(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,16 +185,13 @@ def test_a_signal_before_the_first_step_leaves_a_checkpoint_of_step_zero(
     lab.assert_same(lab.outcome(tmp_path / "run"), lab.outcome(tmp_path / "undisturbed"), "start")
 
 
-def test_a_signal_while_tuning_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRAIN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(toys, "on_call", _once(signal.SIGUSR1))
-    settings = lab.config("accum=auto", "accum.micro=null")
-    ended = lab.run(settings, tmp_path / "run")
-    assert ended.code == 75
-    assert "before the first step" in ended.error
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()
-    monkeypatch.setattr(toys, "on_call", None)
-    assert lab.go_on(settings, tmp_path / "run").code == 0
+def test_a_signal_when_all_is_done_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strike = _after(_once(signal.SIGTERM), train.summarize_end)
+    monkeypatch.setattr(train, "summarize_end", strike)
+    assert lab.run(lab.config(), tmp_path).code == 0
+    assert lab.status(tmp_path)["state"] == "completed"
 
 
 @pytest.mark.parametrize("at", [3, 7])
@@ -134,7 +222,7 @@ def test_a_signal_within_an_evaluation_ends_it_and_it_is_made_up_for(
     lab.assert_same(lab.outcome(tmp_path / "run"), lab.outcome(tmp_path / "undisturbed"), "eval")
 
 
-def _once(number: int) -> object:
+def _once(number: int) -> Callable[..., None]:
     sent: list[int] = []
 
     def send(*_: object) -> None:
@@ -143,6 +231,14 @@ def _once(number: int) -> object:
             os.kill(os.getpid(), number)
 
     return send
+
+
+def _after(strike: Callable[..., None], work: Callable[..., Any]) -> Callable[..., Any]:
+    def struck(*args: Any, **kwargs: Any) -> Any:
+        strike()
+        return work(*args, **kwargs)
+
+    return struck
 
 
 def test_loading_processes_ignore_what_reaches_the_whole_group(tmp_path: Path) -> None:
@@ -176,15 +272,146 @@ def test_a_second_signal_stops_at_once_and_harms_nothing(number: int, tmp_path: 
     child = lab.fork(lambda: lab.run(settings, tmp_path / "run", after_step=hang).code)
     wait_for(tmp_path / "hangs", child)
     child.kill(signal.SIGTERM)
-    time.sleep(0.1)
+    time.sleep(2.5 * signals.TOGETHER_S)
     assert not child.has_ended()
     with lab.timed() as took:
         child.kill(number)
         assert child.wait() == -number
-        assert took() < 1.0
+        assert took() < AT_ONCE_S
     store = CheckpointStore(tmp_path / "run" / "checkpoints")
     assert [verify(store.path(step)).step for step in store.steps()] == [2, 4]
     assert lab.go_on(settings, tmp_path / "run").code == 0
+
+
+def test_the_status_of_a_run_moves_at_checkpoints_and_evaluations(tmp_path: Path) -> None:
+    """Checkpoints are due every 2 steps, evaluations every 3; step 5 is the killed one's last."""
+    seen: list[int] = []
+
+    def look(step: int) -> None:
+        seen.append(lab.status(tmp_path)["step"])
+        if step == 5:
+            assert seen == [0, 0, 2, 3, 4]
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def look_on(step: int) -> None:
+        seen.append(lab.status(tmp_path)["step"])
+
+    settings = lab.config()
+    assert lab.fork(lambda: lab.run(settings, tmp_path, after_step=look).code).wait() == -9
+    assert lab.status(tmp_path) | {"reason": None} == {
+        "state": "running",
+        "exit_code": None,
+        "step": 4,
+        "reason": None,
+    }
+    assert read_status(tmp_path)["state"] == "failed"
+    del seen[:]
+    assert lab.run(settings, tmp_path, resume=True, after_step=look_on).code == 0
+    assert seen == [4, 4, 6]
+    assert lab.status(tmp_path)["step"] == 7
+
+
+RANKS = (
+    "model._target_=tests.reliability.rank_toys.Net",
+    "model.dropout=0.2",
+    "parallel.ranks=2",
+    "parallel=ddp",
+    "hooks=[]",
+)
+
+
+def stopped_alike(folder: Path) -> int:
+    """The step after which all ranks stopped: what is saved, and what is logged."""
+    (status, steps) = lab.status(folder), CheckpointStore(folder / "checkpoints").steps()
+    assert (status["state"], status["exit_code"]) == ("preempted", 75)
+    assert status["step"] == steps[-1]
+    assert not (folder / "errors").exists()
+    return int(steps[-1])
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the undisturbed run of two ranks leaves."""
+    folder = tmp_path_factory.mktemp("ranks")
+    assert lab.run(lab.config(*RANKS), folder / "run").code == 0
+    return lab.outcome(folder / "run", rng=False)
+
+
+@pytest.mark.parametrize(
+    ("strike", "step"),
+    [
+        ("SIGTERM@update:3@1", 3),
+        pytest.param("SIGUSR1@evaluation:3@1", 3, marks=pytest.mark.nightly),
+        pytest.param("SIGINT@saving:2@0", 2, marks=pytest.mark.nightly),
+    ],
+)
+def test_a_signal_to_one_rank_stops_all_at_the_same_step(
+    strike: str,
+    step: int,
+    two_ranks: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("STRIKES", strike)
+    monkeypatch.setenv("MARKS", str(tmp_path))
+    ended = lab.run(lab.config(*RANKS), tmp_path / "run")
+    assert ended.code == 75, ended
+    assert stopped_alike(tmp_path / "run") == step
+    assert lab.go_on(lab.config(*RANKS), tmp_path / "run").code == 0
+    lab.assert_same(lab.outcome(tmp_path / "run", rng=False), two_ranks, strike)
+
+
+def same_as(expected: dict[str, Any], found: dict[str, Any], about: str) -> None:
+    """Compare, the settings of pauses and workers aside."""
+    lab.assert_same(found | {"meta": ""}, expected | {"meta": ""}, about)
+
+
+def signal_ranks(count: int, expected: dict[str, Any], tmp_path: Path) -> None:
+    stopped = 0
+    for case, chance in cases(count):
+        folder, number = tmp_path / f"run{case}", SIGNALS[case % len(SIGNALS)]
+        settings = lab.config(*RANKS, "model.pause=0.02", "num_workers=1")
+        child = lab.fork(lambda f=folder, s=settings: lab.run(s, f).code, tmp_path / "log")
+        wait_for(folder / ("status.json" if case % 2 else "metrics.jsonl"), child)
+        time.sleep(chance.uniform(0, 0.3 if case % 2 == 0 else 3))
+        child.kill(number)
+        code = child.wait()
+        assert code in (0, 75), f"{replay(case)}: {code} {(tmp_path / 'log').read_text()}"
+        if code == 75 and CheckpointStore(folder / "checkpoints").steps():
+            stopped_alike(folder)
+        stopped += code == 75
+        assert lab.go_on(settings, folder).code == 0
+        same_as(expected, lab.outcome(folder, rng=False), replay(case))
+    print(f"{count} signals to two ranks, {stopped} stopped and resumed, all equal")
+
+
+def test_a_signal_to_all_ranks_stops_them_at_the_same_step(
+    two_ranks: dict[str, Any], tmp_path: Path
+) -> None:
+    signal_ranks(NUM_RANK_SIGNALS, two_ranks, tmp_path)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+def test_sixty_signals_to_two_ranks_change_nothing(
+    two_ranks: dict[str, Any], tmp_path: Path
+) -> None:
+    signal_ranks(NUM_RANK_SIGNALS_NIGHTLY, two_ranks, tmp_path)
+
+
+def test_a_second_signal_ends_all_ranks_at_once(tmp_path: Path) -> None:
+    settings = lab.config(*RANKS, "model.pause=60", "checkpoint.every=1")
+    child = lab.fork(lambda: lab.run(settings, tmp_path / "run").code)
+    wait_for(tmp_path / "run" / "plan.json", child)
+    time.sleep(0.5)
+    child.kill(signal.SIGTERM)
+    time.sleep(2.5 * signals.TOGETHER_S)
+    assert not child.has_ended()
+    with lab.timed() as took:
+        child.kill(signal.SIGTERM)
+        assert child.wait() not in (0, 75)
+        assert took() < AT_ONCE_S
+    assert lab.status(tmp_path / "run")["exit_code"] == 130
 
 
 def handlers(source: str) -> list[ast.FunctionDef]:
@@ -201,8 +428,10 @@ def handlers(source: str) -> list[ast.FunctionDef]:
     return [function for function in functions if function.name in named]
 
 
-FLAG_ONLY = {"signal.signal"}
-FORWARDS = FLAG_ONLY | {"touch", "read", "send_signal", "suppress", "contextlib.suppress"}
+FLAG_ONLY = {"signal.signal", "time.sleep"}
+"""A handler sets a flag, and a little later lets the next signal end the process."""
+
+FORWARDS = FLAG_ONLY | {"time.monotonic", "touch", "signal"}
 """What a supervisor, which computes and saves nothing, does to tell the ranks."""
 
 
@@ -218,7 +447,7 @@ def does_too_much(handler: ast.FunctionDef, allowed: set[str]) -> list[str]:
 def test_a_handler_does_nothing_but_set_a_flag() -> None:
     found = {path.name: handlers(path.read_text()) for path in (lab.ROOT / "trainer").rglob("*.py")}
     found = {name: functions for name, functions in found.items() if functions}
-    assert "session.py" in found
+    assert "signals.py" in found
     for name, functions in found.items():
         allowed = FORWARDS if name == "supervise.py" else FLAG_ONLY
         assert [call for handler in functions for call in does_too_much(handler, allowed)] == []

@@ -19,9 +19,12 @@ import torch
 from tests.reliability import lab, test_chaos, test_full_disk, test_nonfinite
 from tests.reliability.test_bad_data import (
     change_one_byte,
-    test_data_that_changed_are_refused_on_resume,
 )
-from trainer import loop, saves, step
+from tests.reliability.test_bad_data import (
+    test_data_that_changed_are_refused_on_resume as refuses_changed_data,
+)
+from trainer import loop, parallel, saves, step
+from trainer.accumulate import snapshot
 from trainer.accumulate import sum as summing
 from trainer.checkpoint import state, store
 from trainer.commands import prepare, train
@@ -122,7 +125,7 @@ def tail(place: Path) -> None:
 
 def fingerprinted(place: Path) -> None:
     place.mkdir()
-    test_data_that_changed_are_refused_on_resume(change_one_byte, place)
+    refuses_changed_data(change_one_byte, place)
 
 
 def rng_is_not_restored(patch: Patch) -> None:
@@ -182,18 +185,16 @@ def a_step_that_is_not_finite_counts(patch: Patch) -> None:
 
 
 def a_skipped_step_leaves_its_buffers(patch: Patch) -> None:
-    patch.setattr(step, "_undo", lambda model, buffers: model.drop_gradients())
+    patch.setattr(snapshot.Snapshot, "restore", lambda kept: None)
 
 
 def a_skipped_step_leaves_its_gradient(patch: Patch) -> None:
-    def undo(model: Any, buffers: Any) -> None:
+    def leave(model: Any) -> None:
         for parameter in model.module.parameters():
             if parameter.grad is not None:
                 parameter.grad.fill_(1e-3)
-        for buffer, saved in zip(model.module.buffers(), buffers, strict=True):
-            buffer.copy_(saved)
 
-    patch.setattr(step, "_undo", undo)
+    patch.setattr(parallel.Replicated, "drop_gradients", leave)
 
 
 def the_tail_is_scaled_like_a_full_batch(patch: Patch) -> None:
@@ -244,11 +245,15 @@ def pruning_keeps_too_little(patch: Patch) -> None:
 
 def a_last_save_may_fail(patch: Patch) -> None:
     save = saves.Saves.save
-    patch.setattr(saves.Saves, "save", lambda self, tokens, is_last=False: save(self, tokens))
+
+    def may_fail(own: Any, tokens: int, failures: int, *, is_last: bool = False) -> None:
+        save(own, tokens, failures)
+
+    patch.setattr(saves.Saves, "save", may_fail)
 
 
 def fingerprints_are_not_compared(patch: Patch) -> None:
-    patch.setattr(train, "_check_data", lambda parts, extra: None)
+    patch.setattr(train, "_check_step", lambda parts, extra: None)
 
 
 def killed_later(place: Path) -> None:

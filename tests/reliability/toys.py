@@ -121,7 +121,7 @@ class Net(nn.Module):
         if self.training:
             self.calls += 1
             if fault is not None:
-                logits = _struck(logits, fault)
+                logits = struck(logits, fault)
         return logits
 
 
@@ -138,7 +138,7 @@ class _Poisoned(torch.autograd.Function):
         return torch.full_like(gradient, context.poison), None
 
 
-def _struck(logits: Tensor, fault: Tensor) -> Tensor:
+def struck(logits: Tensor, fault: Tensor) -> Tensor:
     names = [list(FAULTS)[int(code)] for code in fault if code >= 0]
     for name in names:
         if name == "oom" and len(fault) > 1:

@@ -10,25 +10,22 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from trainer import __version__
 from trainer.cli.argv import Request, split
-from trainer.cli.ending import FULL_ERROR, complain, rank, say_crash
-from trainer.errors import ConfigError, Preempted, TrainError
+from trainer.cli.ending import FULL_ERROR, complain, is_led, say_crash
+from trainer.errors import INTERRUPTED, ConfigError, Preempted, TrainError
+from trainer.signals import unheard
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from trainer.cli.compose import Composer
     from trainer.cli.prepare import Ready, Sweep
-
-INTERRUPTED = 130
-"""Exit code after Ctrl-C where there is nothing to save."""
-
 
 _LOGGING = "hydra/hydra_logging"
 
@@ -125,16 +122,17 @@ def _run(argv: Sequence[str]) -> int:
 
 
 def _run_single(request: Request, lines: Sequence[str], composer: Composer) -> int:
-    from trainer.cli.prepare import prepare_run  # noqa: PLC0415
-    from trainer.cli.start import launch_and_tell, start  # noqa: PLC0415
+    with unheard():
+        from trainer.cli.prepare import prepare_run  # noqa: PLC0415
+        from trainer.cli.start import launch_and_tell, start  # noqa: PLC0415
 
-    ready = prepare_run(lines, composer)
+        ready = prepare_run(lines, composer)
     if "--cfg" in request.flags:
         return _ask_hydra([*request.hydra_flags(), *ready.job.lines])
     if ready.done is not None:
         sys.stdout.write(f"{ready.done}\n")
         return 0
-    if rank() > 0:
+    if is_led(ready.job.config):
         # The first rank makes the folder, and tells the others which it is.
         return launch_and_tell(ready.job.config, ready.job.folder)
     return start(ready, composer)
@@ -145,7 +143,14 @@ def _run_sweep(request: Request, lines: Sequence[str], composer: Composer) -> in
 
     if "LOCAL_RANK" in os.environ or os.environ.get("WORLD_SIZE", "1") != "1":
         raise ConfigError("-m: a sweep starts its own ranks; run it without torchrun")
-    sweep = prepare_sweep(lines, composer)
+    with unheard():
+        sweep = prepare_sweep(lines, composer)
+    has_launcher = any("hydra/launcher=" in line for line in sweep.lines)
+    if not has_launcher and any(ready.job.config.parallel.nodes > 1 for ready in sweep.ready):
+        raise ConfigError(
+            "-m: jobs over several nodes need a launcher that starts them there, such as "
+            "hydra/launcher=submitit_slurm"
+        )
     codes: list[int] = []
     flags = [flag for flag in request.hydra_flags() if flag != "--multirun"]
     quiet = [] if any(_LOGGING in line for line in sweep.lines) else [f"{_LOGGING}=none"]
@@ -214,15 +219,17 @@ def _run_job(lines: Sequence[str], folder: Path, ready: Ready | None, composer: 
         The exit code.
     """
     from trainer.cli.prepare import prepare_job  # noqa: PLC0415
-    from trainer.cli.start import launch_and_tell, write_config  # noqa: PLC0415
+    from trainer.cli.start import launch_and_tell, must_stage, write_config  # noqa: PLC0415
+    from trainer.record import staged  # noqa: PLC0415
 
     if ready is not None and ready.done is not None:
         sys.stdout.write(f"{ready.done}\n")
         return 0
     try:
         config = prepare_job(lines, composer) if ready is None else ready.job.config
-        write_config(config, folder)
-        return launch_and_tell(config, folder)
+        with staged(folder) if must_stage(config, folder) else nullcontext(folder) as records:
+            write_config(config, records)
+            return launch_and_tell(config, folder)
     except TrainError as error:
         return complain(error)
 
@@ -306,4 +313,5 @@ def _composer(request: Request) -> Composer:
 def _make_importable(folder: Path) -> None:
     """Let `_target_` name a module of a folder, here and in the processes that are started."""
     if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
+        # Last, so that a file named like an installed package is not taken for it.
+        sys.path.append(str(folder))

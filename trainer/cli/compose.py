@@ -28,6 +28,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer import recipes
+from trainer.cli.places import refuse_missing
 from trainer.cli.settings import (
     RECIPE,
     TARGET,
@@ -38,8 +39,9 @@ from trainer.cli.settings import (
     secret_fault,
     tell_apart,
 )
-from trainer.config import COMPONENTS, KEYS, Component, RunConfig, validate
+from trainer.config import COMPONENTS, KEYS, RunConfig, validate
 from trainer.errors import ConfigError
+from trainer.schema.components import LIBRARIES, Component
 from trainer.schema.faults import clip, did_you_mean, flat, lookup
 from trainer.schema.sections import SHARED_KEYS
 
@@ -150,7 +152,11 @@ class Composer:
     def _list(self, path: str, kind: ObjectType, searchpath: Sequence[str]) -> list[str]:
         loader = GlobalHydra.instance().config_loader()
         if searchpath or self.config_folder != recipes.data_dir("conf"):
-            return sorted(loader.get_group_options(path, kind, self.config_name, list(searchpath)))
+            typed = list(searchpath)
+            try:
+                return sorted(loader.get_group_options(path, kind, self.config_name, typed))
+            except ComposeError as error:
+                raise ConfigError(*explain(error)) from error
         # Hydra's way reads the primary config once for every folder: 60 ms more.
         sources = [s for s in loader.get_sources() if s.provider not in ("hydra", "schema")]
         return sorted({name for s in sources if s.is_group(path) for name in s.list(path, kind)})
@@ -178,6 +184,7 @@ class Composer:
 
         Raises:
             ConfigError: one line per fault.
+            TrainError: what the config names is not there; see `refuse_missing`.
         """
         told = tell_apart(overrides, groups)
         faults = list(told.faults)
@@ -198,12 +205,14 @@ class Composer:
                 typed_targets=_typed_targets(consented) | _own_targets(full, tree),
                 choices=dict(full.hydra.runtime.choices),
                 typed_keys=typed,
+                config_dir=None if self.own_folder is None else str(self.own_folder),
             )
         except ConfigError as error:
             raise ConfigError(*_unique([*faults, *error.faults])) from None
         faults += _trust_faults(config)
         if faults:
             raise ConfigError(*_unique(faults))
+        refuse_missing(config)
         known = flat(examples)
         return Job(
             config=config,
@@ -362,7 +371,9 @@ def _trust_faults(config: RunConfig) -> list[str]:
             f"yourself, or trust its package: trust=[{component.target.partition('.')[0]}]"
         )
         for path, component in components.items()
-        if not component.typed_target and component.target.partition(".")[0] not in allowed
+        if not component.typed_target
+        and component.target.partition(".")[0] not in allowed
+        and component.target.rpartition(".")[0] not in LIBRARIES.get(path, ())
     ]
 
 

@@ -7,10 +7,15 @@ import sys
 import traceback
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trainer import durable
 from trainer.errors import Preempted, TrainError
-from trainer.schema.faults import without_secrets
+from trainer.membership import node_of, task
+from trainer.schema.secrets import without_secrets
+
+if TYPE_CHECKING:
+    from trainer.config import RunConfig
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
 """Environment variable, as Hydra has it: 1 shows full tracebacks."""
@@ -20,8 +25,13 @@ _SHOWN_FRAMES = 3
 
 def rank() -> int:
     """This process among those that torchrun or a cluster started; 0 where we start our own."""
-    typed = os.environ.get("RANK", "0")
-    return int(typed) if typed.isdecimal() else 0
+    return task()
+
+
+def is_led(config: RunConfig) -> bool:
+    """Whether another process of the same command makes the run folder, and tells this one."""
+    parallel = config.parallel
+    return rank() > 0 or node_of(parallel.node, parallel.nodes) > 0
 
 
 def complain(error: TrainError) -> int:

@@ -18,6 +18,7 @@ from omegaconf import open_dict
 from trainer import recipes
 from trainer.cli import replay
 from trainer.cli.compose import Composer, Job
+from trainer.cli.ending import is_led
 from trainer.cli.settings import (
     Groups,
     Told,
@@ -33,6 +34,7 @@ from trainer.cli.settings import (
 from trainer.config import RunConfig, contract, contract_diff, from_plain
 from trainer.errors import ConfigError
 from trainer.schema.faults import clip
+from trainer.schema.faults import line as fault
 
 READING = frozenset({"evaluate", "export", "report"})
 """Commands that work on a run that is there, and make no folder."""
@@ -50,12 +52,14 @@ class Ready:
         makes_folder: it writes a config of its own; not so where a run is only read.
         is_resumed: it goes on in a folder that is there.
         done: why there is nothing to do, or `None`.
+        note: what is to be said before the run starts, or `None`.
     """
 
     job: Job
     makes_folder: bool = True
     is_resumed: bool = False
     done: str | None = None
+    note: str | None = None
 
 
 @final
@@ -134,7 +138,11 @@ class Preparation:
             ConfigError: one line per fault.
             NoCheckpointError: the run to go on with, or to read, is not there.
         """
-        command, resume = _value(overrides, "command"), _value(overrides, "resume")
+        command = _word(overrides, "command")
+        if command == "verify":
+            # It begins where the run is, and in a folder of its own, as with `resume=`.
+            overrides = [_renamed(each, "run", "resume") for each in overrides]
+        resume = _word(overrides, "resume")
         if command in READING and _value(overrides, "run") is not None:
             return self._reading(overrides)
         run = self._to_resume(overrides, resume)
@@ -143,7 +151,8 @@ class Preparation:
                 return self._resumed(overrides, run, keeps_folder=command not in _LOOKING)
         job = self.composer.check(_without(overrides, "resume"), self.groups)
         begins_again = resume == replay.AUTO and not replay.can_go_on(job.folder)
-        if (job.folder / "config.yaml").exists() and not begins_again:
+        is_there = (job.folder / "config.yaml").exists() and not is_led(job.config)
+        if is_there and not begins_again:
             raise ConfigError(
                 clip(
                     f"hydra.run.dir={job.folder}: holds a run; resume={job.folder} goes on with it"
@@ -215,15 +224,22 @@ class Preparation:
 
     def _resumed(self, overrides: Sequence[Override], run: Path, *, keeps_folder: bool) -> Ready:
         """Prepare a run that goes on from another's state, in its folder or in one of its own."""
-        old = replay.saved_overrides(run)
-        asked = _without(overrides, "resume", "hydra.run.dir")
+        old, is_begun = replay.saved_overrides(run), replay.has_checkpoint(run)
+        # The same command as before, with `resume=auto`, may name the weights the run began with.
+        begun = ("init",) if is_begun and _value(overrides, "resume") == replay.AUTO else ()
+        asked = _without(overrides, "resume", "hydra.run.dir", *begun)
         merged = replay.merge(old, asked, self.groups)
+        resume = [read(f"resume={quote(run)}")] if is_begun else []
         job = self.composer.check(
-            [*merged, read(f"resume={quote(run)}")], self.groups, replayed=_from(old, asked, merged)
+            [*merged, *resume], self.groups, replayed=_from(old, asked, merged)
         )
         _refuse_another_step(run, job)
         if not keeps_folder:
             return Ready(job=_pinned(job, job.folder))
+        if not is_begun:
+            _refuse_other_weights(run, job)
+            note = f"{run} was stopped before its first step; it begins again"
+            return Ready(job=_pinned(job, run, replay.next_subfolder(run)), note=note)
         done = None
         if replay.is_finished(run, job.config):
             done = f"{run} is done after step {replay.saved_step(run)}; steps=N asks for more"
@@ -250,9 +266,19 @@ class Preparation:
             raise ConfigError(*error.faults, clip(hint)) from None
 
     def _reading(self, overrides: Sequence[Override]) -> Ready:
-        """Prepare a command that works on runs which are there."""
+        """Prepare a command that works on runs which are there.
+
+        Raises:
+            ConfigError: `run` names none, or as `_read` does.
+        """
         named = _value(overrides, "run")
-        runs = [replay.find(run, "run") for run in (named if isinstance(named, list) else [named])]
+        if named == replay.AUTO:
+            outlook = self.composer.look_ahead(_without(overrides, "run"), self.groups)
+            named = str(replay.newest_to_read(outlook.outputs, outlook.name))
+        listed = named if isinstance(named, list) else [named]
+        if not listed or not all(isinstance(run, str) and run for run in listed):
+            raise ConfigError(fault("run", named, "must be a run folder, as in ./1, or a list"))
+        runs = [replay.find(run, "run") for run in listed]
         with self._hinting(runs[0]):
             return self._read(overrides, runs, named)
 
@@ -323,7 +349,7 @@ def _search_path(overrides: Sequence[Override]) -> list[str]:
 
 def _in_sweep(job: Job, lines: tuple[str, ...], folder: Path, *, goes_on: bool) -> Ready:
     """Place a checked job in the sweep folder, where it may have been before."""
-    is_resumed = goes_on and replay.can_go_on(folder)
+    is_resumed = goes_on and replay.has_checkpoint(folder)
     done = None
     config = job.config
     if is_resumed:
@@ -352,6 +378,17 @@ def _refuse_another_step(run: Path, job: Job) -> None:
         raise ConfigError(*faults)
 
 
+def _refuse_other_weights(run: Path, job: Job) -> None:
+    """Let a run begin again with the weights it was to begin with; its folder cannot name them.
+
+    Raises:
+        ConfigError: they are not typed again.
+    """
+    before = replay.saved_config(run).get("init")
+    if before is not None and job.config.init is None:
+        raise ConfigError(clip(f"init: the run was to begin with init={before}; type it again"))
+
+
 def _from(
     old: Sequence[Override], asked: Sequence[Override], merged: Sequence[Override]
 ) -> list[Override]:
@@ -361,12 +398,35 @@ def _from(
 
 
 def _value(overrides: Sequence[Override], key: str) -> Any:  # noqa: ANN401 - settings hold any value
-    found = [o.value() for o in overrides if o.key_or_group == key and not o.is_sweep_override()]
+    found = [o.value() for o in overrides if _is_of(o, key) and not o.is_sweep_override()]
     return found[-1] if found else None
 
 
+def _word(overrides: Sequence[Override], key: str) -> str | None:
+    """The value of a key that takes a word.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    value = _value(overrides, key)
+    if value is None or (isinstance(value, str) and value):
+        return value
+    kind = "a run folder, as in ./1, or auto" if key == "resume" else "the name of a command"
+    raise ConfigError(fault(key, value, f"must be {kind}"))
+
+
+def _renamed(override: Override, old: str, new: str) -> Override:
+    """Give an override of one key to another."""
+    line = override.input_line or ""
+    return read(f"{new}{line.removeprefix(old)}") if override.key_or_group == old else override
+
+
 def _without(overrides: Sequence[Override], *keys: str) -> list[Override]:
-    return [override for override in overrides if override.key_or_group not in keys]
+    return [o for o in overrides if not any(_is_of(o, key) for key in keys)]
+
+
+def _is_of(override: Override, key: str) -> bool:
+    return override.key_or_group == key and override.package is None
 
 
 def _pinned(job: Job, folder: Path, subfolder: str | None = replay.SUBFOLDER) -> Job:

@@ -7,7 +7,6 @@ setting of Hydra, no trust, no class that the user did not name themselves.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,19 +14,22 @@ from typing import Any
 import yaml
 from hydra.core.override_parser.types import Override
 
+from trainer import recipes
+from trainer.cli.places import refuse_odd_files
 from trainer.cli.settings import Groups, dotted, parse, text
 from trainer.config import RunConfig
 from trainer.errors import ConfigError, NoCheckpointError
-from trainer.schema.faults import clip
+from trainer.schema.faults import clip, flat
 
 AUTO = "auto"
 COMPLETED = "completed"
+PREEMPTED = "preempted"
+STATUS_FILE = "status.json"
 SUBFOLDER = ".hydra"
 
-# What a command line says about itself rather than about the run.
-_NOT_OF_THE_RUN = frozenset(
-    {"command", "resume", "resume_allow", "run", "trust", "init", "export.to", "outputs"}
-)
+# What a command line says about itself rather than about the run, by section.
+_NOT_OF_THE_RUN = recipes.REFUSED.keys() - {"hydra"}
+_UNREADABLE = (OSError, ValueError, RecursionError, yaml.YAMLError)
 _CLOCKS = frozenset({"steps", "epochs"})
 
 
@@ -49,6 +51,7 @@ def find(folder: str | Path, key: str = "resume") -> Path:
         raise NoCheckpointError(f"{key}={folder}: no such folder")
     if not (path / "config.yaml").is_file() or not (path / SUBFOLDER).is_dir():
         raise NoCheckpointError(f"{key}={folder}: not a run folder (no config.yaml, .hydra/ in it)")
+    refuse_odd_files(path)
     return path
 
 
@@ -59,8 +62,10 @@ def find_training(folder: str) -> Path:
         NoCheckpointError: there is none, or no checkpoint in it.
     """
     run = find(folder)
-    _refuse_links(run)
-    command = saved_config(run).get("command", "train")
+    config = saved_config(run)
+    if not config:
+        raise NoCheckpointError(f"{run / 'config.yaml'}: cannot be read as a config")
+    command = config.get("command", "train")
     if command != "train":
         raise NoCheckpointError(
             f"resume={folder}: the folder of a {command}, not of a training run"
@@ -70,17 +75,21 @@ def find_training(folder: str) -> Path:
     return run
 
 
-def _refuse_links(run: Path) -> None:
-    """Refuse a run folder, perhaps a stranger's, through which writing would lead elsewhere.
+def newest_to_read(outputs: Path, name: str | None) -> Path:
+    """The newest training run of a name that has a checkpoint to evaluate or export.
+
+    Args:
+        outputs: as for `newest`.
+        name: likewise.
 
     Raises:
-        NoCheckpointError: a link in it leads out of it.
+        NoCheckpointError: there is none.
     """
-    home = run.resolve()
-    for folder, folders, files in os.walk(run):
-        for path in (Path(folder, name) for name in (*folders, *files)):
-            if path.is_symlink() and not path.resolve().is_relative_to(home):
-                raise NoCheckpointError(clip(f"{path}: a link that leads out of the run's folder"))
+    found = [run for run in _runs(outputs, name) if has_checkpoint(run)]
+    if not found:
+        called = "without a name" if name is None else f"named {name}"
+        raise NoCheckpointError(f"run=auto: no run {called} below {outputs} has a checkpoint")
+    return max(found, key=_age)
 
 
 def newest(outputs: Path, name: str | None) -> Path | None:
@@ -90,10 +99,13 @@ def newest(outputs: Path, name: str | None) -> Path | None:
         outputs: root of the run folders; runs of sweeps, deeper down, are not looked at.
         name: the run's `name`; `None` for the runs that have none.
     """
+    return max(_runs(outputs, name), key=_age, default=None)
+
+
+def _runs(outputs: Path, name: str | None) -> list[Path]:
     depths = ("*", "*/*")
     runs = [path.parent for depth in depths for path in outputs.glob(f"{depth}/config.yaml")]
-    found = [run for run in runs if run.parent.name != "multirun" and _fits(run, name)]
-    return max(found, key=_age, default=None)
+    return [run for run in runs if run.parent.name != "multirun" and _fits(run, name)]
 
 
 def newest_sweep(outputs: Path, overrides: Sequence[str]) -> Path | None:
@@ -113,16 +125,27 @@ def newest_sweep(outputs: Path, overrides: Sequence[str]) -> Path | None:
 
 
 def can_go_on(run: Path) -> bool:
-    """Whether a folder holds a training run with a checkpoint."""
+    """Whether a folder holds a training run with a checkpoint, or one that never came to a step."""
     is_training = saved_config(run).get("command", "train") == "train"
-    return is_training and any(run.glob("checkpoints/step-*/manifest.json"))
+    return is_training and (has_checkpoint(run) or _was_stopped_early(run))
+
+
+def has_checkpoint(run: Path) -> bool:
+    """Whether a run wrote a checkpoint."""
+    return any(run.glob("checkpoints/step-*/manifest.json"))
+
+
+def _was_stopped_early(run: Path) -> bool:
+    """Whether a signal stopped a run before there was anything to save: it can begin again."""
+    return read_json(run / STATUS_FILE).get("state") == PREEMPTED and not saved_step(run)
 
 
 def saved_config(run: Path) -> dict[str, Any]:
     """The resolved config of a run, as its `config.yaml` has it; empty if that is unreadable."""
+    path = run / "config.yaml"
     try:
-        content = yaml.safe_load((run / "config.yaml").read_text())
-    except (OSError, ValueError, yaml.YAMLError):
+        content = yaml.safe_load(path.read_text()) if path.is_file() else {}
+    except _UNREADABLE:
         return {}
     return content if isinstance(content, dict) else {}
 
@@ -130,8 +153,8 @@ def saved_config(run: Path) -> dict[str, Any]:
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object; empty where there is none, or a torn one."""
     try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError):
+        content = json.loads(path.read_text()) if path.is_file() else {}
+    except _UNREADABLE:
         return {}
     return content if isinstance(content, dict) else {}
 
@@ -148,7 +171,7 @@ def saved_overrides(run: Path) -> list[Override]:
     path = resumed[-1] if resumed else run / SUBFOLDER / "overrides.yaml"
     try:
         lines = yaml.safe_load(path.read_text()) or []
-    except (OSError, ValueError, yaml.YAMLError):
+    except _UNREADABLE:
         raise ConfigError(f"{path}: cannot be read as a list of overrides") from None
     if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
         raise ConfigError(f"{path}: is not a list of overrides")
@@ -156,7 +179,7 @@ def saved_overrides(run: Path) -> list[Override]:
     faults += [fault for override in overrides if (fault := _foreign(override)) is not None]
     if faults:
         raise ConfigError(*(clip(f"{path}: {fault}") for fault in faults))
-    return [override for override in overrides if dotted(override) not in _NOT_OF_THE_RUN]
+    return [override for override in overrides if not _is_consent(override)]
 
 
 def own_folder(run: Path) -> str | None:
@@ -165,7 +188,7 @@ def own_folder(run: Path) -> str | None:
         content: Any = yaml.safe_load((run / SUBFOLDER / "hydra.yaml").read_text())
         listed = content["hydra"]["runtime"]["config_sources"]
         return next((str(s["path"]) for s in listed if s["provider"] == "command-line"), None)
-    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+    except (*_UNREADABLE, KeyError, TypeError):
         return None
 
 
@@ -200,17 +223,22 @@ def is_finished(run: Path, config: RunConfig) -> bool:
         run: its folder.
         config: what is asked for.
     """
-    status = read_json(run / "status.json")
+    status = read_json(run / STATUS_FILE)
     if status.get("state") != COMPLETED:
         return False
     if config.total_steps is not None:
         return saved_step(run) >= config.total_steps
-    return int(saved_config(run).get("epochs") or 0) >= (config.epochs or 0)
+    return _count(saved_config(run).get("epochs")) >= (config.epochs or 0)
 
 
 def saved_step(run: Path) -> int:
     """The last step of a run, as its status.json has it."""
-    return int(read_json(run / "status.json").get("step") or 0)
+    return _count(read_json(run / STATUS_FILE).get("step"))
+
+
+def _count(value: object) -> int:
+    """A number as a run wrote it; 0 for what is none."""
+    return value if isinstance(value, int) else 0
 
 
 def next_subfolder(*runs: Path) -> str:
@@ -245,7 +273,7 @@ def _swept_overrides(multirun: Path) -> list[str]:
     try:
         content: Any = yaml.safe_load(multirun.read_text())
         return [str(line) for line in content["hydra"]["overrides"]["task"]]
-    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+    except (*_UNREADABLE, KeyError, TypeError):
         return []
 
 
@@ -254,7 +282,7 @@ def _of_the_run(lines: Iterable[str]) -> frozenset[str]:
     return frozenset(
         f"{dotted(override)}={text(override)}"
         for override in overrides
-        if dotted(override) not in _NOT_OF_THE_RUN
+        if _root(override) not in _NOT_OF_THE_RUN
     )
 
 
@@ -262,10 +290,30 @@ def _same_option(group: str, options: Mapping[str, str], new: Sequence[Override]
     return any(dotted(o) == group and text(o) == options.get(group) for o in new)
 
 
+def _root(override: Override) -> str:
+    return dotted(override).partition(".")[0]
+
+
+def _is_consent(override: Override) -> bool:
+    """Whether an override, a mapping of several too, says what is the command line's alone to say.
+
+    Where metrics are sent is: a run goes on online only where that is typed again.
+    """
+    if _root(override) in _NOT_OF_THE_RUN:
+        return True
+    said = flat({dotted(override): override.value()}) if not override.is_delete() else {}
+    return any(
+        key == "wandb.entity"
+        or (key == "wandb.mode" and value == "online")
+        or key.rpartition(".")[2] == "trust_remote_code"
+        for key, value in said.items()
+    )
+
+
 def _foreign(override: Override) -> str | None:
     """Say why an override may not come from a run folder, or `None` when it may."""
     line = override.input_line or ""
-    if override.is_hydra_override():
+    if override.is_hydra_override() or _root(override) == "hydra":
         return f"{line}: settings of Hydra are not taken from a run; type it again"
     if "${" in line and ":" in line.partition("${")[2]:
         return f"{line}: resolvers are not taken from a run; type it again"

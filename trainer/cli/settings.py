@@ -20,22 +20,14 @@ from hydra.core.override_parser.types import Quote as QuoteMark
 from hydra.errors import HydraException
 
 from trainer.config import COMPONENTS, KEYS
+from trainer.schema.check import secret_line
 from trainer.schema.faults import clip, did_you_mean, show
+from trainer.schema.secrets import is_secret
 from trainer.schema.sections import OWN
 
 TARGET = "_target_"
 RECIPE = "recipe"
 
-_SECRET_KEY = re.compile(
-    r"(^|_)(password|passwd|passphrase|secret|credentials?|apikey|(api|access|private|secret)_key"
-    r"|(api|auth|access|bearer|refresh|hf|hub|wandb|github|session)_token)$|^token$",
-    re.IGNORECASE,
-)
-_SECRET_VALUE = re.compile(
-    r"\b(hf_[A-Za-z0-9]{30,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{30,}|sk-([a-z]+-)?\w{20,}"
-    r"|AKIA[0-9A-Z]{16}|xox[abprs]-[\w-]{10,}|wandb_v1_\w{20,}|AIza[\w-]{35})\b|-----BEGIN "
-    r"|\w+://[^/\s:@]*:[^/\s@]+@"  # a password in an address
-)
 _ENVIRONMENT = re.compile(r"\$\{oc\.env:\s*(\w+)")
 _SECRET_VARIABLE = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 
@@ -43,6 +35,16 @@ _QUOTED_KEY = re.compile(r"""(?<=[{,])\s*(["'])([\w./*?+@-]+)\1\s*:""")
 _PLAIN = re.compile(r"[A-Za-z/][\w./-]*", re.ASCII)
 NOT_TEXT = frozenset({"null", "true", "false", "nan", "inf"})
 """Words that are something else without quotes."""
+
+_PATHS = frozenset(
+    {"data.path", "init", "resume", "run", "recipe", "outputs", "export.to"}
+    | {"hydra.run.dir", "hydra.sweep.dir"}
+)
+_NAME_ENDS = re.compile(r"[/,\[\]'\"]")
+_NAME_LIMIT = 255
+_PATH_LIMIT = 3000  # of the 4096 bytes that Linux takes, some are the current folder's
+_NESTING = {"[": 1, "{": 1, "]": -1, "}": -1}
+_DEPTH_LIMIT = 50
 
 # What somebody who writes accum=8 probably means.
 _NUMBER_KEYS: Mapping[str, tuple[str, ...]] = {
@@ -132,13 +134,14 @@ def parse(lines: Iterable[str]) -> tuple[list[Override], list[str]]:
     for line in lines:
         try:
             override = _read_typed(line)
-        except HydraException as error:
+        except (HydraException, ValueError, RecursionError) as error:
             faults.append(_grammar_fault(line, error))
             continue
-        if override.key_or_group:
+        fault = _size_fault(override)
+        if fault is None:
             overrides.append(override)
         else:
-            faults.append(clip(f"{line}: needs a key, as in batch.global=512"))
+            faults.append(fault)
     return overrides, faults
 
 
@@ -265,15 +268,10 @@ def secret_fault(key: str, value: object) -> str | None:
         key: dotted.
         value: as typed, or resolved.
     """
-    shown = str(value)
-    variable = _ENVIRONMENT.search(shown)
-    by_key = _SECRET_KEY.search(key.rsplit(".", 1)[-1]) and value not in (None, "", "null")
+    variable = _ENVIRONMENT.search(str(value))
     by_variable = variable and _SECRET_VARIABLE.search(variable.group(1))
-    if by_key or by_variable or _SECRET_VALUE.search(shown):
-        return (
-            f"{key}: looks like a secret, and settings are written into the run folder; "
-            "leave it in the environment, where the library that needs it reads it"
-        )
+    if by_variable or is_secret(key.rpartition(".")[2], value):
+        return secret_line(key)
     return None
 
 
@@ -329,13 +327,28 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _grammar_fault(line: str, error: HydraException) -> str:
+def _grammar_fault(line: str, error: Exception) -> str:
     reason = str(error).splitlines()[0]
     key, equals, _ = line.partition("=")
     if not equals:
         return clip(f"{line}: needs a value, as in {line}=VALUE")
     why = "" if "Exception" in reason or "parsing override" in reason else f" ({reason})"
     return clip(f"{line}: cannot be read{why}; quote special characters: '{key}=\"...\"'")
+
+
+def _size_fault(override: Override) -> str | None:
+    """Say what no program could take: no key, a path or a nesting beyond what systems hold."""
+    line, key = override.input_line or "", dotted(override)
+    if not key:
+        return clip(f"{line}: needs a key, as in batch.global=512")
+    names = _NAME_ENDS.split(text(override)) if key in _PATHS else []
+    if any(len(name.encode(errors="replace")) > _NAME_LIMIT for name in names):
+        return clip(f"{key}: a name of more than {_NAME_LIMIT} bytes is no path: {line}")
+    if sum(len(name) + 1 for name in names) > _PATH_LIMIT:
+        return clip(f"{key}: more than {_PATH_LIMIT} characters are no path: {line}")
+    if max(itertools.accumulate(_NESTING.get(c, 0) for c in line)) > _DEPTH_LIMIT:
+        return clip(f"{key}: nested deeper than {_DEPTH_LIMIT} levels: {line}")
+    return None
 
 
 def _shape_fault(override: Override, groups: Groups) -> str | None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import yaml
@@ -11,14 +12,16 @@ from hydra._internal.callbacks import Callbacks
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.utils import run_job
 from hydra.types import HydraContext
-from omegaconf import DictConfig
+from omegaconf import DictConfig, open_dict
 
 from trainer import durable
+from trainer import launch as room
 from trainer.cli.compose import Composer
 from trainer.cli.ending import complain, say_crash
 from trainer.cli.prepare import Ready
 from trainer.config import RunConfig, to_plain
 from trainer.errors import ConfigError, TrainError
+from trainer.record import staged
 
 
 def launch(config: RunConfig, folder: Path) -> int:
@@ -27,8 +30,6 @@ def launch(config: RunConfig, folder: Path) -> int:
     Returns:
         The exit code.
     """
-    from trainer import launch as room  # noqa: PLC0415
-
     return room.run(config, folder)
 
 
@@ -74,18 +75,29 @@ def start(
 
     Raises:
         TrainError: as raised by `work`.
+        RunHeldError: the run to go on with is in use; nothing was written.
         save_error: a `SaveError`: Hydra could not write its records.
     """
     config, folder, composed = ready.job.config, ready.job.folder, ready.job.composed
+    if ready.note is not None:
+        sys.stdout.write(f"{ready.note}\n")
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     codes: list[int] = []
 
+    goes_on = ready.makes_folder and must_stage(config, folder)
+
     def task(cfg: DictConfig) -> None:
         if ready.makes_folder:
-            write_config(config, folder)
+            write_config(config, records)
         codes.append(work(config, folder))
 
-    with composer.open():
+    with (
+        staged(folder) if goes_on else nullcontext(folder) as records,
+        composer.open(),
+        room.listening(config),
+    ):
+        if goes_on:
+            _stage_hydra(composed, records)
         callbacks = Callbacks(composed)
         callbacks.on_run_start(config=composed, config_name=composer.config_name)
         loader = GlobalHydra.instance().config_loader()
@@ -109,8 +121,20 @@ def start(
     return codes[0]
 
 
+def must_stage(config: RunConfig, folder: Path) -> bool:
+    """Whether a run's own records are in the folder already, to stay until it goes on."""
+    return config.command == "train" and (folder / "config.yaml").exists()
+
+
+def _stage_hydra(composed: DictConfig, records: Path) -> None:
+    """Send Hydra's records where they wait."""
+    if composed.hydra.output_subdir is not None:
+        with open_dict(composed.hydra):
+            composed.hydra.output_subdir = f"{records.name}/{composed.hydra.output_subdir}"
+
+
 def write_config(config: RunConfig, folder: Path) -> None:
-    """Write the resolved config, which holds no secret, into the run folder.
+    """Write the resolved config, which holds no secret, into a folder.
 
     Raises:
         save_error: a `SaveError`: it could not be written.
@@ -118,6 +142,7 @@ def write_config(config: RunConfig, folder: Path) -> None:
     path = folder / "config.yaml"
     content = yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True).encode()
     try:
+        durable.make_folders(folder)
         durable.write_file_atomic(path, content)
     except OSError as error:
         raise durable.save_error(error, path, len(content)) from error

@@ -20,11 +20,11 @@ from rich.console import Console
 from rich.table import Table
 
 from trainer import durable
+from trainer.checkpoint.status import read_status
 from trainer.cli.replay import COMPLETED, read_json
 from trainer.schema.faults import show
 
 NOT_STARTED = "not started"
-RUNNING = "running"
 
 _MEASURED = ("step", "loss", "eval_loss", "tokens_per_second", "seconds")
 
@@ -103,7 +103,7 @@ def report(folder: Path, planned: Sequence[Sequence[str]], console: Console) -> 
 
 def _job(number: int, folder: Path | None, planned: Sequence[Sequence[str]]) -> Job:
     typed = list(planned[number]) if number < len(planned) else []
-    status = {} if folder is None else read_json(folder / "status.json")
+    status = {} if folder is None else read_status(folder)
     result = {} if folder is None else read_json(folder / "result.json")
     if folder is not None and not typed:
         typed = yaml.safe_load((folder / ".hydra" / "overrides.yaml").read_text()) or []
@@ -111,16 +111,10 @@ def _job(number: int, folder: Path | None, planned: Sequence[Sequence[str]]) -> 
         number=number,
         overrides=_by_key(typed),
         folder=folder,
-        state=NOT_STARTED if folder is None else _state(status),
+        state=NOT_STARTED if folder is None else str(status.get("state", "failed")),
         exit_code=status.get("exit_code"),
         result={"step": status.get("step"), **result},
     )
-
-
-def _state(status: Mapping[str, Any]) -> str:
-    """The state of a job that nobody runs any more."""
-    state = str(status.get("state", "failed"))
-    return "failed" if state == RUNNING else state
 
 
 def _number(folder: Path) -> int:

@@ -23,13 +23,13 @@ from trainer.schema.faults import (
     conform,
     did_you_mean,
     flat,
-    leaked,
     line,
     lookup,
     prune,
     show,
 )
 from trainer.schema.keys import Key
+from trainer.schema.secrets import is_secret, leaked
 from trainer.schema.sections import COMPONENT_PATHS, SHARED_KEYS
 
 ONLY_WITH: Mapping[str, str] = {
@@ -187,13 +187,42 @@ def _missing(tree: Mapping[str, Any], choices: Mapping[str, Any]) -> Iterator[st
 
 
 def _leaks(tree: Mapping[str, Any], environ: Mapping[str, str]) -> Iterator[str]:
-    for key, value in flat(tree).items():
+    """Give what would be written to the run folder, and from there to whom it is shown.
+
+    Yields:
+        One line per fault.
+    """
+    for key, value in _scalars(tree):
         variable = leaked(value, environ)
         if variable:
             yield clip(
                 f"{key}: holds the secret of ${variable}, and would be written to the run folder; "
                 "leave it in the environment"
             )
+        elif is_secret(key.rpartition(".")[2], value):
+            yield secret_line(key)
+
+
+def secret_line(key: str) -> str:
+    """Say that a setting must not be written into a run folder."""
+    return clip(
+        f"{key}: looks like a secret, and settings are written into the run folder; "
+        "leave it in the environment, where the library that needs it reads it"
+    )
+
+
+def _scalars(tree: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
+    """Give every value, those in lists under the key of their list.
+
+    Yields:
+        Dotted key and value.
+    """
+    for key, value in flat(tree).items():
+        for item in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(item, Mapping):
+                yield from ((f"{key}.{name}", inner) for name, inner in _scalars(item))
+            else:
+                yield key, item
 
 
 def _conform_arguments(

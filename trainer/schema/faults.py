@@ -1,24 +1,28 @@
 """The words for what is wrong with a config: one line per fault, the key first, then the remedy.
 
-Pure functions over plain mappings; knows no key of its own.
+Functions over plain mappings; knows no key of its own.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import re
+import os
 from collections.abc import Container, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any
+
+from trainer.schema.secrets import without_secrets
 
 LINE_LIMIT = 200
 MISSING = "???"
 """What OmegaConf writes for a value that has to be given."""
 
+NEAR = 0.65
+"""Share of two words' letters that are alike from which one may be meant by the other; two typed in
+the wrong order leave 2/3 of a short word, and `depth` and `width` share 0.6."""
+
 _VALUE_LIMIT = 60
-_SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL")
-_SECRET_LENGTH = 16
 
 
 def line(key: str, value: object, text: str) -> str:
@@ -27,17 +31,19 @@ def line(key: str, value: object, text: str) -> str:
 
 
 def clip(text: str) -> str:
-    """Bring a text into one printable line of at most `LINE_LIMIT` characters."""
+    """Bring a text into one printable line of at most `LINE_LIMIT` characters, without secrets."""
+    text = without_secrets(text, os.environ)
     text = "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
     return text if len(text) <= LINE_LIMIT else text[: LINE_LIMIT - 3] + "..."
 
 
 def show(value: object) -> str:
-    """Write a value as one would type it, cut where it gets long."""
+    """Write a value as one would type it, without secrets, cut where it gets long."""
     if isinstance(value, str):
         text = value
     else:
         text = json.dumps(value, default=str, separators=(",", ":"))
+    text = without_secrets(text, os.environ)  # of one that is cut a part would be left
     return text if len(text) <= _VALUE_LIMIT else text[: _VALUE_LIMIT - 3] + "..."
 
 
@@ -61,9 +67,9 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
             beside[its_leaf] = key
         elif key not in set(ancestors(word)):
             elsewhere.append(key)
-    near = [beside[name] for name in get_close_matches(leaf, beside, n=1, cutoff=0.6)]
+    near = [beside[name] for name in get_close_matches(leaf, beside, n=1, cutoff=NEAR)]
     near = near or [key for key in elsewhere if key.rpartition(".")[2] == leaf]
-    near = near or get_close_matches(word, elsewhere, n=1, cutoff=0.6)
+    near = near or get_close_matches(word, elsewhere, n=1, cutoff=NEAR)
     return f" Did you mean {near[0]}?" if near else ""
 
 
@@ -143,23 +149,6 @@ def conform(example: object, value: object) -> Any:  # noqa: ANN401 - gives what
         if isinstance(example, kind):
             return read(value)
     return value
-
-
-def leaked(value: object, environ: Mapping[str, str]) -> str | None:
-    """Name the environment variable whose secret a value holds, or None."""
-    text = json.dumps(value, default=str)
-    for name, secret in environ.items():
-        if len(secret) >= _SECRET_LENGTH and _SECRET_NAME.search(name) and secret in text:
-            return name
-    return None
-
-
-def without_secrets(text: str, environ: Mapping[str, str]) -> str:
-    """Put the name of an environment variable where a text holds its secret."""
-    for name, secret in environ.items():
-        if len(secret) >= _SECRET_LENGTH and _SECRET_NAME.search(name):
-            text = text.replace(secret, f"${name}")
-    return text
 
 
 def whole(value: object) -> object:

@@ -9,11 +9,21 @@ from pathlib import Path, PurePath
 from typing import Any, final
 
 from trainer.errors import ConfigError
+from trainer.membership import node_of, rendezvous_of
 from trainer.plan.batch import resolve_fixed
 from trainer.schema.faults import clip, either, line, lookup
 from trainer.schema.sections import DEFAULT_GLOBAL
 
 FIXED_CUT = "trainer.plan.cuts.Fixed"
+PLANNED = ("auto", "budget")
+"""Cuts that choose which samples share a micro-batch."""
+
+NO_GPU = (
+    "device=cuda: no GPU is usable here; use device=cpu or device=auto, or plan for one that is "
+    "not here: train plan device=cuda accum.memory=80GiB"
+)
+
+NO_GROUPS = "not in this version, which normalises no fixed groups of samples together"
 
 
 @final
@@ -37,7 +47,7 @@ class Gap:
 NOT_YET: Mapping[str, Gap] = {
     "command": Gap(("train", "plan", "verify", "evaluate", "export"), later=("report",)),
     "batch.schedule": Gap((None,)),
-    "batchnorm": Gap(("ghost", "micro"), later=("pooled", "sync", "frozen")),
+    "batchnorm": Gap(("micro",), later=("pooled", "sync", "frozen")),
 }
 """The values of the interface that are still to come: an issue that brings one deletes its row."""
 
@@ -66,7 +76,9 @@ def between(tree: Tree, choices: Mapping[str, Any], typed: frozenset[str]) -> It
     """
     yield from _clock(tree)
     yield from _cut(tree, choices)
-    yield from _ranks(tree)
+    yield from _batch_statistics(tree, choices, typed)
+    yield from _ranks(tree, choices)
+    yield from _device(tree)
     yield from _sizes(tree, typed)
     yield from _command(tree)
     yield from _paths(tree)
@@ -84,36 +96,68 @@ def _clock(tree: Tree) -> Iterator[str]:
 
 def _cut(tree: Tree, choices: Mapping[str, Any]) -> Iterator[str]:
     name = choices.get("accum")
-    is_fixed = lookup(tree, "accum._target_") == FIXED_CUT
     if name == "budget" and lookup(tree, "accum.max_tokens") is None:
         yield (
             "accum.max_tokens: accum=budget needs the padded tokens of the largest micro-batch, "
             "e.g. accum.max_tokens=8192"
         )
-    planned = name if name in ("auto", "budget") else None
-    if planned and lookup(tree, "batch.normalizer") == "micro_batches":
+    if name in PLANNED and lookup(tree, "batch.normalizer") == "micro_batches":
         yield (
-            f"batch.normalizer=micro_batches: accum={planned} sorts by length, and a mean of means "
+            f"batch.normalizer=micro_batches: accum={name} sorts by length, and a mean of means "
             "would depend on it; say accum=fixed accum.micro=8"
         )
-    if lookup(tree, "batchnorm.mode") == "micro" and not is_fixed:
+
+
+def _batch_statistics(
+    tree: Tree, choices: Mapping[str, Any], typed: frozenset[str]
+) -> Iterator[str]:
+    """Refuse what no cut could keep, and groups that nobody forms yet.
+
+    The default is `ghost`, which is no claim while it is not typed: a model with BatchNorm is
+    then refused under a planned cut, and warned of under a fixed one.
+
+    Yields:
+        One line per fault.
+    """
+    mode = lookup(tree, "batchnorm.mode")
+    if mode == "micro" and choices.get("accum") in PLANNED:
         yield "batchnorm=micro: depends on how the batch is cut; say accum=fixed accum.micro=8"
+    elif mode == "ghost" and not typed.isdisjoint({"batchnorm", "batchnorm.mode"}):
+        yield line("batchnorm", mode, f"{NO_GROUPS}; use micro with accum=fixed, or leave it out")
+    if "batchnorm.group" in typed:
+        yield line("batchnorm.group", lookup(tree, "batchnorm.group"), f"{NO_GROUPS}; leave it out")
 
 
-def _ranks(tree: Tree) -> Iterator[str]:
+def _ranks(tree: Tree, choices: Mapping[str, Any]) -> Iterator[str]:
     mode, ranks = lookup(tree, "parallel.mode"), lookup(tree, "parallel.ranks")
     if mode == "none" and _is_count(ranks) and ranks > 1:
         yield line("parallel.ranks", ranks, "parallel=none is one rank; use parallel=ddp")
+    yield from _nodes(tree)
     for key in ("parallel.shard", "parallel.replicate"):
         if mode != "hsdp" and lookup(tree, key) not in ("auto", None):
             yield line(key, lookup(tree, key), "counts only with parallel=hsdp")
     is_fixed = lookup(tree, "accum._target_") == FIXED_CUT
-    if tree.get("deterministic") == "layout" and (
-        not is_fixed or lookup(tree, "accum.micro") is None
-    ):
-        yield line(
-            "deterministic", "layout", "needs fixed micro-batches; say accum=fixed accum.micro=8"
-        )
+    if tree.get("deterministic") == "layout":
+        if not is_fixed or lookup(tree, "accum.micro") is None:
+            text = "needs fixed micro-batches; say accum=fixed accum.micro=8"
+            yield line("deterministic", "layout", text)
+        if mode in ("fsdp", "hsdp"):
+            text = f"sums whole gradients; use parallel=ddp, not {mode}"
+            yield line("deterministic", "layout", text)
+    if choices.get("sync") == "hierarchical" and mode != "hsdp" and (_known_ranks(tree) or 1) > 1:
+        yield line("sync", "hierarchical", "needs copies of the model; use parallel=hsdp")
+
+
+def _device(tree: Tree) -> Iterator[str]:
+    """Refuse to compute on a GPU where there is none; a plan computes nothing.
+
+    Yields:
+        One line.
+    """
+    is_plan = tree.get("command") == "plan"
+    needs_size = "memory" in (tree.get("accum") or {}) and not lookup(tree, "accum.memory")
+    if tree.get("device") == "cuda" and (needs_size or not is_plan) and not _may_have_gpu():
+        yield NO_GPU
 
 
 def _sizes(tree: Tree, typed: frozenset[str]) -> Iterator[str]:
@@ -174,17 +218,46 @@ def _contradictions(tree: Tree, size: Any, micro: Any, steps: Any) -> Iterator[s
         yield from map(clip, error.faults)
 
 
+def _nodes(tree: Tree) -> Iterator[str]:
+    """Check that this machine knows its place among several, and where they meet.
+
+    Yields:
+        One line per fault.
+    """
+    nodes, node = lookup(tree, "parallel.nodes"), lookup(tree, "parallel.node")
+    address = lookup(tree, "parallel.rendezvous")
+    if not _is_count(nodes):
+        return
+    if nodes == 1:
+        for key, value, unset in (("node", node, "auto"), ("rendezvous", address, None)):
+            if value != unset:
+                yield line(f"parallel.{key}", value, "counts only with parallel.nodes of 2 or more")
+        return
+    if lookup(tree, "parallel.mode") == "none":
+        yield line("parallel.nodes", nodes, "parallel=none is one rank; use parallel=ddp")
+    try:
+        node_of(node, nodes)
+        rendezvous_of(address)
+    except ConfigError as error:
+        yield from map(clip, error.faults)
+
+
 def _known_ranks(tree: Tree) -> int | None:
     """Tell how many ranks there will be, where that is known before torch is imported."""
     ranks = lookup(tree, "parallel.ranks")
     if os.environ.get("WORLD_SIZE", "").isdecimal():
         return int(os.environ["WORLD_SIZE"])
     if _is_count(ranks):
-        return int(ranks)
-    no_gpu = tree.get("device") == "cpu" or not any(
-        device.name.startswith(("nvidia", "kfd", "dxg")) for device in Path("/dev").glob("*")
-    )
-    return 1 if no_gpu or lookup(tree, "parallel.mode") == "none" else None
+        return int(ranks) * int(lookup(tree, "parallel.nodes") or 1)
+    no_gpu = tree.get("device") == "cpu" or not _may_have_gpu()
+    one = lookup(tree, "parallel.nodes") in (1, None)
+    return 1 if (one and no_gpu) or lookup(tree, "parallel.mode") == "none" else None
+
+
+def _may_have_gpu() -> bool:
+    """Whether the system shows a device that torch might use."""
+    names = ("nvidia", "kfd", "dxg")
+    return any(device.name.startswith(names) for device in Path("/dev").glob("*"))
 
 
 def _command(tree: Tree) -> Iterator[str]:

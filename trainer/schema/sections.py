@@ -57,6 +57,11 @@ Word = Annotated[
     Field(pattern=r"^\w[\w.-]{0,99}$", strict=True),
     Kind("one word of letters, digits, -, _ and ."),
 ]
+Address = Annotated[
+    str,
+    Field(pattern=r"^(\[[0-9A-Fa-f:.%]+\]|[\w.-]+):\d{1,5}$", strict=True),
+    Kind("host:port, e.g. 10.0.0.1:29500"),
+]
 Words = Annotated[
     tuple[str, ...], BeforeValidator(_as_list), Field(strict=False), Kind("a list, e.g. [a,b]")
 ]
@@ -119,6 +124,13 @@ class Parallel(Section):
         "auto", description="where parameters and gradients live; type parallel=ddp"
     )
     ranks: Auto | Count = Field("auto", description="local processes; auto: one per GPU, else 1")
+    nodes: Count = Field(1, description="machines; type the same command on each")
+    node: Auto | Natural = Field(
+        "auto", description="number of this machine, from 0; auto: SLURM_NODEID"
+    )
+    rendezvous: Address | None = Field(
+        None, description="host:port of machine 0, where all meet; null: found under Slurm"
+    )
     timeout_s: Positive = Field(120.0, description="seconds a rank may be waited for")
     shard: Auto | Count = Field("auto", description="hsdp: ranks that share one copy of the model")
     replicate: Auto | Count = Field("auto", description="hsdp: number of copies of the model")

@@ -1,0 +1,147 @@
+"""What looks like a secret is neither recorded nor shown, and what does not is left alone."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.report.console import Screen
+from trainer.report.wandb import shown_config
+from trainer.schema.faults import clip, line
+from trainer.schema.secrets import is_secret, leaked, without_secrets
+
+ENVIRONMENT = {
+    "DATABASE_URL": "postgres://user:Canaryurlpw3%21@host/db",
+    "DB_PASSWORD": "Canaryshort2",
+    "hf_token_lower": "canarylowercase4444444",
+    "GH_PAT": "canarypatpatpatpatpat5",
+    "MYSQL_PWD": "canary6",
+    "SENTRY_DSN": "https://canary7canary7@sentry/1",
+    "REGISTRY_AUTH": "canary8",
+    "SERVICE_URL": "https://canary9canary9canary9@host",
+    "QUOTED_KEY": "canary10\\'\"x",
+}
+HARMLESS = {
+    "PWD": "/work/canary",
+    "OLDPWD": "/work/other",
+    "SSH_AUTH_SOCK": "/tmp/canary",
+    "TOKENIZERS_PARALLELISM": "disabled",
+    "MAX_TOKENS": "100000",
+    "KEYMAP": "german",
+    "XDG_SESSION_TYPE": "canary-session",
+    "PATH": "/usr/bin:/bin",
+    "DB_SECRET": "train",
+}
+
+
+def quoted(environ: dict[str, str]) -> str:
+    return "said: " + ", ".join([*environ.values(), *map(repr, environ.values())])
+
+
+def test_secrets_of_the_environment_are_named_and_not_shown():
+    shown = without_secrets(quoted(ENVIRONMENT), ENVIRONMENT)
+    assert "canary" not in shown.lower(), shown
+    assert "$DB_PASSWORD" in shown
+    assert "postgres://user:$DATABASE_URL@host/db" in shown
+    for name, value in ENVIRONMENT.items():
+        assert leaked(f"x-{value}", ENVIRONMENT) == name
+    assert "Canaryurlpw3!" not in without_secrets("pw Canaryurlpw3! refused", ENVIRONMENT)
+
+
+def test_folders_words_and_numbers_of_the_environment_are_shown():
+    assert without_secrets(quoted(HARMLESS), HARMLESS) == quoted(HARMLESS)
+    assert all(leaked(value, HARMLESS) is None for value in HARMLESS.values())
+
+
+SECRET_TEXTS = [
+    "postgres://me:Canary1word@host/db",
+    "https://Canary2canary2canary2@host/x",
+    "Authorization: Bearer Canary3canary3",
+    '{"Authorization": "Basic Canary4="}',
+    "Server=x;Password=Canary5;Port=1",
+    "https://h/x?access_token=Canary6&y=1",
+    "https://h/x?X-Amz-Signature=Canary7",
+    "apiToken=Canary8: refused",
+    "{'client_secret': 'Canary9'}",
+    "hf_Canary" + "0a" * 16,
+    "-----BEGIN RSA PRIVATE KEY----- Canary0",
+]
+
+
+@pytest.mark.parametrize("text", SECRET_TEXTS)
+def test_a_secret_is_known_by_its_form(text):
+    assert is_secret("x", text)
+    assert "Canary" not in without_secrets(text, {})
+    assert "Canary" not in clip(f"{text} {'long ' * 99}")
+    assert "Canary" not in line("key", text + "y" * 60, "must be a number")
+
+
+PLAIN_TEXTS = [
+    "model.eos_token=end: must be a number",
+    "optimizer.lr=1e-3 key=value accum.max_tokens=4096",
+    "https://user@host/x git@github.com:a/b.git s3://bucket/key",
+    "data.password: looks like a secret, and settings are written",
+    "Bearer of bad news: password: must be given; password=$DB_PASSWORD token=***",
+    "/home/me/secret/key.json in passwords.py, line 3",
+]
+
+
+@pytest.mark.parametrize("text", PLAIN_TEXTS)
+def test_what_only_sounds_like_a_secret_is_shown(text):
+    assert without_secrets(text, {}) == text
+
+
+@given(st.text())
+def test_hiding_twice_changes_nothing(text):
+    once = without_secrets(text, ENVIRONMENT)
+    assert without_secrets(once, ENVIRONMENT) == once
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("pwd", "Canarypwd9"),
+        ("auth", "Canaryauth10aaaaaaaaaaaaaaa"),
+        ("key", "Canarykey11aaaaaaaaaaaaaa"),
+        ("apiToken", "x"),
+        ("Authorization", "x"),
+        ("gh_pat", "canary12345"),
+        ("dbPassword", "x"),
+    ],
+)
+def test_a_setting_is_known_by_its_name(name, value):
+    assert is_secret(name, value)
+    shown = shown_config({"data": [{name: value}], "env": "ok"})
+    assert shown == {"data": [{name: "***"}], "env": "ok"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("key", "input_ids"),
+        ("key_size", 4),
+        ("eos_token", "end"),
+        ("pwd", "/data/v2/set1"),
+        ("auth", True),
+        ("auth", "basic"),
+        ("max_tokens", 4096),
+        ("token", None),
+    ],
+)
+def test_a_setting_that_only_sounds_like_a_secret_is_taken(name, value):
+    assert not is_secret(name, value)
+
+
+def test_lines_and_warnings_of_a_run_hold_no_secret(tmp_path, monkeypatch):
+    monkeypatch.setenv("DB_PASSWORD", "Canaryshort2")
+    out = io.StringIO()
+    screen = Screen(tmp_path, file=out)
+    screen.line("said Canaryshort2")
+    screen.warn("postgres://me:Canaryshort1@host said Canaryshort2")
+    screen.close()
+    for text in (out.getvalue(), (tmp_path / "train.log").read_text()):
+        assert "Canary" not in text
+        assert text.count("$DB_PASSWORD") == 2

@@ -1,0 +1,107 @@
+"""What looks like a secret: by its name, by its own form, or because the environment holds it.
+
+Rules of thumb. A secret that is one plain short word, or a number of a few digits, is not told from
+the words and numbers that configs are made of, and passes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from urllib.parse import unquote
+
+MASK = "***"
+
+_VARIABLE = re.compile(r"KEY|TOKEN(?!S|IZ)|SECRET|PASSW|PASSPHRASE|CREDENTIAL", re.IGNORECASE)
+_LIKELY_VARIABLE = re.compile(r"(^|_)(PAT|PASS|PWD|AUTH|DSN)(_|$)", re.IGNORECASE)
+_SHORTEST = 6
+"""Characters from which the value of such a variable is a secret."""
+
+_COMMON = re.compile(r"[A-Za-z]([a-z]{,9}|[A-Z]{,9})|[\d.,]{,7}")
+"""Words and small numbers: too common to be looked for in texts."""
+
+_PATH = re.compile(r"[~.]{,2}/")
+
+_WORDS = (
+    r"(?:\w*(?:password|passwd|passphrase|secret|credentials?|api_?key)"
+    r"|(?:\w*_)?(?:access|private|secret|account)_?key"
+    r"|(?:\w*_)?(?:api|auth|access|bearer|refresh|session|hf|hub|wandb|gh|github|gitlab)_?token)"
+)
+_NAME = re.compile(rf"{_WORDS}|token|\w*authorization", re.IGNORECASE)
+_LIKELY_NAME = re.compile(r"(\w*_)?(pwd|auth|pat|dsn|bearer|key)", re.IGNORECASE)
+_LIKELY_VALUE = re.compile(r"(?![~.]{,2}/)(?=\S*[A-Za-z])(?=\S*\d)\S{8,}")
+"""Letters and digits, as in no word and no path."""
+
+# What is masked already, or names a variable, stays.
+_VALUE = r"(?![$*'\"/])[^\s&;,'\"]+?(?=:?(?:[\s&;,'\"]|$))"
+_TOKEN = re.compile(
+    r"\b(hf_[A-Za-z0-9]{30,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{30,}|sk-([a-z]+-)?\w{20,}"
+    r"|AKIA[0-9A-Z]{16}|xox[abprs]-[\w-]{10,}|wandb_v1_\w{20,}|AIza[\w-]{35})\b"
+    r"|-----BEGIN [\s\S]*?(-----END [^-]*-----|$)"
+)
+_AFTER = re.compile(
+    r"(\w://[^/\s:@]*:)(?![$*])[^/\s@]+(?=@)"  # a password in an address
+    r"|(\w://)(?![$*])[^/\s:@]{12,}(?=@)"  # a token in one
+    r"|(\bbearer\s+)(?=\S*\d|\S{20})[\w.~+/=-]{8,}"
+    r"|(\bauthorization['\"]?\s*[:=]\s*['\"]?basic\s+)[\w+/=]+"
+    rf"|(\b(?:{_WORDS}|pwd)=){_VALUE}"
+    rf"|([?&][\w-]*(?:token|sig|signature|key|auth)=){_VALUE}"
+    rf"|(['\"]{_WORDS}['\"]\s*:\s*['\"])(?![$*])[^'\"]+",
+    re.IGNORECASE,
+)
+
+
+def is_secret(name: str, value: object) -> bool:
+    """Whether a setting looks like a secret.
+
+    Args:
+        name: the setting's own, the last part of a dotted key.
+        value: None, `null` and nothing are no secrets; what is in a collection is not looked at.
+    """
+    if value in (None, "", "null") or isinstance(value, bool):
+        return False
+    if _NAME.fullmatch(name):
+        return True
+    text = "" if isinstance(value, Mapping | list | tuple | set | frozenset) else str(value)
+    is_likely = bool(_LIKELY_NAME.fullmatch(name) and _LIKELY_VALUE.fullmatch(text))
+    return is_likely or bool(_TOKEN.search(text) or _AFTER.search(text))
+
+
+def leaked(value: object, environ: Mapping[str, str]) -> str | None:
+    """Name the environment variable whose secret a value holds, or None."""
+    text = str(value)
+    return next((name for secret, name in _secrets(environ) if secret in text), None)
+
+
+def without_secrets(text: str, environ: Mapping[str, str]) -> str:
+    """Copy a text without what is secret in it.
+
+    Args:
+        text: may quote a setting, an address, the environment.
+        environ: whose secrets the text may hold; the names of the variables take their place.
+    """
+    for secret, name in sorted(_secrets(environ), key=lambda pair: -len(pair[0])):
+        text = text.replace(secret, f"${name}")
+    text = _AFTER.sub(lambda found: f"{found[found.lastindex or 0]}{MASK}", text)
+    return _TOKEN.sub(MASK, text)
+
+
+def _secrets(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Give what must not be shown of an environment.
+
+    Yields:
+        A secret, as it is and as Python quotes it, and the name of its variable.
+    """
+    for name, value in environ.items():
+        for secret in _secrets_of(name, value):
+            if len(secret) >= _SHORTEST and not _COMMON.fullmatch(secret):
+                yield from ((form, name) for form in {secret, repr(secret)[1:-1]})
+
+
+def _secrets_of(name: str, value: str) -> Iterator[str]:
+    is_likely = _LIKELY_VARIABLE.search(name) and not _PATH.match(value)
+    if is_likely or _VARIABLE.search(name):
+        yield value
+    for user, password in re.findall(r"\w://([^/\s:@]*)(?::([^/\s@]+))?@", value):
+        secret = password or (user if len(user) >= 2 * _SHORTEST else "")
+        yield from {secret, unquote(secret)}
