@@ -1,13 +1,27 @@
-"""Every test computes on one thread and keeps its caches to itself."""
+"""Every test computes on one thread, takes its time and keeps its caches to itself."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 torch.set_num_threads(1)
+
+# How long an example takes depends on what else the machine does.
+settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("any machine")
+
+
+@pytest.fixture
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand in an empty folder, as whoever types a command does."""
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -238,6 +239,13 @@ class Stop:
     def on_step(self, entry: dict[str, Any]) -> None:
         if entry["step"] == self.at:
             os.kill(os.getpid(), self.signal)
+
+
+class Slow:
+    """A hook that leaves time for a signal."""
+
+    def on_step(self, entry: dict[str, Any]) -> None:
+        time.sleep(0.02)
 
 
 class Pairs(Cut):

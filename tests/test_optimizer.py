@@ -84,7 +84,7 @@ def test_a_tied_parameter_goes_by_all_of_its_names_and_appears_once(pattern):
     assert sum(len(g["params"]) for g in groups) == len(list(model.parameters()))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.lists(
         st.tuples(

@@ -25,10 +25,7 @@ from tests.run_support import (
 from trainer import durable
 from trainer.errors import ConfigError, NonFiniteError, SaveError
 
-
-@pytest.fixture(autouse=True)
-def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("own_folder")
 
 
 GPT = "model=gpt_tiny model.width=16 model.num_layers=1 model.num_heads=2"
@@ -60,7 +57,6 @@ GPT = "model=gpt_tiny model.width=16 model.num_layers=1 model.num_heads=2"
         "optimizer._target_=torch.optim.SGD optimizer.rate=0.1": ["optimizer.rate", "SGD"],
         "objective=classify": ["classify"],
         "data.holdout=1.5": ["data.holdout"],
-        "data.on_bad=skip": ["data.on_bad=skip", "takes no on_bad"],
     }.items(),
 )
 def test_what_does_not_fit_together_is_refused_by_key(line: str, words: list[str]) -> None:

@@ -1,32 +1,61 @@
-"""How a run ended: the held-out loss beside baselines, and a sample of what the model writes."""
+"""How a run ended: the held-out loss beside baselines, where the time went, a generated sample."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 from torch import Tensor
 
 from trainer.assemble import Parts
+from trainer.commands.diagnosis import Facts, diagnose
+from trainer.commands.prepare import Prepared, workload
+from trainer.data.samples import described
 from trainer.loop import Trained
 from trainer.models.sample import generate
 from trainer.objectives.base import logits_of
+from trainer.plan.memory import Shape
+from trainer.plan.stats import describe
+from trainer.report.breakdown import Breakdown, Effort, heard
 from trainer.report.records import RunSummary
+from trainer.schema.secrets import without_secrets
 from trainer.tune.limit import peak_bytes
+from trainer.tune.overhead import fixed_share
+
+_log = logging.getLogger(__name__)
 
 SAMPLE_TOKENS = 160
 
+MANY = 2
+"""Micro-batches of a rank in a step, from which their size can be a matter of time."""
 
-def summarize_end(parts: Parts, trained: Trained, folder: Path, seconds: float) -> RunSummary:
+LONG_S = 0.25
+"""A micro-batch that takes longer is not small."""
+
+
+def summarize_end(
+    prepared: Prepared,
+    trained: Trained,
+    folder: Path,
+    seconds: float,
+    ranks: Sequence[Mapping[str, Any]],
+) -> RunSummary:
     """Gather what a person wants to know at the end.
 
     Args:
-        parts: what the run is made of.
+        prepared: what the run is made of, and how it is cut.
         trained: where the loop ended.
         folder: the run folder.
         seconds: wall time of the command so far.
+        ranks: what each of them told of its time.
     """
+    parts = prepared.parts
+    facts = _facts(prepared, *heard(ranks)) if trained.effort.steps else None
     return RunSummary(
         step=trained.step,
         steps=parts.total_steps,
@@ -38,9 +67,50 @@ def summarize_end(parts: Parts, trained: Trained, folder: Path, seconds: float) 
         baselines=baselines(parts),
         sample=sample_text(parts),
         peak_bytes=peak_bytes(parts.world.device),
+        peak_of="tensors" if parts.world.device.type == "cuda" else "the whole process",
         skipped_steps=trained.skipped_steps,
         replays=trained.replays,
         packages=parts.config.packages,
+        config_dir=parts.config.config_dir,
+        time=None if facts is None else facts.breakdown,
+        advice=() if facts is None else diagnose(facts),
+    )
+
+
+def _facts(prepared: Prepared, breakdown: Breakdown, efforts: tuple[Effort, ...]) -> Facts:
+    parts, plans = prepared.parts, prepared.plans
+    cost = prepared.tuning.cost if prepared.tuning is not None else parts.layout.cost
+    layout = replace(parts.layout, cost=cost)
+    return Facts(
+        breakdown=breakdown,
+        efforts=efforts,
+        cost=cost,
+        imbalance=fmean(1.0 - 1.0 / describe(plan, layout).imbalance for plan in plans),
+        num_workers=parts.num_workers,
+        spread=parts.spread,
+        fixed_share=_fixed_share(prepared, breakdown, efforts[0]),
+        cut=parts.config.accum.name or "",
+        device_type=parts.world.device.type,
+    )
+
+
+def _fixed_share(prepared: Prepared, breakdown: Breakdown, effort: Effort) -> float | None:
+    """Find what share of computing does not depend on the size of micro-batches.
+
+    It is measured where tuning has not. Where micro-batches are few or take long it cannot
+    matter, and is not asked.
+    """
+    tuning, count = prepared.tuning, effort.micro_batches
+    if tuning is not None and tuning.cost.seconds_per_token is not None:
+        return tuning.cost.fixed * count / effort.steps / effort.cost(tuning.cost)
+    each = breakdown.ranks[0].compute * effort.steps / max(1, count)
+    if count < MANY * effort.steps or each > LONG_S:
+        return None
+    shapes = prepared.plans[0]
+    rank, slot = next(shapes.slots())
+    samples = max(1, len(shapes.ranks[rank][slot]))
+    return fixed_share(
+        workload(prepared.parts), Shape(samples, -(-shapes.positions(rank, slot) // samples))
     )
 
 
@@ -53,7 +123,11 @@ def baselines(parts: Parts) -> Mapping[str, float]:
 
 
 def sample_text(parts: Parts) -> str | None:
-    """Let the model write a little, where the data can read it back."""
+    """Let the model write a little, where the data can read it back; None where it fails.
+
+    A run that ended well ends well: its weights may give no probabilities, the data's `decode` is
+    the user's, and memory may be short.
+    """
     decode = getattr(parts.train_set, "decode", None)
     start = getattr(parts.train_set, "start_id", None)
     if decode is None or start is None:
@@ -64,15 +138,19 @@ def sample_text(parts: Parts) -> str | None:
 
     was_training = parts.module.training
     parts.module.eval()
-    ids = generate(
-        call,
-        [start],
-        SAMPLE_TOKENS,
-        context=int(parts.source.lengths.max()),
-        seed=parts.config.seed,
-        stop_id=getattr(parts.train_set, "stop_id", None),
-        device=parts.world.device,
-    )
-    parts.module.train(was_training)
-    text: str = decode(ids)
-    return text
+    try:
+        ids = generate(
+            call,
+            [start],
+            SAMPLE_TOKENS,
+            context=int(parts.source.lengths.max()),
+            seed=parts.config.seed,
+            stop_id=getattr(parts.train_set, "stop_id", None),
+            device=parts.world.device,
+        )
+        return str(decode(ids))
+    except Exception as error:
+        _log.warning("no sample: %s", without_secrets(described(error), os.environ))
+        return None
+    finally:
+        parts.module.train(was_training)

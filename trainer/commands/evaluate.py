@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from trainer import durable
-from trainer.assemble import assemble
-from trainer.checkpoint.store import CheckpointStore
-from trainer.checkpoint.weights import CHECKPOINTS, load_weights
-from trainer.commands.prepare import held_out, prepare
+from trainer.assemble import assemble, check_alike
+from trainer.checkpoint.store import CheckpointStore, Loaded
+from trainer.checkpoint.weights import CHECKPOINTS, take_weights
+from trainer.commands.prepare import held_out, prepare_alike
 from trainer.config import RunConfig
 from trainer.errors import DataError
 from trainer.evaluate import evaluate
@@ -30,21 +30,32 @@ def evaluate_run(config: RunConfig, folder: Path, world: World, stop: Callable[[
 
     Raises:
         DataError: the data hold nothing out.
+        SaveError: the figures, which are printed, cannot be written.
     """
-    loaded = CheckpointStore(folder / CHECKPOINTS).load(set_aside=False)
+    loaded = CheckpointStore(folder / CHECKPOINTS).load(set_aside=False, world=world)
     parts = assemble(config, world)
-    load_weights(parts.module, loaded.path)
-    prepared = prepare(parts)
+    check_alike(parts, begins=False)
+    take_weights(parts.module, loaded)
+    prepared = prepare_alike(parts)
     data = held_out(prepared)
     if data is None:
         raise DataError("data.holdout: nothing is held out to evaluate on")
     metrics = evaluate(parts.kit().model, parts.objective, data, world)
+    world.on_main(lambda: _tell(folder, loaded, metrics, len(data.lengths)))
+    return 0
+
+
+def _tell(folder: Path, loaded: Loaded, metrics: Mapping[str, float], num_samples: int) -> None:
     names = {f"eval_{name}": value for name, value in metrics.items()}
-    durable.write_json(folder / EVALUATE_FILE, {"step": loaded.step, **names})
     screen = Screen()
     for message in loaded.messages:
         screen.warn(message)
     figures = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-    screen.line(f"step {loaded.step}: held out ({len(data.lengths)} samples): {figures}")
+    screen.line(f"step {loaded.step}: held out ({num_samples} samples): {figures}")
     screen.close()
-    return 0
+    path = folder / EVALUATE_FILE
+    try:
+        durable.write_json(path, {"step": loaded.step, **names})
+    except OSError as error:
+        failure = durable.save_error(error, path)
+        raise failure from error

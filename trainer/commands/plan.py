@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 from trainer import durable
 from trainer.assemble import assemble
 from trainer.commands.prepare import prepare
+from trainer.commands.settle import settle_sync
 from trainer.commands.summary import summarize
 from trainer.commands.train import PLAN_FILE
 from trainer.config import RunConfig
@@ -25,7 +27,8 @@ def plan_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], b
         world: all ranks.
         stop: not asked; it takes seconds.
     """
-    plan = summarize(prepare(assemble(config, world)))
+    prepared = prepare(assemble(config, world))
+    plan = summarize(settle_sync(prepared, None, None, time.perf_counter))
     durable.write_json(folder / PLAN_FILE, plan.to_json())
     screen = Screen(folder)
     screen.show(plan_block(plan))

@@ -2,30 +2,42 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, final
 
+import numpy as np
 import torch
 
-from trainer.assemble import Parts, planned_device
+from trainer.assemble import Parts, bind_run
+from trainer.commands.rehearsal import rehearse_own
+from trainer.data.loader import Request
 from trainer.errors import Preempted
 from trainer.evaluate import HeldOut
 from trainer.feed import PREFETCH_LIMIT_BYTES
+from trainer.micro_batch import Fields
 from trainer.models.recompute import checkpoint_blocks
 from trainer.plan.cut import Cost, Cut, IntArray, Plan
-from trainer.plan.cuts import Auto
-from trainer.plan.memory import Shape
+from trainer.plan.cuts import Auto, Budget, Fixed
+from trainer.plan.leaves import Leaves
+from trainer.plan.memory import Shape, corner_shapes
+from trainer.plan.partition import pad
+from trainer.plan.traffic import MOST_OF_MEMORY
+from trainer.signals import UNBEGUN
+from trainer.spread import imagined, is_sharded, planned_device
 from trainer.tune.cache import Notebook, describe
+from trainer.tune.layout import BOUNDARIES
 from trainer.tune.limit import MemoryLimit, memory_limit
 from trainer.tune.predict import predictor_for
 from trainer.tune.speed import Clock, meter_for
 from trainer.tune.tensors import MemoryEstimate
 from trainer.tune.tuner import tune
-from trainer.tune.tuning import Question, Recompute, Shares, Tuning
+from trainer.tune.tuning import Question, Recompute, Tuning
 from trainer.tune.untouched import untouched
-from trainer.tune.workload import Tiled, Workload
+from trainer.tune.workload import Tiled, Workload, sequence_dims
 
 RECOMPUTE: Mapping[bool | str, Recompute] = {False: "never", True: "always", "auto": "auto"}
 
@@ -43,10 +55,11 @@ class Prepared:
         plans: of sampled global batches, that of the first step first.
         tuning: what `accum=auto` found; None under another cut.
         predicted: peak of a step; None where it cannot be predicted.
-        limit: memory of this rank.
-        limit_bytes: what is left for tensors.
+        limit_bytes: what is left for tensors on this rank; None where nobody knows.
         how: how the cap was found, or why it is as it is.
         is_here: whether the plan is for this machine; time is unknown for any other.
+        seen: what showed when the user's own model, objective and optimizer ran, for a person to
+            read.
         evaluation_tokens: cap of a micro-batch in evaluation. It stays what the first process of a
             run found, so that every evaluation sums in the same order.
     """
@@ -56,10 +69,10 @@ class Prepared:
     plans: tuple[Plan, ...]
     tuning: Tuning | None
     predicted: MemoryEstimate | None
-    limit: MemoryLimit
-    limit_bytes: int
+    limit_bytes: int | None
     how: str
     is_here: bool
+    seen: tuple[str, ...]
     evaluation_tokens: int
 
 
@@ -72,7 +85,7 @@ def interruptible(was_asked: Callable[[], bool]) -> Clock:
 
     def clock() -> float:
         if was_asked():
-            raise Preempted("stopped before the first step: nothing was trained, begin again")
+            raise Preempted(UNBEGUN)
         return time.perf_counter()
 
     return clock
@@ -116,7 +129,9 @@ def prepare(
     if known is not None:
         cut, tuning, how = known
     elif isinstance(parts.cut, Auto):
-        tuning = _tune(parts, parts.cut, work, limit, batches, clock if is_here else None)
+        assert limit is not None  # a machine that is not here has what accum.memory says
+        can_time = is_here and _fits_whole(parts, limit)
+        tuning = _tune(parts, parts.cut, work, limit, batches, clock if can_time else None)
         cut = parts.cut.tuned(tuning.max_tokens, tuning.cost, tuning.alone)
         how = tuning.method
     else:
@@ -125,19 +140,19 @@ def prepare(
     if is_open and tuning is not None and tuning.activation_checkpointing:
         checkpoint_blocks(parts.module)
     plans = tuple(cut.cut(lengths, parts.layout) for lengths in batches)
-    predicted = None if tuning is None else tuning.predicted
+    predicted, unknown = None if tuning is None else tuning.predicted, None
     if tuning is None and parts.world.is_main:
-        predicted = _predicted(parts, work, plans)
+        predicted, unknown = _predicted_or_why(parts, work, plans)
     return Prepared(
         parts=parts,
         cut=cut,
         plans=plans,
         tuning=tuning,
         predicted=predicted,
-        limit=limit,
-        limit_bytes=limit.bytes if tuning is None else tuning.limit_bytes,
+        limit_bytes=tuning.limit_bytes if tuning is not None else limit and limit.bytes,
         how=how,
         is_here=is_here,
+        seen=_seen(parts, unknown) if parts.world.is_main else (),
         evaluation_tokens=(
             max(plan.max_positions for plan in plans)
             if known is None or saved is None
@@ -146,8 +161,8 @@ def prepare(
     )
 
 
-def _limit(parts: Parts, work: Workload) -> tuple[MemoryLimit, bool]:
-    """Find the memory of one rank, and whether it is that of this machine.
+def _limit(parts: Parts, work: Workload) -> tuple[MemoryLimit | None, bool]:
+    """Find the memory of one rank, if anyone knows it, and whether it is that of this machine.
 
     `train plan` takes `accum.memory` at its word, for a machine that is not here too. A run cannot
     have more than there is.
@@ -167,7 +182,7 @@ def _limit(parts: Parts, work: Workload) -> tuple[MemoryLimit, bool]:
         return replace(limit, bytes=max(0, limit.bytes - held))
 
     if device.type != world.device.type:
-        return find(device, asked=asked), False
+        return None if asked is None else find(device, asked=asked), False
     there = find(device)
     if asked is None:
         return there, True
@@ -187,30 +202,67 @@ def _inputs_bytes(parts: Parts) -> int:
     return step * (2 if step <= PREFETCH_LIMIT_BYTES else 1)
 
 
-def _shares(parts: Parts) -> Shares:
-    """Tell what a rank of a sharded model holds at the peak of a step.
-
-    Parameters are gathered, beside their shards; gradients are whole within a window, and shards
-    under a policy that reduces at every micro-batch.
-    """
-    spread = parts.spread
-    if spread.mode not in {"fsdp", "hsdp"}:
-        return Shares()
-    shard = spread.replicas / parts.world.size
-    whole = 0.0 if spread.sync.lockstep else 1.0
-    return Shares(parameters=1.0 + shard, gradients=whole + shard, optimizer_state=shard)
-
-
 def workload(parts: Parts) -> Workload:
     """Give what tuning rehearses: model, loss, optimizer, and micro-batches of any shape."""
-    length = int(parts.source.lengths.max())
+    call_of = partial(bind_run, config=parts.config, world=parts.world)
     return Workload(
         model=parts.module,
         call=parts.call,
         objective=parts.objective,
         make_optimizer=parts.spec.build,
-        make_fields=Tiled(parts.example, length),
+        make_fields=_tiled(parts),
+        device=parts.world.device,
+        weights=parts.weights,
+        sync=parts.spread.sync,
+        imagined=partial(imagined, parts.spread, parts.world.size, call_of)
+        if is_sharded(parts.config, parts.world)
+        else None,
     )
+
+
+def _tiled(parts: Parts) -> Tiled:
+    """Make shapes out of the longest sample; the shortest tells which dimensions follow."""
+    example, lengths = _rehearsed(parts), parts.source.lengths
+    longest, least = int(lengths.max()), int(lengths.argmin())
+    shortest = int(lengths[least])
+    if shortest == longest or BOUNDARIES in example:
+        return Tiled(example, longest)
+    request = Request(ids=(least,), epoch=0, pad_to=shortest, packed=parts.layout.packed)
+    other = parts.source.loader.load(request)
+    return Tiled(example, longest, sequence_dims(example, longest, other, shortest))
+
+
+def _rehearsed(parts: Parts) -> Fields:
+    """Give the fields that shapes are rehearsed with.
+
+    The kernel that takes all documents of a packed row at once is a GPU's. Where that is not here,
+    documents side by side, which take as much, stand in for it.
+    """
+    is_away = planned_device(parts.config, parts.world).type != parts.world.device.type
+    boundaries = inspect.signature(parts.module.forward).parameters.get(BOUNDARIES)
+    if not is_away or boundaries is None or boundaries.default is inspect.Parameter.empty:
+        return parts.example
+    own = {BOUNDARIES, "position_ids"}
+    return {name: field for name, field in parts.example.items() if name not in own}
+
+
+def _fits_whole(parts: Parts, limit: MemoryLimit) -> bool:
+    """Whether one rank can hold a model that is to be sharded whole, to time it.
+
+    A window holds as much; a model that is only ever gathered block by block may be too large.
+    """
+    whole = 2 * sum(p.nbytes for p in parts.module.parameters())
+    return parts.weights is None or whole <= limit.bytes * MOST_OF_MEMORY
+
+
+def _situation(parts: Parts, work: Workload) -> dict[str, Any]:
+    """List everything that measurements and predictions depend on."""
+    facts = describe(work, int(parts.source.lengths.max()), parts.config.precision)
+    model = parts.config.model
+    facts["component"] = [model.target, repr(sorted(model.params.items()))]
+    if work.imagined is None:
+        return facts
+    return {**facts, "shards": [parts.world.size, parts.spread.replicas, work.sync.lockstep]}
 
 
 def describe_cut(prepared: Prepared, cut: Cut) -> dict[str, Any]:
@@ -272,38 +324,91 @@ def _tune(
         cut_at=cut.tuned,
         layout=parts.layout,
         limit=limit,
+        largest_batch=parts.source.order.most_samples,
         max_samples=cut.micro,
         recompute=RECOMPUTE[config.activation_checkpointing],
         timed=clock is not None,
         num_steps=parts.total_steps,
-        shares=_shares(parts),
         longest_id=int(lengths.argmax()),
     )
-    book = Notebook.open(describe(work, int(lengths.max()), config.precision))
+    book = Notebook.open(_situation(parts, work))
     return tune(question, book, clock or time.perf_counter, meter_for(work.device))
 
 
-def _predicted(parts: Parts, work: Workload, plans: tuple[Plan, ...]) -> MemoryEstimate | None:
-    """Predict the peak of the largest micro-batch of the sampled plans.
+def _predicted_or_why(
+    parts: Parts, work: Workload, plans: tuple[Plan, ...]
+) -> tuple[MemoryEstimate | None, str | None]:
+    """Predict, or say why that cannot be: a stated cut needs no prediction to be trained."""
+    try:
+        return _predicted(parts, work, plans), None
+    except Exception as error:
+        # A fault of the model's own shows again, in full, in the step that follows.
+        cause = next(iter(str(error).splitlines()), "")
+        return None, f"memory not predicted: {type(error).__name__}: {cause}"
 
-    A packed row counts as documents of their mean length.
-    """
-    shapes = []
-    for plan in plans:
-        for rank, slot in plan.slots():
-            held = max(1, len(plan.ranks[rank][slot]))
-            shapes.append(Shape(held, -(-plan.positions(rank, slot) // held)))
-    shape = max(shapes, key=lambda shape: shape.num_samples * shape.length)
-    longest = int(parts.source.lengths.max())
-    book = Notebook.open(describe(work, longest, parts.config.precision))
+
+def _seen(parts: Parts, unknown: str | None) -> tuple[str, ...]:
+    """Gather what showed when the user's own code ran."""
+    seen = tuple(rehearse_own(parts))
+    return seen if unknown is None else (unknown, *seen)
+
+
+def _predicted(parts: Parts, work: Workload, plans: tuple[Plan, ...]) -> MemoryEstimate:
+    """Predict the peak of the dearest micro-batch of any step."""
+    shapes, row = _dearest_shapes(parts, plans)
+    facts = _situation(parts, work)
+    if row is not None and isinstance(work.make_fields, Tiled):
+        work = replace(work, make_fields=replace(work.make_fields, row=row))
+        facts["row"] = row
+    book = Notebook.open(facts)
     recompute = parts.config.activation_checkpointing is True
-    if (shape, recompute) not in book.peaks:
+    unknown = [shape for shape in shapes if (shape, recompute) not in book.peaks]
+    if unknown:
+        # One that the run has, not one sample alone: BatchNorm of single values needs two.
+        smallest = min(shapes, key=lambda shape: shape.num_samples)
         with untouched(parts.module):
-            predictor = predictor_for(work, Shape(1, longest), recompute=recompute)
-            book.peaks[shape, recompute] = predictor(shape)
+            predictor = predictor_for(work, smallest, recompute=recompute)
+            book.peaks.update({(shape, recompute): predictor(shape) for shape in unknown})
         book.methods[recompute] = predictor.method
         book.save()
-    return _shares(parts).of(book.peaks[shape, recompute])
+    peaks = [book.peaks[shape, recompute] for shape in shapes]
+    return max(peaks, key=lambda peak: peak.peak_bytes)
+
+
+def _dearest_shapes(parts: Parts, plans: tuple[Plan, ...]) -> tuple[tuple[Shape, ...], int | None]:
+    """Name shapes of which one needs the most memory of all steps, sampled or not.
+
+    The longest sample of the data comes with a whole micro-batch of others under a fixed cut, and
+    under a cap with as many as it allows. Of a cut of the user's own only the sampled plans are
+    known. A packed row counts as documents of their mean length, rounded up.
+
+    Returns:
+        Shapes, and the positions of the row where documents are packed.
+    """
+    cut, lengths, layout = parts.cut, parts.source.lengths, parts.layout
+    most = max(len(plan.ranks[rank][slot]) for plan in plans for rank, slot in plan.slots())
+    if isinstance(cut, Fixed) and parts.config.batch.unit == "tokens" and cut.micro is None:
+        share = -(-parts.source.order.most_samples // layout.world_size)
+        most = -(-share // (cut.steps or 1))
+    shortest, longest = map(int, pad(np.array([lengths.min(), lengths.max()]), layout))
+    if isinstance(cut, Budget) and not layout.packed:
+        whole = parts.source.order.most_samples
+        return corner_shapes(
+            cut.max_tokens, longest, shortest, min(whole, cut.micro or whole)
+        ), None
+    if not isinstance(cut, Fixed | Budget | Leaves):
+        most, row = max(_held(plan, *at) for plan in plans for at in plan.slots())[::-1]
+    elif not layout.packed:
+        return (Shape(most, longest),), None
+    else:
+        row = int(np.partition(lengths, -most)[-most:].sum())
+        row = min(row, max(cut.max_tokens, longest)) if isinstance(cut, Budget) else row
+    return (Shape(most, -(-row // most)),), row if layout.packed else None
+
+
+def _held(plan: Plan, rank: int, slot: int) -> tuple[int, int]:
+    """Count the positions and the samples of a micro-batch."""
+    return plan.positions(rank, slot), max(1, len(plan.ranks[rank][slot]))
 
 
 def held_out(prepared: Prepared) -> HeldOut | None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from statistics import fmean
 
-from trainer.assemble import Parts, planned_device
+from trainer.assemble import Parts
 from trainer.commands.advice import advice
 from trainer.commands.prepare import Prepared
+from trainer.commands.settle import step_seconds
 from trainer.plan.cut import Cut, Plan
 from trainer.plan.cuts import Auto
 from trainer.report.records import Candidate, MicroBatchShape, PlanSummary
+from trainer.spread import planned_device
 
 
 def summarize(prepared: Prepared) -> PlanSummary:
@@ -41,26 +43,31 @@ def summarize(prepared: Prepared) -> PlanSummary:
         num_samples=len(lengths),
         num_held_out=0 if parts.held_out is None else len(parts.held_out.lengths),
         num_tokens=int(lengths.sum()),
+        num_cut_tokens=int(getattr(parts.train_set, "num_cut", 0)),
         optimizer=config.optimizer.name or config.optimizer.target,
         lr=parts.spec.lr,
         scheduler=config.scheduler.name or config.scheduler.target,
         warmup_steps=int(getattr(parts.schedule, "warmup", 0) or 0),
         device=_device(prepared),
         precision=config.precision,
+        num_workers=parts.num_workers,
         shapes=_shapes(plan),
         epoch_means=_means(prepared.plans),
         memory_parts=_memory_parts(prepared),
         memory_note=None if prepared.is_here else "an estimate for a machine that is not here",
         candidates=_candidates(prepared),
         cap_source=prepared.how,
-        step_seconds=_step_seconds(prepared),
-        time_note=None if tuning is None or _step_seconds(prepared) else "time is unknown here",
+        step_seconds=step_seconds(prepared),
+        time_note=None if tuning is None or step_seconds(prepared) else "time is unknown here",
         cadences={
             "log": config.log.every,
-            "evaluate": config.eval.every,
+            **({} if parts.held_out is None else {"evaluate": config.eval.every}),
             "checkpoint": config.checkpoint.every,
         },
         warnings=tuple(advice(prepared)),
+        sync_why=parts.spread.why,
+        sync_table=parts.spread.rows,
+        network=parts.spread.network,
     )
 
 
@@ -78,7 +85,7 @@ def _device(prepared: Prepared) -> str:
 
 def _tail_size(parts: Parts) -> int:
     if parts.config.batch.unit == "tokens":
-        return 0
+        return 0  # which samples are left depends on the epoch
     return len(parts.source.lengths) % parts.global_size
 
 
@@ -127,14 +134,9 @@ def _candidates(prepared: Prepared) -> tuple[Candidate, ...]:
             padding=row.padding,
             predicted_bytes=row.predicted_bytes,
             predicted_seconds=row.seconds_per_step,
-            fits=row.predicted_bytes <= prepared.limit_bytes,
+            fits=prepared.limit_bytes is None or row.predicted_bytes <= prepared.limit_bytes,
             is_chosen=row.chosen,
             recomputes=row.activation_checkpointing,
         )
         for row in prepared.tuning.candidates
     )
-
-
-def _step_seconds(prepared: Prepared) -> float | None:
-    rows = () if prepared.tuning is None else prepared.tuning.candidates
-    return next((row.seconds_per_step for row in rows if row.chosen), None)

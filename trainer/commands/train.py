@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from trainer import durable
-from trainer.assemble import Parts, assemble
+from trainer.assemble import Parts, assemble, check_alike
 from trainer.build import construct
 from trainer.checkpoint.codec import decode
 from trainer.checkpoint.saver import AsyncSaver, DirectSaver
@@ -28,25 +28,32 @@ from trainer.commands.prepare import (
     interruptible,
     prepare_alike,
 )
+from trainer.commands.settle import settle_sync
 from trainer.commands.summary import summarize
-from trainer.config import RunConfig, contract, to_plain
+from trainer.config import RunConfig, contract, contract_diff, to_plain
 from trainer.data.samples import Samples
 from trainer.data.split import fingerprint_of
-from trainer.errors import DataError, NoCheckpointError, Preempted, SaveError
+from trainer.errors import ConfigError, DataError, NoCheckpointError, Preempted, SaveError
 from trainer.feed import Feed
 from trainer.loop import Run, Trained, train
+from trainer.models.statistics import batch_statistics
 from trainer.out_of_memory import Thrash, allocator_retries
 from trainer.parallel import Parallel
 from trainer.plan.order import Cursor
+from trainer.record import publish
 from trainer.report.blocks import trusting
+from trainer.report.breakdown import told
 from trainer.report.console import Screen
 from trainer.report.environment import environment
 from trainer.report.metrics import evaluation_at
 from trainer.report.records import PlanSummary, StartSummary
-from trainer.report.reporter import Reporter, RunReporter, SilentReporter
+from trainer.report.reporter import Hook, Reporter, RunReporter, SilentReporter
 from trainer.report.wandb import WandbSettings
 from trainer.saves import Saves
+from trainer.signals import UNBEGUN
 from trainer.step import Kit
+from trainer.tune.network import network_of
+from trainer.tune.speed import Clock
 from trainer.world import World
 
 PLAN_FILE = "plan.json"
@@ -67,14 +74,17 @@ def train_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], 
     """
     started = time.perf_counter()
     store = CheckpointStore(folder / CHECKPOINTS, keep=config.checkpoint.keep)
-    loaded = None if config.resume is None else _newest(store, world)
-    extra = {} if loaded is None else _kept(loaded)
-    parts = assemble(config, world)
-    _check_data(parts, extra)
-    prepared = prepare_alike(parts, extra.get("cut"), interruptible(stop))
+    with _before_steps(config, folder):
+        _poll(world, stop())
+        loaded = None if config.resume is None else store.load(world=world)
+        extra = {} if loaded is None else _kept(loaded)
+        parts = _assembled(config, world, begins=loaded is None and not config.init)
+        _check_step(parts, extra)
+        prepared = _settled(parts, extra, interruptible(stop))
+    parts = prepared.parts
     kit = _kit(parts, loaded, extra)
     plan = summarize(prepared)
-    world.on_main(lambda: write_record(folder / PLAN_FILE, plan.to_json()))
+    world.on_main(lambda: _record_begin(folder, plan))
     reporter = _reporter(config, folder, loaded) if world.is_main else SilentReporter()
     with closing(reporter), ExitStack() as left:
         run = _run(prepared, kit, store, reporter, stop, extra)
@@ -85,16 +95,82 @@ def train_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], 
             _tell_bad_records(parts.train_set, reporter)
         try:
             reporter.start(_start(config, folder, plan, loaded))
-            if parts.spread.why is not None:
-                reporter.line(parts.spread.why)
-            _say_how_it_grew(run, extra)
+            _tell_choices(run, parts, extra)
             trained = train(run)
-            _finish(parts, kit.model, trained, folder, reporter, started)
+            _finish(prepared, kit.model, trained, folder, reporter, started)
         except Preempted:
-            words = " ".join([f"resume={folder}", *trusting(config.packages)])
-            reporter.line(f"stopped: go on with: train {words}")
+            reporter.line(f"stopped: go on with: train {_again(config, folder)}")
             raise
     return 0
+
+
+def _record_begin(folder: Path, plan: PlanSummary) -> None:
+    """Let the records say how the run goes on, now that nothing refuses it.
+
+    Raises:
+        SaveError: the disk refused.
+    """
+    publish(folder)
+    write_record(folder / PLAN_FILE, plan.to_json())
+
+
+def _settled(parts: Parts, extra: Mapping[str, Any], clock: Clock) -> Prepared:
+    """Find the cut, measure the network, and take the sync policy they speak for. Collective."""
+    saved = extra.get("cut")
+    prepared = prepare_alike(parts, saved, clock)
+    network = network_of(parts.world, extra.get("network"))
+    return settle_sync(prepared, network, saved, clock)
+
+
+def _again(config: RunConfig, folder: Path) -> str:
+    """Say what to type for a run to go on, with the consent that a folder cannot give."""
+    wandb = config.wandb
+    online = ["wandb.mode=online"] if wandb.mode == "online" else []
+    entity = [f"wandb.entity={wandb.entity}"] if wandb.entity else []
+    trust = trusting(config.packages, config.config_dir)
+    return " ".join([f"resume={folder}", *trust, *online, *entity])
+
+
+@contextmanager
+def _before_steps(config: RunConfig, folder: Path) -> Iterator[None]:
+    """Say how a run goes on that is stopped before there is anything to save.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        Preempted: as raised inside, with the command.
+    """
+    try:
+        yield
+    except Preempted as error:
+        # It begins again, and needs what it began with.
+        words = [_again(config, folder), *([f"init={config.init}"] if config.init else [])]
+        raise Preempted(f"{error}: go on with: train {' '.join(words)}") from None
+
+
+def _poll(world: World, was_asked: bool) -> None:
+    """End before the first step if a signal asked any rank to. Collective.
+
+    Raises:
+        Preempted: it did.
+    """
+    if any(world.collect(was_asked)):
+        raise Preempted(UNBEGUN)
+
+
+def _assembled(config: RunConfig, world: World, *, begins: bool) -> Parts:
+    """Build the run alike on all ranks, unless a signal ends the reading of its data. Collective.
+
+    Raises:
+        Preempted: one did.
+    """
+    parts: list[Parts] = []
+    with suppress(Preempted):
+        parts.append(assemble(config, world))
+    _poll(world, not parts)
+    check_alike(parts[0], begins=begins)
+    return parts[0]
 
 
 def _kept(loaded: Loaded) -> dict[str, Any]:
@@ -123,22 +199,6 @@ def _tell_bad_records(data: Samples, reporter: Reporter) -> None:
         reporter.passed_over(count, getattr(data, "skipped", ()))
 
 
-def _newest(store: CheckpointStore, world: World) -> Loaded:
-    """Read the newest intact checkpoint, the same on every rank. Collective.
-
-    Raises:
-        NoCheckpointError: there is none.
-    """
-    found: list[Loaded] = []
-
-    def find() -> int:
-        found.append(store.load())
-        return found[0].step
-
-    step = world.on_main(find)
-    return found[0] if found else store.load(step, set_aside=False)
-
-
 def write_record(path: Path, content: Mapping[str, Any]) -> None:
     """Write a JSON file of the run folder.
 
@@ -152,30 +212,46 @@ def write_record(path: Path, content: Mapping[str, Any]) -> None:
         raise failure from error
 
 
-def _check_data(parts: Parts, extra: Mapping[str, Any]) -> None:
-    """Refuse to go on with other data than the run began with.
+def _check_step(parts: Parts, extra: Mapping[str, Any]) -> None:
+    """Refuse to go on with another step than the checkpoint's.
+
+    The run's config.yaml was compared before; it cannot know the data, nor the cut of a model that
+    normalises over it, and it may be newer than the checkpoint.
 
     Raises:
-        DataError: they are not the same.
+        DataError: the data are not the same.
+        ConfigError: the step is not the same; one line per key.
     """
-    if not extra or "data" in parts.config.resume_allow:
+    if not extra:
         return
-    if extra["fingerprint"] != fingerprint_of(parts.train_set):
+    allowed = parts.config.resume_allow
+    if "data" not in allowed and extra["fingerprint"] != fingerprint_of(parts.train_set):
         raise DataError(
             "data: changed since the checkpoint was written, so its steps would not be the ones "
             "that were begun: restore the data, or allow it with resume_allow=[data]"
         )
+    faults = contract_diff(extra["contract"], _contract(parts), allowed)
+    if faults:
+        raise ConfigError(*faults)
+
+
+def _contract(parts: Parts) -> dict[str, Any]:
+    return contract(
+        parts.config,
+        has_batch_statistics=batch_statistics(parts.module) is not None,
+        ranks=parts.world.size,
+    )
 
 
 def _kit(parts: Parts, loaded: Loaded | None, extra: Mapping[str, Any]) -> Kit:
     """Compose the step, with the weights and the state it begins with."""
     config = parts.config
+    kit = parts.kit(is_fresh=config.init is None and loaded is None)
     if config.init is not None and loaded is None:
-        load_weights(parts.module, Path(config.init))
-    kit = parts.kit()
+        load_weights(parts.module, Path(config.init), parts.world)
     if loaded is not None:
         # More steps change no setting of the optimizer, and its groups may hold state.
-        is_same = _without_length(contract(config)) == _without_length(extra["contract"])
+        is_same = _without_length(_contract(parts)) == _without_length(extra["contract"])
         restore(
             loaded,
             parts.module,
@@ -191,7 +267,7 @@ def _without_length(contract_: Mapping[str, Any]) -> dict[str, Any]:
 
 def _reporter(config: RunConfig, folder: Path, loaded: Loaded | None) -> RunReporter:
     hooks = {
-        f"hooks[{index}] {hook.target}": construct(hook, f"hooks[{index}]", object, config.trust)
+        f"hooks[{index}] {hook.target}": construct(hook, f"hooks[{index}]", Hook, config.trust)
         for index, hook in enumerate(config.hooks)
     }
     wandb = WandbSettings(
@@ -242,13 +318,14 @@ def _run(
     saves = Saves(
         kit=kit,
         feed=feed,
-        saver=AsyncSaver(store) if config.checkpoint.asynchronous else DirectSaver(store),
+        saver=(AsyncSaver if config.checkpoint.asynchronous else DirectSaver)(store, parts.world),
         reporter=reporter,
         constants={
-            "contract": contract(config),
+            "contract": _contract(parts),
             "fingerprint": fingerprint_of(parts.train_set),
             "environment": environment(),
             "total_steps": kit.total_steps,
+            "network": parts.spread.network and asdict(parts.spread.network),
         },
         describe_cut=partial(describe_cut, prepared),
         on_full=config.checkpoint.on_full,
@@ -260,13 +337,14 @@ def _run(
         held_out=held_out(prepared),
         reporter=reporter,
         saves=saves,
-        must_stop=lambda: parts.world.any(stop()),
+        must_stop=lambda: saves.poll(stop()),
         is_thrashing=_is_thrashing(parts.world),
         was_asked=stop,
         eval_every=config.eval.every,
         checkpoint_every=config.checkpoint.every,
         nonfinite_limit=config.nonfinite.limit,
         tokens=extra.get("tokens", 0),
+        failures=extra.get("failures", 0),
         evaluation=parts.world.on_main(
             lambda: evaluation_at(store.folder.parent, feed.cursor.step)
         ),
@@ -293,6 +371,14 @@ def _is_thrashing(world: World) -> Callable[[], bool]:
     return lambda: world.any(thrash())
 
 
+def _tell_choices(run: Run, parts: Parts, extra: Mapping[str, Any]) -> None:
+    """Tell what was decided on the way here."""
+    for line in (*parts.notes, parts.spread.why):
+        if line is not None:
+            run.reporter.line(line)
+    _say_how_it_grew(run, extra)
+
+
 def _say_how_it_grew(run: Run, extra: Mapping[str, Any]) -> None:
     """Tell of a schedule that was made for fewer steps than the run now has."""
     kit, step = run.kit, run.feed.cursor.step
@@ -308,17 +394,20 @@ def _say_how_it_grew(run: Run, extra: Mapping[str, Any]) -> None:
 
 
 def _finish(
-    parts: Parts,
+    prepared: Prepared,
     model: Parallel,
     trained: Trained,
     folder: Path,
     reporter: Reporter,
     started: float,
 ) -> None:
-    parts.world.note("end")
+    world = prepared.parts.world
+    world.note("end")
+    ranks = world.collect(told(world.times.spending(), trained.effort))
     model.gather()  # the sample is written on one rank, without a collective
-    if parts.world.is_main:
-        summary = summarize_end(parts, trained, folder, time.perf_counter() - started)
+    if world.is_main:
+        seconds = time.perf_counter() - started
+        summary = summarize_end(prepared, trained, folder, seconds, ranks)
         write_record(folder / RESULT_FILE, summary.to_json())
         reporter.finish(summary)
     model.release()

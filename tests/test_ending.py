@@ -1,0 +1,45 @@
+"""A sample that cannot be written ends no run."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from trainer.commands.ending import sample_text
+
+
+def parts_of(logit: float, decode):
+    """Give what a sample is made of: a model that gives the same logit for everything."""
+    module = nn.Linear(1, 1)
+    return SimpleNamespace(
+        module=module,
+        call=lambda fields: torch.full((1, fields["input_ids"].shape[1], 4), logit),
+        source=SimpleNamespace(lengths=torch.tensor([8])),
+        config=SimpleNamespace(seed=0),
+        world=SimpleNamespace(device=torch.device("cpu")),
+        train_set=SimpleNamespace(decode=decode, start_id=0),
+    )
+
+
+def test_a_sample_is_the_text_of_what_is_drawn():
+    text = sample_text(parts_of(0.0, lambda ids: f"{len(ids)} tokens"))
+    assert text == "160 tokens"
+
+
+def broken(ids: list[int]) -> str:
+    raise KeyError("no such token")
+
+
+@pytest.mark.parametrize(
+    ("logit", "decode", "why"), [(float("nan"), str, "RuntimeError"), (0.0, broken, "KeyError")]
+)
+def test_a_sample_that_fails_is_left_out_and_told(logit, decode, why, caplog):
+    parts = parts_of(logit, decode)
+    assert sample_text(parts) is None
+    assert parts.module.training
+    (record,) = caplog.records
+    assert record.getMessage().startswith(f"no sample: {why}")
+    assert "\n" not in record.getMessage()
