@@ -360,7 +360,8 @@ def test_every_job_of_a_sweep_has_its_own_ranks(tmp_path):
         assert status(tmp_path / "sweep" / str(number))["state"] == "completed"
 
 
-@pytest.mark.parametrize("mode", ["ddp", pytest.param("fsdp", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+@pytest.mark.nightly
 def test_evaluating_on_several_ranks_is_evaluating_on_one(tmp_path, mode):
     folder = tmp_path / "run"
     double = ("model._target_=faulty.Double", "data.num_samples=200", "data.holdout=0.3")

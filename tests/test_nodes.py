@@ -92,6 +92,7 @@ def test_two_machines_make_one_run_with_the_bits_of_one(ranks: int, tmp_path: Pa
         pytest.param("node 0", "node 0 was lost", marks=pytest.mark.nightly),
     ],
 )
+@pytest.mark.nightly
 def test_a_death_on_one_machine_ends_the_run_on_all(lost: str, says: str, tmp_path: Path) -> None:
     strikes = "SIGKILL@update:3@1" if lost == "rank" else ""
     machines = Machines(tmp_path, "model.pause=0.2", strikes=strikes)

@@ -129,6 +129,7 @@ def test_a_signal_before_torch_is_there_ends_in_a_run_that_begins_again(
     assert curve(again, "loss") == curve(go(f"{LINE} steps=3"), "loss")
 
 
+@pytest.mark.nightly
 def test_a_scheduler_that_warns_and_queues_again_needs_one_command(tmp_path: Path) -> None:
     """As Slurm does with `--signal=B:USR1@60 --requeue`: the same line, started three times."""
     line = f"{LINE} steps=100 name=job resume=auto 'hooks=[tests.run_toys.Slow]'"

@@ -385,6 +385,7 @@ def signal_ranks(count: int, expected: dict[str, Any], tmp_path: Path) -> None:
     print(f"{count} signals to two ranks, {stopped} stopped and resumed, all equal")
 
 
+@pytest.mark.nightly
 def test_a_signal_to_all_ranks_stops_them_at_the_same_step(
     two_ranks: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -86,6 +86,7 @@ def change_layouts(paths: Sequence[Any], tmp_path: Path) -> None:
         assert_close(folder, expected, str(path))
 
 
+@pytest.mark.nightly
 def test_layouts_may_change_between_steps_and_no_step_does(tmp_path: Path) -> None:
     change_layouts(PATHS[:2], tmp_path)
 
@@ -150,6 +151,7 @@ def poison(count: int, tmp_path: Path) -> None:
     print(f"{strikes} values that are not finite: every rank skipped, nothing changed")
 
 
+@pytest.mark.nightly
 def test_a_value_that_is_not_finite_on_one_rank_is_skipped_on_all(tmp_path: Path) -> None:
     poison(6, tmp_path)
 
