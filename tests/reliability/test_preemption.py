@@ -400,6 +400,7 @@ def test_sixty_signals_to_two_ranks_change_nothing(
     signal_ranks(NUM_RANK_SIGNALS_NIGHTLY, two_ranks, tmp_path)
 
 
+@pytest.mark.nightly
 def test_a_second_signal_ends_all_ranks_at_once(tmp_path: Path) -> None:
     settings = lab.config(*RANKS, "model.pause=60", "checkpoint.every=1")
     child = lab.fork(lambda: lab.run(settings, tmp_path / "run").code)
