@@ -22,6 +22,7 @@ from torch import Tensor
 
 from trainer.accumulate.base import Divisors, GradientStrategy
 from trainer.accumulate.normalizer import Kind, divisors
+from trainer.accumulate.registered import Registered
 from trainer.accumulate.snapshot import Snapshot
 from trainer.errors import DoesNotFitError, NonFiniteError, TrainError
 from trainer.micro_batch import Fields, MicroBatch
@@ -30,7 +31,7 @@ from trainer.objectives.base import ModelCall, Objective, Sums
 from trainer.out_of_memory import AllocationGuard, fatal, release_memory
 from trainer.parallel import Parallel
 from trainer.scheduler import Schedule, apply_factor
-from trainer.sync import SyncPolicy
+from trainer.sync import Exact, SyncPolicy
 from trainer.world import World
 
 NO_LOSS_TERMS = "no loss terms"
@@ -91,6 +92,12 @@ class Kit:
     def snapshot(self) -> Snapshot:
         """What forwards move, as it was before the step; it learns from step to step."""
         return Snapshot(self.model.module)
+
+    @cached_property
+    def registered(self) -> Registered:
+        """What forwards move and checkpoints save, the same on all ranks after each step."""
+        is_ordered = isinstance(self.sync, Exact)
+        return Registered(self.model.module, self.world, is_ordered=is_ordered)
 
 
 @final
@@ -163,14 +170,13 @@ def _put_back(kit: Kit, step: int, why: TrainError) -> None:
     """Put back what forwards moved. Collective.
 
     Raises:
-        why: it cannot be: something large moved for the first time, and there is no copy of it.
+        why: something cannot be, such as what is large and moved for the first time.
     """
     lost = kit.snapshot.restore()
     if kit.world.any(lost is not None):
         raise type(why)(
-            f"step {step}: {why}, and {lost or 'state of another rank'} moved for the first time, "
-            "too large to be copied before it was known to move: resume= or start again, and "
-            "lower accum.max_tokens or accum.micro if memory is short"
+            f"step {step}: {why}, and {lost or 'another rank cannot put its state back'}: resume= "
+            "or start again, and lower accum.max_tokens or accum.micro if memory is short"
         )
 
 
@@ -220,7 +226,7 @@ def _accumulate(kit: Kit, batch: Batch) -> tuple[Tensor | None, Batch, int]:
     Raises:
         DoesNotFitError: even one sample per micro-batch runs out of memory.
     """
-    replays = 0
+    replays, registered = 0, kit.registered  # as it is before any forward
     while True:
         weights, parts = divisors(kit.normalizer, kit.terms, batch.micro_batches, kit.world)
         if not any(weights.values()):
@@ -232,16 +238,17 @@ def _accumulate(kit: Kit, batch: Batch) -> tuple[Tensor | None, Batch, int]:
         kit.world.note("compute")
         attempt = _compute(kit, batch.micro_batches, parts)
         kit.world.note("agree")
-        failed, loss, losses, used = _agree(kit, attempt)
-        if not failed:
+        agreed = _agree(kit, attempt)
+        if not agreed.has_failed:
             kit.world.note("reduce")
             with fatal(
                 "in the reduction, after the ranks had agreed that their micro-batches succeeded, "
                 "which cannot be repeated: lower accum.max_tokens or accum.micro"
             ):
-                kit.sync.reduce(kit.model, used)
-            if any(weights[name] for name in losses):
-                return loss, batch, replays
+                kit.sync.reduce(kit.model, agreed.used)
+                registered.meet(agreed.moved)
+            if any(weights[name] for name in agreed.losses):
+                return agreed.loss, batch, replays
             # A metric alone had a weight, which only shows once the objective was called.
             kit.model.drop_gradients()
             _put_back(kit, batch.step, NonFiniteError("no loss has a weight"))
@@ -315,26 +322,51 @@ class _Attempt:
         share: of the step's loss; None when an allocation failed.
         losses: which of the names that the objective weighs are losses, and not metrics.
         used: which parameters have a gradient.
+        moved: which of the registered state forwards moved.
     """
 
     share: Tensor | None
     losses: frozenset[str]
     used: Sequence[bool]
+    moved: Sequence[bool]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Agreed:
+    """What the micro-batches of all ranks gave.
+
+    Attributes:
+        has_failed: whether an allocation did, on any rank.
+        loss: of the step.
+        losses: which of the names that the objective weighs are losses, and not metrics.
+        used: which parameters have a gradient on any rank.
+        moved: which of the registered state forwards moved on any rank.
+    """
+
+    has_failed: bool
+    loss: Tensor
+    losses: Collection[str]
+    used: Sequence[bool]
+    moved: Sequence[bool]
 
 
 def _compute(kit: Kit, micro_batches: Sequence[MicroBatch], parts: Sequence[Divisors]) -> _Attempt:
     """Run every micro-batch of this rank, and make room for the reduction."""
     heard = _Heard(kit.objective)
     with AllocationGuard():
+        kit.registered.watch()
         share = kit.strategy.backward(kit.model, heard, micro_batches, parts, kit.sync)
-        used = kit.model.used()
+        kit.registered.refuse_late()
+        used, moved = kit.model.used(), kit.registered.moved()
         kit.model.make_room()
-        return _Attempt(share, heard.losses, used)
+        return _Attempt(share, heard.losses, used, moved)
     kit.model.drop_gradients()
     release_memory()
     if kit.sync.lockstep and kit.world.size > 1:
         _stand_in(kit, len(micro_batches))
-    return _Attempt(None, heard.losses, [False] * len(kit.model.parameters))
+    nothing = [False] * len(kit.model.parameters), kit.registered.unmoved()
+    return _Attempt(None, heard.losses, *nothing)
 
 
 def _stand_in(kit: Kit, count: int) -> None:
@@ -352,24 +384,20 @@ def _stand_in(kit: Kit, count: int) -> None:
                 kit.model.stand_in()
 
 
-def _agree(kit: Kit, mine: _Attempt) -> tuple[bool, Tensor, Collection[str], Sequence[bool]]:
-    """Tell all ranks what came out. Collective: one small vector.
-
-    Returns:
-        Whether any rank failed, the step's loss, which names are losses, and which parameters any
-        rank used.
-    """
+def _agree(kit: Kit, mine: _Attempt) -> _Agreed:
+    """Tell all ranks what came out. Collective: one small vector."""
     world, share = kit.world, mine.share
     if world.size == 1:
         loss = torch.zeros(()) if share is None else share
-        return share is None, loss, mine.losses, mine.used
-    flags = [*(name in mine.losses for name in kit.terms), *mine.used]
+        return _Agreed(share is None, loss, mine.losses, mine.used, mine.moved)
+    flags = [*(name in mine.losses for name in kit.terms), *mine.used, *mine.moved]
     told = torch.tensor(
         [float(share is None), 0.0, *map(float, flags)], dtype=torch.float64, device=world.device
     )
     if share is not None:
         told[1] = share
     failures, _, *counts = world.sum(told).tolist()
-    count = len(kit.terms)
-    losses = [name for name, ranks in zip(kit.terms, counts[:count], strict=True) if ranks > 0]
-    return failures > 0, told[1], losses, [ranks > 0 for ranks in counts[count:]]
+    found = iter([ranks > 0 for ranks in counts])
+    losses = [name for name in kit.terms if next(found)]
+    used = [next(found) for _ in mine.used]
+    return _Agreed(failures > 0, told[1], losses, used, [*found])

@@ -25,6 +25,12 @@ from trainer.step import Kit
 PRECISIONS = ((torch.float64, True), (torch.float64, False), (torch.float32, False))
 """What is tried in turn: dtype, and whether hand-written casts to fewer bits are undone."""
 
+UNCARRIED = (
+    "has a hook on its gradient that reads an object of its module, or one that cannot be copied, "
+    "so it was left out here and nothing is proven: let it hold what it needs, or take it off"
+)
+"""Of a parameter."""
+
 MAX_WORST = 10
 MAX_NAMED = 3
 ERROR_CHARACTERS = 120
@@ -200,6 +206,7 @@ def _why(case: Case, *, is_one_piece: bool, whole_fits: bool) -> list[str]:
 
 
 def _report(case: Case, errors: Errors, culprits: Culprits, notes: list[str]) -> VerifyReport:
+    culprits = [*culprits, *((name, UNCARRIED) for name in case.scratch.uncarried)]
     return VerifyReport(
         exact=errors.is_exact and not culprits,
         max_relative_error=errors.largest,

@@ -1,185 +1,228 @@
 """What forwards move besides gradients, kept so that a step can be replayed or skipped.
 
-Buffers, frozen parameters (codebooks), and tensors among a module's attributes. Small ones are
-copied in every step, since some operations write without a trace: BatchNorm, `.data`. Larger ones
-are copied only once they have been seen to move; a copy of every frozen weight would be another
-model.
+Whatever a model holds that no gradient updates: buffers, frozen weights (codebooks), tensors,
+arrays, counters and random generators among its modules' attributes and in what those hold. Some
+operations write without a trace (BatchNorm, `.data`), so the smallest are copied in every step.
+Larger ones are copied in the step in which they are new, and from then on only if they have been
+seen to move; a copy of every frozen weight would be another model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.tensor import DTensor
 
-SMALL_BYTES = 64 * 2**10
-"""What is no larger is copied in every step."""
+from trainer.accumulate.held import Held, Holder, hold
+from trainer.accumulate.values import (
+    Values,
+    is_copyable,
+    is_out_of_reach,
+    is_same,
+    mark_of,
+    version_of,
+    write,
+)
+
+EVERY_BYTES = 2**20
+"""What every step copies, the smallest first, whether it moves or not."""
 
 UNSEEN_BYTES = 32 * 2**20
-"""What the first step copies of larger tensors, in all, before it is known which of them move."""
+"""What is copied besides of what is new, before it is known which of it moves."""
 
-_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+UNSEEN = "moved for the first time, too large to be copied before it was known to move"
+TRAINED = "requires a gradient or is sparse, so it is not copied, and forward writes into it"
+CROWDED = "changed, which holds too many entries to be kept"
 
 
 @final
 class Snapshot:
     """Keeps a model's state that no gradient updates, as it was before a step.
 
-    Plain numbers and objects of a module are its own: they are not put back.
+    Iterators and objects that are not plain, see `hold`, are put back by reference alone. Trained
+    weights are not copied but where an embedding renormalises them; another one that a forward
+    writes into ends a step that has to be put back.
 
     Args:
         model: on its device, with the weights it begins with.
+        every_bytes: copied in every step; None is `EVERY_BYTES`.
+        unseen_bytes: copied besides of what is new; None is `UNSEEN_BYTES`.
+        moving: identities of tensors to be copied whatever their size.
+        by_value: whether writes without a trace are looked for in what is too large to be copied,
+            once, which reads all of it.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        every_bytes: int | None = None,
+        unseen_bytes: int | None = None,
+        moving: Collection[int] = (),
+        by_value: bool = True,
+    ) -> None:
         self._model = model
-        self._places: list[_Place] | None = None
+        self._every_bytes = EVERY_BYTES if every_bytes is None else every_bytes
+        self._unseen_bytes = UNSEEN_BYTES if unseen_bytes is None else unseen_bytes
+        self._moving = _renormalised(model).union(moving)
+        self._by_value = by_value
+        self._held = Held()
+        self._leaves: list[_Leaf] = []
 
     def take(self) -> None:
         """Remember how things are, before the first micro-batch of a step."""
-        if self._places is not None:
-            for place in self._places:
-                place.take()
-            return
-        self._places = sorted(_places(self._model), key=lambda place: place.found.nbytes)
-        room = UNSEEN_BYTES
-        for place in self._places:
-            room -= place.found.nbytes
-            place.take(copies=room >= 0)
-            place.mark = None if place.is_small else _mark(place.found)
+        if not self._held.renew():
+            self._held = hold(self._model)
+            self._leaves = sorted(self._found(), key=attrgetter("size"))
+        for leaf in self._leaves:
+            leaf.begin()
+        every, unseen, copied = self._every_bytes, self._unseen_bytes, list[_Leaf]()
+        for leaf in self._leaves:
+            leaf.stays = leaf.keeps and (leaf.moves or leaf.size <= every)
+            if leaf.stays:
+                every -= leaf.size * (not leaf.moves)
+                copied.append(leaf)
+            elif leaf.keeps and leaf.is_new and leaf.size <= unseen:
+                unseen -= leaf.size
+                copied.append(leaf)
+            else:
+                leaf.copy = None
+                if leaf.keeps and leaf.is_new and self._by_value:
+                    leaf.mark = mark_of(leaf.it)
+        _copy(copied)
+
+    def _found(self) -> Iterator[_Leaf]:
+        """Match what the model holds now with what is known of the places that hold it.
+
+        Yields:
+            Each tensor and array once.
+        """
+        known = {(id(leaf.holder.it), leaf.key): leaf for leaf in self._leaves}
+        for holder, key, it in self._held.values:
+            leaf = known.get((id(holder.it), key))
+            if leaf is not None and leaf.it is it:
+                leaf.holder = holder
+                yield leaf
+            elif not is_out_of_reach(it):
+                is_known = id(it) in self._moving
+                moves = is_known or (leaf is not None and leaf.moves)
+                size = it.nbytes if is_copyable(it) or is_known else -1
+                yield _Leaf(holder, key, it, size, moves, leaf is None, version_of(it))
 
     def restore(self) -> str | None:
-        """Put everything back, those tensors too that a forward replaced by others.
+        """Put everything back, what a forward replaced by others too, and remove what is new.
 
         Returns:
-            The name of what moved for the first time and was not copied, None when all is back.
+            What moved and could not be put back, and why; None when all is back.
         """
-        lost = [place.name for place in self._places or () if not place.restore()]
-        return next(iter(lost), None)
+        large = self._held.put_back()
+        for leaf in [leaf for leaf in self._leaves if not leaf.restore()]:
+            name = leaf.holder.name(leaf.key)
+            return f"{name} {UNSEEN if leaf.keeps else TRAINED}"
+        return large and f"{large} {CROWDED}"
 
     def settle(self) -> None:
-        """Learn from a step that is over what moves, and let the copies go."""
-        for place in self._places or ():
-            place.settle()
+        """Learn from a step that is over what moves, and let go of what the next will not copy."""
+        for leaf in self._leaves:
+            leaf.settle(by_value=self._by_value)
 
 
 @final
 @dataclass(slots=True)
-class _Place:
-    """Where a module holds a tensor.
+class _Leaf:
+    """A tensor or array, and what is known of the place where the model holds it.
 
     Attributes:
-        name: for messages.
-        owner: mapping or list that holds it.
+        holder: container that holds it.
         key: under which.
-        found: what it held before the step.
-        copy: of its values, if they are kept.
+        it: the tensor or array.
+        size: in bytes; -1 where its numbers are not to be copied: a trained weight is the
+            optimizer's.
+        moves: whether what is there has been seen to be written, so that each step copies it.
+        is_new: whether the place is new since the last step, or was written since.
         version: PyTorch's count of writes, before the step.
-        mark: a sum of its bits before the first step, which sees what `.data` hides from `version`.
-        moves: whether it has been seen to.
+        stays: whether each step copies it.
+        copy: of its numbers, if they are kept.
+        mark: of its numbers when it was new, which sees the writes that `version` does not.
     """
 
-    name: str
-    owner: Any
-    key: Hashable
-    found: Tensor
-    copy: Tensor | None = None
-    version: int = 0
+    holder: Holder
+    key: Any
+    it: Values
+    size: int
+    moves: bool
+    is_new: bool
+    version: int
+    stays: bool = False
+    copy: Values | None = None
     mark: int | None = None
-    moves: bool = False
 
     @property
-    def is_small(self) -> bool:
-        return self.found.nbytes <= SMALL_BYTES
+    def keeps(self) -> bool:
+        return self.size >= 0
 
-    def take(self, *, copies: bool = False) -> None:
-        found = _held(self.owner, self.key)
-        if found is not None:
-            self.found = found
-        self.version = _version(self.found)
-        keeps = copies or self.moves or self.is_small
-        self.copy = self.found.detach().clone() if keeps else None
+    def begin(self) -> None:
+        """Count the writes before the step; what was written between steps is like new."""
+        version = version_of(self.it)
+        if version != self.version:
+            self.version, self.mark, self.is_new = version, None, True
 
     def has_moved(self) -> bool:
-        if self.version != _version(self.found):
+        """Tell whether it was written; exactly where there is a copy."""
+        if self.version != version_of(self.it):
             return True
-        return self.mark is not None and self.mark != _mark(self.found)
+        if self.copy is not None:
+            return not is_same(self.it, self.copy)
+        return self.mark is not None and self.mark != mark_of(self.it)
+
+    def settle(self, *, by_value: bool) -> None:
+        """Learn from a step whether it moves; one that does not leaves a mark."""
+        if self.keeps and not self.moves:
+            if self.version != version_of(self.it) or (self.is_new and self.has_moved()):
+                self.moves = True
+            elif self.is_new and by_value and self.mark is None:
+                self.mark = mark_of(self.it)
+        self.is_new = False
+        if not self.stays:
+            self.copy = None
 
     def restore(self) -> bool:
-        """Put the tensor and its values back; False when there is no copy of what moved."""
-        if self.is_small or self.moves or self.has_moved():
-            if self.copy is None:
+        """Put its numbers back; False when they have moved and there is no copy."""
+        if self.copy is None:
+            if self.has_moved():
                 self.moves = True
                 return False
-            with torch.no_grad():
-                self.found.copy_(self.copy)
-            self.version = _version(self.found)
-        if _held(self.owner, self.key) is not self.found:
-            self.owner[self.key] = self.found
+            return True
+        if not is_same(self.it, self.copy):
+            self.moves = True
+            write(self.it, self.copy)
+        self.version = version_of(self.it)
         return True
 
-    def settle(self) -> None:
-        self.moves = self.moves or (not self.is_small and self.has_moved())
-        self.copy = self.mark = None
+
+def _renormalised(model: nn.Module) -> frozenset[int]:
+    """Find the trained weights that a forward scales in place, by identity."""
+    found = (part for part in model.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag))
+    return frozenset(id(part.weight) for part in found if part.max_norm is not None)
 
 
-def _places(model: nn.Module) -> Iterator[_Place]:
-    """Find where modules hold tensors that no gradient updates, in lists and mappings too.
-
-    Yields:
-        Each tensor once.
-    """
-    seen: set[int] = set()
-    for prefix, part in model.named_modules():
-        for owner in _owners(part):
-            entries = owner.items() if isinstance(owner, dict) else enumerate(owner)
-            for key, value in entries:
-                if _is_watched(value) and id(value) not in seen:
-                    seen.add(id(value))
-                    yield _Place(f"{prefix}.{key}".lstrip("."), owner, key, value)
-
-
-def _owners(part: nn.Module) -> Iterator[Any]:
-    attributes = vars(part)
-    yield attributes
-    for value in attributes.values():
-        if isinstance(value, dict | list):
-            yield value
-
-
-def _is_watched(value: Any) -> bool:  # noqa: ANN401 - any attribute
-    """Whether a value is a tensor that only a forward can have written.
-
-    A shard is its mechanism's, which forgets what a forward writes into the gathered whole.
-    """
-    if not isinstance(value, Tensor) or isinstance(value, DTensor) or value.requires_grad:
-        return False
-    return value.layout == torch.strided and not value.is_meta
-
-
-def _held(owner: Any, key: Hashable) -> Tensor | None:  # noqa: ANN401 - mapping or list
-    try:
-        value = owner[key]
-    except LookupError:
-        return None
-    return value if _is_watched(value) else None
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def _mark(tensor: Tensor) -> int:
-    """Sum the bits of a tensor that is not small, as integers: no float, so NaN is like others.
-
-    One without bits, in a rehearsal of memory, has nothing to hide.
-    """
-    if isinstance(tensor, FakeTensor):
-        return 0
-    flat = tensor.detach().reshape(-1)
-    return hash(flat.view(_WORDS.get(tensor.element_size(), torch.int64)).sum().tolist())
+def _copy(leaves: Sequence[_Leaf]) -> None:
+    """Copy numbers, where they were copied before into the same room: on a GPU in a few kernels."""
+    pairs: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], list[Tensor]]] = {}
+    for leaf in leaves:
+        it, copy = leaf.it, leaf.copy
+        if not isinstance(it, Tensor):
+            leaf.copy = it.copy()
+        elif isinstance(copy, Tensor) and copy.shape == it.shape and copy.dtype == it.dtype:
+            into, of = pairs.setdefault((it.dtype, it.device), ([], []))
+            into.append(copy)
+            of.append(it)
+        else:
+            leaf.copy = it.detach().clone()
+    with torch.no_grad():
+        for into, of in pairs.values():
+            torch._foreach_copy_(into, of)

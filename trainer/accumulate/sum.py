@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import final
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from trainer.accumulate.base import Divisors, GradientStrategy, divided, seed_draws
 from trainer.micro_batch import MicroBatch
+from trainer.models.statistics import unmoved
 from trainer.objectives.base import Objective
 from trainer.parallel import Parallel
 from trainer.sync import SyncPolicy
@@ -38,7 +40,9 @@ class Sum(GradientStrategy):
         last = len(micro_batches) - 1
         for index, micro_batch in enumerate(micro_batches):
             seed_draws(micro_batch.rng_key, device)
-            with sync.micro_batch(model, is_last=index == last):
+            # In lockstep a rank with fewer micro-batches fills up with some of no samples.
+            aside = nullcontext() if micro_batch.ids else unmoved(model.module)
+            with sync.micro_batch(model, is_last=index == last), aside:
                 sums = objective.sums(model.call, micro_batch.to(device).fields)
                 loss = divided(sums.losses, divisors[index])
                 loss.backward()  # type: ignore[no-untyped-call] # untyped in torch

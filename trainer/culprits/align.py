@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, final
 
 import torch
@@ -111,6 +112,8 @@ def tensors_of(value: Any, path: str = "") -> dict[str, Tensor]:  # noqa: ANN401
         return {path: value}
     if dataclasses.is_dataclass(value) and not isinstance(value, type | Mapping):
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, SimpleNamespace):
+        value = vars(value)
     if isinstance(value, list | tuple):
         value = dict(enumerate(value))
     if not isinstance(value, Mapping):

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainer.culprits.align import Share, align, close, shares
+from trainer.culprits.auxiliary import Added, adds, auxiliary
 from trainer.culprits.scratch import Groups, Scratch
 from trainer.culprits.sums import (
     SINGLE_TOLERANCE,
@@ -162,7 +163,8 @@ def find(
     """
     trace = record(scratch, whole)
     modules = dict(scratch.module.named_modules())
-    reasons, failures, found = _unsteady(scratch, trace), dict[str, str](), Found()
+    failures, found = dict[str, str](), Found()
+    reasons = _unsteady(scratch, trace, ways[0].parts[0])
     sights: list[Sight] = []
     for way in ways:
         if way.is_last_resort and not failures:
@@ -181,21 +183,29 @@ def find(
     norms = [n for n, m in modules.items() if (n, 0) in trace.calls and _takes_batch_statistics(m)]
     reasons |= {n: _reason(modules[n], NEIGHBOURS) for n in norms if n not in reasons}
     charged = {name: reason for name, reason in reasons.items() if name not in excused}
-    found.modules = described(modules, charged)
-    found.objective = _of_objective(scratch, trace, ways[0], sights, is_fed_alike=not found.data)
+    added = _added(scratch, trace, sights)
+    found.modules = described(modules, charged) + added.faults
+    sights = [] if found.data or added.explains else sights
+    found.objective = _of_objective(scratch, trace, ways[0], sights)
     return found
 
 
-def _of_objective(
-    scratch: Scratch, trace: Trace, way: Way, sights: Sequence[Sight], *, is_fed_alike: bool
-) -> Culprits:
-    """Name the loss sums and the weights that do not add up; where the data change, so may sums."""
+def _added(scratch: Scratch, trace: Trace, sights: Sequence[Sight]) -> Added:
+    """Look at the losses that the model itself adds to its own."""
+    if not (sights and adds(trace)):
+        return Added([], explains=False)
+    parts = [record(scratch, part) for part in sights[0].parts]
+    return auxiliary(scratch.module, trace, parts, _tolerance(trace))
+
+
+def _of_objective(scratch: Scratch, trace: Trace, way: Way, sights: Sequence[Sight]) -> Culprits:
+    """Name the loss sums and the weights that do not add up."""
     objective, losses = scratch.kit.objective, trace.sums.losses
     if objective.scope != "sample":
         return []
     counts = scratch.kit.normalizer != "samples"
     faults = weight_faults(objective, trace.micro_batch, way.parts, losses) if counts else []
-    return faults + (sum_faults(objective, sights) if is_fed_alike else [])
+    return faults + sum_faults(objective, sights)
 
 
 def objective_faults(scratch: Scratch, groups: Groups, *, packed: bool) -> Culprits | None:
@@ -252,8 +262,8 @@ def _charge(
             failures.setdefault(name, f"cannot run on {_samples(len(way.parts[0].ids))}: {text}")
 
 
-def _unsteady(scratch: Scratch, trace: Trace) -> dict[str, str]:
-    moved, unrepeatable = repeat(scratch, trace)
+def _unsteady(scratch: Scratch, trace: Trace, other: MicroBatch) -> dict[str, str]:
+    moved, unrepeatable = repeat(scratch, trace, other)
     reasons = dict.fromkeys(
         unrepeatable,
         "gives something else each time: it draws from a generator that no seed of the run "
@@ -308,11 +318,15 @@ def _data_faults(whole: MicroBatch, way: Way, places: Sequence[Share]) -> Culpri
 
 
 def _sight(trace: Trace, way: Way, passes: Sequence[Difference]) -> Sight:
-    is_double = all(loss.dtype == torch.float64 for loss in trace.sums.losses.values())
     return Sight(
         whole=trace.micro_batch,
         parts=way.parts,
         sums=(trace.sums, [each.sums for each in passes if each.sums is not None]),
         repads=way.changes != NEIGHBOURS,
-        tolerance=TOLERANCE if is_double else SINGLE_TOLERANCE,
+        tolerance=_tolerance(trace),
     )
+
+
+def _tolerance(trace: Trace) -> float:
+    is_double = all(loss.dtype == torch.float64 for loss in trace.sums.losses.values())
+    return TOLERANCE if is_double else SINGLE_TOLERANCE

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from trainer.accumulate.normalizer import Kind, divisors
+from trainer.culprits.hooks import carry
 from trainer.data.loader import Loader, Request
 from trainer.feed import PlannedBatch
 from trainer.micro_batch import Fields, MicroBatch
@@ -101,6 +102,30 @@ class OnlyDouble(TorchDispatchMode):  # type: ignore[no-untyped-call] # untyped 
 
 
 @final
+class Buffers:
+    """Keeps a model's buffers as they are, also where a forward makes, drops or exchanges some.
+
+    Args:
+        module: the model.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._kept = [(part, dict(part._buffers), dict(vars(part))) for part in module.modules()]
+        self._saved = [(buffer, buffer.clone()) for buffer in module.buffers()]
+
+    def restore(self) -> None:
+        """Put everything back; the attribute that a new buffer took the place of, too."""
+        for part, buffers, attributes in self._kept:
+            made = part._buffers.keys() - buffers.keys()
+            part._buffers.clear()
+            part._buffers.update(buffers)
+            vars(part).update({n: attributes[n] for n in made & attributes.keys()})
+        with torch.no_grad():
+            for buffer, saved in self._saved:
+                buffer.copy_(saved)
+
+
+@final
 @dataclass(frozen=True, kw_only=True)
 class Scratch:
     """A copy of the run's model, with everything a step needs around it.
@@ -110,27 +135,33 @@ class Scratch:
         dtype: of the copy's parameters and fields; None leaves both as they are.
         widens: whether hand-written casts to fewer bits are undone.
         undone: what they asked for.
+        uncarried: parameters with a hook that the copy goes without.
     """
 
     kit: Kit
     dtype: torch.dtype | None
     widens: bool = False
     undone: set[torch.dtype] = field(default_factory=set)
+    uncarried: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, kit: Kit, dtype: torch.dtype | None, *, widens: bool = False) -> Scratch:
         """Copy the model of a run, in another precision where one is given."""
-        module = copy.deepcopy(kit.model.module)
+        memo: dict[int, Any] = {}
+        module = copy.deepcopy(kit.model.module, memo)
         if dtype is not None:
             module = module.to(dtype)
+        uncarried = carry(kit.model.module, module, memo)
         parameters = [p for p in module.parameters() if p.requires_grad]
         world = World(device=kit.world.device)
         model = Replicated(module, bind(module), parameters, world)
-        return cls(kit=replace(kit, model=model, world=world), dtype=dtype, widens=widens)
+        kit = replace(kit, model=model, world=world)
+        return cls(kit=kit, dtype=dtype, widens=widens, uncarried=uncarried)
 
     def copied(self) -> Scratch:
         """Copy it, in the state it is in."""
-        return replace(Scratch.of(self.kit, self.dtype, widens=self.widens), undone=self.undone)
+        copied = Scratch.of(self.kit, self.dtype, widens=self.widens)
+        return replace(copied, undone=self.undone, uncarried=self.uncarried)
 
     @property
     def module(self) -> nn.Module:
@@ -140,7 +171,7 @@ class Scratch:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Compute in the copy's precision; buffers and gradients are put back at the end."""
-        buffers = [buffer.clone() for buffer in self.module.buffers()]
+        buffers = Buffers(self.module)
         default = torch.get_default_dtype()
         try:
             with ExitStack() as stack:
@@ -157,8 +188,7 @@ class Scratch:
         finally:
             torch.set_default_dtype(default)
             self.kit.model.drop_gradients()
-            for buffer, saved in zip(self.module.buffers(), buffers, strict=True):
-                buffer.copy_(saved)
+            buffers.restore()
 
     def gradient(self, micro_batches: Sequence[MicroBatch], kind: Kind) -> Gradient:
         """Compute one step's gradient from these micro-batches.

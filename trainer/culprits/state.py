@@ -1,10 +1,12 @@
-"""What modules keep outside of buffers, and whether a pass moved it."""
+"""What modules keep, in buffers and outside of them, and whether a pass moved it."""
 
 from __future__ import annotations
 
 import hashlib
+import random
 from collections import deque
 from collections.abc import Mapping
+from types import FunctionType, MethodType
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,10 @@ Kept = Mapping[str, object]
 """By module name, something that is equal while the module's parameters and attributes are."""
 
 MAX_DEPTH = 4
-"""Of containers within containers that are looked into."""
+"""Of containers and objects within one another that are looked into."""
+
+OPAQUE = (nn.Module, type, random.Random, FunctionType, MethodType)
+"""Objects that are not looked into: modules are by their own names, and generators draw."""
 
 
 def kept(module: nn.Module) -> Kept:
@@ -44,4 +49,6 @@ def _digest(value: Any, depth: int) -> object:  # noqa: ANN401 - any attribute
         return [(repr(key), _digest(held, depth - 1)) for key, held in value.items()]
     if depth and isinstance(value, list | tuple | deque):
         return [_digest(held, depth - 1) for held in value]
+    if depth and hasattr(value, "__dict__") and not isinstance(value, OPAQUE):
+        return _digest(vars(value), depth - 1)
     return None

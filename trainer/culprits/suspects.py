@@ -25,9 +25,11 @@ from trainer.culprits.find import (
     pick,
     silence,
 )
+from trainer.culprits.hooks import drop_hooks, hooked
 from trainer.culprits.rounding import Rounding
 from trainer.culprits.scratch import Gradient, Scratch
 from trainer.culprits.trace import OUTSIDE
+from trainer.micro_batch import MicroBatch
 from trainer.out_of_memory import AllocationGuard
 from trainer.step import Kit
 
@@ -87,23 +89,41 @@ def suspects(
         culprits += _drawing(case.scratch, draws, errors)
         if errors.is_exact:
             return Verdict(culprits, is_modular=not _has_settings(kit))
+    found_hooks, errors, expected = _hooks(case, kit, errors, expected)
+    culprits += found_hooks
+    if errors.is_exact:
+        return Verdict(culprits, is_modular=not _has_settings(kit))
     amplified = _amplified(case, errors)
     if amplified:
         return Verdict([*culprits, *amplified], is_modular=False)
-    packed = case.batch.plan.packed
-    found = find(case.scratch, whole, ways, packed=packed, excused=draws.loud)
-    strategy = [] if found else _strategy(case, kit, expected)
-    if not (found or strategy or draws.loud):
-        found = _search_step(case, traces_whole=traces_whole)
-    if not (found or strategy or draws.loud):
-        _nudge(case.scratch.module)
-        found = find(case.scratch, whole, ways, packed=packed)
-        found = found or _search_step(case, traces_whole=traces_whole)
+    found, strategy = _located(case, kit, expected, (whole, ways), draws, traces_whole=traces_whole)
     named = [*found.all, *strategy]
     if not named and not draws.loud:
         named = [_unexplained(errors)]
     is_modular = named == found.modules and not _has_settings(kit)
     return Verdict([*culprits, *(c for c in named if c not in culprits)], is_modular)
+
+
+def _located(
+    case: Case,
+    kit: Kit,
+    expected: Gradient,
+    picked: tuple[MicroBatch, list[Way]],
+    draws: Draws,
+    *,
+    traces_whole: bool,
+) -> tuple[Found, Culprits]:
+    """Search a few samples, then the step itself, then both with weights a little elsewhere."""
+    packed = case.batch.plan.packed
+    found = find(case.scratch, *picked, packed=packed, excused=draws.loud)
+    strategy = [] if found else _strategy(case, kit, expected)
+    if not (found or strategy or draws.loud):
+        found = _search_step(case, traces_whole=traces_whole)
+    if not (found or strategy or draws.loud):
+        _nudge(case.scratch.module)
+        found = find(case.scratch, *picked, packed=packed)
+        found = found or _search_step(case, traces_whole=traces_whole)
+    return found, strategy
 
 
 def _has_settings(kit: Kit) -> bool:
@@ -168,6 +188,39 @@ def _drawing(scratch: Scratch, draws: Draws, errors: Errors) -> Culprits:
     if outside is not None:
         culprits.append((f"objective {type(scratch.kit.objective).__name__}", outside))
     return culprits
+
+
+def _hooks(
+    case: Case, kit: Kit, errors: Errors, expected: Gradient
+) -> tuple[Culprits, Errors, Gradient]:
+    """Take the hooks off all gradients, and charge those without which less is wrong.
+
+    Returns:
+        Them, the errors that are left, and the reference without hooks.
+    """
+    hooks = hooked(case.scratch.module)
+    if not hooks:
+        return [], errors, expected
+    drop_hooks(case.scratch.module)
+    expected = case.expected()
+    left = case.errors(case.planned(_kind(kit)), expected)
+    mended = {n for n in errors.by_name if _is_wrong(errors, n) and not _is_wrong(left, n)}
+    # A hook may also move the gradients of others.
+    charged = (hooks.keys() & mended or hooks.keys()) if mended else set[str]()
+    culprits = [(name, hook_reason(hooks[name])) for name in sorted(charged)]
+    return culprits, left, expected
+
+
+def _is_wrong(errors: Errors, name: str) -> bool:
+    return name in errors.by_name and errors.by_name[name] > errors.limits[name]
+
+
+def hook_reason(method: str) -> str:
+    """Say why a hook on a gradient makes a step depend on its cut."""
+    return (
+        f"a hook on its gradient ({method}) runs for every micro-batch, and not once for the "
+        "step's: do it once a step, in the optimizer's step, or let it only scale by a constant"
+    )
 
 
 def _amplified(case: Case, errors: Errors) -> Culprits:

@@ -169,8 +169,13 @@ def compare(scratch: Scratch, trace: Trace, part: MicroBatch, share: Share) -> D
     return Difference(blamed=tuple(comparer.blamed), sums=_detached(sums))
 
 
-def repeat(scratch: Scratch, trace: Trace) -> tuple[list[str], list[str]]:
+def repeat(scratch: Scratch, trace: Trace, other: MicroBatch) -> tuple[list[str], list[str]]:
     """Run a traced micro-batch twice more without putting the buffers back.
+
+    Args:
+        scratch: as it was when the trace was recorded.
+        trace: of the micro-batch.
+        other: another one, which leaves another state behind.
 
     Returns:
         Modules that gave something else although nothing was drawn anew: those whose state moves,
@@ -185,6 +190,8 @@ def repeat(scratch: Scratch, trace: Trace) -> tuple[list[str], list[str]]:
         unrepeatable -= _stateful(scratch, whole, share, again.blamed)
     comparer = _Comparer(trace, share)
     with scratch.running(), torch.no_grad():
+        with suppress(Exception):  # a model may raise anything on a group it was not made for
+            _forward(scratch, other, lambda: None)
         _forward(scratch, whole, lambda: None)
         with _hooked(scratch.module, comparer.enter, comparer.leave):
             _forward(scratch, whole, lambda: None)

@@ -15,27 +15,18 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby, pairwise
 from math import fsum
-from typing import final
 
 import numpy as np
 
 from trainer.plan.cut import Cost, FloatArray, IntArray, Layout, Plan
 from trainer.plan.groups import longest_of_groups, per_group, samples_of_groups
+from trainer.plan.slots import fill_slots
 
 MAX_CANDIDATES = 256
 """Lengths among which `ladder` chooses; more would cost time and save no padding to speak of."""
-
-FILLED_SLOTS = (1, 2, 3, 4, 6, 8, 12, 24)
-"""Numbers of slots that filling aims at; with many slots common cuts are as good."""
-
-SLACK = 1.05
-"""Filling aims this much above the even share, since samples are not divisible."""
-
-LAST_SLACKS = (1.0, 1.02, 1.05, 1.1, 1.2, 1.4)
-"""Levels at which the last slot is tried, over its even share."""
 
 
 def partition(lengths: IntArray, layout: Layout, cap: int, max_micro: int | None = None) -> Plan:
@@ -56,7 +47,8 @@ def partition(lengths: IntArray, layout: Layout, cap: int, max_micro: int | None
         max_micro: most samples of a micro-batch; a group is never divided for it.
 
     Returns:
-        The plan, longest first in every rank.
+        The plan, longest first in every rank; where ranks in lockstep have filled slots, dearest
+        slot first.
     """
     size = layout.group_size
     padded = longest_of_groups(pad(lengths, layout), size)
@@ -296,13 +288,13 @@ def _cut_in_lockstep(
 ) -> list[tuple[IntArray, ...]]:
     """Cut ranks so that all have equal counts and little to wait for: each slot costs its slowest.
 
-    Two ways, of which the cheaper is taken. Common cuts: samples are dealt in snake order and all
+    The cheaper of two ways is taken. Common cuts: samples are dealt in snake order and all
     ranks are cut between the same rows; the first sample of a row bounds it, so the program of
     `cut_sorted` over these is optimal among all common cuts of the deal. (A last row that is not
     full can cost more than the program thinks, by what one sample is longer than its neighbour.)
-    Filled slots: see `_fill_slots`; they win where few samples differ much, since beside one long
-    sample the other ranks compute several shorter ones. A slot is empty only where a rank has
-    fewer samples than there are slots.
+    Filled slots: see `fill_slots`; they win where a rank has few samples that differ much, since
+    beside one long sample the other ranks compute several shorter ones. A slot is empty only where
+    a rank has fewer samples than there are slots.
     """
     lengths, world_size = padded[longest_first], layout.world_size
     heads = lengths[::world_size].copy()
@@ -314,116 +306,20 @@ def _cut_in_lockstep(
     common = len(starts) * layout.cost.fixed + fsum(sizes * layout.cost.per_sample(heads[starts]))
     most = np.maximum(1, np.minimum(cap // lengths, max_micro))
     costs = layout.cost.per_sample(lengths)
-    filled = _fill_slots(costs, most, world_size, layout.cost.fixed, common)
-    if filled:
-        pieces = split(longest_first, filled)
-        deal = deal_in_snake(len(pieces), world_size)
-        return [tuple(pieces[index] for index in share) for share in deal]
+    slots = fill_slots(costs, most, world_size, layout.cost.fixed, common)
+    if slots:
+        # Every other slot backwards, so that no rank has the dearest of each.
+        pieces = [
+            split(longest_first[slot.samples], slot.starts)[:: -1 if turn % 2 else 1]
+            for turn, slot in enumerate(slots)
+        ]
+        return list(zip(*pieces, strict=True))
     ranks = []
     for share in deal_in_snake(len(lengths), world_size):
         # A start moves forward where later slots of this rank would be left without a sample.
         room = np.maximum(len(share) - np.arange(len(starts), 0, -1), np.arange(len(starts)))
         ranks.append(split(longest_first[share], np.minimum(starts, room)))
     return ranks
-
-
-def _fill_slots(
-    costs: FloatArray, most: IntArray, world_size: int, fixed: float, to_beat: float
-) -> list[int] | None:
-    """Cut sorted samples into slots of `world_size` consecutive micro-batches of like cost.
-
-    Each slot takes the samples that come next: every rank as many of them as cost no more than
-    what the slot would cost if all slots shared the work evenly, or than its longest sample. Each
-    number of slots in `FILLED_SLOTS` is tried and the best is kept. A heuristic; what bounds it is
-    `to_beat`.
-
-    Args:
-        costs: `(num_samples,)`, not increasing.
-        most: `(num_samples,)`, samples of a micro-batch that begins there, at most.
-        world_size: micro-batches of a slot.
-        fixed: cost of a micro-batch that does not depend on its size.
-        to_beat: total cost of the slots' dearest micro-batches that is known to be possible.
-
-    Returns:
-        Where each micro-batch begins, `world_size` for each slot; `None` if none is cheaper, as
-        always where all samples cost the same.
-    """
-    if costs[0] == costs[-1]:
-        return None
-    best, work = None, fsum(costs) / world_size
-    filler = _Filler([*costs.tolist(), 1.0], [*most.tolist(), 0], world_size)
-    # Under `most` there are at least so many slots; aiming at fewer is the same for all of them.
-    fewest = fsum(1.0 / most) / world_size
-    for count in FILLED_SLOTS[bisect_right(FILLED_SLOTS[1:], fewest) :]:
-        starts: list[int] = []
-        begin, total = 0, 0.0
-        while begin < len(costs) and total < to_beat:
-            room = max(float(costs[begin]), SLACK * work / count)
-            slot, begin, dearest = filler.fill(begin, room)
-            starts += slot
-            total += fixed + dearest
-        # A last slot that is not full would leave ranks empty that common cuts keep busy.
-        if total < to_beat and starts[-1] < len(costs):
-            best, to_beat = starts, total
-    return best
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class _Filler:
-    """Fills slots one by one.
-
-    Attributes:
-        costs: as in `_fill_slots`, and any positive number behind the last.
-        most: as in `_fill_slots`, and 0 behind the last.
-        world_size: micro-batches of a slot.
-    """
-
-    costs: list[float]
-    most: list[int]
-    world_size: int
-
-    def fill(self, begin: int, room: float) -> tuple[list[int], int, float]:
-        """Fill the slot at `begin`, leaving either no sample or one for each rank.
-
-        Returns:
-            Its starts, where the next slot begins, and the cost of its dearest micro-batch.
-        """
-        num_samples, world_size = len(self.costs) - 1, self.world_size
-        filled = self._fill(begin, num_samples, room)
-        left = num_samples - filled[1]
-        if 0 < left < world_size and num_samples - begin >= 2 * world_size:
-            return self._fill(begin, num_samples - world_size, room)
-        if left:
-            return filled
-        # The last slot: the lowest level that still takes everything.
-        even = fsum(self.costs[begin:num_samples]) / world_size
-        for slack in LAST_SLACKS:
-            lower = max(self.costs[begin], slack * even)
-            tried = self._fill(begin, num_samples, lower) if lower < room else filled
-            if tried[1] == num_samples:
-                return tried
-        return filled
-
-    def _fill(self, begin: int, end: int, room: float) -> tuple[list[int], int, float]:
-        # Called a hundred times per global batch: comparisons here cost a third of min and max.
-        starts, dearest = [], 0.0
-        costs, most = self.costs, self.most
-        for left in range(self.world_size - 1, -1, -1):
-            starts.append(begin)
-            cost = costs[begin]
-            size = int(room / cost) or 1
-            if size > most[begin]:  # noqa: PLR1730
-                size = most[begin]
-            # The ranks that come need a sample each.
-            if size > end - begin - left:  # noqa: PLR1730
-                size = end - begin - left
-            if size < 1:
-                size = 1 if begin < end else 0
-            if size * cost > dearest:  # noqa: PLR1730
-                dearest = size * cost
-            begin += size
-        return starts, begin, dearest
 
 
 def split(samples: IntArray, starts: Sequence[int] | IntArray) -> tuple[IntArray, ...]:

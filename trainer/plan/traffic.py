@@ -34,6 +34,9 @@ class Network:
         all_reduce: bytes per second that a rank sends in one, if it goes round a ring.
         all_gather: likewise.
         reduce_scatter: likewise.
+        shard: ranks that share one copy of the model, where there are several copies: gathers and
+            scatters were measured among these, all-reduces between the copies.
+        across_latency_s: of an all-reduce between copies; None where there is one latency.
     """
 
     ranks: int
@@ -41,6 +44,8 @@ class Network:
     all_reduce: float
     all_gather: float
     reduce_scatter: float
+    shard: int | None = None
+    across_latency_s: float | None = None
 
 
 @final
@@ -133,9 +138,11 @@ def table(
         across = times.across * between
         seconds = exposed = None
         if network is not None:
-            calls = times.across + (times.gathers + times.reductions if shard > 1 else 0)
+            calls = times.gathers + times.reductions if shard > 1 else 0
+            across_s = network.across_latency_s or network.latency_s
             seconds = (
                 calls * work.groups * network.latency_s
+                + times.across * work.groups * across_s
                 + gathered / network.all_gather
                 + reduced / network.reduce_scatter
                 + across / network.all_reduce

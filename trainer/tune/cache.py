@@ -13,7 +13,7 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, is_dataclass
 from enum import Enum
@@ -27,10 +27,11 @@ from torch import nn
 
 from trainer import durable
 from trainer.plan.memory import Shape
+from trainer.tune.sources import digest_of_sources
 from trainer.tune.tensors import MemoryEstimate
 from trainer.tune.workload import Workload
 
-FORMAT = 2
+FORMAT = 3
 """Raised when what a fact means changes; files of another format are not read."""
 
 BUSY_TRIES = 3
@@ -138,12 +139,13 @@ def describe(work: Workload, length: int, precision: str) -> dict[str, Any]:
         precision: of the forward.
     """
     fields = work.make_fields(1, length)
-    device = work.device
+    device, optimizer = work.device, work.make_optimizer(work.model)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
     return {
         "model": structure(work.model),
         "objective": _stable(work.objective) + _source(type(work.objective)),
-        "optimizer": _optimizer(work.make_optimizer(work.model)),
+        "optimizer": _optimizer(optimizer),
+        "sources": digest_of_sources(_modules_behind(work, optimizer)),
         "fields": {key: [str(f.dtype), list(f.shape)] for key, f in fields.items()},
         "length": length,
         "precision": precision,
@@ -151,6 +153,18 @@ def describe(work: Workload, length: int, precision: str) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
     }
+
+
+def _modules_behind(work: Workload, optimizer: torch.optim.Optimizer) -> Iterator[str]:
+    """List the modules that hold what is computed.
+
+    Yields:
+        Names.
+    """
+    for part in (*work.model.modules(), work.objective, optimizer):
+        yield from (base.__module__ for base in type(part).__mro__)
+        held = getattr(part, "__dict__", {})
+        yield from (value.__module__ for value in held.values() if inspect.isfunction(value))
 
 
 def structure(model: nn.Module) -> str:

@@ -8,6 +8,7 @@ scores are materialised, a line through two real probes is up to 51 % off and th
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,7 +22,7 @@ from trainer.parallel import Parallel
 from trainer.plan.memory import Shape
 from trainer.tune.tensors import MemoryEstimate, PeakBytes
 from trainer.tune.untouched import untouched
-from trainer.tune.workload import Workload, rehearse, rehearse_laid_out
+from trainer.tune.workload import Workload, forward_bytes, rehearse, rehearse_laid_out
 
 
 class CannotRunFake(Exception):  # noqa: N818 - an answer, not a fault: real probes follow
@@ -109,7 +110,7 @@ def run_fake_copy(
 
 @contextmanager
 def _answering() -> Iterator[None]:
-    """Turn what ends a fake run into an answer.
+    """Turn what ends a fake run into an answer, without a word of PyTorch's own.
 
     Yields:
         Nothing.
@@ -117,6 +118,8 @@ def _answering() -> Iterator[None]:
     Raises:
         CannotRunFake: it ended.
     """
+    log = logging.getLogger(FakeTensorMode.__module__)
+    was_disabled, log.disabled = log.disabled, True
     try:
         yield
     except Exception as error:
@@ -124,6 +127,8 @@ def _answering() -> Iterator[None]:
         # RuntimeErrors). A fault of the model's own shows again in the real run that follows.
         message = next(iter(str(error).splitlines()), "")
         raise CannotRunFake(f"{type(error).__name__}: {message}"[:200]) from error
+    finally:
+        log.disabled = was_disabled
 
 
 def _fake_of(tensor: Tensor, mode: FakeTensorMode, device: torch.device | None) -> Tensor:
@@ -174,3 +179,20 @@ def predict_peak(work: Workload, shape: Shape, *, recompute: bool = False) -> Me
     else:
         run_fake_copy(work, laid_out, recompute=recompute)
     return peak.estimate
+
+
+def fake_forward_bytes(work: Workload, shape: Shape, *, recompute: bool = False) -> int:
+    """Count what the forward of a micro-batch of this shape would hold, on fake tensors.
+
+    Raises:
+        CannotRunFake: the model needs values, not only shapes.
+    """
+    fields, found = work.make_fields(*shape), list[int]()
+
+    def body(mode: FakeTensorMode) -> None:
+        fakes = {name: mode.from_tensor(f).to(work.device) for name, f in fields.items()}
+        with work.variant(recompute=recompute):
+            found.append(forward_bytes(work, fakes))
+
+    run_fake(work.model, body, work.device)
+    return found[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Protocol, final
 
@@ -16,11 +17,23 @@ from trainer.parallel import Parallel
 from trainer.plan.cut import FloatArray
 from trainer.plan.memory import Shape
 from trainer.sync import Deferred
-from trainer.tune.fake import CannotRunFake, predict_peak, run_fake, run_fake_copy
+from trainer.tune.fake import (
+    CannotRunFake,
+    fake_forward_bytes,
+    predict_peak,
+    run_fake,
+    run_fake_copy,
+)
 from trainer.tune.fit import fit_shapes, terms
 from trainer.tune.tensors import MemoryEstimate, PeakBytes
-from trainer.tune.untouched import untouched
-from trainer.tune.workload import Workload, gradients, state_of, update_laid_out
+from trainer.tune.untouched import COPIED_BYTES, untouched
+from trainer.tune.workload import (
+    Workload,
+    forward_bytes,
+    gradients,
+    state_of,
+    update_laid_out,
+)
 
 
 class Predictor(Protocol):
@@ -64,7 +77,7 @@ class FakeRuns:
         try:
             return predict_peak(self.work, shape, recompute=self.recompute)
         except CannotRunFake as answer:
-            reason = answer.reason
+            reason = f"cannot run fake: {answer.reason}"
         probes = probe_peak(self.work, shape, reason=reason, recompute=self.recompute)
         return probes(shape)
 
@@ -78,7 +91,7 @@ class Probes:
         resting: what is there whatever the shape: weights, gradients, optimizer state; with the
             temporaries of the optimizer's step as activations.
         coefficients: bytes of activations per term of `fit.terms`.
-        reason: why the model cannot run fake.
+        reason: why it is not run on fake tensors.
     """
 
     resting: MemoryEstimate
@@ -88,7 +101,7 @@ class Probes:
     @property
     def method(self) -> str:
         """See `Predictor`."""
-        return f"memory by real probes of small shapes (cannot run fake: {self.reason})"
+        return f"memory by real probes of small shapes ({self.reason})"
 
     def __call__(self, shape: Shape) -> MemoryEstimate:
         """See `Predictor`."""
@@ -101,7 +114,10 @@ class Probes:
 
 
 def predictor_for(work: Workload, smallest: Shape, *, recompute: bool = False) -> Predictor:
-    """Choose how to predict: by fake runs, or by real probes where the model needs values.
+    """Choose how to predict: by fake runs, or by real probes.
+
+    Probes are for models that need values, and for those with a kernel that takes memory its fake
+    knows nothing of, as recurrent layers have on a CPU.
 
     Args:
         work: what to compute; its model is left bit for bit as it was.
@@ -113,9 +129,54 @@ def predictor_for(work: Workload, smallest: Shape, *, recompute: bool = False) -
     """
     try:
         least = predict_peak(work, smallest, recompute=recompute)
+        reason = _unlike(work, smallest, recompute=recompute)
     except CannotRunFake as answer:
-        return probe_peak(work, smallest, reason=answer.reason, recompute=recompute)
+        reason = f"cannot run fake: {answer.reason}"
+    if reason is not None:
+        return probe_peak(work, smallest, reason=reason, recompute=recompute)
     return FakeRuns(work, recompute, {smallest: least})
+
+
+COMPARED_TOKENS = 32
+"""Longest sample of the micro-batch that is run both ways."""
+
+LIKE = 0.05
+"""How far a fake forward's bytes may be from the real one's."""
+
+
+def _unlike(work: Workload, smallest: Shape, *, recompute: bool) -> str | None:
+    """Run the forward of a small micro-batch for real, and compare its bytes with its fake's.
+
+    Returns:
+        How they differ; None where they do not, or where nothing could be run.
+
+    Raises:
+        CannotRunFake: the model needs values, not only shapes.
+    """
+    if not _can_be_put_back(work.model):
+        return None
+    length = min(smallest.length, COMPARED_TOKENS)
+    for count in sorted({1, min(2, smallest.num_samples), smallest.num_samples}):
+        shape = Shape(count, length)
+        # What fails here fails again, in full, in the step; BatchNorm needs more than one value.
+        with suppress(Exception), untouched(work.model), work.variant(recompute=recompute):
+            real = forward_bytes(work, work.fields(*shape))
+            break
+    else:
+        return None
+    fake = fake_forward_bytes(work, shape, recompute=recompute)
+    if abs(real - fake) <= LIKE * real:
+        return None
+    return f"a fake forward holds {fake / real:.0%} of what a real one does"
+
+
+def _can_be_put_back(model: nn.Module) -> bool:
+    """Tell whether a model may be run for real whatever its forward writes into."""
+    kept: list[torch.Tensor] = [p for p in model.parameters() if not p.requires_grad]
+    for module in model.modules():
+        kept += [value for value in vars(module).values() if isinstance(value, torch.Tensor)]
+    is_here = not any(p.is_meta for p in model.parameters())
+    return is_here and sum(tensor.nbytes for tensor in kept) <= COPIED_BYTES
 
 
 PROBE_TOKENS = 128
@@ -131,7 +192,7 @@ def probe_peak(work: Workload, smallest: Shape, *, reason: str, recompute: bool 
     Args:
         work: what to compute.
         smallest: a shape that the run has, of few samples and the greatest length.
-        reason: why the model cannot run fake.
+        reason: why it is not run on fake tensors.
         recompute: under activation checkpointing.
 
     Raises:

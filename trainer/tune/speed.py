@@ -62,8 +62,11 @@ NEAR_BEST = 1.03
 """What a smaller micro-batch may lose in speed: 1 / 0.97."""
 
 
+RUN_SHARE = 0.02
+"""Of a run, that tuning may take."""
+
 MOST_BUDGET_S = 10.0
-"""What tuning takes at most, in a run of any length."""
+"""What tuning may take in a run of any length, and timing at most."""
 
 LEAST_BUDGET_S = 1.5
 """What timing may take in the shortest run."""
@@ -86,26 +89,40 @@ def time_budget(run_s: float, budget_s: float = MOST_BUDGET_S) -> float:
         run_s: estimate for the whole run.
         budget_s: never more than this.
     """
-    return min(max(0.02 * run_s, LEAST_BUDGET_S), budget_s)
+    return min(max(RUN_SHARE * run_s, LEAST_BUDGET_S), budget_s)
 
 
 @final
 class Stopwatch:
-    """Tells how long tuning has taken.
+    """Tells how long tuning has taken, and whether it may go on.
 
-    Args:
+    Attributes:
         clock: seconds that tuning takes.
         meter: seconds that a shape takes.
+        budget_s: what tuning may take so far; the time to measure is kept back at first.
+        was_short: whether it had to stop for that.
     """
 
     def __init__(self, clock: Clock, meter: Clock) -> None:
         self.clock = clock
         self.meter = meter
+        self.budget_s = MOST_BUDGET_S - LEAST_BUDGET_S
+        self.was_short = False
         self._started = clock()
 
     def elapsed(self) -> float:
         """Give seconds since the start."""
         return self.clock() - self._started
+
+    def has_room_for(self, seconds: float) -> bool:
+        """Tell whether something that takes so long may begin; remembers a refusal."""
+        has_room = self.elapsed() + seconds <= self.budget_s
+        self.was_short = self.was_short or not has_room
+        return has_room
+
+    def allow(self, run_s: float) -> None:
+        """Allow what all of tuning may take: 10 s or 2 % of the run, whichever is more."""
+        self.budget_s = max(MOST_BUDGET_S, RUN_SHARE * run_s)
 
 
 @final
@@ -160,6 +177,8 @@ def measure(
     budget: Callable[[float], float],
     clock: Clock = time.perf_counter,
     meter: Clock | None = None,
+    *,
+    patience_s: float = 0.0,
 ) -> Timings:
     """Time shapes once each, then the promising ones again in turn, until time is up.
 
@@ -175,6 +194,7 @@ def measure(
         budget: seconds per position, the best so far -> seconds to spend in all.
         clock: seconds that the budget counts.
         meter: seconds that a shape takes; the clock's unless given.
+        patience_s: what may be spent, where it is more, until two sizes can be compared.
     """
     timed = partial(_timed, prepare, clocks=(meter or clock, clock))
     started, deadline = clock(), 0.0
@@ -188,8 +208,10 @@ def measure(
         if once:
             rates = [once[size] / positions(size) for size in sizes if size in once]
             deadline = started + budget(min(rates))
+            patient = max(deadline, started + patience_s)
             # The rounds that follow take the other half, once there is something to compare.
-            left = (deadline - clock()) / min(TELLING_SIZES, len(once))
+            until = deadline if len(once) >= TELLING_SIZES else patient
+            left = (until - clock()) / min(TELLING_SIZES, len(once))
             last = max(took, key=positions)
             needed = took[last] / positions(last) * positions(shape)
             if needed > left or (shape in sizes and _fell_behind(rates)):

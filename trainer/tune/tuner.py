@@ -5,22 +5,19 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
 from typing import final
 
-import numpy as np
-
-from trainer import signals
 from trainer.errors import DoesNotFitError
 from trainer.models.recompute import can_recompute
 from trainer.plan.cut import Cost, Plan
-from trainer.plan.memory import Shape, candidate_caps, corner_shapes, largest_cap
+from trainer.plan.memory import Shape, candidate_caps, largest_cap
 from trainer.report.figures import size
 from trainer.tune.cache import Notebook
 from trainer.tune.limit import ASKED, MEBI, resident_growth, resident_ratio
-from trainer.tune.predict import Predictor, predictor_for
 from trainer.tune.speed import (
     LEAST_BUDGET_S,
     MOST_BUDGET_S,
@@ -38,12 +35,13 @@ from trainer.tune.speed import (
 )
 from trainer.tune.tensors import MemoryEstimate
 from trainer.tune.tuning import Candidate, Question, Tuning
+from trainer.tune.variant import TimeIsUpError, Variant
 
 RECOMPUTED = 4 / 3
 """Time of forward, forward again and backward (twice a forward) over forward and backward."""
 
-LEAST_CAP = 512
-"""Caps below the longest sample are asked about down to this: no device is faster below."""
+NEAR_BEST_TOKENS = {"cuda": 16_384, "cpu": 2048}
+"""Padded tokens of a micro-batch that is near the best as a rule: taken where nothing tells."""
 
 QUADRATIC_TOKENS = 2048
 """Size at which further lengths are timed, to tell attention's share."""
@@ -60,7 +58,8 @@ def tune(
     Not collective: one rank does it, before the model is wrapped for several, and tells the
     others. The model, its gradients and buffers and the random generators are left bit for bit
     as they were. Activation checkpointing is weighed only where memory holds the cap down:
-    elsewhere it costs a second forward and buys nothing.
+    elsewhere it costs a second forward and buys nothing. Where predictions and timings together
+    would take more than 10 s and 2 % of the run, what is known by then decides.
 
     Args:
         question: what is to be tuned.
@@ -74,105 +73,19 @@ def tune(
     book, watch = notebook or Notebook(), Stopwatch(clock, meter or clock)
     explored: list[_Explored] = []
     if question.recompute != "always":
-        explored.append(_explore(_Variant(question, book, recompute=False), watch))
+        explored.append(_explore(Variant(question, book, watch, recompute=False), watch))
     if question.recompute == "always" or (
         question.recompute == "auto"
         and explored[0].wants_memory
         and can_recompute(question.work.model)
+        and (not explored[0].rows or watch.has_room_for(0.0))
     ):
-        explored.append(_explore(_Variant(question, book, recompute=True), watch))
+        explored.append(_explore(Variant(question, book, watch, recompute=True), watch))
     best, row = _best_of(explored)
     # The chosen shape itself is run, whatever the rows of the table were interpolated from.
-    predicted = best.variant.peak_under(row.max_tokens)
+    predicted = best.variant.best_known_under(row.max_tokens)
     book.save()
     return _told(explored, best, row, predicted)
-
-
-@final
-@dataclass(frozen=True)
-class _Variant:
-    """Predicted peaks with, or without, activation checkpointing.
-
-    Attributes:
-        predictor: at most one; made when the notebook does not know a shape.
-        caps_run: whose peaks were asked for.
-    """
-
-    question: Question
-    book: Notebook
-    recompute: bool = field(kw_only=True)
-    predictor: list[Predictor] = field(default_factory=list)
-    caps_run: set[int] = field(default_factory=set)
-
-    @property
-    def single(self) -> Shape:
-        """The least that any step needs: one sample, or one group, of the greatest length."""
-        question = self.question
-        size = min(question.layout.group_size, question.most_samples)
-        return Shape(size, question.padded(question.longest))
-
-    @property
-    def smallest_cap(self) -> int:
-        """The least cap worth asking about: what is longer than it is alone."""
-        cap, question = positions(self.single), self.question
-        while cap % 2 == 0 and cap // 2 >= max(question.typical, LEAST_CAP):
-            cap //= 2
-        return cap
-
-    @property
-    def limit_bytes(self) -> int:
-        """What tensors may take, as far as is known."""
-        # What this machine's allocator costs on top says nothing about another machine.
-        ratio = self.book.ratios.get(self.recompute, 1.0) if self.question.timed else 1.0
-        return self.question.limit.for_tensors(ratio, self.question.work.resident_bytes)
-
-    def peak(self, shape: Shape) -> MemoryEstimate:
-        """Predict the peak of a step whose largest micro-batch has this shape."""
-        key = shape, self.recompute
-        if key not in self.book.peaks:
-            signals.check()
-            if not self.predictor:
-                work = self.question.work
-                self.predictor.append(predictor_for(work, self.single, recompute=self.recompute))
-                self.book.methods[self.recompute] = self.predictor[0].method
-            self.book.peaks[key] = self.predictor[0](shape)
-        return self.book.peaks[key]
-
-    def peak_under(self, cap: int) -> MemoryEstimate:
-        """Predict the peak of a step under a cap: that of its worst corner."""
-        q = self.question
-        shapes = corner_shapes(cap, q.padded(q.longest), q.padded(q.shortest), q.most_samples)
-        return max((self.peak(shape) for shape in shapes), key=lambda peak: peak.peak_bytes)
-
-    def bytes_under(self, cap: int) -> int:
-        """Predict the peak under a cap, between caps that were run where it was not itself.
-
-        Peaks are affine in the cap as long as the same corner is the worst.
-        """
-        run = {c: self.peak_under(c).peak_bytes for c in self.caps_run}
-        if cap in run:
-            return run[cap]
-        caps = sorted(run)
-        return int(np.interp(cap, caps, [run[c] for c in caps]))
-
-    def largest_fit(self) -> int | None:
-        """Find the largest cap that fits; None when not even one sample does."""
-        found = self._search(candidate_caps(self.smallest_cap, self.question.top))
-        if found is None and self.peak(self.single).peak_bytes <= self.limit_bytes:
-            # Many short samples may take more than the longest one, which is alone then.
-            least = self.question.padded(self.question.shortest)
-            found = self._search(candidate_caps(least, self.smallest_cap))
-        return found
-
-    def _search(self, caps: Sequence[int]) -> int | None:
-        found = largest_cap(lambda c: self.peak_under(c).peak_bytes, self.limit_bytes, caps)
-        self.caps_run.update(found.peaks)
-        return found.cap
-
-    def remember_ratio(self, ratio: float | None) -> None:
-        """Keep what a byte of tensors costs, at the worst that was seen."""
-        if ratio is not None:
-            self.book.ratios[self.recompute] = max(ratio, self.book.ratios.get(self.recompute, 1.0))
 
 
 @final
@@ -189,7 +102,7 @@ class _Explored:
         is_compared: whether enough sizes were timed to choose by time.
     """
 
-    variant: _Variant
+    variant: Variant
     rows: tuple[Candidate, ...]
     times: Mapping[int, float]
     cost: Cost
@@ -201,12 +114,12 @@ class _Explored:
         """The rows that may be chosen.
 
         Where nothing was timed, only the largest: how large a micro-batch a device needs for full
-        speed differs by orders of magnitude. Where a single size was, only the smallest: nothing
-        says that a larger one is faster, and it takes more memory.
+        speed differs by orders of magnitude. Where a single size was, only the largest up to what
+        such devices need as a rule.
         """
         if not self.variant.question.timed:
             return self.rows[-1:]
-        return self.rows if self.is_compared else self.rows[:1]
+        return self.rows if self.is_compared else _guessed(self.variant.question, self.rows)
 
     @property
     def wants_memory(self) -> bool:
@@ -217,12 +130,13 @@ class _Explored:
         return largest.max_tokens < self.variant.question.top and _best([self])[1] is largest
 
 
-def _explore(variant: _Variant, watch: Stopwatch) -> _Explored:
+def _explore(variant: Variant, watch: Stopwatch) -> _Explored:
     question = variant.question
     speed, how, num_sizes = SpeedModel.of(question.layout.cost), "time unknown", 0
     fits = variant.largest_fit()
     if fits is not None and question.timed:
         speed, how, num_sizes = _timed(variant, fits, watch)
+        watch.allow(float(speed.coefficients[1]) * question.num_positions)
         fits = variant.largest_fit()
     cost = speed.cost if question.timed else question.layout.cost
     caps = () if fits is None else _doublings(min(variant.smallest_cap, fits), fits)
@@ -244,10 +158,17 @@ def _explore(variant: _Variant, watch: Stopwatch) -> _Explored:
     )
     is_compared = num_sizes >= TELLING_SIZES
     if question.timed and not is_compared and len(rows) > 1:
-        how += ", one size only, too slow for more: the smallest cap is taken"
+        taken = _guessed(question, rows)[0].max_tokens
+        how += f", one size only, too slow for more: a cap of {taken:,} is a guess"
     return _Explored(
         variant=variant, rows=rows, times=times, cost=cost, how=how, is_compared=is_compared
     )
+
+
+def _guessed(question: Question, rows: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
+    """Take the largest row up to what a device needs as a rule."""
+    enough = NEAR_BEST_TOKENS.get(question.work.device.type, NEAR_BEST_TOKENS["cpu"])
+    return (([row for row in rows if row.max_tokens <= enough] or [rows[0]])[-1],)
 
 
 def _doublings(smallest: int, largest: int) -> tuple[int, ...]:
@@ -258,7 +179,7 @@ def _doublings(smallest: int, largest: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys((*caps, largest)))
 
 
-def _timed(variant: _Variant, fits: int, watch: Stopwatch) -> tuple[SpeedModel, str, int]:
+def _timed(variant: Variant, fits: int, watch: Stopwatch) -> tuple[SpeedModel, str, int]:
     """Time what the notebook does not know, and learn what tensors cost in resident memory.
 
     Returns:
@@ -271,13 +192,16 @@ def _timed(variant: _Variant, fits: int, watch: Stopwatch) -> tuple[SpeedModel, 
     sizes, others = _shapes_to_time(variant, fits)
     asked, how = [*sizes, *others], "timed in an earlier run"
     known = {s: book.seconds[s, recompute] for s in asked if (s, recompute) in book.seconds}
+    is_told = len({positions(shape) for shape in known}) >= min(TELLING_SIZES, len(sizes))
     if not any(shape in known for shape in sizes) or (
-        not book.is_settled(recompute) and _is_worth_timing(variant.question, known)
+        not book.is_settled(recompute)
+        and (not is_told or _is_worth_timing(variant.question, known))
     ):
         before = watch.elapsed()
         timings = _measure(variant, sizes, others, watch)
         spent = watch.elapsed() - before
-        how = f"timed {len(timings.seconds)} shapes in {spent:.1f} s"
+        count = len(timings.seconds)
+        how = f"timed {count} {'shape' if count == 1 else 'shapes'} in {spent:.1f} s"
         book.note(timings.seconds, recompute=recompute, are_quiet=timings.are_quiet)
     known = {s: book.seconds[s, recompute] for s in asked if (s, recompute) in book.seconds}
     if not any(shape in known for shape in sizes):
@@ -293,7 +217,7 @@ def _is_worth_timing(question: Question, known: Mapping[Shape, float]) -> bool:
     return 0.02 * rate * question.num_positions > LEAST_BUDGET_S
 
 
-def _shapes_to_time(variant: _Variant, fits: int) -> tuple[list[Shape], list[Shape]]:
+def _shapes_to_time(variant: Variant, fits: int) -> tuple[list[Shape], list[Shape]]:
     """Choose shapes: every size at the typical length, and one size at other lengths."""
     question = variant.question
     longest, typical = question.padded(question.longest), question.typical
@@ -311,7 +235,7 @@ def _shapes_to_time(variant: _Variant, fits: int) -> tuple[list[Shape], list[Sha
 
 
 def _measure(
-    variant: _Variant, sizes: Sequence[Shape], others: Sequence[Shape], watch: Stopwatch
+    variant: Variant, sizes: Sequence[Shape], others: Sequence[Shape], watch: Stopwatch
 ) -> Timings:
     """Time shapes, and compare the memory they took with the predicted."""
     question, work = variant.question, variant.question.work
@@ -329,14 +253,15 @@ def _measure(
             lambda rate: time_budget(rate * question.num_positions, left_s),
             watch.clock,
             watch.meter,
+            patience_s=left_s,
         )
     if timings.failed is not None:
         # The least ratio that explains the failure, and so keeps clear of it.
         resident = work.resident_bytes
-        failed = max(1, variant.peak(timings.failed).peak_bytes - resident - 1)
-        variant.remember_ratio((question.limit.bytes - resident) / failed)
+        failed = variant.peak(timings.failed, is_needed=True).peak_bytes - resident - 1
+        variant.remember_ratio((question.limit.bytes - resident) / max(1, failed))
     else:
-        peak = variant.peak(max(timings.seconds, key=positions))
+        peak = variant.peak(max(timings.seconds, key=positions), is_needed=True)
         variant.remember_ratio(resident_ratio(growth, peak.activations + peak.gradients))
     return timings
 
@@ -379,6 +304,10 @@ def _told(
     """Put the choice into words and numbers."""
     variant, question = best.variant, best.variant.question
     method = [variant.book.methods[variant.recompute], best.how, question.limit.source]
+    if variant.watch.was_short:
+        method.append(
+            f"out of time after {variant.watch.elapsed():.0f} s: the rest scaled up from one sample"
+        )
     if row.max_tokens < question.alone:
         method.insert(0, f"longer samples, of up to {question.alone:,}, are alone")
     return Tuning(
@@ -399,10 +328,10 @@ def _told(
     )
 
 
-def _does_not_fit(variant: _Variant) -> str:
+def _does_not_fit(variant: Variant) -> str:
     question, there = variant.question, variant.limit_bytes
     sample = "" if question.longest_id is None else f" {question.longest_id}"
-    needed = variant.peak(variant.single).peak_bytes
+    needed = variant.peak(variant.single, is_needed=True).peak_bytes
     fits = _longest_that_fits(variant)
     remedies = ["use a smaller model"]
     if question.recompute == "never":
@@ -419,11 +348,13 @@ def _does_not_fit(variant: _Variant) -> str:
     )
 
 
-def _longest_that_fits(variant: _Variant) -> int:
-    """Find the longest sample that fits alone, within 4 %; 0 where none does."""
+def _longest_that_fits(variant: Variant) -> int:
+    """Find the longest sample that fits alone, within 4 %; 0 where none does, or time is up."""
     count, longest = variant.single
 
     def peak(length: int) -> int:
         return variant.peak(Shape(count, length)).peak_bytes
 
-    return largest_cap(peak, variant.limit_bytes, candidate_caps(1, longest)).cap or 0
+    with suppress(TimeIsUpError):
+        return largest_cap(peak, variant.limit_bytes, candidate_caps(1, longest)).cap or 0
+    return 0

@@ -18,6 +18,7 @@ from trainer.models.recompute import with_checkpointing
 from trainer.objectives.base import ModelCall, Objective
 from trainer.parallel import Parallel
 from trainer.sync import Deferred, SyncPolicy
+from trainer.tune.ragged import Dims
 from trainer.tune.tensors import PeakBytes
 
 
@@ -103,6 +104,18 @@ class Workload:
             yield
 
 
+def forward_bytes(work: Workload, fields: Fields) -> int:
+    """Count the most that a forward, whose backward is to follow, holds besides the model."""
+    peak = PeakBytes()
+    with peak:
+        peak.assign("parameters", work.model.parameters())
+        peak.assign("buffers", work.model.buffers())
+        peak.assign("activations", fields.values())
+        peak.reset()
+        work.objective.sums(work.call, fields)
+    return peak.estimate.activations
+
+
 def rehearse(work: Workload, fields: Fields, peak: PeakBytes) -> None:
     """Bring a model into the fullest state of training, and leave the peak of what follows.
 
@@ -183,33 +196,6 @@ def gradients(model: nn.Module) -> list[Tensor]:
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
-SequenceDims = Mapping[str, frozenset[int]]
-"""By field, the dimensions that have one entry per token."""
-
-
-def sequence_dims(longest: Fields, length: int, shortest: Fields, other: int) -> SequenceDims:
-    """Find the dimensions that follow the length of a sample, by two samples of different lengths.
-
-    A dimension of features that merely has as many entries as the longest sample has them in the
-    shortest, too.
-
-    Args:
-        longest: collated fields of one sample.
-        length: tokens of it.
-        shortest: those of another.
-        other: tokens of that one.
-    """
-    return {
-        name: frozenset(
-            dim
-            for dim, sizes in enumerate(zip(field.shape, shortest[name].shape, strict=False))
-            if dim > 0 and sizes == (length, other)
-        )
-        for name, field in longest.items()
-        if name in shortest
-    }
-
-
 @final
 @dataclass(frozen=True)
 class Tiled:
@@ -222,14 +208,15 @@ class Tiled:
     Attributes:
         example: collated fields, at least one sample.
         length: what its samples are padded to.
-        sequence: the dimensions that have one entry per token; None takes every one of `length`
-            entries, which data whose samples are all of one length cannot tell from others.
+        dims: which dimensions have one entry per token; where that is not known, as in data whose
+            samples are all of one length, every one of `length` entries. What has a length of its
+            own gets the most that it has in samples so long.
         row: most positions of a packed row.
     """
 
     example: Fields
     length: int
-    sequence: SequenceDims | None = None
+    dims: Dims = field(default_factory=Dims)
     row: int | None = None
 
     def __call__(self, num_samples: int, length: int) -> Fields:
@@ -253,10 +240,20 @@ class Tiled:
     def _tiled(self, name: str, num_samples: int, length: int) -> Tensor:
         field = self.example[name]
         for dim, size in enumerate(field.shape):
-            is_sequence = dim > 0 and size == self.length > 1
-            if self.sequence is not None:
-                is_sequence = dim in self.sequence.get(name, ())
-            wanted = num_samples if dim == 0 else length if is_sequence else size
-            if wanted != size:
+            wanted = self._wanted(name, dim, num_samples, length)
+            if not size and wanted:
+                field = field.new_zeros([*field.shape[:dim], wanted, *field.shape[dim + 1 :]])
+            elif wanted != size:
                 field = field.index_select(dim, torch.arange(wanted) % size)
         return field
+
+    def _wanted(self, name: str, dim: int, num_samples: int, length: int) -> int:
+        if dim == 0:
+            return num_samples
+        size, own = self.example[name].shape[dim], self.dims.own.get(name, {})
+        if dim in own:
+            return own[dim].up_to(length)
+        is_sequence = size == self.length > 1
+        if self.dims.sequence is not None:
+            is_sequence = dim in self.dims.sequence.get(name, ())
+        return length if is_sequence else size

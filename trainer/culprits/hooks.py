@@ -1,0 +1,122 @@
+"""Hooks on parameters: what a user's own code does to a gradient, once for every micro-batch.
+
+`copy.deepcopy` drops them, and a copy without them would be exact where the run is not.
+"""
+
+from __future__ import annotations
+
+import copy
+import dis
+from collections.abc import Iterator
+from functools import partial
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, final
+
+from torch import nn
+
+KINDS = {
+    "_backward_hooks": "register_hook",
+    "_post_accumulate_grad_hooks": "register_post_accumulate_grad_hook",
+}
+"""Where a parameter keeps its hooks, and what registers them."""
+
+STATELESS = (
+    ModuleType, type, FunctionType, BuiltinFunctionType, int, float, complex, str, bytes, type(None)
+)  # fmt: skip
+"""What a hook may read from its module, and not move."""
+
+
+@final
+class UncarriedError(Exception):
+    """A hook depends on what cannot be copied with the model."""
+
+
+def hooked(module: nn.Module) -> dict[str, str]:
+    """Name the parameters with a hook on their gradient, each with what registered it."""
+    return {
+        name: method
+        for name, parameter in module.named_parameters()
+        for attribute, method in KINDS.items()
+        if getattr(parameter, attribute, None)
+    }
+
+
+def carry(source: nn.Module, twin: nn.Module, memo: dict[int, Any]) -> tuple[str, ...]:
+    """Put the hooks of a model's parameters onto those of its copy.
+
+    What a hook holds of the model becomes what the copy has in its place; what else it holds is
+    copied with it, an optimizer too.
+
+    Args:
+        source: the model.
+        twin: its copy, without a hook.
+        memo: of `copy.deepcopy`.
+
+    Returns:
+        Parameters with a hook that reads something else, which the copy then goes without.
+    """
+    twins, uncarried = dict(twin.named_parameters()), dict[str, None]()
+    for name, parameter in source.named_parameters():
+        for attribute, method in KINDS.items():
+            for hook in (getattr(parameter, attribute, None) or {}).values():
+                # What is frozen by now has no gradient, and takes no hook.
+                if not twins[name].requires_grad:
+                    continue
+                try:
+                    getattr(twins[name], method)(_rebound(hook, memo))
+                except Exception:  # copying what a user's hook holds may raise anything
+                    uncarried[name] = None
+    return tuple(uncarried)
+
+
+def drop_hooks(module: nn.Module) -> None:
+    """Take all hooks off a model's parameters."""
+    for parameter in module.parameters():
+        for attribute in KINDS:
+            (getattr(parameter, attribute, None) or {}).clear()
+
+
+def _rebound(hook: Any, memo: dict[int, Any]) -> Any:  # noqa: ANN401 - anything callable
+    """Copy something callable with what it holds; functions count as constants to `deepcopy`.
+
+    Raises:
+        UncarriedError: it reads an object of its module.
+    """
+    if isinstance(hook, ModuleType):
+        return hook
+    if isinstance(hook, FunctionType):
+        return _rebound_function(hook, memo)
+    if isinstance(hook, MethodType):
+        owner = copy.deepcopy(hook.__self__, memo)
+        return MethodType(hook.__func__, owner)
+    if isinstance(hook, partial):
+        held = copy.deepcopy((hook.args, hook.keywords), memo)
+        return partial(_rebound(hook.func, memo), *held[0], **held[1])
+    return copy.deepcopy(hook, memo)
+
+
+def _rebound_function(function: FunctionType, memo: dict[int, Any]) -> FunctionType:
+    for name in _globals_read(function.__code__):
+        if not isinstance(function.__globals__.get(name), STATELESS):
+            raise UncarriedError
+    cells = tuple(
+        CellType(_rebound(cell.cell_contents, memo)) for cell in function.__closure__ or ()
+    )
+    defaults = copy.deepcopy(function.__defaults__, memo)
+    twin = FunctionType(
+        function.__code__, function.__globals__, function.__name__, defaults, cells or None
+    )
+    twin.__kwdefaults__ = copy.deepcopy(function.__kwdefaults__, memo)
+    return twin
+
+
+def _globals_read(code: CodeType) -> Iterator[str]:
+    """List what a function, or one within it, reads from its module.
+
+    Yields:
+        Names.
+    """
+    yield from (step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL")
+    for held in code.co_consts:
+        if isinstance(held, CodeType):
+            yield from _globals_read(held)
