@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from trainer.data.loader import lengths_of
 from trainer.data.samples import Samples
-from trainer.data.split import fingerprint_of
+from trainer.data.split import fingerprint_of, unread
 from trainer.errors import ConfigError, DataError
 from trainer.models.deferred import Weights
 from trainer.world import World
@@ -39,26 +39,31 @@ def check_data(world: World, data_sets: Sequence[Samples], *, modules: Iterable[
         modules: names of the modules whose classes take part; a rank's own files hold them.
 
     Raises:
-        DataError: a rank reads other samples than the first.
+        DataError: a rank reads other samples than the first, or cannot read one.
         ConfigError: a rank runs other code than the first.
     """
     if world.patient is None:
         return
-    told = {
-        "data": [_hash(fingerprint_of(d), lengths_of(d).astype("<i8").tobytes()) for d in data_sets]
-    }
-    answers = world.collect({**told, "code": _sources(modules)})
+    with unread() as faults:
+        told = [_hash(fingerprint_of(d), lengths_of(d).astype("<i8").tobytes()) for d in data_sets]
+    answers = world.collect({"data": told, "faults": faults[:1], "code": _sources(modules)})
     for rank, answer in enumerate(answers):
         if answer["data"] != answers[0]["data"]:
-            raise DataError(
-                f"data: rank {rank} reads other samples than rank 0: give every rank the same files"
-            )
+            raise DataError(_other_samples(rank, answer["faults"], answers[0]["faults"]))
         different = _first_difference(answer["code"], answers[0]["code"])
         if different is not None:
             raise ConfigError(
                 f"code: rank {rank} runs another version of {different} than rank 0: give every "
                 "rank the same code"
             )
+
+
+def _other_samples(rank: int, faults: Sequence[str], faults_0: Sequence[str]) -> str:
+    """Tell a rank whose files differ from one that cannot read a sample, or that rank 0 cannot."""
+    if faults == faults_0:
+        return f"data: rank {rank} reads other samples than rank 0: give every rank the same files"
+    where, why = (rank, faults[0]) if faults else (0, faults_0[0])
+    return f"data: rank {where} cannot read {why.removeprefix('data: ')}"
 
 
 def check_model(

@@ -27,6 +27,7 @@ from trainer.micro_batch import Fields
 from trainer.models.bare import bare
 from trainer.models.bind import bind
 from trainer.models.deferred import CannotDefer, Weights, deferred
+from trainer.models.modest import modest_or_deferred
 from trainer.models.recompute import checkpoint_blocks
 from trainer.models.statistics import batch_statistics
 from trainer.objectives.base import ModelCall, Objective
@@ -35,7 +36,7 @@ from trainer.plan.cut import Cut, IntArray, Layout
 from trainer.plan.cuts import Budget
 from trainer.plan.order import Order
 from trainer.scheduler import Schedule
-from trainer.spread import Spread, dealt, is_sharded, planned_device, spread
+from trainer.spread import Spread, dealt, is_sharded, is_undecided, planned_device, spread
 from trainer.step import Kit
 from trainer.sync import SyncPolicy
 from trainer.tune.layout import layout_for, packs
@@ -286,7 +287,12 @@ def build_model(
     weights, notes = None, []
     with kept_generators():
         try:
-            module, weights = deferred(build) if is_sharded(config, world) else (build(), None)
+            if is_sharded(config, world):
+                module, weights = deferred(build)
+            elif is_undecided(config, world):
+                module, weights = modest_or_deferred(build)
+            else:
+                module = build()
         except CannotDefer as answer:
             notes.append(f"the model is built whole on every rank before it is sharded: {answer}")
             module = build()
@@ -356,6 +362,7 @@ def _held_out(
         lengths=lengths_of(data),
         layout=replace(layout, lockstep=False),
         max_tokens=1,
+        is_ordered=config.deterministic == "layout",
     )
 
 
@@ -387,11 +394,12 @@ def _strategy(config: RunConfig, objective: Objective) -> GradientStrategy:
 
 
 def _check(parts: Parts) -> None:
-    """Refuse what no cut can make exact.
+    """Refuse what no cut can make exact, and a schedule that does not fit into the run.
 
     Raises:
         ConfigError: naming what, and what to type.
     """
+    parts.schedule.factor(0, parts.total_steps)
     longest = int(parts.source.lengths.max())
     if isinstance(parts.cut, Budget) and longest > parts.cut.max_tokens:
         raise ConfigError(

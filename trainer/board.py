@@ -7,9 +7,12 @@ of them was killed or hangs. Writing takes about a microsecond and never waits.
 from __future__ import annotations
 
 import mmap
+import os
 import struct
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, final, get_args
 
@@ -30,7 +33,7 @@ Phase = Literal[
 """What a rank can be at; a step goes from `data` to `report`."""
 
 _PHASES: tuple[Phase, ...] = get_args(Phase)
-_LAYOUT = struct.Struct("<qqqqd")
+_LAYOUT = struct.Struct("<qqqqqd")
 
 
 @final
@@ -43,6 +46,7 @@ class Place:
         step: optimizer step it works on, from 1; 0 before the first.
         phase: of the step.
         micro_batch: the one it computes, from 1; 0 outside of `compute`.
+        waits: whether it waits, outside of a step, for what another rank does alone.
         since: when it came there, by the machine's monotonic clock.
     """
 
@@ -50,6 +54,7 @@ class Place:
     step: int = 0
     phase: Phase = "start"
     micro_batch: int = 0
+    waits: bool = False
     since: float = 0.0
 
     def __str__(self) -> str:
@@ -71,20 +76,38 @@ class Board:
             self._memory = mmap.mmap(-1, _LAYOUT.size)
             return
         with path.open("a+b") as file:
-            file.truncate(_LAYOUT.size)
+            # In full: a page that finds no room on the disk later would kill whoever writes to it.
+            file.write(bytes(max(0, _LAYOUT.size - file.seek(0, os.SEEK_END))))
+            file.flush()
             self._memory = mmap.mmap(file.fileno(), _LAYOUT.size)
 
     def read(self) -> Place:
         """Tell where the rank is."""
-        pid, step, phase, micro_batch, since = _LAYOUT.unpack_from(self._memory)
-        return Place(pid=pid, step=step, phase=_PHASES[phase], micro_batch=micro_batch, since=since)
+        pid, step, phase, micro_batch, waits, since = _LAYOUT.unpack_from(self._memory)
+        return Place(
+            pid=pid,
+            step=step,
+            phase=_PHASES[phase],
+            micro_batch=micro_batch,
+            waits=bool(waits),
+            since=since,
+        )
 
     def write(self, place: Place) -> None:
         """Note where the rank is; `since` becomes now."""
-        phase = _PHASES.index(place.phase)
-        _LAYOUT.pack_into(
-            self._memory, 0, place.pid, place.step, phase, place.micro_batch, time.monotonic()
-        )
+        numbers = place.pid, place.step, _PHASES.index(place.phase), place.micro_batch
+        _LAYOUT.pack_into(self._memory, 0, *numbers, place.waits, time.monotonic())
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Note that the rank waits for others; one that fails in it is left there.
+
+        Yields:
+            Nothing.
+        """
+        self.write(replace(self.read(), waits=True))
+        yield
+        self.write(replace(self.read(), waits=False))
 
     def close(self) -> None:
         """Let go of the memory."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain, islice
 from typing import final
 
 import torch
@@ -35,12 +37,14 @@ class HeldOut:
         lengths: `(samples,)`, tokens of every held-out sample.
         layout: as in training; evaluation has no gradient to keep in step.
         max_tokens: cap on the computed positions of a micro-batch.
+        is_ordered: micro-batches and sums have the same bits for every number of ranks.
     """
 
     loader: Loader
     lengths: IntArray
     layout: Layout
     max_tokens: int
+    is_ordered: bool = False
 
     def requests(self, rank: int) -> Iterator[Request]:
         """Give this rank's micro-batches; over all ranks every sample comes exactly once.
@@ -49,9 +53,14 @@ class HeldOut:
             One request per micro-batch.
         """
         cut = Budget(max_tokens=max(self.max_tokens, int(self.lengths.max(initial=1))))
+        size = self.layout.world_size if self.is_ordered else 1
+        layout = replace(self.layout, world_size=self.layout.world_size // size)
+        # What is cut for one rank is dealt to all.
+        row, first = (0, rank) if self.is_ordered else (rank, 0)
         for start in range(0, len(self.lengths), CHUNK):
-            plan = cut.cut(self.lengths[start : start + CHUNK], self.layout)
-            for slot, length in zip(plan.ranks[rank], plan.padded_lengths[rank], strict=True):
+            plan = cut.cut(self.lengths[start : start + CHUNK], layout)
+            slots = zip(plan.ranks[row], plan.padded_lengths[row], strict=True)
+            for slot, length in islice(slots, first, None, size):
                 ids = tuple(map(int, start + slot))
                 yield Request(ids=ids, epoch=0, pad_to=length, packed=plan.packed)
 
@@ -98,10 +107,12 @@ def evaluate(
     # A rank may hold none of the samples, and then knows no name.
     known: list[list[list[str]]] = world.collect([sorted(weights), list(losses)])
     names, terms = max(known, key=lambda told: len(told[0]))
-    mine = [*(sums.get(n, 0.0) for n in names), *(weights.get(n, 0.0) for n in names)]
-    *totals, num_asked = world.sum_numbers([*mine, float(was_asked())])
+    mine = [*(sums.get(n, []) for n in names), *(weights.get(n, []) for n in names)]
+    *totals, num_asked = world.sum_numbers([*map(sum, mine), float(was_asked())])
     if num_asked:
         raise Preempted("stopped in an evaluation")
+    if held_out.is_ordered:
+        totals = [_rounded_once([*chain(*each)]) for each in zip(*world.collect(mine), strict=True)]
     half = len(names)
     means = {
         name: total / weight if weight else float("nan")
@@ -138,8 +149,14 @@ def _smaller(held_out: HeldOut) -> HeldOut:
     return replace(held_out, max_tokens=held_out.max_tokens // 2)
 
 
-_Found = tuple[dict[str, float], dict[str, float], tuple[str, ...]]
-"""Sums and weights by name, and which of the names are loss terms."""
+def _rounded_once(numbers: Sequence[float]) -> float:
+    """Add numbers so that the sum does not depend on their order."""
+    return math.fsum(numbers) if all(map(math.isfinite, numbers)) else sum(numbers)
+
+
+_Found = tuple[Mapping[str, Sequence[float]], Mapping[str, Sequence[float]], tuple[str, ...]]
+"""Sums and weights by name, those of micro-batches that are to be added exactly apart, and which of
+the names are loss terms."""
 
 
 def _sums(
@@ -149,20 +166,23 @@ def _sums(
     world: World,
     was_asked: Callable[[], bool],
 ) -> _Found:
-    totals: dict[str, Tensor] = {}
-    weights: dict[str, float] = defaultdict(float)
+    totals: dict[str, list[Tensor]] = defaultdict(list)
+    weights: dict[str, list[float]] = defaultdict(list)
     losses: tuple[str, ...] = ()
     for request in held_out.requests(world.rank):
         fields = held_out.loader.load(request)
         for name, weight in objective.weights(fields).items():
-            weights[name] += weight
+            weights[name].append(weight)
         found = objective.sums(model.call, to_device(fields, world.device))
         losses = tuple(found.losses)
         for name, total in [*found.losses.items(), *found.metrics.items()]:
-            totals[name] = totals.get(name, 0) + total.double()
+            if held_out.is_ordered or name not in totals:
+                totals[name].append(total.double())
+            else:
+                totals[name][0] = totals[name][0] + total.double()
         if was_asked():
             break
-    return {name: float(total) for name, total in totals.items()}, dict(weights), losses
+    return {name: torch.stack(each).tolist() for name, each in totals.items()}, weights, losses
 
 
 @contextmanager

@@ -17,8 +17,12 @@ from trainer.report.breakdown import Effort
 from trainer.report.records import EvalRecord, StepRecord
 from trainer.report.reporter import Reporter
 from trainer.saves import Saves
+from trainer.signals import settle
 from trainer.step import NOT_FINITE, Kit, StepReport, train_step
 from trainer.tune.limit import peak_bytes
+
+SHOWN = 3
+"""Names that a line lists."""
 
 
 @final
@@ -119,6 +123,7 @@ def train(run: Run) -> Trained:
         record = record_of(run.order, report, progress.total_tokens, seconds)
         ids = batch.samples.ids.tolist()
         run.reporter.step(record, ids, skipped_ids=() if report.skipped is None else ids)
+        _tell_moved(run)
         _ease(run, report.batch)
         end = _early_end(run, batch.step, progress.failures)
         if end is not None:
@@ -142,6 +147,17 @@ def _ease(run: Run, batch: PlannedBatch) -> None:
         run.reporter.line(
             f"step {batch.step}: memory was short two steps in a row: smaller micro-batches from "
             "the next step on; nothing else changes"
+        )
+
+
+def _tell_moved(run: Run) -> None:
+    """Warn of state that ranks move apart within a step, when it first shows."""
+    names = run.kit.registered.news()
+    if names:
+        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+        run.reporter.warn(
+            f"forward writes into {', '.join(names[:SHOWN])}{more}: each rank into its own, by the "
+            "samples it sees; after every step all ranks go on with rank 0's, which are saved"
         )
 
 
@@ -180,6 +196,7 @@ def _end(run: Run, progress: Trained, end: TrainError) -> NoReturn:
     if progress.saved_at != progress.step:
         _save(run, progress, is_last=True)
     run.saves.close()
+    settle()
     raise end
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,14 +13,17 @@ from trainer.errors import ConfigError
 
 MEETING = "MASTER_ADDR and MASTER_PORT"
 
-_LOST = (
-    "Connection closed",
-    "Application timeout",
-    "Timed out waiting",
-    "Connection reset",
-    "gloo",
-)
-"""What collectives say when another rank is gone, or does not come."""
+PATIENCE = "TRAIN_MEETING_S"
+"""Environment variable: seconds that ranks which were started elsewhere wait for each other."""
+
+PATIENCE_S = 600.0
+"""As long as torchrun's do."""
+
+_GLOO = re.compile(r"\[[^\[\]\n]*\bgloo/[^\[\]\n]*\.(cc|cpp|h):\d+\]")
+"""A place in gloo's source, which its errors name; all of them are the end of a connection."""
+
+_NCCL = ("ncclRemoteError", "remote process exited", "Connection", "timeout", "aborted")
+"""What NCCL says when another rank is gone, or does not come."""
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _SRUN = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
@@ -35,8 +39,11 @@ class Membership:
         size: number of ranks, on all machines.
         local_rank: of this process on this machine.
         local_size: ranks on this machine.
-        meeting: where the ranks find each other, as PyTorch writes it.
+        meeting: where the ranks find each other: `file://PATH` or `tcp://HOST:PORT`.
         listener: open file of a socket to listen at, for the rank that others connect to.
+        is_hosted: whether something else than the first rank listens there.
+        attempt: which one it is of those that meet there.
+        patience_s: how long they wait for each other; None is until their supervisor ends them.
         board: file to note this rank's place on, or None.
     """
 
@@ -44,14 +51,23 @@ class Membership:
     size: int
     local_rank: int
     local_size: int
-    meeting: str = "env://"
+    meeting: str
     listener: int | None = None
+    is_hosted: bool = False
+    attempt: str = ""
+    patience_s: float | None = None
     board: Path | None = None
 
 
 def is_loss(error: BaseException) -> bool:
     """Tell whether a collective failed since another rank is gone, or does not come."""
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in _LOST)
+    if not isinstance(error, RuntimeError):
+        return False
+    # By name, for PyTorch is not imported here.
+    kind, text = type(error).__name__, str(error)
+    if kind == "DistBackendError":
+        return any(word in text for word in _NCCL)
+    return kind in {"DistNetworkError", "DistStoreError"} or _GLOO.search(text) is not None
 
 
 def membership(environment: Mapping[str, str] = os.environ) -> Membership | None:
@@ -61,13 +77,82 @@ def membership(environment: Mapping[str, str] = os.environ) -> Membership | None
         None where this process is to start its own ranks, if any.
 
     Raises:
-        ConfigError: the place is told, but not where the ranks meet.
+        ConfigError: the place is told, but not where the ranks meet; or there is no such place.
     """
     words = _words(environment)
-    size = _count(environment, words[1], 1)
-    if words[0] not in environment or size == 1:
+    if words[0] not in environment:
         return None
-    meeting = "env://"
+    try:
+        rank, size, local_rank, local_size = _place(environment, words)
+        patience_s = _number(environment, PATIENCE, int(PATIENCE_S), least=1)
+    except ConfigError as error:
+        error.is_own = True
+        raise
+    if size == 1:
+        return None
+    return Membership(
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=local_size,
+        meeting=f"tcp://{_address(environment, words, size)}",
+        is_hosted=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        attempt=environment.get("TORCHELASTIC_RESTART_COUNT", ""),
+        patience_s=patience_s,
+    )
+
+
+def _place(
+    environment: Mapping[str, str], words: tuple[str, str, str, str]
+) -> tuple[int, int, int, int]:
+    """Read rank, size, local rank and local size.
+
+    Raises:
+        ConfigError: one is no number, or out of range.
+    """
+    size = _number(environment, words[1], 1, least=1)
+    rank = _number(environment, words[0], 0, below=size, whole=words[1])
+    local_size = _number(environment, words[3], size, least=1)
+    if local_size > size:
+        raise ConfigError(f"{words[3]}={local_size}: {words[1]}={size} ranks are all there are")
+    local_rank = _number(environment, words[2], rank % local_size, below=local_size, whole=words[3])
+    return rank, size, local_rank, local_size
+
+
+def _number(
+    environment: Mapping[str, str],
+    name: str,
+    otherwise: int,
+    *,
+    least: int = 0,
+    below: int | None = None,
+    whole: str = "",
+) -> int:
+    """Read a number of the environment.
+
+    Raises:
+        ConfigError: it is none, or out of range.
+    """
+    written = environment.get(name, str(otherwise))
+    # Slurm writes "4(x2),3" for four tasks on each of two nodes, and three on another.
+    counts = [part.partition("(x")[0] for part in written.split(",")]
+    if not all(each.isascii() and each.isdecimal() and int(each) >= least for each in counts):
+        raise ConfigError(f"{name}={written!r} in the environment: not a number from {least} on")
+    most = max(map(int, counts))
+    if below is not None and most >= below:
+        raise ConfigError(
+            f"{name}={written} in the environment: {whole}={below} makes {below - 1} the largest "
+            "valid value"
+        )
+    return most
+
+
+def _address(environment: Mapping[str, str], words: tuple[str, str, str, str], size: int) -> str:
+    """Tell where the ranks meet.
+
+    Raises:
+        ConfigError: nothing says it, or not as a host and a port.
+    """
     if not {"MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
         address = slurm_address(environment) if words is _SRUN else None
         if address is None:
@@ -75,14 +160,9 @@ def membership(environment: Mapping[str, str] = os.environ) -> Membership | None
                 f"parallel.ranks: {words[1]}={size} says that this is one of {size} ranks; to meet "
                 f"the others it needs {MEETING} in the environment, as torchrun sets them"
             )
-        meeting = f"tcp://{address}"
-    return Membership(
-        rank=_count(environment, words[0], 0),
-        size=size,
-        local_rank=_count(environment, words[2], 0),
-        local_size=_count(environment, words[3], size),
-        meeting=meeting,
-    )
+        return address
+    port = _number(environment, "MASTER_PORT", 0, least=1, below=65536, whole="a port")
+    return f"{environment['MASTER_ADDR']}:{port}"
 
 
 def task(environment: Mapping[str, str] = os.environ) -> int:

@@ -10,9 +10,11 @@ import ctypes
 import faulthandler
 import json
 import logging
+import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -24,7 +26,7 @@ from typing import Any, NoReturn, final
 from trainer import durable
 from trainer.board import Board
 from trainer.config import RunConfig
-from trainer.errors import DoesNotFitError, TrainError, said
+from trainer.errors import ConfigError, DataError, DoesNotFitError, TrainError, said
 from trainer.membership import Membership, is_loss
 from trainer.schema.secrets import without_secrets
 from trainer.signals import StopFlag, stop_signals
@@ -79,12 +81,15 @@ def main(arguments: list[str]) -> NoReturn:
         format="[%(asctime)s][%(name)s][%(levelname)s] - %(message)s",
         level=logging.INFO,
     )
+    # What loading processes talk through goes with the job, however this process ends.
+    pipes = tempfile.mkdtemp(prefix="pymp-", dir=place)
+    multiprocessing.current_process()._config["tempdir"] = pipes  # type: ignore[attr-defined]
     code, told = 1, {}
     try:
         with stop_signals(ends_at_second=False) as stop:
             code = _work(job, place, rank, stop)
     except BaseException as error:
-        told = _told(error, Path(job.folder), rank)
+        told = told_of(error, Path(job.folder), rank)
         code = told["code"]
     told["at"] = time.monotonic()
     durable.write_json(place / f"end-{rank}.json", {**told, "code": code})
@@ -125,21 +130,37 @@ def _work(job: Job, place: Path, rank: int, stop: StopFlag) -> int:
         return run_rank(config, Path(job.folder), world, stop)
 
 
-def _told(error: BaseException, folder: Path, rank: int) -> dict[str, Any]:
-    """Describe an end for the supervisor; the whole traceback of a crash goes to `errors/`."""
+def told_of(error: BaseException, folder: Path, rank: int) -> dict[str, Any]:
+    """Describe an end for whoever says it; the whole traceback of a crash goes to `errors/`.
+
+    So does that of what broke in the user's own code, of which the line has the last word only.
+    """
     from trainer.out_of_memory import is_out_of_memory  # noqa: PLC0415 - imports torch
 
     if is_out_of_memory(error):
         error = DoesNotFitError(f"out of memory outside of micro-batches: {error!s:.200}")
+    if isinstance(error, RuntimeError) and "DataLoader worker" in str(error):
+        # PyTorch's handler of SIGCHLD raises wherever the rank is at that moment.
+        text = " ".join(str(error).split())
+        error = DataError(f"data: a loading process was lost: {text:.200}")
     if isinstance(error, TrainError):
+        if isinstance(error, ConfigError) and error.__cause__ is not None:
+            return {**said(error), "traceback": _file(error, folder, rank)}
         return said(error)
     text = without_secrets(" ".join(f"{type(error).__name__}: {error}".split()), os.environ)
     lost = is_loss(error)
-    with suppress(OSError, TrainError):
-        durable.make_folders(folder / "errors")
-        whole = without_secrets("".join(traceback.format_exception(error)), os.environ)
-        durable.write_file_atomic(folder / "errors" / f"rank{rank}.txt", whole.encode())
+    _file(error, folder, rank)
     return {"lost" if lost else "crash": text[:300], "code": 1}
+
+
+def _file(error: BaseException, folder: Path, rank: int) -> str:
+    """Write a traceback into the run folder, and tell where."""
+    path = folder / "errors" / f"rank{rank}.txt"
+    with suppress(OSError, TrainError):
+        durable.make_folders(path.parent)
+        whole = without_secrets("".join(traceback.format_exception(error)), os.environ)
+        durable.write_file_atomic(path, whole.encode())
+    return str(path)
 
 
 def _end_with(supervisor: int) -> None:

@@ -6,16 +6,20 @@ import gc
 import hashlib
 import json
 import os
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+import socket
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, Store, TCPStore
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
+from trainer import durable
 from trainer.board import Board
 from trainer.checkpoint.lock import hold
 from trainer.commands.evaluate import evaluate_run
@@ -25,12 +29,13 @@ from trainer.commands.train import train_run
 from trainer.commands.verify import verify_run
 from trainer.config import RunConfig, to_plain
 from trainer.errors import ConfigError, DoesNotFitError, RankLostError
+from trainer.membership import PATIENCE as MEETING_PATIENCE
 from trainer.membership import Membership, is_loss
 from trainer.out_of_memory import is_out_of_memory
 from trainer.phases import PhaseTimes, clock_of
-from trainer.record import recorded
+from trainer.record import drop_empty, recorded
 from trainer.schema.rules import NO_GPU
-from trainer.signals import StopFlag
+from trainer.signals import StopFlag, check
 from trainer.world import PATIENCE, World
 
 COMMANDS = {
@@ -46,6 +51,11 @@ READING = ("evaluate", "export")
 
 IMAGINING = ("plan", "verify")
 """Commands that work out in one process what several ranks would do."""
+
+MEETING_POLL_S = 0.2
+
+MEETING_CONNECT_S = 10.0
+"""How long one attempt to connect may take."""
 
 
 def choose_device(config: RunConfig, local_rank: int = 0) -> torch.device:
@@ -78,34 +88,23 @@ def local_ranks(config: RunConfig) -> int:
     return 1 if is_single else max(1, torch.cuda.device_count())
 
 
-def run_session(
-    config: RunConfig, folder: Path, stop: StopFlag, member: Membership | None = None
-) -> int:
-    """Run one command in this process, alone or as one of several ranks.
+def run_session(config: RunConfig, folder: Path, stop: StopFlag) -> int:
+    """Run one command in this process alone.
 
-    Holds the run folder, and leaves in `status.json` how it ended; with several ranks the first
-    does.
+    Holds the run folder, and leaves in `status.json` how it ended.
 
     Args:
         config: composed and valid.
-        folder: the run folder; it exists on the first rank.
+        folder: the run folder; it exists.
         stop: whether a signal asked to stop at the next step boundary.
-        member: this process's place among the ranks; None is alone.
 
     Returns:
         The process's exit code.
 
     Raises:
         TrainError: how the run ended, where it did not end well; its exit code is in status.json.
-            A `RankLostError` names the step and phase at which this rank lost another.
     """
     settle_bits(config)
-    if member is not None:
-        with joined(config, member) as world, _losses_told(world):
-            folder = _agreed(config, folder, world)
-            if config.command in READING:
-                return run_rank(config, folder, world, stop)
-            return _recorded(config, folder, world, stop)
     size = local_ranks(config) if config.command in IMAGINING else 1
     device = choose_device(config)
     times = PhaseTimes(clock_of(device))
@@ -113,7 +112,8 @@ def run_session(
     world = World(size=size * nodes, local_size=size, device=device, times=times)
     if config.command in READING:
         return run_rank(config, folder, world, stop)
-    return _recorded(config, folder, world, stop)
+    with hold(folder), recorded(folder):
+        return run_rank(config, folder, world, stop)
 
 
 @contextmanager
@@ -126,22 +126,16 @@ def joined(config: RunConfig, member: Membership) -> Iterator[World]:
     device = choose_device(config, member.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    store = _store(member)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        init_method=member.meeting if store is None else None,
-        store=store,
-        rank=member.rank,
-        world_size=member.size,
-        timeout=timedelta(seconds=config.parallel.timeout_s),
-    )
+    board = Board(member.board)
+    with board.waiting():
+        patient = _meet(member, device, config.parallel.timeout_s)
     world = World(
         rank=member.rank,
         size=member.size,
         local_size=member.local_size,
         device=device,
-        patient=dist.new_group(backend="gloo", timeout=PATIENCE),
-        board=Board(member.board),
+        patient=patient,
+        board=board,
         times=PhaseTimes(clock_of(device)),
     )
     try:
@@ -154,29 +148,105 @@ def joined(config: RunConfig, member: Membership) -> Iterator[World]:
             dist.destroy_process_group()
 
 
-def _store(member: Membership) -> Store | None:
-    """Open what the ranks of our own supervisors find each other by, and wait for all of them.
+def _meet(member: Membership, device: torch.device, timeout_s: float) -> dist.ProcessGroup | None:
+    """Wait for all ranks.
+
+    Returns:
+        The group of all ranks for what one of them does alone.
+    """
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        store=_store(member),
+        rank=member.rank,
+        world_size=member.size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    patient: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=PATIENCE)
+    return patient
+
+
+def _store(member: Membership) -> Store:
+    """Open what the ranks find each other by, and wait for all of them.
 
     Nobody is late before all are there: `parallel.timeout_s` counts from then on.
+
+    Raises:
+        ConfigError: the first rank cannot listen where the ranks are to meet.
+        RankLostError: a rank did not come.
     """
     kind, _, place = member.meeting.partition("://")
-    if kind == "file":
-        store: Store = FileStore(place, member.size)
-    elif kind == "tcp":
-        host, _, port = place.rpartition(":")
+    patience_s = member.patience_s
+    limit = float("inf") if patience_s is None else time.monotonic() + patience_s
+    store = FileStore(place, member.size) if kind == "file" else _served(member, place, limit)
+    if patience_s is None:
+        store.set(f"here/{member.rank}", "")
+        store.wait([f"here/{rank}" for rank in range(member.size)], PATIENCE)
+        return store
+    store = PrefixStore(f"train/{member.attempt}", store)
+    store.set(f"here/{member.rank}", "")
+    # Counted, so that many ranks ask little of the store; and in Python, which hears signals.
+    store.add("count", 1)
+    while store.add("count", 0) < member.size:
+        if time.monotonic() > limit:
+            late = [rank for rank in range(member.size) if not store.check([f"here/{rank}"])]
+            raise RankLostError(
+                f"rank{'s' if late[1:] else ''} {', '.join(map(str, late))} did not come to "
+                f"{place} within {patience_s:g} s ({MEETING_PATIENCE})"
+            )
+        check()
+        time.sleep(MEETING_POLL_S)
+    return store
+
+
+def _served(member: Membership, place: str, limit: float) -> Store:
+    """Serve the store, or connect to it once it is there.
+
+    Args:
+        member: this rank.
+        place: host and port.
+        limit: until when to try, by the monotonic clock.
+
+    Raises:
+        ConfigError: the first rank cannot listen there.
+        RankLostError: nothing answers there.
+        RuntimeError: the store failed for another reason.
+    """
+    host, _, port = place.rpartition(":")
+    address = host.strip("[]"), int(port)
+    serves = member.rank == 0 and not member.is_hosted
+    # PyTorch's own attempts to connect fill the screen.
+    while not serves and member.patience_s is not None:
+        try:
+            socket.create_connection(address, timeout=MEETING_CONNECT_S).close()
+            break
+        except OSError as error:
+            if time.monotonic() > limit:
+                lost = RankLostError(
+                    f"rank {member.rank}: rank 0 does not answer at {place} within "
+                    f"{member.patience_s:g} s ({MEETING_PATIENCE}): {error}"
+                )
+                lost.is_own = True
+                raise lost from error
+        check()
+        time.sleep(MEETING_POLL_S)
+    patience = PATIENCE if member.patience_s is None else timedelta(seconds=member.patience_s)
+    try:
         store = TCPStore(
-            host.strip("[]"),
-            int(port),
+            *address,
             member.size,
-            is_master=member.rank == 0,
-            timeout=PATIENCE,
+            is_master=serves,
+            timeout=patience,
             wait_for_workers=False,
             master_listen_fd=member.listener,
         )
-    else:
-        return None
-    store.set(f"here/{member.rank}", "")
-    store.wait([f"here/{rank}" for rank in range(member.size)], PATIENCE)
+    except RuntimeError as error:
+        if not serves or not is_loss(error):
+            raise
+        reason = " ".join(str(error).splitlines()[0].split())
+        raise ConfigError(
+            f"MASTER_PORT={port}: rank 0 cannot listen there: {reason:.150}"
+        ) from error
+    store.set_timeout(PATIENCE)
     return store
 
 
@@ -196,21 +266,52 @@ def run_rank(config: RunConfig, folder: Path, world: World, stop: StopFlag) -> i
         raise DoesNotFitError(f"out of memory outside of micro-batches: {text:.200}") from error
 
 
-def _recorded(config: RunConfig, folder: Path, world: World, stop: StopFlag) -> int:
-    """Run the command, and record in the run folder how it goes."""
-    imagined = config.command in IMAGINING
-    told = World() if imagined else world
-    with ExitStack() as held:
-        told.on_main(lambda: held.enter_context(hold(folder)))
-        if told.is_main:
-            held.enter_context(recorded(folder))
-        held.enter_context(_losses_told(world))
-        return run_rank(config, folder, world, stop)
+@contextmanager
+def filed(log: Path | None) -> Iterator[None]:
+    """Send what this process and those it starts print to a file, as a supervisor of ours does.
+
+    What is said of its end still goes where the launcher wants it.
+
+    Args:
+        log: None is the screen.
+
+    Yields:
+        Nothing.
+    """
+    if log is None:
+        yield
+        return
+    streams = (sys.stdout, sys.stderr)
+    durable.make_folders(log.parent)
+    before = [os.dup(number) for number in (1, 2)]
+    try:
+        with log.open("ab") as file:
+            _point(streams, [file.fileno()] * 2)
+        yield
+    finally:
+        _point(streams, before)
+        for handle in before:
+            os.close(handle)
+        drop_empty(log)
+
+
+def _point(streams: Iterable[TextIO], handles: Iterable[int]) -> None:
+    """Let standard output and standard error lead elsewhere from now on."""
+    for stream in streams:
+        stream.flush()
+    for number, handle in enumerate(handles, 1):
+        os.dup2(handle, number)
 
 
 @contextmanager
-def _losses_told(world: World) -> Iterator[None]:
-    """Say in one line that another rank is gone, where no supervisor of ours does.
+def losses_told(rank: int) -> Iterator[None]:
+    """Say in one line that ranks did not meet, or lost each other before or after the run.
+
+    Args:
+        rank: this one.
+
+    Yields:
+        Nothing.
 
     Raises:
         RankLostError: a collective failed since another rank is gone, or does not come.
@@ -219,15 +320,16 @@ def _losses_told(world: World) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if world.board is None or not is_loss(error):
+        if not is_loss(error):
             raise
         text = " ".join(str(error).split())
-        raise RankLostError(
-            f"rank {world.rank} lost another rank at {world.board.read()}: {text:.200}"
-        ) from error
+        lost = RankLostError(f"rank {rank} lost another rank outside of the run: {text:.200}")
+        # The first rank says it too, unless it is what was lost.
+        lost.is_own = rank == 1
+        raise lost from error
 
 
-def _agreed(config: RunConfig, folder: Path, world: World) -> Path:
+def agreed(config: RunConfig, folder: Path, world: World) -> Path:
     """Take the first rank's folder, and make sure that every rank was given the same config.
 
     Raises:

@@ -6,7 +6,9 @@ there. What cannot be handed the flag, reading the data for one, asks `check`.
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -25,6 +27,8 @@ directly and once more through what started it."""
 
 UNBEGUN = "stopped before the first step"
 """How a run ends that was asked to before it could train."""
+
+_HEARD = b"\ntrain: stopping when this step is saved; once more stops at once, and saves nothing\n"
 
 _listening: list[StopFlag] = []
 """The flag of this process while it listens; at most one."""
@@ -68,9 +72,7 @@ def stop_signals(*, ends_at_second: bool = True) -> Iterator[StopFlag]:
             return
         flag.is_set = True
         if ends_at_second:
-            time.sleep(TOGETHER_S)
-            for each in SIGNALS:
-                signal.signal(each, signal.SIG_DFL)
+            _end_at_next()
 
     before = {each: signal.signal(each, on_signal) for each in SIGNALS}
     _listening.append(flag)
@@ -82,6 +84,23 @@ def stop_signals(*, ends_at_second: bool = True) -> Iterator[StopFlag]:
         _listening.clear()
         for each, handler in before.items():
             signal.signal(each, handler)
+
+
+def settle() -> None:
+    """Ignore signals while listening: all is saved, and how the run ended is about to be told."""
+    if _listening and threading.current_thread() is threading.main_thread():
+        for each in SIGNALS:
+            signal.signal(each, signal.SIG_IGN)
+
+
+def _end_at_next() -> None:
+    """Let the next signal end the process, and tell whoever sits before it."""
+    if sys.stderr.isatty():
+        # Not through the stream, which may be in the midst of writing.
+        os.write(sys.stderr.fileno(), _HEARD)
+    time.sleep(TOGETHER_S)
+    for each in SIGNALS:
+        signal.signal(each, signal.SIG_DFL)
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from trainer.plan import traffic
 from trainer.plan.cut import Cut
 from trainer.plan.cuts import Fixed
 from trainer.plan.leaves import Leaves
+from trainer.plan.mesh import copies_of
 from trainer.plan.traffic import Network, Traffic, Work
 from trainer.report.figures import duration, size
 from trainer.sync import Deferred, Exact, Hierarchical, Immediate, SyncPolicy
@@ -77,6 +78,7 @@ class Spread:
         rows: of the table of policies.
         network: between the ranks; None until it is measured.
         why: a line that says what `sync=auto` weighed; None where it was not asked.
+        why_mode: a line that says what `parallel=auto` weighed; likewise.
     """
 
     mode: str
@@ -88,6 +90,7 @@ class Spread:
     rows: tuple[Traffic, ...] = ()
     network: Network | None = None
     why: str | None = None
+    why_mode: str | None = None
 
     def weighed(self, world_size: int, work: Work, network: Network | None = None) -> Self:
         """Work the table of policies out, and under `sync=auto` take its best row.
@@ -112,7 +115,13 @@ class Spread:
         if not self.is_open:
             return found
         best = traffic.cheapest(rows, work)
-        return replace(found, sync=POLICIES[best.policy], why=_why(best, rows))
+        why = _why(best, rows, self.bulk.limit_bytes)
+        return replace(found, sync=POLICIES[best.policy], why=why)
+
+    def shard_of_copies(self, world_size: int) -> int | None:
+        """Count the ranks that share one of several copies in shards; None where there are none."""
+        is_both = self.mode == "hsdp" and 1 < self.replicas < world_size
+        return world_size // self.replicas if is_both else None
 
     def lay_out(
         self,
@@ -224,6 +233,20 @@ def is_sharded(config: RunConfig, world: World) -> bool:
     return sharded and config.command in {"train", "plan"}
 
 
+def is_undecided(config: RunConfig, world: World) -> bool:
+    """Whether memory is yet to say which mode `parallel=auto` is.
+
+    Other commands than these compute in one process; ordered sums are those of whole gradients.
+    """
+    is_open = config.parallel.mode == "auto" and config.deterministic != "layout"
+    return is_open and world.size > 1 and config.command in {"train", "plan"}
+
+
+def with_mode(config: RunConfig, mode: str) -> RunConfig:
+    """Give a config whose parallel mode is decided."""
+    return config.model_copy(update={"parallel": config.parallel.model_copy(update={"mode": mode})})
+
+
 def parallel_mode(config: RunConfig, world: World) -> str:
     """Resolve `parallel`; on one rank there is nothing to lay out.
 
@@ -263,19 +286,8 @@ def _replicas(config: RunConfig, world: World, mode: str) -> int:
     """
     if mode != "hsdp":
         return world.size if mode == "ddp" else 1
-    typed, part = config.parallel.replicate, config.parallel.shard
-    whole = max(1, world.size // typed) if isinstance(typed, int) else world.local_size
-    shard = part if isinstance(part, int) else whole
-    copies = typed if isinstance(typed, int) else max(1, world.size // shard)
-    if copies * shard != world.size:
-        fitting = [n for n in range(1, world.size + 1) if world.size % n == 0]
-        nearest = min(fitting, key=lambda n: abs(n - shard))
-        raise ConfigError(
-            f"parallel.shard={shard}: times parallel.replicate={copies} is not the {world.size} "
-            f"ranks there are; e.g. parallel.shard={nearest} "
-            f"parallel.replicate={world.size // nearest}"
-        )
-    return copies
+    asked = config.parallel
+    return copies_of(world.size, world.local_size, asked.shard, asked.replicate)
 
 
 def _limit_bytes(config: RunConfig, world: World) -> int:
@@ -300,13 +312,14 @@ def _groups(module: nn.Module, mode: str) -> int:
     return num_buckets([p for p in module.parameters() if p.requires_grad])
 
 
-def _why(best: Traffic, rows: Sequence[Traffic]) -> str:
+def _why(best: Traffic, rows: Sequence[Traffic], limit_bytes: int) -> str:
     """Say in one line which policy `sync=auto` takes, and what speaks for it."""
     others = [row for row in rows if row is not best]
     said = [f"sync=auto takes {best.policy}: {IN_WORDS[best.policy]}, {_costs(best)}"]
     said += [f"{row.policy} would be {_costs(row)}" for row in others if row.fits]
+    room = f"{traffic.MOST_OF_MEMORY:.0%} of {size(limit_bytes)}, for activations need the rest"
     said += [
-        f"{row.policy} would hold {size(row.held)}, for which the memory is too short"
+        f"{row.policy} would hold {size(row.held)}, and may hold {room}"
         for row in others
         if not row.fits
     ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, TypeVar, final
@@ -67,10 +68,30 @@ class World:
         Returns:
             Waits for the sum; on an accelerator its stream does, and not the host.
         """
-        work = dist.all_reduce(values, async_op=True)
+        launched, work = self.times.mark(), dist.all_reduce(values, async_op=True)
         assert work is not None
-        wait: Callable[[], Any] = work.wait
+
+        def wait() -> None:
+            asked = self.times.mark()
+            work.wait()
+            self.times.flew(launched, asked)
+
         return wait
+
+    def is_same(self, text: str) -> bool:
+        """Tell whether all ranks hold the same text. Collective: one number, on the CPU."""
+        if self.patient is None:
+            return True
+        own = torch.tensor([rng_key(text)])
+        each = [torch.zeros_like(own) for _ in range(self.size)]
+        dist.all_gather(each, own)
+        return all(torch.equal(number, own) for number in each)
+
+    def copy_from_main(self, values: Tensor) -> Tensor:
+        """Overwrite a tensor by the main rank's, in place. Collective; nothing on one rank."""
+        if self.size > 1:
+            dist.broadcast(values, 0)
+        return values
 
     def sum_numbers(self, numbers: Sequence[float]) -> list[float]:
         """Add a few numbers over all ranks, in float64. Collective; sends nothing on one rank."""
@@ -96,6 +117,10 @@ class World:
         text = json.dumps(value).encode()
         if self.patient is None:
             return [json.loads(text)]
+        with nullcontext() if self.board is None else self.board.waiting():
+            return self._collected(text)
+
+    def _collected(self, text: bytes) -> list[Any]:
         own = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         dist.all_gather(sizes, torch.tensor([len(own)]), group=self.patient)

@@ -46,9 +46,14 @@ def run(config: RunConfig, folder: Path) -> int:
 
                 node = node_of(config.parallel.node, num_nodes)
                 return supervise(config, folder, num_ranks, node)
+        if member is not None:
+            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+            from trainer.launch.join import join  # noqa: PLC0415 - imports torch
+
+            return join(config, folder, stop, member)
         from trainer.session import run_session  # noqa: PLC0415 - imports torch
 
-        return run_session(config, folder, stop, member)
+        return run_session(config, folder, stop)
 
 
 def listening(config: RunConfig) -> AbstractContextManager[StopFlag]:

@@ -17,6 +17,7 @@ from typing import Any, final
 from trainer import durable, signals
 from trainer.board import Board, Place
 from trainer.rank import STACKS_SIGNAL
+from trainer.record import drop_empty
 
 LIBRARIES = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 """What the ranks' libraries are told, unless the user's environment says otherwise."""
@@ -166,15 +167,18 @@ def end_of(child: Child, private: Path, code: int, place: Place, *, stopped: boo
 
 def ask_for_stacks(children: Iterable[Child], private: Path) -> None:
     """Let ranks write down where they are; what is stopped is woken for it, and stopped again."""
+    woken = []
     for child in children:
         stopped = child.is_stopped
         child.signal(STACKS_SIGNAL)
         if stopped:
             child.signal(signal.SIGCONT)
-            limit = time.monotonic() + STACKS_S
-            while not _stacks(child, private) and time.monotonic() < limit:
-                time.sleep(0.01)
-            child.signal(signal.SIGSTOP)
+            woken.append(child)
+    limit = time.monotonic() + STACKS_S
+    while not all(_stacks(each, private) for each in woken) and time.monotonic() < limit:
+        time.sleep(0.01)
+    for child in woken:
+        child.signal(signal.SIGSTOP)
 
 
 def end(children: Sequence[Child], private: Path, folder: Path) -> None:
@@ -184,11 +188,11 @@ def end(children: Sequence[Child], private: Path, folder: Path) -> None:
     for child in children:
         child.process.wait()
         child.board.close()
+        for path in folder.glob(f"errors/{durable.UNFINISHED}rank{child.rank}.txt-*"):
+            durable.discard(path)
         _keep_stacks(child, private, folder)
-        if child.log is not None and child.log.exists() and not child.log.stat().st_size:
-            child.log.unlink()
-    with suppress(OSError):
-        (folder / "ranks").rmdir()
+        if child.log is not None:
+            drop_empty(child.log)
 
 
 def _keep_stacks(child: Child, private: Path, folder: Path) -> None:

@@ -12,12 +12,14 @@ torchrun or srun started are joined instead: `trainer.membership`.
 
 from __future__ import annotations
 
+import atexit
+import gc
 import hashlib
 import json
+import logging
 import os
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -35,11 +37,12 @@ from trainer.launch import children as processes
 from trainer.launch import nodes as network
 from trainer.launch.children import Child
 from trainer.launch.nodes import Hello, Nodes
+from trainer.launch.private import private_folder
 from trainer.launch.verdict import verdict
-from trainer.launch.watch import Watch
+from trainer.launch.watch import Asked, Watch
 from trainer.membership import rendezvous_of
 from trainer.rank import JOB_FILE, STOP_FILE, Job
-from trainer.record import METRICS_FILE, recorded
+from trainer.record import METRICS_FILE, rank_log, recorded, saved_step, to_go_on
 from trainer.report import journal
 from trainer.schema.faults import flat
 
@@ -63,6 +66,7 @@ class Team:
         count: ranks on each machine.
         size: ranks on all machines.
         others: the other machines' supervisors.
+        asked: whether a signal asked to stop.
     """
 
     config: RunConfig
@@ -71,6 +75,7 @@ class Team:
     count: int
     size: int
     others: Nodes = field(default_factory=Nodes)
+    asked: Asked = field(default_factory=Asked)
 
     def ranks_of(self, node: int) -> range:
         """Give the ranks of a machine."""
@@ -98,6 +103,8 @@ def supervise(config: RunConfig, folder: Path, num_ranks: int, node: int = 0) ->
         raise ConfigError(
             f"parallel.ranks={num_ranks}: parallel=none is one rank; use parallel=ddp"
         )
+    # A last look for garbage takes long where a class of the user's own brought torch along.
+    atexit.register(gc.freeze)
     num_nodes = config.parallel.nodes
     hello = Hello(node=node, nodes=num_nodes, ranks=num_ranks, config=_digest(config))
     size = num_nodes * num_ranks
@@ -131,6 +138,10 @@ def _lead(team: Team) -> int:
             team.others.tell({"folder": str(team.folder), "lock": written})
         _restarting(team)
         told = {}
+    except RankLostError as error:
+        lost = RankLostError(f"{error}{_what_is_left(team)}")
+        told = said(lost)
+        raise lost from None
     except TrainError as error:
         told = said(error)
         raise
@@ -139,11 +150,19 @@ def _lead(team: Team) -> int:
     return 0
 
 
+def _what_is_left(team: Team) -> str:
+    """Say what of a training run is saved, and what to type."""
+    if team.config.command != "train" or not (step := saved_step(team.folder)):
+        return ""
+    return f"; saved up to step {step}: go on with: {to_go_on(team.config, team.folder)}"
+
+
 def _restarting(team: Team) -> None:
     """Try, and after a lost rank try again, as often as may be.
 
     Raises:
-        RankLostError: a whole machine is gone, or a rank once more than may be.
+        RankLostError: a whole machine is gone, or a rank once more than may be, or a signal asked
+            to stop.
     """
     resumes = False
     most = team.config.parallel.max_restarts if team.config.command == "train" else 0
@@ -151,7 +170,7 @@ def _restarting(team: Team) -> None:
         try:
             _attempt(team, resumes=resumes)
         except RankLostError as error:
-            if not team.others.are_whole:
+            if not team.others.are_whole or team.asked.at is not None:
                 raise
             step = _newest_step(team.folder)
             resumes = step is not None
@@ -232,8 +251,9 @@ def _attempt(team: Team, *, resumes: bool, meeting: str | None = None) -> dict[s
     config = team.config
     if resumes:
         config = config.model_copy(update={"resume": str(team.folder)})
-    with tempfile.TemporaryDirectory(prefix="train-", ignore_cleanup_errors=True) as name:
-        private, children, handles = Path(name), list[Child](), list[int]()
+    with private_folder() as private:
+        children, handles = list[Child](), list[int]()
+        again = to_go_on(config, team.folder, begins=True)
         with ExitStack() as opened:
             if team.node == 0 and team.others.links:
                 server = opened.enter_context(network.listen_for_ranks(team.others.address))
@@ -249,16 +269,16 @@ def _attempt(team: Team, *, resumes: bool, meeting: str | None = None) -> dict[s
                 expected=team.ranks_of(team.node) if team.node else range(team.size),
                 ranks_of=team.ranks_of,
                 timeout_s=config.parallel.timeout_s,
+                unbegun=f"{signals.UNBEGUN}: go on with: {again}",
+                asked=team.asked,
+                tell=_tell,
             )
             opened.callback(processes.end, children, private, team.folder)
-            with _forwarding(private, children):
+            with _forwarding(team, private, children):
                 for rank in team.ranks_of(team.node):
+                    log, variables = rank_log(config, team.folder, rank), _environment(team, rank)
                     own = handles if rank == 0 else []
-                    children.append(
-                        processes.start(
-                            _log(team, rank), private, rank, _environment(team, rank), own
-                        )
-                    )
+                    children.append(processes.start(log, private, rank, variables, own))
                 watch.run()
     if team.node:
         return watch.over
@@ -266,6 +286,12 @@ def _attempt(team: Team, *, resumes: bool, meeting: str | None = None) -> dict[s
     if error is not None:
         raise error
     return None
+
+
+def _tell(line: str) -> None:
+    """Say something while the ranks run, on the screen and in train.log."""
+    sys.stderr.write(f"train: {line}\n")
+    logging.getLogger(__name__).warning(line)
 
 
 def _write_job(
@@ -284,12 +310,6 @@ def _write_job(
     (private / JOB_FILE).write_text(json.dumps(asdict(job)))
 
 
-def _log(team: Team, rank: int) -> Path | None:
-    """Name the file of what a rank prints; the first one's is the screen."""
-    reader = "" if team.config.command == "train" else f"{team.config.command}-"
-    return team.folder / "ranks" / f"{reader}rank{rank}.log" if rank else None
-
-
 def _environment(team: Team, rank: int) -> dict[str, str]:
     """Give the variables of a rank, for the user's own code and for libraries that ask."""
     name = network.interface_of(team.others.address)
@@ -304,8 +324,10 @@ def _environment(team: Team, rank: int) -> dict[str, str]:
 
 
 @contextmanager
-def _forwarding(private: Path, children: Sequence[Child]) -> Iterator[None]:
-    """Pass the first signal to stop on to every rank; the second one stops at once.
+def _forwarding(team: Team, private: Path, children: Sequence[Child]) -> Iterator[None]:
+    """Pass the first signal to stop on to every rank that has something to save.
+
+    The watch ends them at once where nothing is to be saved, or a second signal came.
 
     Yields:
         Nothing.
@@ -313,15 +335,13 @@ def _forwarding(private: Path, children: Sequence[Child]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    asked_at: float | None = None
+    asked, saves = team.asked, team.config.command == "train"
 
     def on_signal(number: int, frame: FrameType | None) -> None:
-        nonlocal asked_at
-        if asked_at is not None:
-            if time.monotonic() > asked_at + signals.TOGETHER_S:
-                raise KeyboardInterrupt
+        if asked.at is not None:
+            asked.at_once |= time.monotonic() > asked.at + signals.TOGETHER_S
             return
-        asked_at = time.monotonic()
+        asked.at, asked.at_once = time.monotonic(), not saves
         (private / STOP_FILE).touch()
         for child in children:
             # Before it notes its process it does not listen, and will look for the file.
@@ -329,7 +349,8 @@ def _forwarding(private: Path, children: Sequence[Child]) -> Iterator[None]:
 
     before = {each: signal.signal(each, on_signal) for each in signals.SIGNALS}
     if signals.was_asked():
-        asked_at = time.monotonic()
+        asked.at = time.monotonic()
+    if asked.at is not None:
         (private / STOP_FILE).touch()
     try:
         yield

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from trainer.errors import RankLostError, TrainError, heard
 from trainer.launch.children import Ended
+from trainer.launch.pulse import TOGETHER
 
-_WAITED = "Timed out"
+WAITED = "Timed out"
 """What a collective says that waited for its whole time limit."""
 
 
@@ -29,14 +30,16 @@ def verdict(ended: Mapping[int, Ended], folder: Path, timeout_s: float) -> Train
         return None
     first = min(failed, key=lambda end: (_rank_of_cause(end), end.at))
     if "error" in first.told:
-        error = heard(first.told)
-        shared = all(other.told.get("text") == first.told["text"] for other in failed)
+        text = first.told["text"]
+        shared = all(other.told.get("text") == text for other in failed)
         if first.rank and not shared:
-            text = f"rank {first.rank}, {first.place}: {first.told['text']}"
-            error = heard({**first.told, "text": text})
-        return error
+            text = f"rank {first.rank}, {first.place}: {text}"
+        if "traceback" in first.told:
+            text += f"; its traceback is in {first.told['traceback']}"
+        return heard({**first.told, "text": text})
     if "gone" in first.told:
-        return RankLostError(f"{first.told['gone']}; rank 0 was at {ended[0].place}")
+        where = f"; rank 0 was at {ended[0].place}" if first.rank else ""
+        return RankLostError(f"{first.told['gone']}{where}")
     return RankLostError(_how(first, ended, folder, timeout_s))
 
 
@@ -47,7 +50,7 @@ def _rank_of_cause(end: Ended) -> int:
     if "gone" in end.told or "crash" in end.told:
         return 1
     if "lost" in end.told:
-        return 5 if _WAITED in end.told["lost"] else 4
+        return 5 if WAITED in end.told["lost"] else 4
     if end.stopped:
         return 3
     # Collectives abort the process when they find messages they did not expect.
@@ -67,18 +70,25 @@ def _how(end: Ended, ended: Mapping[int, Ended], folder: Path, timeout_s: float)
         name = signal.Signals(-end.code).name
         hint = ", as the system does when memory runs out" if name == "SIGKILL" else ""
         return f"{who} was killed by {name}{hint}, at {end.place}"
-    waited = any(_WAITED in other.told.get("lost", "") for other in ended.values())
-    if end.stopped or (waited and _WAITED not in end.told.get("lost", "")):
+    waited = any(WAITED in other.told.get("lost", "") for other in ended.values())
+    if end.stopped or (waited and WAITED not in end.told.get("lost", "")):
         return _hung(ended, folder, timeout_s)
     if not end.told:
         return f"{who} ended with exit code {end.code} and without a word, at {end.place}"
     return f"{who} lost the others at {end.place}: {end.told.get('lost', 'no reason')}"
 
 
+def _waited(end: Ended) -> int:
+    """Tell how sure it is that a rank only waited for others."""
+    if WAITED in end.told.get("lost", ""):
+        return 3
+    return 2 if end.place.waits else int(end.place.phase in TOGETHER)
+
+
 def _hung(ended: Mapping[int, Ended], folder: Path, timeout_s: float) -> str:
     """Name, of those that did not wait themselves, the one that was longest where it is."""
-    late = [end for end in ended.values() if end.code and _WAITED not in end.told.get("lost", "")]
-    end = min(late, key=lambda end: end.place.since)
+    failed = [end for end in ended.values() if end.code]
+    end = min(failed, key=lambda end: (_waited(end), end.place.since))
     stacks = folder / "errors" / f"rank{end.rank}.txt"
     where = f"; what it was doing is in {stacks}" if stacks.exists() else ""
     return (

@@ -29,6 +29,9 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from trainer.models.casts import assigned_casts
+from trainer.models.outside import Outside, bytes_of
+
 HELD_BYTES = 16 * 2**20
 """Values at hand while a constructor runs; what was not used for longest is let go of first."""
 
@@ -81,7 +84,7 @@ def deferred(build: Callable[[], nn.Module]) -> tuple[nn.Module, Weights]:
     """
     recorder = Recorder()
     try:
-        with recorder, warnings.catch_warnings():
+        with recorder, assigned_casts(), warnings.catch_warnings():
             # `copy.deepcopy` looks whether a tensor has memory.
             warnings.filterwarnings("ignore", "Accessing the data pointer", UserWarning)
             module = build()
@@ -235,6 +238,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call] # untyped in
         super().__init__()  # type: ignore[no-untyped-call] # untyped in torch
         self._mode = _Shared(allow_non_fake_inputs=True)
         self._values = Values(self._again)
+        self._outside = Outside()
         self._operations: list[Operation] = []
         self._storages: dict[int, torch.UntypedStorage] = {}  # alive, so that ids stay their own
 
@@ -254,14 +258,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call] # untyped in
         changed = [leaf for leaf in tree_leaves(_changed(func, asked)) if isinstance(leaf, Tensor)]
         if not all(isinstance(tensor, FakeTensor) for tensor in changed):
             raise CannotDefer(f"{func} changes a tensor from elsewhere")
-        if any(isinstance(leaf, torch.UntypedStorage) for leaf in tree_leaves(asked)):
+        leaves = tree_leaves(asked)
+        if any(isinstance(leaf, torch.UntypedStorage) for leaf in leaves):
             raise CannotDefer(f"{func} is given a storage")
+        if self._outside.shares(View.of(tensor).storage for tensor in changed):
+            raise CannotDefer(f"{func} changes an array from elsewhere")
         given = tree_map_only(Tensor, self._noted, asked)
         generator = _drawn_from(func, asked)
         real = self._values.run(func, given)
         fake = self._faked(func, asked, real)
         result = tree_map_only(Tensor, self._noted, fake)
         self._values.keep(result, real)
+        self._outside.lend(func, filter(_is_real, leaves), _storages(result))
         reads = _storages(given)
         writes = (_storages(result) - reads) | {View.of(tensor).storage for tensor in changed}
         if writes:
@@ -293,10 +301,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call] # untyped in
             Where the values of the parameters lie, by name.
 
         Raises:
-            CannotDefer: a fake stays where nobody finds it.
+            CannotDefer: a fake stays where nobody finds it, a parameter is none, or a value from
+                elsewhere is no longer what it was.
         """
+        if not self._outside.is_unchanged():
+            raise CannotDefer("values from elsewhere changed after they were read")
+        real = [name for name, p in module.named_parameters() if _is_real(p)]
+        if real:
+            raise CannotDefer(f"{real[0]} is a parameter from elsewhere")
         named = module.named_parameters(remove_duplicate=False)
-        views = {name: View.of(p) for name, p in named if isinstance(p, FakeTensor)}
+        views = {name: View.of(p) for name, p in named}
         settled: dict[int, Tensor] = {}
         for part in module.modules():
             for held in (part._parameters, vars(part)):
@@ -326,7 +340,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call] # untyped in
     def _noted(self, tensor: Tensor) -> View | Tensor:
         """Describe a fake; take a copy of what the constructor brought from elsewhere."""
         if not isinstance(tensor, FakeTensor):
-            return tensor.detach().clone()
+            return self._outside.take(tensor)
         view = View.of(tensor)
         if view.storage not in self._storages:
             self._storages[view.storage] = tensor.untyped_storage()
@@ -384,8 +398,12 @@ def _bytes_of(leaf: Any, numbers: dict[int, int]) -> bytes:  # noqa: ANN401 - an
         return repr((number, leaf.dtype, leaf.size, leaf.stride, leaf.offset)).encode()
     if isinstance(leaf, Tensor):
         # What a constructor brought from elsewhere, NumPy's numbers for example.
-        return leaf.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        return bytes_of(leaf)
     return b"" if isinstance(leaf, torch.Generator) else repr(leaf).encode()
+
+
+def _is_real(leaf: Any) -> bool:  # noqa: ANN401 - any argument
+    return isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor)
 
 
 def _storages(tree: Any) -> set[int]:  # noqa: ANN401 - any tree

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.errors import ConfigError
+from trainer.schema.arguments import heads_fault
 
 Rotation = tuple[Tensor, Tensor]
 """Cosines and signed sines, each `(batch or 1, time, 1, 1, head_dim)`."""
@@ -73,7 +74,9 @@ class GPT(nn.Module):
         super().__init__()
         if positions not in ("rotary", "learned"):
             raise ConfigError(f"model.positions: {positions!r} is unknown; it is rotary or learned")
-        check_heads(width, num_heads, rotary=positions == "rotary")
+        unfit = heads_fault(width, num_heads, is_rotary=positions == "rotary")
+        if unfit is not None:
+            raise ConfigError(unfit)
         self.vocab_size = vocab_size
         self.max_length = max_length
         self.head_dim = width // num_heads
@@ -392,19 +395,3 @@ def make_mlp(
     if kind == "gelu":
         return GELU(width, hidden or 4 * width, bias=bias)
     raise ConfigError(f"model.mlp: {kind!r} is unknown; it is swiglu or gelu")
-
-
-def check_heads(width: int, num_heads: int, *, rotary: bool) -> None:
-    """Refuse a width that its heads cannot share.
-
-    Raises:
-        ConfigError: naming the nearest number of heads that works.
-    """
-    step = 2 if rotary else 1
-    fits = [n for n in range(1, width + 1) if width % n == 0 and (width // n) % step == 0]
-    if num_heads not in fits:
-        nearest = min(fits, key=lambda n: abs(n - num_heads), default=1)
-        raise ConfigError(
-            f"model.num_heads: {num_heads} heads do not share a width of {width}"
-            f"{' in even parts, which rotary positions need' if rotary else ''}; nearest: {nearest}"
-        )

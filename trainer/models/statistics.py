@@ -1,9 +1,11 @@
-"""Which part of a model makes the cut a part of what is computed."""
+"""Which part of a model makes the cut a part of what is computed, and what forwards write."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -17,3 +19,20 @@ def batch_statistics(model: nn.Module) -> str | None:
     norms = ((name, part) for name, part in parts if isinstance(part, _BatchNorm))
     found = (name for name, norm in norms if norm.training or norm.running_mean is None)
     return next(found, None)
+
+
+@contextmanager
+def unmoved(model: nn.Module) -> Iterator[None]:
+    """Put back what the block writes into buffers: the mean of no samples is not a number.
+
+    Yields:
+        Nothing.
+    """
+    owners = [part._buffers for part in model.modules()]
+    held = [(o, n, b, b.clone()) for o in owners for n, b in o.items() if b is not None]
+    yield
+    with torch.no_grad():
+        for owner, name, buffer, copy in held:
+            if not torch.equal(buffer, copy):
+                buffer.copy_(copy)
+            owner[name] = buffer

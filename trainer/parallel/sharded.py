@@ -13,7 +13,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
 
@@ -27,7 +26,7 @@ from trainer.errors import ConfigError
 from trainer.micro_batch import Fields
 from trainer.parallel import Parallel
 from trainer.parallel.collectives import Collectives
-from trainer.phases import PhaseTimes
+from trainer.parallel.timed import time_collectives
 from trainer.world import World
 
 
@@ -92,15 +91,15 @@ class Sharded(Parallel):
         self._between_copies = mesh.get_group(0) if replicas > 1 else None
         self._collectives: Collectives | None = None
         self._is_across = True
+        self._time_collectives()
 
     def _time_collectives(self) -> None:
-        """Tell what lies inside of forward and backward from computing, where the host waits."""
-        if self.world.device.type != "cpu":
-            return
-        for group in self._groups:
-            for held in group._get_fsdp_state()._fsdp_param_groups:
-                for name in ("_all_gather_comm", "_reduce_scatter_comm"):
-                    setattr(held, name, _Timed(getattr(held, name), self.world.times))
+        """Tell them from computing, where the host waits for them."""
+        if self.world.device.type == "cpu":
+            time_collectives(self._groups, self.world.times, self._meets_copies)
+
+    def _meets_copies(self) -> bool:
+        return self._between_copies is not None and self._is_across
 
     @property
     def num_groups(self) -> int:
@@ -126,7 +125,12 @@ class Sharded(Parallel):
         self._root.reset_iter_state()
 
     def used(self) -> Sequence[bool]:
-        """See the base class."""
+        """See the base class.
+
+        Raises:
+            ConfigError: the model wrote into a parameter that is gathered, which would be lost.
+        """
+        self._refuse_written()
         live = self._live | {
             index
             for index, part in self._numbered_parts()
@@ -173,7 +177,9 @@ class Sharded(Parallel):
             hook = partial(self._mark, index)
             part._unsharded_param.register_post_accumulate_grad_hook(hook)
         self.release()
-        self._collectives = Collectives(self._groups, self._between_copies)
+        names = {part: name for name, part in self.module.named_modules()}
+        groups = {names[group]: group for group in self._groups}
+        self._collectives = Collectives(groups, self._between_copies, self.world)
         self._time_collectives()
         self.needs_rehearsal = True
 
@@ -190,10 +196,18 @@ class Sharded(Parallel):
         root.set_requires_all_reduce(across)
         root.set_is_last_backward(is_last)
         self._is_across = across
-        yield
+        self._forget_order()
         assert self._collectives is not None
-        self._collectives.complete()
+        with self._collectives.micro_batch():
+            yield
         self.num_reduced += 1
+
+    def _forget_order(self) -> None:
+        """Forget what earlier micro-batches used, which backward would else gather ahead again."""
+        self._root._get_fsdp_state()._comm_ctx.post_forward_order.clear()
+        for group in self._groups:
+            for held in group._get_fsdp_state()._fsdp_param_groups:
+                held._post_forward_indices.clear()
 
     def stand_in(self) -> None:
         """See the base class."""
@@ -229,6 +243,18 @@ class Sharded(Parallel):
             if not flag:
                 parameter.grad = None
 
+    def _refuse_written(self) -> None:
+        for part in self._sharded_parts():
+            # PyTorch keeps its own writes out of this count.
+            if hasattr(part, "_unsharded_param") and part._unsharded_param._version:
+                where = part._module_info
+                name = next(n for n, owner in self.module.named_modules() if owner is where.module)
+                raise ConfigError(
+                    f"model: forward writes into {f'{name}.{where.param_name}'.lstrip('.')}, a "
+                    "parameter that is in shards, which would forget it: make it a buffer, or use "
+                    "parallel=ddp"
+                )
+
     def _mark(self, index: int, _: Tensor) -> None:
         self._live.add(index)
 
@@ -263,25 +289,6 @@ class Sharded(Parallel):
         for group in self._groups:
             for held in group._get_fsdp_state()._fsdp_param_groups:
                 yield held.fsdp_params
-
-
-@final
-@dataclass(frozen=True)
-class _Timed:
-    """A collective of FSDP2, timed."""
-
-    inner: Any
-    times: PhaseTimes
-
-    def allocate(self, *args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401 - PyTorch's
-        memory: Tensor = self.inner.allocate(*args, **kwargs)
-        return memory
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - PyTorch's
-        before = self.times.enter("reduce")
-        work = self.inner(*args, **kwargs)
-        self.times.enter(before)
-        return work
 
 
 def _unsharded_grad(part: Any) -> Tensor | None:  # noqa: ANN401 - private to PyTorch
