@@ -37,6 +37,8 @@ TRASH = ".trash-"
 
 _PIECE_BYTES = 4 << 20  # hashed and written while it is still in the cache
 
+_MOST_JSON_BYTES = 16 << 20
+
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
@@ -209,6 +211,26 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Put a JSON object under a name, as `write_file_atomic` does; NaN and infinity become null."""
     text = json.dumps(_as_json(content), indent=2, allow_nan=False)
     write_file_atomic(path, f"{text}\n".encode())
+
+
+def parsed(text: bytes) -> Any:  # noqa: ANN401 - any JSON value
+    """Read JSON that anyone may have written; None where it is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object of a run folder, perhaps a stranger's; empty where there is none."""
+    try:
+        if not path.is_file():  # a pipe would never end
+            return {}
+        with path.open("rb") as file:
+            content = parsed(file.read(_MOST_JSON_BYTES))
+    except OSError:
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def append(path: Path, data: bytes, *, durable: bool = False) -> None:

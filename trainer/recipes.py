@@ -24,6 +24,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer.errors import ConfigError
+from trainer.schema.consent import asked, reason_to_type
 from trainer.schema.faults import clip
 
 GROUP = "recipe"
@@ -37,20 +38,6 @@ SIZE_LIMIT = 64 * 1024
 META = ("purpose", "cost", "expected")
 """What a recipe's `meta` block says to its reader; it is no setting."""
 
-REFUSED: Mapping[str, str] = {
-    "hydra": "Hydra's own settings start programs",
-    "trust": "only the command line gives trust",
-    "command": "what to do is the command line's to say",
-    "resume": "which run goes on is the command line's to say",
-    "resume_allow": "what a resumed run may change is the command line's to say",
-    "run": "which run is read is the command line's to say",
-    "init": "whose weights are read is the command line's to say",
-    "outputs": "where a run writes is the command line's to say",
-    "export": "where weights are written is the command line's to say",
-}
-"""Top-level keys that a recipe has no say in."""
-
-_MINE_IN_WANDB = ("mode", "entity")
 _PLAIN_REFERENCE = re.compile(r"\$\{[\w.\[\]]+\}")
 _HYDRA_KEY = re.compile(r"_\w*_")
 _OPTION = re.compile(r"\w[\w.-]*(/\w[\w.-]*)*")
@@ -143,16 +130,11 @@ def vet(tree: Mapping[str, Any]) -> Iterator[str]:
     Yields:
         One line per fault, the key first.
     """
-    for key in tree:
-        if key in REFUSED:
-            yield f"{key}: not for a recipe; {REFUSED[key]}"
-    wandb = tree.get("wandb")
-    for name in _MINE_IN_WANDB:
-        if isinstance(wandb, Mapping) and name in wandb:
-            yield f"wandb.{name}: not for a recipe; where metrics go is the command line's to say"
     yield from _meta_faults(tree.get("meta", {}))
     yield from _defaults_faults(tree.get("defaults", []))
     body = {key: value for key, value in tree.items() if key not in ("defaults", "meta")}
+    for key in (found for name, value in body.items() for found in asked(name, value)):
+        yield f"{key}: not for a recipe; type it yourself: {reason_to_type(key)}"
     yield from _value_faults(body, "")
 
 
@@ -315,8 +297,6 @@ def _key_faults(key: str, value: object, path: str) -> Iterator[str]:
         yield f"{path}: not for a recipe; only _target_ of a component is read"
     elif key == "_target_" and not isinstance(value, str):
         yield f"{path}: is the import path of a class"
-    if key == "trust_remote_code":
-        yield f"{path}: not for a recipe; code from the network is the command line's to allow"
     if "${" in key:
         yield f"{path}: a key is plain text"
 

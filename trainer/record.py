@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from trainer import durable
 from trainer.checkpoint.lock import hold_early
-from trainer.checkpoint.status import Status, write_status
-from trainer.errors import INTERRUPTED, Preempted, TrainError
+from trainer.checkpoint.status import FILE_NAME, Status, write_status
+from trainer.config import RunConfig
+from trainer.errors import (
+    INTERRUPTED,
+    ConfigError,
+    DataError,
+    NoCheckpointError,
+    Preempted,
+    TrainError,
+)
 from trainer.report import journal
+from trainer.report.figures import trusting
 
 METRICS_FILE = "metrics.jsonl"
 
 STAGED = f"{durable.UNFINISHED}records"
 """Folder in a run folder that holds what its config.yaml and .hydra are to become."""
+
+_REFUSALS = (ConfigError, DataError, NoCheckpointError)
 
 
 @contextmanager
@@ -43,9 +54,8 @@ def publish(folder: Path) -> None:
         save_error: a `SaveError`: the disk refused.
     """
     new = folder / STAGED
-    files = sorted(path for path in new.rglob("*") if path.is_file())
     try:
-        for path in files:
+        for path in _files(new):
             target = folder / path.relative_to(new)
             durable.make_folders(target.parent)
             durable.rename(path, target)
@@ -57,16 +67,24 @@ def publish(folder: Path) -> None:
 def recorded(folder: Path) -> Iterator[None]:
     """Write into status.json that a run goes on, and how it ended.
 
+    A resumption that is refused leaves it as it was: the run did not go on.
+
     Args:
         folder: the run folder, held by this process.
 
     Yields:
         Nothing.
     """
+    path = folder / FILE_NAME
+    before = path.read_bytes() if path.is_file() else None
     write_status(folder, Status(state="running", step=saved_step(folder)))
     try:
         yield
     except BaseException as error:
+        if before is not None and isinstance(error, _REFUSALS) and _files(folder / STAGED):
+            with suppress(OSError):
+                durable.write_file_atomic(path, before)
+            raise
         reason = str(error) or type(error).__name__
         is_preempted = isinstance(error, Preempted)
         status = Status(
@@ -78,6 +96,51 @@ def recorded(folder: Path) -> Iterator[None]:
         write_status(folder, status)
         raise
     write_status(folder, Status(state="completed", exit_code=0, step=last_step(folder)))
+
+
+def to_go_on(config: RunConfig, folder: Path, *, begins: bool = False) -> str:
+    """Say what to type for a run to go on, with the consent that a folder cannot give.
+
+    Args:
+        config: of the run.
+        folder: the run folder.
+        begins: whether nothing is saved, so that it needs again what it began with.
+    """
+    wandb = config.wandb
+    online = ["wandb.mode=online"] if wandb.mode == "online" else []
+    entity = [f"wandb.entity={wandb.entity}"] if wandb.entity else []
+    init = [f"init={config.init}"] if begins and config.init else []
+    trust = trusting(config.packages, config.config_dir)
+    place = [*trust, *_machines(config), *online, *entity, *init]
+    return " ".join(["train", f"resume={folder}", *place])
+
+
+def _machines(config: RunConfig) -> list[str]:
+    """Give what this machine was told of the others; what Slurm says it says again."""
+    parallel = config.parallel
+    if parallel.nodes == 1:
+        return []
+    node = [] if parallel.node == "auto" else [f"parallel.node={parallel.node}"]
+    address = [f"parallel.rendezvous={parallel.rendezvous}"] if parallel.rendezvous else []
+    return [f"parallel.nodes={parallel.nodes}", *node, *address]
+
+
+def rank_log(config: RunConfig, folder: Path, rank: int) -> Path | None:
+    """Name the file of what a rank prints; None is the screen, which is the first one's."""
+    reader = "" if config.command == "train" else f"{config.command}-"
+    return folder / "ranks" / f"{reader}rank{rank}.log" if rank else None
+
+
+def drop_empty(log: Path) -> None:
+    """Keep no log that says nothing, and no folder of none."""
+    with suppress(OSError):
+        if not log.stat().st_size:
+            log.unlink()
+            log.parent.rmdir()
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
 def _exit_code(error: BaseException) -> int:

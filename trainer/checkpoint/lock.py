@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trainer import durable
-from trainer.errors import TrainError
+from trainer.errors import SaveError, TrainError
 
 FILE_NAME = ".lock"
 
@@ -40,7 +40,7 @@ def hold(run: Path) -> Iterator[None]:
 
     Raises:
         RunHeldError: another process holds it; the text names that process.
-        SaveError: the folder cannot be written to.
+        SaveError: the folder cannot be written to, or its file system knows no locks.
     """
     if run.resolve() in _lent:
         yield
@@ -54,12 +54,18 @@ def hold(run: Path) -> Iterator[None]:
             raise RunHeldError(
                 f"{run}: in use by {_holder(handle)}: wait for it, stop it, or start another run"
             ) from error
+        except OSError as error:
+            raise SaveError(
+                f"{run}: cannot be locked on this file system ({error.strerror}): mount it with "
+                "flock, or set outputs elsewhere"
+            ) from error
         _name_holder(handle)
         durable.clean(run)
         yield
     finally:
         _held.discard(handle)
-        fcntl.flock(handle, fcntl.LOCK_UN)
+        with contextlib.suppress(OSError):  # where locks are not known; closing lets go of them
+            fcntl.flock(handle, fcntl.LOCK_UN)
         os.close(handle)
 
 
@@ -88,8 +94,8 @@ def is_held(run: Path) -> bool:
         return False
     try:
         fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
     finally:
         os.close(handle)
     return False

@@ -19,10 +19,17 @@ from torch.optim import Optimizer
 
 from trainer.checkpoint.codec import decode, encode
 from trainer.checkpoint.manifest import DamagedError
+from trainer.checkpoint.moments import (
+    check_any,
+    check_settings,
+    check_states,
+    check_without,
+)
 from trainer.checkpoint.sharded import Source, fill, gathered, local
 from trainer.checkpoint.store import Loaded
 from trainer.checkpoint.stored import Stored
 from trainer.errors import NoCheckpointError, NonFiniteError
+from trainer.schema.faults import clip
 
 _SHOWN = 3
 
@@ -90,7 +97,7 @@ def restore(
         _restore_random_states(decode(saved["rng"], loaded.tensors))
     except (DamagedError, OSError) as error:
         raise NoCheckpointError(f"{loaded.path}: changed while it was read: {error}") from error
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, LookupError, TypeError, ValueError, OverflowError) as error:
         raise NoCheckpointError(
             f"{loaded.path}: not a training state of this version ({error!r:.80}): use init="
         ) from error
@@ -227,6 +234,7 @@ def _encode_optimizer(
         "class": type(optimizer).__qualname__,
         "groups": encode(groups, "optimizer.groups", tensors),
         "state": encode(by_name, "optimizer", tensors),
+        "without": sorted(name for name in names.values() if not by_name.get(name)),
     }
 
 
@@ -251,12 +259,27 @@ def _restore_optimizer(
             "that was used, or use init= to take over the weights alone"
         )
     if hyperparameters == "saved":
-        pairs = zip(groups, live, strict=True)
+        pairs = list(zip(groups, live, strict=True))
+        for theirs, mine in pairs:
+            check_settings(optimizer, theirs, mine)
         live = [{**theirs, "params": mine["params"]} for theirs, mine in pairs]
     parameters = dict(enumerate(_parameters(optimizer)))
+    states = decode(saved["state"], loaded.stored)
+    trained = {name for group in groups for name in group["params"]}
+    check_without(saved, trained, states)
+    if loaded.step and "without" not in saved and hyperparameters == "saved":
+        check_any(optimizer, states)
+    for frozen in trained - set(names.values()):
+        states.pop(frozen, None)
+    check_states(
+        optimizer,
+        {names[index]: parameter for index, parameter in parameters.items()},
+        {names[index]: group for group in live for index in group["params"]},
+        states,
+    )
     state: dict[Any, Any] = {}
     keys = {name: index for index, name in names.items()}
-    for name, values in decode(saved["state"], loaded.stored).items():
+    for name, values in states.items():
         key = keys.get(name, name)
         parameter = parameters.get(key)
         state[key] = _copied(values, parameter)
@@ -360,4 +383,4 @@ def _kind(tensor: Source) -> str:
 
 def _list(names: list[str]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+    return ", ".join(map(clip, names[:_SHOWN])) + more

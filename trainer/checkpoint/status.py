@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -41,12 +40,7 @@ def read_status(run: Path) -> dict[str, Any]:
 
     A run whose process was killed could not say so: it counts as failed once nobody holds it.
     """
-    try:
-        content = json.loads((run / FILE_NAME).read_text())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    if not isinstance(content, dict):
-        return {}
+    content = durable.read_json(run / FILE_NAME)
     if content.get("state") == "running" and not is_held(run):
         content |= {"state": "failed", "reason": "its process was killed"}
     return content

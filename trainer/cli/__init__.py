@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from trainer import __version__
 from trainer.cli.argv import Request, split
-from trainer.cli.ending import FULL_ERROR, complain, is_led, say_crash
+from trainer.cli.ending import FULL_ERROR, complain, is_led, let_go, piped, say_crash, tell
 from trainer.errors import INTERRUPTED, ConfigError, Preempted, TrainError
 from trainer.signals import unheard
 
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from trainer.cli.prepare import Ready, Sweep
 
 _LOGGING = "hydra/hydra_logging"
+_ERASE = "\x1b[2K"
+"""What a terminal takes for: empty this line."""
 
 
 @final
@@ -48,7 +50,9 @@ class Run:
 
 def main() -> None:
     """Run the command line of this process, and exit."""
-    sys.exit(run(sys.argv[1:]))
+    code = run(sys.argv[1:])
+    let_go()
+    sys.exit(code)
 
 
 def run(argv: Sequence[str]) -> int:
@@ -105,14 +109,16 @@ def _run(argv: Sequence[str]) -> int:
     if "--help" in request.flags:
         from trainer.cli.manual import show  # noqa: PLC0415
 
-        show(request.flags.get("--config-dir"))
+        with piped():
+            show(request.flags.get("--config-dir"))
         return 0
     if "--version" in request.flags:
-        sys.stdout.write(f"train {__version__}\n")
+        tell(f"train {__version__}\n")
         return 0
     _make_importable(Path.cwd())
     if request.only_shows:
-        return _ask_hydra([*request.hydra_flags(), *request.overrides])
+        with piped():
+            return _ask_hydra([*request.hydra_flags(), *request.overrides])
     composer = _composer(request)
     command = [] if request.command is None else [f"command={request.command}"]
     lines = [*command, *request.overrides]
@@ -128,9 +134,10 @@ def _run_single(request: Request, lines: Sequence[str], composer: Composer) -> i
 
         ready = prepare_run(lines, composer)
     if "--cfg" in request.flags:
-        return _ask_hydra([*request.hydra_flags(), *ready.job.lines])
+        with piped():
+            return _ask_hydra([*request.hydra_flags(), *ready.job.lines])
     if ready.done is not None:
-        sys.stdout.write(f"{ready.done}\n")
+        tell(f"{ready.done}\n")
         return 0
     if is_led(ready.job.config):
         # The first rank makes the folder, and tells the others which it is.
@@ -190,13 +197,17 @@ def _job_of(sweep: Sweep, composer: Composer, codes: list[int]) -> Callable[[Any
         from hydra.core.hydra_config import HydraConfig  # noqa: PLC0415
 
         from trainer.cli.replay import read_json  # noqa: PLC0415
+        from trainer.cli.sweep import job_line  # noqa: PLC0415
 
         record = HydraConfig.get()
         folder = Path(record.runtime.output_dir)
         lines = tuple(record.overrides.task)
         varied = [line for line in lines if line not in common]
-        sys.stdout.write(f"\njob {record.job.num} of {len(known)}: {' '.join(varied)}\n")
+        label = f"job {record.job.num} of {len(known)}: {' '.join(varied)}"
+        is_watched = sys.stdout.isatty()
+        tell(f"{label}: running, see {folder}/train.log\r" if is_watched else "")
         code = _run_job(lines, folder, known.get(lines), composer)
+        tell(f"{_ERASE if is_watched else ''}{label}: {job_line(folder)}\n")
         codes.append(code)
         if code == Preempted.exit_code:
             raise KeyboardInterrupt
@@ -221,15 +232,16 @@ def _run_job(lines: Sequence[str], folder: Path, ready: Ready | None, composer: 
     from trainer.cli.prepare import prepare_job  # noqa: PLC0415
     from trainer.cli.start import launch_and_tell, must_stage, write_config  # noqa: PLC0415
     from trainer.record import staged  # noqa: PLC0415
+    from trainer.report.console import BRIEF  # noqa: PLC0415
 
     if ready is not None and ready.done is not None:
-        sys.stdout.write(f"{ready.done}\n")
         return 0
     try:
         config = prepare_job(lines, composer) if ready is None else ready.job.config
         with staged(folder) if must_stage(config, folder) else nullcontext(folder) as records:
             write_config(config, records)
-            return launch_and_tell(config, folder)
+            with _variable(BRIEF, "1" if config.command == "train" else None):
+                return launch_and_tell(config, folder)
     except TrainError as error:
         return complain(error)
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import final
 
 from trainer.errors import ConfigError
-from trainer.schema.faults import did_you_mean
+from trainer.schema.faults import clip, did_you_mean
+from trainer.schema.slips import key_of, spaced
 
 COMMANDS: Mapping[str, str] = {
     "train": "train (what happens without a command)",
@@ -85,6 +86,9 @@ def split(argv: Sequence[str]) -> Request:
     Raises:
         ConfigError: an unknown flag or command word, or two command words.
     """
+    apart = spaced(argv)
+    if apart is not None:
+        raise ConfigError(apart)
     faults: list[str] = []
     flags: dict[str, str] = {}
     words: list[str] = []
@@ -111,7 +115,8 @@ def _take_flag(token: str, waiting: list[str], flags: dict[str, str]) -> list[st
     if valued is None:
         switch = _long_name(name, _SWITCHES)
         if switch is None or "=" in token:
-            return [_unknown_flag(token)]
+            is_pair = "=" not in token and bool(waiting) and _is_value(waiting[-1])
+            return [_unknown_flag(token, waiting.pop() if is_pair else "VALUE")]
         flags[switch] = ""
         return []
     if not value and valued == "--info":
@@ -139,12 +144,26 @@ def _long_name(name: str, table: Mapping[str, str]) -> str | None:
     return name if name in table.values() else None
 
 
-def _unknown_flag(token: str) -> str:
-    bare = token.lstrip("-")
-    if "=" in bare and "." in bare.partition("=")[0]:
-        return f"{token}: settings are written without dashes: {bare}"
+def _is_value(token: str) -> bool:
+    """Whether a word after a flag that nobody knows is its value, and no setting or command."""
+    return token not in COMMANDS and not token.startswith("-") and "=" not in token
+
+
+def _unknown_flag(token: str, after: str) -> str:
+    """Say what is meant by a flag that is none.
+
+    Args:
+        token: as typed.
+        after: the word after it, where that is its value.
+    """
+    bare, equals, value = token.lstrip("-").partition("=")
+    key = bare if "." in bare else key_of(bare)
+    if key is not None:
+        typed = f"{key}={value if equals else after}"
+        return clip(f"{token}: settings are written without dashes: {typed}")
     known = [*_SWITCHES.values(), *_VALUED.values()]
-    return f"{token}: unknown flag.{did_you_mean(token.partition('=')[0], known)} See train --help"
+    near = did_you_mean(token.partition("=")[0], known)
+    return clip(f"{token}: unknown flag.{near} See train --help")
 
 
 def _word_faults(words: Sequence[str]) -> list[str]:
@@ -157,12 +176,18 @@ def _word_faults(words: Sequence[str]) -> list[str]:
 def _unknown_word(word: str) -> str:
     if word == "help":
         return "help: unknown command. Did you mean --help?"
-    if "." in word and not word.endswith((".yaml", ".yml")):
-        return f"{word}: needs a value, as in {word}=VALUE"
+    key, colon, value = word.partition(":")
     if word.endswith((".yaml", ".yml")):
         return f"{word}: unknown command. Did you mean recipe={word}?"
-    near = did_you_mean(word, COMMANDS)
-    return f"{word}: unknown command.{near} {_among(COMMANDS)}; settings are key=value"
+    if colon and "/" not in word:
+        return clip(f"{word}: unknown command. Did you mean {key}={value}?")
+    if "." in word:
+        return f"{word}: needs a value, as in {word}=VALUE"
+    from trainer.schema.rules import offered  # noqa: PLC0415 - a command that is one needs no schema
+
+    there = offered("command", list(COMMANDS))
+    near = did_you_mean(word, there)
+    return f"{word}: unknown command.{near} {_among(there)}; settings are key=value"
 
 
 def _among(choices: Iterable[str]) -> str:

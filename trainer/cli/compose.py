@@ -42,6 +42,7 @@ from trainer.cli.settings import (
 from trainer.config import COMPONENTS, KEYS, RunConfig, validate
 from trainer.errors import ConfigError
 from trainer.schema.components import LIBRARIES, Component
+from trainer.schema.consent import consent_faults
 from trainer.schema.faults import clip, did_you_mean, flat, lookup
 from trainer.schema.sections import SHARED_KEYS
 
@@ -198,6 +199,7 @@ class Composer:
             tree = plain_of(full)
             _drop_foreign_arguments(tree, typed)
             faults += _folder_faults(full, tree, typed)
+            faults += consent_faults(tree, examples, _said(overrides, replayed))
             faults += [f for key, value in flat(tree).items() if (f := secret_fault(key, value))]
             config = validate(
                 tree,
@@ -253,6 +255,8 @@ def explain(error: BaseException) -> list[str]:
         error, cause = cause, cause.__cause__
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, name = error.missing_cfg_file.rpartition("/")
+        if not group:
+            return [clip(f"--config-name={name}: no such file; leave it out, or add --config-path")]
         options = error.options or ()
         near = did_you_mean(name, options)
         return [clip(f"{group}={name}: no such option.{near} Choices: {', '.join(options)}")]
@@ -265,6 +269,13 @@ def _examples(full: DictConfig, told: Told) -> list[str]:
     own = [(group, option) for group, option in choices if not group.startswith("hydra/")]
     chosen = [f"{g}={o}" for g, o in own if g != RECIPE and o is not None]
     return [*told.hydra, *chosen]
+
+
+def _said(overrides: Iterable[Override], replayed: Iterable[Override]) -> frozenset[str]:
+    """The dotted keys of what was typed, those inside a mapping one by one."""
+    foreign = {dotted(override) for override in replayed}
+    typed = [o for o in overrides if not o.is_delete() and dotted(o) not in foreign]
+    return frozenset(key for o in typed for key in flat({dotted(o): o.value()}))
 
 
 def _apply(values: Iterable[Override], composed: DictConfig) -> None:
@@ -282,7 +293,9 @@ def _apply(values: Iterable[Override], composed: DictConfig) -> None:
             else:
                 OmegaConf.update(composed, key, override.value(), merge=True, force_add=True)
         except OmegaConfBaseException as error:
-            faults.append(clip(f"{override.input_line}: {str(error).splitlines()[0]}"))
+            why = str(error).splitlines()[0]
+            why = "must be a mapping, {name: value}" if why.startswith("Cannot merge") else why
+            faults.append(clip(f"{override.input_line}: {why}"))
         except (TypeError, ValueError):
             faults.append(clip(f"{key}: unknown setting; a list has no settings inside"))
         except KeyError as error:
@@ -361,20 +374,25 @@ def _read_target(file: Path) -> object:
 
 
 def _trust_faults(config: RunConfig) -> list[str]:
-    """Name every class that nobody consented to, before its module could be imported."""
+    """Say in one line which classes nobody consented to, before a module could be imported."""
     components = {path: _component(config, path) for path in COMPONENTS}
     components |= {f"hooks[{place}]": hook for place, hook in enumerate(config.hooks)}
     allowed = {"trainer", *config.trust}
-    return [
-        clip(
-            f"{path}.{TARGET}={component.target}: named by a recipe or a run, not by you; type it "
-            f"yourself, or trust its package: trust=[{component.target.partition('.')[0]}]"
-        )
+    unknown = {
+        path: component.target
         for path, component in components.items()
         if not component.typed_target
         and component.target.partition(".")[0] not in allowed
         and component.target.rpartition(".")[0] not in LIBRARIES.get(path, ())
-    ]
+    }
+    if not unknown:
+        return []
+    (path, target), *others = unknown.items()
+    more = f" ({', '.join(other for other, _ in others)} too)" if others else ""
+    packages = dict.fromkeys(each.partition(".")[0] for each in unknown.values())
+    remedy = f"type 'trust=[{','.join(packages)}]'"
+    named = f"{path}.{TARGET}={target}{more}: named by a recipe or a run, not by you"
+    return [clip(f"{named}; {remedy}")]
 
 
 def _component(config: RunConfig, path: str) -> Component:
@@ -391,6 +409,7 @@ def _folder_faults(full: DictConfig, tree: Mapping[str, Any], typed: frozenset[s
         for key, folder in folders.items()
         if climbs(folder) and not climbs(outputs)
     ]
+    faults += [f"{key}=: names no folder" for key, folder in folders.items() if not folder]
     records = OmegaConf.select(full, "hydra.output_subdir")
     if records is not None and (climbs(records) or Path(str(records)).is_absolute()):
         faults.append(clip(f"hydra.output_subdir={records}: must stay below the run folder"))

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 import traceback
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer import durable
 from trainer.errors import Preempted, TrainError
 from trainer.membership import node_of, task
+from trainer.report.figures import lead_nowhere, printable_lines
 from trainer.schema.secrets import without_secrets
 
 if TYPE_CHECKING:
@@ -35,14 +39,14 @@ def is_led(config: RunConfig) -> bool:
 
 
 def complain(error: TrainError) -> int:
-    """Say what is wrong, one line per fault, on the first rank only.
+    """Say what is wrong, one line per fault, on the rank that is to say it: the first, mostly.
 
     Returns:
         The exit code.
     """
     if os.environ.get(FULL_ERROR) == "1":
         _say("".join(traceback.format_exception(error)))
-    if rank() == 0:
+    if rank() == 0 or error.is_own:
         for line in str(error).splitlines() or [type(error).__name__]:
             _say(f"train: {'' if isinstance(error, Preempted) else 'error: '}{line}\n")
     return error.exit_code
@@ -58,18 +62,53 @@ def say_crash(error: Exception, folder: Path | None = None) -> int:
         _say("".join(traceback.format_exception(error)))
     frames = traceback.format_list(traceback.extract_tb(error.__traceback__)[-_SHOWN_FRAMES:])
     _say(f"train: error: {type(error).__name__}: {error}\n{''.join(frames)}")
-    if folder is None:
-        sys.stderr.write(f"train: error: {FULL_ERROR}=1 shows the whole traceback\n")
+    if folder is None or not folder.is_dir():
+        _say(f"train: error: {FULL_ERROR}=1 shows the whole traceback\n")
         return 1
     path = folder / "errors" / f"rank{rank()}.txt"
     with suppress(OSError):
         durable.make_folders(path.parent)
         whole = without_secrets("".join(traceback.format_exception(error)), os.environ)
         durable.write_file_atomic(path, whole.encode())
-        sys.stderr.write(f"train: error: the whole traceback is in {path}\n")
+        _say(f"train: error: the whole traceback is in {path}\n")
     return 1
 
 
+def tell(text: str) -> None:
+    """Write to stdout; a run goes on though nobody reads what it says."""
+    with suppress(OSError):
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+
+@contextmanager
+def piped() -> Iterator[None]:
+    """Let a reader that goes away, as `head` does, end what only shows: silently, by SIGPIPE.
+
+    Yields:
+        Nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    try:
+        yield
+        sys.stdout.flush()
+    finally:
+        signal.signal(signal.SIGPIPE, before)
+
+
+def let_go() -> None:
+    """Send nowhere what nobody reads any more, so that Python does not complain when it ends."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            lead_nowhere(stream)
+
+
 def _say(text: str) -> None:
-    """Write to stderr; an error's text may quote what stands in the environment."""
-    sys.stderr.write(without_secrets(text, os.environ))
+    """Write to stderr; an error may quote what stands in the environment, or a file's odd name."""
+    with suppress(OSError):
+        sys.stderr.write(printable_lines(without_secrets(text, os.environ)))

@@ -20,10 +20,11 @@ from trainer.cli.argv import COMMANDS
 from trainer.config import COMPONENTS, KEYS
 from trainer.recipes import GROUP, available, data_dir
 from trainer.schema.faults import show as shown
-from trainer.schema.rules import NOT_YET
+from trainer.schema.rules import LATER_KEYS, UNFORMED, offered
 from trainer.schema.sections import GROUPS, OWN
 
 _WIDTH = 100  # of a file or a pipe
+_LATER = " (not in this version)"
 
 _EXAMPLES = (
     ("train batch.global=512 accum=auto", "the default model on real text, in minutes"),
@@ -36,6 +37,7 @@ _EXAMPLES = (
 _FLAGS = (
     ("-m", "sweep: every combination of KEY=A,B"),
     ("--cfg job", "show the composed config; --cfg hydra, --cfg all"),
+    ("hydra.run.dir=DIR", "the run folder itself, instead of one below outputs; may be absolute"),
     ("--config-dir DIR", "a folder of options of your own, laid out as conf/ is"),
     ("--info", "where options come from, and the defaults list"),
     ("--shell-completion install=bash", 'eval "$(train --shell-completion install=bash)"'),
@@ -58,7 +60,7 @@ def show(own_folder: str | None = None) -> None:
         "[bold]usage[/]: train \\[COMMAND] \\[GROUP=OPTION ...] \\[KEY=VALUE ...] \\[FLAG ...]\n"
     )
     folders = [data_dir("conf"), *([Path(own_folder)] if own_folder is not None else [])]
-    commands = [(name, doc) for name, doc in COMMANDS.items() if _is_there("command", name)]
+    commands = [(name, COMMANDS[name]) for name in offered("command", list(COMMANDS))]
     _print(console, "commands", commands)
     _print(console, "examples", _EXAMPLES)
     _print(console, "groups  (the default first)", _groups(folders))
@@ -88,18 +90,14 @@ def _groups(folders: Sequence[Path]) -> Iterator[tuple[str, Text]]:
         path = group.replace(".", "/")
         names = {file.stem for folder in folders for file in (folder / path).glob("*.yaml")}
         default = defaults.get(path, "")
-        others = [n for n in sorted(names - {default, OWN}) if _is_there(group, n)]
+        others = offered(group, sorted(names - {default, OWN}))
         line = Text(default, style="bold")
+        line.append(_LATER if default == UNFORMED else "", style="not bold dim")
         line.append(f"{'  ' if others else ''}{'  '.join(others)}", style="not bold")
         if group in COMPONENTS:
             line.append(f"  {group}._target_=package.Class", style="not bold dim")
         yield group, line
     yield GROUP, Text("  ".join([*available(), "path/to/file.yaml"]))
-
-
-def _is_there(key: str, value: str) -> bool:
-    """Whether this version can do what a value asks for."""
-    return key not in NOT_YET or not NOT_YET[key].holds(value)
 
 
 def _sections(conf: Path) -> Iterator[tuple[str, list[tuple[str, Text]]]]:
@@ -118,6 +116,8 @@ def _sections(conf: Path) -> Iterator[tuple[str, list[tuple[str, Text]]]]:
         default = defaults.get(key, entry.default)
         if default not in (None, (), [], {}):
             line.append(f"  [{shown(default)}]", style="dim")
+        if key in LATER_KEYS or default == UNFORMED:
+            line.append(_LATER, style="dim")
         rows.setdefault(head if tail else "run", []).append((key, line))
     yield "keys  (defaults in brackets)", rows.pop("run")
     yield from rows.items()

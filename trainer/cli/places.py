@@ -45,6 +45,8 @@ def refuse_missing(config: RunConfig) -> None:
         raise ConfigError(*faults)
     path = config.data.params.get("path")
     is_ours = config.data.target.startswith(f"{BUILT_IN}.")
+    if is_ours and path == "":
+        raise DataError("data.path=: names nothing; type a file or a folder, . for this one")
     if is_ours and isinstance(path, str) and not _exists(path):
         raise DataError(clip(f"data.path={path}: no such file or folder"))
     if config.init is not None:

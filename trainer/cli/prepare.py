@@ -31,7 +31,7 @@ from trainer.cli.settings import (
     text,
     values,
 )
-from trainer.config import RunConfig, contract, contract_diff, from_plain
+from trainer.config import RunConfig, contract, from_plain, step_faults
 from trainer.errors import ConfigError
 from trainer.schema.faults import clip
 from trainer.schema.faults import line as fault
@@ -147,7 +147,7 @@ class Preparation:
             return self._reading(overrides)
         run = self._to_resume(overrides, resume)
         if run is not None:
-            with self._hinting(run):
+            with self._hinting(run, overrides):
                 return self._resumed(overrides, run, keeps_folder=command not in _LOOKING)
         job = self.composer.check(_without(overrides, "resume"), self.groups)
         begins_again = resume == replay.AUTO and not replay.can_go_on(job.folder)
@@ -247,8 +247,8 @@ class Preparation:
         return Ready(job=_pinned(job, run, subfolder), is_resumed=True, done=done)
 
     @contextmanager
-    def _hinting(self, run: Path) -> Iterator[None]:
-        """Where a run's options cannot be found, say which folder it had them from.
+    def _hinting(self, run: Path, typed: Sequence[Override]) -> Iterator[None]:
+        """Where a run's options cannot be found, say only which folder it had them from.
 
         Yields:
             Nothing.
@@ -263,7 +263,7 @@ class Preparation:
             if own is None or self.composer.own_folder is not None:
                 raise
             hint = f"--config-dir: the run was started with --config-dir={own}; give it again"
-            raise ConfigError(*error.faults, clip(hint)) from None
+            raise ConfigError(*replay.about(error.faults, typed), clip(hint)) from None
 
     def _reading(self, overrides: Sequence[Override]) -> Ready:
         """Prepare a command that works on runs which are there.
@@ -279,7 +279,7 @@ class Preparation:
         if not listed or not all(isinstance(run, str) and run for run in listed):
             raise ConfigError(fault("run", named, "must be a run folder, as in ./1, or a list"))
         runs = [replay.find(run, "run") for run in listed]
-        with self._hinting(runs[0]):
+        with self._hinting(runs[0], overrides):
             return self._read(overrides, runs, named)
 
     def _read(self, overrides: Sequence[Override], runs: Sequence[Path], named: object) -> Ready:
@@ -373,7 +373,7 @@ def _refuse_another_step(run: Path, job: Job) -> None:
         old = contract(from_plain(replay.saved_config(run)))
     except ConfigError as error:
         raise ConfigError(*(clip(f"{run / 'config.yaml'}: {f}") for f in error.faults)) from None
-    faults = contract_diff(old, contract(job.config), job.config.resume_allow)
+    faults = step_faults(job.config, old)
     if faults:
         raise ConfigError(*faults)
 

@@ -14,12 +14,12 @@ from typing import Any
 import yaml
 from hydra.core.override_parser.types import Override
 
-from trainer import recipes
 from trainer.cli.places import refuse_odd_files
 from trainer.cli.settings import Groups, dotted, parse, text
 from trainer.config import RunConfig
 from trainer.errors import ConfigError, NoCheckpointError
-from trainer.schema.faults import clip, flat
+from trainer.schema.consent import ONLY_TYPED, asked
+from trainer.schema.faults import clip
 
 AUTO = "auto"
 COMPLETED = "completed"
@@ -27,9 +27,12 @@ PREEMPTED = "preempted"
 STATUS_FILE = "status.json"
 SUBFOLDER = ".hydra"
 
-# What a command line says about itself rather than about the run, by section.
-_NOT_OF_THE_RUN = recipes.REFUSED.keys() - {"hydra"}
 _UNREADABLE = (OSError, ValueError, RecursionError, yaml.YAMLError)
+_WANDB_SETTINGS = ("wandb/settings", ".wandb/settings")
+
+_MAX_RECORD = 1 << 20
+"""Characters of a file, and values in it with aliases written out, beyond which it is no record."""
+
 _CLOCKS = frozenset({"steps", "epochs"})
 
 
@@ -48,10 +51,14 @@ def find(folder: str | Path, key: str = "resume") -> Path:
     """
     path = Path(folder).expanduser().absolute()
     if not path.is_dir():
-        raise NoCheckpointError(f"{key}={folder}: no such folder")
+        raise NoCheckpointError(f"{key}={folder}: no such folder; {key}=auto takes the newest run")
     if not (path / "config.yaml").is_file() or not (path / SUBFOLDER).is_dir():
         raise NoCheckpointError(f"{key}={folder}: not a run folder (no config.yaml, .hydra/ in it)")
     refuse_odd_files(path)
+    for name in _WANDB_SETTINGS:
+        # Read where they lie below the current folder, and they say where the key of W&B is sent.
+        if (path / name).exists():
+            raise NoCheckpointError(f"{path / name}: settings of W&B are not taken from a run")
     return path
 
 
@@ -144,7 +151,7 @@ def saved_config(run: Path) -> dict[str, Any]:
     """The resolved config of a run, as its `config.yaml` has it; empty if that is unreadable."""
     path = run / "config.yaml"
     try:
-        content = yaml.safe_load(path.read_text()) if path.is_file() else {}
+        content = _read_yaml(path) if path.is_file() else {}
     except _UNREADABLE:
         return {}
     return content if isinstance(content, dict) else {}
@@ -170,7 +177,7 @@ def saved_overrides(run: Path) -> list[Override]:
     resumed = [record for record in records if record.stat().st_size]
     path = resumed[-1] if resumed else run / SUBFOLDER / "overrides.yaml"
     try:
-        lines = yaml.safe_load(path.read_text()) or []
+        lines = _read_yaml(path) or []
     except _UNREADABLE:
         raise ConfigError(f"{path}: cannot be read as a list of overrides") from None
     if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
@@ -185,11 +192,36 @@ def saved_overrides(run: Path) -> list[Override]:
 def own_folder(run: Path) -> str | None:
     """The `--config-dir` that a run was started with, if it had one."""
     try:
-        content: Any = yaml.safe_load((run / SUBFOLDER / "hydra.yaml").read_text())
+        content = _read_yaml(run / SUBFOLDER / "hydra.yaml")
         listed = content["hydra"]["runtime"]["config_sources"]
         return next((str(s["path"]) for s in listed if s["provider"] == "command-line"), None)
     except (*_UNREADABLE, KeyError, TypeError):
         return None
+
+
+def about(faults: Iterable[str], overrides: Iterable[Override]) -> list[str]:
+    """Keep the faults of what was typed now; the others are of the run's own settings."""
+    typed = {dotted(override) for override in overrides}
+    return [f for f in faults if f.partition(":")[0].partition("=")[0].lstrip("~+") in typed]
+
+
+def _read_yaml(path: Path) -> Any:  # noqa: ANN401 - any YAML
+    """Read a record of a run, perhaps a stranger's.
+
+    Raises:
+        ValueError: it is larger than any record, or its aliases make it so.
+    """
+    with path.open(encoding="utf-8") as file:
+        text = file.read(_MAX_RECORD + 1)
+    content = yaml.safe_load(text) if len(text) <= _MAX_RECORD else None
+    left, seen = [content], 0
+    while left and seen + len(left) <= _MAX_RECORD:
+        value, seen = left.pop(), seen + 1
+        left += value.values() if isinstance(value, dict) else ()
+        left += value if isinstance(value, list) else ()
+    if left or len(text) > _MAX_RECORD:
+        raise ValueError("too large")
+    return content
 
 
 def merge(old: Sequence[Override], new: Sequence[Override], groups: Groups) -> list[Override]:
@@ -271,7 +303,7 @@ def _resumption(overrides: Path) -> int:
 
 def _swept_overrides(multirun: Path) -> list[str]:
     try:
-        content: Any = yaml.safe_load(multirun.read_text())
+        content = _read_yaml(multirun)
         return [str(line) for line in content["hydra"]["overrides"]["task"]]
     except (*_UNREADABLE, KeyError, TypeError):
         return []
@@ -282,7 +314,7 @@ def _of_the_run(lines: Iterable[str]) -> frozenset[str]:
     return frozenset(
         f"{dotted(override)}={text(override)}"
         for override in overrides
-        if _root(override) not in _NOT_OF_THE_RUN
+        if _root(override) not in ONLY_TYPED
     )
 
 
@@ -297,17 +329,11 @@ def _root(override: Override) -> str:
 def _is_consent(override: Override) -> bool:
     """Whether an override, a mapping of several too, says what is the command line's alone to say.
 
-    Where metrics are sent is: a run goes on online only where that is typed again.
+    Where metrics are sent is, and which machines are met: a run goes on online, or on several
+    machines, only where that is typed again.
     """
-    if _root(override) in _NOT_OF_THE_RUN:
-        return True
-    said = flat({dotted(override): override.value()}) if not override.is_delete() else {}
-    return any(
-        key == "wandb.entity"
-        or (key == "wandb.mode" and value == "online")
-        or key.rpartition(".")[2] == "trust_remote_code"
-        for key, value in said.items()
-    )
+    value = None if override.is_delete() else override.value()
+    return any(asked(dotted(override), value))
 
 
 def _foreign(override: Override) -> str | None:

@@ -7,6 +7,7 @@ number where an option's name is due with a traceback. Here each of these is a l
 from __future__ import annotations
 
 import itertools
+import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,10 +21,11 @@ from hydra.core.override_parser.types import Quote as QuoteMark
 from hydra.errors import HydraException
 
 from trainer.config import COMPONENTS, KEYS
-from trainer.schema.check import secret_line
+from trainer.schema.check import leak_line, secret_line
 from trainer.schema.faults import clip, did_you_mean, show
-from trainer.schema.secrets import is_secret
+from trainer.schema.secrets import is_secret, leaked
 from trainer.schema.sections import OWN
+from trainer.schema.slips import unquoted
 
 TARGET = "_target_"
 RECIPE = "recipe"
@@ -32,6 +34,8 @@ _ENVIRONMENT = re.compile(r"\$\{oc\.env:\s*(\w+)")
 _SECRET_VARIABLE = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 
 _QUOTED_KEY = re.compile(r"""(?<=[{,])\s*(["'])([\w./*?+@-]+)\1\s*:""")
+_KEY = re.compile(r"[~+]*[\w./@-]+", re.ASCII)
+_QUOTE = "quote special characters: '{}=\"...\"'"
 _PLAIN = re.compile(r"[A-Za-z/][\w./-]*", re.ASCII)
 NOT_TEXT = frozenset({"null", "true", "false", "nan", "inf"})
 """Words that are something else without quotes."""
@@ -105,11 +109,15 @@ class Told:
     def value_lines(self, known: Collection[str]) -> list[str]:
         """Write the values for Hydra, which wants `++` before a key that the options lack.
 
+        It wants it before a mapping as well, whose keys they may lack.
+
         Args:
             known: dotted keys of the options.
         """
         return [
-            line(value) if value.is_delete() or dotted(value) in known else f"++{line(value)}"
+            line(value)
+            if value.is_delete() or (dotted(value) in known and not isinstance(value.value(), dict))
+            else f"++{line(value)}"
             for value in self.values
         ]
 
@@ -190,6 +198,9 @@ def tell_apart(overrides: Sequence[Override], groups: Groups) -> Told:
         if fault is not None:
             faults.append(fault)
         elif override.is_hydra_override():
+            # No schema holds these, which Hydra writes into the run folder as they are.
+            variable = leaked(override.input_line, os.environ)
+            faults += [leak_line(key, variable)] if variable else []
             hydra.append(override.input_line or "")
         elif key in groups.paths:
             wrong = choice_faults(override, groups)
@@ -329,11 +340,16 @@ def _is_number(value: object) -> bool:
 
 def _grammar_fault(line: str, error: Exception) -> str:
     reason = str(error).splitlines()[0]
-    key, equals, _ = line.partition("=")
+    key, equals, value = line.partition("=")
     if not equals:
         return clip(f"{line}: needs a value, as in {line}=VALUE")
+    bare = unquoted(line)
+    if bare is not None:
+        return clip(f"{line}: the quotes are part of it; type {bare}")
     why = "" if "Exception" in reason or "parsing override" in reason else f" ({reason})"
-    return clip(f"{line}: cannot be read{why}; quote special characters: '{key}=\"...\"'")
+    is_quoted = value[:1] in {"'", '"'}
+    remedy = "look at its quotes" if is_quoted or not _KEY.fullmatch(key) else _QUOTE.format(key)
+    return clip(f"{line}: cannot be read{why}; {remedy}")
 
 
 def _size_fault(override: Override) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -17,10 +16,10 @@ from omegaconf import DictConfig, open_dict
 from trainer import durable
 from trainer import launch as room
 from trainer.cli.compose import Composer
-from trainer.cli.ending import complain, say_crash
+from trainer.cli.ending import complain, say_crash, tell
 from trainer.cli.prepare import Ready
 from trainer.config import RunConfig, to_plain
-from trainer.errors import ConfigError, TrainError
+from trainer.errors import ConfigError, SaveError, TrainError
 from trainer.record import staged
 
 
@@ -76,11 +75,11 @@ def start(
     Raises:
         TrainError: as raised by `work`.
         RunHeldError: the run to go on with is in use; nothing was written.
-        save_error: a `SaveError`: Hydra could not write its records.
+        _unwritable: a `SaveError`: Hydra could not write its records.
     """
     config, folder, composed = ready.job.config, ready.job.folder, ready.job.composed
     if ready.note is not None:
-        sys.stdout.write(f"{ready.note}\n")
+        tell(f"{ready.note}\n")
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     codes: list[int] = []
 
@@ -111,14 +110,21 @@ def start(
                 configure_logging=sets_up_logging,
             )
         except OSError as failure:  # of Hydra's own records; the task's come back in `ended`
-            raise durable.save_error(failure, folder) from failure
+            raise _unwritable(failure, config, folder) from failure
         callbacks.on_run_end(config=composed, config_name=composer.config_name, job_return=ended)
     error = ended._return_value
-    if isinstance(error, ConfigError) and made:
+    if isinstance(error, ConfigError) and made and not _is_worth_keeping(folder):
         _take_back(made)
     if isinstance(error, Exception):
         raise error
     return codes[0]
+
+
+def _unwritable(failure: OSError, config: RunConfig, folder: Path) -> SaveError:
+    """Name the setting that says where a run goes, which is what can be changed."""
+    is_below = folder.is_relative_to(Path(config.outputs).absolute())
+    key, value = ("outputs", config.outputs) if is_below else ("hydra.run.dir", folder)
+    return SaveError(f"{key}={value}: {durable.save_error(failure, folder)}")
 
 
 def must_stage(config: RunConfig, folder: Path) -> bool:
@@ -146,6 +152,11 @@ def write_config(config: RunConfig, folder: Path) -> None:
         durable.write_file_atomic(path, content)
     except OSError as error:
         raise durable.save_error(error, path, len(content)) from error
+
+
+def _is_worth_keeping(folder: Path) -> bool:
+    """Whether a run has saved anything, or has a traceback to read: what is refused may be late."""
+    return any((folder / name).exists() for name in ("checkpoints", "errors"))
 
 
 def _take_back(made: Sequence[Path]) -> None:

@@ -22,7 +22,11 @@ from rich.table import Table
 from trainer import durable
 from trainer.checkpoint.status import read_status
 from trainer.cli.replay import COMPLETED, read_json
+from trainer.report.figures import duration
 from trainer.schema.faults import show
+
+_TOLD = (("step", "step"), ("loss", "loss"), ("eval_loss", "held-out loss"))
+"""What one line says of a result, and how it calls it."""
 
 NOT_STARTED = "not started"
 
@@ -99,6 +103,17 @@ def report(folder: Path, planned: Sequence[Sequence[str]], console: Console) -> 
         written = ["sweep.csv", *(["sweep.png"] if _plot(folder / "sweep.png", jobs, keys) else [])]
         console.print(f"[dim]{' and '.join(written)} in[/] {folder}", soft_wrap=True)
     return jobs
+
+
+def job_line(folder: Path) -> str:
+    """Say in a few words what became of a job; its train.log says it in full."""
+    status, result = read_status(folder), read_json(folder / "result.json")
+    words = [str(status.get("state", "failed"))]
+    if status.get("exit_code"):
+        words.append(f"exit code {status['exit_code']}")
+    words += [f"{name} {_figure(result[key], key)}" for key, name in _TOLD if result.get(key)]
+    seconds = result.get("seconds")
+    return ", ".join([*words, *([duration(seconds)] if isinstance(seconds, int | float) else [])])
 
 
 def _job(number: int, folder: Path | None, planned: Sequence[Sequence[str]]) -> Job:

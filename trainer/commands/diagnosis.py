@@ -15,8 +15,9 @@ from typing import final
 from trainer.plan.cut import Cost
 from trainer.plan.traffic import Traffic
 from trainer.report.breakdown import Breakdown, Effort
-from trainer.report.figures import duration, percent, size
+from trainer.report.figures import duration, percent, size, slower
 from trainer.spread import Spread
+from trainer.sync import SyncPolicy
 
 TOO_MUCH = 0.1
 """Share of a step beyond which a part is worth a word."""
@@ -89,6 +90,15 @@ def diagnose(facts: Facts) -> tuple[str, ...]:
     return tuple(line for _, line in sorted(found, reverse=True))
 
 
+def overlap(sync: SyncPolicy, device_type: str) -> str:
+    """Say what decides how much of the communication can be hidden."""
+    if not sync.lockstep:
+        return f"sync={sync.name} reduces when all micro-batches are done"
+    if device_type == "cpu":
+        return "gloo makes the host wait for every collective"
+    return "collectives travel on streams of their own"
+
+
 def _data(facts: Facts) -> Iterator[tuple[float, str]]:
     """Blame the data for the time they are late, and for those who wait for a rank's.
 
@@ -98,8 +108,8 @@ def _data(facts: Facts) -> Iterator[tuple[float, str]]:
     ranks = facts.breakdown.ranks
     own = [rank.data for rank in ranks]
     late = facts.breakdown.parts["data"] + sum(r.waiting_before for r in ranks) / len(ranks)
-    cores = len(os.sched_getaffinity(0))
-    more = f"num_workers={min(4, cores) if not facts.num_workers else 2 * facts.num_workers}"
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    more = f"num_workers={min(4, cores or 1) if not facts.num_workers else 2 * facts.num_workers}"
     slowest = max(range(len(own)), key=own.__getitem__)
     others = [seconds for rank, seconds in enumerate(own) if rank != slowest]
     if others and own[slowest] > 2 * max(others):
@@ -145,14 +155,14 @@ def _waiting(facts: Facts) -> Iterator[tuple[float, str]]:
     if behind > SLOWER:
         yield (
             waited,
-            f"{what}: rank {slow} computes {percent(behind)} slower than the others at equal "
-            "tokens: its machine is slower, or something else runs on it",
+            f"{what}: rank {slow} computes {slower(behind)} the others at equal tokens: its "
+            "machine is slower, or something else runs on it: type top there",
         )
         return
     yield (
         waited,
         f"{what}, which is another one from step to step, at equal tokens: something else runs on "
-        "their machines in bursts",
+        "their machines in bursts: type top there",
     )
 
 
@@ -184,7 +194,9 @@ def _sync(facts: Facts) -> Iterator[tuple[float, str]]:
     inside = ""
     if facts.device_type != "cpu" and facts.spread.sync.lockstep and row.exposed:
         seconds, inside = row.exposed, " by prediction, inside of compute"
-    what = f"sync: {facts.said(seconds)}{inside} is traffic, {size(round(row.sent))} sent"
+    hidden = facts.breakdown.hidden
+    share = "" if hidden is None else f", {percent(hidden)} of its time hidden"
+    what = f"sync: {facts.said(seconds)}{inside} is traffic, {size(round(row.sent))} sent{share}"
     yield seconds, f"{what}: {_remedy(facts, row, rows.get('deferred'), seconds)}"
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from trainer.assemble import Parts
-from trainer.commands.diagnosis import Facts, diagnose
+from trainer.commands.diagnosis import Facts, diagnose, overlap
 from trainer.commands.prepare import Prepared, workload
 from trainer.data.samples import described
 from trainer.loop import Trained
@@ -22,7 +22,7 @@ from trainer.objectives.base import logits_of
 from trainer.plan.memory import Shape
 from trainer.plan.stats import describe
 from trainer.report.breakdown import Breakdown, Effort, heard
-from trainer.report.records import RunSummary
+from trainer.report.records import RunSummary, is_raw
 from trainer.schema.secrets import without_secrets
 from trainer.tune.limit import peak_bytes
 from trainer.tune.overhead import fixed_share
@@ -56,6 +56,8 @@ def summarize_end(
     """
     parts = prepared.parts
     facts = _facts(prepared, *heard(ranks)) if trained.effort.steps else None
+    simple, lengths = baselines(parts), parts.source.lengths
+    is_noise = is_raw(trained.evaluation.get("loss"), simple)
     return RunSummary(
         step=trained.step,
         steps=parts.total_steps,
@@ -64,8 +66,10 @@ def summarize_end(
         seconds=seconds,
         tokens_per_second=trained.tokens / trained.seconds if trained.seconds else None,
         folder=folder,
-        baselines=baselines(parts),
-        sample=sample_text(parts),
+        taken=trained.effort.steps,
+        noun="sample" if int(lengths.sum()) == len(lengths) else "token",
+        baselines=simple,
+        sample=None if is_noise else sample_text(parts),
         peak_bytes=peak_bytes(parts.world.device),
         peak_of="tensors" if parts.world.device.type == "cuda" else "the whole process",
         skipped_steps=trained.skipped_steps,
@@ -82,7 +86,7 @@ def _facts(prepared: Prepared, breakdown: Breakdown, efforts: tuple[Effort, ...]
     cost = prepared.tuning.cost if prepared.tuning is not None else parts.layout.cost
     layout = replace(parts.layout, cost=cost)
     return Facts(
-        breakdown=breakdown,
+        breakdown=replace(breakdown, overlap=overlap(parts.spread.sync, parts.world.device.type)),
         efforts=efforts,
         cost=cost,
         imbalance=fmean(1.0 - 1.0 / describe(plan, layout).imbalance for plan in plans),

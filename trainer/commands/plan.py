@@ -8,6 +8,7 @@ from pathlib import Path
 
 from trainer import durable
 from trainer.assemble import assemble
+from trainer.commands.layout import settle_parallel
 from trainer.commands.prepare import prepare
 from trainer.commands.settle import settle_sync
 from trainer.commands.summary import summarize
@@ -27,10 +28,10 @@ def plan_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], b
         world: all ranks.
         stop: not asked; it takes seconds.
     """
-    prepared = prepare(assemble(config, world))
+    prepared = prepare(settle_parallel(assemble(config, world)))
     plan = summarize(settle_sync(prepared, None, None, time.perf_counter))
     durable.write_json(folder / PLAN_FILE, plan.to_json())
     screen = Screen(folder)
-    screen.show(plan_block(plan))
+    screen.show(plan_block(plan, folder / PLAN_FILE))
     screen.close()
     return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, final
@@ -15,7 +16,7 @@ import torch
 from trainer.assemble import Parts, bind_run
 from trainer.commands.rehearsal import rehearse_own
 from trainer.data.loader import Request
-from trainer.errors import Preempted
+from trainer.errors import DataError, NoCheckpointError, Preempted
 from trainer.evaluate import HeldOut
 from trainer.feed import PREFETCH_LIMIT_BYTES
 from trainer.micro_batch import Fields
@@ -32,12 +33,13 @@ from trainer.tune.cache import Notebook, describe
 from trainer.tune.layout import BOUNDARIES
 from trainer.tune.limit import MemoryLimit, memory_limit
 from trainer.tune.predict import predictor_for
+from trainer.tune.ragged import look
 from trainer.tune.speed import Clock, meter_for
 from trainer.tune.tensors import MemoryEstimate
 from trainer.tune.tuner import tune
 from trainer.tune.tuning import Question, Recompute, Tuning
 from trainer.tune.untouched import untouched
-from trainer.tune.workload import Tiled, Workload, sequence_dims
+from trainer.tune.workload import Tiled, Workload
 
 RECOMPUTE: Mapping[bool | str, Recompute] = {False: "never", True: "always", "auto": "auto"}
 
@@ -123,8 +125,8 @@ def prepare(
         clock: times what tuning computes, and may end it.
     """
     work = workload(parts)
-    limit, is_here = _limit(parts, work)
-    batches = _sampled(parts)
+    limit, is_here = limit_of(parts, work)
+    batches = sampled(parts)
     known = _restored(parts, saved)
     if known is not None:
         cut, tuning, how = known
@@ -161,7 +163,7 @@ def prepare(
     )
 
 
-def _limit(parts: Parts, work: Workload) -> tuple[MemoryLimit | None, bool]:
+def limit_of(parts: Parts, work: Workload) -> tuple[MemoryLimit | None, bool]:
     """Find the memory of one rank, if anyone knows it, and whether it is that of this machine.
 
     `train plan` takes `accum.memory` at its word, for a machine that is not here too. A run cannot
@@ -221,15 +223,18 @@ def workload(parts: Parts) -> Workload:
 
 
 def _tiled(parts: Parts) -> Tiled:
-    """Make shapes out of the longest sample; the shortest tells which dimensions follow."""
-    example, lengths = _rehearsed(parts), parts.source.lengths
-    longest, least = int(lengths.max()), int(lengths.argmin())
-    shortest = int(lengths[least])
-    if shortest == longest or BOUNDARIES in example:
-        return Tiled(example, longest)
-    request = Request(ids=(least,), epoch=0, pad_to=shortest, packed=parts.layout.packed)
-    other = parts.source.loader.load(request)
-    return Tiled(example, longest, sequence_dims(example, longest, other, shortest))
+    """Make shapes out of the longest sample; others tell which dimensions follow."""
+    example, lengths, packed = _rehearsed(parts), parts.source.lengths, parts.layout.packed
+    if BOUNDARIES in example:
+        return Tiled(example, int(lengths.max()))
+
+    def load(i: int) -> Fields | None:
+        # What cannot be read is told, or passed over, where its step needs it.
+        with suppress(DataError):
+            return parts.source.loader.load(Request((i,), 0, int(lengths[i]), packed))
+        return None
+
+    return Tiled(example, int(lengths.max()), look(lengths, load))
 
 
 def _rehearsed(parts: Parts) -> Fields:
@@ -255,10 +260,11 @@ def _fits_whole(parts: Parts, limit: MemoryLimit) -> bool:
     return parts.weights is None or whole <= limit.bytes * MOST_OF_MEMORY
 
 
-def _situation(parts: Parts, work: Workload) -> dict[str, Any]:
+def situation(parts: Parts, work: Workload) -> dict[str, Any]:
     """List everything that measurements and predictions depend on."""
     facts = describe(work, int(parts.source.lengths.max()), parts.config.precision)
     model = parts.config.model
+    facts["own lengths"] = repr(getattr(work.make_fields, "dims", None))
     facts["component"] = [model.target, repr(sorted(model.params.items()))]
     if work.imagined is None:
         return facts
@@ -285,13 +291,19 @@ def _restored(
     if saved is None or saved["accum"] != _accum(parts):
         return None
     state = dict(saved["state"])
-    if state.get("cost") is not None:
-        state["cost"] = Cost(**state["cost"])
-    tuning = None if saved["tuning"] is None else Tuning.from_dict(saved["tuning"])
-    return replace(parts.cut, **state), tuning, "as before, from the checkpoint"
+    try:
+        if state.get("cost") is not None:
+            state["cost"] = Cost(**state["cost"])
+        cut = replace(parts.cut, **state)
+        tuning = None if saved["tuning"] is None else Tuning.from_dict(saved["tuning"])
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise NoCheckpointError(
+            f"the checkpoint's cut is none ({error!r:.80}): use init="
+        ) from error
+    return cut, tuning, "as before, from the checkpoint"
 
 
-def _sampled(parts: Parts) -> list[IntArray]:
+def sampled(parts: Parts) -> list[IntArray]:
     """Take the lengths behind a few steps of the first epoch, the first step's first."""
     order, lengths = parts.source.order, parts.source.lengths
     num_steps = min(SAMPLED_STEPS, order.steps_per_epoch, max(1, parts.total_steps))
@@ -331,7 +343,7 @@ def _tune(
         num_steps=parts.total_steps,
         longest_id=int(lengths.argmax()),
     )
-    book = Notebook.open(_situation(parts, work))
+    book = Notebook.open(situation(parts, work))
     return tune(question, book, clock or time.perf_counter, meter_for(work.device))
 
 
@@ -355,12 +367,7 @@ def _seen(parts: Parts, unknown: str | None) -> tuple[str, ...]:
 
 def _predicted(parts: Parts, work: Workload, plans: tuple[Plan, ...]) -> MemoryEstimate:
     """Predict the peak of the dearest micro-batch of any step."""
-    shapes, row = _dearest_shapes(parts, plans)
-    facts = _situation(parts, work)
-    if row is not None and isinstance(work.make_fields, Tiled):
-        work = replace(work, make_fields=replace(work.make_fields, row=row))
-        facts["row"] = row
-    book = Notebook.open(facts)
+    work, shapes, book = dearest(parts, work, plans)
     recompute = parts.config.activation_checkpointing is True
     unknown = [shape for shape in shapes if (shape, recompute) not in book.peaks]
     if unknown:
@@ -373,6 +380,22 @@ def _predicted(parts: Parts, work: Workload, plans: tuple[Plan, ...]) -> MemoryE
         book.save()
     peaks = [book.peaks[shape, recompute] for shape in shapes]
     return max(peaks, key=lambda peak: peak.peak_bytes)
+
+
+def dearest(
+    parts: Parts, work: Workload, plans: tuple[Plan, ...]
+) -> tuple[Workload, tuple[Shape, ...], Notebook]:
+    """Name shapes of which one needs the most memory of all steps.
+
+    Returns:
+        What makes them, the shapes, and the notebook of their peaks.
+    """
+    shapes, row = _dearest_shapes(parts, plans)
+    facts = situation(parts, work)
+    if row is not None and isinstance(work.make_fields, Tiled):
+        work = replace(work, make_fields=replace(work.make_fields, row=row))
+        facts["row"] = row
+    return work, shapes, Notebook.open(facts)
 
 
 def _dearest_shapes(parts: Parts, plans: tuple[Plan, ...]) -> tuple[tuple[Shape, ...], int | None]:

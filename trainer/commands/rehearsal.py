@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 
 import torch
-from torch import nn
 
 from trainer.assemble import Parts
+from trainer.culprits.hooks import hooked
 from trainer.data.loader import Request
 from trainer.errors import ConfigError
 from trainer.micro_batch import to_device
@@ -37,11 +37,11 @@ def rehearse_own(parts: Parts) -> Iterator[str]:
     """
     if any(p.is_meta for p in parts.module.parameters()):
         return
-    hooked = _hooked(parts.module)
-    if hooked:
+    for name, method in list(hooked(parts.module).items())[:1]:
         yield (
-            f"{hooked} has a hook that runs after every micro-batch's backward, not once a step: "
-            "an optimizer that steps there breaks accumulation"
+            f"{name} has a hook on its gradient ({method}), which runs for every micro-batch, not "
+            "once a step: what does more than scale by a constant, an optimizer's step above all, "
+            "makes the step depend on its cut; train verify tells"
         )
     kind = getattr(parts.spec, "kind", type(parts.spec))
     if kind.__module__.partition(".")[0] not in {"trainer", "torch"}:
@@ -117,24 +117,18 @@ def _refuse_steps_in_backward(parts: Parts) -> None:
     """
     from trainer.tune.fake import CannotRunFake, run_fake  # noqa: PLC0415 - half a second
 
-    found: list[str | None] = []
+    found: list[str] = []
 
     def build(_: object) -> None:
         parts.spec.build(parts.module)
-        found.append(_hooked(parts.module))
+        found.extend(hooked(parts.module))
 
     # One that needs values cannot be looked at.
     with suppress(CannotRunFake):
         run_fake(parts.module, build)
-    if any(found):
+    if found:
         raise ConfigError(
             f"optimizer._target_={parts.config.optimizer.target}: steps within backward (a hook on "
             f"{found[0]}), so every micro-batch would be a step of its own; use one that waits "
             "for step()"
         )
-
-
-def _hooked(module: nn.Module) -> str | None:
-    """Name a parameter with a hook that runs when its gradient has been added to."""
-    named = module.named_parameters()
-    return next((n for n, p in named if getattr(p, "_post_accumulate_grad_hooks", None)), None)

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from statistics import fmean
 
 from trainer.assemble import Parts
 from trainer.commands.advice import advice
 from trainer.commands.prepare import Prepared
 from trainer.commands.settle import step_seconds
+from trainer.optimizer import match_groups
 from trainer.plan.cut import Cut, Plan
 from trainer.plan.cuts import Auto
+from trainer.report.figures import plural, size
 from trainer.report.records import Candidate, MicroBatchShape, PlanSummary
 from trainer.spread import planned_device
+from trainer.tune.limit import memory_limit
 
 
 def summarize(prepared: Prepared) -> PlanSummary:
     """Work the whole arithmetic of a run out."""
     parts, plan = prepared.parts, prepared.plans[0]
     config, order = parts.config, parts.source.order
-    lengths, tuning = parts.source.lengths, prepared.tuning
+    lengths = parts.source.lengths
     return PlanSummary(
         global_batch=parts.global_size,
         unit=config.batch.unit,
@@ -39,6 +43,8 @@ def summarize(prepared: Prepared) -> PlanSummary:
         epochs=parts.total_steps / order.steps_per_epoch,
         model=config.model.name or config.model.target,
         num_parameters=sum(p.numel() for p in parts.module.parameters() if p.requires_grad),
+        num_frozen=sum(p.numel() for p in parts.module.parameters() if not p.requires_grad),
+        groups=tuple(_groups(parts)),
         data=config.data.name or config.data.target,
         num_samples=len(lengths),
         num_held_out=0 if parts.held_out is None else len(parts.held_out.lengths),
@@ -58,17 +64,35 @@ def summarize(prepared: Prepared) -> PlanSummary:
         candidates=_candidates(prepared),
         cap_source=prepared.how,
         step_seconds=step_seconds(prepared),
-        time_note=None if tuning is None or step_seconds(prepared) else "time is unknown here",
+        time_note=_time_note(prepared),
         cadences={
             "log": config.log.every,
             **({} if parts.held_out is None else {"evaluate": config.eval.every}),
             "checkpoint": config.checkpoint.every,
         },
-        warnings=tuple(advice(prepared)),
+        warnings=(*advice(prepared), *_more_memory(prepared)),
+        parallel_why=parts.spread.why_mode,
         sync_why=parts.spread.why,
         sync_table=parts.spread.rows,
         network=parts.spread.network,
     )
+
+
+def _groups(parts: Parts) -> Iterator[str]:
+    """Tell what every pattern of `optimizer.groups` took, and what is left to the others.
+
+    Yields:
+        One line each; none where there are no patterns.
+    """
+    spec = parts.spec
+    matched = match_groups(parts.module, spec.groups)
+    taken = {id(p) for members in matched.values() for p in members}
+    rest = [p for p in parts.module.parameters() if id(p) not in taken]
+    for pattern, members in [*matched.items(), ("others", rest)] if matched else ():
+        settings = spec.groups.get(pattern, {})
+        rate = "frozen" if settings.get("frozen") else f"lr {settings.get('lr', spec.lr):g}"
+        count = plural(sum(p.numel() for p in members), "parameter")
+        yield f"{pattern}: {plural(len(members), 'tensor')}, {count}, {rate}"
 
 
 def _hard_cap(cut: Cut) -> int | None:
@@ -76,11 +100,36 @@ def _hard_cap(cut: Cut) -> int | None:
     return cut.hard_cap if isinstance(cut, Auto) else getattr(cut, "max_tokens", None)
 
 
+def _more_memory(prepared: Prepared) -> Iterator[str]:
+    """Tell who asked a run to use memory that is not there.
+
+    Yields:
+        One line.
+    """
+    parts = prepared.parts
+    asked = parts.cut.memory if isinstance(parts.cut, Auto) else None
+    if asked is None or not prepared.is_here:
+        return
+    there = memory_limit(parts.world.device, local_ranks=parts.world.local_size)
+    has = there.bytes / (1 - there.reserve)
+    if asked > has:
+        yield (
+            f"accum.memory={size(asked)} is more than the {size(has)} that a rank has here, which "
+            "is used; planning for another machine is `train plan`"
+        )
+
+
 def _device(prepared: Prepared) -> str:
     parts = prepared.parts
     planned = planned_device(parts.config, parts.world)
     is_away = planned.type != parts.world.device.type
-    return f"{planned.type}, not here" if is_away else str(parts.world.device)
+    return f"{planned.type} (not here)" if is_away else str(parts.world.device)
+
+
+def _time_note(prepared: Prepared) -> str | None:
+    if prepared.tuning is None or step_seconds(prepared):
+        return None
+    return "unknown" if prepared.is_here else "unknown: nothing can be timed for another machine"
 
 
 def _tail_size(parts: Parts) -> int:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,21 @@ import torch
 from trainer import durable
 from trainer.assemble import Parts, assemble, check_alike
 from trainer.build import construct
-from trainer.checkpoint.codec import decode
 from trainer.checkpoint.saver import AsyncSaver, DirectSaver
 from trainer.checkpoint.state import restore
 from trainer.checkpoint.store import CheckpointStore, Loaded
 from trainer.checkpoint.weights import CHECKPOINTS, load_weights
+from trainer.commands.allowed import (
+    ALLOWED_FILE,
+    agreed,
+    differ,
+    remembered,
+    settled,
+    terms_of,
+)
 from trainer.commands.ending import summarize_end
+from trainer.commands.kept import check_reach, kept
+from trainer.commands.layout import settle_parallel
 from trainer.commands.prepare import (
     Prepared,
     describe_cut,
@@ -30,22 +40,20 @@ from trainer.commands.prepare import (
 )
 from trainer.commands.settle import settle_sync
 from trainer.commands.summary import summarize
-from trainer.config import RunConfig, contract, contract_diff, to_plain
+from trainer.config import RunConfig, to_plain
 from trainer.data.samples import Samples
-from trainer.data.split import fingerprint_of
-from trainer.errors import ConfigError, DataError, NoCheckpointError, Preempted, SaveError
+from trainer.durable import read_json
+from trainer.errors import Preempted, SaveError
 from trainer.feed import Feed
 from trainer.loop import Run, Trained, train
-from trainer.models.statistics import batch_statistics
 from trainer.out_of_memory import Thrash, allocator_retries
 from trainer.parallel import Parallel
 from trainer.plan.order import Cursor
-from trainer.record import publish
-from trainer.report.blocks import trusting
+from trainer.record import publish, to_go_on
 from trainer.report.breakdown import told
 from trainer.report.console import Screen
 from trainer.report.environment import environment
-from trainer.report.metrics import evaluation_at
+from trainer.report.metrics import evaluation_at, step_seconds_at
 from trainer.report.records import PlanSummary, StartSummary
 from trainer.report.reporter import Hook, Reporter, RunReporter, SilentReporter
 from trainer.report.wandb import WandbSettings
@@ -55,6 +63,8 @@ from trainer.step import Kit
 from trainer.tune.network import network_of
 from trainer.tune.speed import Clock
 from trainer.world import World
+
+_log = logging.getLogger(__name__)
 
 PLAN_FILE = "plan.json"
 RESULT_FILE = "result.json"
@@ -74,42 +84,59 @@ def train_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], 
     """
     started = time.perf_counter()
     store = CheckpointStore(folder / CHECKPOINTS, keep=config.checkpoint.keep)
-    with _before_steps(config, folder):
+    with _told_how(config, folder, begins=True):
         _poll(world, stop())
         loaded = None if config.resume is None else store.load(world=world)
-        extra = {} if loaded is None else _kept(loaded)
+        extra = {} if loaded is None else kept(loaded)
         parts = _assembled(config, world, begins=loaded is None and not config.init)
-        _check_step(parts, extra)
+        terms = _terms(parts, folder, loaded, extra)
         prepared = _settled(parts, extra, interruptible(stop))
     parts = prepared.parts
-    kit = _kit(parts, loaded, extra)
-    plan = summarize(prepared)
-    world.on_main(lambda: _record_begin(folder, plan))
+    kit = _kit(parts, loaded, extra, terms)
+    plan = _timed_before(summarize(prepared), folder, loaded)
+    unsaid = plan if loaded is None else _unsaid(plan, folder)
+    world.on_main(lambda: _record_begin(folder, plan, terms, extra))
     reporter = _reporter(config, folder, loaded) if world.is_main else SilentReporter()
-    with closing(reporter), ExitStack() as left:
-        run = _run(prepared, kit, store, reporter, stop, extra)
+    with _told_how(config, folder), closing(reporter), ExitStack() as left:
+        run = _run(prepared, kit, store, reporter, stop, extra, terms)
         left.callback(run.saves.release)
         left.callback(run.feed.close)
         run.saves.newest = None if loaded is None else loaded.path
         if loaded is None:
             _tell_bad_records(parts.train_set, reporter)
-        try:
-            reporter.start(_start(config, folder, plan, loaded))
-            _tell_choices(run, parts, extra)
-            trained = train(run)
-            _finish(prepared, kit.model, trained, folder, reporter, started)
-        except Preempted:
-            reporter.line(f"stopped: go on with: train {_again(config, folder)}")
-            raise
+        reporter.start(_start(config, folder, unsaid, loaded))
+        _tell_choices(run, parts, extra)
+        trained = train(run)
+        _finish(prepared, kit.model, trained, folder, reporter, started)
     return 0
 
 
-def _record_begin(folder: Path, plan: PlanSummary) -> None:
-    """Let the records say how the run goes on, now that nothing refuses it.
+def _timed_before(plan: PlanSummary, folder: Path, loaded: Loaded | None) -> PlanSummary:
+    """Let the steps that a resumed run has behind it tell how long a step takes."""
+    took = None if loaded is None else step_seconds_at(folder, loaded.step)
+    if took is None:
+        return plan
+    return replace(plan, step_seconds=took, time_note="as measured before")
+
+
+def _unsaid(plan: PlanSummary, folder: Path) -> PlanSummary:
+    """Leave out the warnings that an earlier start of the run gave; its plan.json holds them."""
+    before = read_json(folder / PLAN_FILE).get("warnings")
+    said = before if isinstance(before, list) else ()
+    return replace(plan, warnings=tuple(line for line in plan.warnings if line not in said))
+
+
+def _record_begin(
+    folder: Path, plan: PlanSummary, terms: Mapping[str, Any], extra: Mapping[str, Any]
+) -> None:
+    """Let the records say how the run goes on, and on what terms, now that nothing refuses it.
 
     Raises:
         SaveError: the disk refused.
     """
+    if terms["allowed"] != extra.get("allowed", []):
+        path = folder / ALLOWED_FILE
+        write_record(path, remembered(folder, terms, extra["cursor"]["step"]))
     publish(folder)
     write_record(folder / PLAN_FILE, plan.to_json())
 
@@ -118,22 +145,19 @@ def _settled(parts: Parts, extra: Mapping[str, Any], clock: Clock) -> Prepared:
     """Find the cut, measure the network, and take the sync policy they speak for. Collective."""
     saved = extra.get("cut")
     prepared = prepare_alike(parts, saved, clock)
-    network = network_of(parts.world, extra.get("network"))
+    found = prepared.parts.spread
+    network = network_of(parts.world, extra.get("network"), found.shard_of_copies(parts.world.size))
     return settle_sync(prepared, network, saved, clock)
 
 
-def _again(config: RunConfig, folder: Path) -> str:
-    """Say what to type for a run to go on, with the consent that a folder cannot give."""
-    wandb = config.wandb
-    online = ["wandb.mode=online"] if wandb.mode == "online" else []
-    entity = [f"wandb.entity={wandb.entity}"] if wandb.entity else []
-    trust = trusting(config.packages, config.config_dir)
-    return " ".join([f"resume={folder}", *trust, *online, *entity])
-
-
 @contextmanager
-def _before_steps(config: RunConfig, folder: Path) -> Iterator[None]:
-    """Say how a run goes on that is stopped before there is anything to save.
+def _told_how(config: RunConfig, folder: Path, *, begins: bool = False) -> Iterator[None]:
+    """Say how a run goes on that a signal stopped.
+
+    Args:
+        config: of the run.
+        folder: the run folder.
+        begins: whether there is nothing saved yet.
 
     Yields:
         Nothing.
@@ -144,9 +168,9 @@ def _before_steps(config: RunConfig, folder: Path) -> Iterator[None]:
     try:
         yield
     except Preempted as error:
-        # It begins again, and needs what it began with.
-        words = [_again(config, folder), *([f"init={config.init}"] if config.init else [])]
-        raise Preempted(f"{error}: go on with: train {' '.join(words)}") from None
+        text = f"{error}: go on with: {to_go_on(config, folder, begins=begins)}"
+        _log.info("%s", text)
+        raise Preempted(text) from None
 
 
 def _poll(world: World, was_asked: bool) -> None:
@@ -169,27 +193,9 @@ def _assembled(config: RunConfig, world: World, *, begins: bool) -> Parts:
     with suppress(Preempted):
         parts.append(assemble(config, world))
     _poll(world, not parts)
-    check_alike(parts[0], begins=begins)
-    return parts[0]
-
-
-def _kept(loaded: Loaded) -> dict[str, Any]:
-    """Read what a checkpoint keeps beside weights and moments.
-
-    Raises:
-        NoCheckpointError: it is not what a run of this version keeps.
-    """
-    try:
-        extra: dict[str, Any] = decode(loaded.meta["extra"], loaded.tensors)
-        extra["cursor"] = asdict(Cursor(**extra["cursor"]))
-        missing = sorted({"contract", "fingerprint", "tokens", "cut"} - extra.keys())
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise NoCheckpointError(
-            f"{loaded.path}: not a training state of this version ({error!r:.80}): use init="
-        ) from error
-    if missing:
-        raise NoCheckpointError(f"{loaded.path}: lacks {', '.join(missing)}: use init=")
-    return extra
+    settled_parts = settle_parallel(parts[0])
+    check_alike(settled_parts, begins=begins)
+    return settled_parts
 
 
 def _tell_bad_records(data: Samples, reporter: Reporter) -> None:
@@ -212,38 +218,23 @@ def write_record(path: Path, content: Mapping[str, Any]) -> None:
         raise failure from error
 
 
-def _check_step(parts: Parts, extra: Mapping[str, Any]) -> None:
-    """Refuse to go on with another step than the checkpoint's.
-
-    The run's config.yaml was compared before; it cannot know the data, nor the cut of a model that
-    normalises over it, and it may be newer than the checkpoint.
-
-    Raises:
-        DataError: the data are not the same.
-        ConfigError: the step is not the same; one line per key.
-    """
-    if not extra:
-        return
-    allowed = parts.config.resume_allow
-    if "data" not in allowed and extra["fingerprint"] != fingerprint_of(parts.train_set):
-        raise DataError(
-            "data: changed since the checkpoint was written, so its steps would not be the ones "
-            "that were begun: restore the data, or allow it with resume_allow=[data]"
-        )
-    faults = contract_diff(extra["contract"], _contract(parts), allowed)
-    if faults:
-        raise ConfigError(*faults)
+def _terms(
+    parts: Parts, folder: Path, loaded: Loaded | None, extra: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Refuse to go on with another step than the one that was begun. Collective."""
+    now = terms_of(parts)
+    if loaded is None:
+        return {**now, "allowed": []}
+    if now["fingerprint"] == extra["fingerprint"]:
+        check_reach(extra, parts.source.order, loaded.path)
+    known = parts.world.on_main(lambda: agreed(folder, loaded.step))
+    begun = {**extra, **known} if known and differ(extra, now) else extra
+    return settled(now, begun, parts.config.resume_allow, loaded.step)
 
 
-def _contract(parts: Parts) -> dict[str, Any]:
-    return contract(
-        parts.config,
-        has_batch_statistics=batch_statistics(parts.module) is not None,
-        ranks=parts.world.size,
-    )
-
-
-def _kit(parts: Parts, loaded: Loaded | None, extra: Mapping[str, Any]) -> Kit:
+def _kit(
+    parts: Parts, loaded: Loaded | None, extra: Mapping[str, Any], terms: Mapping[str, Any]
+) -> Kit:
     """Compose the step, with the weights and the state it begins with."""
     config = parts.config
     kit = parts.kit(is_fresh=config.init is None and loaded is None)
@@ -251,7 +242,7 @@ def _kit(parts: Parts, loaded: Loaded | None, extra: Mapping[str, Any]) -> Kit:
         load_weights(parts.module, Path(config.init), parts.world)
     if loaded is not None:
         # More steps change no setting of the optimizer, and its groups may hold state.
-        is_same = _without_length(_contract(parts)) == _without_length(extra["contract"])
+        is_same = _without_length(terms["contract"]) == _without_length(extra["contract"])
         restore(
             loaded,
             parts.module,
@@ -304,6 +295,7 @@ def _run(
     reporter: Reporter,
     stop: Callable[[], bool],
     extra: Mapping[str, Any],
+    terms: Mapping[str, Any],
 ) -> Run:
     parts, config = prepared.parts, prepared.parts.config
     order = parts.source.order
@@ -321,8 +313,7 @@ def _run(
         saver=(AsyncSaver if config.checkpoint.asynchronous else DirectSaver)(store, parts.world),
         reporter=reporter,
         constants={
-            "contract": _contract(parts),
-            "fingerprint": fingerprint_of(parts.train_set),
+            **terms,
             "environment": environment(),
             "total_steps": kit.total_steps,
             "network": parts.spread.network and asdict(parts.spread.network),
@@ -373,7 +364,7 @@ def _is_thrashing(world: World) -> Callable[[], bool]:
 
 def _tell_choices(run: Run, parts: Parts, extra: Mapping[str, Any]) -> None:
     """Tell what was decided on the way here."""
-    for line in (*parts.notes, parts.spread.why):
+    for line in (*parts.notes, parts.spread.why_mode, parts.spread.why):
         if line is not None:
             run.reporter.line(line)
     _say_how_it_grew(run, extra)

@@ -1,18 +1,25 @@
-"""How far a long read of the data has come, on stderr."""
+"""How far a long read of the data has come, on stderr; a short one is not worth a word."""
 
 from __future__ import annotations
 
+import math
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from trainer import signals
+
+LONG_S = 1.0
+"""Seconds of silence that need no explanation."""
 
 
 @contextmanager
 def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
     """Show a bar on a terminal, one plain line elsewhere, and nothing beyond the first rank.
+
+    The line comes when the read has taken `LONG_S`.
 
     What is called with the units also ends the read, by `Preempted`, when a signal asked to stop.
 
@@ -39,8 +46,17 @@ def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
 
             yield advance
     else:
-        sys.stderr.write(f"train: {label} ...\n")
-        yield _polled
+        due = time.monotonic() + LONG_S
+
+        def tell(amount: int) -> None:
+            nonlocal due
+            if time.monotonic() > due:
+                due = math.inf
+                with suppress(OSError):  # nobody listens
+                    sys.stderr.write(f"train: {label} ...\n")
+            _polled(amount)
+
+        yield tell
 
 
 def _polled(_: int) -> None:

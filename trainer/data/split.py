@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import final
 
 import numpy as np
@@ -17,6 +19,8 @@ from trainer.plan.cut import IntArray
 
 PROBES = 64
 """Samples that stand for the contents of a data set."""
+
+_faults: ContextVar[list[str] | None] = ContextVar("_faults", default=None)
 
 
 def split_by_seed(dataset: Samples, split: str, holdout: float, seed: int) -> SeededSplit:
@@ -87,6 +91,21 @@ def fingerprint_of(dataset: Samples) -> str:
     return digest.hexdigest()
 
 
+@contextmanager
+def unread() -> Iterator[list[str]]:
+    """Hear of samples that fingerprints were to be made of and that could not be read.
+
+    Yields:
+        Why each of them could not; grows inside the block.
+    """
+    faults: list[str] = []
+    token = _faults.set(faults)
+    try:
+        yield faults
+    finally:
+        _faults.reset(token)
+
+
 def _contents(dataset: Samples) -> bytes:
     """Digest samples spread evenly over a data set; nothing where two readings differ."""
     ids = np.unique(np.linspace(0, len(dataset) - 1, min(PROBES, len(dataset)), dtype=np.int64))
@@ -98,10 +117,16 @@ def _contents(dataset: Samples) -> bytes:
 def _digest(dataset: Samples, ids: IntArray, seed: int) -> bytes:
     digest = hashlib.sha256()
     for i in ids.tolist():
-        # What cannot be read is told where it is met.
-        with suppress(TrainError):
-            for name, tensor in sorted(read_sample(dataset, i, seed=seed, epoch=0).items()):
-                values = tensor.detach().cpu().contiguous()
-                digest.update(f"{i}|{name}|{values.dtype}|{tuple(values.shape)}|".encode())
-                digest.update(values.reshape(-1).view(torch.uint8).numpy().tobytes())
+        try:
+            sample = read_sample(dataset, i, seed=seed, epoch=0)
+        except TrainError as error:
+            # What cannot be read ends the run where it is met.
+            faults = _faults.get()
+            if faults is not None:
+                faults.append(str(error))
+            continue
+        for name, tensor in sorted(sample.items()):
+            values = tensor.detach().cpu().contiguous()
+            digest.update(f"{i}|{name}|{values.dtype}|{tuple(values.shape)}|".encode())
+            digest.update(values.reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.digest()

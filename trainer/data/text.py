@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, final
 
 from trainer.data.documents import ByteDocuments
+from trainer.data.folder import files_at
 from trainer.data.index import LISTED_SKIPS, SKIP_CAP, Add, Index, cached_index
 from trainer.data.progress import progress
 from trainer.data.samples import reading
@@ -67,11 +68,12 @@ class Text(ByteDocuments):
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """One document or one fault, and where it stands."""
+    """One document or one fault, and where it stands; `fields` hold text in place of the asked."""
 
     place: str
     document: bytes = b""
     fault: str = ""
+    fields: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -90,6 +92,9 @@ class _Tally:
             DataError: bad records are not to be skipped.
         """
         reason = f"{record.place}: {record.fault}"
+        if record.fields and not self.num_documents + self.num_skipped:
+            meant = " or ".join(f"data.field={name}" for name in record.fields)
+            raise DataError(f"data: {reason}; type {meant}")
         if not self.skips:
             raise DataError(f"data: {reason}; mend it, or set data.on_bad=skip")
         self.num_skipped += 1
@@ -150,15 +155,7 @@ def _files(path: Path) -> list[Path]:
     """
     if path.suffix == ".json" and path.is_file():
         raise DataError(f"data.path={path}: one JSON object per line is read, from a .jsonl file")
-    if path.is_file():
-        return [path]
-    if not path.is_dir():
-        raise DataError(f"data.path={path}: no such file or folder")
-    files = [
-        file
-        for file in sorted(path.rglob("*"))
-        if file.is_file() and not any(part[0] == "." for part in file.relative_to(path).parts)
-    ]
+    files = files_at(path)
     if not files:
         raise DataError(f"data.path={path}: the folder holds no files")
     return files
@@ -190,8 +187,18 @@ def _json_lines(file: Path, name: str, advance: Callable[[int], None]) -> Iterat
             place = f"{file}:{number}"
             try:
                 yield _Record(place, document=_text_of(line, name))
+            except _NoFieldError as error:
+                yield _Record(place, fault=str(error), fields=error.fields)
             except ValueError as error:
                 yield _Record(place, fault=str(error))
+
+
+class _NoFieldError(ValueError):
+    """A record lacks the field; says which it has, and knows which of them hold text."""
+
+    def __init__(self, name: str, record: Mapping[str, Any]) -> None:
+        super().__init__(f"no field {name!r}; it has {', '.join(map(repr, record)) or 'none'}")
+        self.fields = tuple(key for key, value in record.items() if isinstance(value, str))[:3]
 
 
 def _text_of(line: bytes, name: str) -> bytes:
@@ -199,6 +206,7 @@ def _text_of(line: bytes, name: str) -> bytes:
 
     Raises:
         ValueError: it is bad; says how.
+        _NoFieldError: it lacks the field.
     """
     try:
         record = json.loads(line.decode())
@@ -209,7 +217,7 @@ def _text_of(line: bytes, name: str) -> bytes:
     if not isinstance(record, dict):
         raise ValueError(f"not a JSON object but of type {type(record).__name__}")
     if name not in record:
-        raise ValueError(f"no field {name!r}; it has {', '.join(map(repr, record)) or 'none'}")
+        raise _NoFieldError(name, record)
     text = record[name]
     if not isinstance(text, str):
         raise ValueError(f"field {name!r} is of type {type(text).__name__}, not a string")

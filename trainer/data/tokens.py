@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from trainer.data.folder import files_at
 from trainer.data.holdout import HELD_OUT, TRAIN, check_split, held_out_count
 from trainer.data.samples import reading
 from trainer.errors import ConfigError, DataError
@@ -39,9 +40,9 @@ class TokenWindows(Dataset[dict[str, Tensor]]):
     """Consecutive windows of `max_length` tokens; the last one of a file may be shorter.
 
     A file is raw little-endian unsigned integers without a header. Of a folder all `.bin` files
-    are read in order of their names; no window crosses from one into the next. Held out are the
-    last windows; but a folder with files named `train*` and `val*` brings its own split, and
-    `holdout` is not used. `labels` are `input_ids`; the objective shifts.
+    but hidden ones are read in order of their names; no window crosses from one into the next.
+    Held out are the last windows; but a folder with files named `train*` and `val*` brings its own
+    split, and `holdout` is not used. `labels` are `input_ids`; the objective shifts.
 
     Args:
         path: file, or folder of `.bin` files.
@@ -169,11 +170,7 @@ class TokenWindows(Dataset[dict[str, Tensor]]):
 
 
 def _token_files(path: Path) -> list[Path]:
-    if path.is_file():
-        return [path]
-    if not path.is_dir():
-        raise DataError(f"data.path={path}: no such file or folder")
-    files = sorted(file for file in path.rglob("*.bin") if file.is_file())
+    files = [file for file in files_at(path) if file == path or file.suffix == ".bin"]
     if not files:
         raise DataError(f"data.path={path}: the folder holds no .bin files")
     return files

@@ -31,6 +31,7 @@ from trainer.schema.faults import (
 from trainer.schema.keys import Key
 from trainer.schema.secrets import is_secret, leaked
 from trainer.schema.sections import COMPONENT_PATHS, SHARED_KEYS
+from trainer.schema.slips import SYNONYMS
 
 ONLY_WITH: Mapping[str, str] = {
     "accum.steps": "accum=fixed",
@@ -38,21 +39,6 @@ ONLY_WITH: Mapping[str, str] = {
     "accum.memory": "accum=auto",
 }
 """Keys that one option has and its neighbours lack."""
-
-SYNONYMS: Mapping[str, str] = {
-    "accumulate_grad_batches": "accum.steps",
-    "batch_size": "batch.global",
-    "gradient_accumulation_steps": "accum.steps",
-    "gradient_clip_val": "clip_norm",
-    "grad_clip": "clip_norm",
-    "learning_rate": "optimizer.lr",
-    "max_epochs": "epochs",
-    "max_grad_norm": "clip_norm",
-    "max_steps": "steps",
-    "micro_batch_size": "accum.micro",
-    "warmup_steps": "scheduler.warmup",
-}
-"""What other trainers call it, by the last part of the key."""
 
 _HYDRA_KEY = re.compile(r"_\w+_")
 
@@ -195,12 +181,17 @@ def _leaks(tree: Mapping[str, Any], environ: Mapping[str, str]) -> Iterator[str]
     for key, value in _scalars(tree):
         variable = leaked(value, environ)
         if variable:
-            yield clip(
-                f"{key}: holds the secret of ${variable}, and would be written to the run folder; "
-                "leave it in the environment"
-            )
+            yield leak_line(key, variable)
         elif is_secret(key.rpartition(".")[2], value):
             yield secret_line(key)
+
+
+def leak_line(key: str, variable: str) -> str:
+    """Say that a setting holds what the environment keeps secret."""
+    return clip(
+        f"{key}: holds the secret of ${variable}, and would be written to the run folder; "
+        "leave it in the environment"
+    )
 
 
 def secret_line(key: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any
 
@@ -31,9 +31,20 @@ def line(key: str, value: object, text: str) -> str:
 
 
 def clip(text: str) -> str:
-    """Bring a text into one printable line of at most `LINE_LIMIT` characters, without secrets."""
+    """Bring a text into one printable line of at most `LINE_LIMIT` characters, without secrets.
+
+    Where it is too long its longest words, which are paths, lose their middle first: what to do
+    stands at the end of a line.
+    """
     text = without_secrets(text, os.environ)
-    text = "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
+    words = "".join(c if c.isprintable() else "?" for c in " ".join(text.split())).split(" ")
+    excess = len(" ".join(words)) - LINE_LIMIT
+    while excess > 0 and len(longest := max(words, key=len)) > _VALUE_LIMIT:
+        kept = max(len(longest) - excess - 3, _VALUE_LIMIT - 3)
+        shortened = f"{longest[: kept // 3]}...{longest[kept // 3 - kept :]}"
+        words[words.index(longest)] = shortened
+        excess -= len(longest) - len(shortened)
+    text = " ".join(words)
     return text if len(text) <= LINE_LIMIT else text[: LINE_LIMIT - 3] + "..."
 
 
@@ -53,7 +64,12 @@ def either(values: Iterable[object]) -> str:
     return " or ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)
 
 
-def did_you_mean(word: str, choices: Iterable[str]) -> str:
+def named(noun: str) -> str:
+    """Put the article before a name: `a Module`, `an Objective`."""
+    return f"an {noun}" if noun[:1].lower() in "aeio" else f"a {noun}"
+
+
+def did_you_mean(word: str, choices: Collection[str]) -> str:
     """Offer the nearest choice: ` Did you mean batch.global?`, or nothing where none is near.
 
     Of dotted keys those of the same section come first, then those that end alike, so that `lr`
@@ -70,6 +86,8 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
     near = [beside[name] for name in get_close_matches(leaf, beside, n=1, cutoff=NEAR)]
     near = near or [key for key in elsewhere if key.rpartition(".")[2] == leaf]
     near = near or get_close_matches(word, elsewhere, n=1, cutoff=NEAR)
+    if not near and word != word.lower():
+        return did_you_mean(word.lower(), choices)
     return f" Did you mean {near[0]}?" if near else ""
 
 

@@ -56,7 +56,7 @@ def describe(model: type[Section], prefix: str = "") -> Iterator[tuple[str, Key]
 
 
 def _entry(info: FieldInfo) -> Key:
-    words = list(dict.fromkeys(_kinds(info)))
+    words = list(dict.fromkeys(words_of(info)))
     return Key(
         doc=_doc(info),
         kind=either(words),
@@ -65,15 +65,20 @@ def _entry(info: FieldInfo) -> Key:
     )
 
 
+def words_of(info: FieldInfo) -> Iterator[str]:
+    """Say in words what a field takes, alternative by alternative.
+
+    Yields:
+        One phrase each.
+    """
+    marks = [mark.text for mark in info.metadata if isinstance(mark, Kind)]
+    yield from marks or _words(info.annotation)
+
+
 def _doc(info: FieldInfo) -> str:
     if info.description is None:
         raise TypeError(f"a key without a description: {info.annotation}")
     return info.description
-
-
-def _kinds(info: FieldInfo) -> Iterator[str]:
-    marks = [mark.text for mark in info.metadata if isinstance(mark, Kind)]
-    yield from marks or _words(info.annotation)
 
 
 def _words(annotation: object) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any, final
@@ -11,8 +11,9 @@ from typing import Any, final
 from trainer.errors import ConfigError
 from trainer.membership import node_of, rendezvous_of
 from trainer.plan.batch import resolve_fixed
+from trainer.plan.mesh import copies_of
 from trainer.schema.faults import clip, either, line, lookup
-from trainer.schema.sections import DEFAULT_GLOBAL
+from trainer.schema.sections import DEFAULT_GLOBAL, DEFAULT_STEPS
 
 FIXED_CUT = "trainer.plan.cuts.Fixed"
 PLANNED = ("auto", "budget")
@@ -51,6 +52,12 @@ NOT_YET: Mapping[str, Gap] = {
 }
 """The values of the interface that are still to come: an issue that brings one deletes its row."""
 
+UNFORMED = "ghost"
+"""The default of `batchnorm`: no claim while it is not typed, since no groups are formed yet."""
+
+LATER_KEYS = ("batch.schedule", "batchnorm.group")
+"""Keys that say nothing in this version."""
+
 Tree = Mapping[str, Any]
 
 
@@ -66,6 +73,12 @@ def not_yet(tree: Tree, choices: Mapping[str, Any]) -> Iterator[str]:
             value = value.get("mode", choices.get(key))
         if gap.holds(value):
             yield line(key, value, f"not in this version; use {either(gap.works)}")
+
+
+def offered(key: str, choices: Sequence[str]) -> list[str]:
+    """Keep the words of a key that this version knows what to do with."""
+    gap = NOT_YET.get(key)
+    return [word for word in choices if gap is None or not gap.holds(word)]
 
 
 def between(tree: Tree, choices: Mapping[str, Any], typed: frozenset[str]) -> Iterator[str]:
@@ -88,10 +101,19 @@ def _clock(tree: Tree) -> Iterator[str]:
     steps, epochs = tree.get("steps"), tree.get("epochs")
     if steps is not None and epochs is not None:
         yield line("steps", steps, f"epochs={epochs} is set too; at most one, say epochs=null")
-    warmup = lookup(tree, "scheduler.warmup")
-    if _is_count(steps) and _is_count(warmup) and warmup > steps:
-        text = f"is more than steps={steps}; the largest valid value is {steps}"
+    warmup, length = lookup(tree, "scheduler.warmup"), steps_of(tree)
+    if length is not None and _is_count(warmup) and warmup > length:
+        whose = f"steps={steps}" if steps is not None else f"the {length} steps of the run"
+        text = f"is more than {whose}; the largest valid value is {length}"
         yield line("scheduler.warmup", warmup, text)
+
+
+def steps_of(tree: Tree) -> int | None:
+    """Tell how many steps the run has, where that is known before the data are."""
+    steps: Any = tree.get("steps")
+    if steps is None and tree.get("epochs") is None:
+        return DEFAULT_STEPS
+    return int(steps) if _is_count(steps) else None
 
 
 def _cut(tree: Tree, choices: Mapping[str, Any]) -> Iterator[str]:
@@ -122,7 +144,7 @@ def _batch_statistics(
     mode = lookup(tree, "batchnorm.mode")
     if mode == "micro" and choices.get("accum") in PLANNED:
         yield "batchnorm=micro: depends on how the batch is cut; say accum=fixed accum.micro=8"
-    elif mode == "ghost" and not typed.isdisjoint({"batchnorm", "batchnorm.mode"}):
+    elif mode == UNFORMED and not typed.isdisjoint({"batchnorm", "batchnorm.mode"}):
         yield line("batchnorm", mode, f"{NO_GROUPS}; use micro with accum=fixed, or leave it out")
     if "batchnorm.group" in typed:
         yield line("batchnorm.group", lookup(tree, "batchnorm.group"), f"{NO_GROUPS}; leave it out")
@@ -133,6 +155,7 @@ def _ranks(tree: Tree, choices: Mapping[str, Any]) -> Iterator[str]:
     if mode == "none" and _is_count(ranks) and ranks > 1:
         yield line("parallel.ranks", ranks, "parallel=none is one rank; use parallel=ddp")
     yield from _nodes(tree)
+    yield from _copies(tree)
     for key in ("parallel.shard", "parallel.replicate"):
         if mode != "hsdp" and lookup(tree, key) not in ("auto", None):
             yield line(key, lookup(tree, key), "counts only with parallel=hsdp")
@@ -146,6 +169,23 @@ def _ranks(tree: Tree, choices: Mapping[str, Any]) -> Iterator[str]:
             yield line("deterministic", "layout", text)
     if choices.get("sync") == "hierarchical" and mode != "hsdp" and (_known_ranks(tree) or 1) > 1:
         yield line("sync", "hierarchical", "needs copies of the model; use parallel=hsdp")
+
+
+def _copies(tree: Tree) -> Iterator[str]:
+    """Check that the copies of `parallel=hsdp`, in their shards, are the ranks there are.
+
+    Yields:
+        One line.
+    """
+    world_size, nodes = _known_ranks(tree), lookup(tree, "parallel.nodes")
+    if lookup(tree, "parallel.mode") != "hsdp" or world_size in (1, None) or not _is_count(nodes):
+        return
+    shard, replicate = lookup(tree, "parallel.shard"), lookup(tree, "parallel.replicate")
+    if all(size == "auto" or _is_count(size) for size in (shard, replicate)):
+        try:
+            copies_of(world_size, max(1, world_size // nodes), shard, replicate)
+        except ConfigError as error:
+            yield from map(clip, error.faults)
 
 
 def _device(tree: Tree) -> Iterator[str]:
@@ -266,7 +306,7 @@ def _command(tree: Tree) -> Iterator[str]:
         if run is None and command != "report":
             yield f"run: train {command} needs a run folder: run=outputs/..."
     elif run is not None:
-        yield line("run", run, "read by evaluate, export and report; to go on with a run: resume=")
+        yield line("run", run, "read by evaluate, export and verify; to go on with a run: resume=")
     if command == "export" and lookup(tree, "export.to") is None:
         yield "export.to: train export needs a folder to write into: export.to=DIR"
     if tree.get("init") is not None and tree.get("resume") is not None:

@@ -13,6 +13,9 @@ from trainer.schema.faults import whole
 DEFAULT_GLOBAL = 512
 """Samples behind one optimizer step unless a batch is asked for."""
 
+DEFAULT_STEPS = 40
+"""Optimizer steps when neither `steps` nor `epochs` is set."""
+
 _BYTES = re.compile(r"(\d+(?:\.\d+)?) ?(?:([KMGT])(i?))?B")
 
 
@@ -131,7 +134,10 @@ class Parallel(Section):
     rendezvous: Address | None = Field(
         None, description="host:port of machine 0, where all meet; null: found under Slurm"
     )
-    timeout_s: Positive = Field(120.0, description="seconds a rank may be waited for")
+    timeout_s: Positive = Field(
+        120.0,
+        description="seconds a rank may be waited for; outside of steps, without a sign of life",
+    )
     shard: Auto | Count = Field("auto", description="hsdp: ranks that share one copy of the model")
     replicate: Auto | Count = Field("auto", description="hsdp: number of copies of the model")
     max_restarts: Natural = Field(0, description="restarts after a lost rank")
