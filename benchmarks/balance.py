@@ -3,12 +3,16 @@
     python benchmarks/balance.py [ranks=8,64,512] [per_rank=32] [cap=8192] [batches=12]
                                  [data=lognormal|stdlib] [median=470] [sigma=1.0] [max_length=2048]
                                  [json=balance.json]
+    python benchmarks/balance.py planning=8192 [ranks=1,8,64,512] ...
 
 Nothing is trained: the time of a micro-batch follows from its shape by the cost model, the lengths
 are real (`data=stdlib`) or drawn from a lognormal mix whose tenth part is eight times as long.
 `busy` is the time the ranks need for the tokens alone, evenly shared, over the time of the slowest
 rank; in lockstep, where every micro-batch contains a collective, each slot waits for its slowest
 rank. Medians over the batches.
+
+With `planning` nothing is compared: it tells the time that planning so many lengths takes, padded,
+packed and in lockstep. That is the time of the calling thread, which other programs move little.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -46,6 +51,7 @@ class Settings:
     median: float = 470.0
     sigma: float = 1.0
     max_length: int = 2048
+    planning: int = 0
     json: str = "balance.json"
 
     @property
@@ -204,6 +210,30 @@ def simulate(settings: Settings) -> list[dict[str, object]]:
     return results
 
 
+def time_planning(settings: Settings) -> list[dict[str, object]]:
+    """Time the planning of `settings.planning` lengths; print as it goes."""
+    drawn = draw_lengths(settings)
+    results: list[dict[str, object]] = []
+    for world_size in map(int, settings.ranks.split(",")):
+        for packed, lockstep in product((False, True), repeat=2):
+            layout = Layout(world_size=world_size, lockstep=lockstep, packed=packed, cost=COST)
+            random = np.random.default_rng(world_size)
+            spent = []
+            for _ in range(settings.batches):
+                lengths = drawn[random.choice(len(drawn), settings.planning)]
+                started = time.thread_time()
+                ours(lengths, layout, settings)
+                spent.append(1e3 * (time.thread_time() - started))
+            row = {"median_ms": statistics.median(spent), "most_ms": max(spent)}
+            results.append({"ranks": world_size, "packed": packed, "lockstep": lockstep, **row})
+            print(
+                f"{world_size:4} ranks  {'packed' if packed else 'padded'}  "
+                f"{'lockstep' if lockstep else 'deferred'}  "
+                f"median {row['median_ms']:5.1f} ms  most {row['most_ms']:5.1f} ms"
+            )
+    return results
+
+
 def main(arguments: list[str]) -> None:
     """Read `key=value` pairs, simulate, write the JSON."""
     typed = dict(argument.split("=", 1) for argument in arguments)
@@ -212,7 +242,7 @@ def main(arguments: list[str]) -> None:
     if unknown:
         sys.exit(f"balance: unknown {', '.join(sorted(unknown))}; known: {', '.join(defaults)}")
     settings = Settings(**{key: type(defaults[key])(value) for key, value in typed.items()})
-    results = simulate(settings)
+    results = time_planning(settings) if settings.planning else simulate(settings)
     Path(settings.json).write_text(
         json.dumps(
             {"settings": asdict(settings), "cost": asdict(COST), "results": results}, indent=1

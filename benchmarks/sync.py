@@ -212,7 +212,11 @@ def compare(world: World, options: argparse.Namespace) -> None:
             seconds=computing / options.steps,
             scatters_whole=True,  # gloo does
         )
-        weighed = spread_of(mode, world, options).weighed(world.size, work, network)
+        found = spread_of(mode, world, options)
+        shard = found.shard_of_copies(world.size)
+        weighed = found.weighed(
+            world.size, work, network if shard is None else network_of(world, shard=shard)
+        )
         found = {
             row.policy: measure(world, mode, POLICIES[row.policy], options) for row in weighed.rows
         }

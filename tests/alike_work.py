@@ -28,6 +28,18 @@ class Numbers(list[int]):
         return [1] * len(self)
 
 
+class Unreadable(list[int]):
+    """A data set whose files one rank cannot read."""
+
+    lengths = (1, 1, 1)
+    is_broken = False
+
+    def __getitem__(self, i: int) -> dict[str, int]:
+        if self.is_broken and i == 1:
+            raise OSError("the disk is broken")
+        return {"number": super().__getitem__(i)}
+
+
 def built(how: str, rank: int) -> nn.Module:
     """A model that begins alike on all ranks, except where `how` says."""
     torch.manual_seed(0)
@@ -65,6 +77,9 @@ def told_of_data(world: World, how: str) -> str:
     data = Numbers(range(5 + world.rank)) if how == "lengths" else Numbers(range(5))
     if how == "fingerprint" and world.rank == 1:
         data.fingerprint = "changed"
+    if how == "unreadable":
+        data = Unreadable(range(3))
+        data.is_broken = world.rank == 1
     try:
         check_data(world, [data], modules=["tests.support", "nowhere"])
     except TrainError as error:

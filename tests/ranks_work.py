@@ -50,9 +50,15 @@ class Block(nn.Module):
 
 class BlockLM(nn.Module):
     """Embedding, blocks, head; `spare` is used where a sample begins with the token 3, and `idle`
-    nowhere."""
+    nowhere; block `skipped` not at all."""
 
-    def __init__(self, dropout: float = 0.0, width: int = 8, spare: bool = False) -> None:
+    def __init__(
+        self,
+        dropout: float = 0.0,
+        width: int = 8,
+        spare: bool = False,
+        skipped: int | None = None,
+    ) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, width)
         self.blocks = nn.ModuleList(Block(width, dropout) for _ in range(3))
@@ -60,11 +66,12 @@ class BlockLM(nn.Module):
         self.head = nn.Linear(width, VOCABULARY)
         self.spare = nn.Parameter(torch.ones(width)) if spare else None
         self.idle = nn.Parameter(torch.ones(width)) if spare else None
+        self.skipped = skipped
 
     def forward(self, input_ids: Tensor) -> Tensor:
         x = self.embed(input_ids)
-        for block in self.blocks:
-            x = block(x)
+        for index, block in enumerate(self.blocks):
+            x = x if index == self.skipped else block(x)
         if self.spare is not None and input_ids.numel() and bool((input_ids[:, 0] == 3).any()):
             x = x + self.spare * (input_ids[:, :1, None] == 3)
         return self.head(self.norm(x))
@@ -108,6 +115,8 @@ class Case:
     masked: tuple[int, ...] = ()
     points: tuple[str, ...] = ()
     """Where memory runs out: `rank:attempt:micro-batch:phase`."""
+    skipped: int | None = None
+    """The block that the last rank does not use."""
     averaged: bool = False
     """Divide the gradient by the number of ranks, as reducers do unless told not to."""
     poisoned: int | None = None
@@ -126,19 +135,60 @@ class Poisoned(GradientStrategy):
         return loss * float("nan") if first else loss
 
 
+class Moving(BlockLM):
+    """Moves state of every kind by what it sees, and keeps some that stays."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = nn.BatchNorm1d(8)
+        self.books = nn.Module()
+        self.books.register_buffer("mean", torch.zeros(8))
+        self.books.register_buffer("silent", torch.zeros(3, dtype=torch.bfloat16))
+        self.books.register_buffer("replaced", torch.zeros(2, 2))
+        self.books.register_buffer("begun", torch.tensor(False))
+        self.books.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.books.register_buffer("steady", torch.ones(5))
+        self.books.register_buffer("cache", torch.zeros(0), persistent=False)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        self.pool(x.flatten(0, 1).detach().repeat(2, 1))  # a single one has no variance
+        self.books.mean.lerp_(x.detach().mean((0, 1)), 0.1)
+        self.books.silent.data.add_(input_ids.sum())
+        self.books.replaced = self.books.replaced + input_ids.sum()
+        self.books.begun.logical_or_((input_ids == 3).any())
+        self.books.calls += input_ids.numel()
+        self.books.cache = torch.zeros(input_ids.numel())
+        return super().forward(input_ids) + self.books.mean.sum()
+
+
+def moved_each(world: World, cases: list[Case]) -> list[tuple[Arrays, list[list[str]]]]:
+    """Train, and tell what each rank goes on with, and what was seen to move in each step."""
+    found = []
+    for case in cases:
+        bench, news = bench_of(world, case, Moving), []
+        for _ in range(case.steps):
+            train_step(bench.kit, bench.feed.next())
+            news.append(sorted(bench.kit.registered.news()))
+        bench.feed.close()
+        found.append(({n: plain(b.double()) for n, b in bench.module.named_buffers()}, news))
+    return found
+
+
 def bench_of(world: World, case: Case, model: Callable[[], nn.Module] | None = None) -> Bench:
     data = RaggedText()
     data.masked |= set(case.masked)
     strategy: GradientStrategy = Struck(case.points)
     if case.poisoned == world.rank:
         strategy = Poisoned()
+    skipped = case.skipped if world.rank == world.size - 1 else None
     return Bench(
         case.cut,
         case.dtype,
         global_size=case.global_size,
         normalizer=case.normalizer,
         dataset=data,
-        model=model or (lambda: BlockLM(case.dropout, spare=case.spare)),
+        model=model or (lambda: BlockLM(case.dropout, spare=case.spare, skipped=skipped)),
         strategy=strategy,
         clip_norm=case.clip_norm,
         layout=case.layout,
@@ -160,13 +210,11 @@ def run_steps(world: World, case: Case) -> dict[str, Any]:
     told["counts"] = []
 
     def keep(*_: object) -> None:
-        told.setdefault(
-            "gradient",
-            {
-                name: None if p.grad is None else plain(p.grad)
-                for name, p in bench.module.named_parameters()
-            },
-        )
+        told["last gradient"] = {
+            name: None if p.grad is None else plain(p.grad)
+            for name, p in bench.module.named_parameters()
+        }
+        told.setdefault("gradient", told["last gradient"])
 
     if case.averaged:
         bench.kit.optimizer.register_step_pre_hook(

@@ -175,13 +175,14 @@ class Odd(nn.Module):
 
 
 class Pictures(nn.Module):
-    """Convolutions, BatchNorm and an LSTM."""
+    """Convolutions, BatchNorm and an LSTM, of another type than they are drawn in."""
 
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, 8, 3)
         self.norm = nn.BatchNorm2d(8)
         self.mix = nn.LSTM(8, 4, 2)
+        self.to(torch.bfloat16)
 
 
 def like_gpt2() -> GPT:
@@ -202,7 +203,7 @@ def like_gpt2() -> GPT:
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt_tiny": lambda: GPT(vocab_size=VOCABULARY),
-    "like gpt2": like_gpt2,
+    "like gpt2": lambda: like_gpt2().double(),
     "pictures": Pictures,
     "odd": Odd,
 }

@@ -61,6 +61,13 @@ def test_ranks_that_read_other_samples_are_refused(ranks, how):
     assert first.startswith("DataError: data: rank 1 reads other samples") == (how != "same")
 
 
+def test_a_rank_that_cannot_read_a_sample_says_which_and_why(ranks):
+    first, second = ranks.run(2, told_of_data, "unreadable")
+    assert first == second
+    says = "DataError: data: rank 1 cannot read sample 1 of Unreadable: OSError: the disk is broken"
+    assert first.startswith(says)
+
+
 @pytest.mark.parametrize("in_lockstep", [False, True])
 @pytest.mark.parametrize("how", ["module", "parameter", "head", "block"])
 def test_blocks_that_share_parameters_are_sharded_exactly(ranks, how, in_lockstep):

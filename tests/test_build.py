@@ -34,7 +34,7 @@ def make_nothing() -> None:
 class Sized:
     def __init__(self, size: int, vocab_size: int = 3, *more: int) -> None:
         if size < 1:
-            raise ValueError(f"size: {size} is below 1")
+            raise ValueError(f"size: {size}\nis below 1")
         self.size, self.vocab_size = size, vocab_size
 
 

@@ -294,3 +294,18 @@ def test_a_run_on_a_full_disk_is_held_all_the_same(
         holding.enter_context(hold(tmp_path))
     with holding, pytest.raises(RunHeldError, match="in use by another process"):
         holding.enter_context(hold(tmp_path))
+
+
+def test_a_file_system_without_locks_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(handle: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    open_files = len(list(Path("/proc/self/fd").iterdir()))
+    with pytest.raises(SaveError, match="cannot be locked on this file system"):
+        contextlib.ExitStack().enter_context(hold(tmp_path))
+    assert len(list(Path("/proc/self/fd").iterdir())) == open_files
+    write_status(tmp_path, Status(state="running"))
+    assert read_status(tmp_path)["state"] == "failed"

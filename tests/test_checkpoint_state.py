@@ -193,9 +193,13 @@ def test_a_restored_run_does_not_write_into_the_checkpoint(tmp_path: Path) -> No
     CheckpointStore(tmp_path).load()
 
 
+class Wide(torch.optim.Optimizer):
+    """Keeps moments of its own kinds."""
+
+
 def test_moments_wider_than_their_parameters_keep_their_bits(tmp_path: Path) -> None:
     model = nn.Linear(4, 4).bfloat16()
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = Wide(model.parameters(), {})
     for parameter in model.parameters():
         optimizer.state[parameter] = {
             "step": torch.tensor(1.0),

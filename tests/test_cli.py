@@ -143,7 +143,7 @@ def test_a_recipe_comes_from_a_folder_of_the_environment(
 
 def test_a_recipe_names_no_class_without_trust(tmp_path: Path) -> None:
     (tmp_path / "theirs.yaml").write_text("model: {_target_: net.Net}\n")
-    with pytest.raises(ConfigError, match=r"model._target_=net.Net: .* trust=\[net\]"):
+    with pytest.raises(ConfigError, match=r"model._target_=net.Net: .*'trust=\[net\]'"):
         config_of("recipe=theirs.yaml")
     assert config_of("recipe=theirs.yaml trust=[net]").model.target == "net.Net"
 
@@ -404,6 +404,7 @@ def test_patterns_can_be_keys() -> None:
     ):
         line = shlex.quote(f"optimizer.groups={typed}")
         assert config_of(line).optimizer.params["groups"] == groups
+        assert in_process(f"--cfg job {line}") == 0  # what Hydra shows, or sweeps
     composer = _composer(split([]))
     lines = overrides_of({"optimizer": {"groups": groups, "lr": 0.1}}, composer)
     assert prepare_run(lines, composer).job.config.optimizer.params["groups"] == groups

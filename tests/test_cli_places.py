@@ -20,7 +20,10 @@ MISSING = {
     "model._target_=net.Nett": (2, "net.py has no Nett. Did you mean Net?"),
     "hooks=[net.Watch]": (2, "hooks[0]._target_=net.Watch: "),
     "data=text data.path=no.txt": (3, "data.path=no.txt: no such file or folder"),
-    "data=tokens data.path=no.bin": (3, "data.path=no.bin: no such file or folder"),
+    "data=tokens data.path=no.bin model.vocab_size=9": (
+        3,
+        "data.path=no.bin: no such file or folder",
+    ),
     "init=nowhere": (4, "init=nowhere: no such file or folder"),
 }
 

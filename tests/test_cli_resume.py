@@ -19,6 +19,8 @@ from trainer.cli.prepare import Ready, Sweep, prepare_run, prepare_sweep
 from trainer.cli.replay import newest
 from trainer.config import to_plain
 from trainer.errors import ConfigError, NoCheckpointError
+from trainer.record import to_go_on
+from trainer.schema.consent import ONLY_TYPED
 
 
 @pytest.fixture(autouse=True)
@@ -125,7 +127,7 @@ def test_execution_is_free_and_steps_may_grow(change: str) -> None:
         "optimizer.lr=0.1 batch.global=64": ["batch.global=64", "optimizer.lr=0.1: the run has"],
         "steps=5": ["steps=5: the run has 10; may only grow"],
         "clip_norm=null": ["clip_norm=null: the run has 1.0"],
-        "model.width=32": ["model.width=32: the run has 96"],
+        "model.width=48": ["model.width=48: the run has 96"],
         "scheduler=constant": ["scheduler._target_"],
         "precision=bf16": ["precision=bf16: the run has fp32"],
         "recipe=quickstart": ["data.max_length"],
@@ -146,6 +148,12 @@ def test_a_key_that_is_named_may_change() -> None:
     assert ready.job.config.seed == 1
     with pytest.raises(ConfigError, match="seed=1"):
         prepared(f"resume={run} optimizer.lr=0.1 seed=1 resume_allow=[optimizer.lr]")
+
+
+def test_a_key_that_may_change_is_spelled_right() -> None:
+    run = make_run()
+    with pytest.raises(ConfigError, match=r"resume_allow=.*Did you mean batch\.global\?"):
+        prepared(f"resume={run} resume_allow=[batch.golbal]")
 
 
 def test_a_new_option_starts_from_its_own_values() -> None:
@@ -225,6 +233,16 @@ def test_a_run_folder_gives_no_trust() -> None:
     typed = prepared(f"resume={run} model._target_=net.Net").job.config
     assert typed.model.typed_target
     assert typed.model.params == {"width": 4}
+
+
+def test_all_classes_of_ones_own_are_one_line_to_trust() -> None:
+    run = make_run("model._target_=net.Net data._target_=net.Data accum=fixed accum.micro=8")
+    with pytest.raises(ConfigError) as caught:
+        prepared(f"evaluate run={run}")
+    assert caught.value.faults == (
+        "model._target_=net.Net (data too): named by a recipe or a run, not by you; "
+        "type 'trust=[net]'",
+    )
 
 
 @pytest.mark.parametrize(
@@ -361,6 +379,10 @@ def add_overrides(run: Path, *lines: str) -> None:
         "wandb.mode=online",
         "wandb.entity=evil",
         "wandb={mode: online, entity: evil}",
+        "wandb.mode=${data.mode}",
+        "parallel.rendezvous='127.0.0.1:9'",
+        "parallel.nodes=2",
+        "+parallel.node=1",
     ],
 )
 def test_a_run_folder_does_not_say_where_anything_goes(line: str) -> None:
@@ -369,9 +391,66 @@ def test_a_run_folder_does_not_say_where_anything_goes(line: str) -> None:
     config = prepared(f"resume={run}").job.config
     assert config.export.to is None
     assert (config.wandb.mode, config.wandb.entity) == ("offline", None)
+    assert (config.parallel.rendezvous, config.parallel.nodes) == (None, 1)
     with pytest.raises(ConfigError, match=r"export\.to: train export needs a folder"):
         prepared(f"export run={run}")
     assert prepared(f"resume={run} wandb.mode=online").job.config.wandb.mode == "online"
+
+
+@pytest.mark.parametrize(
+    ("section", "planted"),
+    [
+        ("wandb", {"mode": "online", "entity": "evil", "project": "p"}),
+        ("parallel", {"mode": "ddp", "rendezvous": "127.0.0.1:9", "nodes": 2, "node": 1}),
+    ],
+)
+def test_a_recipe_says_nothing_by_reference(
+    section: str, planted: dict[str, object], tmp_path: Path
+) -> None:
+    model = {"_target_": "torch.nn.ParameterDict", "parameters": planted}
+    recipe = {"defaults": [{"override /model": "own"}], "model": model}
+    (tmp_path / "friend.yaml").write_text(
+        yaml.safe_dump(recipe | {section: "${model.parameters}"}, sort_keys=False)
+    )
+    with pytest.raises(ConfigError) as caught:
+        prepared("recipe=./friend.yaml")
+    for name in (key for key in planted if f"{section}.{key}" in ONLY_TYPED):
+        line = f"{section}.{name}={planted[name]}: said by a recipe or a run; "
+        assert any(fault.startswith(line) for fault in caught.value.faults)
+
+
+def test_a_run_folder_says_nothing_by_reference() -> None:
+    run = make_run()
+    add_overrides(run, "model.p={mode: online, entity: evil}", "wandb=${model.p}")
+    with pytest.raises(ConfigError) as caught:
+        prepared(f"resume={run}")
+    assert any(f.startswith("wandb.entity=evil: said by") for f in caught.value.faults)
+
+
+def test_what_is_typed_is_no_stranger_s(tmp_path: Path) -> None:
+    (tmp_path / "friend.yaml").write_text("seed: 3")
+    machines = "parallel=ddp parallel.nodes=2 parallel.node=0 parallel.rendezvous=127.0.0.1:9"
+    for line in ("recipe=./friend.yaml", f"resume={make_run()}"):
+        config = prepared(f"{line} {machines} wandb.mode=online wandb.entity=me").job.config
+        assert (config.parallel.nodes, config.parallel.node) == (2, 0)
+        assert (config.wandb.mode, config.wandb.entity) == ("online", "me")
+
+
+def test_how_several_machines_go_on_is_said_in_full(tmp_path: Path) -> None:
+    machines = "parallel.nodes=2 parallel.node=1 parallel.rendezvous=127.0.0.1:9"
+    config = prepared(f"parallel=ddp {machines}").job.config
+    assert to_go_on(config, tmp_path) == f"train resume={tmp_path} {machines}"
+
+
+@pytest.mark.parametrize(
+    "key", ["hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.job.name"]
+)
+def test_a_secret_is_no_setting_of_hydra(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_API_KEY", "qqqwwweee111222")
+    with pytest.raises(ConfigError) as caught:
+        prepared(f"{key}=a/qqqwwweee111222")
+    (fault,) = caught.value.faults
+    assert fault.startswith(f"{key}: holds the secret of $MY_API_KEY")
 
 
 def test_a_run_folder_sets_nothing_of_hydra_as_a_mapping() -> None:

@@ -132,7 +132,7 @@ NEEDS: dict[str, dict[str, Any]] = {
     "accum=fixed": {"accum.micro": 8},
     "batchnorm=micro": {"accum._target_": "trainer.plan.cuts.Fixed", "accum.micro": 8},
     "data=text": {"data.path": "notes.txt"},
-    "data=tokens": {"data.path": "tokens.bin"},
+    "data=tokens": {"data.path": "tokens.bin", "data.vocab_size": 256},
 }
 """Values without which an option means nothing."""
 
@@ -442,7 +442,7 @@ def test_nothing_heavy_is_imported():
         (
             {"run": "a"},
             (),
-            "run=a: read by evaluate, export and report; to go on with a run: resume=",
+            "run=a: read by evaluate, export and verify; to go on with a run: resume=",
         ),
         (
             {"init": "a", "resume": "b"},
@@ -480,7 +480,7 @@ def test_all_faults_come_at_once():
     ("values", "key", "read"),
     [
         ({"batch.global": 1e3}, "batch.global", 1000),
-        ({"model.width": 1e2}, "model.width", 100),
+        ({"model.width": 1.2e2}, "model.width", 120),
         ({"optimizer.lr": 1}, "optimizer.lr", 1.0),
         ({"accum.memory": "80GiB"}, "accum.memory", 80 * 2**30),
         ({"name": 2026}, "name", "2026"),
@@ -751,7 +751,7 @@ VALID = st.fixed_dictionaries(
         "batch.tail": st.sampled_from(["keep", "drop"]),
         "accum.micro": st.none() | st.integers(1, 99),
         "accum.memory": st.none() | st.integers(1, 2**50),
-        "model.width": st.integers(1, 999),
+        "model.width": st.integers(1, 166).map(lambda heads_of_three: 6 * heads_of_three),
         "model.dropout": st.floats(0, 0.9),
         "optimizer.lr": st.floats(0, 10),
         "optimizer.betas": st.lists(st.floats(0, 0.99), min_size=2, max_size=2),

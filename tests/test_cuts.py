@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from itertools import pairwise
 
 import numpy as np
@@ -302,3 +303,37 @@ def test_the_most_samples_are_a_corner_where_no_other_holds_nearly_as_many():
     assert corner_shapes(5, 2, 1, 4) == (Shape(2, 2), Shape(4, 1))
     assert corner_shapes(2051, 256, 1, 512) == (Shape(8, 256), Shape(410, 5), Shape(512, 4))
     assert corner_shapes(2051, 256, 1, 16) == (Shape(8, 256), Shape(15, 129))
+
+
+@given(st.data())
+@settings(max_examples=100)
+def test_all_that_binds_a_cut_holds_together_or_the_error_names_what_would_do(data):
+    packed, size = data.draw(st.booleans()), data.draw(st.sampled_from([1, 2, 5]))
+    drawn = data.draw(st.lists(st.integers(0, 70), min_size=1, max_size=40))
+    lengths = np.array(drawn, dtype=np.int64)
+    layout = Layout(
+        world_size=data.draw(st.integers(1, 4)),
+        lockstep=data.draw(st.booleans()),
+        pad_multiple=data.draw(st.sampled_from([1, 8])),
+        max_shapes=data.draw(st.sampled_from([None, 1, 3])),
+        packed=packed,
+        group_size=size,
+    )
+    cap, micro = data.draw(st.integers(1, 500)), data.draw(st.sampled_from([None, 1, 4, 10]))
+    try:
+        plan = Budget(max_tokens=cap, micro=micro).cut(lengths, layout)
+    except ConfigError as error:
+        key, nearest = re.search(r"accum\.(micro|max_tokens)=(\d+)$", str(error)).groups()
+        asked = {"max_tokens": cap, "micro": micro}
+        assert int(nearest) > asked[key]
+        asked = asked | {"max_tokens": 10**6} | {key: int(nearest)}
+        Budget(**asked).cut(lengths, layout).check(layout)
+        return
+    plan.check(layout)
+    assert plan.max_positions <= cap
+    held = [(r, s) for r, s in plan.slots() if len(plan.ranks[r][s])]
+    assert all(len(plan.ranks[r][s]) <= (micro or len(lengths)) for r, s in held)
+    shapes = {plan.padded_lengths[r][s] for r, s in held}
+    assert len(shapes) <= (layout.max_shapes or len(shapes))
+    # A packed row of the whole cap may end anywhere.
+    assert all(length % layout.pad_multiple == 0 or length == cap for length in shapes)

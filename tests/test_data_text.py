@@ -59,7 +59,7 @@ BAD = [
     (b'{"text": "\xff"}', "not UTF-8 (byte 0xff)"),
     (b'{"text": "x"', "not JSON"),
     (b'["x"]', "not a JSON object but of type list"),
-    (b'{"body": "x"}', "no field 'text'; it has 'body'"),
+    (b'{"body": "x", "n": 1}', "no field 'text'; it has 'body', 'n'"),
     (b'{"text": 3}', "field 'text' is of type int, not a string"),
     (b'{"text": " "}', "field 'text' is empty"),
     (b'{"text": "\\ud800"}', "half a surrogate pair"),

@@ -93,6 +93,12 @@ def test_a_rank_that_is_slow_at_equal_tokens_is_named():
     assert "rank 2 computes 30.0% slower than the others at equal tokens" in line
 
 
+def test_a_rank_that_takes_a_hundred_times_as_long_is_not_told_in_percent():
+    waits = {"compute": 1.0, "waiting_after": 100.0}
+    (line,) = with_ranks(waits, waits, {"compute": 101.0}, waits)
+    assert "rank 2 computes 101x as long as the others at equal tokens" in line
+
+
 def test_a_rank_that_only_has_more_to_do_is_not_called_slow():
     waits = {"compute": 1.0, "waiting_after": 0.3}
     efforts = (EFFORT, EFFORT, replace(EFFORT, positions=113_000, squares=11.3e6), EFFORT)
@@ -137,6 +143,32 @@ def test_a_single_micro_batch_cannot_be_too_small(count):
     one = replace(EFFORT, micro_batches=100 * count)
     found = diagnose(replace(HEALTHY, fixed_share=0.8, efforts=(one,) * 4, cut="fixed"))
     assert bool(found) is (count > 1)
+
+
+def test_what_a_rank_waits_for_is_not_hidden_and_what_travels_meanwhile_is():
+    clock = Late()
+    clock.passed = float("inf")
+    times = PhaseTimes(clock)
+    for _ in range(3):
+        for phase in ("data", "compute", "reduce"):
+            times.enter(phase)
+        first, second = times.mark(), times.mark()  # two at once
+        times.flew(first, times.mark())
+        times.flew(second, times.mark())
+    times.enter("data")
+    found = times.spending()
+    assert found.steps == 2, "the first warms up"
+    # One lands after 3 s, the other 2 s later; either is waited for in its last second.
+    assert (found.in_flight, found.waited) == (2 * 5, 2 * 2)
+    (rank, _) = heard([told(found, EFFORT)] * 2)[0].ranks
+    assert (rank.in_flight, rank.unhidden) == (5, 2)
+    breakdown = split([found, found])
+    assert breakdown.hidden == pytest.approx(0.6)
+    assert breakdown.to_json()["hidden_share"] == 0.6
+
+
+def test_a_rank_alone_has_nothing_to_hide():
+    assert HEALTHY.breakdown.hidden is None
 
 
 class Late:
@@ -219,17 +251,23 @@ def measure(world: World) -> list[Any]:
     saved = {"ranks": world.size, "latency_s": 1.0} | dict.fromkeys(
         ("all_reduce", "all_gather", "reduce_scatter"), 2.0
     )
-    return [first, network_of(world, saved), network_of(world, saved | {"ranks": 7})]
+    others = [network_of(world, saved), network_of(world, saved | {"ranks": 7})]
+    return [first, *others, network_of(world, saved, shard=2) if world.size > 2 else None]
 
 
 def test_every_rank_knows_the_same_network_and_a_resumed_run_the_one_it_began_with():
     group = Ranks()
     try:
         mine, theirs = group.run(2, measure)
+        four = group.run(4, measure)
     finally:
         group.close()
     assert mine == theirs
-    measured, kept, again = mine
+    assert all(each == four[0] for each in four)
+    assert four[0][-1].shard == 2, "within copies and between them, each on its own"
+    assert min(four[0][-1].across_latency_s, four[0][-1].all_reduce) > 0
+    assert four[0][0].across_latency_s is None
+    measured, kept, again, _ = mine
     rates = (measured.all_reduce, measured.all_gather, measured.reduce_scatter)
     assert min(*rates, measured.latency_s) > 0
     assert kept.latency_s == 1.0
@@ -308,3 +346,7 @@ def test_a_run_whose_reductions_are_slow_is_told_so(tmp_path):
     assert plan["network"]["ranks"] == 2
     assert [row["policy"] for row in plan["sync_table"]] == ["deferred", "immediate"]
     assert plan["sync_why"].startswith("sync=auto takes deferred: one reduction a step")
+    assert plan["parallel_why"].startswith("parallel=auto takes ddp: a whole copy on every rank")
+    assert 0 <= result["time"]["hidden_share"] <= 1
+    assert result["time"]["in_flight_seconds"] > 0
+    assert result["time"]["overlap"].startswith("sync=deferred reduces when all micro-batches")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tests.support import Bench, RaggedText, TinyLM
 from trainer.data.loader import Loader
 from trainer.errors import DoesNotFitError
-from trainer.evaluate import HeldOut, evaluate
+from trainer.evaluate import HeldOut, _attempt, _never, _rounded_once, evaluate
 from trainer.objectives.base import IGNORED
 from trainer.objectives.next_token import NextToken, shifted_labels
 from trainer.plan.cut import Layout
@@ -92,6 +92,26 @@ def test_every_sample_is_visited_once_over_all_ranks_and_none_is_cut(cap, num_ra
     for request in requests:
         assert request.pad_to >= held.lengths[list(request.ids)].max()
         assert len(request.ids) * request.pad_to <= max(cap, longest)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 40])
+def test_ordered_sums_have_the_same_bits_for_every_number_of_ranks(num_ranks):
+    bench = Bench(Budget(max_tokens=60), objective=OBJECTIVE)
+    expected = evaluated(bench, replace(held_out(60), is_ordered=True))
+    held = replace(held_out(60), is_ordered=True, layout=Layout(world_size=num_ranks))
+    visited = [i for rank in range(num_ranks) for each in held.requests(rank) for i in each.ids]
+    assert sorted(visited) == list(range(33))
+    ranks = [World(rank=rank, size=num_ranks) for rank in range(num_ranks)]
+    found = [_attempt(bench.kit.model, OBJECTIVE, held, world, _never) for world in ranks]
+    sums, weights = (
+        {
+            name: _rounded_once([n for told in found for n in told[k].get(name, [])])
+            for name in ("cross_entropy", "accuracy")
+        }
+        for k in (0, 1)
+    )
+    for name, total in sums.items():
+        assert total / weights[name] == expected[name]
 
 
 def test_a_set_larger_than_one_plan_is_visited_once_too(monkeypatch):

@@ -38,14 +38,14 @@ class Started:
 
     def wait_for(self, step: int) -> None:
         """Wait until a step is in metrics.jsonl."""
-        for _ in range(600):
+        for _ in range(3000):
             if len(steps(self.folder)) >= step:
                 return
             assert self.process.poll() is None, self.process.communicate()[1]
             time.sleep(0.05)
         raise AssertionError("no step")
 
-    def end(self, timeout_s: float = 60) -> tuple[int, list[str]]:
+    def end(self, timeout_s: float = 200) -> tuple[int, list[str]]:
         """Exit code, and the lines on stderr."""
         _, errors = self.process.communicate(timeout=timeout_s)
         return self.process.returncode, [line for line in errors.splitlines() if line.strip()]
@@ -283,40 +283,49 @@ def test_ranks_that_torchrun_started_join_one_run(tmp_path, alone):
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    shared |= {"LOCAL_WORLD_SIZE": "2", "LOUD": "1"}
     running = [
-        start(folder, "steps=12", RANK=str(r), LOCAL_RANK=str(r), LOCAL_WORLD_SIZE="2", **shared)
-        for r in range(2)
+        start(folder, "steps=12", RANK=str(r), LOCAL_RANK=str(r), **shared) for r in range(2)
     ]
-    assert [each.end() for each in running] == [(0, []), (0, [])]
+    (first, said), second = (each.end() for each in running)
+    assert (first, set(said), second) == (0, {"rank 0 is built"}, (0, []))
     assert_same_run(folder, alone)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert [path.name for path in (folder / "ranks").iterdir()] == ["rank1.log"]
+    filed = (folder / "ranks" / "rank1.log").read_text().splitlines()
+    assert set(filed) == {"rank 1 is built"}
 
 
-def test_a_rank_that_joined_says_where_it_lost_another(tmp_path):
+@pytest.mark.parametrize(
+    ("fault", "code", "says"),
+    [
+        ("data", 3, "rank 1, step 2 (compute, micro-batch 2): rows.txt: record 7 is torn"),
+        pytest.param(
+            "SIGKILL",
+            7,
+            "rank 1 was lost at step 2 (compute, micro-batch 2): killed, or out of reach",
+            marks=pytest.mark.nightly,
+        ),
+    ],
+)
+def test_the_first_of_ranks_that_joined_names_the_one_that_failed(tmp_path, fault, code, says):
     folder = tmp_path / "run"
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
     first, second = (
-        start(
-            folder,
-            "steps=1000",
-            "model.pause=0.05",
-            RANK=str(rank),
-            LOCAL_RANK=str(rank),
-            LOCAL_WORLD_SIZE="2",
-            **shared,
-        )
+        start(folder, f"model.fault={fault}", RANK=str(rank), LOCAL_RANK=str(rank), **shared)
         for rank in range(2)
     )
-    first.wait_for(2)
-    second.process.kill()
-    second.process.communicate()
-    code, errors = first.end()
-    assert code == status(folder)["exit_code"] == 7
+    ended, errors = first.end()
+    assert (ended, second.end()) == (code, (-9 if fault == "SIGKILL" else code, []))
     assert len(errors) == 1
-    assert errors[0].startswith("train: error: rank 0 lost another rank at step ")
+    assert errors[0].startswith(f"train: error: {says}")
+    assert status(folder)["exit_code"] == code
+    assert errors[0].endswith(status(folder)["reason"])
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert not list(folder.glob(".tmp-*"))
 
 
 def test_one_rank_and_several_contradict_before_anything_starts(tmp_path):

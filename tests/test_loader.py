@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
+from trainer.data import progress
 from trainer.data.loader import Loader, Request, lengths_of
 from trainer.data.split import fingerprint_of, split_by_seed
 from trainer.errors import ConfigError, DataError
@@ -358,7 +359,8 @@ def test_lengths_of_its_own_are_taken():
     assert lengths_of(Ragged()).dtype == np.int64
 
 
-def test_lengths_are_measured_once_where_a_data_set_has_none(capsys):
+def test_lengths_are_measured_once_where_a_data_set_has_none(capsys, monkeypatch):
+    monkeypatch.setattr(progress, "LONG_S", -1.0)
     dataset = Listed([{"input_ids": list(range(n))} for n in LENGTHS])
     assert lengths_of(dataset).tolist() == LENGTHS
     reads = dataset.num_reads

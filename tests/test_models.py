@@ -242,8 +242,8 @@ def test_variable_length_attention_agrees_with_documents_one_by_one():
 @pytest.mark.parametrize(
     ("options", "fault"),
     [
-        ({"num_heads": 5}, "model.num_heads: 5 heads do not share a width of 96"),
-        ({"num_heads": 96}, "model.num_heads: 96 heads .* nearest: 48"),
+        ({"num_heads": 5}, "model.width, model.num_heads: 5 heads do not share a width of 96"),
+        ({"num_heads": 96}, "model.width, model.num_heads: 96 heads .*model.num_heads=48"),
         ({"norm": "batch"}, "model.norm: 'batch' is unknown"),
         ({"mlp": "relu"}, "model.mlp: 'relu' is unknown"),
         ({"positions": "alibi"}, "model.positions: 'alibi' is unknown"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import threading
@@ -19,7 +20,7 @@ from tests.reliability.rank_runs import Ended, RankRun
 from trainer.errors import ConfigError
 from trainer.launch import nodes
 from trainer.launch.nodes import Hello, Link
-from trainer.membership import first_host, membership, node_of, rendezvous_of, task
+from trainer.membership import first_host, is_loss, membership, node_of, rendezvous_of, task
 
 SLACK_S = float(os.environ.get("RELIABILITY_SLACK_S", "10"))
 
@@ -238,6 +239,9 @@ def test_srun_says_which_rank_or_which_machine_this_is() -> None:
     assert member is not None
     assert (member.rank, member.size, member.local_rank, member.local_size) == (3, 4, 1, 2)
     assert member.meeting == "tcp://n1:20007"
+    uneven = membership({**srun, "SLURM_STEP_TASKS_PER_NODE": "1,3"})
+    assert uneven is not None
+    assert uneven.local_size == 3
     assert task(srun) == 3
     one_a_node = {**srun, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}
     assert node_of("auto", 2, one_a_node) == 1
@@ -256,3 +260,39 @@ def test_srun_says_which_rank_or_which_machine_this_is() -> None:
 def test_an_address_that_is_not_this_machines_is_refused() -> None:
     with pytest.raises(ConfigError, match="node 0 cannot listen there"):
         nodes.gather(HELLO, "192.0.2.1:29500")
+
+
+@pytest.mark.parametrize(
+    ("variables", "says"),
+    [
+        ({"RANK": "5"}, "RANK=5 in the environment: WORLD_SIZE=2 makes 1 the largest"),
+        ({"RANK": "one"}, "RANK='one' in the environment: not a number from 0 on"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE='0' in the environment: not a number from 1 on"),
+        ({"LOCAL_RANK": "2"}, "LOCAL_RANK=2 in the environment: LOCAL_WORLD_SIZE=2 makes 1"),
+        ({"LOCAL_WORLD_SIZE": "3"}, "LOCAL_WORLD_SIZE=3: WORLD_SIZE=2 ranks are all there are"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT='http' in the environment: not a number"),
+        ({"TRAIN_MEETING_S": "-1"}, "TRAIN_MEETING_S='-1' in the environment: not a number"),
+    ],
+)
+def test_a_place_among_ranks_that_cannot_be_is_refused(
+    variables: dict[str, str], says: str
+) -> None:
+    good = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    good |= {"MASTER_ADDR": "h", "MASTER_PORT": "29500"}
+    assert membership(good) is not None
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        membership(good | variables)
+
+
+@pytest.mark.parametrize(
+    ("text", "lost"),
+    [
+        ("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error: reset", True),
+        ("Gloo connectFullMesh failed with [../third_party/gloo/gloo/rendezvous/x.cc:9] no", True),
+        ("Connection closed by the label server", False),
+        ("cannot open gloo.txt", False),
+    ],
+)
+def test_a_lost_rank_is_told_from_any_other_error(text: str, lost: bool) -> None:
+    assert is_loss(RuntimeError(text)) is lost
+    assert not is_loss(ValueError(text))

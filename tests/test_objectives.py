@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from trainer.errors import ConfigError
-from trainer.objectives.base import Objective, Sums, logits_of
+from trainer.objectives.base import Objective, Sums, logits_of, shapes_named
 from trainer.objectives.classify import Classify
 from trainer.objectives.next_token import NextToken, shifted_labels
 
@@ -237,6 +237,44 @@ def test_missing_labels_and_misshaped_logits_are_refused(objective):
         objective.sums(linear(weight()), {"input_ids": ids})
     with pytest.raises(ConfigError, match=r"^model: logits of shape"):
         objective.sums(lambda _: torch.zeros(2, 5, 7, 1), {"input_ids": ids, "labels": ids})
+
+
+NUMBERS, IDS = torch.tensor([1, 2]), torch.zeros(2, 3, dtype=torch.long)
+
+
+@pytest.mark.parametrize(
+    ("objective", "labels", "logits", "said"),
+    [
+        (NextToken(), NUMBERS, (2, 5), "labels are one number per sample.*type objective=classify"),
+        (NextToken(), IDS[..., None], (2, 3, 1, 5), r"labels of shape \(2, 3, 1\)"),
+        (Classify(), IDS, (2, 3, 5), "labels are a sequence per sample.*objective=next_token"),
+        (NextToken(), IDS + 7, (2, 3, 5), r"Target 7 is out of .* \(2, 3, 5\) .* \(2, 3\)"),
+        (Classify(), NUMBERS + 4, (2, 5), r"Target \d is out of bounds.* \(2, 5\) .* \(2,\)"),
+        (Classify(class_weights=[1.0, 1.0]), NUMBERS, (2, 2), "2 weights, and labels from 1 to 2"),
+    ],
+)
+def test_labels_of_another_objective_are_one_line_with_shapes_and_remedy(
+    objective, labels, logits, said
+):
+    fields = {"x": torch.zeros(2), "labels": labels}
+
+    def compute():
+        objective.weights(fields)
+        objective.sums(lambda _: torch.zeros(logits), fields)
+
+    with pytest.raises(ConfigError, match=f"^objective[.=].*{said}") as caught:
+        compute()
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("x"), RuntimeError("DefaultCPUAllocator: can't allocate memory")],
+)
+def test_a_want_of_memory_inside_an_objective_stays_one(error):
+    with pytest.raises(RuntimeError) as caught, shapes_named("x", NUMBERS, NUMBERS):
+        raise error
+    assert caught.value is error
 
 
 @settings(max_examples=30)

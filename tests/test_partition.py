@@ -18,7 +18,7 @@ from trainer.plan.partition import (
     pad,
     partition,
 )
-from trainer.plan.stats import describe
+from trainer.plan.stats import describe, micro_batch_cost
 
 COSTS = st.builds(Cost, fixed=st.floats(0.0, 500.0), quadratic=st.sampled_from([0.0, 0.001, 0.02]))
 LAYOUTS = st.builds(
@@ -52,6 +52,14 @@ def batches(draw, most=60, longest=120):
 def num_lengths(plan):
     held = [(rank, slot) for rank, slot in plan.slots() if len(plan.ranks[rank][slot])]
     return len({plan.padded_lengths[rank][slot] for rank, slot in held})
+
+
+def costs_of(plan, cost):
+    """Give the cost of every micro-batch, rank by rank."""
+    return [
+        [micro_batch_cost(plan, rank, slot, cost) for slot in range(len(slots))]
+        for rank, slots in enumerate(plan.ranks)
+    ]
 
 
 def positions_of(plan):
@@ -118,13 +126,17 @@ def test_padded_plan_holds_every_sample_once_under_the_cap(lengths, layout, cap,
 
 @given(batches(), LAYOUTS, st.integers(120, 700))
 @settings(max_examples=100)
-def test_plans_are_deterministic_and_longest_first(lengths, layout, cap):
+def test_plans_are_deterministic_and_longest_or_dearest_first(lengths, layout, cap):
     plan, again = partition(lengths, layout, cap), partition(lengths.copy(), layout, cap)
     assert plan.padded_lengths == again.padded_lengths
     for slots, same in zip(plan.ranks, again.ranks, strict=True):
         assert [ids.tolist() for ids in slots] == [ids.tolist() for ids in same]
-    for lengths_of_rank in plan.padded_lengths:
-        assert list(lengths_of_rank) == sorted(lengths_of_rank, reverse=True)
+    is_longest_first = [list(held) == sorted(held, reverse=True) for held in plan.padded_lengths]
+    if layout.lockstep and not all(is_longest_first):
+        costs = [max(slot) for slot in zip(*costs_of(plan, layout.cost), strict=True)]
+        assert costs == pytest.approx(sorted(costs, reverse=True), rel=ROUNDING)
+    else:
+        assert all(is_longest_first)
 
 
 @given(batches(most=9, longest=40), st.integers(40, 200), COSTS, st.integers(1, 10))
@@ -245,6 +257,25 @@ def test_beside_a_long_sample_other_ranks_in_lockstep_compute_several_short_ones
     stats = describe(partition(lengths, layout, cap=1000), layout)
     assert stats.accum_steps == 1
     assert stats.cost == 1010.0
+
+
+@pytest.mark.parametrize(
+    ("median", "world_size", "per_rank", "least"),
+    [(500, 8, 32, 0.93), (300, 64, 32, 0.93), (300, 64, 64, 0.95), (500, 8, 64, 0.95)],
+)
+def test_ranks_in_lockstep_wait_little_for_each_other_on_lognormal_lengths(
+    median, world_size, per_rank, least
+):
+    layout = Layout(world_size=world_size, lockstep=True, cost=Cost(quadratic=0.00094))
+    random = np.random.default_rng(0)
+    spread = 1.0 if median < 500 else 0.5
+    drawn = median * random.lognormal(0.0, spread, (3, world_size * per_rank))
+    batches_of_lengths = np.clip(np.ceil(drawn), 1, 2048).astype(np.int64)
+    plans = [partition(lengths, layout, 8192) for lengths in batches_of_lengths]
+    for plan in plans:
+        plan.check(layout)
+        assert plan.max_positions <= 8192
+    assert np.mean([describe(plan, layout).efficiency for plan in plans]) >= least
 
 
 def test_ranks_without_collectives_may_hold_nothing():

@@ -260,7 +260,7 @@ def test_recomputing_is_chosen_under_a_typed_memory_that_holds_nothing_else(here
 
 def test_a_plan_for_a_machine_that_is_not_here_gives_sizes_and_no_time(here, capsys):
     plan = plan_of("accum.memory=80GiB device=cuda")
-    assert plan["device"] == "cuda, not here"
+    assert plan["device"] == "cuda (not here)"
     assert plan["memory_limit_bytes"] == int(80 * 2**30 * 0.92)
     assert plan["step_seconds"] is None
     assert "unknown" in plan["time_note"]

@@ -14,8 +14,11 @@ from pathlib import Path
 import pytest
 
 from tests.support import PLAN_KEYS
-from trainer.report.blocks import batch_equation, end_block, further, plan_block, verify_block
-from trainer.report.console import LOG_FILE, Screen
+from trainer.plan.traffic import Traffic
+from trainer.report.blocks import batch_equation, plan_block, verify_block
+from trainer.report.closing import end_block, further
+from trainer.report.console import BRIEF, LOG_FILE, Screen
+from trainer.report.figures import alike
 from trainer.report.records import (
     Candidate,
     EvalRecord,
@@ -204,7 +207,7 @@ def test_a_plan_shows_its_arithmetic_and_marks_the_cap_it_chose(monkeypatch):
         "412 MiB of tensors predicted, 3.1% of 13.0 GiB",
         "60 = 1.67 epochs, 36 steps per epoch",
         "keep: the last 118 samples",
-        "every 20 steps = 10,240 samples, 3 times",
+        "every 20 steps = up to 10,240 samples, 3 times",
         "once, at the end",
         "does not fit",
         "unknown",
@@ -213,6 +216,45 @@ def test_a_plan_shows_its_arithmetic_and_marks_the_cap_it_chose(monkeypatch):
         "about 2.2 s per step, 2 min 12 s in all",
     ):
         assert part in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "lines"),
+    [
+        ({"tail_size": 0}, ["every 20 steps = 10,240 samples, 3 times"]),
+        ({"tail": "drop"}, ["every 20 steps = 10,240 samples, 3 times"]),
+        ({"steps": 30}, ["every 20 steps = 10,240 samples, 1 time and at the end"]),
+        ({"unit": "tokens"}, ["every 20 steps = about 10,240 tokens, 3 times"]),
+        ({"steps_per_epoch": 1, "num_samples": 7}, ["every 20 steps = 140 samples, 3 times"]),
+        ({"cadences": {"log": 90, "evaluate": 90}}, ["log step 1 and the last", "evaluate once"]),
+    ],
+)
+def test_a_cadence_counts_what_its_steps_really_consume(changes, lines, monkeypatch):
+    text = shown(plan_block(replace(PLAN, **changes)), monkeypatch, 120)
+    assert all(line in " ".join(text.split()) for line in lines), text
+
+
+def test_plan_json_alone_gives_the_screen_again(monkeypatch):
+    several = tuple(MicroBatchShape(rank=n % 4, num_samples=2, length=n) for n in range(4, 40))
+    policy = Traffic(policy="deferred", within=1.5, across=0.0, held=8, fits=True)
+    for plan in (
+        PLAN,
+        replace(PLAN, world_size=4, shapes=several, sync_table=(policy,), tail="drop"),
+        replace(
+            PLAN, unit="tokens", memory_parts={"parameters": 3, "buffers": 0}, step_seconds=None
+        ),
+    ):
+        held = json.loads(json.dumps(plan.to_json()))
+        held["shapes"] = [MicroBatchShape(**row) for row in held["shapes"]]
+        held["candidates"] = [Candidate(**row) for row in held["candidates"]]
+        again = PlanSummary(**held)
+        assert shown(plan_block(again), monkeypatch) == shown(plan_block(plan), monkeypatch)
+
+
+def test_the_work_of_many_ranks_is_summed_by_rank(monkeypatch):
+    shapes = tuple(MicroBatchShape(rank=n % 2, num_samples=2, length=n) for n in range(1, 21))
+    text = shown(plan_block(replace(PLAN, world_size=2, shapes=shapes)), monkeypatch, 120)
+    assert re.search(r"0 +10 +20 +220 +40\n.*1 +10 +20 +200 +38\n", text), text
 
 
 def test_a_plan_of_which_little_is_known_is_still_shown(monkeypatch):
@@ -399,3 +441,66 @@ def test_every_rank_but_the_first_is_silent(tmp_path, capsys, monkeypatch):
     reporter.close()
     assert capsys.readouterr() == ("", "")
     assert not list(tmp_path.iterdir())
+
+
+def test_samples_without_tokens_are_called_samples_everywhere(tmp_path, monkeypatch):
+    plan = replace(PLAN, num_samples=57, num_tokens=57, max_tokens=1, global_batch=1, shapes=())
+    text = shown(plan_block(plan), monkeypatch, 120)
+    assert "1 sample = " in text
+    assert "57 samples, 965 held out" in text
+    assert re.search(r"cap +1 sample per micro-batch", text)
+    assert "token" not in text
+    file = io.StringIO()
+    reporter = RunReporter(tmp_path, Screen(tmp_path, file=file))
+    reporter.start(StartSummary(plan=plan, folder=tmp_path))
+    reporter.step(record(1))
+    reporter.finish(ending("run", noun="sample", tokens_per_second=53.0))
+    reporter.close()
+    assert "41.2k samples/s" in file.getvalue()
+    assert "53 samples/s" in file.getvalue()
+
+
+def test_the_start_names_what_is_frozen_and_what_each_group_matched(monkeypatch):
+    groups = ("embed*: 1 tensor, 8,256 parameters, frozen", "others: 3 tensors, lr 0.012")
+    plan = replace(PLAN, num_parameters=20_136, num_frozen=6_192, groups=groups)
+    text = shown(plan_block(plan), monkeypatch, 120)
+    assert "26,328 parameters, 6,192 frozen" in text
+    assert re.search(r"groups +embed\*: 1 tensor.*\n +others: 3 tensors, lr 0.012", text)
+
+
+def test_a_plan_of_many_shapes_says_where_all_of_them_are(tmp_path, monkeypatch):
+    shapes = tuple(MicroBatchShape(rank=0, num_samples=1, length=n) for n in range(1, 23))
+    text = shown(plan_block(replace(PLAN, shapes=shapes), tmp_path / "plan.json"), monkeypatch, 200)
+    assert f"and 10 more; all are in {tmp_path / 'plan.json'}" in text
+
+
+def test_the_end_counts_the_steps_of_this_start_and_keeps_noise_to_itself(monkeypatch):
+    raw = ending("run", step=22, taken=2, metrics={"loss": 4.0}, seconds=2.6)
+    text = shown(end_block(raw), monkeypatch)
+    assert "22 steps, 2 of them in this start, in 2.6 s" in text
+    assert "worse, after 22 steps" in text
+    assert "not shown: counting bytes alone predicts better" in text
+    assert "def f()" not in text
+    assert "60 steps in 2 min 8 s" in shown(end_block(ending("run", taken=60)), monkeypatch)
+
+
+def test_durations_side_by_side_share_a_unit():
+    assert alike([0.833e-3, 0.0412]) == ["0.8 ms", "41.2 ms"]
+    assert alike([0.004, 1.5]) == ["0.00 s", "1.50 s"]
+    assert alike([]) == []
+
+
+def test_a_screen_whose_reader_left_falls_silent_and_a_brief_one_is_the_logs(tmp_path, monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as file:  # to close it breaks nothing either
+        screen = Screen(file=file)
+        screen.line("one")
+        screen.line("two")
+    monkeypatch.setenv(BRIEF, "1")
+    brief = io.StringIO()
+    screen = Screen(tmp_path, file=brief)
+    screen.line("three")
+    screen.close()
+    assert brief.getvalue() == ""
+    assert (tmp_path / LOG_FILE).read_text() == "three\n"

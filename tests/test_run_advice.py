@@ -37,7 +37,7 @@ def planned(line: str) -> dict[str, Any]:
         f"objective._target_={OWN}.Mean": "for two samples together and",
         f"objective._target_={OWN}.Constant": "weight squared of Constant is 1 for two samples",
         f"objective._target_={OWN}.Pairs objective.group_size=1": "loss pairs of Pairs is",
-        f"model._target_={OWN}.Hooked": "head.weight has a hook that runs after every micro-batch",
+        f"model._target_={OWN}.Hooked": "head.weight has a hook on its gradient",
         f"model._target_={OWN}.Recurrent accum.packed=true": "mixer is GRU, which reads across",
         f"data._target_={OWN}.Marked": "the data bring document_ids, which forward of Net does not",
         f"compile=true {AWAY}": "compile=true captures no CUDA graphs: micro-batches have",
@@ -154,7 +154,7 @@ def test_a_plan_for_eight_gpus_that_are_not_here_is_that_of_the_machine_it_is_fo
     assert {shape["rank"] for shape in plan["shapes"]} == set(range(8))
     assert all(shape["packed"] for shape in plan["shapes"]), "as bf16 on a GPU is"
     assert plan["num_workers"] > 0, "as on a GPU"
-    assert plan["device"] == "cuda, not here"
+    assert plan["device"] == "cuda (not here)"
     assert plan["memory_limit_bytes"] == int(80 * 2**30 * 0.92)
     assert plan["step_seconds"] is None
     whole = planned(f"{model} {AWAY} accum=auto accum.memory=80GiB parallel.ranks=8 parallel=ddp")

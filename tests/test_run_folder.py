@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
 from safetensors import safe_open
+from torch import Tensor
 
 from tests.run_support import (
     TOYS,
@@ -21,10 +23,10 @@ from tests.run_support import (
     shell,
     steps,
 )
-from tests.run_toys import Rows, Watch
+from tests.run_toys import Net, Rows, Watch
 from tests.support import PLAN_KEYS, STEP_KEYS
 from trainer.data.split import split_by_seed
-from trainer.errors import DataError
+from trainer.errors import ConfigError, DataError
 from trainer.plan.order import Order
 from trainer.scheduler import Cosine
 
@@ -176,6 +178,19 @@ def test_a_fault_of_a_user_s_class_is_short_on_the_screen_and_whole_in_the_folde
     status = read_json(run / "status.json")
     assert (status["state"], status["exit_code"]) == ("failed", 1)
     assert "own forward" in status["reason"]
+
+
+def test_a_run_that_is_refused_after_it_was_saved_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = Net.forward
+
+    def late(self: Net, input_ids: Tensor) -> Tensor:
+        if any(Path().glob("outputs/*/*/checkpoints/step-*")):
+            raise ConfigError("model: refused")
+        return plain(self, input_ids)
+
+    monkeypatch.setattr(Net, "forward", late)
+    assert shell(" ".join(overrides("checkpoint.every=2"))) == 2
+    assert (only_run() / "checkpoints" / "step-00000002").is_dir()
 
 
 def test_a_sample_that_cannot_be_read_is_named_and_ends_with_3(

@@ -122,11 +122,10 @@ def test_every_signal_to_stop_saves_at_the_step_boundary(
     assert len(steps(part)) == 2
 
 
-def test_a_stopped_run_says_how_to_go_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stopped_run_says_how_to_go_on() -> None:
     part = stopped("steps=6", at=2)
-    said = capsys.readouterr().out
-    command = next(line for line in said.splitlines() if "train resume=" in line)
-    assert shell(command.partition("train ")[2]) == 0
+    reason = read_json(part.folder / "status.json")["reason"]
+    assert shell(reason.partition("go on with: train ")[2]) == 0
     assert read_json(part.folder / "result.json")["step"] == 6
 
 
@@ -199,6 +198,35 @@ def test_an_allowed_change_takes_effect() -> None:
     assert curve(again, "lr") == [1.2e-2] * 4 + [0.5] * 2
 
 
+@pytest.mark.parametrize(
+    ("change", "allowed"),
+    [
+        ("optimizer.lr=0.5", "optimizer.lr"),
+        ("data.size=43", "data"),
+        ("clip_norm=2.0", "clip_norm"),
+    ],
+)
+def test_what_was_allowed_is_not_asked_for_again(
+    change: str, allowed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed before the next checkpoint, whose terms would be the new ones."""
+    part = stopped("steps=6 scheduler=constant", at=3)
+
+    def die(run: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("trainer.commands.train.train", die)
+        with pytest.raises(KeyboardInterrupt):
+            on(part, f"{change} resume_allow=[{allowed}]")
+    again = on(part)
+    assert len(steps(again)) == 6
+    assert meta(again)["extra"]["allowed"] == [{"step": 3, "keys": [allowed]}]
+    other = "data.size=44" if allowed == "data" else "optimizer.lr=0.4"
+    with pytest.raises((ConfigError, DataError), match="resume_allow"):
+        on(part, f"{other} steps=7")
+
+
 def test_changed_data_end_with_3() -> None:
     part = stopped("steps=6", at=3)
     with pytest.raises(DataError, match="changed since the checkpoint") as raised:
@@ -268,7 +296,7 @@ def test_two_processes_cannot_hold_one_run() -> None:
 
 def files(folder: Path) -> dict[str, bytes]:
     """What the next resumption goes by, and how often there was one."""
-    kept = [folder / "config.yaml", *folder.glob(".hydra/**/*")]
+    kept = [folder / "config.yaml", folder / "status.json", *folder.glob(".hydra/**/*")]
     return {str(path): path.read_bytes() for path in kept if path.is_file()}
 
 

@@ -85,9 +85,9 @@ def test_recomputing_is_weighed_by_what_a_rank_with_shards_needs():
         recompute="auto",
         timed=False,
     )
-    assert tune(asked).activation_checkpointing
+    assert tune(asked, clock=lambda: 0.0).activation_checkpointing
     plenty = replace(asked, limit=MemoryLimit(bytes=10**9, source="a simulated budget"))
-    assert not tune(plenty).activation_checkpointing
+    assert not tune(plenty, clock=lambda: 0.0).activation_checkpointing
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -141,6 +141,15 @@ class Borrowed(nn.Module):
             self.layer.forward = partial(torch.add, torch.randn(2))
         elif how == "numpy":
             self.scale = torch.randn(2).numpy()
+        elif how in {"array", "array written"}:
+            array = np.zeros(2, dtype=np.float32)
+            tensor = torch.from_numpy(array)
+            if how == "array":
+                array[:] = 1
+                self.table = nn.Parameter(tensor + 0)
+            else:
+                tensor.fill_(1)
+                self.table = nn.Parameter(torch.tensor(array))
         else:
             foreign.add_(torch.randn(2))
 
@@ -148,7 +157,7 @@ class Borrowed(nn.Module):
 foreign = torch.zeros(2)
 
 
-@pytest.mark.parametrize("how", ["hidden", "numpy", "foreign"])
+@pytest.mark.parametrize("how", ["hidden", "numpy", "array", "array written", "foreign"])
 def test_a_constructor_that_cannot_be_recorded_says_why(how):
     with pytest.raises(CannotDefer) as caught:
         deferred(lambda: Borrowed(how))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import count
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from tests.support import EXACT, WRONG, Bench, RaggedText, TinyLM, relative_erro
 from trainer.accumulate import snapshot
 from trainer.accumulate.base import GradientStrategy
 from trainer.accumulate.sum import Sum
-from trainer.errors import DoesNotFitError, NonFiniteError
+from trainer.errors import ConfigError, DoesNotFitError, NonFiniteError
 from trainer.models.statistics import batch_statistics
 from trainer.plan.cut import Cut
 from trainer.plan.cuts import Budget, Fixed
@@ -113,11 +114,11 @@ class Poisoned(TinyLM):
 
     def __init__(self, at: int = 2) -> None:
         super().__init__(norm=nn.BatchNorm1d(8))
-        self.calls, self.at = 0, at
+        self.calls, self.at = count(1), at  # no attribute that is put back with the step
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        self.calls += 1
-        return super().forward(input_ids) * (float("nan") if self.calls == self.at else 1.0)
+        is_bad = next(self.calls) == self.at
+        return super().forward(input_ids) * (float("nan") if is_bad else 1.0)
 
 
 @pytest.mark.parametrize("at", [5, 6, 8])
@@ -251,7 +252,7 @@ class Codebook(TinyLM):
         return [*self.state_dict().values(), self.plain, self.listed[0], self.replaced]
 
 
-LARGE = snapshot.SMALL_BYTES  # elements, of several bytes each
+LARGE = snapshot.EVERY_BYTES  # elements, of several bytes each
 
 
 @pytest.mark.parametrize("large", [0, LARGE])
@@ -271,6 +272,46 @@ def test_a_replay_begins_with_what_forwards_moved_as_it_was(large, failing_step)
         train_step(reference.kit, reference.feed.next())
     pairs = zip(failing.module.state(), reference.module.state(), strict=True)
     assert all(torch.equal(found, expected) for found, expected in pairs)
+
+
+class Counting(TinyLM):
+    """Keeps counters, and draws from generators of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.mean, self.is_fresh, self.last = 0, 0.0, True, None
+        self.torch_draws = torch.Generator().manual_seed(1)
+        self.numpy_draws, self.draws = np.random.default_rng(2), random.Random(3)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        self.calls += 1
+        self.mean += (len(input_ids) - self.mean) / self.calls
+        self.is_fresh, self.last = False, f"call {self.calls}"
+        self.late = getattr(self, "late", 0) + 1
+        noise = torch.rand((), generator=self.torch_draws).item() + self.numpy_draws.random()
+        scale = noise + self.draws.random() + 0.01 * self.calls + self.mean + self.late
+        return super().forward(input_ids) * scale
+
+    def state(self) -> list[object]:
+        own = self.numpy_draws.bit_generator.state, self.draws.getstate()
+        weights = [value.tolist() for value in self.state_dict().values()]
+        states = self.torch_draws.get_state().tolist(), *own, self.is_fresh
+        return [self.calls, self.mean, self.last, self.late, *states, weights]
+
+
+@pytest.mark.parametrize("failing_step", [1, 2])
+def test_a_replay_begins_with_counters_and_own_generators_as_they_were(failing_step):
+    strategy = Failing(1, "forward")
+    failing, cuts = Bench(Fixed(micro=4), model=Counting, strategy=strategy), []
+    for step in range(1, 4):
+        strategy.done = step != failing_step
+        assert train_step(failing.kit, failing.feed.next()).replays == (step == failing_step)
+        cuts.append(failing.feed.cut)
+    reference = Bench(Fixed(micro=4), model=Counting)
+    for cut in cuts:
+        reference.feed.cut = cut
+        train_step(reference.kit, reference.feed.next())
+    assert failing.module.state() == reference.module.state()
 
 
 def test_what_moved_for_the_first_time_without_a_copy_ends_the_run_and_is_named(monkeypatch):
@@ -294,9 +335,9 @@ def test_large_state_that_stays_is_not_copied_after_the_first_step():
     bench.module.at = 10**9
     train_step(bench.kit, bench.feed.next())
     bench.kit.snapshot.take()
-    copied = [place for place in bench.kit.snapshot._places if place.copy is not None]
-    assert copied
-    assert all(place.is_small for place in copied)
+    copied = [leaf.key for leaf in bench.kit.snapshot._leaves if leaf.copy is not None]
+    assert "hidden" in copied
+    assert "table" not in copied
 
 
 class Wild(TinyLM):
@@ -397,3 +438,25 @@ def test_only_a_norm_that_normalises_within_its_micro_batch_binds_the_model_to_i
     assert batch_statistics(model) is None
     model.norm = nn.BatchNorm1d(8, track_running_stats=False).eval()
     assert batch_statistics(model) == "norm"
+
+
+class Late(TinyLM):
+    """Makes a parameter in its first forward, or another one in place of one that it had."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name, self.is_new = name, True
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        if self.is_new:
+            part, _, name = self.name.rpartition(".")
+            setattr(self.get_submodule(part), name, nn.Parameter(torch.ones(8).double()))
+            self.is_new = False
+        return super().forward(input_ids)
+
+
+@pytest.mark.parametrize("name", ["scale", "norm.weight"])
+def test_a_parameter_that_no_optimizer_knows_is_refused_by_name(name):
+    bench = Bench(Fixed(micro=3), model=lambda: Late(name))
+    with pytest.raises(ConfigError, match=f"model: {name} is a parameter made in forward"):
+        train_step(bench.kit, bench.feed.next())

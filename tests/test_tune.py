@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -26,11 +27,14 @@ from trainer.errors import DoesNotFitError
 from trainer.plan.cut import Layout
 from trainer.plan.cuts import Auto
 from trainer.plan.memory import Shape
+from trainer.tune import tuner
 from trainer.tune.cache import Notebook, cache_folder, describe, structure
 from trainer.tune.fake import predict_peak
 from trainer.tune.limit import MemoryLimit
-from trainer.tune.tuner import tune
 from trainer.tune.tuning import Question, Tuning
+
+tune = partial(tuner.tune, clock=lambda: 0.0)
+"""Tunes as if it took no time, unless a test brings a clock."""
 
 LENGTHS = (6, 11, 32)
 NUM_SAMPLES = 48
@@ -185,15 +189,44 @@ def test_the_smallest_cap_that_is_as_fast_as_any_is_chosen():
     assert found.cost.fixed == pytest.approx(120, rel=0.2)
 
 
-def test_a_model_too_slow_for_two_timings_gets_the_smallest_cap_and_says_so():
+def test_a_model_too_slow_for_two_timings_gets_a_usual_cap_and_says_that_it_is_a_guess():
     model = Paced(best=10**6)
     asked = question(model, timed=True, num_steps=10**6, longest=512, batches=[np.full(16, 512)])
     found = tune(asked, clock=lambda: 1000 * model.clock())
-    assert found.max_tokens == 512
+    assert found.max_tokens == 2048
     assert len(found.candidates) > 1
-    assert "one size only" in found.method
+    assert "one size only, too slow for more: a cap of 2,048 is a guess" in found.method
     times = [row.seconds_per_step for row in found.candidates]
     assert min(times) > 0.95 * max(times)
+
+
+def test_a_guess_is_not_kept_as_a_measurement():
+    model, book = Paced(best=10**6), Notebook()
+    asked = question(model, timed=True, num_steps=1, longest=512, batches=[np.full(8, 512)])
+    assert "is a guess" in tune(asked, book, clock=lambda: 1000 * model.clock()).method
+    later = tune(asked, book, clock=model.clock)
+    assert "is a guess" not in later.method
+    assert "timed" in later.method
+    assert "in an earlier run" not in later.method
+    assert "timed in an earlier run" in tune(asked, book, clock=model.clock).method
+
+
+@pytest.mark.parametrize(("seconds", "most"), [(0.1, 9.0), (3.0, 12.0), (60.0, 120.0)])
+def test_predictions_end_with_the_time_of_tuning_and_what_is_known_decides(seconds, most):
+    asked, spent = question(limit=150_000, recompute="auto"), [0.0]
+
+    def make_slowly(module: nn.Module) -> torch.optim.Optimizer:
+        spent[0] += seconds
+        return asked.work.make_optimizer(module)
+
+    work = replace(asked.work, make_optimizer=make_slowly)
+    found = tune(replace(asked, work=work), clock=lambda: spent[0])
+    assert spent[0] <= most
+    assert ("out of time" in found.method) == (seconds > 1)
+    assert found.predicted.peak_bytes <= found.limit_bytes
+    plenty = tune(asked)  # in no time
+    assert max(LENGTHS) < found.max_tokens <= plenty.max_tokens
+    assert seconds > 1 or found.max_tokens == plenty.max_tokens
 
 
 def test_memory_holds_down_what_speed_would_choose():

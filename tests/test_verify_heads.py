@@ -263,7 +263,7 @@ def test_a_load_balancing_loss_of_the_micro_batch_is_flagged():
     )
     report = checked(head, head.objective("sum"))
     assert not report.exact
-    assert [name for name, _ in report.culprits] == ["objective ModelLoss"]
+    assert [name for name, _ in report.culprits] == ["MixtralForCausalLM.aux_loss"]
 
 
 def test_dropout_inside_a_head_is_named_and_the_head_is_exact_with_it_off():

@@ -1,17 +1,17 @@
 """State the optimizer step; the trainer finds the cheapest way to compute exactly that step."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
+# Nothing is imported here: `-m` has the current folder first, until `__main__` takes it away.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from trainer.cli import train
 
 __version__ = "0.1.0"
 __all__ = ["train"]
 
 
-def __getattr__(name: str) -> Any:  # noqa: ANN401 - a module's attribute
+def __getattr__(name: str) -> "Any":  # noqa: ANN401 - a module's attribute
     """Import what the package offers from Python when it is asked for.
 
     Raises:

@@ -1,5 +1,12 @@
 """`python -m trainer` is `train`."""
 
+import sys
+
+# `-m` puts the current folder first, where a file that lies there would be taken for an installed
+# package, or for a module of Python's own. It comes back last, as with `train`: for one's own code.
+if __name__ == "__main__" and not sys.flags.safe_path:
+    del sys.path[0]
+
 import signal
 
 # Ctrl-C during the imports ends the process without a traceback.

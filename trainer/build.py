@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from trainer.errors import ConfigError, TrainError
 from trainer.schema.components import LIBRARIES, Component
+from trainer.schema.faults import named
 
 Built = TypeVar("Built")
 
@@ -79,7 +80,7 @@ def construct(
     """
     target = look_up(component, key, trusted)
     if inspect.isclass(target) and not component.typed_target and not issubclass(target, expected):
-        raise ConfigError(f"{key}._target_={component.target}: not a {expected.__name__}")
+        raise ConfigError(f"{key}._target_={component.target}: not {named(expected.__name__)}")
     target = _described(target)
     parameters = inspect.signature(target).parameters
     arguments = dict(component.params)
@@ -95,11 +96,13 @@ def construct(
     except TrainError:
         raise
     except refusals as error:
-        raise ConfigError(f"{key}: {component.target}: {error}") from error
+        text = " ".join(str(error).split())
+        raise ConfigError(f"{key}: {component.target}: {text}") from error
     if not isinstance(built, expected):
         kind = type(built).__name__
         raise ConfigError(
-            f"{key}._target_={component.target}: gives a {kind}, not a {expected.__name__}"
+            f"{key}._target_={component.target}: gives {named(kind)}, not "
+            f"{named(expected.__name__)}"
         )
     return built
 

@@ -17,12 +17,14 @@ from pydantic import Field, ValidationError
 from trainer.errors import ConfigError
 from trainer.plan.batch import resolve_fixed
 from trainer.schema import rules
+from trainer.schema.arguments import arguments
 from trainer.schema.check import check
 from trainer.schema.components import Accum, Component, Data
-from trainer.schema.faults import ancestors, clip, did_you_mean, flat, line, lookup, show
+from trainer.schema.faults import ancestors, clip, did_you_mean, either, flat, line, lookup, show
 from trainer.schema.keys import Key, describe
 from trainer.schema.sections import (
     COMPONENT_PATHS,
+    DEFAULT_STEPS,
     HIDDEN,
     OWN,
     Auto,
@@ -45,9 +47,7 @@ from trainer.schema.sections import (
     Word,
     Words,
 )
-
-DEFAULT_STEPS = 40
-"""Optimizer steps when neither `steps` nor `epochs` is set."""
+from trainer.schema.slips import hint
 
 
 class RunConfig(Section):
@@ -108,11 +108,11 @@ class RunConfig(Section):
     )
     resume_allow: Words = Field((), description="keys of the step that a resumed run may change")
     run: Text | Words | None = Field(
-        None, description="run folder that evaluate, export, report and verify read"
+        None, description="run folder that evaluate, export and verify read; auto: the newest"
     )
     export: Export
     trust: Words = Field(
-        (), description="packages that a recipe's _target_ may name; command line only"
+        (), description="packages of classes of your own, for recipes, evaluate, export and resume"
     )
     choices: Annotated[dict[str, Any], HIDDEN] = Field(default_factory=dict)
     config_dir: Annotated[str | None, HIDDEN] = None
@@ -212,6 +212,8 @@ def validate(
     tree, faults = checked.tree, list(checked.faults)
     faults += rules.not_yet(tree, picked)
     faults += rules.between(tree, picked, frozenset(typed_keys))
+    told = {_subject(fault) for fault in faults}
+    faults += [fault for fault in arguments(tree) if _subject(fault) not in told]
     _give_way(tree, frozenset(typed_keys))
     _hear_wandb_mode(tree, base, typed_keys)
     try:
@@ -308,12 +310,32 @@ def contract_diff(
         if before == now or not {key, *ancestors(key)}.isdisjoint(allow):
             continue
         remedy = f"to change it, resume_allow=[{key}]"
-        if key in ("steps", "epochs") and before is not None and now is not None:
+        if key in ("steps", "epochs") and isinstance(before, int) and isinstance(now, int):
             if now > before:
                 continue
             remedy = f"may only grow; {remedy}"
         faults.append(line(key, now, f"the run has {show(before)}; {remedy}"))
     return faults
+
+
+def step_faults(config: RunConfig, old: Mapping[str, Any]) -> list[str]:
+    """Name what a config would change about a run's step, and keys of `resume_allow` that are none.
+
+    Args:
+        config: as it was typed now.
+        old: the run's contract.
+
+    Returns:
+        One line per key.
+    """
+    keys = {*flat(to_plain(config)), *old}
+    known = keys.union(*map(ancestors, keys))
+    unknown = [
+        line("resume_allow", [key], f"{key}: unknown setting.{did_you_mean(key, known)}")
+        for key in config.resume_allow
+        if key not in known and set(COMPONENTS).isdisjoint(ancestors(key))
+    ]
+    return [*unknown, *contract_diff(old, contract(config), config.resume_allow)]
 
 
 def _picked(choices: Mapping[str, Any], typed: Collection[str]) -> dict[str, Any]:
@@ -409,14 +431,14 @@ def _fault(item: Mapping[str, Any], tree: Mapping[str, Any], choices: Mapping[st
     path = ".".join(parts)
     if parts[-1] == "target":
         return _class_fault(path.removesuffix(".target"), tree, choices)
-    key = next((k for k in (path, *ancestors(path)) if k in KEYS), path)
-    if item["type"] == "extra_forbidden" or key not in KEYS:
+    key = next((k for k in (path, *ancestors(path)) if k in KEYS), None)
+    if item["type"] == "extra_forbidden" or key is None:
         return clip(f"{path}: unknown setting.{did_you_mean(path, KEYS)}")
-    entry, value = KEYS[key], lookup(tree, key)
-    has_example = entry.default not in (None, (), *entry.choices)
-    example = f", e.g. {show(entry.default)}" if has_example else ""
-    hint = did_you_mean(value, entry.choices) if isinstance(value, str) else ""
-    return line(key, value, f"must be {entry.kind}{example}{'.' if hint else ''}{hint}")
+    entry, value, words = KEYS[key], lookup(tree, key), rules.offered(key, KEYS[key].choices)
+    example = f", e.g. {show(entry.default)}"
+    example = "" if entry.default in (None, (), *entry.choices) else example
+    kind = entry.kind if len(words) == len(entry.choices) else either(words)
+    return line(key, value, f"must be {kind}{example}{hint(key, value, words)}")
 
 
 def _class_fault(path: str, tree: Mapping[str, Any], choices: Mapping[str, Any]) -> str:

@@ -17,9 +17,11 @@ class TrainError(Exception):
 
     Attributes:
         exit_code: the process's exit status.
+        is_own: whether this process is to say it, though it is not the first of several ranks.
     """
 
     exit_code: int = 1
+    is_own: bool = False
 
 
 class ConfigError(TrainError):

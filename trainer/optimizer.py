@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache
@@ -22,11 +22,11 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from trainer.errors import ConfigError
+from trainer.schema.arguments import group_faults
 
 Groups = Mapping[str, Mapping[str, Any]]
 """Settings by name pattern, in order; of several patterns that match, the first counts."""
 
-GROUP_KEYS = ("lr", "weight_decay", "frozen")
 NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _NormBase)
 
 
@@ -68,8 +68,15 @@ class OptimizerSpec(ABC):
 
         Returns:
             An optimizer whose groups each have a `name` and an `lr`.
+
+        Raises:
+            ConfigError: a setting is out of range, as PyTorch's own class says.
         """
-        return self.construct(param_groups(model, self.lr, self.weight_decay, self.groups))
+        groups = param_groups(model, self.lr, self.weight_decay, self.groups)
+        try:
+            return self.construct(groups)
+        except ValueError as error:
+            raise ConfigError(f"optimizer: {error}") from error
 
     @abstractmethod
     def construct(self, params: list[dict[str, Any]]) -> Optimizer:
@@ -315,28 +322,6 @@ def check_groups(groups: Groups) -> None:
     ]
     if faults:
         raise ConfigError(*faults)
-
-
-def group_faults(pattern: str, settings: object) -> Iterator[str]:
-    """Say what is wrong with the settings of one pattern.
-
-    Yields:
-        A line per fault.
-    """
-    key = f"optimizer.groups[{pattern!r}]"
-    if not isinstance(settings, Mapping):
-        yield f"{key}: {settings!r} is no mapping; say {{lr: 1e-3}}"
-        return
-    for name, value in settings.items():
-        if name not in GROUP_KEYS:
-            nearest = difflib.get_close_matches(str(name), GROUP_KEYS, n=1, cutoff=0.0)
-            yield f"{key}.{name}: unknown setting. Did you mean {nearest[0]}?"
-        elif name == "frozen" and not isinstance(value, bool):
-            yield f"{key}.frozen: {value!r} is neither true nor false"
-        elif name != "frozen" and not is_amount(value):
-            yield f"{key}.{name}: {value!r} is not a number (0 or more)"
-    if settings.get("frozen") is True and len(settings) > 1:
-        yield f"{key}: what is frozen has neither lr nor weight_decay"
 
 
 def check_amount(key: str, value: object) -> None:

@@ -89,10 +89,14 @@ class Spending:
     Attributes:
         steps: counted.
         phases: by name; those never entered are missing.
+        in_flight: seconds in which at least one collective travelled.
+        waited: seconds in which nothing else was done meanwhile.
     """
 
     steps: int
     phases: Mapping[Phase, Spent]
+    in_flight: float = 0.0
+    waited: float = 0.0
 
     def seconds(self, *phases: Phase) -> float:
         """Give the seconds of some phases together."""
@@ -106,7 +110,7 @@ class Spending:
     def from_json(cls, told: Mapping[str, Any]) -> Self:
         """Take what `to_json` gave."""
         phases = {phase: Spent(**spent) for phase, spent in told["phases"].items()}
-        return cls(steps=told["steps"], phases=phases)
+        return cls(**{**told, "phases": phases})
 
 
 @final
@@ -125,8 +129,12 @@ class PhaseTimes:
         self.phase: Phase = "start"
         self._since = clock.mark()
         self._ahead: deque[tuple[Phase, Any, Any]] = deque()
+        self._flights: deque[tuple[int, Any, Any, Any]] = deque()
+        self._landed: Any = None
+        self._flown_step = 0
         self._spent: dict[Phase, Spent] = {}
-        self._steps = 0
+        self._in_flight = self._waited = 0.0
+        self._begun = self._steps = 0
 
     def enter(self, phase: Phase) -> Phase:
         """End the present phase, and begin another.
@@ -138,16 +146,38 @@ class PhaseTimes:
         self._ahead.append((ended, self._since, now))
         self.phase, self._since = phase, now
         if phase == "data":
+            self._begun += 1
             self._settle()
         return ended
+
+    def mark(self) -> Any:  # noqa: ANN401 - as its clock has it
+        """Mark the present moment."""
+        return self._clock.mark()
+
+    def flew(self, launched: Any, asked: Any) -> None:  # noqa: ANN401 - marks
+        """Count a collective that has landed, in order of launch.
+
+        One that had landed before anyone asked for it counts as on its way until then.
+
+        Args:
+            launched: when it began to travel.
+            asked: since when nothing but its end was waited for.
+        """
+        self._flights.append((self._begun, launched, asked, self._clock.mark()))
 
     def spending(self) -> Spending:
         """Tell what the steps so far took, the present phase left out."""
         self._settle()
-        return Spending(steps=max(1, self._steps - 1), phases=dict(self._spent))
+        return Spending(
+            steps=max(1, self._steps - 1),
+            phases=dict(self._spent),
+            in_flight=self._in_flight,
+            waited=self._waited,
+        )
 
     def _settle(self) -> None:
         """Add up what has passed."""
+        self._settle_flights()
         while self._ahead:
             phase, before, after = self._ahead[0]
             seconds = self._clock.between(before, after)
@@ -161,6 +191,24 @@ class PhaseTimes:
             if phase not in self._spent:
                 self._spent[phase] = Spent()
             self._spent[phase].add(seconds)
+
+    def _settle_flights(self) -> None:
+        """Add up what has landed; time in which several travelled counts once."""
+        between = self._clock.between
+        while self._flights:
+            step, launched, asked, landed = self._flights[0]
+            travelled, waited = between(launched, landed), between(asked, landed)
+            if travelled is None or waited is None:
+                return
+            self._flights.popleft()
+            if self._flown_step < step <= WARM:
+                self._in_flight = self._waited = 0.0
+            self._flown_step = step
+            if self._landed is not None:
+                travelled = min(travelled, between(self._landed, landed) or 0.0)
+            self._in_flight += travelled
+            self._waited += waited
+            self._landed = landed
 
 
 def clock_of(device: torch.device) -> Clock:

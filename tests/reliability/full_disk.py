@@ -45,7 +45,8 @@ def attempt(place: Path, size: int, on_full: str) -> dict[str, object]:
         "screen": ended.screen[-2000:],
         "steps": store.steps(),
         "intact": [step for step in store.steps() if verify(store.path(step), step)],
-        "logged": max([0, *(e["step"] for e in lab.logged(run)["metrics"] if "lr" in e)]),
+        "logged": [e["step"] for e in lab.logged(run)["metrics"] if "lr" in e],
+        "ledger": [e["step"] for e in lab.logged(run)["ledger"]],
     }
     mount(place, PLENTY, "remount")
     ended = lab.go_on(settings, run)

@@ -52,6 +52,8 @@ class Strike:
             raise ArithmeticError("injected")
         if self.kind == "exit":
             os._exit(3)
+        if self.kind == "sleep":
+            time.sleep(1000)
         if self.kind == "skip":
             _skip_the_next_sum()
             return

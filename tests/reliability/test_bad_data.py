@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -156,12 +157,43 @@ def too_few(folder: Path) -> Path:
     return folder / "few.txt"
 
 
+def folder_with_a_pipe(folder: Path) -> Path:
+    os.mkfifo(corpus(folder) / "hollow.pipe")
+    return folder / "texts"
+
+
+def folder_with_a_socket(folder: Path) -> Path:
+    with socket.socket(socket.AF_UNIX) as end:
+        end.bind(os.path.relpath(corpus(folder) / "hollow.sock"))
+    return folder / "texts"
+
+
+def folder_with_a_link_to_nothing(folder: Path) -> Path:
+    (corpus(folder) / "hollow.txt").symlink_to("nowhere")
+    return folder / "texts"
+
+
+def folder_with_a_link_to_a_folder(folder: Path) -> Path:
+    (corpus(folder) / "more").symlink_to(folder)
+    return folder / "texts"
+
+
+def pipe(folder: Path) -> Path:
+    os.mkfifo(folder / "hollow.txt")
+    return folder / "hollow.txt"
+
+
 PLACES: Mapping[Callable[[Path], Path], str] = {
     empty_file: "empty.txt",
     blank_file: "blank.txt",
     empty_folder: "texts",
     folder_with_an_empty_file: "hollow.txt",
     folder_with_a_binary_file: "hollow.bin",
+    folder_with_a_pipe: "hollow.pipe: neither a file nor a folder",
+    folder_with_a_socket: "hollow.sock: neither a file nor a folder",
+    folder_with_a_link_to_nothing: "hollow.txt: neither a file nor a folder",
+    folder_with_a_link_to_a_folder: "more: a link to a folder",
+    pipe: "hollow.txt: neither a file nor a folder",
 }
 
 

@@ -23,7 +23,7 @@ from trainer import durable
 from trainer.checkpoint.store import CheckpointStore
 from trainer.config import RunConfig
 
-NUM_SCHEDULES = 6
+NUM_SCHEDULES = 8
 NUM_SCHEDULES_NIGHTLY = 2000
 MAX_OPERATIONS = 130
 """Durable operations of a whole run, about."""

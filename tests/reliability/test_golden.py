@@ -13,12 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.reliability import lab
 from tests.reliability.make_golden import GOLDEN, SETTINGS, expected
 from tests.reliability.test_hostile_checkpoints import sign
 from trainer.checkpoint.manifest import FORMAT_VERSION
 from trainer.checkpoint.store import CheckpointStore
+from trainer.data.split import fingerprint_of
+from trainer.data.text import Text
+from trainer.data.tokens import TokenWindows
 from trainer.errors import NoCheckpointError
 
 FORMATS = sorted(GOLDEN.iterdir())
@@ -91,7 +95,42 @@ def another_optimizer(body: dict[str, Any]) -> None:
     body["meta"]["optimizer"]["class"] = "SGD"
 
 
+def a_list_for_a_contract(body: dict[str, Any]) -> None:
+    body["meta"]["extra"]["contract"] = ["batch.global"]
+
+
+def a_text_for_a_count(body: dict[str, Any]) -> None:
+    body["meta"]["extra"]["tokens"] = "many"
+
+
+def a_step_beyond_all(body: dict[str, Any]) -> None:
+    body["meta"]["extra"]["cursor"]["step"] = 10**30
+
+
+def no_cut(body: dict[str, Any]) -> None:
+    body["meta"]["extra"]["cut"] = {}
+
+
+def a_number_for_tuning(body: dict[str, Any]) -> None:
+    body["meta"]["extra"]["cut"]["tuning"] = -1
+
+
+def another_setting(body: dict[str, Any]) -> None:
+    body["meta"]["optimizer"]["groups"][0]["betas"] = None
+
+
+def a_position_beyond_all(body: dict[str, Any]) -> None:
+    body["meta"]["rng"]["numpy"][2] = 10**30
+
+
 ALTERED = [
+    a_list_for_a_contract,
+    a_text_for_a_count,
+    a_step_beyond_all,
+    no_cut,
+    a_number_for_tuning,
+    another_setting,
+    a_position_beyond_all,
     newer,
     nameless,
     another_step,
@@ -122,3 +161,45 @@ def test_altered_metadata_end_the_run_with_one_line(
         assert "upgrade" in ended.error
         with pytest.raises(NoCheckpointError, match="newer"):
             CheckpointStore(tmp_path / "run" / "checkpoints").load()
+
+
+class Unmarked:
+    """Rows of one's own, without a fingerprint; wherever they are imported from."""
+
+    __module__ = "rows"
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": torch.arange(index + 2), "labels": torch.arange(index + 2)}
+
+
+def texts(folder: Path) -> Text:
+    (folder / "corpus.txt").write_text("\n\n".join(f"document {i}" for i in range(9)))
+    return Text(str(folder / "corpus.txt"))
+
+
+def tokens(folder: Path) -> TokenWindows:
+    (folder / "tokens.bin").write_bytes(bytes(range(200)))
+    return TokenWindows(str(folder / "tokens.bin"), max_length=8)
+
+
+def unmarked(folder: Path) -> Unmarked:
+    return Unmarked()
+
+
+FINGERPRINTS: dict[Callable[[Path], Any], str] = {
+    texts: "cbd9ab3bcf2a19cb",
+    tokens: "ccd9d7f1e1e3b43f",
+    unmarked: "74fef81ff0abe058",
+}
+
+
+@pytest.mark.parametrize("data", FINGERPRINTS, ids=lambda data: data.__name__)
+def test_data_keep_the_fingerprint_that_older_checkpoints_know(
+    data: Callable[[Path], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another one would refuse every run that goes on after an upgrade."""
+    monkeypatch.setenv("TRAIN_CACHE", str(tmp_path / "cache"))
+    assert fingerprint_of(data(tmp_path))[:16] == FINGERPRINTS[data]

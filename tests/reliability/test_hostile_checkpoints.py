@@ -7,6 +7,7 @@ stranger's would be. None may load, and the canary that each payload would plant
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import os
 import pickle
@@ -22,10 +23,16 @@ from torch import nn
 from tests.reliability.support import save
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.state import capture, restore
+from trainer.checkpoint.status import read_status
 from trainer.checkpoint.store import CheckpointStore
 from trainer.checkpoint.weights import load_weights
-from trainer.durable import write_file
+from trainer.commands.allowed import agreed
+from trainer.commands.kept import check_reach, kept
+from trainer.durable import read_json, write_file
 from trainer.errors import NoCheckpointError
+from trainer.plan.order import Order
+from trainer.report.metrics import evaluation_at, step_seconds_at
+from trainer.report.wandb import WandbMirror, WandbSettings
 
 ROOT = Path(__file__).parents[2]
 
@@ -310,6 +317,206 @@ def test_a_state_tree_that_lies_is_refused(tree: object, part: str, tmp_path: Pa
     with pytest.raises(NoCheckpointError) as refusal:
         restore(store.load(), model, optimizer)
     assert "\n" not in str(refusal.value)
+
+
+def point_at_step(saved: dict[str, Any]) -> None:
+    saved["state"]["a.weight"]["exp_avg"] = saved["state"]["a.weight"]["step"]
+
+
+def point_at_other_shape(saved: dict[str, Any]) -> None:
+    saved["state"]["a.weight"]["exp_avg"] = saved["state"]["a.bias"]["exp_avg"]
+
+
+def drop_moment(saved: dict[str, Any]) -> None:
+    del saved["state"]["a.weight"]["exp_avg_sq"]
+
+
+def drop_parameter(saved: dict[str, Any]) -> None:
+    saved["state"]["a.weight"] = {}
+
+
+def drop_all(saved: dict[str, Any]) -> None:
+    saved["state"] = {}
+
+
+def drop_all_as_an_earlier_version(saved: dict[str, Any]) -> None:
+    saved["state"] = {}
+    del saved["without"]
+
+
+def add_parameter(saved: dict[str, Any]) -> None:
+    saved["state"]["nothing"] = saved["state"]["a.weight"]
+
+
+def number_for_moment(saved: dict[str, Any]) -> None:
+    saved["state"]["a.weight"]["exp_avg"] = 1.0
+
+
+def set_betas(saved: dict[str, Any]) -> None:
+    saved["groups"][0]["betas"] = {"$tuple": [5.0, 0.5]}
+
+
+def set_nan(saved: dict[str, Any]) -> None:
+    saved["groups"][0]["eps"] = {"$float": "nan"}
+
+
+def stepped(kind: Callable[..., torch.optim.Optimizer]) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model with one layer that never had a gradient."""
+    model = nn.ModuleDict({"a": nn.Linear(8, 4), "unused": nn.Linear(2, 2)})
+    optimizer = kind(model.parameters(), lr=0.1)
+    model["a"](torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        point_at_step,
+        point_at_other_shape,
+        drop_moment,
+        drop_parameter,
+        drop_all,
+        drop_all_as_an_earlier_version,
+        add_parameter,
+        number_for_moment,
+        set_betas,
+        set_nan,
+    ],
+)
+@pytest.mark.parametrize("settings", ["saved", "live"])
+def test_an_optimizer_state_that_a_kernel_would_trust_is_refused(
+    change: Callable[[dict[str, Any]], None], settings: Any, tmp_path: Path
+) -> None:
+    kind = functools.partial(torch.optim.AdamW, fused=True)
+    model, optimizer = stepped(kind)
+    tensors, meta = capture(model, optimizer, extra={})
+    change(meta["optimizer"])
+    store = CheckpointStore(tmp_path)
+    store.save(1, tensors, meta)
+    fresh = kind(model.parameters(), lr=0.1)
+    if settings == "live" and change in {set_betas, set_nan, drop_all_as_an_earlier_version}:
+        restore(store.load(), model, fresh, hyperparameters=settings)
+        assert fresh.param_groups[0]["betas"] == (0.9, 0.999)
+        return
+    with pytest.raises(NoCheckpointError) as refusal:
+        restore(store.load(), model, fresh, hyperparameters=settings)
+    assert "\n" not in str(refusal.value)
+
+
+class Odd(torch.optim.Optimizer):
+    """Keeps numbers and lists, and takes no step without what restore cannot give it."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                assert parameter.grad.any()
+                moments = [torch.zeros_like(parameter), torch.zeros(1)]
+                self.state[parameter] = {"number": 3, "moments": moments}
+
+
+KINDS: list[Callable[..., torch.optim.Optimizer]] = [
+    torch.optim.AdamW,
+    torch.optim.SGD,
+    functools.partial(torch.optim.SGD, momentum=0.9),
+    torch.optim.Adafactor,
+    torch.optim.NAdam,
+    torch.optim.ASGD,
+    torch.optim.Rprop,
+    torch.optim.Adagrad,
+    Odd,
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_optimizer_takes_its_own_state_back(
+    kind: Callable[..., torch.optim.Optimizer], tmp_path: Path
+) -> None:
+    model, optimizer = stepped(kind)
+    store = CheckpointStore(tmp_path)
+    store.save(1, *capture(model, optimizer, extra={}))
+    fresh = kind(model.parameters(), lr=0.1)
+    restore(store.load(), model, fresh)
+    before, after = optimizer.state_dict()["state"], fresh.state_dict()["state"]
+    assert str(before) == str(after)
+
+
+@pytest.mark.parametrize(
+    "text", [b"[" * 200_000, b"\xff\xfe", b'{"warnings": ', b"null", b"9" * 5000], ids=range(5)
+)
+def test_side_files_of_a_stranger_are_passed_over(text: bytes, tmp_path: Path) -> None:
+    for name in ("plan.json", "metrics.jsonl", "status.json"):
+        (tmp_path / name).write_bytes(text + b"\n")
+    with (tmp_path / "metrics.jsonl").open("ab") as log:
+        log.write(b'{"step": 1, "seconds": "abc"}\n{"step": 1, "seconds": 2}\n')
+        log.write(b'{"step": 1, "eval_loss": "x", "eval_accuracy": 1, "eval_seconds": 1}\n')
+    assert read_json(tmp_path / "plan.json") == {}
+    assert read_status(tmp_path) == {}
+    assert step_seconds_at(tmp_path, 1) == 2
+    assert evaluation_at(tmp_path, 1) == {"accuracy": 1}
+
+
+def test_a_pipe_for_a_side_file_does_not_hang(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "plan.json")
+    assert read_json(tmp_path / "plan.json") == {}
+
+
+@pytest.mark.parametrize("text", ["é", "../../elsewhere", "", "a b"])
+def test_a_bad_run_id_turns_the_mirror_off_with_a_warning(text: str, tmp_path: Path) -> None:
+    (tmp_path / "wandb").mkdir()
+    (tmp_path / "wandb" / "id").write_text(text, encoding="latin-1")
+    told: list[str] = []
+    WandbMirror(WandbSettings(mode="offline"), tmp_path, {}, told.append).close()
+    assert len(told) == 1
+    assert "holds no run id" in told[0]
+
+
+CUT = {"accum": {}, "state": {}, "tuning": None, "evaluation_tokens": 8}
+EXTRA: dict[str, Any] = {
+    "contract": {},
+    "fingerprint": "f",
+    "cursor": {"step": 1, "epoch": 0, "offset": 4, "samples": 4},
+    "tokens": 9,
+    "cut": CUT,
+}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"cursor": {**EXTRA["cursor"], "offset": 10**18}},
+        {"cursor": {**EXTRA["cursor"], "step": 2}},
+        {"cursor": {**EXTRA["cursor"], "epoch": 10**9}},
+        {"failures": 10**18},
+        {"cut": {**CUT, "evaluation_tokens": 0}},
+        {"allowed": [[[]]]},
+    ],
+    ids=range(6),
+)
+def test_a_place_that_the_steps_do_not_lead_to_is_refused(
+    change: dict[str, Any], tmp_path: Path
+) -> None:
+    store = CheckpointStore(tmp_path)
+    store.save(1, {"model.a": torch.zeros(1)}, {"extra": EXTRA})
+    assert kept(store.load())["tokens"] == 9
+    store = CheckpointStore(tmp_path / "changed")
+    store.save(1, {"model.a": torch.zeros(1)}, {"extra": EXTRA | change})
+    with pytest.raises(NoCheckpointError):
+        kept(store.load())
+
+
+def test_a_place_beyond_the_epoch_and_terms_that_are_none_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(NoCheckpointError, match="sample 4 of an epoch of 3"):
+        check_reach(EXTRA, Order(3, 0, 1), tmp_path)
+    check_reach(EXTRA, Order(4, 0, 1), tmp_path)
+    terms = {"contract": {}, "fingerprint": "x", "allowed": [[[]]]}
+    (tmp_path / "allowed.json").write_text(json.dumps({"6": terms}))
+    assert agreed(tmp_path, 5) == {}
+    with pytest.raises(NoCheckpointError, match="delete it"):
+        agreed(tmp_path, 6)
 
 
 FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}

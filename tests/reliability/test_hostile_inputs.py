@@ -29,6 +29,14 @@ class Hook:
     pass
 """
 
+SWELLING = "{a: &a [x,x,x,x,x,x,x,x], b: &b [*a,*a,*a,*a,*a,*a,*a,*a], c: &c [*b,*b,*b,*b,*b,*b,*b]"
+SWELLING += "".join(
+    f", {name}: &{name} [{','.join([f'*{before}'] * 8)}]"
+    for before, name in zip("cdefgh", "defghi", strict=True)
+)
+SWELLING += "}"
+"""A few hundred characters that stand for a hundred million values."""
+
 TINY = [line for line in lab.lines("steps=1", "eval.every=null") if "hooks" not in line]
 
 
@@ -113,6 +121,8 @@ RECIPES = {
     "aliases without end": "a: &a [1,1]\nb: &b [*a,*a]\nc: [*b,*b]",
     "another output folder": "outputs: /tmp",
     "another export": "export: {to: ../../x}",
+    "another machine": "parallel: {rendezvous: '127.0.0.1:9', nodes: 2, node: 1}",
+    "another W&B's team by reference": "name: evil\nwandb: {entity: '${name}'}",
     "another run": "init: ../../run",
     "a name that climbs": "name: ../../x",
     "an option that climbs": "defaults: [{model: ../../../x}]",
@@ -198,6 +208,23 @@ def tagged_overrides(run: Path) -> None:
     (run / ".hydra" / "overrides.yaml").write_text("!!python/object/apply:os.mkdir [canary]\n")
 
 
+def swelling_config(run: Path) -> None:
+    (run / "config.yaml").write_text(SWELLING)
+
+
+def swelling_overrides(run: Path) -> None:
+    (run / ".hydra" / "overrides.yaml").write_text(f"- {SWELLING}")
+
+
+def another_server(run: Path) -> None:
+    (run / "wandb").mkdir(exist_ok=True)
+    (run / "wandb" / "settings").write_text("[default]\nbase_url = http://127.0.0.1:9\n")
+
+
+def endless_config(run: Path) -> None:
+    (run / "config.yaml").write_text("&a {batch: *a}")
+
+
 def linked(name: str) -> Callable[[Path], None]:
     def link(run: Path) -> None:
         target = run / name
@@ -215,12 +242,37 @@ def linked(name: str) -> Callable[[Path], None]:
 FOLDERS = [
     tagged_config,
     tagged_overrides,
+    swelling_config,
+    swelling_overrides,
+    endless_config,
+    another_server,
     *map(
         linked,
         ["metrics.jsonl", "samples.jsonl", "train.log", "checkpoints", "errors", ".hydra/resume_1"],
     ),
     *map(linked, ["status.json", "result.json", ".lock", "wandb"]),
 ]
+
+
+def test_a_file_s_name_commands_no_terminal(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name that clears the screen, sets its title, and turns what follows it around."""
+    monkeypatch.setenv("TRAIN_CACHE", str(place / "cache"))
+    (place / "texts").mkdir()
+    (place / "texts" / "a\x1b[2J\x1b]0;evil\x07\u202e\x9b.txt").write_bytes(b"\xff")
+    for number in range(120):
+        (place / "texts" / f"{number}.txt").write_text(f"document {number}")
+    argv = [line for line in TINY if not line.startswith(("data", "model"))]
+    argv += ["data=text", "data.path=texts", "data.max_length=16", "model.width=6"]
+    assert cli.run(argv) == 3
+    assert cli.run([*argv, "data.on_bad=skip"]) == 0
+    said = capsys.readouterr()
+    (log,) = (place / "outputs").glob("*/*/samples.jsonl")
+    (shown,) = (place / "outputs").glob(f"*/{log.parent.name}/train.log")
+    for text in (said.out, said.err, shown.read_text(), log.read_text()):
+        assert "x1b" in text or "u001b" in text
+        assert all(char.isprintable() or char in "\n\t" for char in text), repr(text)
 
 
 @pytest.mark.parametrize("spoil", FOLDERS, ids=lambda spoil: spoil.__name__)

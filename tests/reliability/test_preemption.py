@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from tests.reliability import lab, toys
+from tests.reliability.rank_runs import RankRun, processes_in
 from tests.reliability.support import cases, replay
 from trainer import loop, signals
 from trainer.checkpoint.status import read_status
@@ -25,10 +26,12 @@ from trainer.checkpoint.store import CheckpointStore
 from trainer.checkpoint.verification import verify
 from trainer.commands import train
 from trainer.data import text
-from trainer.tune import tuner
+from trainer.launch import watch
+from trainer.saves import Saves
+from trainer.tune import variant
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-NUM_SIGNALS = 6
+NUM_SIGNALS = 12
 NUM_SIGNALS_NIGHTLY = 90
 NUM_RANK_SIGNALS = 1
 NUM_RANK_SIGNALS_NIGHTLY = 60
@@ -116,7 +119,7 @@ def _while_tuning(patch: pytest.MonkeyPatch) -> None:
 
 
 def _while_predicting(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(tuner, "corner_shapes", _after(_once(signal.SIGTERM), tuner.corner_shapes))
+    patch.setattr(variant, "corner_shapes", _after(_once(signal.SIGTERM), variant.corner_shapes))
 
 
 def _in_the_first_step(patch: pytest.MonkeyPatch) -> None:
@@ -261,6 +264,21 @@ def test_loading_processes_ignore_what_reaches_the_whole_group(tmp_path: Path) -
     lab.assert_same(lab.outcome(tmp_path / "run"), lab.outcome(tmp_path / "undisturbed"), "group")
 
 
+def test_a_second_signal_after_the_last_save_is_ignored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = Saves.release
+
+    def strike(saves: Saves) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        release(saves)
+
+    monkeypatch.setattr(Saves, "release", strike)
+    child = lab.fork(lambda: lab.run(lab.config(), tmp_path, after_step=lab.stop_at(3)).code)
+    assert child.wait() == 75
+    assert lab.status(tmp_path)["exit_code"] == 75
+
+
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_second_signal_stops_at_once_and_harms_nothing(number: int, tmp_path: Path) -> None:
     def hang(step: int) -> None:
@@ -400,24 +418,54 @@ def test_sixty_signals_to_two_ranks_change_nothing(
     signal_ranks(NUM_RANK_SIGNALS_NIGHTLY, two_ranks, tmp_path)
 
 
-@pytest.mark.nightly
-def test_a_second_signal_ends_all_ranks_at_once(tmp_path: Path) -> None:
-    settings = lab.config(*RANKS, "model.pause=60", "checkpoint.every=1")
-    child = lab.fork(lambda: lab.run(settings, tmp_path / "run").code)
-    wait_for(tmp_path / "run" / "plan.json", child)
-    time.sleep(0.5)
-    child.kill(signal.SIGTERM)
-    time.sleep(2.5 * signals.TOGETHER_S)
-    assert not child.has_ended()
+@pytest.mark.parametrize(
+    ("strike", "number"),
+    [
+        ("sleep@compute:3@1", signal.SIGTERM),
+        *(
+            pytest.param(f"sleep@{place}", number, marks=pytest.mark.nightly)
+            for place in ("start:0@1", "data:2@0", "reduce:3@0", "saving:2@0", "evaluation:3@1")
+            for number in SIGNALS
+        ),
+    ],
+)
+def test_a_second_signal_ends_all_ranks_at_once(strike: str, number: int, tmp_path: Path) -> None:
+    """One rank sleeps at the stated place, and the other is in a collective before long."""
+    run = RankRun.start(tmp_path, "num_workers=1", STRIKES=strike)
+    run.wait_for("marks/*")
+    time.sleep(2 * signals.TOGETHER_S)
+    run.process.send_signal(signal.SIGTERM)
+    time.sleep(2 * signals.TOGETHER_S)
+    assert run.process.poll() is None
     with lab.timed() as took:
-        child.kill(signal.SIGTERM)
-        assert child.wait() not in (0, 75)
+        run.process.send_signal(number)
+        assert run.end().code == 130
         assert took() < AT_ONCE_S
-    assert lab.status(tmp_path / "run")["exit_code"] == 130
+    assert processes_in(tmp_path) == []
+    assert lab.status(run.folder)["exit_code"] == 130
+
+
+@pytest.mark.nightly
+def test_a_signal_that_a_rank_does_not_hear_before_the_first_step_ends_it_in_time(
+    tmp_path: Path,
+) -> None:
+    run = RankRun.start(tmp_path, STRIKES="sleep@start:0@1")
+    run.wait_for("marks/*")
+    with lab.timed() as took:
+        run.process.send_signal(signal.SIGTERM)
+        ended = run.end()
+        assert took() < watch.UNBEGUN_S + AT_ONCE_S
+    assert ended.code == 75
+    assert ended.errors == [
+        f"train: stopped before the first step: go on with: train resume={run.folder} "
+        "'trust=[tests]'"
+    ]
+    run.assert_none_left("start")
+    assert (lab.status(run.folder)["state"], lab.status(run.folder)["step"]) == ("preempted", 0)
 
 
 def handlers(source: str) -> list[ast.FunctionDef]:
-    """Find the functions of a module that are given to `signal.signal`."""
+    """Find the functions of a module that are given to `signal.signal`, and its own they call."""
     tree = ast.parse(source)
     named = {
         argument.id
@@ -426,12 +474,26 @@ def handlers(source: str) -> list[ast.FunctionDef]:
         for argument in node.args[1:]
         if isinstance(argument, ast.Name)
     }
-    functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
-    return [function for function in functions if function.name in named]
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    found = [function for function in functions if function.name in named]
+    called = {call for function in found for call in calls_of(function)}
+    return [function for function in functions if function.name in named | called]
 
 
-FLAG_ONLY = {"signal.signal", "time.sleep"}
-"""A handler sets a flag, and a little later lets the next signal end the process."""
+def calls_of(function: ast.FunctionDef) -> list[str]:
+    return [ast.unparse(node.func) for node in ast.walk(function) if isinstance(node, ast.Call)]
+
+
+FLAG_ONLY = {
+    "signal.signal",
+    "time.sleep",
+    "_end_at_next",
+    "os.write",
+    "sys.stderr.isatty",
+    "sys.stderr.fileno",
+}
+"""A handler sets a flag, and a little later lets the next signal end the process; it says so to a
+terminal, past the stream that may be in the midst of writing."""
 
 FORWARDS = FLAG_ONLY | {"time.monotonic", "touch", "signal"}
 """What a supervisor, which computes and saves nothing, does to tell the ranks."""
@@ -439,10 +501,10 @@ FORWARDS = FLAG_ONLY | {"time.monotonic", "touch", "signal"}
 
 def does_too_much(handler: ast.FunctionDef, allowed: set[str]) -> list[str]:
     """Name what a handler calls beyond what is allowed."""
-    calls = [node for node in ast.walk(handler) if isinstance(node, ast.Call)]
-    whole = [ast.unparse(call.func) for call in calls]
     return [
-        n for n in whole if n not in allowed and n.rpartition(".")[2] not in allowed - FLAG_ONLY
+        n
+        for n in calls_of(handler)
+        if n not in allowed and n.rpartition(".")[2] not in allowed - FLAG_ONLY
     ]
 
 

@@ -9,7 +9,8 @@ is exact for every split.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, final
 
@@ -18,9 +19,13 @@ from torch import Tensor
 
 from trainer.errors import ConfigError
 from trainer.micro_batch import Fields
+from trainer.out_of_memory import is_out_of_memory
 
 ModelCall = Callable[[Fields], Any]
 """Calls the model with those fields its `forward` names; gives what the model gives."""
+
+_OF_OPERANDS = {IndexError, TypeError, ValueError, RuntimeError}
+"""What PyTorch raises where shapes, types or values do not belong together."""
 
 IGNORED = -100
 """The label of what is no loss term, as everywhere in PyTorch."""
@@ -95,6 +100,59 @@ def labels_of(fields: Fields) -> Tensor:
             f"objective: the data give no field named labels (they give: {', '.join(fields)})"
         )
     return fields["labels"]
+
+
+def sequences_of(fields: Fields, name: str) -> Tensor:
+    """Take labels that are one sequence per sample, `(batch, time)`, out of a micro-batch.
+
+    Args:
+        fields: of the micro-batch.
+        name: of the objective, for the message.
+
+    Raises:
+        ConfigError: the data give none, or labels of another shape.
+    """
+    labels = labels_of(fields)
+    if labels.ndim == 1:
+        raise ConfigError(
+            f"objective={name}: labels are one number per sample, not a sequence; type "
+            "objective=classify"
+        )
+    if labels.ndim != 2:  # noqa: PLR2004 - (batch, time)
+        raise ConfigError(
+            f"objective={name}: labels of shape {tuple(labels.shape)} are no sequences of tokens, "
+            "(batch, time)"
+        )
+    return labels
+
+
+@contextmanager
+def shapes_named(name: str, logits: Tensor, labels: Tensor) -> Iterator[None]:
+    """Say with which shapes an objective failed that computes on what the user's own code gave.
+
+    Args:
+        name: of the objective.
+        logits: as the model gave them.
+        labels: as the data did.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        ConfigError: what PyTorch says is wrong, and the shapes.
+        Exception: as raised inside, where it is the machinery's own.
+    """
+    try:
+        yield
+    except Exception as error:
+        # Subclasses tell of memory, fake tensors or other ranks.
+        if type(error) not in _OF_OPERANDS or is_out_of_memory(error):
+            raise
+        cause = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
+        raise ConfigError(
+            f"objective={name}: {cause:.120}; logits of shape {tuple(logits.shape)} and "
+            f"{logits.dtype}, labels of shape {tuple(labels.shape)} and {labels.dtype}"
+        ) from error
 
 
 def without_labels(fields: Fields) -> Fields:

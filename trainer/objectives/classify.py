@@ -20,8 +20,11 @@ from trainer.objectives.base import (
     check_smoothing,
     labels_of,
     logits_of,
+    shapes_named,
     without_labels,
 )
+
+NAME = "classify"
 
 
 @final
@@ -46,13 +49,22 @@ class Classify(Objective):
             raise ConfigError("objective.class_weights: a weight is negative")
 
     def weights(self, fields: Fields) -> Mapping[str, float]:
-        """Sum the class weights of the labels for the loss, and count them for the accuracy."""
+        """Sum the class weights of the labels for the loss, and count them for the accuracy.
+
+        Raises:
+            ConfigError: a label has no class weight.
+        """
         labels = labels_of(fields)
         valid = labels[labels != IGNORED].long()
         count = float(valid.numel())
         if self.class_weights is None:
             return {"cross_entropy": count, "accuracy": count}
         weights = torch.tensor(self.class_weights, dtype=torch.float64)
+        if count and not 0 <= int(valid.min()) <= int(valid.max()) < len(weights):
+            raise ConfigError(
+                f"objective.class_weights: {len(weights)} weights, and labels from "
+                f"{int(valid.min())} to {int(valid.max())}"
+            )
         return {"cross_entropy": float(weights[valid].sum()), "accuracy": count}
 
     def sums(self, model: ModelCall, fields: Fields) -> Sums:
@@ -70,11 +82,20 @@ class Classify(Objective):
         """
         labels = labels_of(fields).long()
         logits = at_least_single(logits_of(model(without_labels(fields))))
+        if logits.shape[:-1] == labels.shape != (logits.shape[0], *logits.shape[2:]):
+            raise ConfigError(
+                f"objective={NAME}: labels are a sequence per sample, not one number; type "
+                "objective=next_token"
+            )
         if (logits.shape[0], *logits.shape[2:]) != labels.shape:
             raise ConfigError(
                 f"model: logits of shape {tuple(logits.shape)} do not belong to labels of shape "
-                f"{tuple(labels.shape)}; classify needs (batch, classes)"
+                f"{tuple(labels.shape)}; {NAME} needs (batch, classes)"
             )
+        with shapes_named(NAME, logits, labels):
+            return self._sums(logits, labels)
+
+    def _sums(self, logits: torch.Tensor, labels: torch.Tensor) -> Sums:
         cross_entropy = F.cross_entropy(
             logits,
             labels,

@@ -20,10 +20,13 @@ from trainer.objectives.base import (
     at_least_single,
     check_coefficient,
     check_smoothing,
-    labels_of,
     logits_of,
+    sequences_of,
+    shapes_named,
     without_labels,
 )
+
+NAME = "next_token"
 
 
 @final
@@ -49,7 +52,8 @@ class NextToken(Objective):
 
     def weights(self, fields: Fields) -> Mapping[str, float]:
         """Count the tokens that have a next one, under every name."""
-        targets = shifted_labels(fields) if "cu_seqlens" in fields else labels_of(fields)[:, 1:]
+        labels = sequences_of(fields, NAME)
+        targets = shifted_labels(fields) if "cu_seqlens" in fields else labels[:, 1:]
         count = float(torch.count_nonzero(targets != IGNORED))
         names = ["cross_entropy", "accuracy", *(["z_loss"] if self.z_loss else [])]
         return dict.fromkeys(names, count)
@@ -67,8 +71,10 @@ class NextToken(Objective):
                 f"model: logits of shape {tuple(logits.shape)} do not belong to labels of shape "
                 f"{tuple(targets.shape)}; next_token needs (batch, time, vocabulary)"
             )
-        logits = at_least_single(logits).flatten(0, -2)
-        targets = targets.flatten()
+        with shapes_named(NAME, logits, targets):
+            return self._sums(at_least_single(logits).flatten(0, -2), targets.flatten())
+
+    def _sums(self, logits: Tensor, targets: Tensor) -> Sums:
         losses = {
             "cross_entropy": F.cross_entropy(
                 logits,
@@ -98,7 +104,7 @@ def shifted_labels(fields: Fields) -> Tensor:
     Returns:
         `(batch, time)`, int64.
     """
-    targets = F.pad(labels_of(fields)[:, 1:], (0, 1), value=IGNORED).long()
+    targets = F.pad(sequences_of(fields, NAME)[:, 1:], (0, 1), value=IGNORED).long()
     if "cu_seqlens" in fields:
         ends = fields["cu_seqlens"][1:].long() - 1
         targets.index_fill_(1, ends, IGNORED)

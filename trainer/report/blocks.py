@@ -1,8 +1,4 @@
-"""The blocks a person sees at once: start, plan, verify, end. Pure: a summary in, text out.
-
-Every block is a grid of a dim label and its text, so it reads alike at 80 columns, at 120, without
-colour and in a file.
-"""
+"""The blocks a person sees at once: start, plan, verify. Pure: a summary in, text out."""
 
 from __future__ import annotations
 
@@ -10,14 +6,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from rich import box
 from rich.console import Group, RenderableType
 from rich.padding import Padding
-from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from trainer.report.breakdown import Breakdown
 from trainer.report.figures import (
     clock,
     duration,
@@ -25,21 +18,24 @@ from trainer.report.figures import (
     number,
     percent,
     plural,
-    printable,
     rate,
     short,
     shown_path,
     size,
 )
+from trainer.report.grids import Row, grid, heading, indented, joined, plain_table, title
 from trainer.report.journal import Entry
-from trainer.report.records import Candidate, PlanSummary, RunSummary, StartSummary, VerifyReport
+from trainer.report.records import (
+    Candidate,
+    MicroBatchShape,
+    Noun,
+    PlanSummary,
+    StartSummary,
+    VerifyReport,
+)
 
-LABEL_WIDTH = 10
-SAMPLE_CHARACTERS = 240
 MAX_SHAPE_ROWS = 12
 MAX_WORST = 8
-LOSSES = {"loss", "eval_loss"}
-Row = tuple[str, str | Text | None]
 
 
 def start_block(start: StartSummary) -> RenderableType:
@@ -49,7 +45,7 @@ def start_block(start: StartSummary) -> RenderableType:
         ("batch", batch_equation(plan)),
         *_cap(plan),
         ("loss", _normalizer(plan)),
-        ("model", _model(plan)),
+        *_model(plan),
         ("data", _data(plan)),
         ("memory", _memory(plan)),
         ("steps", _steps(plan)),
@@ -60,15 +56,20 @@ def start_block(start: StartSummary) -> RenderableType:
     ]
     if start.resumed_step is not None:
         rows.append(("resumed", f"after step {number(start.resumed_step)}, in the same folder"))
-    return Group(_title(f"train {start.name or ''}"), _grid(rows), _warnings(plan.warnings))
+    return Group(title(f"train {start.name or ''}"), grid(rows), _warnings(plan.warnings))
 
 
-def plan_block(plan: PlanSummary) -> RenderableType:
-    """Lay out the whole arithmetic of a run, for `train plan`."""
+def plan_block(plan: PlanSummary, file: Path | None = None) -> RenderableType:
+    """Lay out the whole arithmetic of a run, for `train plan`.
+
+    Args:
+        plan: the arithmetic.
+        file: holds all of it.
+    """
     rows: list[Row] = [
         ("batch", batch_equation(plan)),
         ("loss", _normalizer(plan)),
-        ("model", _model(plan)),
+        *_model(plan),
         ("data", _data(plan)),
         ("steps", _steps(plan)),
         ("tail", _tail(plan)),
@@ -79,17 +80,18 @@ def plan_block(plan: PlanSummary) -> RenderableType:
         ("padding", _padding(plan)),
         ("epoch", _epoch_means(plan)),
         *_cap(plan),
-        ("sync", plan.sync_why or f"{plan.sync}, parallel {plan.parallel}"),
+        ("parallel", plan.parallel_why),
+        ("sync", _sync(plan)),
         ("compute", _compute(plan, None)),
     ]
     tables: list[RenderableType] = []
     if plan.cadences:
-        tables += [_heading("cadences"), _cadences(plan)]
+        tables += [heading("cadences"), _cadences(plan)]
     if plan.shapes:
-        tables += [_heading("micro-batches of step 1"), _shapes(plan)]
+        tables += [heading("micro-batches of step 1"), _shapes(plan, file)]
     if plan.candidates:
-        tables += [_heading("caps weighed"), _candidates(plan.candidates)]
-    return Group(_title("plan"), _grid(rows), *tables, _warnings(plan.warnings))
+        tables += [heading("caps weighed"), _candidates(plan.candidates, plan.noun)]
+    return Group(title("plan"), grid(rows), *tables, _warnings(plan.warnings))
 
 
 def verify_block(report: VerifyReport) -> RenderableType:
@@ -112,33 +114,18 @@ def verify_block(report: VerifyReport) -> RenderableType:
         ("dtype", report.dtype),
         *(("note", note) for note in report.notes),
     ]
-    blocks: list[RenderableType] = [_title("verify"), _grid(rows)]
+    blocks: list[RenderableType] = [title("verify"), grid(rows)]
     if report.culprits:
-        culprits = _table("culprit", "why the step depends on the cut, and what to change")
+        culprits = plain_table("culprit", "why the step depends on the cut, and what to change")
         for name, reason in report.culprits:
             culprits.add_row(Text(name, "bold red"), reason)
-        blocks += [_heading("culprits"), _indented(culprits)]
+        blocks += [heading("culprits"), indented(culprits)]
     if report.worst:
-        worst = _table("parameter", ">error")
+        worst = plain_table("parameter", ">error")
         for name, error in report.worst[:MAX_WORST]:
             worst.add_row(name, f"{error:.2e}")
-        blocks += [_heading("worst parameters"), _indented(worst)]
+        blocks += [heading("worst parameters"), indented(worst)]
     return Group(*blocks)
-
-
-def end_block(end: RunSummary) -> RenderableType:
-    """Lay out how a run ended and what it is worth; the lines of `further` follow it."""
-    is_done = end.state == "completed"
-    blocks: list[RenderableType] = [_title("done" if is_done else "stopped"), _grid(_outcome(end))]
-    if end.eval_loss is not None:
-        blocks += [_heading("held-out loss, nats"), _indented(_losses(end, end.eval_loss))]
-    if end.time is not None:
-        blocks += [_heading("where the time of a step went"), _time_split(end.time)]
-        blocks += [_indented(Text.assemble(("-> ", "bold yellow"), line)) for line in end.advice]
-    if end.sample:
-        shown = printable(end.sample[:SAMPLE_CHARACTERS])
-        blocks += [_heading("a generated sample"), _indented(Text(shown, "green"))]
-    return Group(*blocks, _heading("look further"))
 
 
 def batch_equation(plan: PlanSummary) -> str:
@@ -146,7 +133,7 @@ def batch_equation(plan: PlanSummary) -> str:
     ranks = plural(plan.world_size, "rank")
     held = sum(shape.num_samples for shape in plan.shapes)
     is_short = plan.unit == "samples" and 0 < held < plan.global_batch
-    left = f"{number(held if is_short else plan.global_batch)} {plan.unit}"
+    left = plural(held if is_short else plan.global_batch, plan.unit.removesuffix("s"))
     left += f" (all there are; batch.global={plan.global_batch})" if is_short else ""
     of_ranks = Counter(shape.rank for shape in plan.shapes).values()
     if plan.world_size * plan.accum_steps == plan.micro_batches:
@@ -166,45 +153,9 @@ def batch_equation(plan: PlanSummary) -> str:
     return f"{left}{at_least} = {right}"
 
 
-def _title(text: str) -> RenderableType:
-    return Rule(Text(text.strip(), "bold"), align="left", style="cyan", characters="─")
-
-
-def _heading(text: str) -> RenderableType:
-    return Padding(Text(text, "bold"), (1, 0, 0, 2), expand=False)
-
-
-def _indented(block: RenderableType) -> RenderableType:
-    return Padding(block, (0, 0, 0, 2), expand=False)
-
-
-def _grid(rows: Iterable[Row]) -> RenderableType:
-    """Lay out labels and texts; a row without text is left out."""
-    grid = Table.grid(padding=(0, 2, 0, 0))
-    grid.add_column(width=LABEL_WIDTH, style="cyan", no_wrap=True)
-    grid.add_column(overflow="fold")
-    for label, text in rows:
-        if text is not None:
-            grid.add_row(label, Text(text) if isinstance(text, str) else text)
-    return _indented(grid)
-
-
-def _table(*columns: str) -> Table:
-    """Make a plain table; a column whose name begins with `>` is set to the right."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="dim")
-    for column in columns:
-        name = column.removeprefix(">")
-        table.add_column(name, justify="left" if name == column else "right", overflow="fold")
-    return table
-
-
 def _warnings(warnings: Sequence[str]) -> RenderableType:
     lines = [Text.assemble(("warning: ", "bold yellow"), text) for text in warnings]
     return Padding(Group(*lines), (1, 0, 0, 2), expand=False) if lines else Group()
-
-
-def _joined(*parts: str | None) -> str | None:
-    return ", ".join(part for part in parts if part) or None
 
 
 def _span(values: Iterable[int]) -> str:
@@ -219,16 +170,24 @@ def _normalizer(plan: PlanSummary) -> str:
     return f"sum over the whole global batch / its {over}"
 
 
-def _model(plan: PlanSummary) -> str | None:
-    count = plan.num_parameters
-    return _joined(plan.model, f"{number(count)} parameters" if count is not None else None)
+def _model(plan: PlanSummary) -> list[Row]:
+    """Write how large the model is, what of it is frozen, and what each optimizer group matched."""
+    count, frozen = plan.num_parameters, plan.num_frozen
+    text = joined(
+        plan.model,
+        plural(count + frozen, "parameter") if count is not None else None,
+        f"{number(frozen)} frozen" if frozen else None,
+    )
+    labels = ["groups", *[""] * len(plan.groups)]
+    return [("model", text), *zip(labels, plan.groups, strict=False)]
 
 
 def _data(plan: PlanSummary) -> str | None:
+    has_tokens = plan.noun == "token"
     cut = f" ({short(plan.num_cut_tokens)} more are cut off)" if plan.num_cut_tokens else ""
-    counts = _joined(
+    counts = joined(
         plural(plan.num_samples, "sample") if plan.num_samples is not None else None,
-        f"{short(plan.num_tokens)} tokens{cut}" if plan.num_tokens is not None else None,
+        f"{short(plan.num_tokens)} tokens{cut}" if plan.num_tokens and has_tokens else None,
         f"{number(plan.num_held_out)} held out" if plan.num_held_out is not None else None,
     )
     return ": ".join(part for part in (plan.data, counts) if part) or None
@@ -245,12 +204,12 @@ def _memory(plan: PlanSummary) -> str | None:
     else:
         share = percent(peak / limit) if limit else "more"
         predicted = f"{size(peak)} of tensors predicted, {share} of {size(limit)}"
-    return _joined(f"{predicted} per rank" if plan.world_size > 1 else predicted, plan.memory_note)
+    return joined(f"{predicted} per rank" if plan.world_size > 1 else predicted, plan.memory_note)
 
 
 def _memory_parts(plan: PlanSummary) -> list[Row]:
-    parts = [f"{name} {size(count)}" for name, count in plan.memory_parts.items()]
-    return [("", Text(" + ".join(parts), "dim"))] if parts else []
+    parts = [f"{name} {size(count)}" for name, count in plan.memory_parts.items() if count]
+    return [("", Text(f"at the peak: {' + '.join(parts)}", "dim"))] if parts else []
 
 
 def _steps(plan: PlanSummary) -> str:
@@ -280,7 +239,7 @@ def _learning_rate(plan: PlanSummary) -> str | None:
         return None
     warmup = plan.warmup_steps
     share = f" ({percent(warmup / plan.steps)} of the run)" if plan.steps else ""
-    return _joined(
+    return joined(
         f"{plan.lr:g}",
         plan.optimizer,
         plan.scheduler,
@@ -293,7 +252,7 @@ def _time(plan: PlanSummary) -> str | None:
         return plan.time_note
     total = plan.step_seconds * plan.steps
     text = f"about {duration(plan.step_seconds)} per step, {duration(total)} in all"
-    return _joined(text, plan.time_note)
+    return joined(text, plan.time_note)
 
 
 def _padding(plan: PlanSummary) -> str:
@@ -305,23 +264,24 @@ def _epoch_means(plan: PlanSummary) -> str | None:
     means, steps = plan.epoch_means, plan.epoch_means.get("steps", 1)
     if steps == 1:
         return None
-    return _joined(
-        f"mean of {number(steps)} steps: {number(round(means['tokens']))} tokens",
+    return joined(
+        f"mean of {number(steps)} steps: {plural(round(means['tokens']), plan.noun)}",
         plural(round(means["micro_batches"], 1), "micro-batch"),
         f"{percent(means['padding'])} padding",
     )
 
 
 def _cap(plan: PlanSummary) -> list[Row]:
-    cap = f"{number(plan.max_tokens)} padded tokens per micro-batch" if plan.max_tokens else None
+    most, padded = plan.max_tokens, "padded " * (plan.noun == "token")
+    cap = f"{plural(most, f'{padded}{plan.noun}')} per micro-batch" if most else None
     if cap is None:
-        return [("cap", plan.cap_source)]
+        return [("cut", plan.cap_source)]
     return [("cap", cap), ("", plan.cap_source and Text(plan.cap_source, "dim"))]
 
 
 def _compute(plan: PlanSummary, threads: int | None) -> str | None:
     workers = f"{plural(plan.num_workers, 'loading process')}{' each' * (plan.world_size > 1)}"
-    return _joined(
+    return joined(
         plan.device,
         plural(threads, "thread") if threads else None,
         plan.precision,
@@ -329,33 +289,73 @@ def _compute(plan: PlanSummary, threads: int | None) -> str | None:
     )
 
 
+def _sync(plan: PlanSummary) -> str:
+    if plan.world_size == 1:
+        return "one rank, which sends nothing"
+    return plan.sync_why or f"{plan.sync}, parallel {plan.parallel}"
+
+
 def _cadences(plan: PlanSummary) -> RenderableType:
     rows: list[Row] = []
     for name, every in plan.cadences.items():
         if every is None or every > plan.steps:
-            rows.append((name, "once, at the end"))
+            rows.append((name, "step 1 and the last" if name == "log" else "once, at the end"))
             continue
-        batch = f"{number(every * plan.global_batch)} {plan.unit}"
         times = plural(plan.steps // every, "time")
+        times += " and at the end" if plan.steps % every else ""
         steps = "step" if every == 1 else plural(every, "step")
-        rows.append((name, f"every {steps} = {batch}, {times}"))
-    return _grid(rows)
+        rows.append((name, f"every {steps} = {_amount(plan, every)}, {times}"))
+    return grid(rows)
 
 
-def _shapes(plan: PlanSummary) -> RenderableType:
-    """List the shapes, the first to run first; those that are alike share a row."""
+def _amount(plan: PlanSummary, steps: int) -> str:
+    """Write what some steps in a row consume; the tail of an epoch is smaller than the rest."""
+    if plan.unit == "tokens":
+        return f"about {plural(steps * plan.global_batch, 'token')}"
+    is_whole = plan.steps_per_epoch == 1 and plan.num_samples is not None
+    each = min(plan.global_batch, plan.num_samples or 1) if is_whole else plan.global_batch
+    meets_tail = plan.tail == "keep" and plan.tail_size and plan.steps >= plan.steps_per_epoch > 1
+    return f"{'up to ' if meets_tail else ''}{plural(steps * each, 'sample')}"
+
+
+def _shapes(plan: PlanSummary, file: Path | None) -> RenderableType:
+    """List the shapes, the first to run first; those that are alike share a row.
+
+    Of several ranks with too many shapes for the screen, the work of each is listed instead.
+    """
     groups = [*Counter(plan.shapes).items()]
-    table = _table(">rank", ">count", ">samples", ">length", ">positions")
+    if plan.world_size > 1 and len(groups) > MAX_SHAPE_ROWS:
+        return _ranks(plan, file)
+    table = plain_table(">rank", ">count", ">samples", f">length, {plan.noun}s", ">positions")
     for shape, count in groups[:MAX_SHAPE_ROWS]:
         figures = (shape.rank, count, shape.num_samples, shape.length, shape.positions)
         table.add_row(*map(number, figures))
-    left = len(groups) - MAX_SHAPE_ROWS
-    more = [Text(f"and {left} more (plan.json holds all)", "dim")] if left > 0 else []
-    return _indented(Group(table, *more))
+    return _continued(table, len(groups), file)
 
 
-def _candidates(candidates: Sequence[Candidate]) -> RenderableType:
-    table = _table(">cap, tokens", ">micro-batches", ">padding", ">memory", ">step time", "")
+def _ranks(plan: PlanSummary, file: Path | None) -> RenderableType:
+    """List what each rank computes; the shares are even where the positions are."""
+    of_ranks: dict[int, list[MicroBatchShape]] = {}
+    for shape in plan.shapes:
+        of_ranks.setdefault(shape.rank, []).append(shape)
+    table = plain_table(">rank", ">micro-batches", ">samples", ">positions", ">largest")
+    for rank, shapes in sorted(of_ranks.items())[:MAX_SHAPE_ROWS]:
+        samples = sum(shape.num_samples for shape in shapes)
+        positions = [shape.positions for shape in shapes]
+        table.add_row(*map(number, (rank, len(shapes), samples, sum(positions), max(positions))))
+    return _continued(table, len(of_ranks), file)
+
+
+def _continued(table: Table, num_rows: int, file: Path | None) -> RenderableType:
+    """Say below a table where the rows are that it leaves out."""
+    left = num_rows - MAX_SHAPE_ROWS
+    place = "plan.json" if file is None else shown_path(file)
+    more = [Text(f"and {number(left)} more; all are in {place}", "dim")] if left > 0 else []
+    return indented(Group(table, *more))
+
+
+def _candidates(candidates: Sequence[Candidate], noun: Noun) -> RenderableType:
+    table = plain_table(f">cap, {noun}s", ">micro-batches", ">padding", ">memory", ">step time", "")
     for row in candidates:
         note = "recomputing" if row.recomputes else ""
         note = note if row.fits else "does not fit"
@@ -368,65 +368,7 @@ def _candidates(candidates: Sequence[Candidate]) -> RenderableType:
             f"<- chosen {note}".strip() if row.is_chosen else note,
             style="bold green" if row.is_chosen else ("" if row.fits else "dim"),
         )
-    return _indented(table)
-
-
-def _time_split(time: Breakdown) -> RenderableType:
-    """Set every part of the mean step beside its share; a part that took nothing is left out."""
-    rows: list[Row] = [
-        (name, f"{percent(time.share(seconds)):>6}  {duration(seconds)}")
-        for name, seconds in time.parts.items()
-        if seconds > 0
-    ]
-    return _grid(rows)
-
-
-def _losses(end: RunSummary, held_out: float) -> Table:
-    """Set the held-out loss beside each baseline, with the difference."""
-    table = Table.grid(padding=(0, 3, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column()
-    table.add_row("this model", Text(loss(held_out), "bold green"), "")
-    for name, baseline in end.baselines.items():
-        gain = baseline - held_out
-        word = "better" if gain >= 0 else "worse"
-        style = "green" if gain >= 0 else "yellow"
-        table.add_row(name, loss(baseline), Text(f"this model is {abs(gain):.4f} {word}", style))
-    return table
-
-
-def _outcome(end: RunSummary) -> list[Row]:
-    done = f"{plural(end.step, 'step')} in {duration(end.seconds)}"
-    saved = f"after step {number(end.step)} of {number(end.steps)}, saved"
-    others = [f"{name} {mean:.4f}" for name, mean in end.metrics.items() if name not in LOSSES]
-    speed, peak = end.tokens_per_second, end.peak_bytes
-    skipped, replays = end.skipped_steps, end.replays
-    return [
-        ("completed", done) if end.state == "completed" else ("stopped", saved),
-        ("speed", f"{number(round(speed))} tokens/s" if speed else None),
-        ("memory", f"{size(peak)} at the peak of {end.peak_of}" if peak else None),
-        ("skipped", f"{plural(skipped, 'step')} without an update" if skipped else None),
-        ("replayed", f"{plural(replays, 'time')}, for want of memory" if replays else None),
-        ("held out", _joined(*others)),
-    ]
-
-
-def further(end: RunSummary) -> list[str]:
-    """Give the commands a person types next; print them unwrapped, so that they can be copied."""
-    folder = shown_path(end.folder)
-    commands = [f"train evaluate run={folder}", f"train export run={folder} export.to=exported"]
-    commands.append(f"train resume={folder} steps={2 * end.steps}")
-    if end.state != "completed":
-        commands[-1:] = [f"train resume={folder}"]
-    again = trusting(end.packages, end.config_dir)
-    return ["  " + " ".join([command, *again]) for command in commands]
-
-
-def trusting(packages: Sequence[str], config_dir: str | None = None) -> list[str]:
-    """Give what has to be typed for classes and options of one's own that a run folder names."""
-    flag = [] if config_dir is None else [f"--config-dir={shown_path(Path(config_dir))}"]
-    return [*flag, *([f"'trust=[{','.join(packages)}]'"] if packages else [])]
+    return indented(table)
 
 
 def step_of(step: int, steps: int) -> str:
@@ -434,13 +376,13 @@ def step_of(step: int, steps: int) -> str:
     return f"step {step:>{len(str(steps))}}/{steps}"
 
 
-def step_line(entry: Entry, steps: int, left_s: float | None) -> str:
+def step_line(entry: Entry, steps: int, left_s: float | None, noun: Noun = "token") -> str:
     """Write one step's figures on one line, aligned with those of other steps."""
     return "  ".join(
         (
             step_of(entry["step"], steps),
             f"loss {loss(entry['loss']):>8}",
-            f"{short(entry['tokens_per_second']):>5} tokens/s",
+            f"{short(entry['tokens_per_second']):>5} {noun}s/s",
             f"padding {percent(entry['padding']):>5}",
             f"grad norm {rate(entry['grad_norm']):>5}",
             f"lr {entry['lr']:.2e}",

@@ -64,6 +64,8 @@ class RankSplit:
         optimizer: the norm, clipping and the update.
         waiting_before: a rank was not ready to compute; its data are late.
         waiting_after: a rank still computed.
+        in_flight: at least one collective of parameters or gradients travelled.
+        unhidden: nothing else was done meanwhile.
         rest: metrics, the screen, and what else lies between two updates.
     """
 
@@ -74,6 +76,8 @@ class RankSplit:
     waiting_before: float = 0.0
     waiting_after: float = 0.0
     rest: float = 0.0
+    in_flight: float = 0.0
+    unhidden: float = 0.0
 
     @property
     def waiting(self) -> float:
@@ -91,12 +95,14 @@ class Breakdown:
         ranks: the mean step of every rank.
         evaluation_seconds: beside the steps, on the first rank.
         saving_seconds: likewise.
+        overlap: why as much as was measured of the communication is hidden; None on one rank.
     """
 
     steps: int
     ranks: tuple[RankSplit, ...]
     evaluation_seconds: float = 0.0
     saving_seconds: float = 0.0
+    overlap: str | None = None
 
     @property
     def parts(self) -> dict[str, float]:
@@ -111,6 +117,17 @@ class Breakdown:
         """Of the mean step, with what lies between it and the next."""
         return sum(self.parts.values())
 
+    @property
+    def in_flight(self) -> float:
+        """Seconds of the mean step in which parameters or gradients travelled, over all ranks."""
+        return fmean(rank.in_flight for rank in self.ranks)
+
+    @property
+    def hidden(self) -> float | None:
+        """Share of them in which something else was done; None where nothing was seen to travel."""
+        whole = self.in_flight
+        return max(0.0, 1 - fmean(r.unhidden for r in self.ranks) / whole) if whole else None
+
     def share(self, seconds: float) -> float:
         """Give seconds as a share of the mean step."""
         whole = self.step_seconds
@@ -124,6 +141,9 @@ class Breakdown:
             "step_seconds": round(self.step_seconds, 6),
             "seconds": {name: round(seconds, 6) for name, seconds in parts.items()},
             "share": {name: round(self.share(seconds), 4) for name, seconds in parts.items()},
+            "in_flight_seconds": round(self.in_flight, 6),
+            "hidden_share": None if self.hidden is None else round(self.hidden, 4),
+            "overlap": self.overlap,
             "waiting_by_rank": [round(rank.waiting, 6) for rank in self.ranks],
             "evaluation_seconds": round(self.evaluation_seconds, 3),
             "saving_seconds": round(self.saving_seconds, 3),
@@ -160,6 +180,7 @@ def split(spendings: Sequence[Spending]) -> Breakdown:
             parts["sync"] = travelled + sum(met.values())
             parts["waiting_before"] = late["weigh"]
             parts["waiting_after"] = late["agree"] + behind
+            parts |= {"in_flight": spending.in_flight, "unhidden": spending.waited}
         return RankSplit(**{name: total / spending.steps for name, total in parts.items()})
 
     return Breakdown(

@@ -19,12 +19,24 @@ from rich.table import Table
 from rich.text import Text
 
 from trainer.report.blocks import step_line, step_of
-from trainer.report.figures import clock, loss, percent, rate, short
+from trainer.report.figures import (
+    clock,
+    lead_nowhere,
+    loss,
+    percent,
+    printable_lines,
+    rate,
+    short,
+)
 from trainer.report.journal import Entry
+from trainer.report.records import Noun
 from trainer.schema.secrets import without_secrets
 
 LOG_FILE = "train.log"
 LOG_WIDTH = 100
+BRIEF = "TRAIN_BRIEF"
+"""Environment variable: 1 leaves to train.log what a run would print, as in a sweep."""
+
 REFRESHES_PER_SECOND = 4
 
 
@@ -33,7 +45,8 @@ class Screen:
     """Where a run prints.
 
     Args:
-        folder: the run folder, for train.log; None writes no log.
+        folder: the run folder, for train.log; None writes no log. With one, and `BRIEF` in the
+            environment, nothing is printed.
         bar: whether a progress bar may be shown; it is shown on a terminal only.
         file: where to print; None is standard output.
     """
@@ -41,7 +54,11 @@ class Screen:
     def __init__(
         self, folder: Path | None = None, *, bar: bool = True, file: TextIO | None = None
     ) -> None:
-        self._console = Console(file=file, highlight=False, markup=False, emoji=False)
+        is_brief = folder is not None and os.environ.get(BRIEF) == "1"
+        self._console = Console(
+            file=file, highlight=False, markup=False, emoji=False, quiet=is_brief
+        )
+        bar = bar and not is_brief
         self._may_show_bar = bar and self._console.is_interactive and self._console.file.isatty()
         if isinstance(self._console.file, TextIOWrapper):
             # A generated sample or a path may hold what the terminal's encoding does not.
@@ -56,25 +73,26 @@ class Screen:
         _print(self._log, block)
 
     def line(self, text: str | Text, style: str = "") -> None:
-        """Print one line, never wrapped by us, without the secrets that a reason may quote."""
+        """Print one line, never wrapped by us, without secrets or control codes it may quote."""
         if isinstance(text, str):
-            text = Text(without_secrets(text, os.environ), style)
+            text = Text(printable_lines(without_secrets(text, os.environ)), style)
         _print(self._console, text, soft_wrap=True)
         _print(self._log, text, soft_wrap=True)
 
     def warn(self, text: str) -> None:
         """Print a warning."""
-        text = without_secrets(text, os.environ)
+        text = printable_lines(without_secrets(text, os.environ))
         self.line(Text.assemble(("warning: ", "bold yellow"), text))
 
-    def begin(self, step: int, steps: int) -> None:
+    def begin(self, step: int, steps: int, noun: Noun = "token") -> None:
         """Begin to show progress.
 
         Args:
             step: the last one done.
             steps: of the whole run.
+            noun: what speed counts.
         """
-        self._progress = Progress(step, steps)
+        self._progress = Progress(step, steps, noun)
         if self._may_show_bar:
             self._live = Live(
                 self._progress,
@@ -97,7 +115,8 @@ class Screen:
             return
         self._progress.advance(entry)
         if is_due:
-            line = f"{step_line(entry, self._progress.steps, self._progress.left_s())}\n"
+            progress = self._progress
+            line = f"{step_line(entry, progress.steps, progress.left_s(), progress.noun)}\n"
             _write(None if self._live else self._console, line)
             _write(self._log, line)
 
@@ -145,19 +164,26 @@ def _print(console: Console | None, block: RenderableType, *, soft_wrap: bool = 
                 console.print(block, soft_wrap=soft_wrap)
             lines = captured.get().splitlines()
             _write(console, "".join(f"{line.rstrip()}\n" for line in lines))
-    except (OSError, SystemExit):
-        console.quiet = True
+    except (OSError, SystemExit) as error:
+        _fall_silent(console, error)
 
 
 def _write(console: Console | None, lines: str) -> None:
     """Print whole lines without style, past rich, which would take ten times as long."""
-    if console is None:
+    if console is None or console.quiet:
         return
     try:
         console.file.write(lines)
         console.file.flush()
-    except OSError:
-        console.quiet = True
+    except OSError as error:
+        _fall_silent(console, error)
+
+
+def _fall_silent(console: Console, error: BaseException) -> None:
+    """Print nothing more; nor may what is still held break whoever ends the process."""
+    console.quiet = True
+    if isinstance(error, BrokenPipeError):
+        lead_nowhere(console.file)  # type: ignore[arg-type] # of text, as rich writes
 
 
 @final
@@ -167,10 +193,12 @@ class Progress:
     Args:
         step: the last one done.
         steps: of the whole run.
+        noun: what speed counts.
     """
 
-    def __init__(self, step: int, steps: int) -> None:
+    def __init__(self, step: int, steps: int, noun: Noun = "token") -> None:
         self.steps = steps
+        self.noun = noun
         self._entry: Entry | None = None
         self._step = step
         self._first: tuple[int, float] | None = None
@@ -217,7 +245,7 @@ class Progress:
             return Text("")
         figures = (
             ("loss", loss(entry["loss"])),
-            ("", f"{short(entry['tokens_per_second'])} tokens/s"),
+            ("", f"{short(entry['tokens_per_second'])} {self.noun}s/s"),
             ("padding", percent(entry["padding"])),
             ("grad norm", rate(entry["grad_norm"])),
             ("lr", f"{entry['lr']:.2e}"),

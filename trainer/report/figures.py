@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
 import shlex
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import TextIO
 
 ROUNDS_TO_1000 = 999.5
 MINUTE_S = 60
@@ -64,6 +68,11 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f}%"
 
 
+def slower(behind: float) -> str:
+    """Write how far one is behind another: `30.0% slower than`, `101x as long as`."""
+    return f"{percent(behind)} slower than" if behind < 1 else f"{short(1 + behind)}x as long as"
+
+
 def duration(seconds: float | None) -> str:
     """Write a duration in words: `420 ms`, `8.4 s`, `2 min 8 s`, `3 h 20 min`, `4 d 7 h`."""
     if seconds is None or not math.isfinite(seconds):
@@ -80,6 +89,14 @@ def duration(seconds: float | None) -> str:
     if whole < DAY_S:
         return f"{whole // HOUR_S} h {whole % HOUR_S // MINUTE_S} min"
     return f"{whole // DAY_S} d {whole % DAY_S // HOUR_S} h"
+
+
+def alike(seconds: Sequence[float]) -> list[str]:
+    """Write durations in one unit, that of the longest: `1,240 ms`, `0.21 ms`."""
+    longest = max(seconds, default=0.0)
+    unit, factor = ("ms", 1e3) if longest < 1 else ("s", 1.0)
+    digits = 0 if longest * factor >= 100 else 1 if longest * factor >= 10 else 2  # noqa: PLR2004
+    return [f"{factor * each:,.{digits}f} {unit}" for each in seconds]
 
 
 def clock(seconds: float | None) -> str:
@@ -119,6 +136,17 @@ def printable(text: str) -> str:
     )
 
 
+def printable_lines(text: str) -> str:
+    """Make foreign text of several lines safe to print, as `printable` does; lines stay lines."""
+    return "\n".join(map(printable, text.split("\n")))
+
+
+def lead_nowhere(file: TextIO) -> None:
+    """Point a file that nobody reads any more, a pipe say, at nothing; what it holds goes there."""
+    with suppress(OSError, ValueError), Path(os.devnull).open("w") as nothing:
+        os.dup2(nothing.fileno(), file.fileno())
+
+
 def shown_path(path: Path) -> str:
     """Write a path as one would type it from here: relative below the current folder, quoted."""
     try:
@@ -126,3 +154,9 @@ def shown_path(path: Path) -> str:
     except (ValueError, OSError):
         text = str(path)
     return shlex.quote(text)
+
+
+def trusting(packages: Sequence[str], config_dir: str | None = None) -> list[str]:
+    """Give what has to be typed for classes and options of one's own that a run folder names."""
+    flag = [] if config_dir is None else [f"--config-dir={shown_path(Path(config_dir))}"]
+    return [*flag, *([f"'trust=[{','.join(packages)}]'"] if packages else [])]

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from collections.abc import Callable, Mapping
 from operator import methodcaller
 from pathlib import Path
-from typing import Any, final
+from typing import Any, BinaryIO, final
 
-from trainer.durable import append, save_error, write_file_atomic
+from trainer.durable import append, parsed, save_error, write_file_atomic
 from trainer.errors import SaveError
 
 Entry = dict[str, Any]
+
+_MAX_LINE_BYTES = 1 << 28
 
 _as_json = json.JSONEncoder(allow_nan=False, default=methodcaller("item")).encode
 
@@ -51,13 +54,14 @@ class Journal:
         self._path = path
         self._warn = warn
         self._unwritten = b""
+        self._size: int | None = None
+        self._is_torn = False
         self._has_warned = False
 
     def write(self, entry: Mapping[str, Any]) -> None:
         """Append one entry."""
-        is_torn = bool(self._unwritten)
         self._unwritten += to_line(entry)
-        error = self._try(is_torn=is_torn)
+        error = self._try()
         if error is not None and not self._has_warned:
             self._has_warned = True
             self._warn(f"{self._path.name}: {error.strerror}; its lines wait in memory")
@@ -68,28 +72,53 @@ class Journal:
         Raises:
             SaveError: lines are left that cannot be written.
         """
-        error = self._try(is_torn=bool(self._unwritten), durable=True)
+        error = self._try(durable=True)
         if error is not None:
             failure: SaveError = save_error(error, self._path, len(self._unwritten))
             raise failure from error
 
-    def _try(self, *, is_torn: bool, durable: bool = False) -> OSError | None:
-        """Write all that waits; a failure before may have left a part of a line."""
+    def _try(self, *, durable: bool = False) -> OSError | None:
+        """Write all that waits; a failure before may have left some of it."""
         try:
-            if is_torn:
-                truncate_after(self._path)
+            if self._size is None:
+                self._size = _size_of(self._path)
+            if self._is_torn:
+                self._go_on(self._size)
             append(self._path, self._unwritten, durable=durable)
         except OSError as error:
+            self._is_torn = True
             return error
-        self._unwritten = b""
+        self._size += len(self._unwritten)
+        self._unwritten, self._is_torn = b"", False
         return None
+
+    def _go_on(self, size: int) -> None:
+        """Pass over what a failed write left behind `size`, the end of the last good one.
+
+        Nothing is rewritten: there may be no room to, and others follow the file.
+        """
+        there = _size_of(self._path)
+        with _opened(self._path) as file:
+            file.seek(min(size, there))
+            left = file.read()
+        if there >= size and self._unwritten.startswith(left):
+            self._size, self._unwritten = there, self._unwritten[len(left) :]
+        else:  # the file is another: a mount that was lost came back
+            truncate_after(self._path)
+            self._size = _size_of(self._path)
+
+
+def _size_of(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _opened(path: Path) -> BinaryIO:
+    return path.open("rb") if path.exists() else io.BytesIO()
 
 
 def read(path: Path) -> list[Entry]:
-    """Read every whole entry of a journal; a torn line is passed over."""
-    if not path.exists():
-        return []
-    with path.open("rb") as lines:
+    """Read every whole entry of a journal; a torn line, or a stranger's, is passed over."""
+    with _opened(path) as lines:
         return [entry for line in lines if (entry := _parse(line)) is not None]
 
 
@@ -114,9 +143,6 @@ def truncate_after(path: Path, step: float = math.inf) -> None:
 
 def _parse(line: bytes) -> Entry | None:
     """Read one line; None when it is torn or no entry of ours."""
-    try:
-        entry = json.loads(line)
-    except ValueError:
-        return None
-    is_entry = isinstance(entry, dict) and isinstance(entry.get("step"), int)
+    entry = parsed(line) if len(line) <= _MAX_LINE_BYTES else None
+    is_entry = isinstance(entry, dict) and type(entry.get("step")) is int
     return entry if is_entry else None

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import final
 
 import torch
@@ -20,6 +21,9 @@ from trainer.report.records import EVAL_SECONDS, EvalRecord, StepRecord, Value
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
+
+RECENT_STEPS = 50
+"""Whose time tells how long the next ones take."""
 
 
 @final
@@ -166,8 +170,15 @@ def evaluation_at(folder: Path, step: int) -> dict[str, float] | None:
         name.removeprefix("eval_"): float("nan") if value is None else float(value)
         for entry in found
         for name, value in entry.items()
-        if name not in {"step", EVAL_SECONDS}
+        if name not in {"step", EVAL_SECONDS} and isinstance(value, int | float | None)
     } or None
+
+
+def step_seconds_at(folder: Path, step: int) -> float | None:
+    """Find what a step typically took, up to this one; None where there was none."""
+    entries = [entry for entry in read(folder / METRICS_FILE) if entry["step"] <= step]
+    took = [each for entry in entries if isinstance(each := entry.get("seconds"), int | float)]
+    return median(map(float, took[-RECENT_STEPS:])) if took else None
 
 
 def _values(record: StepRecord) -> list[Value]:

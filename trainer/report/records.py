@@ -13,6 +13,7 @@ from trainer.plan.traffic import Network, Traffic
 from trainer.report.breakdown import Breakdown
 
 Value = Tensor | float
+Noun = Literal["token", "sample"]
 
 EVAL_SECONDS = "eval_seconds"
 """What tells an evaluation in metrics.jsonl from a step: its wall time."""
@@ -159,6 +160,8 @@ class PlanSummary:
         epochs: passes over the data in all, fractional.
         model: its name.
         num_parameters: trained ones.
+        num_frozen: parameters that are not.
+        groups: what each of `optimizer.groups` matched, one line each; empty without them.
         data: its name.
         num_samples: to train on.
         num_held_out: to evaluate on.
@@ -181,6 +184,7 @@ class PlanSummary:
         time_note: how it was predicted, or why it is not known.
         cadences: every how many optimizer steps something happens, by name; None is never.
         warnings: what the user should know, one line each.
+        parallel_why: what `parallel=auto` weighed, in a line; None where it was not asked.
         sync_why: what `sync=auto` weighed, in a line; None where it was not asked.
         sync_table: what every sync policy would cost; empty on one rank.
         network: between the ranks; None where it was not measured.
@@ -205,6 +209,8 @@ class PlanSummary:
     epochs: float | None = None
     model: str | None = None
     num_parameters: int | None = None
+    num_frozen: int = 0
+    groups: tuple[str, ...] = ()
     data: str | None = None
     num_samples: int | None = None
     num_held_out: int | None = None
@@ -227,9 +233,16 @@ class PlanSummary:
     time_note: str | None = None
     cadences: Mapping[str, int | None] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    parallel_why: str | None = None
     sync_why: str | None = None
     sync_table: tuple[Traffic, ...] = ()
     network: Network | None = None
+
+    @property
+    def noun(self) -> Noun:
+        """What lengths count, for a person: samples where each is one token of length one."""
+        is_one_each = self.num_tokens is not None and self.num_tokens == self.num_samples
+        return "sample" if is_one_each else "token"
 
     def to_json(self) -> dict[str, Any]:
         """Give plan.json: the agreed keys first, then everything else that is known."""
@@ -264,6 +277,8 @@ class RunSummary:
     Attributes:
         step: the last one done.
         steps: that were asked for.
+        taken: steps taken by this process; None where it took all.
+        noun: what speed counts, for a person.
         loss: of the last step; nats; None when no step was done.
         metrics: of the last evaluation by name, `loss` among them; empty when there was none.
         seconds: wall time of this process, from its start.
@@ -271,7 +286,7 @@ class RunSummary:
         folder: where the output is.
         state: `preempted` saved before it was done and can be resumed.
         baselines: held-out losses of simple models by name, in nats (`byte unigram`, ...).
-        sample: text the model generated; any characters.
+        sample: text the model generated, any characters; None where it `is_raw`, too.
         peak_bytes: measured peak of memory on rank 0.
         peak_of: what was measured: `tensors`, or `the whole process`.
         skipped_steps: steps without an update.
@@ -290,6 +305,8 @@ class RunSummary:
     tokens_per_second: float | None
     folder: Path
     state: Literal["completed", "preempted"] = "completed"
+    taken: int | None = None
+    noun: Noun = "token"
     baselines: Mapping[str, float] = field(default_factory=dict)
     sample: str | None = None
     peak_bytes: int | None = None
@@ -305,6 +322,11 @@ class RunSummary:
     def eval_loss(self) -> float | None:
         """The held-out loss of the last evaluation."""
         return self.metrics.get("loss", self.metrics.get("eval_loss"))
+
+    @property
+    def is_raw(self) -> bool:
+        """Whether every simple model is better: what it generates is noise."""
+        return is_raw(self.eval_loss, self.baselines)
 
     def to_json(self) -> dict[str, Any]:
         """Give result.json."""
@@ -322,6 +344,11 @@ class RunSummary:
             "time": None if self.time is None else self.time.to_json(),
             "advice": list(self.advice),
         }
+
+
+def is_raw(eval_loss: float | None, baselines: Mapping[str, float]) -> bool:
+    """Whether a held-out loss is worse than that of every simple model there is."""
+    return eval_loss is not None and any(baselines) and eval_loss > max(baselines.values())
 
 
 @final

@@ -11,7 +11,8 @@ from typing import Any, final
 
 from trainer.checkpoint.status import Status, write_status
 from trainer.errors import SaveError
-from trainer.report.blocks import end_block, further, start_block, step_of
+from trainer.report.blocks import start_block, step_of
+from trainer.report.closing import end_block, further
 from trainer.report.console import Screen
 from trainer.report.figures import duration
 from trainer.report.journal import Entry
@@ -183,7 +184,7 @@ class RunReporter(Reporter):
         """Show what is about to happen, and begin to show progress."""
         self._steps = summary.plan.steps
         self._screen.show(start_block(summary))
-        self._screen.begin(summary.resumed_step or 0, self._steps)
+        self._screen.begin(summary.resumed_step or 0, self._steps, summary.plan.noun)
 
     def passed_over(self, count: int, records: Sequence[str]) -> None:
         """Take note of records that are no samples."""

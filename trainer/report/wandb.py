@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import secrets
 import signal
 import subprocess
@@ -29,6 +30,7 @@ Mode = Literal["disabled", "offline", "online"]
 
 INIT_TIMEOUT_S = 20
 CLOSE_TIMEOUT_S = 8.0
+_MOST_ID_BYTES = 256
 ENVIRONMENT_MODES: Mapping[str, Mode] = {
     "disabled": "disabled",
     "offline": "offline",
@@ -114,7 +116,7 @@ class WandbMirror:
             return
         try:
             self._begin(settings, folder.absolute(), config)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             self._warn(f"W&B is off ({error}); metrics.jsonl holds everything")
 
     def close(self, summary: Mapping[str, Any] | None = None) -> None:
@@ -185,10 +187,19 @@ class WandbMirror:
 
 
 def _run_id(path: Path) -> str:
-    """Give the id of the run's folder, made with the first process of the run."""
+    """Give the id of the run's folder, made with the first process of the run.
+
+    Raises:
+        OSError: the disk refused.
+        ValueError: what is kept there is no id.
+    """
     if not path.exists():
         write_file_atomic(path, secrets.token_hex(4).encode())
-    return path.read_text(encoding="ascii").strip()
+    with path.open("rb") as file:
+        run_id = file.read(_MOST_ID_BYTES).decode(errors="replace").strip()
+    if not re.fullmatch(r"[\w-]+", run_id, re.ASCII):
+        raise ValueError(f"{path} holds no run id: delete it")
+    return run_id
 
 
 def _environment(mode: Mode) -> dict[str, str]:
