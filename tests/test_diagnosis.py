@@ -294,6 +294,7 @@ def test_a_run_says_where_its_time_went_and_a_healthy_one_nothing_else():
     assert time["seconds"]["waiting"] == time["seconds"]["sync"] == 0
 
 
+@pytest.mark.nightly
 def test_a_run_whose_data_are_slow_is_told_so(capfd):
     result = ended("+data.pause=0.03")
     (line,) = result["advice"]
@@ -337,6 +338,7 @@ def test_a_run_with_a_slow_rank_is_told_which(tmp_path):
     assert first > 0.1 > second
 
 
+@pytest.mark.nightly
 def test_a_run_whose_reductions_are_slow_is_told_so(tmp_path):
     result = on_two_ranks(tmp_path / "run", "+model.pause=0.1", "+model.carry=0.2")
     (line,) = result["advice"]

@@ -387,7 +387,9 @@ def test_evaluating_on_several_ranks_is_evaluating_on_one(tmp_path, mode):
     assert not (folder / "ranks").exists()
 
 
-@pytest.mark.parametrize(("mode", "rank"), [("ddp", 0), ("fsdp", 1)])
+@pytest.mark.parametrize(
+    ("mode", "rank"), [("ddp", 0), pytest.param("fsdp", 1, marks=pytest.mark.nightly)]
+)
 def test_several_ranks_hear_within_a_step_of_a_write_behind_them_that_failed(tmp_path, mode, rank):
     folder = tmp_path / "run"
     running = start(

@@ -40,11 +40,13 @@ def test_shards_are_taken_where_a_whole_copy_does_not_fit() -> None:
         planned("7MiB", "parallel=ddp")
 
 
+@pytest.mark.nightly
 def test_shards_stay_within_a_machine_where_they_suffice() -> None:
     assert planned("7MiB", TWO_MACHINES)["parallel"] == "hsdp"
     assert planned("1GiB", TWO_MACHINES)["parallel"] == "ddp"
 
 
+@pytest.mark.nightly
 def test_where_nothing_fits_it_is_said_of_what_needs_least() -> None:
     with pytest.raises(DoesNotFitError, match="does not fit, even alone"):
         planned("1MiB")

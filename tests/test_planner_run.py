@@ -246,6 +246,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.nightly
 def test_recomputing_is_chosen_under_a_typed_memory_that_holds_nothing_else(here, capsys):
     auto = "activation_checkpointing=auto model.num_layers=6"
     roomy = plan_of(auto)

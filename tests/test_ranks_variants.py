@@ -41,7 +41,9 @@ def trained_each(world: World, variant: str) -> list[dict[str, np.ndarray]]:
     return [trained(world, variant, sync) for sync in ("deferred", "immediate")]
 
 
-@pytest.mark.parametrize("variant", ["recomputing", "compiled"])
+@pytest.mark.parametrize(
+    "variant", ["recomputing", pytest.param("compiled", marks=pytest.mark.nightly)]
+)
 def test_a_variant_of_a_sharded_model_takes_the_same_steps_under_every_policy(variant):
     group = Ranks()
     try:

@@ -214,7 +214,7 @@ def test_an_allocator_that_thrashes_gets_smaller_pieces_before_it_fails(
     assert all(entry.get("replays", 0) == 0 for entry in steps(run))
 
 
-@pytest.mark.parametrize("after", [0, 2])
+@pytest.mark.parametrize("after", [pytest.param(0, marks=pytest.mark.nightly), 2])
 def test_a_device_smaller_than_the_tuner_was_told_costs_replays_and_no_bit(
     after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

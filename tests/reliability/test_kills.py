@@ -30,7 +30,7 @@ VARIANTS: tuple[tuple[str, ...], ...] = (
     ("checkpoint.asynchronous=true", "checkpoint.every=2"),
     ("data.faults=['3:loss:nan','5:oom']", "model.dropout=0.2"),
 )
-NUM_KILLS = 24
+NUM_KILLS = 12
 NUM_KILLS_NIGHTLY = 2000
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
