@@ -2,7 +2,7 @@
 
     python benchmarks/balance.py [ranks=8,64,512] [per_rank=32] [cap=8192] [batches=12]
                                  [data=lognormal|stdlib] [median=470] [sigma=1.0] [max_length=2048]
-                                 [json=balance.json]
+                                 [json=outputs/benchmarks/balance.json]
     python benchmarks/balance.py planning=8192 [ranks=1,8,64,512] ...
 
 Nothing is trained: the time of a micro-batch follows from its shape by the cost model, the lengths
@@ -17,7 +17,6 @@ packed and in lockstep. That is the time of the calling thread, which other prog
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import time
@@ -27,6 +26,7 @@ from itertools import product
 from pathlib import Path
 
 import numpy as np
+from common import FOLDER, write_results
 
 from trainer.plan.cut import Cost, IntArray, Layout, Plan
 from trainer.plan.cuts import Budget, Fixed
@@ -52,7 +52,7 @@ class Settings:
     sigma: float = 1.0
     max_length: int = 2048
     planning: int = 0
-    json: str = "balance.json"
+    json: str = str(FOLDER / "balance.json")
 
     @property
     def fixed_micro(self) -> int:
@@ -243,12 +243,7 @@ def main(arguments: list[str]) -> None:
         sys.exit(f"balance: unknown {', '.join(sorted(unknown))}; known: {', '.join(defaults)}")
     settings = Settings(**{key: type(defaults[key])(value) for key, value in typed.items()})
     results = time_planning(settings) if settings.planning else simulate(settings)
-    Path(settings.json).write_text(
-        json.dumps(
-            {"settings": asdict(settings), "cost": asdict(COST), "results": results}, indent=1
-        )
-    )
-    print(f"\nwritten to {settings.json}")
+    write_results(Path(settings.json), asdict(settings) | {"cost": asdict(COST)}, results)
 
 
 if __name__ == "__main__":
