@@ -54,7 +54,8 @@ def stop_signals(*, ends_at_second: bool = True) -> Iterator[StopFlag]:
     the flag stays as it is.
 
     Args:
-        ends_at_second: not so for a rank, whose supervisor hears the second one and ends it.
+        ends_at_second: not so for a rank, whose supervisor hears the second one and ends it; it
+            hears no more signals afterwards.
 
     Yields:
         The flag.
@@ -83,7 +84,8 @@ def stop_signals(*, ends_at_second: bool = True) -> Iterator[StopFlag]:
     finally:
         _listening.clear()
         for each, handler in before.items():
-            signal.signal(each, handler)
+            # A rank that is done is about to exit, and its supervisor passes signals on.
+            signal.signal(each, handler if ends_at_second else signal.SIG_IGN)
 
 
 def settle() -> None:
