@@ -25,8 +25,8 @@ ENVIRONMENT = {
     "QUOTED_KEY": "canary10\\'\"x",
 }
 HARMLESS = {
-    "PWD": "/work/canary",
-    "OLDPWD": "/work/other",
+    "PWD": "/home/canary",
+    "OLDPWD": "/home/other",
     "SSH_AUTH_SOCK": "/tmp/canary",
     "TOKENIZERS_PARALLELISM": "disabled",
     "MAX_TOKENS": "100000",
