@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, final
 from trainer import __version__
 from trainer.cli.argv import Request, split
 from trainer.cli.ending import FULL_ERROR, complain, is_led, let_go, piped, say_crash, tell
+from trainer.durable import read_json
 from trainer.errors import INTERRUPTED, ConfigError, Preempted, TrainError
 from trainer.signals import unheard
 
@@ -90,7 +91,6 @@ def train(config: Mapping[str, Any] | Sequence[str] = (), **hydra_flags: str) ->
     """
     from trainer.cli.notebook import overrides_of  # noqa: PLC0415
     from trainer.cli.prepare import prepare_run  # noqa: PLC0415
-    from trainer.cli.replay import read_json  # noqa: PLC0415
     from trainer.cli.start import launch, start  # noqa: PLC0415
 
     _make_importable(Path.cwd())
@@ -196,7 +196,6 @@ def _job_of(sweep: Sweep, composer: Composer, codes: list[int]) -> Callable[[Any
     def job(cfg: DictConfig) -> float:
         from hydra.core.hydra_config import HydraConfig  # noqa: PLC0415
 
-        from trainer.cli.replay import read_json  # noqa: PLC0415
         from trainer.cli.sweep import job_line  # noqa: PLC0415
 
         record = HydraConfig.get()

@@ -6,7 +6,6 @@ setting of Hydra, no trust, no class that the user did not name themselves.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import yaml
 from hydra.core.override_parser.types import Override
 
+from trainer.checkpoint.status import read_status
 from trainer.cli.places import refuse_odd_files
 from trainer.cli.settings import Groups, dotted, parse, text
 from trainer.config import RunConfig
@@ -24,7 +24,6 @@ from trainer.schema.faults import clip
 AUTO = "auto"
 COMPLETED = "completed"
 PREEMPTED = "preempted"
-STATUS_FILE = "status.json"
 SUBFOLDER = ".hydra"
 
 _UNREADABLE = (OSError, ValueError, RecursionError, yaml.YAMLError)
@@ -144,7 +143,7 @@ def has_checkpoint(run: Path) -> bool:
 
 def _was_stopped_early(run: Path) -> bool:
     """Whether a signal stopped a run before there was anything to save: it can begin again."""
-    return read_json(run / STATUS_FILE).get("state") == PREEMPTED and not saved_step(run)
+    return read_status(run).get("state") == PREEMPTED and not noted_step(run)
 
 
 def saved_config(run: Path) -> dict[str, Any]:
@@ -152,15 +151,6 @@ def saved_config(run: Path) -> dict[str, Any]:
     path = run / "config.yaml"
     try:
         content = _read_yaml(path) if path.is_file() else {}
-    except _UNREADABLE:
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object; empty where there is none, or a torn one."""
-    try:
-        content = json.loads(path.read_text()) if path.is_file() else {}
     except _UNREADABLE:
         return {}
     return content if isinstance(content, dict) else {}
@@ -255,17 +245,17 @@ def is_finished(run: Path, config: RunConfig) -> bool:
         run: its folder.
         config: what is asked for.
     """
-    status = read_json(run / STATUS_FILE)
+    status = read_status(run)
     if status.get("state") != COMPLETED:
         return False
     if config.total_steps is not None:
-        return saved_step(run) >= config.total_steps
+        return noted_step(run) >= config.total_steps
     return _count(saved_config(run).get("epochs")) >= (config.epochs or 0)
 
 
-def saved_step(run: Path) -> int:
+def noted_step(run: Path) -> int:
     """The last step of a run, as its status.json has it."""
-    return _count(read_json(run / STATUS_FILE).get("step"))
+    return _count(read_status(run).get("step"))
 
 
 def _count(value: object) -> int:

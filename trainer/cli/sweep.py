@@ -21,7 +21,7 @@ from rich.table import Table
 
 from trainer import durable
 from trainer.checkpoint.status import read_status
-from trainer.cli.replay import COMPLETED, read_json
+from trainer.cli.replay import COMPLETED
 from trainer.report.figures import duration
 from trainer.schema.faults import show
 
@@ -107,7 +107,7 @@ def report(folder: Path, planned: Sequence[Sequence[str]], console: Console) -> 
 
 def job_line(folder: Path) -> str:
     """Say in a few words what became of a job; its train.log says it in full."""
-    status, result = read_status(folder), read_json(folder / "result.json")
+    status, result = read_status(folder), durable.read_json(folder / "result.json")
     words = [str(status.get("state", "failed"))]
     if status.get("exit_code"):
         words.append(f"exit code {status['exit_code']}")
@@ -119,7 +119,7 @@ def job_line(folder: Path) -> str:
 def _job(number: int, folder: Path | None, planned: Sequence[Sequence[str]]) -> Job:
     typed = list(planned[number]) if number < len(planned) else []
     status = {} if folder is None else read_status(folder)
-    result = {} if folder is None else read_json(folder / "result.json")
+    result = {} if folder is None else durable.read_json(folder / "result.json")
     if folder is not None and not typed:
         typed = yaml.safe_load((folder / ".hydra" / "overrides.yaml").read_text()) or []
     return Job(
