@@ -439,7 +439,7 @@ def test_what_is_typed_is_no_stranger_s(tmp_path: Path) -> None:
 def test_how_several_machines_go_on_is_said_in_full(tmp_path: Path) -> None:
     machines = "parallel.nodes=2 parallel.node=1 parallel.rendezvous=127.0.0.1:9"
     config = prepared(f"parallel=ddp {machines}").job.config
-    assert to_go_on(config, tmp_path) == f"train resume={tmp_path} {machines}"
+    assert to_go_on(config, tmp_path / "a b") == f"train resume='a b' {machines}"
 
 
 @pytest.mark.parametrize(

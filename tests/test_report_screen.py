@@ -111,6 +111,7 @@ def ending(folder, **changes) -> RunSummary:
         "seconds": 128.0,
         "tokens_per_second": 41_234.2,
         "folder": Path(folder),
+        "goes_on": "train resume=RUN",
         "baselines": {"byte unigram": 3.3121, "byte bigram": 2.4101},
         "sample": "def f():\n    \x1b[2Jreturn",
     }
@@ -308,14 +309,14 @@ def test_the_end_sets_the_loss_beside_each_baseline_and_names_the_next_commands(
     assert "byte bigram    2.4101   this model is 0.0761 worse" in text
     assert "\\x1b[2J" in text
     assert further(end)[0] == "  train evaluate run='outputs/a b'"
-    assert further(end)[-1] == "  train resume='outputs/a b' steps=120"
+    assert further(end)[-1] == "  train resume=RUN steps=120"
 
 
 def test_a_run_that_was_stopped_says_how_to_go_on(monkeypatch):
     stopped = ending("outputs/run", state="preempted", step=17, metrics={}, sample=None)
     text = shown(end_block(stopped), monkeypatch)
     assert "after step 17 of 60, saved" in text
-    assert further(stopped)[-1] == "  train resume=outputs/run"
+    assert further(stopped)[-1] == "  train resume=RUN"
     assert stopped.to_json()["eval_loss"] is None
 
 

@@ -19,7 +19,7 @@ from trainer.errors import (
     TrainError,
 )
 from trainer.report import journal
-from trainer.report.figures import trusting
+from trainer.report.figures import shown_path
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -98,6 +98,13 @@ def recorded(folder: Path) -> Iterator[None]:
     write_status(folder, Status(state="completed", exit_code=0, step=last_step(folder)))
 
 
+def trusting(config: RunConfig) -> list[str]:
+    """Give what has to be typed for classes and options of one's own that a run folder names."""
+    folder, packages = config.config_dir, config.packages
+    flag = [] if folder is None else [f"--config-dir={shown_path(Path(folder))}"]
+    return [*flag, *([f"'trust=[{','.join(packages)}]'"] if packages else [])]
+
+
 def to_go_on(config: RunConfig, folder: Path, *, begins: bool = False) -> str:
     """Say what to type for a run to go on, with the consent that a folder cannot give.
 
@@ -110,9 +117,8 @@ def to_go_on(config: RunConfig, folder: Path, *, begins: bool = False) -> str:
     online = ["wandb.mode=online"] if wandb.mode == "online" else []
     entity = [f"wandb.entity={wandb.entity}"] if wandb.entity else []
     init = [f"init={config.init}"] if begins and config.init else []
-    trust = trusting(config.packages, config.config_dir)
-    place = [*trust, *_machines(config), *online, *entity, *init]
-    return " ".join(["train", f"resume={folder}", *place])
+    place = [*trusting(config), *_machines(config), *online, *entity, *init]
+    return " ".join(["train", f"resume={shown_path(folder)}", *place])
 
 
 def _machines(config: RunConfig) -> list[str]:

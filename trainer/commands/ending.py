@@ -21,6 +21,7 @@ from trainer.models.sample import generate
 from trainer.objectives.base import logits_of
 from trainer.plan.memory import Shape
 from trainer.plan.stats import describe
+from trainer.record import to_go_on, trusting
 from trainer.report.breakdown import Breakdown, Effort, heard
 from trainer.report.records import RunSummary, is_raw
 from trainer.schema.secrets import without_secrets
@@ -66,6 +67,7 @@ def summarize_end(
         seconds=seconds,
         tokens_per_second=trained.tokens / trained.seconds if trained.seconds else None,
         folder=folder,
+        goes_on=to_go_on(parts.config, folder),
         taken=trained.effort.steps,
         noun="sample" if int(lengths.sum()) == len(lengths) else "token",
         baselines=simple,
@@ -74,8 +76,7 @@ def summarize_end(
         peak_of="tensors" if parts.world.device.type == "cuda" else "the whole process",
         skipped_steps=trained.skipped_steps,
         replays=trained.replays,
-        packages=parts.config.packages,
-        config_dir=parts.config.config_dir,
+        trust=tuple(trusting(parts.config)),
         time=None if facts is None else facts.breakdown,
         advice=() if facts is None else diagnose(facts),
     )

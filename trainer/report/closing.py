@@ -17,7 +17,6 @@ from trainer.report.figures import (
     printable,
     shown_path,
     size,
-    trusting,
 )
 from trainer.report.grids import Row, grid, heading, indented, joined, title
 from trainer.report.records import RunSummary
@@ -96,9 +95,6 @@ def _outcome(end: RunSummary) -> list[Row]:
 def further(end: RunSummary) -> list[str]:
     """Give the commands a person types next; print them unwrapped, so that they can be copied."""
     folder = shown_path(end.folder)
-    commands = [f"train evaluate run={folder}", f"train export run={folder} export.to=exported"]
-    commands.append(f"train resume={folder} steps={2 * end.steps}")
-    if end.state != "completed":
-        commands[-1:] = [f"train resume={folder}"]
-    again = trusting(end.packages, end.config_dir)
-    return ["  " + " ".join([command, *again]) for command in commands]
+    looks = f"train evaluate run={folder}", f"train export run={folder} export.to=exported"
+    more = f" steps={2 * end.steps}" if end.state == "completed" else ""
+    return [*("  " + " ".join([look, *end.trust]) for look in looks), f"  {end.goes_on}{more}"]

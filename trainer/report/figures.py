@@ -154,9 +154,3 @@ def shown_path(path: Path) -> str:
     except (ValueError, OSError):
         text = str(path)
     return shlex.quote(text)
-
-
-def trusting(packages: Sequence[str], config_dir: str | None = None) -> list[str]:
-    """Give what has to be typed for classes and options of one's own that a run folder names."""
-    flag = [] if config_dir is None else [f"--config-dir={shown_path(Path(config_dir))}"]
-    return [*flag, *([f"'trust=[{','.join(packages)}]'"] if packages else [])]

@@ -291,8 +291,8 @@ class RunSummary:
         peak_of: what was measured: `tensors`, or `the whole process`.
         skipped_steps: steps without an update.
         replays: times a step ran out of memory and was computed again.
-        packages: that classes of the user's own come from; looking further needs consent to them.
-        config_dir: folder of options of the user's own; looking further needs them.
+        trust: what has to be typed for classes and options of the user's own.
+        goes_on: the command that goes on with the run.
         time: where it went; None where no step was taken.
         advice: what cost more than it should have, one line each.
     """
@@ -304,6 +304,7 @@ class RunSummary:
     seconds: float
     tokens_per_second: float | None
     folder: Path
+    goes_on: str
     state: Literal["completed", "preempted"] = "completed"
     taken: int | None = None
     noun: Noun = "token"
@@ -313,8 +314,7 @@ class RunSummary:
     peak_of: str = "tensors"
     skipped_steps: int = 0
     replays: int = 0
-    packages: tuple[str, ...] = ()
-    config_dir: str | None = None
+    trust: tuple[str, ...] = ()
     time: Breakdown | None = None
     advice: tuple[str, ...] = ()
 
