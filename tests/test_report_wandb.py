@@ -116,6 +116,20 @@ def test_a_resume_keeps_the_id_and_sends_only_what_is_new(mirror):
     assert [value[0] for what, value in told if what == "log"] == [1, 2, 3]
 
 
+def test_an_id_that_the_folder_lost_is_the_one_that_a_checkpoint_kept(mirror):
+    first = mirror()
+    first.close({})
+    (mirror.folder / "wandb" / "id").unlink()
+    second = mirror(run_id=first.run_id)
+    second.close({})
+    assert second.run_id == first.run_id
+    assert (mirror.folder / "wandb" / "id").read_text() == first.run_id
+    third = mirror(run_id="another")
+    third.close({})
+    ids = {value["id"] for what, value in mirror.told() if what == "init"}
+    assert ids == {first.run_id} == {third.run_id}
+
+
 def test_without_a_network_the_run_is_recorded_offline_with_one_warning(mirror):
     run = mirror("no network", mode="online")
     write(mirror.folder, 1)

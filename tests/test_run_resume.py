@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -127,6 +128,19 @@ def test_a_stopped_run_says_how_to_go_on() -> None:
     reason = read_json(part.folder / "status.json")["reason"]
     assert shell(reason.partition("go on with: train ")[2]) == 0
     assert read_json(part.folder / "result.json")["step"] == 6
+
+
+def test_a_run_goes_on_in_the_same_run_of_wandb_though_its_folder_is_gone() -> None:
+    part = stopped("steps=6 wandb.mode=offline", at=2)
+    run_id = (part.folder / "wandb" / "id").read_text()
+    assert meta(part)["extra"]["wandb"] == run_id
+    shutil.rmtree(part.folder / "wandb")
+    without = on(part, "wandb.mode=disabled")
+    assert not (part.folder / "wandb").exists()
+    assert meta(without)["extra"]["wandb"] == run_id
+    more = on(part, "steps=8 wandb.mode=offline")
+    assert (part.folder / "wandb" / "id").read_text() == run_id
+    assert meta(more)["extra"]["wandb"] == run_id
 
 
 def test_the_newest_run_goes_on_by_itself() -> None:

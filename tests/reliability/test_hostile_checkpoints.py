@@ -199,6 +199,10 @@ def set_dtype(body: dict[str, Any]) -> None:
     body["tensors"]["model.scale"]["dtype"] = "O"
 
 
+def set_dtype_that_is_no_word(body: dict[str, Any]) -> None:
+    body["tensors"]["model.scale"]["dtype"] = {"$float": "inf"}
+
+
 def drop_tensor(body: dict[str, Any]) -> None:
     del body["tensors"]["model.scale"]
 
@@ -243,6 +247,7 @@ CHANGES = [
     set_shape,
     set_negative_shape,
     set_dtype,
+    set_dtype_that_is_no_word,
     drop_tensor,
     add_tensor,
     tie_to_nothing,
@@ -493,8 +498,10 @@ EXTRA: dict[str, Any] = {
         {"failures": 10**18},
         {"cut": {**CUT, "evaluation_tokens": 0}},
         {"allowed": [[[]]]},
+        {"wandb": "../../elsewhere"},
+        {"wandb": "a\n"},
     ],
-    ids=range(6),
+    ids=range(8),
 )
 def test_a_place_that_the_steps_do_not_lead_to_is_refused(
     change: dict[str, Any], tmp_path: Path

@@ -173,8 +173,8 @@ def _told(entry: Entry) -> dict[str, Any]:
 
 def _heard(content: dict[str, Any]) -> Entry:
     shape, dtype = tuple(content["shape"]), content["dtype"]
-    if not all(map(_is_size, shape)):
-        raise DamagedError(f"{FILE_NAME} has a shape that is none")
+    if not all(map(_is_size, shape)) or not isinstance(dtype, str):
+        raise DamagedError(f"{FILE_NAME} has a shape or a type that is none")
     if "file" in content:
         return Entry.whole(shape, dtype, content["file"])
     slices = [(part["file"], *part["rows"]) for part in content["slices"]]

@@ -17,6 +17,7 @@ from trainer.plan.traffic import Network
 from trainer.tune.tuning import Candidate
 
 _Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+_RunId = Annotated[str, Field(pattern=r"\A[A-Za-z0-9_-]{1,256}\z")]
 _Positive = Annotated[int, Field(ge=1, lt=1 << 63)]
 
 
@@ -69,6 +70,7 @@ class _Kept(Terms):
     failures: _Count = 0
     total_steps: _Count = 0
     network: Network | None = None
+    wandb: _RunId | None = None
     cut: _Cut
 
 

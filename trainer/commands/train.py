@@ -96,7 +96,7 @@ def train_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], 
     plan = _timed_before(summarize(prepared), folder, loaded)
     unsaid = plan if loaded is None else _unsaid(plan, folder)
     world.on_main(lambda: _record_begin(folder, plan, terms, extra))
-    reporter = _reporter(config, folder, loaded) if world.is_main else SilentReporter()
+    reporter = _reporter(config, folder, loaded, extra) if world.is_main else SilentReporter()
     with _told_how(config, folder), closing(reporter), ExitStack() as left:
         run = _run(prepared, kit, store, reporter, stop, extra, terms)
         left.callback(run.saves.release)
@@ -256,7 +256,9 @@ def _without_length(contract_: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in contract_.items() if key not in {"steps", "epochs"}}
 
 
-def _reporter(config: RunConfig, folder: Path, loaded: Loaded | None) -> RunReporter:
+def _reporter(
+    config: RunConfig, folder: Path, loaded: Loaded | None, extra: Mapping[str, Any]
+) -> RunReporter:
     hooks = {
         f"hooks[{index}] {hook.target}": construct(hook, f"hooks[{index}]", Hook, config.trust)
         for index, hook in enumerate(config.hooks)
@@ -268,6 +270,7 @@ def _reporter(config: RunConfig, folder: Path, loaded: Loaded | None) -> RunRepo
         group=config.wandb.group,
         tags=config.wandb.tags,
         name=config.name,
+        run_id=extra.get("wandb"),
     )
     with ExitStack() as opened:
         screen = Screen(folder)
@@ -317,6 +320,8 @@ def _run(
             "environment": environment(),
             "total_steps": kit.total_steps,
             "network": parts.spread.network and asdict(parts.spread.network),
+            # Kept while W&B is off, for a resumption that turns it on again.
+            "wandb": reporter.wandb_id or extra.get("wandb"),
         },
         describe_cut=partial(describe_cut, prepared),
         on_full=config.checkpoint.on_full,

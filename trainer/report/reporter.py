@@ -40,6 +40,11 @@ class Hook(ABC):  # noqa: B024 - told by its methods
 class Reporter(ABC):
     """Takes what happens in a run. The loop calls it alike on every rank."""
 
+    @property
+    @abstractmethod
+    def wandb_id(self) -> str | None:
+        """The id of W&B's run; None where this rank mirrors none."""
+
     @abstractmethod
     def start(self, summary: StartSummary) -> None:
         """Show what is about to happen, and begin to show progress."""
@@ -103,6 +108,11 @@ class Reporter(ABC):
 @final
 class SilentReporter(Reporter):
     """Says nothing: for every rank but the first."""
+
+    @property
+    def wandb_id(self) -> str | None:
+        """Give none."""
+        return None
 
     def start(self, summary: StartSummary) -> None:
         """Do nothing."""
@@ -179,6 +189,11 @@ class RunReporter(Reporter):
         )
         settings = wandb or WandbSettings(mode="disabled")
         self._wandb = WandbMirror(settings, folder, config or {}, screen.warn)
+
+    @property
+    def wandb_id(self) -> str | None:
+        """See the base class."""
+        return self._wandb.run_id
 
     def start(self, summary: StartSummary) -> None:
         """Show what is about to happen, and begin to show progress."""

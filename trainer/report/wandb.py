@@ -50,6 +50,7 @@ class WandbSettings:
         mode: as decided by `mode_of`.
         job_type: the command.
         group: runs that belong together, such as those of a sweep.
+        run_id: of W&B's run, where the folder has lost its own.
     """
 
     mode: Mode = "offline"
@@ -59,6 +60,7 @@ class WandbSettings:
     tags: tuple[str, ...] = ()
     name: str | None = None
     job_type: str | None = "train"
+    run_id: str | None = None
 
 
 def mode_of(configured: Mode, environ: Mapping[str, str], *, is_typed: bool) -> Mode:
@@ -97,6 +99,9 @@ class WandbMirror:
         config: what to show as the run's config.
         warn: told in one line when something does not work.
         close_timeout_s: how long the end of a run waits for the mirror.
+
+    Attributes:
+        run_id: of W&B's run; None where there is none.
     """
 
     def __init__(
@@ -110,6 +115,7 @@ class WandbMirror:
     ) -> None:
         self._close_timeout_s = close_timeout_s
         self._warn = warn
+        self.run_id: str | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._listener: Thread | None = None
         if settings.mode == "disabled":
@@ -143,11 +149,12 @@ class WandbMirror:
 
     def _begin(self, settings: WandbSettings, folder: Path, config: Mapping[str, Any]) -> None:
         make_folders(folder / "wandb")
+        self.run_id = _run_id(folder / "wandb" / "id", settings.run_id)
         metrics = folder / METRICS_FILE
         spec = {
             "mode": settings.mode,
             "folder": str(folder),
-            "id": _run_id(folder / "wandb" / "id"),
+            "id": self.run_id,
             "metrics": str(metrics),
             # What an earlier process of this run has written, it has mirrored.
             "offset": metrics.stat().st_size if metrics.exists() else 0,
@@ -186,15 +193,19 @@ class WandbMirror:
                     self._warn(line.decode(errors="replace").strip())
 
 
-def _run_id(path: Path) -> str:
+def _run_id(path: Path, known: str | None) -> str:
     """Give the id of the run's folder, made with the first process of the run.
+
+    Args:
+        path: of the file that keeps it.
+        known: what a checkpoint keeps, which takes its place if it is gone.
 
     Raises:
         OSError: the disk refused.
         ValueError: what is kept there is no id.
     """
     if not path.exists():
-        write_file_atomic(path, secrets.token_hex(4).encode())
+        write_file_atomic(path, (known or secrets.token_hex(4)).encode())
     with path.open("rb") as file:
         run_id = file.read(_MOST_ID_BYTES).decode(errors="replace").strip()
     if not re.fullmatch(r"[\w-]+", run_id, re.ASCII):
