@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 
 import pytest
 from hypothesis import given
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from trainer.report.console import Screen
 from trainer.report.wandb import shown_config
 from trainer.schema.faults import clip, line
-from trainer.schema.secrets import is_secret, leaked, without_secrets
+from trainer.schema.secrets import is_secret, leaked, mask_logs, without_secrets
 
 ENVIRONMENT = {
     "DATABASE_URL": "postgres://user:Canaryurlpw3%21@host/db",
@@ -145,3 +146,23 @@ def test_lines_and_warnings_of_a_run_hold_no_secret(tmp_path, monkeypatch):
     for text in (out.getvalue(), (tmp_path / "train.log").read_text()):
         assert "Canary" not in text
         assert text.count("$DB_PASSWORD") == 2
+
+
+def test_what_a_library_logs_reaches_no_handler_with_a_secret_in_it(monkeypatch):
+    monkeypatch.setenv("DB_PASSWORD", "Canaryshort2")
+    out = io.StringIO()
+    handler = logging.StreamHandler(out)
+    handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [handler])
+    mask_logs()
+    log = logging.getLogger("library")
+    log.warning("retrying %s with %s", "https://me:Canaryshort1@host", "Canaryshort2")
+    try:
+        raise RuntimeError("said Canaryshort2")
+    except RuntimeError:
+        log.exception("failed")
+    text = out.getvalue()
+    assert "library: retrying https://me:***@host with $DB_PASSWORD\n" in text
+    assert "RuntimeError: said $DB_PASSWORD" in text
+    assert "Canary" not in text.replace('"said Canaryshort2"', "")

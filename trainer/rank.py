@@ -28,7 +28,7 @@ from trainer.board import Board
 from trainer.config import RunConfig
 from trainer.errors import ConfigError, DataError, DoesNotFitError, TrainError, said
 from trainer.membership import Membership, is_loss
-from trainer.schema.secrets import without_secrets
+from trainer.schema.secrets import mask_logs, without_secrets
 from trainer.signals import StopFlag, stop_signals
 
 JOB_FILE = "job.json"
@@ -81,6 +81,7 @@ def main(arguments: list[str]) -> NoReturn:
         format="[%(asctime)s][%(name)s][%(levelname)s] - %(message)s",
         level=logging.INFO,
     )
+    mask_logs()
     # What loading processes talk through goes with the job, however this process ends.
     pipes = tempfile.mkdtemp(prefix="pymp-", dir=place)
     multiprocessing.current_process()._config["tempdir"] = pipes  # type: ignore[attr-defined]

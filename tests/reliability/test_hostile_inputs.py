@@ -7,6 +7,7 @@ for what must not be found in anything a run leaves.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import sys
@@ -388,6 +389,7 @@ class Telling:
         return 9
 
     def __getitem__(self, index: int) -> object:
+        logging.getLogger("library").error("sent %s", os.environ["HF_TOKEN"])
         raise KeyError(" ".join(os.environ[name] for name in SECRETS))
 
 

@@ -36,9 +36,9 @@ CAUSES = {
 }
 
 HANGS = (
-    *("sleep@start:0@1", "SIGSTOP@start:0@0", "SIGSTOP@saving:4@0", "sleep@saving:4@1"),
+    *("sleep@start:0@1", "skip@weigh:3@1", "SIGSTOP@saving:4@0", "sleep@saving:4@1"),
     *("sleep@evaluation:3@1", "sleep@end:7@0"),
-    *("SIGSTOP@compute:3@1", "skip@weigh:3@1", "SIGSTOP@data:3@0", "skip@reduce:3@0"),
+    *("SIGSTOP@compute:3@1", "SIGSTOP@start:0@0", "SIGSTOP@data:3@0", "skip@reduce:3@0"),
     *("SIGSTOP@update:3@1", "SIGSTOP@agree:3@1", "SIGSTOP@evaluation:3@0", "skip@agree:3@1"),
     *("SIGSTOP@reduce:3@1", "skip@report:3@0"),
 )
@@ -74,7 +74,7 @@ def let_die(count: int, tmp_path: Path) -> None:
 
 
 def test_a_rank_that_dies_anywhere_ends_the_run_and_is_named(tmp_path: Path) -> None:
-    let_die(2, tmp_path)
+    let_die(len(KINDS), tmp_path)
 
 
 @pytest.mark.nightly
@@ -124,7 +124,7 @@ def let_hang(count: int, tmp_path: Path) -> None:
 
 
 def test_a_rank_that_hangs_or_skips_a_collective_is_named_within_its_limit(tmp_path: Path) -> None:
-    let_hang(1, tmp_path)
+    let_hang(2, tmp_path)
 
 
 @pytest.mark.nightly
@@ -159,7 +159,7 @@ def restart(count: int, tmp_path: Path) -> None:
 
 
 def test_a_run_that_loses_ranks_starts_again_and_ends_as_if_nothing_was(tmp_path: Path) -> None:
-    restart(1, tmp_path)
+    restart(2, tmp_path)
 
 
 @pytest.mark.nightly

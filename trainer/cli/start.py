@@ -21,6 +21,7 @@ from trainer.cli.prepare import Ready
 from trainer.config import RunConfig, to_plain
 from trainer.errors import ConfigError, SaveError, TrainError
 from trainer.record import staged
+from trainer.schema.secrets import mask_logs
 
 
 def launch(config: RunConfig, folder: Path) -> int:
@@ -86,9 +87,9 @@ def start(
     goes_on = ready.makes_folder and must_stage(config, folder)
 
     def task(cfg: DictConfig) -> None:
-        if ready.makes_folder:
-            write_config(config, records)
-        codes.append(work(config, folder))
+        if sets_up_logging:
+            mask_logs()
+        codes.append(_recorded_work(ready, records, work))
 
     with (
         staged(folder) if goes_on else nullcontext(folder) as records,
@@ -118,6 +119,12 @@ def start(
     if isinstance(error, Exception):
         raise error
     return codes[0]
+
+
+def _recorded_work(ready: Ready, records: Path, work: Callable[[RunConfig, Path], int]) -> int:
+    if ready.makes_folder:
+        write_config(ready.job.config, records)
+    return work(ready.job.config, ready.job.folder)
 
 
 def _unwritable(failure: OSError, config: RunConfig, folder: Path) -> SaveError:

@@ -6,8 +6,11 @@ the words and numbers that configs are made of, and passes.
 
 from __future__ import annotations
 
+import logging
+import os
 import re
 from collections.abc import Iterator, Mapping
+from typing import final
 from urllib.parse import unquote
 
 MASK = "***"
@@ -84,6 +87,24 @@ def without_secrets(text: str, environ: Mapping[str, str]) -> str:
         text = text.replace(secret, f"${name}")
     text = _AFTER.sub(lambda found: f"{found[found.lastindex or 0]}{MASK}", text)
     return _TOKEN.sub(MASK, text)
+
+
+def mask_logs() -> None:
+    """Let what any library logs from now on reach no handler with a secret in it."""
+    for handler in logging.getLogger().handlers:
+        handler.setFormatter(_Masking(handler.formatter or logging.Formatter()))
+
+
+@final
+class _Masking(logging.Formatter):
+    """Formats as another does, without what is secret; a traceback is a part of what it gives."""
+
+    def __init__(self, inner: logging.Formatter) -> None:
+        super().__init__()
+        self._inner = inner
+
+    def format(self, record: logging.LogRecord) -> str:
+        return without_secrets(self._inner.format(record), os.environ)
 
 
 def _secrets(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
