@@ -241,6 +241,9 @@ def test_help_is_complete_and_fast(tmp_path: Path) -> None:
             is_there = group not in NOT_YET or not NOT_YET[group].holds(file.stem)
             assert (file.stem in done.stdout) or not is_there or file.stem == OWN
     assert max(map(len, done.stdout.splitlines())) <= 100
+    for words in ("[auto|cpu|cuda]", "[keep|drop]", "[false|true|layout]", "[ghost|micro]"):
+        assert words in done.stdout
+    assert "conf/GROUP/OPTION.yaml" in "".join(done.stdout.splitlines())
 
 
 def test_help_lists_options_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -136,6 +136,9 @@ def test_micro_batches_that_are_mostly_overhead_are_named_with_a_size_that_pays(
     assert "accum.micro 8 times as large" in line
     (line,) = diagnose(replace(facts, cut="budget"))
     assert "accum.max_tokens" in line
+    (line,) = diagnose(replace(facts, cut="auto"))
+    assert "more accum.memory" in line
+    assert diagnose(replace(facts, cut="auto", is_tight=False)) == ()
 
 
 @pytest.mark.parametrize("count", [1, 8])

@@ -12,12 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from tests.support import PLAN_KEYS
 from trainer.plan.traffic import Traffic
 from trainer.report.blocks import batch_equation, plan_block, verify_block
 from trainer.report.closing import end_block, further
-from trainer.report.console import BRIEF, LOG_FILE, Screen
+from trainer.report.console import BRIEF, LOG_FILE, Progress, Screen
 from trainer.report.figures import alike
 from trainer.report.records import (
     Candidate,
@@ -30,6 +31,7 @@ from trainer.report.records import (
     VerifyReport,
 )
 from trainer.report.reporter import Reporter, RunReporter, SilentReporter
+from trainer.signals import HEARD
 
 PLAN = PlanSummary(
     global_batch=512,
@@ -310,6 +312,8 @@ def test_the_end_sets_the_loss_beside_each_baseline_and_names_the_next_commands(
     assert "\\x1b[2J" in text
     assert further(end)[0] == "  train evaluate run='outputs/a b'"
     assert further(end)[-1] == "  train resume=RUN steps=120"
+    assert "held-out loss, nats\n" in text
+    assert "held-out loss\n" in shown(end_block(replace(end, unit=None)), monkeypatch)
 
 
 def test_a_run_that_was_stopped_says_how_to_go_on(monkeypatch):
@@ -505,3 +509,8 @@ def test_a_screen_whose_reader_left_falls_silent_and_a_brief_one_is_the_logs(tmp
     screen.close()
     assert brief.getvalue() == ""
     assert (tmp_path / LOG_FILE).read_text() == "three\n"
+
+
+def test_the_bar_is_not_drawn_over_what_is_said_of_a_signal():
+    height = len(Console(width=80).render_lines(Progress(1, 2)))
+    assert HEARD.endswith(b"\n" * height)

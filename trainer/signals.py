@@ -28,7 +28,8 @@ directly and once more through what started it."""
 UNBEGUN = "stopped before the first step"
 """How a run ends that was asked to before it could train."""
 
-_HEARD = b"\ntrain: stopping when this step is saved; once more stops at once, and saves nothing\n"
+HEARD = b"\ntrain: stopping when this step is saved; once more stops at once, and saves nothing\n\n"
+"""With a blank line at its end: a progress bar of two lines is next drawn over the last two."""
 
 _listening: list[StopFlag] = []
 """The flag of this process while it listens; at most one."""
@@ -99,7 +100,7 @@ def _end_at_next() -> None:
     """Let the next signal end the process, and tell whoever sits before it."""
     if sys.stderr.isatty():
         # Not through the stream, which may be in the midst of writing.
-        os.write(sys.stderr.fileno(), _HEARD)
+        os.write(sys.stderr.fileno(), HEARD)
     time.sleep(TOGETHER_S)
     for each in SIGNALS:
         signal.signal(each, signal.SIG_DFL)

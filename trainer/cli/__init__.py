@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -197,16 +198,21 @@ def _job_of(sweep: Sweep, composer: Composer, codes: list[int]) -> Callable[[Any
         from hydra.core.hydra_config import HydraConfig  # noqa: PLC0415
 
         from trainer.cli.sweep import job_line  # noqa: PLC0415
+        from trainer.report.console import LOG_FILE  # noqa: PLC0415
+        from trainer.report.figures import shown_path  # noqa: PLC0415
 
         record = HydraConfig.get()
         folder = Path(record.runtime.output_dir)
         lines = tuple(record.overrides.task)
         varied = [line for line in lines if line not in common]
         label = f"job {record.job.num} of {len(known)}: {' '.join(varied)}"
+        running = f"{label}: running, see {shown_path(folder / LOG_FILE)}"
         is_watched = sys.stdout.isatty()
-        tell(f"{label}: running, see {folder}/train.log\r" if is_watched else "")
+        # A line that wraps cannot be written over.
+        goes_away = is_watched and len(running) < shutil.get_terminal_size().columns
+        tell(running + ("\r" if goes_away else "\n") if is_watched else "")
         code = _run_job(lines, folder, known.get(lines), composer)
-        tell(f"{_ERASE if is_watched else ''}{label}: {job_line(folder)}\n")
+        tell(f"{_ERASE if goes_away else ''}{label}: {job_line(folder)}\n")
         codes.append(code)
         if code == Preempted.exit_code:
             raise KeyboardInterrupt

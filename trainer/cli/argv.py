@@ -156,8 +156,11 @@ def _unknown_flag(token: str, after: str) -> str:
         token: as typed.
         after: the word after it, where that is its value.
     """
+    from trainer.config import KEYS  # noqa: PLC0415 - a flag that is one needs no schema
+
     bare, equals, value = token.lstrip("-").partition("=")
-    key = bare if "." in bare else key_of(bare)
+    same = bare.replace("-", "_")
+    key = same if "." in same or same in KEYS else key_of(bare)
     if key is not None:
         typed = f"{key}={value if equals else after}"
         return clip(f"{token}: settings are written without dashes: {typed}")

@@ -64,6 +64,8 @@ def show(own_folder: str | None = None) -> None:
     _print(console, "commands", commands)
     _print(console, "examples", _EXAMPLES)
     _print(console, "groups  (the default first)", _groups(folders))
+    where = f"{folders[0]}/GROUP/OPTION.yaml"
+    console.print(f"keys of one option, as model.width, are in {where}\n", markup=False)
     for title, rows in _sections(folders[0]):
         _print(console, title, rows)
     _print(console, "flags", _FLAGS)
@@ -114,12 +116,14 @@ def _sections(conf: Path) -> Iterator[tuple[str, list[tuple[str, Text]]]]:
         head, _, tail = key.partition(".")
         line = Text(entry.doc)
         default = defaults.get(key, entry.default)
+        several = entry.choices if len(entry.choices) > 1 else ()
+        words = offered(key.removesuffix(".mode"), several)  # an option sets the mode of its group
         if default not in (None, (), [], {}):
-            line.append(f"  [{shown(default)}]", style="dim")
+            line.append(f"  [{'|'.join(dict.fromkeys((shown(default), *words)))}]", style="dim")
         if key in LATER_KEYS or default == UNFORMED:
             line.append(_LATER, style="dim")
         rows.setdefault(head if tail else "run", []).append((key, line))
-    yield "keys  (defaults in brackets)", rows.pop("run")
+    yield "keys  (in brackets: the default|other words)", rows.pop("run")
     yield from rows.items()
 
 

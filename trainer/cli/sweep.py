@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -29,6 +30,9 @@ _TOLD = (("step", "step"), ("loss", "loss"), ("eval_loss", "held-out loss"))
 """What one line says of a result, and how it calls it."""
 
 NOT_STARTED = "not started"
+
+_STYLES = ("o-", "x--", "s:", "+-.")
+"""Of the lines of the plot, so that one shows where it lies under another, as equal cuts do."""
 
 _MEASURED = ("step", "loss", "eval_loss", "tokens_per_second", "seconds")
 
@@ -61,7 +65,7 @@ class Job:
 
     @property
     def eval_loss(self) -> float | None:
-        """The held-out loss at the end, in nats, where there is a finite one."""
+        """The held-out loss at the end, where there is a finite one."""
         value = self.result.get("eval_loss")
         return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
@@ -219,7 +223,7 @@ def _plot(path: Path, jobs: Sequence[Job], keys: Sequence[str]) -> bool:
         names = [_label(job, keys) for job in measured]
         axes.barh(names, [job.eval_loss or 0.0 for job in measured])
         axes.invert_yaxis()
-        axes.set_xlabel("held-out loss, nats")
+        axes.set_xlabel("held-out loss")
     else:
         _draw_lines(axes, measured, key, [other for other in keys if other != key])
     image = io.BytesIO()
@@ -234,13 +238,14 @@ def _draw_lines(axes: Any, jobs: Sequence[Job], key: str, others: Sequence[str])
     for job in jobs:
         point = (float(job.overrides[key]), job.eval_loss or 0.0)
         lines.setdefault(_label(job, others), []).append(point)
-    for label, points in lines.items():
-        axes.plot(*zip(*sorted(points), strict=True), marker="o", label=label)
+    styles = itertools.cycle(_STYLES)
+    for (label, points), style in zip(lines.items(), styles, strict=False):
+        axes.plot(*zip(*sorted(points), strict=True), style, label=label)
     values = sorted(point[0] for points in lines.values() for point in points)
     if values[0] > 0 and values[-1] / values[0] >= 4:  # noqa: PLR2004 - two doublings
         axes.set_xscale("log")
     axes.set_xlabel(key)
-    axes.set_ylabel("held-out loss, nats")
+    axes.set_ylabel("held-out loss")
     if others:
         axes.legend()
 

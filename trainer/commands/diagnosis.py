@@ -53,6 +53,7 @@ class Facts:
         fixed_share: of computing, what does not depend on the size of micro-batches; None where
             it is not known.
         cut: the option of `accum`.
+        is_tight: whether micro-batches twice as large would not fit into memory.
         device_type: where ranks compute.
     """
 
@@ -64,6 +65,7 @@ class Facts:
     spread: Spread
     fixed_share: float | None
     cut: str
+    is_tight: bool = True
     device_type: str = "cpu"
 
     def is_much(self, seconds: float) -> bool:
@@ -222,6 +224,8 @@ def _fixed(facts: Facts) -> Iterator[tuple[float, str]]:
     """
     count = max(effort.micro_batches / max(1, effort.steps) for effort in facts.efforts)
     if facts.fixed_share is None or count < LARGER:
+        return
+    if facts.cut == "auto" and not facts.is_tight:  # it had room, and timed larger ones
         return
     slowest = max(rank.compute for rank in facts.breakdown.ranks)
     if not slowest:  # every step was skipped before it computed

@@ -77,6 +77,7 @@ def summarize_end(
         skipped_steps=trained.skipped_steps,
         replays=trained.replays,
         trust=tuple(trusting(parts.config)),
+        unit="nats" if parts.config.objective.target.startswith("trainer.") else None,
         time=None if facts is None else facts.breakdown,
         advice=() if facts is None else diagnose(facts),
     )
@@ -95,6 +96,9 @@ def _facts(prepared: Prepared, breakdown: Breakdown, efforts: tuple[Effort, ...]
         spread=parts.spread,
         fixed_share=_fixed_share(prepared, breakdown, efforts[0]),
         cut=parts.config.accum.name or "",
+        is_tight=prepared.predicted is None
+        or prepared.limit_bytes is None
+        or 2 * prepared.predicted.peak_bytes > prepared.limit_bytes,
         device_type=parts.world.device.type,
     )
 

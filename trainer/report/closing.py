@@ -30,7 +30,8 @@ def end_block(end: RunSummary) -> RenderableType:
     is_done = end.state == "completed"
     blocks: list[RenderableType] = [title("done" if is_done else "stopped"), grid(_outcome(end))]
     if end.eval_loss is not None:
-        blocks += [heading("held-out loss, nats"), indented(_losses(end, end.eval_loss))]
+        unit = f", {end.unit}" if end.unit else ""
+        blocks += [heading(f"held-out loss{unit}"), indented(_losses(end, end.eval_loss))]
     if end.time is not None:
         blocks += [heading("where the time of a step went"), _time_split(end.time)]
         blocks += [indented(Text.assemble(("-> ", "bold yellow"), line)) for line in end.advice]

@@ -293,6 +293,7 @@ class RunSummary:
         replays: times a step ran out of memory and was computed again.
         trust: what has to be typed for classes and options of the user's own.
         goes_on: the command that goes on with the run.
+        unit: of the held-out loss; None where an objective of the user's own does not say.
         time: where it went; None where no step was taken.
         advice: what cost more than it should have, one line each.
     """
@@ -315,6 +316,7 @@ class RunSummary:
     skipped_steps: int = 0
     replays: int = 0
     trust: tuple[str, ...] = ()
+    unit: str | None = "nats"
     time: Breakdown | None = None
     advice: tuple[str, ...] = ()
 

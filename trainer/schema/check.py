@@ -37,6 +37,8 @@ ONLY_WITH: Mapping[str, str] = {
     "accum.steps": "accum=fixed",
     "accum.max_tokens": "accum=budget",
     "accum.memory": "accum=auto",
+    "data.path": "data=text",
+    "data.field": "data=text",
 }
 """Keys that one option has and its neighbours lack."""
 
@@ -128,8 +130,8 @@ def _unknown_line(
 ) -> str:
     owner = _owner(key)
     option = ONLY_WITH.get(key)
-    if option:
-        there = _choice("accum", choices)
+    if option and owner:
+        there = _choice(owner, choices)
         return line(key, value, f"not a setting of {there}; say {option} {key}={show(value)}")
     offers = [k for k in (*known, *keys) if not k.endswith("_target_")]
     synonym = SYNONYMS.get(key.rsplit(".", 1)[-1])

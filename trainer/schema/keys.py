@@ -106,6 +106,8 @@ def _words(annotation: object) -> Iterator[str]:
 def _literals(annotation: object) -> Iterator[str]:
     if get_origin(annotation) is Literal:
         yield from get_args(annotation)
+    elif annotation is bool:
+        yield from ("true", "false")
     else:
         for part in get_args(annotation):
             yield from _literals(part)
