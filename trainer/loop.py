@@ -112,25 +112,13 @@ def train(run: Run) -> Trained:
     progress = Trained(step=run.feed.cursor.step, total_tokens=run.tokens, failures=run.failures)
     _catch_up(run, progress)
     while progress.step < run.kit.total_steps:
-        started = time.perf_counter()
-        run.kit.world.note("data", step=progress.step + 1)
-        batch = run.feed.next()
-        run.feed.prefetch()
-        report = train_step(run.kit, batch)
-        run.kit.world.note("report")
-        seconds = time.perf_counter() - started
-        progress.add(report, seconds)
-        record = record_of(run.order, report, progress.total_tokens, seconds)
-        ids = batch.samples.ids.tolist()
-        run.reporter.step(record, ids, skipped_ids=() if report.skipped is None else ids)
-        _tell_moved(run)
-        _ease(run, report.batch)
-        end = _early_end(run, batch.step, progress.failures)
+        _take_step(run, progress)
+        end = _early_end(run, progress.step, progress.failures)
         if end is not None:
             _end(run, progress, end)
-        if _due(batch.step, run.eval_every):
+        if _due(progress.step, run.eval_every):
             _evaluate(run, progress)
-        if _due(batch.step, run.checkpoint_every):
+        if _due(progress.step, run.checkpoint_every):
             _save(run, progress)
             _stop_if_asked(run, progress)
     if progress.saved_at != progress.step:
@@ -139,6 +127,23 @@ def train(run: Run) -> Trained:
         _evaluate(run, progress)
     run.saves.close()
     return progress
+
+
+def _take_step(run: Run, progress: Trained) -> None:
+    """Take the next global batch, train on it, and tell what came out. Collective."""
+    started = time.perf_counter()
+    run.kit.world.note("data", step=progress.step + 1)
+    batch = run.feed.next()
+    run.feed.prefetch()
+    report = train_step(run.kit, batch)
+    run.kit.world.note("report")
+    seconds = time.perf_counter() - started
+    progress.add(report, seconds)
+    record = record_of(run.order, report, progress.total_tokens, seconds)
+    ids = batch.samples.ids.tolist()
+    run.reporter.step(record, ids, skipped_ids=() if report.skipped is None else ids)
+    _tell_moved(run)
+    _ease(run, report.batch)
 
 
 def _ease(run: Run, batch: PlannedBatch) -> None:
