@@ -11,7 +11,7 @@ import time
 import pytest
 
 from trainer.report.metrics import METRICS_FILE
-from trainer.report.wandb import WandbMirror, WandbSettings, mode_of, shown_config
+from trainer.report.wandb import WandbMirror, WandbSettings, shown_config
 from trainer.report.wandb_process import Follower, row
 
 LONG_S = 20
@@ -186,25 +186,6 @@ def test_the_real_package_records_a_run_offline(tmp_path):
     run_id = (tmp_path / "wandb" / "id").read_text()
     assert list(tmp_path.glob(f"wandb/offline-run-*-{run_id}/run-{run_id}.wandb"))
     assert not warnings
-
-
-@pytest.mark.parametrize(
-    ("configured", "is_typed", "variable", "mode"),
-    [
-        ("offline", False, None, "offline"),
-        ("offline", False, "online", "online"),
-        ("offline", False, "dryrun", "offline"),
-        ("offline", True, "online", "offline"),
-        ("online", True, "disabled", "online"),
-        ("online", False, "disabled", "disabled"),
-        ("offline", False, "nonsense", "offline"),
-    ],
-)
-def test_a_typed_mode_beats_the_environment_which_beats_the_default(
-    configured, is_typed, variable, mode
-):
-    environ = {} if variable is None else {"WANDB_MODE": variable}
-    assert mode_of(configured, environ, is_typed=is_typed) == mode
 
 
 def test_secrets_are_hidden_and_tokens_of_text_are_not():

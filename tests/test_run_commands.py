@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -65,6 +67,18 @@ def test_figures_that_find_no_room_are_printed_and_the_old_ones_stay(
     assert shell(f"evaluate run={run.folder} trust=[tests]") == 0
     with hold(run.folder):  # whoever holds the run clears away what a broken disk kept
         assert not list(run.folder.glob(".tmp-*"))
+
+
+class NoRoomForPlans(FaultyDisk):
+    def create(self, path: Path) -> int:
+        if "plan.json" in path.name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().create(path)
+
+
+def test_a_plan_that_finds_no_room_ends_as_any_record_that_finds_none() -> None:
+    with durable.use(NoRoomForPlans()):
+        assert shell(" ".join(["plan", *overrides("")])) == 8
 
 
 def test_evaluate_without_held_out_data_says_so(capsys: pytest.CaptureFixture[str]) -> None:

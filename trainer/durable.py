@@ -20,7 +20,7 @@ import shutil
 import stat
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -209,8 +209,30 @@ def write_file_atomic(path: Path, data: Bytes) -> None:
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Put a JSON object under a name, as `write_file_atomic` does; NaN and infinity become null."""
-    text = json.dumps(_as_json(content), indent=2, allow_nan=False)
+    text = json.dumps(strict(content), indent=2, allow_nan=False)
     write_file_atomic(path, f"{text}\n".encode())
+
+
+def strict(value: Any) -> Any:  # noqa: ANN401 - any JSON value
+    """Replace every number that JSON does not know (NaN, infinities) by null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): strict(item) for key, item in value.items()}
+    return [strict(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def write_record(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON file of a run folder, as `write_json` does.
+
+    Raises:
+        SaveError: the disk refused.
+    """
+    try:
+        write_json(path, content)
+    except OSError as error:
+        failure = save_error(error, path)
+        raise failure from error
 
 
 def parsed(text: bytes) -> Any:  # noqa: ANN401 - any JSON value
@@ -373,13 +395,3 @@ def _free_bytes(path: Path) -> int:
 def _readable(size: int) -> str:
     gib = size / 2**30
     return f"{gib:.2f} GiB" if gib >= 1 else f"{size / 2**20:.2f} MiB"
-
-
-def _as_json(value: Any) -> Any:  # noqa: ANN401 - any JSON value
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {key: _as_json(inner) for key, inner in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_as_json(inner) for inner in value]
-    return value

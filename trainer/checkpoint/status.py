@@ -52,12 +52,7 @@ def write_status(run: Path, status: Status) -> None:
     Raises:
         SaveError: the disk refused.
     """
-    path = run / FILE_NAME
     content = asdict(status)
     if status.reason is not None:
         content["reason"] = without_secrets(status.reason, os.environ)
-    try:
-        durable.write_json(path, content)
-    except OSError as error:
-        failure = durable.save_error(error, path)
-        raise failure from error
+    durable.write_record(run / FILE_NAME, content)

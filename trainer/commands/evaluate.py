@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from trainer import durable
 from trainer.assemble import assemble, check_alike
 from trainer.checkpoint.store import CheckpointStore, Loaded
 from trainer.checkpoint.weights import CHECKPOINTS, take_weights
 from trainer.commands.prepare import held_out, prepare_alike
 from trainer.config import RunConfig
+from trainer.durable import write_record
 from trainer.errors import DataError
 from trainer.evaluate import evaluate
 from trainer.report.console import Screen
@@ -53,9 +53,4 @@ def _tell(folder: Path, loaded: Loaded, metrics: Mapping[str, float], num_sample
     figures = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
     screen.line(f"step {loaded.step}: held out ({num_samples} samples): {figures}")
     screen.close()
-    path = folder / EVALUATE_FILE
-    try:
-        durable.write_json(path, {"step": loaded.step, **names})
-    except OSError as error:
-        failure = durable.save_error(error, path)
-        raise failure from error
+    write_record(folder / EVALUATE_FILE, {"step": loaded.step, **names})

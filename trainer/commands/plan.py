@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from trainer import durable
 from trainer.assemble import assemble
 from trainer.commands.layout import settle_parallel
 from trainer.commands.prepare import prepare
@@ -14,6 +13,7 @@ from trainer.commands.settle import settle_sync
 from trainer.commands.summary import summarize
 from trainer.commands.train import PLAN_FILE
 from trainer.config import RunConfig
+from trainer.durable import write_record
 from trainer.report.blocks import plan_block
 from trainer.report.console import Screen
 from trainer.world import World
@@ -30,7 +30,7 @@ def plan_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], b
     """
     prepared = prepare(settle_parallel(assemble(config, world)))
     plan = summarize(settle_sync(prepared, None, None, time.perf_counter))
-    durable.write_json(folder / PLAN_FILE, plan.to_json())
+    write_record(folder / PLAN_FILE, plan.to_json())
     screen = Screen(folder)
     screen.show(plan_block(plan, folder / PLAN_FILE))
     screen.close()

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from trainer import durable
 from trainer.assemble import Parts, assemble, check_alike
 from trainer.build import construct
 from trainer.checkpoint.saver import AsyncSaver, DirectSaver
@@ -42,8 +41,8 @@ from trainer.commands.settle import settle_sync
 from trainer.commands.summary import summarize
 from trainer.config import RunConfig, to_plain
 from trainer.data.samples import Samples
-from trainer.durable import read_json
-from trainer.errors import Preempted, SaveError
+from trainer.durable import read_json, write_record
+from trainer.errors import Preempted
 from trainer.feed import Feed
 from trainer.loop import Run, Trained, train
 from trainer.out_of_memory import Thrash, allocator_retries
@@ -203,19 +202,6 @@ def _tell_bad_records(data: Samples, reporter: Reporter) -> None:
     count = int(getattr(data, "num_skipped", 0))
     if count:
         reporter.passed_over(count, getattr(data, "skipped", ()))
-
-
-def write_record(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON file of the run folder.
-
-    Raises:
-        SaveError: the disk refused.
-    """
-    try:
-        durable.write_json(path, content)
-    except OSError as error:
-        failure: SaveError = durable.save_error(error, path)
-        raise failure from error
 
 
 def _terms(

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from trainer import durable
 from trainer.assemble import Parts, assemble
 from trainer.checkpoint.store import CheckpointStore
 from trainer.checkpoint.weights import CHECKPOINTS, load_weights, take_weights
 from trainer.commands.prepare import Prepared, prepare
 from trainer.config import RunConfig
+from trainer.durable import write_record
 from trainer.errors import NotExactError
 from trainer.feed import Feed, PlannedBatch
 from trainer.report.blocks import verify_block
@@ -42,7 +42,7 @@ def verify_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
     batch, loader = _of_all_ranks(prepared), parts.source.loader
     report = verify(_kit(parts), batch, loader, whole_fits=_whole_fits(prepared))
     report = replace(report, notes=(*_asides(config, world), *report.notes))
-    durable.write_json(folder / VERIFY_FILE, report.to_json())
+    write_record(folder / VERIFY_FILE, report.to_json())
     screen = Screen(folder)
     screen.show(verify_block(report))
     screen.close()

@@ -10,7 +10,7 @@ from operator import methodcaller
 from pathlib import Path
 from typing import Any, BinaryIO, final
 
-from trainer.durable import append, parsed, save_error, write_file_atomic
+from trainer.durable import append, parsed, save_error, strict, write_file_atomic
 from trainer.errors import SaveError
 
 Entry = dict[str, Any]
@@ -18,15 +18,6 @@ Entry = dict[str, Any]
 _MAX_LINE_BYTES = 1 << 28
 
 _as_json = json.JSONEncoder(allow_nan=False, default=methodcaller("item")).encode
-
-
-def strict(value: Any) -> Any:  # noqa: ANN401 - any JSON value
-    """Replace every number that JSON does not know (NaN, infinities) by null."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): strict(item) for key, item in value.items()}
-    return [strict(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def to_line(entry: Mapping[str, Any]) -> bytes:

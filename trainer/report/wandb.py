@@ -21,8 +21,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, Literal, final
 
-from trainer.durable import make_folders, write_file_atomic
-from trainer.report.journal import strict
+from trainer.durable import make_folders, strict, write_file_atomic
 from trainer.report.metrics import METRICS_FILE
 from trainer.schema.secrets import MASK, is_secret, without_secrets
 
@@ -31,14 +30,6 @@ Mode = Literal["disabled", "offline", "online"]
 INIT_TIMEOUT_S = 20
 CLOSE_TIMEOUT_S = 8.0
 _MOST_ID_BYTES = 256
-ENVIRONMENT_MODES: Mapping[str, Mode] = {
-    "disabled": "disabled",
-    "offline": "offline",
-    "dryrun": "offline",
-    "online": "online",
-    "run": "online",
-    "shared": "online",
-}
 
 
 @final
@@ -47,7 +38,6 @@ class WandbSettings:
     """What W&B is told about a run; None leaves it to W&B.
 
     Attributes:
-        mode: as decided by `mode_of`.
         job_type: the command.
         group: runs that belong together, such as those of a sweep.
         run_id: of W&B's run, where the folder has lost its own.
@@ -61,18 +51,6 @@ class WandbSettings:
     name: str | None = None
     job_type: str | None = "train"
     run_id: str | None = None
-
-
-def mode_of(configured: Mode, environ: Mapping[str, str], *, is_typed: bool) -> Mode:
-    """Decide the mode: what was typed, else `WANDB_MODE`, else what is configured.
-
-    Args:
-        configured: the value of `wandb.mode`.
-        environ: the environment.
-        is_typed: whether `wandb.mode` stood on the command line.
-    """
-    wanted = ENVIRONMENT_MODES.get(environ.get("WANDB_MODE", "").lower())
-    return configured if is_typed or wanted is None else wanted
 
 
 def shown_config(value: Any) -> Any:  # noqa: ANN401 - any config value
