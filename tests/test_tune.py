@@ -28,7 +28,7 @@ from trainer.plan.cut import Layout
 from trainer.plan.cuts import Auto
 from trainer.plan.memory import Shape
 from trainer.tune import tuner
-from trainer.tune.cache import Notebook, cache_folder, describe, structure
+from trainer.tune.cache import Notebook, describe, structure
 from trainer.tune.fake import predict_peak
 from trainer.tune.limit import MemoryLimit
 from trainer.tune.tuning import Question, Tuning
@@ -427,11 +427,6 @@ def test_the_attention_of_a_configuration_is_part_of_the_structure():
     assert built("sdpa") != built("sdpa", 3)
 
 
-def test_the_cache_folder_obeys_the_environment(monkeypatch, tmp_path):
+def test_notebooks_lie_in_the_cache_of_the_program(monkeypatch, tmp_path):
     monkeypatch.setenv("TRAIN_CACHE", str(tmp_path))
-    assert cache_folder() == tmp_path / "tune"
-    monkeypatch.delenv("TRAIN_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache_folder() == tmp_path / "train" / "tune"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert cache_folder().parts[-3:] == (".cache", "train", "tune")
+    assert Notebook.open({}).path.parent == tmp_path / "tune"

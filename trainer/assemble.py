@@ -151,7 +151,7 @@ def assemble(config: RunConfig, world: World) -> Parts:
         train_set=train_set,
         num_workers=loader.num_workers,
         source=Source(order=order, lengths=lengths, loader=loader, objective=objective),
-        held_out=_held_out(config, held_set, layout, world),
+        held_out=_held_out(config, held_set, layout),
         module=module,
         weights=weights,
         notes=notes,
@@ -352,9 +352,7 @@ def _loader(config: RunConfig, data: Samples, world: World) -> Loader:
     return Loader(data, num_workers=workers, seed=config.seed, pin_memory=on_gpu)
 
 
-def _held_out(
-    config: RunConfig, data: Samples | None, layout: Layout, world: World
-) -> HeldOut | None:
+def _held_out(config: RunConfig, data: Samples | None, layout: Layout) -> HeldOut | None:
     if data is None or not len(data):
         return None
     return HeldOut(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import hashlib
-import json
 import os
 import socket
 import sys
@@ -34,6 +32,8 @@ from trainer.membership import Membership, is_loss
 from trainer.out_of_memory import is_out_of_memory
 from trainer.phases import PhaseTimes, clock_of
 from trainer.record import drop_empty, recorded
+from trainer.report.environment import num_cores
+from trainer.schema.keys import digests
 from trainer.schema.rules import NO_GPU
 from trainer.signals import StopFlag, check
 from trainer.world import PATIENCE, World
@@ -335,16 +335,12 @@ def agreed(config: RunConfig, folder: Path, world: World) -> Path:
     Raises:
         ConfigError: the ranks differ; the line names the keys.
     """
-    plain = to_plain(config)
-    digest = {
-        key: hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
-        for key, value in plain.items()
-    }
-    answers: list[dict[str, Any]] = world.collect({"folder": str(folder), "config": digest})
+    told = {"folder": str(folder), "config": digests(to_plain(config))}
+    answers: list[dict[str, Any]] = world.collect(told)
+    first = answers[0]["config"]
     for rank, answer in enumerate(answers):
-        differing = [
-            key for key in digest if answer["config"].get(key) != answers[0]["config"][key]
-        ]
+        own = answer["config"]
+        differing = sorted(k for k in own.keys() | first.keys() if own.get(k) != first.get(k))
         if differing:
             raise ConfigError(
                 f"{', '.join(differing)}: rank {rank} was given another value than rank 0; type "
@@ -364,4 +360,4 @@ def settle_bits(config: RunConfig) -> None:
 def share_cores(num_ranks: int) -> None:
     """Give each local rank its share of the cores, unless OMP_NUM_THREADS says otherwise."""
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_ranks))
+        torch.set_num_threads(max(1, num_cores() // num_ranks))

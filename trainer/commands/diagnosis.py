@@ -6,7 +6,6 @@ on what the plan and the network measured at its start had predicted.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from statistics import median
@@ -15,6 +14,7 @@ from typing import final
 from trainer.plan.cut import Cost
 from trainer.plan.traffic import Traffic
 from trainer.report.breakdown import Breakdown, Effort
+from trainer.report.environment import num_cores
 from trainer.report.figures import duration, percent, size, slower
 from trainer.spread import Spread
 from trainer.sync import SyncPolicy
@@ -110,8 +110,7 @@ def _data(facts: Facts) -> Iterator[tuple[float, str]]:
     ranks = facts.breakdown.ranks
     own = [rank.data for rank in ranks]
     late = facts.breakdown.parts["data"] + sum(r.waiting_before for r in ranks) / len(ranks)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    more = f"num_workers={min(4, cores or 1) if not facts.num_workers else 2 * facts.num_workers}"
+    more = f"num_workers={2 * facts.num_workers or min(4, num_cores())}"
     slowest = max(range(len(own)), key=own.__getitem__)
     others = [seconds for rank, seconds in enumerate(own) if rank != slowest]
     if others and own[slowest] > 2 * max(others):

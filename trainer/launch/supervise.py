@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import atexit
 import gc
-import hashlib
 import json
 import logging
 import os
@@ -44,7 +43,7 @@ from trainer.membership import rendezvous_of
 from trainer.rank import JOB_FILE, STOP_FILE, Job
 from trainer.record import METRICS_FILE, rank_log, recorded, saved_step, to_go_on
 from trainer.report import journal
-from trainer.schema.faults import flat
+from trainer.schema.keys import digests
 
 POLL_S = 0.05
 
@@ -106,7 +105,7 @@ def supervise(config: RunConfig, folder: Path, num_ranks: int, node: int = 0) ->
     # A last look for garbage takes long where a class of the user's own brought torch along.
     atexit.register(gc.freeze)
     num_nodes = config.parallel.nodes
-    hello = Hello(node=node, nodes=num_nodes, ranks=num_ranks, config=_digest(config))
+    hello = Hello(node=node, nodes=num_nodes, ranks=num_ranks, config=digests(to_plain(config)))
     size = num_nodes * num_ranks
     address = rendezvous_of(config.parallel.rendezvous) if num_nodes > 1 else ""
     if node:
@@ -357,12 +356,3 @@ def _forwarding(team: Team, private: Path, children: Sequence[Child]) -> Iterato
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)
-
-
-def _digest(config: RunConfig) -> dict[str, str]:
-    """Hash every key's value that must be the same on all machines."""
-    return {
-        key: hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
-        for key, value in flat(to_plain(config)).items()
-        if key != "parallel.node"
-    }

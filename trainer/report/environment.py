@@ -62,18 +62,24 @@ def git_revision(folder: Path) -> dict[str, Any] | None:
 
 def hardware() -> dict[str, Any]:
     """Describe processors, memory and accelerators; memory in bytes."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     count = torch.cuda.device_count()
     return {
         "host": platform.node(),
         "system": platform.platform(),
         "cpu": cpu_model(),
-        "cores": cores,
+        "cores": num_cores(),
         "memory_bytes": pages,
         "cgroup_limit_bytes": cgroup_limit(),
         "gpus": [torch.cuda.get_device_name(index) for index in range(count)],
     }
+
+
+def num_cores() -> int:
+    """Count the processors that this process may use."""
+    # macOS binds no process to some of them.
+    can_tell = hasattr(os, "sched_getaffinity")
+    return len(os.sched_getaffinity(0)) if can_tell else os.cpu_count() or 1
 
 
 def cpu_model() -> str:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, final, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from trainer.schema.faults import either
+from trainer.schema.faults import either, flat
 from trainer.schema.sections import GROUPS, HIDDEN, SHARED_KEYS, Kind, Section
 
 
@@ -73,6 +75,15 @@ def words_of(info: FieldInfo) -> Iterator[str]:
     """
     marks = [mark.text for mark in info.metadata if isinstance(mark, Kind)]
     yield from marks or _words(info.annotation)
+
+
+def digests(plain: Mapping[str, Any]) -> dict[str, str]:
+    """Hash every key's value that must be the same for all processes of a run."""
+    return {
+        key: hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
+        for key, value in flat(plain).items()
+        if key != "parallel.node"
+    }
 
 
 def _doc(info: FieldInfo) -> str:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-import os
-import platform
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -26,7 +24,9 @@ import torch
 from torch import nn
 
 from trainer import durable
+from trainer.data.index import cache_folder
 from trainer.plan.memory import Shape
+from trainer.report.environment import cpu_model
 from trainer.tune.sources import digest_of_sources
 from trainer.tune.tensors import MemoryEstimate
 from trainer.tune.workload import Workload
@@ -73,7 +73,7 @@ class Notebook:
         """
         text = json.dumps({"format": FORMAT, **facts}, sort_keys=True)
         name = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-        path = (folder or cache_folder()) / f"{name}.json"
+        path = (folder or cache_folder() / "tune") / f"{name}.json"
         book = cls(path)
         with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             book._read(path)
@@ -121,15 +121,6 @@ class Notebook:
         self.ratios.update(ratios)
 
 
-def cache_folder() -> Path:
-    """Find the user's cache: `TRAIN_CACHE`, else where the XDG rules put it."""
-    own = os.environ.get("TRAIN_CACHE")
-    if own:
-        return Path(own).expanduser() / "tune"
-    root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path("~/.cache").expanduser()) / "train" / "tune"
-
-
 def describe(work: Workload, length: int, precision: str) -> dict[str, Any]:
     """List everything a measurement depends on.
 
@@ -140,7 +131,7 @@ def describe(work: Workload, length: int, precision: str) -> dict[str, Any]:
     """
     fields = work.make_fields(1, length)
     device, optimizer = work.device, work.make_optimizer(work.model)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_model()
     return {
         "model": structure(work.model),
         "objective": _stable(work.objective) + _source(type(work.objective)),
@@ -247,14 +238,6 @@ def _source(kind: type) -> str:
         return inspect.getsource(kind)
     except (OSError, TypeError):
         return kind.__qualname__
-
-
-def _processor() -> str:
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def _text(key: Key) -> str:
