@@ -120,6 +120,7 @@ def test_a_model_that_needs_values_says_which_operation_asked():
     with pytest.raises(CannotRunFake) as caught:
         predict_peak(work, Shape(1, 8))
     assert "_local_scalar_dense" in caught.value.reason
+    assert "computes with the values of its tensors" in caught.value.reason
 
 
 def test_a_model_that_needs_values_is_probed_for_real_and_left_as_it_was():

@@ -17,8 +17,6 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn, final
@@ -28,6 +26,7 @@ from trainer.board import Board
 from trainer.config import RunConfig
 from trainer.errors import ConfigError, DataError, DoesNotFitError, TrainError, said
 from trainer.membership import Membership, is_loss
+from trainer.record import keep_traceback
 from trainer.schema.secrets import mask_logs, without_secrets
 from trainer.signals import StopFlag, stop_signals
 
@@ -146,22 +145,13 @@ def told_of(error: BaseException, folder: Path, rank: int) -> dict[str, Any]:
         error = DataError(f"data: a loading process was lost: {text:.200}")
     if isinstance(error, TrainError):
         if isinstance(error, ConfigError) and error.__cause__ is not None:
-            return {**said(error), "traceback": _file(error, folder, rank)}
+            path = keep_traceback(error, folder, rank)
+            return said(error) if path is None else {**said(error), "traceback": str(path)}
         return said(error)
     text = without_secrets(" ".join(f"{type(error).__name__}: {error}".split()), os.environ)
     lost = is_loss(error)
-    _file(error, folder, rank)
+    keep_traceback(error, folder, rank)
     return {"lost" if lost else "crash": text[:300], "code": 1}
-
-
-def _file(error: BaseException, folder: Path, rank: int) -> str:
-    """Write a traceback into the run folder, and tell where."""
-    path = folder / "errors" / f"rank{rank}.txt"
-    with suppress(OSError, TrainError):
-        durable.make_folders(path.parent)
-        whole = without_secrets("".join(traceback.format_exception(error)), os.environ)
-        durable.write_file_atomic(path, whole.encode())
-    return str(path)
 
 
 def _end_with(supervisor: int) -> None:

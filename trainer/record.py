@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,6 +22,7 @@ from trainer.errors import (
 )
 from trainer.report import journal
 from trainer.report.figures import shown_path
+from trainer.schema.secrets import without_secrets
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -129,6 +132,22 @@ def _machines(config: RunConfig) -> list[str]:
     node = [] if parallel.node == "auto" else [f"parallel.node={parallel.node}"]
     address = [f"parallel.rendezvous={parallel.rendezvous}"] if parallel.rendezvous else []
     return [f"parallel.nodes={parallel.nodes}", *node, *address]
+
+
+def keep_traceback(error: BaseException, folder: Path, rank: int) -> Path | None:
+    """Write a traceback into the run folder.
+
+    Returns:
+        Where; None where there is no room for it.
+    """
+    path = folder / "errors" / f"rank{rank}.txt"
+    whole = without_secrets("".join(traceback.format_exception(error)), os.environ)
+    try:
+        durable.make_folders(path.parent)
+        durable.write_file_atomic(path, whole.encode())
+    except OSError:
+        return None
+    return path
 
 
 def rank_log(config: RunConfig, folder: Path, rank: int) -> Path | None:

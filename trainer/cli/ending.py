@@ -12,7 +12,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer import durable
 from trainer.errors import Preempted, TrainError
 from trainer.membership import node_of, task
 from trainer.report.figures import lead_nowhere, printable_lines
@@ -65,11 +64,10 @@ def say_crash(error: Exception, folder: Path | None = None) -> int:
     if folder is None or not folder.is_dir():
         _say(f"train: error: {FULL_ERROR}=1 shows the whole traceback\n")
         return 1
-    path = folder / "errors" / f"rank{rank()}.txt"
-    with suppress(OSError):
-        durable.make_folders(path.parent)
-        whole = without_secrets("".join(traceback.format_exception(error)), os.environ)
-        durable.write_file_atomic(path, whole.encode())
+    from trainer.record import keep_traceback  # noqa: PLC0415 - where it is needed at all
+
+    path = keep_traceback(error, folder, rank())
+    if path is not None:
         _say(f"train: error: the whole traceback is in {path}\n")
     return 1
 

@@ -16,7 +16,11 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 
 from trainer.parallel import Parallel
 from trainer.plan.memory import Shape
@@ -126,7 +130,9 @@ def _answering() -> Iterator[None]:
         # Fake runs stop with many types (data-dependent, unsupported, assertions, plain
         # RuntimeErrors). A fault of the model's own shows again in the real run that follows.
         message = next(iter(str(error).splitlines()), "")
-        raise CannotRunFake(f"{type(error).__name__}: {message}"[:200]) from error
+        asks = isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
+        what = "it computes with the values of its tensors, " if asks else ""
+        raise CannotRunFake(f"{what}{type(error).__name__}: {message}"[:200]) from error
     finally:
         log.disabled = was_disabled
 
