@@ -16,7 +16,7 @@ from trainer.errors import ConfigError, DoesNotFitError
 from trainer.plan.cut import Cost, Cut, IntArray, Layout, Plan
 from trainer.plan.groups import longest_of_groups, samples_of_groups, totals_of_groups
 from trainer.plan.packing import pack
-from trainer.plan.partition import even_starts, pad, partition, split, with_shapes
+from trainer.plan.partition import even_starts, pad, padded_apart, partition, split, with_shapes
 
 SHRINK = (7, 10)
 """Share of the failed size that the next attempt is cut to, as an exact fraction."""
@@ -83,16 +83,7 @@ class Fixed(Cut):
         held = tuple(
             tuple(samples_of_groups(slot, size, num_samples) for slot in slots) for slots in ranks
         )
-        padded = lengths if layout.packed else pad(lengths, layout)
-        return Plan(
-            ranks=held,
-            lengths=lengths,
-            padded_lengths=tuple(
-                tuple(_own_length(padded[slot], layout) for slot in slots) for slots in held
-            ),
-            packed=layout.packed,
-            group_size=size,
-        )
+        return padded_apart(held, lengths, layout)
 
     def smaller(self, plan: Plan) -> Fixed | None:
         """Halve the samples per micro-batch; see `Cut.smaller`."""
@@ -280,15 +271,6 @@ def _longest(lengths: IntArray, layout: Layout) -> tuple[int, int, int]:
     begin = int(starts[dearest])
     position = begin + int(lengths[begin : begin + size].argmax())
     return position, int(lengths[position]), int(needed[dearest])
-
-
-def _own_length(held: IntArray, layout: Layout) -> int:
-    """Pad a micro-batch to its own longest sample; a packed row to the multiple."""
-    if not len(held):
-        return 0
-    if not layout.packed:
-        return int(held.max())
-    return -(-max(1, int(held.sum())) // layout.pad_multiple) * layout.pad_multiple
 
 
 def _require_sizes(needed: tuple[str, ...] = (), **sizes: object) -> None:

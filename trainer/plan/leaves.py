@@ -10,7 +10,7 @@ import numpy as np
 
 from trainer.errors import DoesNotFitError
 from trainer.plan.cut import Cut, IntArray, Layout, Plan
-from trainer.plan.partition import even_starts, pad, split
+from trainer.plan.partition import even_starts, padded_apart, split
 
 
 @final
@@ -35,15 +35,7 @@ class Leaves(Cut):
         leaves = split(everyone, np.arange(0, len(lengths), self.micro, dtype=np.int64))
         first = [*map(int, even_starts(len(leaves), layout.world_size)), len(leaves)]
         ranks = tuple(tuple(leaves[begin:end]) for begin, end in pairwise(first))
-        padded = lengths if layout.packed else pad(lengths, layout)
-        return Plan(
-            ranks=ranks,
-            lengths=lengths,
-            padded_lengths=tuple(
-                tuple(_length(padded[leaf], layout) for leaf in slots) for slots in ranks
-            ),
-            packed=layout.packed,
-        )
+        return padded_apart(ranks, lengths, layout)
 
     def smaller(self, plan: Plan) -> NoReturn:
         """Refuse: other micro-batches would give other bits.
@@ -55,10 +47,3 @@ class Leaves(Cut):
             f"a micro-batch of {self.micro} samples does not fit into memory, and "
             "deterministic=layout fixes the micro-batches: lower accum.micro"
         )
-
-
-def _length(held: IntArray, layout: Layout) -> int:
-    """Pad to the longest sample; a packed row to the multiple."""
-    if not layout.packed:
-        return int(held.max())
-    return -(-int(held.sum()) // layout.pad_multiple) * layout.pad_multiple

@@ -99,6 +99,31 @@ def pad(lengths: IntArray, layout: Layout) -> IntArray:
     return np.where(index < len(steps), steps[np.minimum(index, len(steps) - 1)], padded)
 
 
+def padded_apart(ranks: Sequence[Sequence[IntArray]], lengths: IntArray, layout: Layout) -> Plan:
+    """Pad every micro-batch to its own longest sample, and a packed row to the multiple.
+
+    Args:
+        ranks: `[rank][slot]`, positions in the global batch; an empty slot has length 0.
+        lengths: `(global batch,)`.
+        layout: what hardware and model ask.
+    """
+    step = layout.pad_multiple
+    padded = lengths if layout.packed else pad(lengths, layout)
+
+    def length(held: IntArray) -> int:
+        if not len(held):
+            return 0
+        return -(-max(1, int(held.sum())) // step) * step if layout.packed else int(held.max())
+
+    return Plan(
+        ranks=tuple(map(tuple, ranks)),
+        lengths=lengths,
+        padded_lengths=tuple(tuple(length(padded[slot]) for slot in slots) for slots in ranks),
+        packed=layout.packed,
+        group_size=layout.group_size,
+    )
+
+
 def with_shapes(lengths: IntArray, layout: Layout) -> Layout:
     """Choose the few padded lengths of a global batch, where a layout bounds only their number.
 
