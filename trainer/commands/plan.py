@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from trainer.assemble import assemble
-from trainer.commands.layout import settle_parallel
 from trainer.commands.prepare import prepare
-from trainer.commands.settle import settle_sync
+from trainer.commands.settle_parallel import settle_parallel
+from trainer.commands.settle_sync import settle_sync
 from trainer.commands.summary import summarize
 from trainer.commands.train import PLAN_FILE
 from trainer.config import RunConfig

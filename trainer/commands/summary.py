@@ -8,7 +8,7 @@ from statistics import fmean
 from trainer.assemble import Parts
 from trainer.commands.advice import advice
 from trainer.commands.prepare import Prepared
-from trainer.commands.settle import step_seconds
+from trainer.commands.settle_sync import step_seconds
 from trainer.optimizer import match_groups
 from trainer.plan.cut import Cut, Plan
 from trainer.plan.cuts import Auto

@@ -29,7 +29,6 @@ from trainer.commands.allowed import (
 )
 from trainer.commands.ending import summarize_end
 from trainer.commands.kept import check_reach, kept
-from trainer.commands.layout import settle_parallel
 from trainer.commands.prepare import (
     Prepared,
     describe_cut,
@@ -37,7 +36,8 @@ from trainer.commands.prepare import (
     interruptible,
     prepare_alike,
 )
-from trainer.commands.settle import settle_sync
+from trainer.commands.settle_parallel import settle_parallel
+from trainer.commands.settle_sync import settle_sync
 from trainer.commands.summary import summarize
 from trainer.config import RunConfig, to_plain
 from trainer.data.samples import Samples
