@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from tests.support import STEP_KEYS
 from trainer import durable
 from trainer.errors import SaveError
-from trainer.report.journal import Journal, read, to_line, truncate_after
-from trainer.report.metrics import METRICS_FILE, SAMPLES_FILE, MetricsLog
+from trainer.report.journal import METRICS_FILE, Journal, read, to_line, truncate_after
+from trainer.report.metrics import SAMPLES_FILE, MetricsLog
 from trainer.report.records import EvalRecord, StepRecord
 
 

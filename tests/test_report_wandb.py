@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from trainer.report.metrics import METRICS_FILE
+from trainer.report.journal import METRICS_FILE
 from trainer.report.wandb import WandbMirror, WandbSettings, shown_config
 from trainer.report.wandb_process import Follower, row
 

@@ -17,12 +17,10 @@ from trainer.report.breakdown import Effort
 from trainer.report.records import EvalRecord, StepRecord
 from trainer.report.reporter import Reporter
 from trainer.saves import Saves
+from trainer.schema.faults import first_of
 from trainer.signals import settle
 from trainer.step import NOT_FINITE, Kit, StepReport, train_step
 from trainer.tune.limit import peak_bytes
-
-SHOWN = 3
-"""Names that a line lists."""
 
 
 @final
@@ -159,9 +157,8 @@ def _tell_moved(run: Run) -> None:
     """Warn of state that ranks move apart within a step, when it first shows."""
     names = run.kit.registered.news()
     if names:
-        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
         run.reporter.warn(
-            f"forward writes into {', '.join(names[:SHOWN])}{more}: each rank into its own, by the "
+            f"forward writes into {first_of(names)}: each rank into its own, by the "
             "samples it sees; after every step all ranks go on with rank 0's, which are saved"
         )
 

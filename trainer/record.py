@@ -24,8 +24,6 @@ from trainer.report import journal
 from trainer.report.figures import shown_path
 from trainer.schema.secrets import without_secrets
 
-METRICS_FILE = "metrics.jsonl"
-
 STAGED = f"{durable.UNFINISHED}records"
 """Folder in a run folder that holds what its config.yaml and .hydra are to become."""
 
@@ -182,4 +180,4 @@ def saved_step(folder: Path) -> int:
 
 def last_step(folder: Path) -> int:
     """Read the last step from metrics.jsonl, the truth about a run."""
-    return max((entry["step"] for entry in journal.read(folder / METRICS_FILE)), default=0)
+    return max((entry["step"] for entry in journal.read(folder / journal.METRICS_FILE)), default=0)

@@ -14,12 +14,13 @@ import torch
 from trainer.culprits.case import Case, Errors
 from trainer.culprits.find import Culprits, objective_faults
 from trainer.culprits.scratch import Gradient, Groups, Scratch
-from trainer.culprits.suspects import LOW, low_precision, suspects
+from trainer.culprits.suspects import LOW, low_precision, short, suspects
 from trainer.data.loader import Loader
 from trainer.errors import ConfigError, DoesNotFitError, TrainError
 from trainer.feed import PlannedBatch
 from trainer.out_of_memory import AllocationGuard, fatal, is_out_of_memory, release_memory
 from trainer.report.records import VerifyReport
+from trainer.schema.faults import first_of
 from trainer.step import Kit
 
 PRECISIONS = ((torch.float64, True), (torch.float64, False), (torch.float32, False))
@@ -32,7 +33,6 @@ UNCARRIED = (
 """Of a parameter."""
 
 MAX_WORST = 10
-MAX_NAMED = 3
 ERROR_CHARACTERS = 120
 
 
@@ -68,7 +68,7 @@ def verify(kit: Kit, batch: PlannedBatch, loader: Loader, *, whole_fits: bool) -
         if low is not None:
             as_is = replace(case, scratch=Scratch.of(kit, None))
             errors = case.errors(as_is.planned(), expected)
-            notes.append(f"the planned step in {_short(low)}, as the weights are")
+            notes.append(f"the planned step in {short(low)}, as the weights are")
         if errors.is_exact:
             return _cleared(case, errors, notes)
         verdict = suspects(case, kit, planned, expected, traces_whole=whole_fits)
@@ -100,7 +100,7 @@ def _highest(kit: Kit, batch: PlannedBatch, loader: Loader) -> tuple[Case, Gradi
     groups, refusal = Groups(batch, loader, kit.objective), ""
     for dtype, widens in PRECISIONS:
         try:
-            with fatal(f"copying the model in {_short(dtype)}, for train verify"):
+            with fatal(f"copying the model in {short(dtype)}, for train verify"):
                 scratch = Scratch.of(kit, dtype, widens=widens)
             size = len(groups.positions)
             case = Case(scratch=scratch, batch=batch, groups=groups, size=size)
@@ -116,14 +116,14 @@ def _highest(kit: Kit, batch: PlannedBatch, loader: Loader) -> tuple[Case, Gradi
             f"the model does not run in float64 ({refusal}), so this proves what float32 can: "
             "no error beyond the model's own rounding, which was measured"
         )
-    low = [_short(cast) for cast in LOW if cast in case.scratch.undone]
+    low = [short(cast) for cast in LOW if cast in case.scratch.undone]
     if low and low_precision(kit) is None:
         notes.append(f"casts to {', '.join(low)} by hand in the model are undone in float64")
     asked, used = batch.plan.num_micro_batches, case.batch.plan.num_micro_batches
     if used != asked:
         notes.append(
             f"cut into {used} micro-batches instead of the run's {asked}, which do not fit into "
-            f"memory in {_short(dtype)}"
+            f"memory in {short(dtype)}"
         )
     return case, planned, notes
 
@@ -143,7 +143,7 @@ def _finer(case: Case) -> Case:
     Raises:
         DoesNotFitError: it cannot be cut finer and stay the same step.
     """
-    batch, dtype = case.batch, _short(case.scratch.dtype)
+    batch, dtype = case.batch, short(case.scratch.dtype)
     if case.scratch.kit.normalizer == "micro_batches":
         raise DoesNotFitError(
             f"train verify: a micro-batch does not fit into memory in {dtype}, and a mean of means "
@@ -191,7 +191,7 @@ def _referred(case: Case, *, whole_first: bool) -> tuple[Case, Gradient]:
         )
     raise DoesNotFitError(
         "train verify: no group of samples fits into memory in "
-        f"{_short(case.scratch.dtype)}: lower data.max_length"
+        f"{short(case.scratch.dtype)}: lower data.max_length"
     )
 
 
@@ -202,7 +202,7 @@ def _why(case: Case, *, is_one_piece: bool, whole_fits: bool) -> list[str]:
     if is_one_piece:
         return ["the plan is the whole batch in one piece; compared with less, which proves more"]
     held = "ran out of memory" if whole_fits else "is not sure to fit into memory"
-    return [f"the whole batch in one piece {held} in {_short(case.scratch.dtype)}"]
+    return [f"the whole batch in one piece {held} in {short(case.scratch.dtype)}"]
 
 
 def _report(case: Case, errors: Errors, culprits: Culprits, notes: list[str]) -> VerifyReport:
@@ -211,7 +211,7 @@ def _report(case: Case, errors: Errors, culprits: Culprits, notes: list[str]) ->
         exact=errors.is_exact and not culprits,
         max_relative_error=errors.largest,
         reference=case.reference,
-        dtype=_short(case.scratch.dtype),
+        dtype=short(case.scratch.dtype),
         worst=tuple(errors.worst[:MAX_WORST]),
         culprits=tuple(culprits),
         num_parameters=len(errors.by_name),
@@ -223,19 +223,13 @@ def _report(case: Case, errors: Errors, culprits: Culprits, notes: list[str]) ->
 
 
 def _cancelled(errors: Errors) -> list[str]:
-    names = errors.cancelled
-    if not names:
+    if not errors.cancelled:
         return []
-    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
     return [
-        f"{', '.join(names[:MAX_NAMED])}{more}: a gradient of rounding alone, zero on paper or "
+        f"{first_of(errors.cancelled)}: a gradient of rounding alone, zero on paper or "
         "nearly; its error is relative to the terms that cancel in it"
     ]
 
 
 def _text(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:ERROR_CHARACTERS]
-
-
-def _short(dtype: torch.dtype | None) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -29,9 +29,7 @@ from trainer.checkpoint.sharded import Source, fill, gathered, local
 from trainer.checkpoint.store import Loaded
 from trainer.checkpoint.stored import Stored
 from trainer.errors import NoCheckpointError, NonFiniteError
-from trainer.schema.faults import clip
-
-_SHOWN = 3
+from trainer.schema.faults import clip, first_of
 
 # What wrappers put into names that execution alone decides on: compilation, recomputation.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -112,7 +110,9 @@ def assert_finite(tensors: Mapping[str, Tensor]) -> None:
     """
     bad = not_finite(tensors)
     if bad:
-        raise NonFiniteError(f"not saved: {_list(bad)} not finite; the older checkpoints stand")
+        raise NonFiniteError(
+            f"not saved: {first_of([*map(clip, bad)])} not finite; the older checkpoints stand"
+        )
 
 
 def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
@@ -150,7 +150,7 @@ def check_tensors(
         if name in found and _kind(found[name]) != _kind(tensor)
     ]
     faults = [
-        f"{what} {_list(names)}"
+        f"{what} {first_of([*map(clip, names)])}"
         for what, names in (
             ("missing", sorted(expected.keys() - found.keys())),
             ("unexpected", sorted(found.keys() - expected.keys())),
@@ -379,8 +379,3 @@ def _all_finite(tensors: Iterable[Tensor]) -> bool:
 
 def _kind(tensor: Source) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-
-
-def _list(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(map(clip, names[:_SHOWN])) + more

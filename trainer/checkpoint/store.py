@@ -38,6 +38,7 @@ from trainer.checkpoint.stored import Stored, Whole, same_bits, stored_in
 from trainer.checkpoint.verification import share, verify
 from trainer.durable import Written
 from trainer.errors import NoCheckpointError, SaveError
+from trainer.schema.faults import first_of
 from trainer.world import World
 
 _logger = logging.getLogger(__name__)
@@ -45,7 +46,6 @@ _logger = logging.getLogger(__name__)
 _STEP_NAME = re.compile(r"step-(\d{8,})")
 _DAMAGED = "damaged-"
 _DAMAGE, _GONE, _NEWER, _UNREADABLE = "damaged", "gone", "newer", "unreadable"
-_SHOWN = 3
 
 _ALONE = World()
 
@@ -325,10 +325,8 @@ class CheckpointStore:
 
     def _none(self, step: int | None, steps: list[int], messages: list[str]) -> NoCheckpointError:
         if messages:
-            more = f" and {len(messages) - _SHOWN} more" if len(messages) > _SHOWN else ""
             return NoCheckpointError(
-                f"no intact checkpoint: {'; '.join(messages[:_SHOWN])}{more}: "
-                "start anew, or put a copy back"
+                f"no intact checkpoint: {first_of(messages, '; ')}: start anew, or put a copy back"
             )
         if step is not None and steps:
             there = ", ".join(map(str, steps))

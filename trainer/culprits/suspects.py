@@ -151,7 +151,7 @@ def _settings(
 
 def _precision(case: Case, kit: Kit, expected: Gradient, errors: Errors) -> tuple[str, str]:
     """Tell what low-precision weights cost, and what of it is due to the cut."""
-    low = _short(low_precision(kit))
+    low = short(low_precision(kit))
     measured = ""
     if errors.is_exact:
         as_is = replace(case, scratch=Scratch.of(kit, None))
@@ -161,7 +161,7 @@ def _precision(case: Case, kit: Kit, expected: Gradient, errors: Errors) -> tupl
         )
         measured = (
             f" (off by {split:.0e}; {case.reference}, in {low} too: {single:.0e}; the plan in "
-            f"{_short(case.scratch.dtype)}: {errors.largest:.0e})"
+            f"{short(case.scratch.dtype)}: {errors.largest:.0e})"
         )
     reason = (
         f"{low} weights: their gradients lose bits as micro-batches accumulate{measured}; keep "
@@ -300,5 +300,6 @@ def _unexplained(errors: Errors) -> tuple[str, str]:
     return owner, reason
 
 
-def _short(dtype: torch.dtype | None) -> str:
+def short(dtype: torch.dtype | None) -> str:
+    """Write a type without its module: `float64`."""
     return str(dtype).removeprefix("torch.")

@@ -66,6 +66,6 @@ def listening(config: RunConfig) -> AbstractContextManager[StopFlag]:
 
 def local_ranks(config: RunConfig) -> int:
     """Resolve `parallel.ranks` on this machine."""
-    from trainer.session import local_ranks as resolve  # noqa: PLC0415 - may import torch
+    from trainer.session import local_ranks as resolve  # noqa: PLC0415 - imports torch
 
     return resolve(config) if config.parallel.ranks == "auto" else config.parallel.ranks

@@ -25,7 +25,7 @@ import torch
 from trainer import durable, session
 from trainer.board import Board, Place
 from trainer.checkpoint.lock import hold
-from trainer.checkpoint.status import Status, write_status
+from trainer.checkpoint.status import FILE_NAME, Status, write_status
 from trainer.config import RunConfig
 from trainer.errors import ConfigError, RankLostError, TrainError
 from trainer.launch.children import Ended
@@ -156,7 +156,7 @@ def _missed(config: RunConfig, folder: Path, member: Membership) -> Iterator[Non
         with session.losses_told(member.rank):
             yield
     except RankLostError as error:
-        status = folder / "status.json"
+        status = folder / FILE_NAME
         if member.rank == 0 and config.command not in session.READING and not status.exists():
             write_status(
                 folder, Status(state="failed", exit_code=error.exit_code, reason=str(error))

@@ -41,7 +41,7 @@ from trainer.launch.verdict import verdict
 from trainer.launch.watch import Asked, Watch
 from trainer.membership import rendezvous_of
 from trainer.rank import JOB_FILE, STOP_FILE, Job
-from trainer.record import METRICS_FILE, rank_log, recorded, saved_step, to_go_on
+from trainer.record import rank_log, recorded, saved_step, to_go_on
 from trainer.report import journal
 from trainer.schema.keys import digests
 
@@ -190,7 +190,7 @@ def _newest_step(folder: Path) -> int | None:
     steps = CheckpointStore(folder / CHECKPOINTS).steps()
     if steps:
         return steps[-1]
-    journal.truncate_after(folder / METRICS_FILE, 0)
+    journal.truncate_after(folder / journal.METRICS_FILE, 0)
     return None
 
 

@@ -15,6 +15,8 @@ from trainer.errors import SaveError
 
 Entry = dict[str, Any]
 
+METRICS_FILE = "metrics.jsonl"
+
 _MAX_LINE_BYTES = 1 << 28
 
 _as_json = json.JSONEncoder(allow_nan=False, default=methodcaller("item")).encode

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from trainer.durable import save_error
 from trainer.errors import SaveError
-from trainer.report.journal import Entry, Journal, read, truncate_after
+from trainer.report.journal import METRICS_FILE, Entry, Journal, read, truncate_after
 from trainer.report.records import EVAL_SECONDS, EvalRecord, StepRecord, Value
 
-METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 
 RECENT_STEPS = 50

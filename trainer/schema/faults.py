@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -23,6 +23,7 @@ NEAR = 0.65
 the wrong order leave 2/3 of a short word, and `depth` and `width` share 0.6."""
 
 _VALUE_LIMIT = 60
+_FEW = 3
 
 
 def line(key: str, value: object, text: str) -> str:
@@ -62,6 +63,12 @@ def either(values: Iterable[object]) -> str:
     """List alternatives: `a, b or c`."""
     words = [show(value) for value in values]
     return " or ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)
+
+
+def first_of(texts: Sequence[str], between: str = ", ") -> str:
+    """List the first few of many: `a, b, c and 4 more`."""
+    more = f" and {len(texts) - _FEW} more" if len(texts) > _FEW else ""
+    return between.join(texts[:_FEW]) + more
 
 
 def named(noun: str) -> str:
