@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -56,19 +56,26 @@ def assert_ends_in_order(run: RankRun, ended: Ended, about: str, words: Sequence
     run.assert_none_left(about)
 
 
-def let_die(count: int, tmp_path: Path) -> None:
-    took = []
+def struck(
+    strikes: Sequence[str], count: int, tmp_path: Path, *typed: str
+) -> Iterator[tuple[RankRun, Ended, str, tuple[str, str, str]]]:
+    """Let some runs be struck; of each its end, what it is about, and strike, rank and place."""
     for case, _ in cases(count):
-        strike = DEATHS[case % len(DEATHS)]
+        strike = strikes[case % len(strikes)]
         kind, place, rank = strike.split("@")
         phase, _, step = place.partition(":")
-        run = RankRun.start(tmp_path / f"run{case}", STRIKES=strike)
+        run = RankRun.start(tmp_path / f"run{case}", *typed, STRIKES=strike)
         ended = run.end()
-        about = f"{replay(case)}: {strike}"
         where = f"step {step} ({phase}" if step != "0" else "the start"
+        yield run, ended, f"{replay(case)}: {strike}", (kind, rank, where)
+
+
+def let_die(count: int, tmp_path: Path) -> None:
+    took = []
+    for run, ended, about, (kind, rank, where) in struck(DEATHS, count, tmp_path):
         assert_ends_in_order(run, ended, about, (f"rank {rank}", where, CAUSES[kind]))
         took.append(ended.at - run.struck_at())
-        print(f"{strike}: {took[-1]:.1f} s")
+        print(f"{about}: {took[-1]:.1f} s")
         assert took[-1] < 10 + SLACK_S, about
     print(f"{len(took)} deaths: exit 7, at most 3 lines, none left; {max(took):.1f} s at most")
 
@@ -101,16 +108,8 @@ def test_no_rank_outlives_a_command_that_is_killed(moment: str, tmp_path: Path) 
 
 
 def let_hang(count: int, tmp_path: Path) -> None:
-    took = []
-    for case, _ in cases(count):
-        strike = HANGS[case % len(HANGS)]
-        kind, place, rank = strike.split("@")
-        phase, _, step = place.partition(":")
-        limit = f"parallel.timeout_s={TIME_LIMIT_S}"
-        run = RankRun.start(tmp_path / f"run{case}", limit, STRIKES=strike)
-        ended = run.end()
-        about = f"{replay(case)}: {strike}"
-        where = f"step {step} ({phase}" if step != "0" else "the start"
+    took, limit = [], f"parallel.timeout_s={TIME_LIMIT_S}"
+    for run, ended, about, (kind, rank, where) in struck(HANGS, count, tmp_path, limit):
         words = (f"rank {rank}", where) if kind != "skip" else ("rank", "step")
         assert_ends_in_order(run, ended, about, words)
         took.append(ended.at - run.struck_at())
