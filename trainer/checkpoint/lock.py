@@ -89,7 +89,8 @@ def hold_early(run: Path) -> Iterator[None]:
 def is_held(run: Path) -> bool:
     """Tell whether a process, on this machine or another that sees the lock, holds a run."""
     try:
-        handle = os.open(run / FILE_NAME, os.O_RDONLY | os.O_NOFOLLOW)
+        # A pipe of that name would never open.
+        handle = os.open(run / FILE_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return False
     try:

@@ -171,13 +171,13 @@ class PlanSummary:
         lr: peak learning rate.
         scheduler: its name.
         warmup_steps: of the learning rate.
-        device: e.g. `cpu` or `8 x NVIDIA H200`.
+        device: e.g. `cpu`, or `cuda (not here)` in a plan for another machine.
         precision: e.g. `fp32`.
         num_workers: loading processes per rank.
         shapes: micro-batches of step 1 in the order they run.
         epoch_means: of a sampled epoch, where cuts vary: `micro_batches`, `padding`, ...
         memory_parts: predicted bytes by part (`parameters`, `gradients`, ...).
-        memory_note: how the prediction was made, e.g. `estimate for hardware not present`.
+        memory_note: what the prediction is worth, where it is for another machine; None for this.
         candidates: caps that were weighed.
         cap_source: how the cap was found, in words.
         step_seconds: predicted time of one step; None when not known.
