@@ -216,14 +216,20 @@ def test_data_that_do_not_fill_a_step_are_refused(tmp_path: Path) -> None:
     assert_one_line(ended, "50")
 
 
-@pytest.mark.parametrize("damage", ["odd size", "no tokens", "beyond the vocabulary"])
+@pytest.mark.parametrize("damage", ["odd size", "no tokens", "beyond the vocabulary", "a header"])
 def test_a_damaged_token_file_is_named(damage: str, tmp_path: Path) -> None:
     path = tmp_path / "tokens.bin"
     tokens = np.arange(400, dtype="<u2")
     if damage == "beyond the vocabulary":
         tokens[250] = 60_000
     whole = tokens.tobytes()
-    path.write_bytes({"odd size": whole[:-1], "no tokens": b""}.get(damage, whole))
+    np.save(tmp_path / "tokens.npy", tokens)
+    wrong = {
+        "odd size": whole[:-1],
+        "no tokens": b"",
+        "a header": (tmp_path / "tokens.npy").read_bytes(),
+    }
+    path.write_bytes(wrong.get(damage, whole))
     more = [line for line in TOKENS if line not in TEXT]
     limited = ["data.vocab_size=50000"] if damage == "beyond the vocabulary" else []
     settings = settings_of(path, *more, *limited, "steps=11")

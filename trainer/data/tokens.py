@@ -22,6 +22,7 @@ from trainer.plan.cut import IntArray
 
 _DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 _SUFFIXES = {".u16": "uint16", ".uint16": "uint16", ".u32": "uint32", ".uint32": "uint32"}
+_ARRAY = b"\x93NUMPY"
 _HASHED_BLOCKS = 64
 _BLOCK_BYTES = 2**16
 _INSPECTED_TOKENS = 4096
@@ -200,8 +201,14 @@ def _resolved(dtype: str, paths: list[Path]) -> np.dtype[Any]:
 
 
 def _measured(path: Path, dtype: np.dtype[Any]) -> _File:
-    with reading(path):
+    with reading(path), path.open("rb") as file:
         size = path.stat().st_size
+        is_array = file.read(len(_ARRAY)) == _ARRAY
+    if is_array:
+        raise DataError(
+            f"data: {path}: is a NumPy file, whose header would be read as tokens; write the "
+            "numbers alone: np.load(...).tofile(...)"
+        )
     if size == 0:
         raise DataError(f"data: {path}: holds no tokens")
     if size % dtype.itemsize:
