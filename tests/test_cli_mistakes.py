@@ -34,7 +34,7 @@ MISTAKES = {
     "model.layers=4": "Did you mean model.num_layers?",
     "log=true": "log=true: is a section, not a value; it has every, samples",
     "wandb=online": "wandb=online: is a section, not a value; it has mode",
-    "compile=flase": "compile=flase: must be true or false. Did you mean false?",
+    "compile=flase": "compile=flase: must be true or false, e.g. false. Did you mean false?",
     # values
     "batch.global=abc": "batch.global=abc: must be a whole number",
     "batch.global=0": "batch.global=0: must be",

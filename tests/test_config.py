@@ -438,7 +438,11 @@ def test_nothing_heavy_is_imported():
             (),
             "deterministic=layout: needs fixed micro-batches; say accum=fixed accum.micro=8",
         ),
-        ({"command": "evaluate"}, (), "run: train evaluate needs a run folder: run=outputs/..."),
+        (
+            {"command": "evaluate"},
+            (),
+            "run: train evaluate needs a run folder: run=outputs/... or run=auto",
+        ),
         (
             {"run": "a"},
             (),

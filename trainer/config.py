@@ -435,8 +435,8 @@ def _fault(item: Mapping[str, Any], tree: Mapping[str, Any], choices: Mapping[st
     if item["type"] == "extra_forbidden" or key is None:
         return clip(f"{path}: unknown setting.{did_you_mean(path, KEYS)}")
     entry, value, words = KEYS[key], lookup(tree, key), rules.offered(key, KEYS[key].choices)
-    default = show(entry.default)
-    example = "" if entry.default in (None, ()) or default in entry.choices else f", e.g. {default}"
+    example = f", e.g. {show(entry.default)}"
+    example = "" if entry.default in (None, (), *entry.choices) else example
     kind = entry.kind if len(words) == len(entry.choices) else either(words)
     return line(key, value, f"must be {kind}{example}{hint(key, value, words)}")
 

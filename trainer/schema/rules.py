@@ -304,7 +304,7 @@ def _command(tree: Tree) -> Iterator[str]:
     command, run = tree.get("command"), tree.get("run")
     if command in ("evaluate", "export", "report"):
         if run is None and command != "report":
-            yield f"run: train {command} needs a run folder: run=outputs/..."
+            yield f"run: train {command} needs a run folder: run=outputs/... or run=auto"
     elif run is not None:
         yield line("run", run, "read by evaluate, export and verify; to go on with a run: resume=")
     if command == "export" and lookup(tree, "export.to") is None:
