@@ -164,7 +164,7 @@ def test_a_signal_at_any_stage_ends_in_a_run_that_goes_on(
         step or 0,
         False,
     )
-    assert step is not None or "resume=run" in ended.error
+    assert step is not None or f"resume={tmp_path / 'run'}" in ended.error
     assert lab.run(settings, tmp_path / "undisturbed").code == 0
     assert lab.go_on(settings, tmp_path / "run").code == 0
     found, expected = lab.outcome(tmp_path / "run"), lab.outcome(tmp_path / "undisturbed")
