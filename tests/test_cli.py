@@ -185,6 +185,13 @@ def test_a_sweep_is_expanded_as_hydra_expands_it() -> None:
     assert {r.job.config.wandb.group for r in sweep.ready} == {sweep.folder.name}
 
 
+def test_all_options_of_a_group_can_be_swept() -> None:
+    request = split(["-m", "scheduler=glob(*)"])
+    sweep = prepare_sweep(request.overrides, _composer(request))
+    assert [r.job.config.scheduler.name for r in sweep.ready] == ["constant", "cosine", "wsd"]
+    assert "scheduler=constant,cosine,wsd" in sweep.lines
+
+
 def test_classes_gradients_and_recipes_can_be_swept(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("seed: 5\n")
     line = "-m model._target_=net.A,net.B accum.gradient=sum,auto recipe=mine.yaml,quickstart"

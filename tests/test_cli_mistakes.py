@@ -157,6 +157,10 @@ MISTAKES = {
     "optimizer.lr=1 +optimizer.lr=2": "optimizer.lr: given 2 times",
     "accum.gradient=sum accum/gradient=auto": "accum.gradient: given 2 times",
     "plan command=verify": "command: given 2 times",
+    "resume=a resume=b": "resume: given 2 times (resume=a, resume=b); keep one",
+    "evaluate run=a +run=b": "run: given 2 times (run=a, +run=b); keep one",
+    "evaluate run=nowhere =3": "run=nowhere: no such folder",
+    "batch.schedule={a:1}": 'batch.schedule={"a":1}: not in this version',
     # removals
     "~model": "~model: a run needs this group",
     "~batch.global": "~batch.global: a setting cannot be removed; write batch.global=null",
@@ -199,9 +203,11 @@ MISTAKES = {
     "--cfg job batch.golbal=3": "Did you mean batch.global?",
     # places
     "outputs=../x": "outputs=../x: must not lead upwards with ..",
+    "'outputs=\"~/x\"'": "outputs=~/x: ~ is no folder here; type outputs=$HOME/",
     "hydra.run.dir=../x": "hydra.run.dir=../x: must not lead upwards with ..",
     "hydra.run.dir=": "hydra.run.dir=: names no folder",
     "name=../x": "name=../x: must",
+    "hydra.job.name=../x": "hydra.job.name=../x: must stay below the run folder",
     "name=a/b": "name=a/b: must be one word",
     "model=../../x": "may not climb",
     "model=/etc/passwd": "model=/etc/passwd: no such option",
@@ -305,6 +311,10 @@ def test_every_job_of_a_sweep_is_checked_before_the_first_starts(
         "hydra.mode=MULTIRUN seed=1,-2": "seed=-2: must be",
         "-m 'optimizer.lr=interval(-1,1)'": "optimizer.lr=-1.0: must be",
         "-m 'model=glob(*)' model.wdith=3": "model.wdith: unknown setting",
+        "-m 'accum=glob(z*)'": "accum=z*: no such option. Choices: auto, budget, fixed",
+        "-m 'seed=glob(*)'": "seed=*: must be a whole number",
+        "evaluate -m run=a,b": "-m: jobs of a sweep make runs and read none",
+        "verify -m run=a seed=1,2": "-m: jobs of a sweep make runs and read none",
         "-m seed=1,2 recipe=./none.yaml,quickstart": "recipe=./none.yaml: no such file",
     }.items(),
 )
@@ -402,6 +412,16 @@ def test_what_no_program_could_take_is_one_line_too(
     said = faults(capsys.readouterr().err)
     assert said
     assert all(len(line) <= 200 for line in said)
+
+
+def test_a_recipe_with_dotted_keys_is_told_how_to_nest_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.yaml").write_text("batch.global: 7\n")
+    assert in_process("recipe=mine.yaml") == 2
+    assert faults(capsys.readouterr().err) == [
+        "batch.global: a file nests its keys, batch: {global: ...}"
+    ]
 
 
 def test_a_recipe_that_nests_without_end_is_one_line(

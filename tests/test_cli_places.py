@@ -91,6 +91,8 @@ def test_the_newest_run_of_a_name_is_evaluated_and_exported() -> None:
     assert read_json(Path("weights/config.json"))["step"] == 1
     with pytest.raises(NoCheckpointError, match="run=auto: no run named nobody below"):
         go("command=evaluate run=auto name=nobody")
+    with pytest.raises(NoCheckpointError, match="run=auto: no run named nobody below"):
+        go("command=verify run=auto name=nobody")
 
 
 def test_a_null_holdout_of_a_class_that_takes_none_says_what_to_type() -> None:

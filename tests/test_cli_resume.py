@@ -184,8 +184,10 @@ def test_a_finished_run_has_nothing_to_do_until_more_is_asked_for(
 def test_a_run_that_is_not_there_is_exit_4(
     typed: str, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert in_process(f"resume={typed}") == 4
-    assert text in faults(capsys.readouterr().err)[0]
+    for line in (f"resume={typed}", f"verify run={typed}", f"verify +run={typed}"):
+        assert in_process(line) == 4
+        key = "run" if "run=" in line else "resume"
+        assert faults(capsys.readouterr().err)[0].startswith(f"{key}={typed}: {text}")
 
 
 def test_a_run_without_a_checkpoint_or_of_another_command_is_exit_4() -> None:

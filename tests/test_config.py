@@ -24,6 +24,7 @@ from omegaconf import OmegaConf, open_dict
 from trainer.config import (
     DEFAULT_STEPS,
     KEYS,
+    config_hash,
     contract,
     contract_diff,
     from_plain,
@@ -705,6 +706,11 @@ def test_steps_may_grow_and_not_shrink():
     assert contract_diff(long, short) == [
         "steps=10: the run has 20; may only grow; to change it, resume_allow=[steps]"
     ]
+
+
+def test_a_hash_tells_contracts_apart():
+    one, alike, other = (contract(checked(c)) for c in ({}, {"device": "cpu"}, {"seed": 1}))
+    assert config_hash(one) == config_hash(json.loads(json.dumps(alike))) != config_hash(other)
 
 
 def test_a_contract_survives_json():

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cli_support import CHECKOUT
+from cli_support import CHECKOUT, OWN_CLASSES, OWN_RUN
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from tests.test_report_screen import PLAN
@@ -70,3 +70,17 @@ def test_what_only_shows_ends_silently_when_its_reader_leaves(tmp_path: Path) ->
     )
     os.close(writer)
     assert (ended.returncode, ended.stderr) == (-signal.SIGPIPE, b"")
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_run_is_the_same_where_streams_are_closed(closed: str, tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(OWN_CLASSES)
+    ended = subprocess.run(
+        ["sh", "-c", f"exec {sys.executable} -m trainer {OWN_RUN} {closed}"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
+        check=False,
+    )
+    assert ended.returncode == 0
+    (status,) = tmp_path.glob("outputs/*/*/status.json")
+    assert json.loads(status.read_text())["state"] == "completed"

@@ -137,7 +137,7 @@ def test_a_checkpoint_is_safetensors_and_a_manifest_of_what_it_holds() -> None:
     manifest = read_json(folder / "manifest.json")
     assert manifest["step"] == 6
     text = json.dumps(manifest)
-    assert all(word in text for word in ("format", "sha256", "contract", "fingerprint"))
+    assert all(word in text for word in ("format", "sha256", "config_hash", "fingerprint"))
     with safe_open(folder / "model.safetensors", "pt") as file:
         assert set(file.keys()) == {
             f"model.{name}"

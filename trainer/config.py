@@ -7,6 +7,8 @@ knows Hydra, numpy or torch, so a mistake is answered before any of them is impo
 from __future__ import annotations
 
 import copy
+import hashlib
+import json
 import os
 from collections.abc import Collection, Mapping, Sequence
 from operator import attrgetter
@@ -291,6 +293,11 @@ def contract(
     return terms
 
 
+def config_hash(terms: Mapping[str, Any]) -> str:
+    """Give the SHA-256 of a contract: equal for runs that take the same steps, however executed."""
+    return hashlib.sha256(json.dumps(terms, sort_keys=True).encode()).hexdigest()
+
+
 def contract_diff(
     old: Mapping[str, Any], new: Mapping[str, Any], allow: Collection[str] = ()
 ) -> list[str]:
@@ -431,6 +438,9 @@ def _fault(item: Mapping[str, Any], tree: Mapping[str, Any], choices: Mapping[st
     path = ".".join(parts)
     if parts[-1] == "target":
         return _class_fault(path.removesuffix(".target"), tree, choices)
+    if "." in parts[-1]:
+        nested = f"{path.replace('.', ': {')}: ...{'}' * path.count('.')}"
+        return clip(f"{path}: a file nests its keys, {nested}")
     key = next((k for k in (path, *ancestors(path)) if k in KEYS), None)
     if item["type"] == "extra_forbidden" or key is None:
         return clip(f"{path}: unknown setting.{did_you_mean(path, KEYS)}")

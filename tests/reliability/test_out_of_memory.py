@@ -45,7 +45,7 @@ POINTS = [(number, phase) for number in range(12) for phase in PHASES]
 NUM_POINTS = 5
 """Of the 60, by default."""
 
-EXECUTION = ("cut",)
+EXECUTION = ("cut", "config_hash")
 """What tells how a run is cut, not what it computed."""
 
 

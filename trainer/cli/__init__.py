@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from trainer import __version__
 from trainer.cli.argv import Request, split
-from trainer.cli.ending import FULL_ERROR, complain, is_led, let_go, piped, say_crash, tell
+from trainer.cli.ending import FULL_ERROR, complain, hold_on, is_led, let_go, piped, say_crash, tell
 from trainer.durable import read_json
 from trainer.errors import INTERRUPTED, ConfigError, Preempted, TrainError
 from trainer.signals import unheard
@@ -52,6 +52,7 @@ class Run:
 
 def main() -> None:
     """Run the command line of this process, and exit."""
+    hold_on()
     code = run(sys.argv[1:])
     let_go()
     sys.exit(code)

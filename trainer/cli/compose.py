@@ -413,6 +413,9 @@ def _folder_faults(full: DictConfig, tree: Mapping[str, Any], typed: frozenset[s
     records = OmegaConf.select(full, "hydra.output_subdir")
     if records is not None and (climbs(records) or Path(str(records)).is_absolute()):
         faults.append(clip(f"hydra.output_subdir={records}: must stay below the run folder"))
+    job = OmegaConf.select(full, "hydra.job.name")  # names the log file
+    if climbs(job) or Path(str(job)).is_absolute():
+        faults.append(clip(f"hydra.job.name={job}: must stay below the run folder"))
     if "outputs" not in typed and Path(outputs).is_absolute():
         faults.append(clip(f"outputs={outputs}: an absolute folder has to be typed by you"))
     return faults

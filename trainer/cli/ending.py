@@ -97,6 +97,22 @@ def piped() -> Iterator[None]:
         signal.signal(signal.SIGPIPE, before)
 
 
+def hold_on() -> None:
+    """Lead to nowhere the streams that were closed when this process started, as by `>&-`.
+
+    Else the next file that is opened takes a stream's number, and is written over by whoever,
+    a library or a child, still writes to that.
+    """
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)
+            os.dup2(null, number)
+            if null != number:
+                os.close(null)
+            os.set_inheritable(number, True)
+            setattr(sys, name, os.fdopen(number, mode))
+
+
 def let_go() -> None:
     """Send nowhere what nobody reads any more, so that Python does not complain when it ends."""
     for stream in (sys.stdout, sys.stderr):

@@ -27,12 +27,13 @@ from trainer.cli.settings import (
     parse,
     quote,
     read,
+    repeated,
     tell_apart,
     text,
     values,
 )
 from trainer.config import RunConfig, contract, from_plain, step_faults
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, NoCheckpointError
 from trainer.schema.faults import clip
 from trainer.schema.faults import line as fault
 
@@ -86,6 +87,8 @@ def prepare_run(lines: Sequence[str], composer: Composer) -> Ready:
         NoCheckpointError: the run to go on with, or to read, is not there.
     """
     overrides, faults = _read_all(lines)
+    # These are read, and taken out, before the others are told apart.
+    faults += repeated(each for each in overrides if dotted(each) in ("run", "resume"))
     several = [override for override in overrides if override.is_sweep_override()]
     faults += map(_several, several)
     single = [override for override in overrides if override not in several]
@@ -139,13 +142,13 @@ class Preparation:
             NoCheckpointError: the run to go on with, or to read, is not there.
         """
         command = _word(overrides, "command")
-        if command == "verify":
-            # It begins where the run is, and in a folder of its own, as with `resume=`.
-            overrides = [_renamed(each, "run", "resume") for each in overrides]
-        resume = _word(overrides, "resume")
+        key = "run" if command == "verify" and _value(overrides, "run") is not None else "resume"
+        resume = _word(overrides, key)
+        # It begins where the run is, and in a folder of its own, as with `resume=`.
+        overrides = [_renamed(each, key, "resume") for each in overrides]
         if command in READING and _value(overrides, "run") is not None:
             return self._reading(overrides)
-        run = self._to_resume(overrides, resume)
+        run = self._to_resume(overrides, resume, key)
         if run is not None:
             with self._hinting(run, overrides):
                 return self._resumed(overrides, run, keeps_folder=command not in _LOOKING)
@@ -173,6 +176,9 @@ class Preparation:
                 f"resume={resume}: every job of a sweep has its own folder; use resume=auto",
                 *told.faults,
             )
+        if _word(overrides, "command") in READING or any(_is_of(each, "run") for each in overrides):
+            text = "-m: jobs of a sweep make runs and read none; leave -m out, once for each run"
+            raise ConfigError(text, *told.faults)
         with _after(told.faults):
             checked = self._check_all(told)
         first = checked[0]
@@ -210,14 +216,18 @@ class Preparation:
             raise ConfigError(*dict.fromkeys(faults))
         return checked
 
-    def _to_resume(self, overrides: Sequence[Override], resume: str | None) -> Path | None:
-        """The run to go on with; `None` for a new one."""
+    def _to_resume(
+        self, overrides: Sequence[Override], resume: str | None, key: str
+    ) -> Path | None:
+        """The run to go on with, as typed under a key; `None` for a new one."""
         if resume != replay.AUTO:
-            return None if resume is None else replay.find_training(resume)
+            return None if resume is None else replay.find_training(resume, key)
         try:
             outlook = self.composer.look_ahead(_without(overrides, "resume"), self.groups)
         except ConfigError:
             return None  # the check of the new run will say all that is wrong
+        if key == "run":
+            return replay.newest_to_read(outlook.outputs, outlook.name)
         if replay.can_go_on(outlook.folder):
             return outlook.folder
         return replay.newest(outlook.outputs, outlook.name)
@@ -304,11 +314,16 @@ def _after(faults: Sequence[str]) -> Iterator[None]:
 
     Raises:
         ConfigError: there are any.
+        NoCheckpointError: as raised inside, where there are none.
     """
     try:
         yield
     except ConfigError as error:
         raise ConfigError(*dict.fromkeys([*faults, *error.faults])) from None
+    except NoCheckpointError as error:
+        if faults:
+            raise ConfigError(*dict.fromkeys([*faults, str(error)])) from None
+        raise
     if faults:
         raise ConfigError(*dict.fromkeys(faults))
 
@@ -411,14 +426,13 @@ def _word(overrides: Sequence[Override], key: str) -> str | None:
     value = _value(overrides, key)
     if value is None or (isinstance(value, str) and value):
         return value
-    kind = "a run folder, as in ./1, or auto" if key == "resume" else "the name of a command"
+    kind = "the name of a command" if key == "command" else "a run folder, as in ./1, or auto"
     raise ConfigError(fault(key, value, f"must be {kind}"))
 
 
 def _renamed(override: Override, old: str, new: str) -> Override:
     """Give an override of one key to another."""
-    line = override.input_line or ""
-    return read(f"{new}{line.removeprefix(old)}") if override.key_or_group == old else override
+    return read(f"{new}={text(override)}") if _is_of(override, old) else override
 
 
 def _without(overrides: Sequence[Override], *keys: str) -> list[Override]:

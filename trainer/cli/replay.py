@@ -61,23 +61,25 @@ def find(folder: str | Path, key: str = "resume") -> Path:
     return path
 
 
-def find_training(folder: str) -> Path:
+def find_training(folder: str, key: str = "resume") -> Path:
     """Find a training run that can go on.
+
+    Args:
+        folder: as typed.
+        key: the setting that named it, for the message.
 
     Raises:
         NoCheckpointError: there is none, or no checkpoint in it.
     """
-    run = find(folder)
+    run = find(folder, key)
     config = saved_config(run)
     if not config:
         raise NoCheckpointError(f"{run / 'config.yaml'}: cannot be read as a config")
     command = config.get("command", "train")
     if command != "train":
-        raise NoCheckpointError(
-            f"resume={folder}: the folder of a {command}, not of a training run"
-        )
+        raise NoCheckpointError(f"{key}={folder}: the folder of a {command}, not of a training run")
     if not can_go_on(run):
-        raise NoCheckpointError(f"resume={folder}: no checkpoint was written there")
+        raise NoCheckpointError(f"{key}={folder}: no checkpoint was written there")
     return run
 
 

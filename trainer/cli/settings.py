@@ -205,7 +205,7 @@ def tell_apart(overrides: Sequence[Override], groups: Groups) -> Told:
         elif key in groups.paths:
             wrong = choice_faults(override, groups)
             faults += wrong
-            choices |= {} if wrong else {key: text(override)}
+            choices |= {} if wrong else {key: _chosen(override, groups)}
         else:
             values.append(override)
     typed = {dotted(override) for override in overrides}
@@ -234,7 +234,8 @@ def values(override: Override, groups: Groups) -> list[str]:
         return [str(swept.start), str(swept.end)]
     if isinstance(swept, Glob):
         known = groups.options.get(groups.paths.get(dotted(override), ""), ())
-        return swept.filter(list(known))
+        found = swept.filter([name for name in known if name != OWN])
+        return found or [quote(",".join(swept.include))]
     return list(override.sweep_string_iterator())
 
 
@@ -289,6 +290,12 @@ def secret_fault(key: str, value: object) -> str | None:
 def climbs(value: object) -> bool:
     """Whether a path holds `..`."""
     return ".." in re.split(r"[/\\]", str(value))
+
+
+def _chosen(override: Override, groups: Groups) -> str:
+    """Write a choice of option; Hydra's own glob would find the empty one, for classes typed."""
+    is_glob = isinstance(override._value, Glob)
+    return ",".join(values(override, groups)) if is_glob else text(override)
 
 
 def choice_faults(override: Override, groups: Groups) -> list[str]:

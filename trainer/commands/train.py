@@ -39,7 +39,7 @@ from trainer.commands.prepare import (
 from trainer.commands.settle_parallel import settle_parallel
 from trainer.commands.settle_sync import settle_sync
 from trainer.commands.summary import summarize
-from trainer.config import RunConfig, to_plain
+from trainer.config import RunConfig, config_hash, to_plain
 from trainer.data.samples import Samples
 from trainer.durable import read_json, write_record
 from trainer.errors import Preempted
@@ -303,6 +303,7 @@ def _run(
         reporter=reporter,
         constants={
             **terms,
+            "config_hash": config_hash(terms["contract"]),
             "environment": environment(),
             "total_steps": kit.total_steps,
             "network": parts.spread.network and asdict(parts.spread.network),

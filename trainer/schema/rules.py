@@ -69,8 +69,8 @@ def not_yet(tree: Tree, choices: Mapping[str, Any]) -> Iterator[str]:
     """
     for key, gap in NOT_YET.items():
         value = lookup(tree, key)
-        if isinstance(value, Mapping):
-            value = value.get("mode", choices.get(key))
+        if isinstance(value, Mapping) and key in choices:
+            value = value.get("mode", choices[key])
         if gap.holds(value):
             yield line(key, value, f"not in this version; use {either(gap.works)}")
 
@@ -318,6 +318,8 @@ def _paths(tree: Tree) -> Iterator[str]:
         value = tree.get(key)
         if isinstance(value, str) and (".." in PurePath(value).parts or "\0" in value):
             yield line(key, value, "must not lead upwards with ..")
+    if str(tree.get("outputs")).startswith("~"):
+        yield line("outputs", tree["outputs"], "~ is no folder here; type outputs=$HOME/...")
 
 
 def _is_count(value: object) -> bool:
