@@ -42,7 +42,7 @@ class Net(nn.Module):
     Args:
         fault: what.
         rank: where.
-        at: the training forward, from 1.
+        at: the training forward, from 1; 0 is the constructor.
         pause: seconds each forward takes.
         once: a file that remembers that it happened.
     """
@@ -62,6 +62,8 @@ class Net(nn.Module):
         done = once is not None and Path(once).exists()
         self.fault = fault if mine and not done else None
         self.at, self.pause, self.once, self.calls = at, pause, once, 0
+        if self.fault is not None and at == 0:
+            happen(self.fault)
         if "LOUD" in os.environ:
             os.write(2, f"rank {os.environ['RANK']} is built\n".encode())
 

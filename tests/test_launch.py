@@ -8,7 +8,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -326,6 +328,58 @@ def test_the_first_of_ranks_that_joined_names_the_one_that_failed(tmp_path, faul
     assert errors[0].endswith(status(folder)["reason"])
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     assert not list(folder.glob(".tmp-*"))
+
+
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.nightly)])
+def test_a_constructor_that_hangs_on_a_rank_that_joined_ends_all_with_one_line(tmp_path, rank):
+    folder = tmp_path / "run"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    typed = ("model.fault=hang", "model.at=0", f"model.rank={rank}", "parallel.timeout_s=3")
+    first, second = (start(folder, *typed, RANK=str(r), LOCAL_RANK=str(r), **shared) for r in "01")
+    code, errors = first.end()
+    assert (code, second.end()) == (7, (7, []))
+    stacks = folder / "errors" / f"rank{rank}.txt"
+    assert errors == [
+        f"train: error: rank {rank} did not answer for 3 s (parallel.timeout_s), at the start; "
+        f"what it was doing is in {stacks}"
+    ]
+    assert "in happen" in stacks.read_text()
+    assert (status(folder)["exit_code"], status(folder)["state"]) == (7, "failed")
+    assert not list(folder.glob(".tmp-*"))
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (b"", "it never says what it is"),
+        pytest.param(b"HTTP/1.1 400 Bad Request", "Ping failed", marks=pytest.mark.nightly),
+    ],
+)
+def test_a_stranger_where_ranks_are_to_meet_is_named_in_time(tmp_path, answer, says):
+    heard = []
+
+    def serve() -> None:
+        with suppress(OSError):
+            while True:
+                heard.append(server.accept()[0])
+                heard[-1].sendall(answer)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=serve, daemon=True).start()
+        port = server.getsockname()[1]
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+        code, errors = start(tmp_path / "run", RANK="1", TRAIN_MEETING_S="10", **shared).end()
+    for each in heard:
+        each.close()
+    assert code == 7
+    assert len(errors) == 1
+    assert errors[0].startswith(
+        f"train: error: rank 1: something else than rank 0 answers at 127.0.0.1:{port} "
+        f"(MASTER_ADDR and MASTER_PORT): {says}"
+    )
 
 
 def test_one_rank_and_several_contradict_before_anything_starts(tmp_path):

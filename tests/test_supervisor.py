@@ -7,8 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from trainer import session
 from trainer.board import Board
 from trainer.errors import Preempted
 from trainer.launch.children import Child, end
+from trainer.launch.lookout import Lookout
 from trainer.launch.nodes import Nodes
 from trainer.launch.private import LOCK_FILE, UNLOCKED_S, private_folder, sweep
 from trainer.launch.pulse import Pulse, Sight, family_of, processes
@@ -131,6 +133,20 @@ def test_a_run_that_stands_still_ends_and_the_rank_that_is_waited_for_is_named(
     assert str(error) == "rank 1 did not answer for 0.2 s (parallel.timeout_s), at the start"
 
 
+def test_a_rank_that_leaves_with_code_0_and_no_word_is_named_and_ends_the_others(
+    tmp_path: Path, opened: ExitStack
+) -> None:
+    children = [
+        rank(tmp_path, number, work, opened) for number, work in enumerate((SLEEPS, "true"))
+    ]
+    watch = watching(tmp_path, children)
+    began = time.monotonic()
+    watch.run()
+    assert time.monotonic() - began < 60
+    error = verdict(watch.ended, tmp_path, 600)
+    assert str(error) == "rank 1 ended with exit code 0 and without a word, at the start"
+
+
 def test_a_step_that_is_held_up_by_one_rank_ends_when_collectives_would(
     tmp_path: Path, opened: ExitStack
 ) -> None:
@@ -183,6 +199,43 @@ def test_who_is_waited_for_while_it_computes_is_said_once_and_a_signal_ends_it(
     watch.asked = Asked(at=time.monotonic() - UNBEGUN_S)
     with pytest.raises(Preempted, match="nothing is saved"):
         watch.run()
+
+
+def looked(lookouts: list[Lookout], seconds: float, meanwhile: Callable[[], object]) -> bool:
+    """Whether the first of some ranks finds within some seconds that all stand still."""
+    limit = time.monotonic() + seconds
+    while time.monotonic() < limit:
+        found = [lookout.look() for lookout in lookouts]
+        if any(found):
+            return True
+        meanwhile()
+        time.sleep(0.01)
+    return False
+
+
+def test_ranks_without_a_supervisor_see_that_all_stand_still_and_take_no_work_for_it(
+    tmp_path: Path, opened: ExitStack
+) -> None:
+    boards = [Board(tmp_path / f"board-{number}") for number in range(2)]
+    opened.enter_context(boards[0].waiting())
+    first, second = lookouts = [Lookout(tmp_path, r, 2, boards[r], 0.5) for r in range(2)]
+
+    def step() -> None:
+        boards[1].write(replace(boards[1].read(), step=boards[1].read().step + 1))
+
+    def compute() -> None:
+        thread = threading.Thread(target=sum, args=(range(2_000_000),))
+        thread.start()
+        thread.join()
+
+    assert not looked(lookouts, 2, step)
+    assert not looked(lookouts, 2, compute)
+    # A rank that says nothing may hold on to the interpreter, and its threads with it.
+    assert not looked([first], 2, lambda: None)
+    assert looked(lookouts, 60, lambda: None)
+    step()
+    time.sleep(2 * first.interval_s)
+    assert not looked([second, first], 0.1, lambda: None), "it went on"
 
 
 def test_what_a_killed_rank_was_writing_is_cleared_away(tmp_path: Path, opened: ExitStack) -> None:

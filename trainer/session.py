@@ -6,6 +6,7 @@ import gc
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -27,8 +28,8 @@ from trainer.commands.train import train_run
 from trainer.commands.verify import verify_run
 from trainer.config import RunConfig, to_plain
 from trainer.errors import ConfigError, DoesNotFitError, RankLostError
+from trainer.membership import MEETING, Membership, is_loss
 from trainer.membership import PATIENCE as MEETING_PATIENCE
-from trainer.membership import Membership, is_loss
 from trainer.out_of_memory import is_out_of_memory
 from trainer.phases import PhaseTimes, clock_of
 from trainer.record import drop_empty, recorded
@@ -56,6 +57,9 @@ MEETING_POLL_S = 0.2
 
 MEETING_CONNECT_S = 10.0
 """How long one attempt to connect may take."""
+
+MEETING_ANSWER_S = 60.0
+"""How long what answers where the ranks meet may take to show that it is their store."""
 
 
 def choose_device(config: RunConfig, local_rank: int = 0) -> torch.device:
@@ -229,13 +233,14 @@ def _served(member: Membership, place: str, limit: float) -> Store:
                 raise lost from error
         check()
         time.sleep(MEETING_POLL_S)
-    patience = PATIENCE if member.patience_s is None else timedelta(seconds=member.patience_s)
+    if not serves and member.patience_s is not None:
+        return _reached(member, address, min(limit, time.monotonic() + MEETING_ANSWER_S))
     try:
         store = TCPStore(
             *address,
             member.size,
             is_master=serves,
-            timeout=patience,
+            timeout=PATIENCE,
             wait_for_workers=False,
             master_listen_fd=member.listener,
         )
@@ -246,8 +251,68 @@ def _served(member: Membership, place: str, limit: float) -> Store:
         raise ConfigError(
             f"MASTER_PORT={port}: rank 0 cannot listen there: {reason:.150}"
         ) from error
-    store.set_timeout(PATIENCE)
     return store
+
+
+def _reached(member: Membership, address: tuple[str, int], limit: float) -> Store:
+    """Connect to the store, in a thread: another server there may never say a word.
+
+    Args:
+        member: this rank.
+        address: host and port.
+        limit: until when to try, by the monotonic clock.
+
+    Raises:
+        RankLostError: what answers there is no store.
+    """
+    # A thread that comes back while the process ends would abort it, so it gives up well before.
+    left = timedelta(seconds=max(1.0, (limit - time.monotonic()) / 2))
+    found: list[Store] = []
+    why = ["it never says what it is"]
+
+    def connect() -> None:
+        try:
+            found.append(
+                TCPStore(
+                    *address, member.size, is_master=False, timeout=left, wait_for_workers=False
+                )
+            )
+        except RuntimeError as error:
+            why.append(" ".join(str(error).split()))
+
+    thread = threading.Thread(target=connect, daemon=True)
+    with _silenced():
+        thread.start()
+        while thread.is_alive() and time.monotonic() < limit:
+            check()
+            thread.join(MEETING_POLL_S)
+    if not found:
+        lost = RankLostError(
+            f"rank {member.rank}: something else than rank 0 answers at {address[0]}:{address[1]} "
+            f"({MEETING}): {why[-1]:.150}"
+        )
+        lost.is_own = True
+        raise lost
+    found[0].set_timeout(PATIENCE)
+    return found[0]
+
+
+@contextmanager
+def _silenced() -> Iterator[None]:
+    """Drop what libraries write to standard error meanwhile: PyTorch fills the screen with frames.
+
+    Yields:
+        Nothing.
+    """
+    sys.stderr.flush()
+    before = os.dup(2)
+    try:
+        with Path(os.devnull).open("wb") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
+        yield
+    finally:
+        os.dup2(before, 2)
+        os.close(before)
 
 
 def run_rank(config: RunConfig, folder: Path, world: World, stop: StopFlag) -> int:

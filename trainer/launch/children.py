@@ -43,6 +43,11 @@ class Child:
     board: Board
     log: Path | None
 
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self.process.pid
+
     def signal_group(self, number: signal.Signals) -> None:
         """Send a signal to the rank and to what it started."""
         with suppress(ProcessLookupError, PermissionError):
@@ -83,6 +88,11 @@ class Ended:
     at: float
     place: Place
     stopped: bool = False
+
+    @property
+    def failed(self) -> bool:
+        """Whether it did not end well; a rank that is done says so."""
+        return bool(self.code) or not self.told
 
     def to_json(self) -> dict[str, Any]:
         """Write it for another machine, whose clock is another."""

@@ -11,6 +11,7 @@ import faulthandler
 import json
 import os
 import shutil
+import sys
 import tempfile
 import threading
 import time
@@ -29,6 +30,7 @@ from trainer.checkpoint.status import FILE_NAME, Status, write_status
 from trainer.config import RunConfig
 from trainer.errors import ConfigError, RankLostError, TrainError
 from trainer.launch.children import Ended
+from trainer.launch.lookout import Lookout
 from trainer.launch.verdict import WAITED, verdict
 from trainer.membership import Membership
 from trainer.rank import told_of
@@ -49,6 +51,12 @@ ENDING_S = 4.0
 
 SPEAKER = "speaker"
 """File that the rank makes which says why the run ended."""
+
+STILL = "still"
+"""File that the first rank makes when all ranks stand still."""
+
+STACKS_S = 1.0
+"""How long the others have then to write down their stacks."""
 
 
 def join(config: RunConfig, folder: Path, stop: StopFlag, member: Membership) -> int:
@@ -253,29 +261,81 @@ def _answering(seat: Seat) -> Iterator[None]:
 def _ending(seat: Seat) -> Iterator[None]:
     """End this process, should it hang, some time after another rank said that the run is over.
 
+    On the first rank, also when no rank has shown a sign of life for as long as one may be waited
+    for.
+
     Yields:
         Nothing.
     """
-    done = threading.Event()
+    done, speaking = threading.Event(), threading.Lock()
+    board = seat.world.board
+    assert board is not None
+    lookout = Lookout(seat.place, seat.world.rank, seat.world.size, board, seat.timeout_s)
 
     def watch() -> None:
-        while seat.place.exists() and not (seat.place / SPEAKER).exists():
-            if done.wait(WATCH_S):
+        while not _is_over(seat):
+            if done.wait(min(WATCH_S, lookout.interval_s)):
                 return
-        if done.wait(ENDING_S):
-            return
-        with suppress(OSError):
-            path = seat.folder / "errors" / f"rank{seat.world.rank}.txt"
-            path.parent.mkdir(exist_ok=True)
-            with path.open("w") as file:
-                faulthandler.dump_traceback(file)
-        os._exit(RankLostError.exit_code)
+            if lookout.look():
+                with speaking:
+                    if not done.is_set():
+                        _give_up(seat)
+        _end_with_it(seat, done)
 
     threading.Thread(target=watch, daemon=True).start()
     try:
         yield
     finally:
-        done.set()
+        # Whoever gives the run up holds it until the end of this process.
+        with speaking:
+            done.set()
+
+
+def _is_over(seat: Seat) -> bool:
+    return not seat.place.exists() or (seat.place / SPEAKER).exists()
+
+
+def _end_with_it(seat: Seat, done: threading.Event) -> None:
+    """End this process after the run, unless it ends itself in time."""
+    is_still = (seat.place / STILL).exists()
+    if is_still:
+        _leave_stacks(seat)
+    limit = time.monotonic() + ENDING_S
+    while time.monotonic() < limit and (seat.place.exists() or not is_still):
+        if done.wait(POLL_S):
+            return
+    if not is_still:
+        _leave_stacks(seat)
+    os._exit(RankLostError.exit_code)
+
+
+def _give_up(seat: Seat) -> None:
+    """End a run that stands still, in a thread: nothing is to be expected of the others."""
+    (seat.place / STILL).touch()
+    if not seat.claim():
+        return
+    _leave_stacks(seat)
+    time.sleep(STACKS_S)
+    own = Ended(rank=0, code=1, told={}, at=time.monotonic(), place=seat.where(0), stopped=True)
+    silent = {rank: _silent(seat, rank, waited=True) for rank in range(1, seat.world.size)}
+    why = verdict({0: own, **silent}, seat.folder, seat.timeout_s)
+    assert why is not None
+    if seat.saves:
+        _record(seat, why)
+    shutil.rmtree(seat.place, ignore_errors=True)
+    with suppress(OSError):
+        sys.stderr.write(f"train: error: {why}\n")
+        sys.stderr.flush()
+    os._exit(why.exit_code)
+
+
+def _leave_stacks(seat: Seat) -> None:
+    """Write down where the threads of this rank are."""
+    with suppress(OSError):
+        path = seat.folder / "errors" / f"rank{seat.world.rank}.txt"
+        path.parent.mkdir(exist_ok=True)
+        with path.open("w") as file:
+            faulthandler.dump_traceback(file)
 
 
 def _speaks(seat: Seat, told: dict[str, Any]) -> bool:

@@ -12,14 +12,15 @@ Where the system has no table of processes, whatever runs is taken for alive.
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import final
+from typing import Protocol, final
 
-from trainer.board import Phase, Place
-from trainer.launch.children import Child
+from trainer.board import Board, Phase, Place
 
 TOGETHER: tuple[Phase, ...] = ("agree", "reduce")
 """Phases of a step that are nothing but collectives."""
@@ -29,6 +30,26 @@ QUIET = 0.01
 hundred times a second."""
 
 PROCESSES = Path("/proc")
+
+
+class Watched(Protocol):
+    """A rank on this machine, as far as a look needs to know it."""
+
+    @property
+    def rank(self) -> int:
+        """Over all machines."""
+
+    @property
+    def pid(self) -> int:
+        """Its process."""
+
+    @property
+    def board(self) -> Board:
+        """Where it notes its place."""
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether something stopped the process, as SIGSTOP does."""
 
 
 @final
@@ -80,7 +101,7 @@ class Pulse:
     places: dict[int, Place] = field(default_factory=dict)
     signs: dict[int, Sign] = field(default_factory=dict)
 
-    def look(self, children: Iterable[Child]) -> Sight:
+    def look(self, children: Iterable[Watched]) -> Sight:
         """See which ranks wait, and whether those that do not do anything else.
 
         Args:
@@ -100,7 +121,7 @@ class Pulse:
             is_apart=len(others) > len(held),
         )
 
-    def _is_noted(self, places: Mapping[Child, Place]) -> bool:
+    def _is_noted(self, places: Mapping[Watched, Place]) -> bool:
         """Whether a board says something new."""
         before, self.places = self.places, {child.rank: at for child, at in places.items()}
         if self.places == before:
@@ -108,16 +129,16 @@ class Pulse:
         self.signs.clear()
         return True
 
-    def _is_alive(self, children: Iterable[Child]) -> bool:
+    def _is_alive(self, children: Iterable[Watched]) -> bool:
         table = processes()
         living = [self._lives(child, table) for child in children]
         return any(living) or not table
 
-    def _lives(self, child: Child, table: Mapping[int, Process]) -> bool:
+    def _lives(self, child: Watched, table: Mapping[int, Process]) -> bool:
         """Whether a rank showed a sign of life since its last one; the first look cannot tell."""
-        if child.is_stopped or child.process.pid not in table:
+        if child.is_stopped or child.pid not in table:
             return False
-        leader, now = child.process.pid, time.monotonic()
+        leader, now = child.pid, time.monotonic()
         seconds, blocked = _spent(family_of(leader, table))
         sign = Sign(at=now, moved_bytes=_moved_bytes(leader), seconds=seconds)
         last = self.signs.setdefault(child.rank, sign)
@@ -134,7 +155,7 @@ def _is_further(last: Sign, sign: Sign) -> bool:
     return any(used - last.seconds.get(key, 0.0) > least for key, used in sign.seconds.items())
 
 
-def waits(child: Child, place: Place) -> bool:
+def waits(child: Watched, place: Place) -> bool:
     """Whether a rank waits for others, and not they for it, since something stopped it there."""
     return place.waits and not child.is_stopped
 
@@ -172,14 +193,14 @@ def family_of(leader: int, table: Mapping[int, Process]) -> set[int]:
 def _spent(family: Iterable[int]) -> tuple[dict[str, float], bool]:
     """Tell what processor time threads used, and whether one is in a wait that no signal ends.
 
-    Such are those for a disk or a driver.
+    Such are those for a disk or a driver. The thread that asks is left out.
     """
-    seconds, blocked = {}, False
+    seconds, blocked, own_id = {}, False, str(threading.get_native_id())
     per_second = os.sysconf("SC_CLK_TCK")
     for pid in family:
         for entry in PROCESSES.glob(f"{pid}/task/[0-9]*/stat"):
             words = _words(entry)
-            if words:
+            if words and entry.parent.name != own_id:
                 own, children = (sum(map(int, words[at : at + 2])) for at in (11, 13))
                 seconds[entry.parent.name] = own / per_second
                 seconds[f"children of {pid}"] = children / per_second
@@ -188,11 +209,13 @@ def _spent(family: Iterable[int]) -> tuple[dict[str, float], bool]:
 
 
 def _moved_bytes(pid: int) -> int:
-    try:
-        lines = (PROCESSES / str(pid) / "io").read_text().splitlines()
-    except OSError:
-        return 0
-    return sum(int(line.split()[1]) for line in lines[:2])
+    """Count what the threads of a process read and wrote, but for the one that asks."""
+    total, own_id = 0, str(threading.get_native_id())
+    for entry in PROCESSES.glob(f"{pid}/task/[0-9]*/io"):
+        with suppress(OSError):
+            if entry.parent.name != own_id:
+                total += sum(int(line.split()[1]) for line in entry.read_text().splitlines()[:2])
+    return total
 
 
 def _words(stat: Path) -> list[str]:

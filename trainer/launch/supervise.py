@@ -5,9 +5,10 @@ notebook, joblib or a sweep can start them alike. On one machine they meet at a 
 folder and talk over the loopback interface alone. On several, each machine has a supervisor; the
 first one's folder, verdict and decision to start again are everybody's.
 
-PyTorch's own launcher is not used: it waits 30 s before it kills what hangs, listens on every
-interface, ends with code 1 for every cause and says so in sixty lines (torch 2.13). Ranks that
-torchrun or srun started are joined instead: `trainer.membership`.
+PyTorch's own launcher is not used. Its store listens on every interface, whatever address it is
+given; it takes a rank that hangs for one that works; and it ends with code 1 for every cause and
+says so in fifty lines (torch 2.13). Ranks that torchrun or srun started are joined instead:
+`trainer.membership`.
 """
 
 from __future__ import annotations

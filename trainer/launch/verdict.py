@@ -25,7 +25,7 @@ def verdict(ended: Mapping[int, Ended], folder: Path, timeout_s: float) -> Train
     Returns:
         The reason that one of them gave, or a `RankLostError` where none of them could give one.
     """
-    failed = [end for end in ended.values() if end.code]
+    failed = [end for end in ended.values() if end.failed]
     if not failed:
         return None
     first = min(failed, key=lambda end: (_rank_of_cause(end), end.at))
@@ -87,7 +87,7 @@ def _waited(end: Ended) -> int:
 
 def _hung(ended: Mapping[int, Ended], folder: Path, timeout_s: float) -> str:
     """Name, of those that did not wait themselves, the one that was longest where it is."""
-    failed = [end for end in ended.values() if end.code]
+    failed = [end for end in ended.values() if end.failed]
     end = min(failed, key=lambda end: (_waited(end), end.place.since))
     stacks = folder / "errors" / f"rank{end.rank}.txt"
     where = f"; what it was doing is in {stacks}" if stacks.exists() else ""

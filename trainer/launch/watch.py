@@ -251,10 +251,11 @@ class Watch:
 
     def _react(self, end: Ended) -> None:
         """Give the others their time to follow."""
-        if end.code not in (0, 75) and not self.then:
+        is_bad = end.failed and end.code != Preempted.exit_code
+        if is_bad and not self.then:
             self._ask_where()
         patience_s = self.timeout_s
-        if end.code not in (0, 75):
+        if is_bad:
             patience_s = ORDERLY_S if "error" in end.told else GRACE_S
         self.deadline = min(self.deadline, time.monotonic() + patience_s)
 
