@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.reliability.allocations import Struck
@@ -264,6 +264,25 @@ def what_is_said(world: World, case: Case) -> tuple[int, str]:
     except TrainError as error:
         return error.exit_code, str(error)
     return 0, ""
+
+
+def norm_and_share(world: World, mode: str, dtype: torch.dtype) -> tuple[float, float, bool]:
+    """Lay gradients of a short type out; give their norm, the right one, and whether a third of
+    them is the nearest there is."""
+    torch.manual_seed(0)
+    model = MODES[mode](BlockLM().to(dtype), world)
+    wholes = [300 * torch.randn(p.shape).to(dtype) for p in model.parameters]
+    for parameter, whole in zip(model.parameters, wholes, strict=True):
+        parameter.grad = whole.clone()
+        if isinstance(parameter, DTensor):
+            mesh, placements = parameter.device_mesh, parameter.placements
+            parameter.grad = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+    norm = float(model.gradient_norm())
+    model.scale_gradients(torch.tensor(1 / 3))
+    grads = [plain(p.grad.float()) for p in model.parameters]
+    near = [(whole.float() / 3).to(dtype).float().numpy() for whole in wholes]
+    exact = torch.cat([whole.double().flatten() for whole in wholes]).norm()
+    return norm, float(exact), all(map(np.array_equal, grads, near))
 
 
 class Allocations(TorchDispatchMode):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from tests.ranks_work import (
     evaluate_some,
     fail_on_main,
     moved_each,
+    norm_and_share,
     run_each,
     run_steps,
     tell_each_other,
@@ -79,6 +81,17 @@ def test_a_reduction_that_averages_is_far_from_the_whole_batch(ranks):
     expected = alone(case)["gradient"]
     for told in ranks.run(2, run_steps, replace(case, averaged=True)):
         assert error(told["gradient"], expected) > WRONG
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp", "hsdp"])
+def test_gradients_of_a_short_type_are_clipped_by_a_norm_in_fp32(mode):
+    size = 4 if mode == "hsdp" else 2
+    # DTensor remembers meshes of process groups that are gone, so these ranks are new.
+    with closing(Ranks()) as ranks:
+        for dtype in (torch.bfloat16, torch.float16):
+            for norm, exact, is_nearest in ranks.run(size, norm_and_share, mode, dtype):
+                assert norm == pytest.approx(exact, rel=EXACT[torch.float32])
+                assert is_nearest
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])

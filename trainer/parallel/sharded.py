@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from trainer.errors import ConfigError
 from trainer.micro_batch import Fields
-from trainer.parallel import Parallel
+from trainer.parallel import Parallel, total_norm
 from trainer.parallel.collectives import Collectives
 from trainer.parallel.timed import time_collectives
 from trainer.world import World
@@ -220,11 +220,11 @@ class Sharded(Parallel):
         self._live.clear()
 
     def gradient_norm(self) -> Tensor:
-        """See the base class; in the gradients' precision."""
+        """See the base class; in fp32 at least."""
         grads = [p.grad for p in self.parameters if p.grad is not None]
         if not grads:
             return torch.zeros((), device=self.world.device)
-        norm = nn.utils.get_total_norm(grads)
+        norm = total_norm(grads)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def scale_gradients(self, factor: Tensor) -> None:
@@ -235,7 +235,7 @@ class Sharded(Parallel):
             if grad is not None
         ]
         if grads:
-            torch._foreach_mul_(grads, factor.to(grads[0].dtype))
+            torch._foreach_mul_(grads, factor)
 
     def _forget_unused(self, used: Sequence[bool]) -> None:
         """Drop the zeros that every rank reduced for what none of them used."""
