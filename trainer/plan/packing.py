@@ -47,7 +47,7 @@ def pack(lengths: IntArray, layout: Layout, cap: int, max_micro: int | None = No
     held = totals_of_groups(np.maximum(lengths, 1), size)
     order = np.argsort(-held, kind="stable")
     costs = _costs(lengths, layout)[order]
-    limit = max(1, (max_micro or num_samples) // size)
+    limit = max(1, max_micro // size) if max_micro else len(held)
     ranks: list[list[IntArray]] = []
     if layout.lockstep:
         rows = pack_rows(held[order], costs, cap, limit, multiple_of=layout.world_size)

@@ -53,7 +53,7 @@ def partition(lengths: IntArray, layout: Layout, cap: int, max_micro: int | None
     size = layout.group_size
     padded = longest_of_groups(pad(lengths, layout), size)
     longest_first = np.argsort(-padded, kind="stable")
-    cap, limit = cap // size, max(1, (max_micro or len(lengths)) // size)
+    cap, limit = cap // size, max(1, max_micro // size) if max_micro else len(padded)
     ranks = _cut_ranks(longest_first, padded, per_group(layout), cap, limit)
     held = tuple(
         tuple(samples_of_groups(slot, size, len(lengths)) for slot in slots) for slots in ranks
