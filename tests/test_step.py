@@ -16,6 +16,8 @@ from trainer.accumulate.base import GradientStrategy
 from trainer.accumulate.sum import Sum
 from trainer.errors import ConfigError, DoesNotFitError, NonFiniteError
 from trainer.models.statistics import batch_statistics
+from trainer.objectives.base import Sums
+from trainer.objectives.next_token import NextToken
 from trainer.plan.cut import Cut
 from trainer.plan.cuts import Budget, Fixed
 from trainer.step import NO_LOSS_TERMS, NOT_FINITE, train_step
@@ -297,6 +299,38 @@ class Counting(TinyLM):
         weights = [value.tolist() for value in self.state_dict().values()]
         states = self.torch_draws.get_state().tolist(), *own, self.is_fresh
         return [self.calls, self.mean, self.last, self.late, *states, weights]
+
+
+class Averaging(NextToken):  # type: ignore[misc] # final
+    """Divides by a running mean of its own, and draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        vars(self).update(mean=torch.ones(()), draws=torch.Generator().manual_seed(1))
+
+    def sums(self, model, fields):
+        total = super().sums(model, fields).losses["cross_entropy"]
+        vars(self)["mean"] = 0.9 * self.mean + 0.1 * total.detach()
+        return Sums(
+            losses={"cross_entropy": total / self.mean * torch.rand((), generator=self.draws)}
+        )
+
+
+@pytest.mark.parametrize("failing_step", [1, 2])
+def test_a_replay_begins_with_the_objective_as_it_was(failing_step):
+    strategy = Failing(1, "forward")
+    failing, cuts = Bench(Fixed(micro=4), objective=Averaging(), strategy=strategy), []
+    for step in range(1, 4):
+        strategy.done = step != failing_step
+        assert train_step(failing.kit, failing.feed.next()).replays == (step == failing_step)
+        cuts.append(failing.feed.cut)
+    reference = Bench(Fixed(micro=4), objective=Averaging())
+    for cut in cuts:
+        reference.feed.cut = cut
+        train_step(reference.kit, reference.feed.next())
+    expected = reference.parameters()
+    assert all(torch.equal(value, expected[name]) for name, value in failing.parameters().items())
+    assert torch.equal(failing.objective.mean, reference.objective.mean)
 
 
 @pytest.mark.parametrize("failing_step", [1, 2])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from tests.run_support import only_run, read_json
-from tests.tune_support import VOCABULARY, measured_peak, text, workload
+from tests.tune_support import VOCABULARY, PerToken, gpt, measured_peak, text, workload
 from trainer import train
 from trainer.errors import ConfigError
+from trainer.objectives.base import Sums
 from trainer.plan.memory import Shape
 from trainer.tune import untouched as keeping
 from trainer.tune.fake import predict_peak
@@ -143,6 +145,25 @@ def test_what_a_forward_moves_besides_buffers_is_put_back_after_timing():
         prepare(Shape(2, 8))()
         assert all(moved != before[name] for name, moved in model.state().items())
     assert model.state() == before
+
+
+class Averaging(PerToken):
+    """Divides by a running mean of its own."""
+
+    mean = 1.0
+
+    def sums(self, model, fields):
+        loss = super().sums(model, fields).losses["loss"]
+        self.mean = 0.9 * self.mean + 0.1 * loss.detach()
+        return Sums(losses={"loss": loss / self.mean})
+
+
+def test_an_objective_that_keeps_state_is_left_as_it_was_by_fake_and_by_real_runs():
+    work = replace(workload(gpt()), objective=Averaging())
+    predict_peak(work, Shape(2, 8))
+    with rehearsal(work, recompute=False) as prepare:
+        prepare(Shape(2, 8))()
+    assert not vars(work.objective)
 
 
 def test_a_frozen_weight_too_large_to_copy_is_not_moved_in_silence(monkeypatch):

@@ -91,7 +91,7 @@ class Kit:
     @cached_property
     def snapshot(self) -> Snapshot:
         """What forwards move, as it was before the step; it learns from step to step."""
-        return Snapshot(self.model.module)
+        return Snapshot(self.model.module, self.objective)
 
     @cached_property
     def registered(self) -> Registered:

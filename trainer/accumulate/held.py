@@ -212,8 +212,11 @@ class Held:
         self.outlines = [_outline(it) for _, _, it in self.large]
         return bool(self.holders)
 
-    def put_back(self) -> str | None:
+    def put_back(self, *, rewinds: bool = True) -> str | None:
         """Put back all but the numbers in tensors and arrays.
+
+        Args:
+            rewinds: generators too.
 
         Returns:
             The name of a container that has moved and could not be put back; None without one.
@@ -223,16 +226,25 @@ class Held:
         for holder in self.holders:
             if not holder.is_same():
                 holder.put_back()
-        for undo in self.draws:
+        for undo in self.draws if rewinds else ():
             undo()
         return next(iter(moved), None)
 
 
-def hold(model: nn.Module) -> Held:
-    """Walk a model, nearest first, and keep what is found by reference (some 10 us per module)."""
+def hold(model: nn.Module, *others: object) -> Held:
+    """Walk a model, nearest first, and keep what is found by reference (some 10 us per module).
+
+    Args:
+        model: and what its modules hold.
+        others: objects that a forward may move besides.
+    """
     found, room = Held(), MOST_ENTRIES
-    seen = {id(model)}
-    waiting: deque[tuple[Any, Kind, Holder | None, Any]] = deque([(model, Kind.MODULE, None, "")])
+    roots = [(it, _KINDS[type(it)]) for it in (model, *others)]
+    roots = [(it, kind) for it, kind in roots if kind in {Kind.MODULE, Kind.OBJECT}]
+    seen = {id(it) for it, _ in roots}
+    waiting: deque[tuple[Any, Kind, Holder | None, Any]] = deque(
+        (it, kind, None, "") for it, kind in roots
+    )
     while waiting:
         value, kind, parent, key = waiting.popleft()
         it = vars(value) if kind in {Kind.MODULE, Kind.OBJECT} else value

@@ -49,34 +49,39 @@ class Snapshot:
 
     Args:
         model: on its device, with the weights it begins with.
+        others: objects that a forward may move besides, such as the objective.
         every_bytes: copied in every step; None is `EVERY_BYTES`.
         unseen_bytes: copied besides of what is new; None is `UNSEEN_BYTES`.
         moving: identities of tensors to be copied whatever their size.
         by_value: whether writes without a trace are looked for in what is too large to be copied,
             once, which reads all of it.
+        rewinds: whether random generators among the model's attributes are put back.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        *,
+        *others: object,
         every_bytes: int | None = None,
         unseen_bytes: int | None = None,
         moving: Collection[int] = (),
         by_value: bool = True,
+        rewinds: bool = True,
     ) -> None:
         self._model = model
+        self._others = others
         self._every_bytes = EVERY_BYTES if every_bytes is None else every_bytes
         self._unseen_bytes = UNSEEN_BYTES if unseen_bytes is None else unseen_bytes
         self._moving = _renormalised(model).union(moving)
         self._by_value = by_value
+        self._rewinds = rewinds
         self._held = Held()
         self._leaves: list[_Leaf] = []
 
     def take(self) -> None:
         """Remember how things are, before the first micro-batch of a step."""
         if not self._held.renew():
-            self._held = hold(self._model)
+            self._held = hold(self._model, *self._others)
             self._leaves = sorted(self._found(), key=attrgetter("size"))
         for leaf in self._leaves:
             leaf.begin()
@@ -119,7 +124,7 @@ class Snapshot:
         Returns:
             What moved and could not be put back, and why; None when all is back.
         """
-        large = self._held.put_back()
+        large = self._held.put_back(rewinds=self._rewinds)
         for leaf in [leaf for leaf in self._leaves if not leaf.restore()]:
             name = leaf.holder.name(leaf.key)
             return f"{name} {UNSEEN if leaf.keeps else TRAINED}"

@@ -373,7 +373,7 @@ def _predicted(parts: Parts, work: Workload, plans: tuple[Plan, ...]) -> MemoryE
     if unknown:
         # One that the run has, not one sample alone: BatchNorm of single values needs two.
         smallest = min(shapes, key=lambda shape: shape.num_samples)
-        with untouched(parts.module):
+        with untouched(parts.module, parts.objective):
             predictor = predictor_for(work, smallest, recompute=recompute)
             book.peaks.update({(shape, recompute): predictor(shape) for shape in unknown})
         book.methods[recompute] = predictor.method

@@ -60,12 +60,12 @@ def _coupling(parts: Parts) -> Iterator[str]:
     """
     size, order = parts.objective.group_size, parts.source.order
     ids = order.next(order.start).ids
-    with untouched(parts.module), torch.no_grad():
+    with untouched(parts.module, parts.objective), torch.no_grad():
         parts.module.eval()
         _sums(parts, ids[:size].tolist())
     if parts.objective.scope != "sample" or len(ids) < 2 * size:
         return
-    with untouched(parts.module), torch.no_grad():
+    with untouched(parts.module, parts.objective), torch.no_grad():
         parts.module.eval()
         together = _sums(parts, ids[: 2 * size].tolist())
         first, second = (_sums(parts, part.tolist()) for part in (ids[:size], ids[size : 2 * size]))

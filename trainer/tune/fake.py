@@ -58,6 +58,7 @@ def run_fake(
     model: nn.Module,
     body: Callable[[FakeTensorMode], None],
     device: torch.device | None = None,
+    *others: object,
 ) -> None:
     """Run a body while every tensor of the model is a fake of itself.
 
@@ -69,6 +70,7 @@ def run_fake(
         model: left bit for bit as it was.
         body: given the mode; may train the model.
         device: where it computes; None is where it is.
+        others: objects that the body may move besides, left as they were too.
 
     Raises:
         CannotRunFake: the body asked for a value.
@@ -76,7 +78,7 @@ def run_fake(
     mode = FakeTensorMode()
     named = [*model.named_parameters(), *model.named_buffers()]
     fakes = {f"model.{name}": _fake_of(tensor, mode, device) for name, tensor in named}
-    with _answering(), untouched(model):
+    with _answering(), untouched(model, *others):
         for module in model.modules():
             attributes = vars(module)
             attributes.update(_faked(attributes, mode))
@@ -99,7 +101,8 @@ def run_fake_copy(
     """
     assert work.imagined is not None
     mode, device = FakeTensorMode(), torch.device("cpu")
-    with _answering(), work.imagined() as lay_out:
+    # The copy computes with the run's own objective.
+    with _answering(), untouched(nn.Module(), work.objective), work.imagined() as lay_out:
         tensors = [*work.model.parameters(), *work.model.buffers()]
         for module in work.model.modules():
             tensors += [value for value in vars(module).values() if isinstance(value, Tensor)]
@@ -181,7 +184,7 @@ def predict_peak(work: Workload, shape: Shape, *, recompute: bool = False) -> Me
             rehearse_laid_out(theirs, model, fakes, peak)
 
     if work.imagined is None:
-        run_fake(work.model, body, work.device)
+        run_fake(work.model, body, work.device, work.objective)
     else:
         run_fake_copy(work, laid_out, recompute=recompute)
     return peak.estimate
@@ -200,5 +203,5 @@ def fake_forward_bytes(work: Workload, shape: Shape, *, recompute: bool = False)
         with work.variant(recompute=recompute):
             found.append(forward_bytes(work, fakes))
 
-    run_fake(work.model, body, work.device)
+    run_fake(work.model, body, work.device, work.objective)
     return found[0]

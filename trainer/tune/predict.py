@@ -159,7 +159,11 @@ def _unlike(work: Workload, smallest: Shape, *, recompute: bool) -> str | None:
     for count in sorted({1, min(2, smallest.num_samples), smallest.num_samples}):
         shape = Shape(count, length)
         # What fails here fails again, in full, in the step; BatchNorm needs more than one value.
-        with suppress(Exception), untouched(work.model), work.variant(recompute=recompute):
+        with (
+            suppress(Exception),
+            untouched(work.model, work.objective),
+            work.variant(recompute=recompute),
+        ):
             real = forward_bytes(work, work.fields(*shape))
             break
     else:
@@ -201,7 +205,7 @@ def probe_peak(work: Workload, smallest: Shape, *, reason: str, recompute: bool 
     length = min(smallest.length, PROBE_TOKENS)
     lengths = (length, max(1, length // 2))
     measured: dict[Shape, float] = {}
-    with work.filled(), untouched(work.model), work.variant(recompute=recompute):
+    with work.filled(), untouched(work.model, work.objective), work.variant(recompute=recompute):
         count = _least_count(work, smallest.num_samples, lengths[-1])
         for shape in (Shape(n * count, t) for t in dict.fromkeys(lengths) for n in (1, 2, 4)):
             measured[shape] = _activations(work, shape)

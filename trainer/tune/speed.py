@@ -166,7 +166,7 @@ def rehearsal(work: Workload, *, recompute: bool) -> Iterator[Prepare]:
 
         return run
 
-    with work.filled(), untouched(work.model), work.variant(recompute=recompute):
+    with work.filled(), untouched(work.model, work.objective), work.variant(recompute=recompute):
         yield prepare
 
 

@@ -21,7 +21,7 @@ A frozen model under adapters would be another model; no forward moves it.
 
 
 @contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
+def untouched(model: nn.Module, *others: object) -> Iterator[None]:
     """Put a model and the random generators back bit for bit when the block ends.
 
     Covers `.grad`, whether modules train or evaluate, all that a step's `Snapshot` does, every
@@ -31,12 +31,14 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
     Args:
         model: not wrapped for several ranks; one rank may do this alone.
+        others: objects that a forward may move besides, such as the objective.
 
     Raises:
         ConfigError: the block moved something too large to be copied.
     """
     kept = Snapshot(
         model,
+        *others,
         every_bytes=0,
         unseen_bytes=COPIED_BYTES,
         moving=[id(buffer) for buffer in model.buffers()],
