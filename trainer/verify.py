@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from torch import nn
 
 from trainer.culprits.case import Case, Errors
 from trainer.culprits.find import Culprits, objective_faults
@@ -26,9 +27,9 @@ from trainer.step import Kit
 PRECISIONS = ((torch.float64, True), (torch.float64, False), (torch.float32, False))
 """What is tried in turn: dtype, and whether hand-written casts to fewer bits are undone."""
 
-UNCARRIED = (
-    "has a hook on its gradient that reads an object of its module, or one that cannot be copied, "
-    "so it was left out here and nothing is proven: let it hold what it needs, or take it off"
+SHARED = (
+    "got a gradient from the copy that this compares, through a function or a scripted module that "
+    "cannot be copied with the model, so nothing is proven: write it as a method of the module"
 )
 """Of a parameter."""
 
@@ -58,32 +59,43 @@ def verify(kit: Kit, batch: PlannedBatch, loader: Loader, *, whole_fits: bool) -
     """
     devices = [kit.world.device] if kit.world.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
-        case, planned, notes = _highest(kit, batch, loader)
-        is_one_piece = case.batch.plan.num_micro_batches == 1
-        case, expected = _referred(case, whole_first=whole_fits and not is_one_piece)
-        why = _why(case, is_one_piece=is_one_piece, whole_fits=whole_fits)
-        notes += why
-        errors = case.errors(planned, expected)
-        low = low_precision(kit)
-        if low is not None:
-            as_is = replace(case, scratch=Scratch.of(kit, None))
-            errors = case.errors(as_is.planned(), expected)
-            notes.append(f"the planned step in {short(low)}, as the weights are")
-        if errors.is_exact:
-            return _cleared(case, errors, notes)
-        verdict = suspects(case, kit, planned, expected, traces_whole=whole_fits)
-        if is_one_piece and verdict.is_modular:
-            untouched = Scratch.of(kit, case.scratch.dtype, widens=case.scratch.widens)
-            whole = replace(case, scratch=untouched, size=len(case.groups.positions))
-            whole_errors = whole.errors(planned, whole.one_piece())
-            if whole_errors.is_exact:
-                return _cleared(whole, whole_errors, [n for n in notes if n not in why])
-        return _report(case, errors, verdict.culprits, notes)
+        try:
+            return _compared(kit, batch, loader, whole_fits=whole_fits)
+        finally:
+            kit.model.drop_gradients()  # of a copy that shares weights with it
+
+
+def _compared(kit: Kit, batch: PlannedBatch, loader: Loader, *, whole_fits: bool) -> VerifyReport:
+    case, planned, notes = _highest(kit, batch, loader)
+    is_one_piece = case.batch.plan.num_micro_batches == 1
+    case, expected = _referred(case, whole_first=whole_fits and not is_one_piece)
+    why = _why(case, is_one_piece=is_one_piece, whole_fits=whole_fits)
+    notes += why
+    errors = case.errors(planned, expected)
+    low = low_precision(kit)
+    if low is not None:
+        as_is = replace(case, scratch=Scratch.of(kit, None))
+        errors = case.errors(as_is.planned(), expected)
+        notes.append(f"the planned step in {short(low)}, as the weights are")
+    if errors.is_exact:
+        return _cleared(case, errors, notes)
+    verdict = suspects(case, kit, planned, expected, traces_whole=whole_fits)
+    if is_one_piece and verdict.is_modular:
+        untouched = Scratch.of(kit, case.scratch.dtype, widens=case.scratch.widens)
+        untouched = replace(untouched, uncarried=case.scratch.uncarried)
+        whole = replace(case, scratch=untouched, size=len(case.groups.positions))
+        whole_errors = whole.errors(planned, whole.one_piece())
+        if whole_errors.is_exact:
+            return _cleared(whole, whole_errors, [n for n in notes if n not in why])
+    return _report(case, errors, verdict.culprits, notes)
 
 
 def _cleared(case: Case, errors: Errors, notes: list[str]) -> VerifyReport:
     """Report a step without an error, unless that is an accident of this cut and this batch."""
-    faults = objective_faults(case.scratch, case.groups, packed=case.batch.plan.packed)
+    faults, draws = objective_faults(case.scratch, case.groups, packed=case.batch.plan.packed)
+    if draws:
+        drawn = first_of(draws.names)
+        notes = [*notes, f"{drawn}: draws at random, without effect here; another step may differ"]
     if faults is None:
         notes = [*notes, "the loss sums were not checked on their own: not two samples fit"]
     elif faults:
@@ -105,12 +117,14 @@ def _highest(kit: Kit, batch: PlannedBatch, loader: Loader) -> tuple[Case, Gradi
             size = len(groups.positions)
             case = Case(scratch=scratch, batch=batch, groups=groups, size=size)
             case, planned = _fitting(case)
+            reached = _reached(kit.model.module)
             break
         except Exception as error:  # a model that fixes its precision may raise anything
             if isinstance(error, TrainError) or dtype == torch.float32:
                 raise
             refusal = refusal or _text(error)
-    notes = []
+    scratch = replace(case.scratch, uncarried=(*case.scratch.uncarried, *reached))
+    case, notes = replace(case, scratch=scratch), []
     if dtype == torch.float32:
         notes.append(
             f"the model does not run in float64 ({refusal}), so this proves what float32 can: "
@@ -126,6 +140,12 @@ def _highest(kit: Kit, batch: PlannedBatch, loader: Loader) -> tuple[Case, Gradi
             f"memory in {short(dtype)}"
         )
     return case, planned, notes
+
+
+def _reached(module: nn.Module) -> Culprits:
+    """Name the weights of the run's own model that have got a gradient from its copy."""
+    reached = [name for name, p in module.named_parameters() if p.grad is not None]
+    return [(first_of(reached), SHARED)] if reached else []
 
 
 def _fitting(case: Case) -> tuple[Case, Gradient]:
@@ -206,7 +226,7 @@ def _why(case: Case, *, is_one_piece: bool, whole_fits: bool) -> list[str]:
 
 
 def _report(case: Case, errors: Errors, culprits: Culprits, notes: list[str]) -> VerifyReport:
-    culprits = [*culprits, *((name, UNCARRIED) for name in case.scratch.uncarried)]
+    culprits = [*culprits, *case.scratch.uncarried]
     return VerifyReport(
         exact=errors.is_exact and not culprits,
         max_relative_error=errors.largest,

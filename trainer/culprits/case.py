@@ -191,7 +191,8 @@ class _Scale:
 
 def _distance(name: str, found: Gradient, expected: Gradient) -> float:
     if name in expected and name in found:
-        return _largest(found[name].double() - expected[name].double())
+        wide = torch.promote_types(expected[name].dtype, torch.float64)
+        return _largest(found[name].to(wide) - expected[name].to(wide))
     return _largest(found[name] if name in found else expected[name])
 
 

@@ -49,6 +49,14 @@ class Draws:
     def __bool__(self) -> bool:
         return bool(self.quiet or self.loud)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All of them, as they are said to a reader."""
+        return tuple(
+            {OUTSIDE: "the objective", "": "the model itself"}.get(name, name)
+            for name in (*self.quiet, *self.loud)
+        )
+
 
 @final
 @dataclass(slots=True)
@@ -208,7 +216,9 @@ def _of_objective(scratch: Scratch, trace: Trace, way: Way, sights: Sequence[Sig
     return faults + sum_faults(objective, sights)
 
 
-def objective_faults(scratch: Scratch, groups: Groups, *, packed: bool) -> Culprits | None:
+def objective_faults(
+    scratch: Scratch, groups: Groups, *, packed: bool
+) -> tuple[Culprits | None, Draws]:
     """Check an objective on its own, whatever the comparison of gradients said.
 
     A loss that is no sum can be exact for one cut: a mean over micro-batches of one size, say.
@@ -219,17 +229,18 @@ def objective_faults(scratch: Scratch, groups: Groups, *, packed: bool) -> Culpr
         packed: whether its rows are packed.
 
     Returns:
-        Its faults; None where not even two samples fit into memory.
+        Its faults, None where not even two samples fit into memory; and what draws at random.
     """
+    draws = Draws((), ())
     for most in (MAX_PICKED, 2):
         with AllocationGuard():
             whole, ways = pick(groups, most)
             draws = silence(scratch, whole)
             if draws.loud:
-                return []
-            return find(scratch, whole, ways, packed=packed).objective
+                return [], draws
+            return find(scratch, whole, ways, packed=packed).objective, draws
         release_memory()
-    return None
+    return None, draws
 
 
 def described(modules: Mapping[str, nn.Module], reasons: Mapping[str, str]) -> Culprits:

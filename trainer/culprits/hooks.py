@@ -1,6 +1,8 @@
-"""Hooks on parameters: what a user's own code does to a gradient, once for every micro-batch.
+"""Functions that a model holds: hooks on its parameters and modules, and exchanged forwards.
 
-`copy.deepcopy` drops them, and a copy without them would be exact where the run is not.
+`copy.deepcopy` drops hooks on parameters, and a copy without them would be exact where the run is
+not. Functions count as constants to it: one that holds the model in a closure would go on working
+on the model itself, and the copy would prove nothing.
 """
 
 from __future__ import annotations
@@ -8,10 +10,12 @@ from __future__ import annotations
 import copy
 import dis
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, final
 
+import torch
 from torch import nn
 
 KINDS = {
@@ -19,6 +23,12 @@ KINDS = {
     "_post_accumulate_grad_hooks": "register_post_accumulate_grad_hook",
 }
 """Where a parameter keeps its hooks, and what registers them."""
+
+UNCARRIED = (
+    "has a hook on its gradient that reads an object of its module, or one that cannot be copied, "
+    "so it was left out here and nothing is proven: let it hold what it needs, or take it off"
+)
+"""Of a parameter."""
 
 STATELESS = (
     ModuleType, type, FunctionType, BuiltinFunctionType, int, float, complex, str, bytes, type(None)
@@ -42,10 +52,10 @@ def hooked(module: nn.Module) -> dict[str, str]:
 
 
 def carry(source: nn.Module, twin: nn.Module, memo: dict[int, Any]) -> tuple[str, ...]:
-    """Put the hooks of a model's parameters onto those of its copy.
+    """Put the hooks of a model's parameters onto those of its copy, and its functions into it.
 
-    What a hook holds of the model becomes what the copy has in its place; what else it holds is
-    copied with it, an optimizer too.
+    What a function holds of the model becomes what the copy has in its place; what else it holds
+    is copied with it, an optimizer too.
 
     Args:
         source: the model.
@@ -66,7 +76,27 @@ def carry(source: nn.Module, twin: nn.Module, memo: dict[int, Any]) -> tuple[str
                     getattr(twins[name], method)(_rebound(hook, memo))
                 except Exception:  # copying what a user's hook holds may raise anything
                     uncarried[name] = None
+    _carry_functions(source, twin, memo)
     return tuple(uncarried)
+
+
+def _carry_functions(source: nn.Module, twin: nn.Module, memo: dict[int, Any]) -> None:
+    modules = dict(twin.named_modules())
+    for name, part in source.named_modules():
+        if name in modules and not isinstance(part, torch.jit.ScriptModule):
+            mine, theirs = part.__dict__, modules[name].__dict__
+            for key in [key for key, held in mine.items() if isinstance(held, dict)]:
+                _rebind(mine[key], theirs.get(key), memo)  # of hooks, among others
+            _rebind(mine, theirs, memo)
+
+
+def _rebind(mine: dict[Any, Any], theirs: Any, memo: dict[int, Any]) -> None:  # noqa: ANN401 - what a copy has in its place
+    """Exchange the functions in a copied dictionary for ones that hold the copy."""
+    for key, value in mine.items() if isinstance(theirs, dict) else ():
+        if isinstance(value, FunctionType | partial) and key in theirs:
+            # What cannot be copied stays; gradients that it leaves in the model are looked for.
+            with suppress(Exception):
+                theirs[key] = _rebound(value, memo, checks_globals=False)
 
 
 def drop_hooks(module: nn.Module) -> None:
@@ -76,7 +106,7 @@ def drop_hooks(module: nn.Module) -> None:
             (getattr(parameter, attribute, None) or {}).clear()
 
 
-def _rebound(hook: Any, memo: dict[int, Any]) -> Any:  # noqa: ANN401 - anything callable
+def _rebound(hook: Any, memo: dict[int, Any], *, checks_globals: bool = True) -> Any:  # noqa: ANN401 - anything callable
     """Copy something callable with what it holds; functions count as constants to `deepcopy`.
 
     Raises:
@@ -85,28 +115,36 @@ def _rebound(hook: Any, memo: dict[int, Any]) -> Any:  # noqa: ANN401 - anything
     if isinstance(hook, ModuleType):
         return hook
     if isinstance(hook, FunctionType):
-        return _rebound_function(hook, memo)
+        return _rebound_function(hook, memo, checks_globals=checks_globals)
     if isinstance(hook, MethodType):
         owner = copy.deepcopy(hook.__self__, memo)
         return MethodType(hook.__func__, owner)
     if isinstance(hook, partial):
         held = copy.deepcopy((hook.args, hook.keywords), memo)
-        return partial(_rebound(hook.func, memo), *held[0], **held[1])
+        return partial(
+            _rebound(hook.func, memo, checks_globals=checks_globals), *held[0], **held[1]
+        )
     return copy.deepcopy(hook, memo)
 
 
-def _rebound_function(function: FunctionType, memo: dict[int, Any]) -> FunctionType:
-    for name in _globals_read(function.__code__):
-        if not isinstance(function.__globals__.get(name), STATELESS):
-            raise UncarriedError
+def _rebound_function(
+    function: FunctionType, memo: dict[int, Any], *, checks_globals: bool
+) -> FunctionType:
+    if checks_globals:
+        for name in _globals_read(function.__code__):
+            if not isinstance(function.__globals__.get(name), STATELESS):
+                raise UncarriedError
     cells = tuple(
-        CellType(_rebound(cell.cell_contents, memo)) for cell in function.__closure__ or ()
+        CellType(_rebound(cell.cell_contents, memo, checks_globals=checks_globals))
+        for cell in function.__closure__ or ()
     )
     defaults = copy.deepcopy(function.__defaults__, memo)
     twin = FunctionType(
         function.__code__, function.__globals__, function.__name__, defaults, cells or None
     )
     twin.__kwdefaults__ = copy.deepcopy(function.__kwdefaults__, memo)
+    # Decorators leave what they wrap, by which its signature is read.
+    twin.__dict__.update(function.__dict__)
     return twin
 
 

@@ -55,18 +55,23 @@ class Rounding:
         high: dict[str, Tensor] = {}
         for seed in range(NUM_DRAWS):
             with _moved(self._module, amount, seed):
-                found = self._gradient()
+                found = {name: _as_real(g) for name, g in self._gradient().items()}
             low = {name: torch.minimum(low.get(name, g), g) for name, g in found.items()}
             high = {name: torch.maximum(high.get(name, g), g) for name, g in found.items()}
         return {name: float((high[name] - low[name]).max()) for name in high if high[name].numel()}
+
+
+def _as_real(values: Tensor) -> Tensor:
+    return torch.view_as_real(values) if values.is_complex() else values
 
 
 @contextmanager
 def _moved(module: nn.Module, amount: float, seed: int) -> Iterator[None]:
     """Multiply every weight by one plus or minus an amount, the sign drawn."""
     draw = torch.Generator().manual_seed(seed)
-    weights = [weight for weight in module.parameters() if weight.is_floating_point()]
-    saved = [weight.detach().clone() for weight in weights]
+    weights = [_as_real(w.detach()) for w in module.parameters()]
+    weights = [weight for weight in weights if weight.is_floating_point()]
+    saved = [weight.clone() for weight in weights]
     try:
         with torch.no_grad():
             for weight in weights:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -15,8 +16,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from trainer.accumulate.held import hold
 from trainer.accumulate.normalizer import Kind, divisors
-from trainer.culprits.hooks import carry
+from trainer.accumulate.snapshot import Snapshot
+from trainer.culprits.hooks import UNCARRIED, carry
 from trainer.data.loader import Loader, Request
 from trainer.feed import PlannedBatch
 from trainer.micro_batch import Fields, MicroBatch
@@ -36,6 +39,7 @@ NARROWING = {
     Tensor.bfloat16: torch.bfloat16,
 }
 
+LOW_COMPLEX = frozenset({torch.complex64, torch.complex32})
 
 ORDER_SEED = 0
 """Of the order in which a reference takes the samples: the same for every verification."""
@@ -71,10 +75,10 @@ class Widened(TorchFunctionMode):
         return func(*map(self._wide, args), **named)
 
     def _wide(self, value: Any) -> Any:  # noqa: ANN401 - an argument of anything
-        if not (isinstance(value, torch.dtype) and value.is_floating_point):
+        if not isinstance(value, torch.dtype) or not (value.is_floating_point or value.is_complex):
             return value
         self._undone.add(value)
-        return torch.float64
+        return _matching(torch.float64, value)
 
 
 @final
@@ -95,34 +99,34 @@ class OnlyDouble(TorchDispatchMode):  # type: ignore[no-untyped-call] # untyped 
         """
         given = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(given):
-            is_real = isinstance(tensor, Tensor) and tensor.is_floating_point()
-            if is_real and tensor.dtype != torch.float64:
+            if not isinstance(tensor, Tensor):
+                continue
+            is_low = tensor.is_floating_point() and tensor.dtype != torch.float64
+            if is_low or tensor.dtype in LOW_COMPLEX:
                 raise RuntimeError(f"{func} computes in {tensor.dtype}")
         return given
 
 
-@final
-class Buffers:
-    """Keeps a model's buffers as they are, also where a forward makes, drops or exchanges some.
+def _matching(dtype: torch.dtype, of: torch.dtype) -> torch.dtype:
+    """Give a precision to real and to complex numbers alike."""
+    return dtype.to_complex() if of.is_complex else dtype
 
-    Args:
-        module: the model.
-    """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._kept = [(part, dict(part._buffers), dict(vars(part))) for part in module.modules()]
-        self._saved = [(buffer, buffer.clone()) for buffer in module.buffers()]
+def _converted(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Put a model into a precision; `nn.Module.to` would drop imaginary parts."""
 
-    def restore(self) -> None:
-        """Put everything back; the attribute that a new buffer took the place of, too."""
-        for part, buffers, attributes in self._kept:
-            made = part._buffers.keys() - buffers.keys()
-            part._buffers.clear()
-            part._buffers.update(buffers)
-            vars(part).update({n: attributes[n] for n in made & attributes.keys()})
-        with torch.no_grad():
-            for buffer, saved in self._saved:
-                buffer.copy_(saved)
+    def convert(tensor: Tensor) -> Tensor:
+        has_precision = tensor.is_floating_point() or tensor.is_complex()
+        return tensor.to(_matching(dtype, tensor.dtype)) if has_precision else tensor
+
+    module._apply(convert)  # type: ignore[no-untyped-call] # untyped in torch
+    return module
+
+
+def _computed(module: nn.Module) -> dict[int, Any]:
+    """Detach what a forward computed and left in a model, which `copy.deepcopy` refuses."""
+    held = (it for _, _, it in hold(module).values if isinstance(it, Tensor))
+    return {id(it): it.detach().clone() for it in held if not it.is_leaf}
 
 
 @final
@@ -135,23 +139,23 @@ class Scratch:
         dtype: of the copy's parameters and fields; None leaves both as they are.
         widens: whether hand-written casts to fewer bits are undone.
         undone: what they asked for.
-        uncarried: parameters with a hook that the copy goes without.
+        uncarried: parameters that the copy does not stand for, each with the reason.
     """
 
     kit: Kit
     dtype: torch.dtype | None
     widens: bool = False
     undone: set[torch.dtype] = field(default_factory=set)
-    uncarried: tuple[str, ...] = ()
+    uncarried: tuple[tuple[str, str], ...] = ()
 
     @classmethod
     def of(cls, kit: Kit, dtype: torch.dtype | None, *, widens: bool = False) -> Scratch:
         """Copy the model of a run, in another precision where one is given."""
-        memo: dict[int, Any] = {}
+        memo = _computed(kit.model.module)
         module = copy.deepcopy(kit.model.module, memo)
         if dtype is not None:
-            module = module.to(dtype)
-        uncarried = carry(kit.model.module, module, memo)
+            module = _converted(module, dtype)
+        uncarried = tuple((n, UNCARRIED) for n in carry(kit.model.module, module, memo))
         parameters = [p for p in module.parameters() if p.requires_grad]
         world = World(device=kit.world.device)
         model = Replicated(module, bind(module), parameters, world)
@@ -170,8 +174,19 @@ class Scratch:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Compute in the copy's precision; buffers and gradients are put back at the end."""
-        buffers = Buffers(self.module)
+        """Compute in the copy's precision; all that a forward moves is put back at the end.
+
+        Generators of its own are not: in a run no seed governs them, and that is to show.
+        """
+        weights = {id(parameter) for parameter in self.module.parameters()}
+        state = Snapshot(
+            self.module,
+            self.kit.objective,
+            every_bytes=sys.maxsize,
+            moving=weights,
+            rewinds=False,
+        )
+        state.take()
         default = torch.get_default_dtype()
         try:
             with ExitStack() as stack:
@@ -188,7 +203,7 @@ class Scratch:
         finally:
             torch.set_default_dtype(default)
             self.kit.model.drop_gradients()
-            buffers.restore()
+            state.restore()
 
     def gradient(self, micro_batches: Sequence[MicroBatch], kind: Kind) -> Gradient:
         """Compute one step's gradient from these micro-batches.
@@ -203,7 +218,7 @@ class Scratch:
             cast = [self.cast(m) for m in micro_batches]
             kit.strategy.backward(kit.model, kit.objective, cast, parts, kit.sync)
             return {
-                name: p.grad.detach().clone()
+                name: p.grad.detach().to_dense() if p.grad.is_sparse else p.grad.detach().clone()
                 for name, p in self.module.named_parameters()
                 if p.grad is not None
             }
@@ -216,7 +231,9 @@ class Scratch:
     def _in_precision(self, fields: Fields) -> Fields:
         if self.dtype is None:
             return fields
-        return {n: f.to(self.dtype) if f.is_floating_point() else f for n, f in fields.items()}
+        has_precision = [n for n, f in fields.items() if f.is_floating_point() or f.is_complex()]
+        cast = {n: fields[n].to(_matching(self.dtype, fields[n].dtype)) for n in has_precision}
+        return {**fields, **cast}
 
 
 @final

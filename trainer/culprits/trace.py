@@ -7,12 +7,14 @@ first, and no type of module needs to be known.
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -188,14 +190,15 @@ def repeat(scratch: Scratch, trace: Trace, other: MicroBatch) -> tuple[list[str]
     unrepeatable = set(again.blamed)
     if unrepeatable:
         unrepeatable -= _stateful(scratch, whole, share, again.blamed)
-    comparer = _Comparer(trace, share)
+    blamed = dict.fromkeys(again.blamed)
     with scratch.running(), torch.no_grad():
         with suppress(Exception):  # a model may raise anything on a group it was not made for
             _forward(scratch, other, lambda: None)
-        _forward(scratch, whole, lambda: None)
-        with _hooked(scratch.module, comparer.enter, comparer.leave):
-            _forward(scratch, whole, lambda: None)
-    blamed = dict.fromkeys([*again.blamed, *comparer.blamed])
+        for _ in range(2):  # state may come back to where it was with every second pass
+            comparer = _Comparer(trace, share)
+            with _hooked(scratch.module, comparer.enter, comparer.leave):
+                _forward(scratch, whole, lambda: None)
+            blamed |= comparer.blamed
     stateful = [name for name in blamed if name not in unrepeatable]
     return stateful, [name for name in blamed if name in unrepeatable]
 
@@ -237,6 +240,8 @@ def _hooked(
 
     handles = []
     for name, part in module.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):  # takes no hooks; counts to what calls it
+            continue
         handles.append(part.register_forward_pre_hook(before(name), with_kwargs=True))
         handles.append(part.register_forward_hook(after, with_kwargs=True))
     try:
@@ -247,11 +252,15 @@ def _hooked(
 
 
 def _generators() -> bytes:
-    """Read the state of the generators that PyTorch draws from unless told otherwise."""
+    """Read the state of the generators that every step seeds: PyTorch's, NumPy's and Python's."""
     states = [torch.default_generator.get_state()]
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # untyped in torch
         states += torch.cuda.get_rng_state_all()
-    return b"".join(state.numpy().tobytes() for state in states)
+    _, keys, position, *_ = np.random.get_state()
+    others = str((position, random.getstate()))
+    return b"".join(
+        [*(s.numpy().tobytes() for s in states), np.asarray(keys).tobytes(), others.encode()]
+    )
 
 
 @final
