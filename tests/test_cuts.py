@@ -162,7 +162,7 @@ def test_cuts_shrink_until_every_micro_batch_is_one_sample(lengths, layout, cut)
         if isinstance(cut, Fixed):
             assert largest(again) < largest(plan)
         else:
-            assert again.max_shared_positions <= 0.7 * plan.max_shared_positions
+            assert 10 * again.max_shared_positions <= 7 * plan.max_shared_positions
         # The replay is what the smaller cut gives to whoever starts with it.
         fresh = type(smaller)(**{f.name: getattr(smaller, f.name) for f in dataclasses.fields(cut)})
         assert same(again, fresh.cut(lengths, layout))
