@@ -494,3 +494,30 @@ def test_a_parameter_that_no_optimizer_knows_is_refused_by_name(name):
     bench = Bench(Fixed(micro=3), model=lambda: Late(name))
     with pytest.raises(ConfigError, match=f"model: {name} is a parameter made in forward"):
         train_step(bench.kit, bench.feed.next())
+
+
+class Turning(TinyLM):
+    """Begins with a complex weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        turn = nn.Parameter(torch.randn(8, dtype=torch.complex128))
+        self._parameters = {"turn": turn, **self._parameters}
+
+    def to(self, dtype: torch.dtype) -> Turning:  # that of `nn.Module` drops imaginary parts
+        return self._apply(lambda t: t if t.is_complex() else t.to(dtype))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.head((self.norm(self.mix(self.embed(input_ids))[0]) * self.turn).imag)
+
+
+def test_complex_gradients_are_clipped_with_the_others():
+    steps = []
+    for cut in (Fixed(micro=16), Budget(max_tokens=60)):
+        bench = Bench(cut, model=Turning, clip_norm=1e-3)
+        report = train_step(bench.kit, bench.feed.next())
+        steps.append(bench.parameters())
+        assert report.grad_norm > WRONG
+    first, second = steps
+    assert first["turn"].is_complex()
+    assert all(torch.allclose(first[n], second[n], rtol=0, atol=1e-9) for n in first)
