@@ -24,13 +24,11 @@ from omegaconf import OmegaConf, open_dict
 from trainer.config import (
     DEFAULT_STEPS,
     KEYS,
-    config_hash,
-    contract,
-    contract_diff,
     from_plain,
     to_plain,
     validate,
 )
+from trainer.contract import config_hash, contract, contract_diff
 from trainer.errors import ConfigError
 from trainer.recipes import data_dir, register
 from trainer.schema.faults import LINE_LIMIT, conform, did_you_mean, flat, lookup, prune

@@ -72,6 +72,18 @@ def test_what_only_shows_ends_silently_when_its_reader_leaves(tmp_path: Path) ->
     assert (ended.returncode, ended.stderr) == (-signal.SIGPIPE, b"")
 
 
+def test_what_only_shows_says_that_its_disk_is_full(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        ["sh", "-c", f"exec {sys.executable} -m trainer --help >/dev/full"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
+        stderr=subprocess.PIPE,
+        check=False,
+    )
+    said = b"train: error: stdout: No space left on device\n"
+    assert (ended.returncode, ended.stderr) == (8, said)
+
+
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
 def test_a_run_is_the_same_where_streams_are_closed(closed: str, tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(OWN_CLASSES)

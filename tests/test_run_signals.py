@@ -120,7 +120,7 @@ def test_a_signal_before_torch_is_there_ends_in_a_run_that_begins_again(
     _, err = process.communicate(timeout=200)
     assert process.returncode == 75, err
     (said,) = err.splitlines()
-    assert said.startswith("train: stopped before the first step: go on with: train resume=")
+    assert said.startswith("train: stopped before it took a step: go on with: train resume=")
     folder = only_run()
     assert read_json(folder / "status.json")["state"] == "preempted"
     assert read_json(folder / "status.json")["exit_code"] == 75

@@ -7,8 +7,6 @@ knows Hydra, numpy or torch, so a mistake is answered before any of them is impo
 from __future__ import annotations
 
 import copy
-import hashlib
-import json
 import os
 from collections.abc import Collection, Mapping, Sequence
 from operator import attrgetter
@@ -22,7 +20,7 @@ from trainer.schema import rules
 from trainer.schema.arguments import arguments
 from trainer.schema.check import check
 from trainer.schema.components import Accum, Component, Data
-from trainer.schema.faults import ancestors, clip, did_you_mean, either, flat, line, lookup, show
+from trainer.schema.faults import ancestors, clip, did_you_mean, either, line, lookup, show
 from trainer.schema.keys import Key, describe
 from trainer.schema.sections import (
     COMPONENT_PATHS,
@@ -172,20 +170,6 @@ COMPONENTS: Mapping[str, type[Component]] = {
 KEYS: Mapping[str, Key] = dict(describe(RunConfig))
 """Every key of the interface in reading order: doc, kind of value, default, choices."""
 
-STEP_KEYS: tuple[str, ...] = (
-    "batch",
-    "seed",
-    "data",
-    "model",
-    "objective",
-    "optimizer",
-    "scheduler",
-    "clip_norm",
-    "precision",
-    "batchnorm",
-)
-"""What the optimizer step is made of, beside `steps` and `epochs`; the rest is execution."""
-
 
 def validate(
     raw: Mapping[str, Any],
@@ -266,83 +250,6 @@ def from_plain(
     except ValidationError as error:
         faults = [_fault(item, tree, picked) for item in error.errors(include_url=False)]
         raise ConfigError(*dict.fromkeys(faults)) from None
-
-
-def contract(
-    config: RunConfig, *, has_batch_statistics: bool = False, ranks: int | None = None
-) -> dict[str, Any]:
-    """List what changes the step: flat, JSON-able, equal for every way to execute the run.
-
-    Args:
-        config: of the run.
-        has_batch_statistics: the model normalises over micro-batches, so that the cut is part of
-            the step, as it is of a mean of means.
-        ranks: number of ranks that share the cut, where it is known.
-    """
-    plain = to_plain(config)
-    tree = {key: plain[key] for key in STEP_KEYS}
-    tree |= {"steps": config.total_steps, "epochs": config.epochs}
-    is_micro = config.batchnorm.mode == "micro" or config.batch.normalizer == "micro_batches"
-    if has_batch_statistics or is_micro:
-        own = Accum.model_fields.keys() - Component.model_fields.keys()
-        tree["accum"] = {key: value for key, value in plain["accum"].items() if key not in own}
-        if ranks is not None:
-            tree["parallel"] = {"ranks": ranks}
-    terms = flat(tree)
-    terms.pop("data.on_bad")
-    return terms
-
-
-def config_hash(terms: Mapping[str, Any]) -> str:
-    """Give the SHA-256 of a contract: equal for runs that take the same steps, however executed."""
-    return hashlib.sha256(json.dumps(terms, sort_keys=True).encode()).hexdigest()
-
-
-def contract_diff(
-    old: Mapping[str, Any], new: Mapping[str, Any], allow: Collection[str] = ()
-) -> list[str]:
-    """Name what a resumed run would change about its step.
-
-    Args:
-        old: the run's contract.
-        new: that of the run as it was typed now.
-        allow: keys, or whole sections, that may change. `steps` and `epochs` may grow anyway.
-
-    Returns:
-        One line per key.
-    """
-    faults = []
-    for key in sorted(old.keys() | new.keys()):
-        before, now = old.get(key), new.get(key)
-        if before == now or not {key, *ancestors(key)}.isdisjoint(allow):
-            continue
-        remedy = f"to change it, resume_allow=[{key}]"
-        if key in ("steps", "epochs") and isinstance(before, int) and isinstance(now, int):
-            if now > before:
-                continue
-            remedy = f"may only grow; {remedy}"
-        faults.append(line(key, now, f"the run has {show(before)}; {remedy}"))
-    return faults
-
-
-def step_faults(config: RunConfig, old: Mapping[str, Any]) -> list[str]:
-    """Name what a config would change about a run's step, and keys of `resume_allow` that are none.
-
-    Args:
-        config: as it was typed now.
-        old: the run's contract.
-
-    Returns:
-        One line per key.
-    """
-    keys = {*flat(to_plain(config)), *old}
-    known = keys.union(*map(ancestors, keys))
-    unknown = [
-        line("resume_allow", [key], f"{key}: unknown setting.{did_you_mean(key, known)}")
-        for key in config.resume_allow
-        if key not in known and set(COMPONENTS).isdisjoint(ancestors(key))
-    ]
-    return [*unknown, *contract_diff(old, contract(config), config.resume_allow)]
 
 
 def _picked(choices: Mapping[str, Any], typed: Collection[str]) -> dict[str, Any]:

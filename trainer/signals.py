@@ -25,7 +25,7 @@ TOGETHER_S = 0.2
 """Signals that come this close are one: a terminal, a scheduler or torchrun reaches a process
 directly and once more through what started it."""
 
-UNBEGUN = "stopped before the first step"
+UNBEGUN = "stopped before it took a step"
 """How a run ends that was asked to before it could train."""
 
 HEARD = b"\ntrain: stopping when this step is saved; once more stops at once, and saves nothing\n\n"

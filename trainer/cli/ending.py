@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.errors import Preempted, TrainError
+from trainer.errors import Preempted, SaveError, TrainError
 from trainer.membership import node_of, task
 from trainer.report.figures import lead_nowhere, printable_lines
 from trainer.schema.secrets import without_secrets
@@ -85,6 +85,9 @@ def piped() -> Iterator[None]:
 
     Yields:
         Nothing.
+
+    Raises:
+        SaveError: stdout cannot be written, as on a full disk.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -93,6 +96,8 @@ def piped() -> Iterator[None]:
     try:
         yield
         sys.stdout.flush()
+    except OSError as error:
+        raise SaveError(f"stdout: {error.strerror}") from None
     finally:
         signal.signal(signal.SIGPIPE, before)
 

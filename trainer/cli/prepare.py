@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 from hydra.core.override_parser.types import Override
 from hydra.types import RunMode
@@ -23,16 +23,21 @@ from trainer.cli.settings import (
     Groups,
     Told,
     dotted,
+    is_of,
     jobs,
     parse,
     quote,
     read,
+    renamed,
     repeated,
     tell_apart,
     text,
+    value_of,
     values,
+    without,
 )
-from trainer.config import RunConfig, contract, from_plain, step_faults
+from trainer.config import RunConfig, from_plain
+from trainer.contract import contract, step_faults
 from trainer.errors import ConfigError, NoCheckpointError
 from trainer.schema.faults import clip
 from trainer.schema.faults import line as fault
@@ -142,17 +147,17 @@ class Preparation:
             NoCheckpointError: the run to go on with, or to read, is not there.
         """
         command = _word(overrides, "command")
-        key = "run" if command == "verify" and _value(overrides, "run") is not None else "resume"
+        key = "run" if command == "verify" and value_of(overrides, "run") is not None else "resume"
         resume = _word(overrides, key)
         # It begins where the run is, and in a folder of its own, as with `resume=`.
-        overrides = [_renamed(each, key, "resume") for each in overrides]
-        if command in READING and _value(overrides, "run") is not None:
+        overrides = [renamed(each, key, "resume") for each in overrides]
+        if command in READING and value_of(overrides, "run") is not None:
             return self._reading(overrides)
         run = self._to_resume(overrides, resume, key)
         if run is not None:
             with self._hinting(run, overrides):
                 return self._resumed(overrides, run, keeps_folder=command not in _LOOKING)
-        job = self.composer.check(_without(overrides, "resume"), self.groups)
+        job = self.composer.check(without(overrides, "resume"), self.groups)
         begins_again = resume == replay.AUTO and not replay.can_go_on(job.folder)
         is_there = (job.folder / "config.yaml").exists() and not is_led(job.config)
         if is_there and not begins_again:
@@ -169,14 +174,14 @@ class Preparation:
         Raises:
             ConfigError: one line per fault, of whichever job.
         """
-        resume = _value(overrides, "resume")
-        told = tell_apart(_without(overrides, "resume"), self.groups)
+        resume = value_of(overrides, "resume")
+        told = tell_apart(without(overrides, "resume"), self.groups)
         if resume not in (None, replay.AUTO):
             raise ConfigError(
                 f"resume={resume}: every job of a sweep has its own folder; use resume=auto",
                 *told.faults,
             )
-        if _word(overrides, "command") in READING or any(_is_of(each, "run") for each in overrides):
+        if _word(overrides, "command") in READING or any(is_of(each, "run") for each in overrides):
             text = "-m: jobs of a sweep make runs and read none; leave -m out, once for each run"
             raise ConfigError(text, *told.faults)
         with _after(told.faults):
@@ -223,7 +228,7 @@ class Preparation:
         if resume != replay.AUTO:
             return None if resume is None else replay.find_training(resume, key)
         try:
-            outlook = self.composer.look_ahead(_without(overrides, "resume"), self.groups)
+            outlook = self.composer.look_ahead(without(overrides, "resume"), self.groups)
         except ConfigError:
             return None  # the check of the new run will say all that is wrong
         if key == "run":
@@ -236,8 +241,8 @@ class Preparation:
         """Prepare a run that goes on from another's state, in its folder or in one of its own."""
         old, is_begun = replay.saved_overrides(run), replay.has_checkpoint(run)
         # The same command as before, with `resume=auto`, may name the weights the run began with.
-        begun = ("init",) if is_begun and _value(overrides, "resume") == replay.AUTO else ()
-        asked = _without(overrides, "resume", "hydra.run.dir", *begun)
+        begun = ("init",) if is_begun and value_of(overrides, "resume") == replay.AUTO else ()
+        asked = without(overrides, "resume", "hydra.run.dir", *begun)
         merged = replay.merge(old, asked, self.groups)
         resume = [read(f"resume={quote(run)}")] if is_begun else []
         job = self.composer.check(
@@ -281,9 +286,9 @@ class Preparation:
         Raises:
             ConfigError: `run` names none, or as `_read` does.
         """
-        named = _value(overrides, "run")
+        named = value_of(overrides, "run")
         if named == replay.AUTO:
-            outlook = self.composer.look_ahead(_without(overrides, "run"), self.groups)
+            outlook = self.composer.look_ahead(without(overrides, "run"), self.groups)
             named = str(replay.newest_to_read(outlook.outputs, outlook.name))
         listed = named if isinstance(named, list) else [named]
         if not listed or not all(isinstance(run, str) and run for run in listed):
@@ -293,8 +298,8 @@ class Preparation:
             return self._read(overrides, runs, named)
 
     def _read(self, overrides: Sequence[Override], runs: Sequence[Path], named: object) -> Ready:
-        asked = _without(overrides, "run", "hydra.run.dir")
-        old = [] if _value(overrides, "command") == "report" else replay.saved_overrides(runs[0])
+        asked = without(overrides, "run", "hydra.run.dir")
+        old = [] if value_of(overrides, "command") == "report" else replay.saved_overrides(runs[0])
         merged = replay.merge(old, asked, self.groups)
         listed = f"[{','.join(map(quote, runs))}]" if isinstance(named, list) else quote(runs[0])
         job = self.composer.check(
@@ -412,35 +417,17 @@ def _from(
     return [o for o in merged if dotted(o) not in typed and any(o is each for each in old)]
 
 
-def _value(overrides: Sequence[Override], key: str) -> Any:  # noqa: ANN401 - settings hold any value
-    found = [o.value() for o in overrides if _is_of(o, key) and not o.is_sweep_override()]
-    return found[-1] if found else None
-
-
 def _word(overrides: Sequence[Override], key: str) -> str | None:
     """The value of a key that takes a word.
 
     Raises:
         ConfigError: it is something else.
     """
-    value = _value(overrides, key)
+    value = value_of(overrides, key)
     if value is None or (isinstance(value, str) and value):
         return value
     kind = "the name of a command" if key == "command" else "a run folder, as in ./1, or auto"
     raise ConfigError(fault(key, value, f"must be {kind}"))
-
-
-def _renamed(override: Override, old: str, new: str) -> Override:
-    """Give an override of one key to another."""
-    return read(f"{new}={text(override)}") if _is_of(override, old) else override
-
-
-def _without(overrides: Sequence[Override], *keys: str) -> list[Override]:
-    return [o for o in overrides if not any(_is_of(o, key) for key in keys)]
-
-
-def _is_of(override: Override, key: str) -> bool:
-    return override.key_or_group == key and override.package is None
 
 
 def _pinned(job: Job, folder: Path, subfolder: str | None = replay.SUBFOLDER) -> Job:
@@ -449,14 +436,10 @@ def _pinned(job: Job, folder: Path, subfolder: str | None = replay.SUBFOLDER) ->
     with open_dict(hydra):
         hydra.mode = RunMode.RUN
         hydra.run.dir = str(folder)
-        hydra.overrides.task = [line for line in job.lines if not _is_of_hydra(line)]
+        hydra.overrides.task = [line for line in job.lines if not read(line).is_hydra_override()]
         if subfolder != replay.SUBFOLDER:
             hydra.output_subdir = subfolder
     return replace(job, folder=folder)
-
-
-def _is_of_hydra(line: str) -> bool:
-    return read(line).is_hydra_override()
 
 
 def _several(override: Override) -> str:

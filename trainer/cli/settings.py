@@ -260,6 +260,27 @@ def jobs(lines: Sequence[str], groups: Groups) -> list[list[str]]:
     return [list(job) for job in itertools.product(*columns)]
 
 
+def is_of(override: Override, key: str) -> bool:
+    """Whether an override is of this very key."""
+    return override.key_or_group == key and override.package is None
+
+
+def value_of(overrides: Sequence[Override], key: str) -> Any:  # noqa: ANN401 - settings hold any value
+    """Give what a key is set to, the last time; None where it is not, or swept."""
+    found = [o.value() for o in overrides if is_of(o, key) and not o.is_sweep_override()]
+    return found[-1] if found else None
+
+
+def renamed(override: Override, old: str, new: str) -> Override:
+    """Give an override of one key to another."""
+    return read(f"{new}={text(override)}") if is_of(override, old) else override
+
+
+def without(overrides: Sequence[Override], *keys: str) -> list[Override]:
+    """Leave out the overrides of some keys."""
+    return [o for o in overrides if not any(is_of(o, key) for key in keys)]
+
+
 def repeated(overrides: Iterable[Override]) -> list[str]:
     """One fault for every key that is given more than once."""
     seen: dict[str, list[str]] = {}

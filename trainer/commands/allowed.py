@@ -14,7 +14,7 @@ from typing import Any
 
 from trainer.assemble import Parts
 from trainer.commands.kept import Terms
-from trainer.config import contract, contract_diff
+from trainer.contract import contract, contract_diff
 from trainer.data.split import fingerprint_of
 from trainer.durable import read_json
 from trainer.errors import ConfigError, DataError, NoCheckpointError

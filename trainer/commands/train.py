@@ -39,7 +39,8 @@ from trainer.commands.prepare import (
 from trainer.commands.settle_parallel import settle_parallel
 from trainer.commands.settle_sync import settle_sync
 from trainer.commands.summary import summarize
-from trainer.config import RunConfig, config_hash, to_plain
+from trainer.config import RunConfig, to_plain
+from trainer.contract import config_hash
 from trainer.data.samples import Samples
 from trainer.durable import read_json, write_record
 from trainer.errors import Preempted
