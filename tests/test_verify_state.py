@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import warnings
 from collections.abc import Callable
 
@@ -144,6 +145,40 @@ def test_functions_that_hold_the_model_hold_its_copy_in_a_copy(at, couples):
     report = verified(lambda: Patched(at, couples), dtype=torch.float32)
     assert report.exact != couples
     assert (report.dtype, report.num_parameters) == ("float64", 9)
+
+
+class Stats:
+    """Counts, and cannot be copied."""
+
+    def __init__(self) -> None:
+        self.lock, self.calls = threading.Lock(), 0
+
+
+class Sharing(TinyLM):
+    """Has two hooks that share what one of them writes, and an object that cannot be copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        stats, taken = Stats(), torch.empty(0)
+
+        def before(_module: nn.Module, args: tuple[Tensor]) -> None:
+            nonlocal taken
+            (taken,) = args
+
+        def after(_module: nn.Module, _args: tuple[Tensor], given: Tensor) -> Tensor:
+            return given + taken.mean(-1, keepdim=True)
+
+        def count(*_args: object) -> None:
+            stats.calls += 1
+
+        self.head.register_forward_pre_hook(before)
+        self.head.register_forward_hook(after)
+        self.embed.register_forward_pre_hook(lambda *_args: count())
+        self.norm.register_forward_pre_hook(lambda *_args: count())
+
+
+def test_hooks_share_in_a_copy_what_they_share_in_the_model():
+    assert verified(Sharing).exact
 
 
 class Unfit(nn.Module):

@@ -73,7 +73,7 @@ def carry(source: nn.Module, twin: nn.Module, memo: dict[int, Any]) -> tuple[str
                 if not twins[name].requires_grad:
                     continue
                 try:
-                    getattr(twins[name], method)(_rebound(hook, memo))
+                    getattr(twins[name], method)(_carried(hook, memo))
                 except Exception:  # copying what a user's hook holds may raise anything
                     uncarried[name] = None
     _carry_functions(source, twin, memo)
@@ -96,7 +96,7 @@ def _rebind(mine: dict[Any, Any], theirs: Any, memo: dict[int, Any]) -> None:  #
         if isinstance(value, FunctionType | partial) and key in theirs:
             # What cannot be copied stays; gradients that it leaves in the model are looked for.
             with suppress(Exception):
-                theirs[key] = _rebound(value, memo, checks_globals=False)
+                theirs[key] = _carried(value, memo, checks_globals=False)
 
 
 def drop_hooks(module: nn.Module) -> None:
@@ -106,7 +106,22 @@ def drop_hooks(module: nn.Module) -> None:
             (getattr(parameter, attribute, None) or {}).clear()
 
 
-def _rebound(hook: Any, memo: dict[int, Any], *, checks_globals: bool = True) -> Any:  # noqa: ANN401 - anything callable
+def _carried(hook: Any, memo: dict[int, Any], *, checks_globals: bool = True) -> Any:  # noqa: ANN401 - anything callable
+    """Copy something callable with what it holds; of what fails, nothing half made is left.
+
+    Raises:
+        UncarriedError: it reads an object that is no constant from its module.
+    """
+    before = dict(memo)
+    try:
+        return _rebound(hook, memo, checks_globals=checks_globals)
+    except Exception:
+        memo.clear()
+        memo.update(before)
+        raise
+
+
+def _rebound(hook: Any, memo: dict[int, Any], *, checks_globals: bool) -> Any:  # noqa: ANN401 - anything callable
     """Copy something callable with what it holds; functions count as constants to `deepcopy`.
 
     Raises:
@@ -134,13 +149,17 @@ def _rebound_function(
         for name in _globals_read(function.__code__):
             if not isinstance(function.__globals__.get(name), STATELESS):
                 raise UncarriedError
-    cells = tuple(
-        CellType(_rebound(cell.cell_contents, memo, checks_globals=checks_globals))
-        for cell in function.__closure__ or ()
-    )
+    cells = []
+    for cell in function.__closure__ or ():
+        if id(cell) not in memo:
+            # Before its content, which may be the function itself; and what two share, they share.
+            memo[id(cell)] = CellType()
+            content = _rebound(cell.cell_contents, memo, checks_globals=checks_globals)
+            memo[id(cell)].cell_contents = content
+        cells.append(memo[id(cell)])
     defaults = copy.deepcopy(function.__defaults__, memo)
     twin = FunctionType(
-        function.__code__, function.__globals__, function.__name__, defaults, cells or None
+        function.__code__, function.__globals__, function.__name__, defaults, tuple(cells) or None
     )
     twin.__kwdefaults__ = copy.deepcopy(function.__kwdefaults__, memo)
     # Decorators leave what they wrap, by which its signature is read.
