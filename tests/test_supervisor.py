@@ -117,6 +117,33 @@ def test_processor_time_is_a_sign_of_life_unless_the_rank_is_stopped(
     assert not pulse.look([waiting, working]).moves
 
 
+WRITES_IN_PASSING = """
+import os, threading, time
+null = os.open(os.devnull, os.O_WRONLY)
+while True:
+    thread = threading.Thread(target=os.write, args=(null, b"x"))
+    thread.start()
+    thread.join()
+    time.sleep(1)
+"""
+
+
+def test_what_a_thread_wrote_that_has_ended_since_is_a_sign_of_life(
+    tmp_path: Path, opened: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.launch.pulse.QUIET", 1e9)  # bytes alone are to be seen
+    work = f"exec {sys.executable} -c '{WRITES_IN_PASSING}'"
+    children, pulse = [rank(tmp_path, 0, work, opened)], Pulse()
+    pulse.look(children)
+    time.sleep(1)
+    for _ in range(3):
+        quiet(pulse, children)
+        deadline = time.monotonic() + 60
+        while not pulse.look(children).moves:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+
 @pytest.mark.parametrize("stopped", [False, True])
 def test_a_run_that_stands_still_ends_and_the_rank_that_is_waited_for_is_named(
     stopped: bool, tmp_path: Path, opened: ExitStack

@@ -72,7 +72,8 @@ class Lookout:
         own = self._path(self._me.rank)
         if self._lives(now):
             if self._still_s:
-                own.unlink(missing_ok=True)
+                with suppress(OSError):  # the run may be over, and its folder gone
+                    own.unlink()
             self._still_s = 0.0
             return False
         # While this process was stopped itself, others may have been as well.

@@ -15,7 +15,6 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, final
@@ -209,13 +208,17 @@ def _spent(family: Iterable[int]) -> tuple[dict[str, float], bool]:
 
 
 def _moved_bytes(pid: int) -> int:
-    """Count what the threads of a process read and wrote, but for the one that asks."""
-    total, own_id = 0, str(threading.get_native_id())
-    for entry in PROCESSES.glob(f"{pid}/task/[0-9]*/io"):
-        with suppress(OSError):
-            if entry.parent.name != own_id:
-                total += sum(int(line.split()[1]) for line in entry.read_text().splitlines()[:2])
-    return total
+    """Count what a process read and wrote, in threads that ended too, but for the one that asks."""
+    folder = PROCESSES / str(pid)
+    return _bytes_in(folder) - _bytes_in(folder / "task" / str(threading.get_native_id()))
+
+
+def _bytes_in(folder: Path) -> int:
+    try:
+        lines = (folder / "io").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in lines[:2])
 
 
 def _words(stat: Path) -> list[str]:
