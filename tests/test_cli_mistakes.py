@@ -159,6 +159,8 @@ MISTAKES = {
     "plan command=verify": "command: given 2 times",
     "resume=a resume=b": "resume: given 2 times (resume=a, resume=b); keep one",
     "evaluate run=a +run=b": "run: given 2 times (run=a, +run=b); keep one",
+    "verify run=a resume=b": "run, resume: both name a run; keep run to read one",
+    "evaluate run=a resume=b": "run, resume: both name a run; keep run to read one",
     "evaluate run=nowhere =3": "run=nowhere: no such folder",
     "batch.schedule={a:1}": 'batch.schedule={"a":1}: not in this version',
     # removals

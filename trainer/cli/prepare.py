@@ -94,6 +94,8 @@ def prepare_run(lines: Sequence[str], composer: Composer) -> Ready:
     overrides, faults = _read_all(lines)
     # These are read, and taken out, before the others are told apart.
     faults += repeated(each for each in overrides if dotted(each) in ("run", "resume"))
+    if value_of(overrides, "run") is not None and value_of(overrides, "resume") is not None:
+        faults.append("run, resume: both name a run; keep run to read one, resume to go on")
     several = [override for override in overrides if override.is_sweep_override()]
     faults += map(_several, several)
     single = [override for override in overrides if override not in several]
