@@ -42,7 +42,7 @@ class Membership:
         meeting: where the ranks find each other: `file://PATH` or `tcp://HOST:PORT`.
         listener: open file of a socket to listen at, for the rank that others connect to.
         is_hosted: whether something else than the first rank listens there.
-        attempt: which one it is of those that meet there.
+        attempt: of which job, and which one it is of those that meet there.
         patience_s: how long they wait for each other; None is until their supervisor ends them.
         board: file to note this rank's place on, or None.
     """
@@ -97,7 +97,7 @@ def membership(environment: Mapping[str, str] = os.environ) -> Membership | None
         local_size=local_size,
         meeting=f"tcp://{_address(environment, words, size)}",
         is_hosted=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        attempt=environment.get("TORCHELASTIC_RESTART_COUNT", ""),
+        attempt=f"{_job(environment)}/{environment.get('TORCHELASTIC_RESTART_COUNT', '')}",
         patience_s=patience_s,
     )
 
@@ -163,6 +163,16 @@ def _address(environment: Mapping[str, str], words: tuple[str, str, str, str], s
         return address
     port = _number(environment, "MASTER_PORT", 0, least=1, below=65536, whole="a port")
     return f"{environment['MASTER_ADDR']}:{port}"
+
+
+def _job(environment: Mapping[str, str]) -> str:
+    """Name the job in a word that all of its ranks are given, so that two at one port do not mix.
+
+    Slurm's own is no such word where something else than one srun started the ranks.
+    """
+    is_srun = _count(environment, "SLURM_STEP_NUM_TASKS", 1) > 1
+    slurm = environment.get("SLURM_JOB_ID", "") if is_srun else ""
+    return environment.get("TORCHELASTIC_RUN_ID", slurm)
 
 
 def task(environment: Mapping[str, str] = os.environ) -> int:
