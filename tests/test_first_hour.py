@@ -17,6 +17,7 @@ from cli_support import CHECKOUT, OWN_CLASSES, OWN_RUN
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from tests.test_report_screen import PLAN
+from trainer.cli.ending import piped
 from trainer.cli.replay import about
 from trainer.commands.summary import _more_memory
 from trainer.commands.train import PLAN_FILE, _unsaid
@@ -82,6 +83,11 @@ def test_what_only_shows_says_that_its_disk_is_full(tmp_path: Path) -> None:
     )
     said = b"train: error: stdout: No space left on device\n"
     assert (ended.returncode, ended.stderr) == (8, said)
+
+
+def test_a_file_that_cannot_be_read_while_something_is_shown_is_not_called_stdout() -> None:
+    with pytest.raises(FileNotFoundError), piped():
+        Path("nowhere").read_text()
 
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])

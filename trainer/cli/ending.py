@@ -88,6 +88,7 @@ def piped() -> Iterator[None]:
 
     Raises:
         SaveError: stdout cannot be written, as on a full disk.
+        OSError: as raised inside, of a file.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -97,6 +98,8 @@ def piped() -> Iterator[None]:
         yield
         sys.stdout.flush()
     except OSError as error:
+        if error.filename is not None:
+            raise
         raise SaveError(f"stdout: {error.strerror}") from None
     finally:
         signal.signal(signal.SIGPIPE, before)
