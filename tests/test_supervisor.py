@@ -144,6 +144,26 @@ def test_what_a_thread_wrote_that_has_ended_since_is_a_sign_of_life(
             time.sleep(0.1)
 
 
+LOOKS_AT_ITSELF = """
+import os, threading
+from trainer.launch.pulse import _moved_bytes
+zeros, seen = os.open("/dev/zero", os.O_RDONLY), set()
+def look():
+    for _ in range(70):
+        seen.add(_moved_bytes(os.getpid()))
+        os.read(zeros, 1 << 24)
+thread = threading.Thread(target=look)
+thread.start()
+thread.join()
+assert len(seen) == 1, seen
+"""
+
+
+def test_what_the_thread_that_looks_reads_is_no_sign_of_life() -> None:
+    """The system's own count of it becomes longer by a digit on the way."""
+    subprocess.run([sys.executable, "-c", LOOKS_AT_ITSELF], check=True)
+
+
 @pytest.mark.parametrize("stopped", [False, True])
 def test_a_run_that_stands_still_ends_and_the_rank_that_is_waited_for_is_named(
     stopped: bool, tmp_path: Path, opened: ExitStack

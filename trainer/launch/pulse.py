@@ -209,21 +209,26 @@ def _spent(family: Iterable[int]) -> tuple[dict[str, float], bool]:
 
 def _moved_bytes(pid: int) -> int:
     """Count what a process read and wrote, in threads that ended too, but for the one that asks."""
-    folder = PROCESSES / str(pid)
-    return _bytes_in(folder) - _bytes_in(folder / "task" / str(threading.get_native_id()))
+    whole, own = (
+        _text(PROCESSES / str(pid) / place / "io")
+        for place in ("", f"task/{threading.get_native_id()}")
+    )
+    # What the first of them takes to read counts in the second.
+    return _bytes_of(whole) + len(whole) * bool(own) - _bytes_of(own)
 
 
-def _bytes_in(folder: Path) -> int:
+def _bytes_of(io: str) -> int:
+    return sum(int(line.split()[1]) for line in io.splitlines()[:2])
+
+
+def _text(path: Path) -> str:
+    """Read a file of the table; empty if it is gone, or another's."""
     try:
-        lines = (folder / "io").read_text().splitlines()
+        return path.read_text()
     except OSError:
-        return 0
-    return sum(int(line.split()[1]) for line in lines[:2])
+        return ""
 
 
 def _words(stat: Path) -> list[str]:
     """Read a line of the table after the name, which may hold anything; empty if it is gone."""
-    try:
-        return stat.read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
+    return _text(stat).rpartition(")")[2].split()
