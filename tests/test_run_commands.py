@@ -17,7 +17,7 @@ from tests.run_toys import Net
 from trainer import durable
 from trainer.checkpoint.lock import hold
 from trainer.cli import Run
-from trainer.errors import ConfigError, NoCheckpointError
+from trainer.errors import ConfigError, DoesNotFitError, NoCheckpointError
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
@@ -173,6 +173,12 @@ def test_a_small_gpu_that_is_not_here_gets_smaller_micro_batches() -> None:
     _, plan = planned("accum=auto accum.memory=16KiB device=cuda batch.global=40")
     assert plan["accum_steps"] > 1
     assert plan["predicted_peak_bytes"] <= plan["memory_limit_bytes"] <= 16 * 1024
+
+
+def test_a_memory_that_inputs_take_alone_is_refused_with_what_they_take() -> None:
+    with pytest.raises(DoesNotFitError, match=r"reserve, .* for inputs\): type accum.memory=1MiB"):
+        planned("accum=auto accum.memory=1KiB batch.global=40")
+    planned("accum=auto accum.memory=1MiB batch.global=40")
 
 
 def test_training_on_a_gpu_that_is_not_here_is_refused_with_what_to_type() -> None:

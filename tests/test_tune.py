@@ -159,10 +159,13 @@ def test_one_sample_that_cannot_fit_is_an_error_that_names_it():
     assert "activation_checkpointing=true" in str(caught.value)
 
 
-def test_what_cannot_fit_names_the_nearest_length_and_memory_that_do():
+@pytest.mark.parametrize("inputs", [0, 3 * 2**20])
+def test_what_cannot_fit_names_the_nearest_length_and_memory_that_do(inputs):
     asked = question(Encoder())
     held = predict_peak(asked.work, Shape(1, 16)).peak_bytes
-    typed = MemoryLimit(bytes=held, source="accum.memory, 8% in reserve", reserve=0.08)
+    typed = MemoryLimit(
+        bytes=held, source="accum.memory, 8% in reserve", reserve=0.08, inputs=inputs
+    )
     with pytest.raises(DoesNotFitError) as caught:
         tune(replace(asked, limit=typed))
     named = re.search(r"accum\.memory=(\d+)MiB .*data\.max_length=(\d+)", str(caught.value))
@@ -170,7 +173,7 @@ def test_what_cannot_fit_names_the_nearest_length_and_memory_that_do():
     assert 15 <= length <= 16
     shorter = replace(asked, longest=length, shortest=1, batches=[np.array([length, 1])])
     assert tune(replace(shorter, limit=typed)).alone == length
-    enough = MemoryLimit(bytes=int(0.92 * memory * 2**20), source="a larger machine")
+    enough = MemoryLimit(bytes=int(0.92 * memory * 2**20) - inputs, source="a larger machine")
     assert tune(replace(asked, limit=enough)).max_tokens >= max(LENGTHS)
 
 

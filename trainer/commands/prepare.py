@@ -181,7 +181,7 @@ def limit_of(parts: Parts, work: Workload) -> tuple[MemoryLimit | None, bool]:
         )
         # A GPU holds one micro-batch of inputs, which the prediction counts.
         held = _inputs_bytes(parts) if device.type == "cpu" else 0
-        return replace(limit, bytes=max(0, limit.bytes - held))
+        return replace(limit, bytes=max(0, limit.bytes - held), inputs=held)
 
     if device.type != world.device.type:
         return None if asked is None else find(device, asked=asked), False

@@ -32,11 +32,13 @@ class MemoryLimit:
         bytes: for tensors and for what their allocation costs on top, the model included.
         source: where the number is from, for a person to read.
         reserve: share of the memory that is left alone beside.
+        inputs: bytes that were taken off for inputs which wait to be computed with.
     """
 
     bytes: int
     source: str
     reserve: float = 0.0
+    inputs: int = 0
 
     def for_tensors(self, ratio: float, resident_bytes: int) -> int:
         """Tell how many bytes of tensors fit.
@@ -48,6 +50,11 @@ class MemoryLimit:
         if self.bytes <= resident_bytes:
             return self.bytes
         return resident_bytes + int((self.bytes - resident_bytes) / ratio)
+
+    def whole_for(self, needed: int, ratio: float, resident_bytes: int) -> float:
+        """Tell of how many bytes of memory, with reserve and inputs, so many are for tensors."""
+        grown = max(0, needed - resident_bytes) * ratio
+        return (resident_bytes + grown + self.inputs) / (1 - self.reserve)
 
 
 def memory_limit(

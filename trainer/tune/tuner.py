@@ -331,6 +331,8 @@ def _told(
 def _does_not_fit(variant: Variant) -> str:
     question, there = variant.question, variant.limit_bytes
     sample = "" if question.longest_id is None else f" {question.longest_id}"
+    held = question.limit.inputs
+    inputs = f", {size(held)} for inputs" if held else ""
     needed = variant.peak(variant.single, is_needed=True).peak_bytes
     fits = _longest_that_fits(variant)
     remedies = ["use a smaller model"]
@@ -339,12 +341,13 @@ def _does_not_fit(variant: Variant) -> str:
     if fits > 1:
         remedies.insert(0, f"shorten it, data.max_length={fits} being the longest that fits")
     if question.limit.source.startswith(ASKED):
-        enough = math.ceil(needed / (1 - question.limit.reserve) / MEBI)
+        whole = question.limit.whole_for(needed, variant.ratio, question.work.resident_bytes)
+        enough = math.ceil((whole + 1) / MEBI)  # what is left is rounded down to a byte
         remedies.insert(0, f"type accum.memory={enough}MiB or more")
     return (
         f"sample{sample} of {question.longest} tokens does not fit, even alone: a step with it "
         f"needs {size(needed)} of tensors, and {size(there)} are there "
-        f"({question.limit.source}): {', or '.join(remedies)}"
+        f"({question.limit.source}{inputs}): {', or '.join(remedies)}"
     )
 
 

@@ -63,9 +63,15 @@ class Variant:
     @property
     def limit_bytes(self) -> int:
         """What tensors may take, as far as is known."""
-        # What this machine's allocator costs on top says nothing about another machine.
-        ratio = self.book.ratios.get(self.recompute, 1.0) if self.question.timed else 1.0
-        return self.question.limit.for_tensors(ratio, self.question.work.resident_bytes)
+        return self.question.limit.for_tensors(self.ratio, self.question.work.resident_bytes)
+
+    @property
+    def ratio(self) -> float:
+        """Resident bytes per byte of tensors, as far as is known.
+
+        What this machine's allocator costs on top says nothing about another machine.
+        """
+        return self.book.ratios.get(self.recompute, 1.0) if self.question.timed else 1.0
 
     def peak(self, shape: Shape, *, is_needed: bool = False) -> MemoryEstimate:
         """Predict the peak of a step whose largest micro-batch has this shape.
