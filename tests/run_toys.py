@@ -45,6 +45,14 @@ class Net(nn.Module):
         return self.head(self.dropout(hidden))
 
 
+class SparseNet(Net):
+    """Looks its tokens up by a function that gives a sparse gradient."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        hidden = nn.functional.embedding(input_ids, self.embed.weight, sparse=True)
+        return self.head(self.norm(hidden))
+
+
 class DoubleNet(Net):
     """Keeps its weights in double precision, so that only a wrong step differs."""
 

@@ -12,6 +12,7 @@ from trainer.errors import ConfigError
 from trainer.models.bind import bind
 from trainer.models.gpt import GPT, rotary_tables, rotate, varlen_attention
 from trainer.models.sample import generate
+from trainer.models.sparse import refuse_sparse
 
 TINY = {"vocab_size": 17, "width": 24, "num_layers": 2, "num_heads": 2, "max_length": 16}
 MODERN = {**TINY}
@@ -348,3 +349,32 @@ def test_a_transformer_can_be_sampled():
     ids = generate(model, [1], 20, context=model.max_length)
     assert len(ids) == 20
     assert all(0 <= i < 17 for i in ids)
+
+
+def holding(**tensors: Tensor) -> nn.Module:
+    module = nn.Module()
+    for name, tensor in tensors.items():
+        if name == "buffer":
+            module.register_buffer(name, tensor)
+        else:
+            setattr(module, name, tensor)
+    return module
+
+
+SPARSE = {
+    "0.weight": nn.Sequential(nn.Embedding(5, 2, sparse=True)),
+    "weight": nn.EmbeddingBag(5, 2, sparse=True),
+    "0.buffer": nn.Sequential(holding(buffer=torch.eye(3).to_sparse())),
+    "0.plain": nn.Sequential(holding(plain=torch.eye(3).to_sparse())),
+}
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_what_is_sparse_is_refused_by_name(name):
+    with pytest.raises(ConfigError, match=rf"^model: {name} .*(sparse=False|make it dense)"):
+        refuse_sparse(SPARSE[name])
+
+
+def test_an_embedding_whose_gradient_is_dense_or_none_is_taken():
+    refuse_sparse(nn.Sequential(nn.Embedding(5, 2), holding(buffer=torch.eye(3))))
+    refuse_sparse(nn.Embedding(5, 2, sparse=True).requires_grad_(False))

@@ -111,6 +111,12 @@ def test_a_mean_of_means_depends_on_the_cut_and_says_how_much(
     assert "times what it should" in warning
 
 
+@pytest.mark.parametrize("line", ["accum=auto", "accum=fixed accum.micro=3"])
+def test_a_sparse_gradient_is_refused_by_name(line: str) -> None:
+    with pytest.raises(ConfigError, match=r"^model: embed.weight .* with sparse=False"):
+        go(f"model._target_={TOYS}.SparseNet {line}")
+
+
 def test_a_mean_of_means_is_refused_where_the_cut_is_not_stated() -> None:
     for split in ("accum=auto", "accum=budget accum.max_tokens=50", f"accum._target_={TOYS}.Pairs"):
         with pytest.raises(ConfigError, match=r"accum=fixed accum\.micro"):

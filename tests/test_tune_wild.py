@@ -21,6 +21,7 @@ from trainer.tune.fake import CannotRunFake, predict_peak
 from trainer.tune.predict import Probes, predictor_for
 from trainer.tune.ragged import look
 from trainer.tune.speed import measure
+from trainer.tune.tensors import PeakBytes
 from trainer.tune.workload import Tiled
 
 
@@ -147,3 +148,21 @@ def test_a_resumed_run_tells_the_time_that_its_steps_took(tmp_path):
     (tmp_path / METRICS_FILE).write_text("\n".join(lines) + "\n")
     assert step_seconds_at(tmp_path, 4) == pytest.approx(0.65)
     assert step_seconds_at(tmp_path, 0) is None
+
+
+LAYOUTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_sparse_tensor_within_a_forward_is_counted_by_its_parts(layout):
+    dense, peak = torch.eye(32), PeakBytes()
+    with peak:
+        kept = dense.to_sparse(layout=layout)
+        peak.reset()
+    parts = [getattr(kept, name)() for name in LAYOUTS[layout]]
+    assert peak.estimate.activations == sum(p.untyped_storage().nbytes() for p in parts)

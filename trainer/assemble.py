@@ -29,6 +29,7 @@ from trainer.models.bind import bind
 from trainer.models.deferred import CannotDefer, Weights, deferred
 from trainer.models.modest import modest_or_deferred
 from trainer.models.recompute import checkpoint_blocks
+from trainer.models.sparse import refuse_sparse
 from trainer.models.statistics import batch_statistics
 from trainer.objectives.base import ModelCall, Objective
 from trainer.optimizer import OptimizerSpec, OwnOptimizer
@@ -398,6 +399,7 @@ def _check(parts: Parts) -> None:
         ConfigError: naming what, and what to type.
     """
     parts.schedule.factor(0, parts.total_steps)
+    refuse_sparse(parts.module)
     longest = int(parts.source.lengths.max())
     if isinstance(parts.cut, Budget) and longest > parts.cut.max_tokens:
         raise ConfigError(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from trainer.accumulate.base import Divisors, GradientStrategy, divided, seed_draws
 from trainer.micro_batch import MicroBatch
+from trainer.models.sparse import refuse_sparse_gradients
 from trainer.models.statistics import unmoved
 from trainer.objectives.base import Objective
 from trainer.parallel import Parallel
@@ -46,5 +47,7 @@ class Sum(GradientStrategy):
                 sums = objective.sums(model.call, micro_batch.to(device).fields)
                 loss = divided(sums.losses, divisors[index])
                 loss.backward()  # type: ignore[no-untyped-call] # untyped in torch
+                if index == 0:
+                    refuse_sparse_gradients(model.module)
             total += loss.detach()
         return total

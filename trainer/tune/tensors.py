@@ -65,6 +65,20 @@ class MemoryEstimate:
         return cls(**{field.name: int(saved[field.name]) for field in fields(cls)})
 
 
+def _storages(tensor: Tensor) -> list[torch.UntypedStorage]:
+    """List where a tensor's numbers are on this rank; a sparse one has several such places."""
+    local, parts = getattr(tensor, "_local_tensor", tensor), list[Tensor]()
+    if local.layout == torch.sparse_coo:
+        parts = [local._indices(), local._values()]
+    elif local.layout in {torch.sparse_csr, torch.sparse_bsr}:
+        parts = [local.crow_indices(), local.col_indices(), local.values()]
+    elif local.layout in {torch.sparse_csc, torch.sparse_bsc}:
+        parts = [local.ccol_indices(), local.row_indices(), local.values()]
+    else:
+        parts = [local]
+    return [part.untyped_storage() for part in parts]
+
+
 @final
 class PeakBytes(TorchDispatchMode):  # type: ignore[no-untyped-call] # untyped in torch
     """Counts live storages while it is entered; each counts once, however many views it has.
@@ -104,10 +118,10 @@ class PeakBytes(TorchDispatchMode):  # type: ignore[no-untyped-call] # untyped i
             torch.OutOfMemoryError: they exceed the limit.
         """
         for tensor in tensors:
-            key = self._count(tensor)
-            self._totals[self._parts[key]] -= self._sizes[key]
-            self._totals[part] = self._totals.get(part, 0) + self._sizes[key]
-            self._parts[key] = part
+            for key in self._count(tensor):
+                self._totals[self._parts[key]] -= self._sizes[key]
+                self._totals[part] = self._totals.get(part, 0) + self._sizes[key]
+                self._parts[key] = part
         if self._live == self._peak:
             self._note_peak()
 
@@ -131,8 +145,10 @@ class PeakBytes(TorchDispatchMode):  # type: ignore[no-untyped-call] # untyped i
                 self._count(leaf)
         return result
 
-    def _count(self, tensor: Tensor) -> int:
-        storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
+    def _count(self, tensor: Tensor) -> list[int]:
+        return [self._count_storage(storage) for storage in _storages(tensor)]
+
+    def _count_storage(self, storage: torch.UntypedStorage) -> int:
         key, size = id(storage), storage.nbytes()
         if key not in self._sizes:
             # torch keeps the Python object of a storage for as long as the storage itself.

@@ -15,6 +15,7 @@ from trainer.accumulate.snapshot import Snapshot
 from trainer.micro_batch import Fields, to_device
 from trainer.models.deferred import Weights, drawn
 from trainer.models.recompute import with_checkpointing
+from trainer.models.sparse import refuse_sparse_gradients
 from trainer.objectives.base import ModelCall, Objective
 from trainer.parallel import Parallel
 from trainer.sync import Deferred, SyncPolicy
@@ -81,9 +82,14 @@ class Workload:
         return to_device(self.make_fields(num_samples, length), self.device)
 
     def backward(self, fields: Fields) -> None:
-        """Add the gradient of one micro-batch to `.grad`."""
+        """Add the gradient of one micro-batch to `.grad`.
+
+        Raises:
+            ConfigError: it is sparse.
+        """
         losses = self.objective.sums(self.call, fields).losses
         sum_of([*losses.values()]).backward()  # type: ignore[no-untyped-call] # untyped in torch
+        refuse_sparse_gradients(self.model)
 
     @contextmanager
     def filled(self) -> Iterator[None]:
