@@ -245,6 +245,7 @@ def test_variable_length_attention_agrees_with_documents_one_by_one():
     [
         ({"num_heads": 5}, "model.width, model.num_heads: 5 heads do not share a width of 96"),
         ({"num_heads": 96}, "model.width, model.num_heads: 96 heads .*model.num_heads=48"),
+        ({"width": 10**15, "num_heads": 7}, "model.width, .* share a width of .*model.num_heads=8"),
         ({"norm": "batch"}, "model.norm: 'batch' is unknown"),
         ({"mlp": "relu"}, "model.mlp: 'relu' is unknown"),
         ({"positions": "alibi"}, "model.positions: 'alibi' is unknown"),

@@ -31,6 +31,9 @@ TOKENS = "trainer.data.tokens.TokenWindows"
 SGD = "trainer.optimizer.SGD"
 WSD = "trainer.scheduler.WSD"
 
+MOST_HEADS = 1024
+"""Among so many a number of heads that fits is looked for, however large the width."""
+
 Part = Annotated[float, Field(ge=0, le=1), Kind("a share from 0 to 1")]
 Pair = Annotated[
     int,
@@ -196,9 +199,11 @@ def heads_fault(width: int, num_heads: int, *, is_rotary: bool) -> str | None:
         One line; None where they can.
     """
     step = 2 if is_rotary else 1
-    fits = [n for n in range(1, width + 1) if width % n == 0 and (width // n) % step == 0]
-    if num_heads in fits:
+    if 0 < num_heads <= width and width % (num_heads * step) == 0:
         return None
+    # One head always does, so the nearest number is less than twice as many.
+    furthest = min(2 * max(1, num_heads), width, MOST_HEADS)
+    fits = [n for n in range(1, furthest + 1) if width % (n * step) == 0]
     multiple = max(1, num_heads) * step
     heads = min(fits, key=lambda n: abs(n - num_heads), default=None)
     nearest = f"model.width={max(1, round(width / multiple)) * multiple}"
