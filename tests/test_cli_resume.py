@@ -482,7 +482,7 @@ def test_weights_are_not_read_from_a_folder_with_a_pipe() -> None:
         prepared(f"init={run}")
 
 
-@pytest.mark.parametrize("step", ['"abc"', "1e400", "[1]", "null", "[" * 20000])
+@pytest.mark.parametrize("step", ['"abc"', "1e400", "[1]", "null", "[" * 2000])
 def test_a_status_that_says_nothing_counts_for_none(step: str) -> None:
     run = make_run()
     (run / "status.json").write_text(f'{{"state": "completed", "step": {step}}}')
@@ -491,9 +491,9 @@ def test_a_status_that_says_nothing_counts_for_none(step: str) -> None:
 
 def test_records_that_nest_without_end_are_one_line() -> None:
     run = make_run()
-    (run / ".hydra" / "overrides.yaml").write_text("[" * 20000)
+    (run / ".hydra" / "overrides.yaml").write_text("[" * 2000)
     with pytest.raises(ConfigError, match="cannot be read as a list of overrides"):
         prepared(f"resume={run}")
-    (run / "config.yaml").write_text("[" * 20000)
+    (run / "config.yaml").write_text("[" * 2000)
     with pytest.raises(NoCheckpointError, match=r"config.yaml: cannot be read"):
         prepared(f"resume={run}")

@@ -257,7 +257,8 @@ def test_a_signal_saves_at_a_step_boundary_and_another_number_of_ranks_goes_on(
     assert_none_left(folder)
 
 
-@pytest.mark.parametrize("saved", [True, pytest.param(False, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("saved", [True, False])
 def test_a_lost_rank_is_restarted_and_the_run_ends_where_an_undisturbed_one_does(
     tmp_path, alone, saved
 ):

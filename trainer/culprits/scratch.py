@@ -218,7 +218,7 @@ class Scratch:
             cast = [self.cast(m) for m in micro_batches]
             kit.strategy.backward(kit.model, kit.objective, cast, parts, kit.sync)
             return {
-                name: p.grad.detach().to_dense() if p.grad.is_sparse else p.grad.detach().clone()
+                name: p.grad.detach().clone()
                 for name, p in self.module.named_parameters()
                 if p.grad is not None
             }
