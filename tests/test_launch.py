@@ -167,7 +167,12 @@ def test_one_command_on_several_ranks_makes_one_folder_and_takes_the_same_steps(
             "rank 1 ended with exit code 3 and without a word, at step 3 (compute",
             marks=pytest.mark.nightly,
         ),
-        ("SIGKILL", 7, "rank 1 was killed by SIGKILL, as the system does when memory runs out"),
+        pytest.param(
+            "SIGKILL",
+            7,
+            "rank 1 was killed by SIGKILL, as the system does when memory runs out",
+            marks=pytest.mark.nightly,
+        ),
     ],
 )
 def test_a_rank_that_ends_badly_ends_the_run_with_one_line(tmp_path, fault, code, says):
@@ -186,6 +191,7 @@ def test_a_rank_that_ends_badly_ends_the_run_with_one_line(tmp_path, fault, code
     assert_none_left(folder)
 
 
+@pytest.mark.nightly
 def test_a_rank_that_hangs_is_named_with_its_place_and_leaves_its_stack(tmp_path):
     folder = tmp_path / "run"
     running = start(folder, "model.fault=hang", "parallel.ranks=2", "parallel.timeout_s=2")
@@ -200,6 +206,7 @@ def test_a_rank_that_hangs_is_named_with_its_place_and_leaves_its_stack(tmp_path
     assert_none_left(folder)
 
 
+@pytest.mark.nightly
 def test_ranks_listen_on_the_loopback_only_and_do_not_outlive_their_launcher(tmp_path):
     folder = tmp_path / "run"
     running = start(folder, "parallel.ranks=2", "steps=1000", "model.pause=0.05")

@@ -197,7 +197,10 @@ def launch(folder: Path, mode: str, sync: str, point: str) -> tuple[int, str, fl
 @pytest.mark.parametrize(
     ("mode", "sync", "point", "line"),
     [
-        ("ddp", "deferred", "1:2:0:reduce", "in the reduction, after the ranks had agreed"),
+        pytest.param(
+            *("ddp", "deferred", "1:2:0:reduce", "in the reduction, after the ranks had agreed"),
+            marks=pytest.mark.nightly,
+        ),
         ("ddp", "immediate", "1:2:0:twice", "twice in one step of sync=immediate"),
         pytest.param(
             *("fsdp", "deferred", "0:2:0:reduce", "in the reduction, after the ranks had agreed"),
