@@ -102,6 +102,7 @@ SURFACE = [
     "scheduler",
     "scheduler.warmup",
     "seed",
+    "step",
     "steps",
     "sync",
     "trust",

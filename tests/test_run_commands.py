@@ -111,6 +111,45 @@ def test_an_export_is_safetensors_that_the_model_takes(tmp_path: Path) -> None:
     assert state(again)["model.head.weight"].allclose(exported["head.weight"], atol=1e-6)
 
 
+def test_step_picks_the_checkpoint_that_a_command_reads(capsys: pytest.CaptureFixture[str]) -> None:
+    run = go("checkpoint.every=2 steps=4")
+    for step in (2, "last"):
+        assert shell(f"evaluate run={run.folder} step={step} trust=[tests]") == 0
+        taken = 4 if step == "last" else step
+        assert read_json(run.folder / "evaluate.json")["step"] == taken
+        assert shell(f"export run={run.folder} step={step} export.to=at-{step} trust=[tests]") == 0
+        weights = load_file(f"at-{step}/model.safetensors")
+        assert weights["head.weight"].equal(state(run, taken)["model.head.weight"])
+        assert shell(f"verify run={run.folder} step={step} trust=[tests]") == 0
+        again = go(f"init={run.folder} step={step} steps=1 optimizer.lr=0")
+        assert state(again)["model.head.weight"].equal(weights["head.weight"])
+    capsys.readouterr()
+    assert shell(f"evaluate run={run.folder} step=3 trust=[tests]") == 4
+    assert "no checkpoint of step 3; has 2, 4" in capsys.readouterr().err
+    with pytest.raises(NoCheckpointError, match="no checkpoint of step 3; has 2, 4"):
+        go(f"init={run.folder} step=3")
+    with pytest.raises(NoCheckpointError, match=r"init=at-2 is no run folder; leave step out"):
+        go("init=at-2 step=2")
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("step=2", "name its run, with run= or init="),
+        ("resume={} step=2", "a new run from this one: init=RUN"),
+        ("init={} step=best", "step=best: must be last or a whole number"),
+        ("init={} step=ema", "step=ema: must be last or a whole number"),
+    ],
+)
+def test_a_step_that_picks_no_checkpoint_is_refused(
+    line: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = go("steps=2")
+    capsys.readouterr()
+    assert shell(f"{line.format(run.folder)} trust=[tests]") == 2
+    assert says in capsys.readouterr().err
+
+
 def test_a_plan_is_the_whole_arithmetic_and_starts_nothing(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -110,6 +110,9 @@ class RunConfig(Section):
     run: Text | Words | None = Field(
         None, description="run folder that evaluate, export and verify read; auto: the newest"
     )
+    step: Literal["last"] | Natural = Field(
+        "last", description="which checkpoint of run= or init=: last, or the number of its step"
+    )
     export: Export
     trust: Words = Field(
         (), description="packages of classes of your own, for recipes, evaluate, export and resume"
@@ -121,6 +124,11 @@ class RunConfig(Section):
     def total_steps(self) -> int | None:
         """Optimizer steps of the run; None when `epochs` says how many."""
         return DEFAULT_STEPS if self.steps is None and self.epochs is None else self.steps
+
+    @property
+    def checkpoint_step(self) -> int | None:
+        """Which checkpoint of `run=` or `init=` is read; None for the newest that is intact."""
+        return None if self.step == "last" else self.step
 
     @property
     def typed_targets(self) -> frozenset[str]:

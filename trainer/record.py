@@ -118,6 +118,7 @@ def to_go_on(config: RunConfig, folder: Path, *, begins: bool = False) -> str:
     online = ["wandb.mode=online"] if wandb.mode == "online" else []
     entity = [f"wandb.entity={wandb.entity}"] if wandb.entity else []
     init = [f"init={config.init}"] if begins and config.init else []
+    init += [f"step={config.step}"] if init and config.checkpoint_step is not None else []
     place = [*trusting(config), *_machines(config), *online, *entity, *init]
     return " ".join(["train", f"resume={shown_path(folder)}", *place])
 

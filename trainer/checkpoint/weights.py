@@ -34,13 +34,16 @@ CHECKPOINTS = "checkpoints"
 _MODEL = "model."
 
 
-def load_weights(model: nn.Module, path: Path, world: World | None = None) -> Path:
+def load_weights(
+    model: nn.Module, path: Path, world: World | None = None, step: int | None = None
+) -> Path:
     """Fill a model with stored weights and buffers. Collective.
 
     Args:
         model: of the architecture that was stored.
         path: a run, one of its checkpoints, an exported folder, or a safetensors file.
         world: the ranks that load, each the rows it holds.
+        step: which checkpoint of a run; None for the newest that is intact.
 
     Returns:
         The folder or file that was read.
@@ -48,7 +51,7 @@ def load_weights(model: nn.Module, path: Path, world: World | None = None) -> Pa
     Raises:
         NoCheckpointError: nothing usable is there, or it does not fit the model.
     """
-    source, found = _find(path, world or World())
+    source, found = _find(path, world or World(), step)
     _fill(model, found, source)
     return source
 
@@ -111,15 +114,17 @@ def export(loaded: Loaded, to: Path, config: Mapping[str, Any]) -> Path:
     return to
 
 
-def _find(path: Path, world: World) -> tuple[Path, dict[str, Stored]]:
+def _find(path: Path, world: World, step: int | None) -> tuple[Path, dict[str, Stored]]:
     """Find out what a path is, and the weights in it, by plain name. Collective.
 
     Raises:
         NoCheckpointError: nothing usable is there.
     """
     if (path / CHECKPOINTS).is_dir():
-        loaded = CheckpointStore(path / CHECKPOINTS).load(set_aside=False, world=world)
+        loaded = CheckpointStore(path / CHECKPOINTS).load(step, set_aside=False, world=world)
         return loaded.path, _weights(loaded.stored)
+    if step is not None:
+        raise NoCheckpointError(f"step={step}: init={path} is no run folder; leave step out")
     found: list[dict[str, Stored]] = []
 
     def find() -> None:

@@ -243,7 +243,8 @@ class Preparation:
         """Prepare a run that goes on from another's state, in its folder or in one of its own."""
         old, is_begun = replay.saved_overrides(run), replay.has_checkpoint(run)
         # The same command as before, with `resume=auto`, may name the weights the run began with.
-        begun = ("init",) if is_begun and value_of(overrides, "resume") == replay.AUTO else ()
+        is_same = is_begun and value_of(overrides, "resume") == replay.AUTO
+        begun = ("init", "step") if is_same and value_of(overrides, "init") is not None else ()
         asked = without(overrides, "resume", "hydra.run.dir", *begun)
         merged = replay.merge(old, asked, self.groups)
         resume = [read(f"resume={quote(run)}")] if is_begun else []
@@ -406,9 +407,12 @@ def _refuse_other_weights(run: Path, job: Job) -> None:
     Raises:
         ConfigError: they are not typed again.
     """
-    before = replay.saved_config(run).get("init")
-    if before is not None and job.config.init is None:
-        raise ConfigError(clip(f"init: the run was to begin with init={before}; type it again"))
+    saved = replay.saved_config(run)
+    before, step = saved.get("init"), saved.get("step", "last")
+    if before is not None and (job.config.init is None or job.config.step != step):
+        which = "" if step == "last" else f" step={step}"
+        text = f"init: the run was to begin with init={before}{which}; type it again"
+        raise ConfigError(clip(text))
 
 
 def _from(

@@ -1,4 +1,4 @@
-"""`train evaluate run=RUN`: a run's newest checkpoint on the held-out data."""
+"""`train evaluate run=RUN`: a run's checkpoint on the held-out data."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def evaluate_run(config: RunConfig, folder: Path, world: World, stop: Callable[[
         DataError: the data hold nothing out.
         SaveError: the figures, which are printed, cannot be written.
     """
-    loaded = CheckpointStore(folder / CHECKPOINTS).load(set_aside=False, world=world)
+    store = CheckpointStore(folder / CHECKPOINTS)
+    loaded = store.load(config.checkpoint_step, set_aside=False, world=world)
     parts = assemble(config, world)
     check_alike(parts, begins=False)
     take_weights(parts.module, loaded)

@@ -14,7 +14,7 @@ from trainer.world import World
 
 
 def export_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], bool]) -> int:
-    """Write the newest intact checkpoint's weights as safetensors.
+    """Write a checkpoint's weights as safetensors.
 
     Args:
         config: the run's own.
@@ -27,7 +27,7 @@ def export_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
     """
     if config.export.to is None:
         raise ConfigError("export.to: needs a folder, e.g. export.to=weights")
-    loaded = CheckpointStore(folder / CHECKPOINTS).load(set_aside=False)
+    loaded = CheckpointStore(folder / CHECKPOINTS).load(config.checkpoint_step, set_aside=False)
     description = {
         "model": {"_target_": config.model.target, **config.model.params},
         "step": loaded.step,

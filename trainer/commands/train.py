@@ -226,7 +226,7 @@ def _kit(
     config = parts.config
     kit = parts.kit(is_fresh=config.init is None and loaded is None)
     if config.init is not None and loaded is None:
-        load_weights(parts.module, Path(config.init), parts.world)
+        load_weights(parts.module, Path(config.init), parts.world, config.checkpoint_step)
     if loaded is not None:
         # More steps change no setting of the optimizer, and its groups may hold state.
         is_same = _without_length(terms["contract"]) == _without_length(extra["contract"])

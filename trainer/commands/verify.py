@@ -63,9 +63,9 @@ def _kit(parts: Parts) -> Kit:
     kit = parts.kit(is_fresh=config.init is None and config.resume is None)
     if config.resume is not None:
         store = CheckpointStore(Path(config.resume) / CHECKPOINTS)
-        take_weights(parts.module, store.load(set_aside=False, world=here))
+        take_weights(parts.module, store.load(config.checkpoint_step, set_aside=False, world=here))
     elif config.init is not None:
-        load_weights(parts.module, Path(config.init), here)
+        load_weights(parts.module, Path(config.init), here, config.checkpoint_step)
     return kit
 
 

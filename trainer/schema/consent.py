@@ -17,6 +17,7 @@ ONLY_TYPED: Mapping[str, str] = {
     "resume": "which run goes on is the command line's to say",
     "resume_allow": "what a resumed run may change is the command line's to say",
     "run": "which run is read is the command line's to say",
+    "step": "which checkpoint is read is the command line's to say",
     "init": "whose weights are read is the command line's to say",
     "outputs": "where a run writes is the command line's to say",
     "export": "where weights are written is the command line's to say",

@@ -94,6 +94,7 @@ def between(tree: Tree, choices: Mapping[str, Any], typed: frozenset[str]) -> It
     yield from _device(tree)
     yield from _sizes(tree, typed)
     yield from _command(tree)
+    yield from _step(tree)
     yield from _paths(tree)
 
 
@@ -311,6 +312,18 @@ def _command(tree: Tree) -> Iterator[str]:
         yield "export.to: train export needs a folder to write into: export.to=DIR"
     if tree.get("init") is not None and tree.get("resume") is not None:
         yield line("init", tree["init"], "starts a new run; resume= goes on with an old one")
+
+
+def _step(tree: Tree) -> Iterator[str]:
+    step, resume = tree.get("step"), tree.get("resume")
+    if step in (None, "last") or tree.get("init") is not None or tree.get("run") is not None:
+        return
+    if resume is None:
+        text = "picks a checkpoint: name its run, with run= or init= (the length is steps=)"
+        yield line("step", step, text)
+    elif tree.get("command") != "verify":  # its run= is another name of resume=
+        text = "resume= goes on from the newest checkpoint; a new run from this one: init=RUN"
+        yield line("step", step, text)
 
 
 def _paths(tree: Tree) -> Iterator[str]:
