@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from trainer.bits import bits_of
 from trainer.data.loader import lengths_of
 from trainer.data.samples import Samples
 from trainer.data.split import fingerprint_of, unread
@@ -122,7 +123,7 @@ def _digest(tensor: Tensor) -> str:
     if tensor.layout != torch.strided:
         return ""
     real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-    words = real.contiguous().flatten().view(INTEGERS[real.element_size()])
+    words = bits_of(real, INTEGERS[real.element_size()])
     if len(words) <= WHOLE:
         return _hash(words.cpu().numpy().tobytes())
     full = len(words) // WHOLE * WHOLE

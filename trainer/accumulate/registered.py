@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainer.accumulate.values import is_watched, mark_of, version_of
+from trainer.bits import bits_of
 from trainer.errors import ConfigError
 from trainer.world import World
 
@@ -82,7 +83,7 @@ class Registered:
         tensors = [tensor for part in self._parts if part.moves for tensor in part.tensors()]
         if not tensors:
             return
-        told = torch.cat([tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors])
+        told = torch.cat([bits_of(tensor) for tensor in tensors])
         self._world.copy_from_main(told)
         pieces = torch.split(told, [tensor.nbytes for tensor in tensors])
         with torch.no_grad():

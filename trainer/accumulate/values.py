@@ -12,6 +12,8 @@ from torch._C import _get_dispatch_mode, _TorchDispatchModeKey
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
+from trainer.bits import bits_of
+
 Values = Tensor | np.ndarray[Any, Any]
 """What has numbers that are written in place."""
 
@@ -70,8 +72,7 @@ def write(it: Values, copy: Values) -> None:
 
 def _bits(tensor: Tensor) -> Tensor:
     """View the numbers as integers: none of them is NaN."""
-    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
-    return flat.view(_WORDS.get(tensor.element_size(), torch.int64))
+    return bits_of(tensor, _WORDS.get(tensor.element_size(), torch.int64))
 
 
 def is_same(it: Values, copy: Values) -> bool:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from trainer import durable
+from trainer.bits import bits_of
 from trainer.checkpoint.manifest import Slice
 from trainer.checkpoint.pieces import Piece, aliases_of
 from trainer.checkpoint.sharded import Source
@@ -172,5 +173,4 @@ def _bytes(tensors: Mapping[str, Source]) -> Iterator[Bytes]:
 
 
 def _memory(tensor: Tensor) -> memoryview:
-    plain = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
-    return plain.reshape(-1).view(torch.uint8).numpy().data
+    return bits_of(tensor.cpu()).numpy().data

@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from trainer.bits import bits_of
 from trainer.checkpoint.manifest import DamagedError, Entry, Slice
 from trainer.checkpoint.shards import DTYPES
 
@@ -174,7 +175,7 @@ def same_bits(one: Mapping[str, Stored], other: Mapping[str, Stored], names: Ite
     return all(
         one[name].shape == other[name].shape
         and one[name].dtype == other[name].dtype
-        and torch.equal(_bits(one[name]), _bits(other[name]))
+        and torch.equal(bits_of(one[name][...]), bits_of(other[name][...]))
         for name in names
     )
 
@@ -201,7 +202,3 @@ def described(file: Any) -> Iterator[tuple[str, list[int], str]]:  # noqa: ANN40
     for name in file.keys():  # noqa: SIM118 - no mapping
         part = file.get_slice(name)
         yield name, part.get_shape(), part.get_dtype()
-
-
-def _bits(stored: Stored) -> Tensor:
-    return stored[...].reshape(-1).view(torch.uint8)

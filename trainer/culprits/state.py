@@ -10,8 +10,9 @@ from types import FunctionType, MethodType
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
+
+from trainer.bits import bits_of
 
 Kept = Mapping[str, object]
 """By module name, something that is equal while the module's parameters and attributes are."""
@@ -41,8 +42,7 @@ def moved(before: Kept, after: Kept, name: str) -> bool:
 def _digest(value: Any, depth: int) -> object:  # noqa: ANN401 - any attribute
     if isinstance(value, Tensor):
         # As bytes, since NumPy does not know every dtype.
-        flat = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-        return tuple(value.shape), hashlib.blake2b(flat.tobytes()).digest()
+        return tuple(value.shape), hashlib.blake2b(bits_of(value.cpu()).numpy().data).digest()
     if isinstance(value, np.ndarray | bool | int | float | complex | str | bytes):
         return repr(value)
     if depth and isinstance(value, Mapping):

@@ -9,8 +9,8 @@ from contextvars import ContextVar
 from typing import final
 
 import numpy as np
-import torch
 
+from trainer.bits import bits_of
 from trainer.data.holdout import HELD_OUT, check_split, held_out_mask
 from trainer.data.loader import lengths_of
 from trainer.data.samples import Samples, Selection, kept_generators, read_sample
@@ -126,7 +126,6 @@ def _digest(dataset: Samples, ids: IntArray, seed: int) -> bytes:
                 faults.append(str(error))
             continue
         for name, tensor in sorted(sample.items()):
-            values = tensor.detach().cpu().contiguous()
-            digest.update(f"{i}|{name}|{values.dtype}|{tuple(values.shape)}|".encode())
-            digest.update(values.reshape(-1).view(torch.uint8).numpy().tobytes())
+            digest.update(f"{i}|{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
+            digest.update(bits_of(tensor.cpu()).numpy().data)
     return digest.digest()

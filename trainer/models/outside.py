@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, final
 
-import torch
 from torch import Tensor
+
+from trainer.bits import bits_of
 
 
 @final
@@ -51,4 +52,4 @@ class Outside:
 
 def bytes_of(tensor: Tensor) -> bytes:
     """Give the bytes of a tensor on the CPU."""
-    return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    return bits_of(tensor).numpy().tobytes()
