@@ -86,7 +86,7 @@ def hybrid(module: nn.Module, world: World) -> Parallel:
 
 
 def ordered(module: nn.Module, world: World) -> Parallel:
-    return Ordered(module, bind(module), list(module.parameters()), world, most=64)
+    return Ordered(module, bind(module), list(module.parameters()), world)
 
 
 MODES = {"ddp": replicated, "fsdp": sharded, "hsdp": hybrid, "ordered": ordered}
@@ -283,6 +283,19 @@ def norm_and_share(world: World, mode: str, dtype: torch.dtype) -> tuple[float, 
     near = [(whole.float() / 3).to(dtype).float().numpy() for whole in wholes]
     exact = torch.cat([whole.double().flatten() for whole in wholes]).norm()
     return norm, float(exact), all(map(np.array_equal, grads, near))
+
+
+def sum_in_integers(world: World, gradients: np.ndarray) -> np.ndarray:
+    """Give the step's gradient of one parameter, of micro-batches in turn over the ranks."""
+    module = nn.ParameterList([torch.from_numpy(np.zeros_like(gradients[0]))])
+    model = ordered(module, world)
+    (parameter,) = model.parameters
+    model.gather()
+    for gradient in gradients[world.rank :: world.size]:
+        with model.reducing(across=True, is_last=False):
+            parameter.grad = torch.from_numpy(gradient.copy())
+    model.reduce([True])
+    return parameter.grad.numpy()
 
 
 class Allocations(TorchDispatchMode):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -21,6 +22,7 @@ from tests.ranks_work import (
     norm_and_share,
     run_each,
     run_steps,
+    sum_in_integers,
     tell_each_other,
     what_is_said,
 )
@@ -261,10 +263,31 @@ def test_sums_of_integers_are_the_whole_batch_gradient_to_their_rounding(ranks):
     case = Case(Leaves(micro=2), "ordered", "exact")
     expected = run_steps(World(), Case(Fixed(steps=1)))
     for told in ranks.run(2, run_steps, case):
-        assert error(told["gradient"], expected["gradient"]) <= 1e-10
+        assert error(told["gradient"], expected["gradient"]) <= EXACT[torch.float64]
 
 
-def test_a_gradient_beyond_what_integers_hold_is_skipped_on_every_rank(ranks):
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_sums_of_integers_hold_every_finite_gradient_in_the_same_bits_for_every_layout(
+    ranks, dtype
+):
+    numbers, limits = np.random.default_rng(0), np.finfo(dtype)
+    shape, lowest, highest = (7, 600), limits.minexp - limits.nmant, limits.maxexp - 4
+    exponents = numbers.integers(lowest, highest, shape)
+    exponents[:, 300:] = exponents[0, 300:]  # the half whose micro-batches are of one size
+    gradients = np.ldexp(numbers.uniform(-1, 1, shape), exponents).astype(dtype)
+    gradients[numbers.random(shape) < 0.1] = 0
+    expected = sum_in_integers(World(), gradients)
+    exact = np.array([math.fsum(column) for column in gradients.T.astype(np.float64)])
+    # Each micro-batch is cut off below the largest, and the sum is rounded once.
+    bound = 7 * (2.0**-32 if dtype == np.float32 else 2.0**-64) * np.abs(gradients).max(0)
+    rounding = limits.eps * np.abs(exact) + limits.smallest_subnormal
+    assert (np.abs(expected - exact) <= bound + rounding).all()
+    for size in (2, 3, 4):
+        for told in ranks.run(size, sum_in_integers, gradients):
+            assert told.tobytes() == expected.tobytes()
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_on_every_rank(ranks):
     told = ranks.run(2, run_steps, replace(SAME, poisoned=1, steps=2))
     assert [mine["skipped"] for mine in told] == [[NOT_FINITE, None]] * 2
 

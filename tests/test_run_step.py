@@ -73,6 +73,14 @@ def test_every_split_takes_the_same_steps(split: str, reference: Run) -> None:
     assert_same_steps(go(f"{LINE} {split}"), reference)
 
 
+@pytest.mark.parametrize("scale", [2.0**-44, 2.0**40])
+def test_deterministic_layout_takes_gradients_of_every_size(scale: float) -> None:
+    line = f"steps=1 deterministic=layout objective._target_={TOYS}.Squared"
+    expected, found = (go(f"{line} objective.scale={each}") for each in (1.0, scale))
+    (norm,), (scaled,) = curve(expected, "grad_norm"), curve(found, "grad_norm")
+    assert scaled / scale == pytest.approx(norm, rel=SAME)
+
+
 def test_another_seed_is_another_run(reference: Run) -> None:
     other = go(f"{LINE} seed=1")
     assert entries(other, "samples.jsonl") != entries(reference, "samples.jsonl")

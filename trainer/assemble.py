@@ -88,12 +88,6 @@ class Parts:
         """What `batch.global` came to."""
         return self.source.order.global_size
 
-    @property
-    def most_micro_batches(self) -> int:
-        """Micro-batches of a step at most, over all ranks: no sample has less than one token."""
-        samples = min(self.global_size, len(self.source.lengths))
-        return -(-samples // (getattr(self.cut, "micro", None) or 1))
-
     def kit(self, *, is_fresh: bool = True) -> Kit:
         """Compose the step. Builds the optimizer; the model may not be replaced after it.
 
@@ -105,7 +99,6 @@ class Parts:
             self.module,
             self.call,
             self.world,
-            self.most_micro_batches,
             self.weights.draw if self.weights is not None and is_fresh else None,
         )
         optimizer = self.spec.build(self.module)

@@ -128,7 +128,6 @@ class Spread:
         module: nn.Module,
         call: ModelCall,
         world: World,
-        most_micro_batches: int,
         draw: Draw | None = None,
     ) -> Parallel:
         """Lay a model out over the ranks; its parameters may be replaced.
@@ -138,13 +137,12 @@ class Spread:
                 meta device.
             call: runs it.
             world: all ranks.
-            most_micro_batches: of a step, over all ranks.
             draw: gives a weight by its name, whole, where parameters are on the meta device; None
                 leaves them to be loaded.
         """
         parameters = [p for p in module.parameters() if p.requires_grad]
         if self.is_ordered:
-            return Ordered(module, call, parameters, world, most=most_micro_batches)
+            return Ordered(module, call, parameters, world)
         if self.mode in ("none", "ddp") or world.patient is None:  # or it only imagines ranks
             return Replicated(module, call, parameters, world)
         from trainer.parallel.sharded import Sharded  # noqa: PLC0415 - half a second

@@ -62,6 +62,12 @@ class World:
             dist.all_reduce(values)
         return values
 
+    def max(self, values: Tensor) -> Tensor:
+        """Take the largest over all ranks, in place. Collective; sends nothing on one rank."""
+        if self.size > 1:
+            dist.all_reduce(values, dist.ReduceOp.MAX)
+        return values
+
     def begin_sum(self, values: Tensor) -> Callable[[], Any]:
         """Begin to add a tensor over several ranks, in place. Collective.
 
