@@ -79,6 +79,16 @@ def leave(
 DONE = {"state": "completed", "step": 10, "exit_code": 0}
 
 
+def test_a_run_of_an_earlier_version_goes_on_without_the_keys_that_did_nothing() -> None:
+    run = make_run()
+    plain = yaml.safe_load((run / "config.yaml").read_text())
+    plain["batch"]["schedule"] = None
+    plain["accum"]["buffer"] = "native"
+    plain["batchnorm"] = {"mode": "ghost", "group": 32}
+    (run / "config.yaml").write_text(yaml.safe_dump(plain))
+    assert prepared(f"resume={run}").is_resumed
+
+
 def test_a_run_goes_on_in_its_folder_with_its_own_settings() -> None:
     run = make_run("accum=fixed accum.micro=8 steps=10 optimizer.lr=0.003 name=mine")
     ready = prepared(f"resume={run}")

@@ -32,14 +32,12 @@ from trainer.contract import config_hash, contract, contract_diff
 from trainer.errors import ConfigError
 from trainer.recipes import data_dir, register
 from trainer.schema.faults import LINE_LIMIT, conform, did_you_mean, flat, lookup, prune
-from trainer.schema.rules import NOT_YET
 from trainer.schema.sections import COMPONENT_PATHS, GROUPS, OWN, parse_bytes
 
 CONF = data_dir("conf")
 
 SURFACE = [
     "accum",
-    "accum.buffer",
     "accum.gradient",
     "accum.max_tokens",
     "accum.memory",
@@ -50,12 +48,9 @@ SURFACE = [
     "batch",
     "batch.global",
     "batch.normalizer",
-    "batch.schedule",
     "batch.tail",
     "batch.unit",
     "batchnorm",
-    "batchnorm.group",
-    "batchnorm.mode",
     "checkpoint.asynchronous",
     "checkpoint.every",
     "checkpoint.keep",
@@ -117,7 +112,6 @@ OPTIONS = {
     "accum": ["auto", "budget", "fixed", "own"],
     "accum/gradient": ["auto", "own", "sum"],
     "batch": ["samples", "tokens"],
-    "batchnorm": ["frozen", "ghost", "micro", "pooled", "sync"],
     "data": ["own", "stdlib", "text", "tokens"],
     "model": ["gpt2", "gpt_small", "gpt_tiny", "own"],
     "objective": ["classify", "model_loss", "next_token", "own"],
@@ -130,7 +124,6 @@ OPTIONS = {
 NEEDS: dict[str, dict[str, Any]] = {
     "accum=budget": {"accum.max_tokens": 4096},
     "accum=fixed": {"accum.micro": 8},
-    "batchnorm=micro": {"accum._target_": "trainer.plan.cuts.Fixed", "accum.micro": 8},
     "data=text": {"data.path": "notes.txt"},
     "data=tokens": {"data.path": "tokens.bin", "data.vocab_size": 256},
 }
@@ -143,10 +136,6 @@ GIVEN = {
     "StdlibText": {"split", "seed", "root"},
     "Text": {"split", "seed", "on_bad"},
     "TokenWindows": {"split"},
-}
-
-LATER = {
-    f"{key}={value}" for key, gap in NOT_YET.items() if key in GROUPS for value in gap.later or ()
 }
 
 ALL_OPTIONS = [f"{group}={option}" for group, options in OPTIONS.items() for option in options]
@@ -230,9 +219,6 @@ def test_every_option_composes_and_validates(choice):
     values = dict(NEEDS.get(choice, {}))
     if option == OWN:
         values[f"{group.replace('/', '.')}._target_"] = "my_package.Mine"
-    if choice in LATER:
-        assert f"{choice}: not in this version" in faults_of(values, choice)[0]
-        return
     config = checked(values, choice)
     assert from_plain(to_plain(config), config.typed_targets) == config
 
@@ -260,12 +246,7 @@ def test_every_option_file_says_what_it_chooses_and_every_key_what_it_does(file)
 
 @pytest.mark.parametrize(
     "file",
-    sorted(
-        file
-        for file in CONF.rglob("*.yaml")
-        if "_target_: trainer" in file.read_text()
-        and f"{file.parent.relative_to(CONF)}={file.stem}" not in LATER
-    ),
+    sorted(file for file in CONF.rglob("*.yaml") if "_target_: trainer" in file.read_text()),
     ids=lambda f: str(f.relative_to(CONF)),
 )
 def test_the_keys_of_an_option_are_the_arguments_of_its_constructor(file):
@@ -394,23 +375,16 @@ def test_nothing_heavy_is_imported():
             "depend on it; say accum=fixed accum.micro=8",
         ),
         (
-            {},
-            ("batchnorm=micro",),
+            {"batchnorm": "micro"},
+            (),
             "batchnorm=micro: depends on how the batch is cut; say accum=fixed accum.micro=8",
         ),
         (
-            {"batchnorm": {"mode": "ghost", "group": 32}},
-            (),
-            "batchnorm=ghost: not in this version, which normalises no fixed groups of samples "
-            "together; use micro with accum=fixed, or leave it out",
+            {"activation_checkpointing": "auto", "accum.micro": 8},
+            ("accum=fixed",),
+            "activation_checkpointing=auto: weighed against smaller micro-batches, which only "
+            "accum=auto chooses; say accum=auto, or activation_checkpointing=true",
         ),
-        (
-            {"batchnorm.group": 8},
-            (),
-            "batchnorm.group=8: not in this version, which normalises no fixed groups of samples "
-            "together; leave it out",
-        ),
-        ({}, ("batchnorm=sync",), "batchnorm=sync: not in this version; use micro"),
         (
             {"device": "cuda"},
             (),
@@ -461,11 +435,6 @@ def test_a_mistake_is_one_line_with_the_key_first(values, choices, line):
     assert faults_of(values, *choices) == [line]
 
 
-@pytest.mark.skipif("batch.schedule" not in NOT_YET, reason="schedules have come")
-def test_what_cannot_be_said_yet_is_answered_once():
-    assert faults_of({"batch.schedule": 5}) == ["batch.schedule=5: not in this version; use null"]
-
-
 @pytest.mark.parametrize("cut", ["accum=fixed", "accum=auto", "accum=budget"])
 def test_a_gpu_that_is_not_here_can_be_planned_for(cut):
     sizes = {"accum=fixed": "accum.micro", "accum=auto": "accum.memory"}
@@ -489,7 +458,7 @@ def test_all_faults_come_at_once():
         ({"accum.memory": "80GiB"}, "accum.memory", 80 * 2**30),
         ({"name": 2026}, "name", "2026"),
         ({"trust": "mine"}, "trust", ("mine",)),
-        ({"batch.schedule": None}, "batch.schedule", None),
+        ({"clip_norm": None}, "clip_norm", None),
         ({"parallel.timeout_s": 5}, "parallel.timeout_s", 5.0),
     ],
 )
@@ -525,7 +494,7 @@ def test_a_cut_of_ones_own_keeps_the_program_s_own_keys():
     config = checked({"accum._target_": "pkg.Cut", "accum.sizes": [1, 2]}, "accum=own")
     assert config.accum.params == {"sizes": [1, 2]}
     assert config.accum.gradient.target == "trainer.accumulate.sum.Sum"
-    assert config.accum.buffer == "native"
+    assert config.accum.packed == "auto"
 
 
 def test_a_program_s_own_key_is_checked_beside_a_class_of_ones_own():
@@ -627,10 +596,6 @@ def test_the_clock_has_a_default():
     assert checked({"epochs": 2}).total_steps is None
 
 
-def test_every_gap_is_a_key_of_the_interface():
-    assert NOT_YET.keys() <= KEYS.keys()
-
-
 EXECUTION = {
     "accum.micro": 4,
     "activation_checkpointing": True,
@@ -674,7 +639,7 @@ def test_what_changes_the_step_is_refused_by_name_unless_it_is_allowed(key):
     ("values", "picks", "has_batch_statistics"),
     [
         ({"batch.normalizer": "micro_batches"}, (), False),
-        ({}, ("batchnorm=micro",), False),
+        ({"batchnorm": "micro"}, (), False),
         ({}, (), True),
     ],
 )

@@ -16,8 +16,6 @@ import yaml
 from tests.cli_support import in_subprocess
 from tests.run_support import TOYS, curve, entries, go, only_run, read_json, state, steps
 from trainer.cli import Run
-from trainer.errors import ConfigError
-from trainer.schema.rules import NOT_YET
 
 CONF = Path(__file__).parents[1] / "conf"
 
@@ -45,11 +43,6 @@ TINY = {"width": 16, "num_layers": 1, "num_heads": 2, "max_length": 32, "vocab_s
 def options(group: str) -> list[str]:
     """The files of a group, without the one that stands for a user's own class."""
     return sorted(file.stem for file in (CONF / group).glob("*.yaml") if file.stem != "own")
-
-
-def is_later(group: str, option: str) -> bool:
-    gap = NOT_YET.get(group.replace("/", "."))
-    return gap is not None and gap.holds(option)
 
 
 def tiny(group: str, option: str) -> str:
@@ -104,10 +97,6 @@ def test_every_gradient_strategy_gives_the_gradient_of_the_whole_batch(
 
 @pytest.mark.parametrize("option", options("sync"))
 def test_every_sync_policy_gives_the_gradient_of_the_whole_batch(option: str, whole: Run) -> None:
-    if is_later("sync", option):
-        with pytest.raises(ConfigError, match="not in this version"):
-            go(f"sync={option}")
-        return
     assert_same_gradient(go(f"{UPDATE} sync={option}"), whole)
 
 

@@ -82,7 +82,7 @@ PLAN = PlanSummary(
     cap_source="the smallest that reaches 97% of the best throughput",
     step_seconds=2.2,
     cadences={"evaluation": 20, "checkpoint": None},
-    warnings=("BatchNorm in [net.bn1]: type batchnorm=ghost",),
+    warnings=("BatchNorm in [net.bn1]: type batchnorm=micro",),
 )
 
 
@@ -214,7 +214,7 @@ def test_a_plan_shows_its_arithmetic_and_marks_the_cap_it_chose(monkeypatch):
         "once, at the end",
         "does not fit",
         "unknown",
-        "warning: BatchNorm in [net.bn1]: type batchnorm=ghost",
+        "warning: BatchNorm in [net.bn1]: type batchnorm=micro",
         "6 steps of warm-up (10.0% of the run)",
         "about 2.2 s per step, 2 min 12 s in all",
     ):

@@ -257,7 +257,7 @@ def test_changed_data_end_with_3() -> None:
         "accum=auto",
         "num_workers=1",
         "checkpoint.asynchronous=true",
-        "activation_checkpointing=auto",
+        "accum=auto activation_checkpointing=auto",
     ],
 )
 def test_how_the_step_is_computed_may_change(change: str) -> None:

@@ -411,9 +411,3 @@ def _check(parts: Parts) -> None:
             "batch.normalizer=micro_batches: a mean of means is only defined for stated counts in "
             "sample order: type accum=fixed accum.micro=N"
         )
-    low = {p.dtype for p in parts.module.parameters()} & {torch.bfloat16, torch.float16}
-    if parts.config.accum.buffer == "fp32" and low:
-        raise ConfigError(
-            f"accum.buffer=fp32: the weights are {next(iter(low))}, and no optimizer here steps "
-            "them with fp32 gradients: keep fp32 weights and use precision=bf16"
-        )

@@ -20,7 +20,7 @@ from trainer.schema import rules
 from trainer.schema.arguments import arguments
 from trainer.schema.check import check
 from trainer.schema.components import Accum, Component, Data
-from trainer.schema.faults import ancestors, clip, did_you_mean, either, line, lookup, show
+from trainer.schema.faults import ancestors, clip, did_you_mean, line, lookup, prune, show
 from trainer.schema.keys import Key, describe
 from trainer.schema.sections import (
     COMPONENT_PATHS,
@@ -29,7 +29,6 @@ from trainer.schema.sections import (
     OWN,
     Auto,
     Batch,
-    BatchNorm,
     Checkpoint,
     Count,
     Eval,
@@ -53,7 +52,7 @@ from trainer.schema.slips import hint
 class RunConfig(Section):
     """One run, composed and valid."""
 
-    command: Literal["train", "plan", "verify", "evaluate", "export", "report"] = Field(
+    command: Literal["train", "plan", "verify", "evaluate", "export"] = Field(
         "train", description="what to do; a bare word on the command line is short for it"
     )
     name: Word | None = Field(
@@ -87,8 +86,9 @@ class RunConfig(Section):
     activation_checkpointing: bool | Auto = Field(
         False, description="recompute activations in backward: less memory, about 1/3 more time"
     )
-    batchnorm: BatchNorm = Field(
-        description="whose batch statistics normalise, for models that have them"
+    batchnorm: Literal["micro"] | None = Field(
+        None,
+        description="micro: yes, BatchNorm is to normalise each micro-batch; with accum=fixed",
     )
     num_workers: Auto | Natural = Field("auto", description="loading processes per rank")
     eval: Eval
@@ -107,7 +107,7 @@ class RunConfig(Section):
         None, description="run folder to continue, or auto: the newest of this name or sweep"
     )
     resume_allow: Words = Field((), description="keys of the step that a resumed run may change")
-    run: Text | Words | None = Field(
+    run: Text | None = Field(
         None, description="run folder that evaluate, export and verify read; auto: the newest"
     )
     step: Literal["last"] | Natural = Field(
@@ -178,6 +178,9 @@ COMPONENTS: Mapping[str, type[Component]] = {
 KEYS: Mapping[str, Key] = dict(describe(RunConfig))
 """Every key of the interface in reading order: doc, kind of value, default, choices."""
 
+RETIRED = ("accum.buffer", "batch.schedule", "batchnorm.mode", "batchnorm.group")
+"""Keys that earlier versions wrote, and that did nothing: runs go on without them."""
+
 
 def validate(
     raw: Mapping[str, Any],
@@ -204,7 +207,6 @@ def validate(
     picked = _picked(choices or {}, typed_keys)
     checked = check(raw, base, picked, KEYS, os.environ)
     tree, faults = checked.tree, list(checked.faults)
-    faults += rules.not_yet(tree, picked)
     faults += rules.between(tree, picked, frozenset(typed_keys))
     told = {_subject(fault) for fault in faults}
     faults += [fault for fault in arguments(tree) if _subject(fault) not in told]
@@ -250,7 +252,7 @@ def from_plain(
     Raises:
         ConfigError: the mapping is not a config of this version.
     """
-    tree = dict(plain)
+    tree = prune(plain, RETIRED)
     picked = dict(tree.pop("choices", {}))
     tree["trust"] = list(trust)
     try:
@@ -359,11 +361,10 @@ def _fault(item: Mapping[str, Any], tree: Mapping[str, Any], choices: Mapping[st
     key = next((k for k in (path, *ancestors(path)) if k in KEYS), None)
     if item["type"] == "extra_forbidden" or key is None:
         return clip(f"{path}: unknown setting.{did_you_mean(path, KEYS)}")
-    entry, value, words = KEYS[key], lookup(tree, key), rules.offered(key, KEYS[key].choices)
+    entry, value = KEYS[key], lookup(tree, key)
     example = f", e.g. {show(entry.default)}"
     example = "" if entry.default in (None, (), *entry.choices) else example
-    kind = entry.kind if len(words) == len(entry.choices) else either(words)
-    return line(key, value, f"must be {kind}{example}{hint(key, value, words)}")
+    return line(key, value, f"must be {entry.kind}{example}{hint(key, value, entry.choices)}")
 
 
 def _class_fault(path: str, tree: Mapping[str, Any], choices: Mapping[str, Any]) -> str:

@@ -10,7 +10,7 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from trainer.config import COMPONENTS, RunConfig, to_plain
+from trainer.config import COMPONENTS, RETIRED, RunConfig, to_plain
 from trainer.schema.components import Accum, Component
 from trainer.schema.faults import ancestors, did_you_mean, flat, line, show
 
@@ -43,7 +43,7 @@ def contract(
     plain = to_plain(config)
     tree = {key: plain[key] for key in STEP_KEYS}
     tree |= {"steps": config.total_steps, "epochs": config.epochs}
-    is_micro = config.batchnorm.mode == "micro" or config.batch.normalizer == "micro_batches"
+    is_micro = config.batchnorm == "micro" or config.batch.normalizer == "micro_batches"
     if has_batch_statistics or is_micro:
         own = Accum.model_fields.keys() - Component.model_fields.keys()
         tree["accum"] = {key: value for key, value in plain["accum"].items() if key not in own}
@@ -73,7 +73,7 @@ def contract_diff(
         One line per key.
     """
     faults = []
-    for key in sorted(old.keys() | new.keys()):
+    for key in sorted((old.keys() | new.keys()) - set(RETIRED)):
         before, now = old.get(key), new.get(key)
         if before == now or not {key, *ancestors(key)}.isdisjoint(allow):
             continue

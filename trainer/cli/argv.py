@@ -20,7 +20,6 @@ COMMANDS: Mapping[str, str] = {
     "verify": "prove on your model and data that the planned step is the whole-batch step",
     "evaluate": "evaluate a run on the held-out data: run=RUN",
     "export": "write a run's weights as safetensors: run=RUN export.to=DIR",
-    "report": "draw the curves of one or many runs as one HTML page: run=RUN or run=[RUN,RUN]",
 }
 
 _SWITCHES: Mapping[str, str] = {
@@ -186,11 +185,8 @@ def _unknown_word(word: str) -> str:
         return clip(f"{word}: unknown command. Did you mean {key}={value}?")
     if "." in word:
         return f"{word}: needs a value, as in {word}=VALUE"
-    from trainer.schema.rules import offered  # noqa: PLC0415 - a command that is one needs no schema
-
-    there = offered("command", list(COMMANDS))
-    near = did_you_mean(word, there)
-    return f"{word}: unknown command.{near} {_among(there)}; settings are key=value"
+    near = did_you_mean(word, COMMANDS)
+    return f"{word}: unknown command.{near} {_among(COMMANDS)}; settings are key=value"
 
 
 def _among(choices: Iterable[str]) -> str:

@@ -20,11 +20,9 @@ from trainer.cli.argv import COMMANDS
 from trainer.config import COMPONENTS, KEYS
 from trainer.recipes import GROUP, available, data_dir
 from trainer.schema.faults import show as shown
-from trainer.schema.rules import LATER_KEYS, UNFORMED, offered
 from trainer.schema.sections import GROUPS, OWN
 
 _WIDTH = 100  # of a file or a pipe
-_LATER = " (not in this version)"
 
 _EXAMPLES = (
     ("train batch.global=512 accum=auto", "the default model on real text, in minutes"),
@@ -60,8 +58,7 @@ def show(own_folder: str | None = None) -> None:
         "[bold]usage[/]: train \\[COMMAND] \\[GROUP=OPTION ...] \\[KEY=VALUE ...] \\[FLAG ...]\n"
     )
     folders = [data_dir("conf"), *([Path(own_folder)] if own_folder is not None else [])]
-    commands = [(name, COMMANDS[name]) for name in offered("command", list(COMMANDS))]
-    _print(console, "commands", commands)
+    _print(console, "commands", COMMANDS.items())
     _print(console, "examples", _EXAMPLES)
     _print(console, "groups  (the default first)", _groups(folders))
     where = f"{folders[0]}/GROUP/OPTION.yaml"
@@ -92,9 +89,8 @@ def _groups(folders: Sequence[Path]) -> Iterator[tuple[str, Text]]:
         path = group.replace(".", "/")
         names = {file.stem for folder in folders for file in (folder / path).glob("*.yaml")}
         default = defaults.get(path, "")
-        others = offered(group, sorted(names - {default, OWN}))
+        others = sorted(names - {default, OWN})
         line = Text(default, style="bold")
-        line.append(_LATER if default == UNFORMED else "", style="not bold dim")
         line.append(f"{'  ' if others else ''}{'  '.join(others)}", style="not bold")
         if group in COMPONENTS:
             line.append(f"  {group}._target_=package.Class", style="not bold dim")
@@ -116,12 +112,9 @@ def _sections(conf: Path) -> Iterator[tuple[str, list[tuple[str, Text]]]]:
         head, _, tail = key.partition(".")
         line = Text(entry.doc)
         default = defaults.get(key, entry.default)
-        several = entry.choices if len(entry.choices) > 1 else ()
-        words = offered(key.removesuffix(".mode"), several)  # an option sets the mode of its group
+        words = entry.choices if len(entry.choices) > 1 else ()
         if default not in (None, (), [], {}):
             line.append(f"  [{'|'.join(dict.fromkeys((shown(default), *words)))}]", style="dim")
-        if key in LATER_KEYS or default == UNFORMED:
-            line.append(_LATER, style="dim")
         rows.setdefault(head if tail else "run", []).append((key, line))
     yield "keys  (in brackets: the default|other words)", rows.pop("run")
     yield from rows.items()

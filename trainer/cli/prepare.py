@@ -42,8 +42,8 @@ from trainer.errors import ConfigError, NoCheckpointError
 from trainer.schema.faults import clip
 from trainer.schema.faults import line as fault
 
-READING = frozenset({"evaluate", "export", "report"})
-"""Commands that work on a run that is there, and make no folder."""
+READING = frozenset({"evaluate", "export"})
+"""Commands that read a run that is there, and make no folder."""
 
 _LOOKING = frozenset({"plan", "verify"})  # on a run as well, but into folders of their own
 
@@ -148,13 +148,13 @@ class Preparation:
             ConfigError: one line per fault.
             NoCheckpointError: the run to go on with, or to read, is not there.
         """
-        command = _word(overrides, "command")
-        key = "run" if command == "verify" and value_of(overrides, "run") is not None else "resume"
+        command, named = _word(overrides, "command"), _word(overrides, "run")
+        if command in READING and named is not None:
+            return self._reading(overrides, named)
+        key = "run" if command == "verify" and named is not None else "resume"
         resume = _word(overrides, key)
         # It begins where the run is, and in a folder of its own, as with `resume=`.
         overrides = [renamed(each, key, "resume") for each in overrides]
-        if command in READING and value_of(overrides, "run") is not None:
-            return self._reading(overrides)
         run = self._to_resume(overrides, resume, key)
         if run is not None:
             with self._hinting(run, overrides):
@@ -283,32 +283,21 @@ class Preparation:
             hint = f"--config-dir: the run was started with --config-dir={own}; give it again"
             raise ConfigError(*replay.about(error.faults, typed), clip(hint)) from None
 
-    def _reading(self, overrides: Sequence[Override]) -> Ready:
-        """Prepare a command that works on runs which are there.
-
-        Raises:
-            ConfigError: `run` names none, or as `_read` does.
-        """
-        named = value_of(overrides, "run")
+    def _reading(self, overrides: Sequence[Override], named: str) -> Ready:
+        """Prepare a command that reads a run which is there."""
         if named == replay.AUTO:
             outlook = self.composer.look_ahead(without(overrides, "run"), self.groups)
             named = str(replay.newest_to_read(outlook.outputs, outlook.name))
-        listed = named if isinstance(named, list) else [named]
-        if not listed or not all(isinstance(run, str) and run for run in listed):
-            raise ConfigError(fault("run", named, "must be a run folder, as in ./1, or a list"))
-        runs = [replay.find(run, "run") for run in listed]
-        with self._hinting(runs[0], overrides):
-            return self._read(overrides, runs, named)
-
-    def _read(self, overrides: Sequence[Override], runs: Sequence[Path], named: object) -> Ready:
-        asked = without(overrides, "run", "hydra.run.dir")
-        old = [] if value_of(overrides, "command") == "report" else replay.saved_overrides(runs[0])
-        merged = replay.merge(old, asked, self.groups)
-        listed = f"[{','.join(map(quote, runs))}]" if isinstance(named, list) else quote(runs[0])
-        job = self.composer.check(
-            [*merged, read(f"run={listed}")], self.groups, replayed=_from(old, asked, merged)
-        )
-        return Ready(job=_pinned(job, runs[0], None), makes_folder=False)
+        run = replay.find(named, "run")
+        with self._hinting(run, overrides):
+            asked, old = without(overrides, "run", "hydra.run.dir"), replay.saved_overrides(run)
+            merged = replay.merge(old, asked, self.groups)
+            job = self.composer.check(
+                [*merged, read(f"run={quote(run)}")],
+                self.groups,
+                replayed=_from(old, asked, merged),
+            )
+            return Ready(job=_pinned(job, run, None), makes_folder=False)
 
 
 @contextmanager

@@ -58,7 +58,6 @@ _NUMBER_KEYS: Mapping[str, tuple[str, ...]] = {
     "optimizer": ("optimizer.lr",),
     "parallel": ("parallel.ranks",),
     "scheduler": ("scheduler.warmup",),
-    "batchnorm": ("batchnorm.group",),
 }
 
 

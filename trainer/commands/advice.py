@@ -129,16 +129,15 @@ def _statistics(prepared: Prepared) -> Iterator[str]:
     whose = f"each micro-batch ({_span(sizes)} samples)"
     if parts.world.size > 1:
         whose += " of each rank, whose running statistics are its own"
-    if parts.config.batchnorm.mode == "micro":
+    if parts.config.batchnorm == "micro":
         yield (
             f"{norm} is BatchNorm, normalised over {whose}: the step changes with accum.micro, "
             "accum.steps and the number of ranks"
         )
     else:
         yield (
-            f"{norm} is BatchNorm, and its ghost groups are not in this version: it is normalised "
-            f"over {whose}, so the step changes with these; to say that you mean it, type "
-            "batchnorm=micro"
+            f"{norm} is BatchNorm, normalised over {whose}, so the step changes with these; to "
+            "say that you mean it, type batchnorm=micro"
         )
 
 

@@ -117,7 +117,9 @@ def _unknown(
             yield key, line(key, value, f"is a section, not a value; it has {names}")
         elif parent is None:
             yield key, _unknown_line(key, value, known, choices, keys)
-        elif known[parent] is not None and not isinstance(known[parent], Mapping):
+        elif not isinstance(known[parent], Mapping) and (
+            parent in keys or known[parent] is not None
+        ):
             yield key, clip(f"{key}: unknown setting. {parent} is one value, {parent}=...")
 
 

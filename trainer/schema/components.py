@@ -38,9 +38,6 @@ class Accum(Component):
     """How a global batch is cut into micro-batches, and how their gradients are joined."""
 
     gradient: Component = Field(description="how gradients of micro-batches become the step's")
-    buffer: Literal["native", "fp32"] = Field(
-        "native", description="dtype of the accumulated gradient"
-    )
     packed: bool | Auto = Field(
         "auto", description="lay documents end to end, for models that take cu_seqlens; auto: GPU"
     )

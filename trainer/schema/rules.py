@@ -1,21 +1,21 @@
-"""What must hold between keys, and what this version cannot do yet: one line per fault."""
+"""What must hold between keys: one line per fault."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePath
-from typing import Any, final
+from typing import Any
 
 from trainer.errors import ConfigError
 from trainer.membership import node_of, rendezvous_of
 from trainer.plan.batch import resolve_fixed
 from trainer.plan.mesh import copies_of
-from trainer.schema.faults import clip, either, line, lookup
+from trainer.schema.faults import clip, line, lookup
 from trainer.schema.sections import DEFAULT_GLOBAL, DEFAULT_STEPS
 
 FIXED_CUT = "trainer.plan.cuts.Fixed"
+AUTO_CUT = "trainer.plan.cuts.Auto"
 PLANNED = ("auto", "budget")
 """Cuts that choose which samples share a micro-batch."""
 
@@ -24,61 +24,7 @@ NO_GPU = (
     "not here: train plan device=cuda accum.memory=80GiB"
 )
 
-NO_GROUPS = "not in this version, which normalises no fixed groups of samples together"
-
-
-@final
-@dataclass(frozen=True)
-class Gap:
-    """What a key cannot say yet.
-
-    Attributes:
-        works: values that do.
-        later: values that do not; None where everything but `works` does not.
-    """
-
-    works: tuple[object, ...]
-    later: tuple[object, ...] | None = None
-
-    def holds(self, value: object) -> bool:
-        """Whether a value falls into the gap."""
-        return value not in self.works if self.later is None else value in self.later
-
-
-NOT_YET: Mapping[str, Gap] = {
-    "command": Gap(("train", "plan", "verify", "evaluate", "export"), later=("report",)),
-    "batch.schedule": Gap((None,)),
-    "batchnorm": Gap(("micro",), later=("pooled", "sync", "frozen")),
-}
-"""The values of the interface that are still to come: an issue that brings one deletes its row."""
-
-UNFORMED = "ghost"
-"""The default of `batchnorm`: no claim while it is not typed, since no groups are formed yet."""
-
-LATER_KEYS = ("batch.schedule", "batchnorm.group")
-"""Keys that say nothing in this version."""
-
 Tree = Mapping[str, Any]
-
-
-def not_yet(tree: Tree, choices: Mapping[str, Any]) -> Iterator[str]:
-    """Name every value that belongs to a feature this version lacks.
-
-    Yields:
-        One line per fault.
-    """
-    for key, gap in NOT_YET.items():
-        value = lookup(tree, key)
-        if isinstance(value, Mapping) and key in choices:
-            value = value.get("mode", choices[key])
-        if gap.holds(value):
-            yield line(key, value, f"not in this version; use {either(gap.works)}")
-
-
-def offered(key: str, choices: Sequence[str]) -> list[str]:
-    """Keep the words of a key that this version knows what to do with."""
-    gap = NOT_YET.get(key)
-    return [word for word in choices if gap is None or not gap.holds(word)]
 
 
 def between(tree: Tree, choices: Mapping[str, Any], typed: frozenset[str]) -> Iterator[str]:
@@ -89,7 +35,6 @@ def between(tree: Tree, choices: Mapping[str, Any], typed: frozenset[str]) -> It
     """
     yield from _clock(tree)
     yield from _cut(tree, choices)
-    yield from _batch_statistics(tree, choices, typed)
     yield from _ranks(tree, choices)
     yield from _device(tree)
     yield from _sizes(tree, typed)
@@ -129,26 +74,14 @@ def _cut(tree: Tree, choices: Mapping[str, Any]) -> Iterator[str]:
             f"batch.normalizer=micro_batches: accum={name} sorts by length, and a mean of means "
             "would depend on it; say accum=fixed accum.micro=8"
         )
-
-
-def _batch_statistics(
-    tree: Tree, choices: Mapping[str, Any], typed: frozenset[str]
-) -> Iterator[str]:
-    """Refuse what no cut could keep, and groups that nobody forms yet.
-
-    The default is `ghost`, which is no claim while it is not typed: a model with BatchNorm is
-    then refused under a planned cut, and warned of under a fixed one.
-
-    Yields:
-        One line per fault.
-    """
-    mode = lookup(tree, "batchnorm.mode")
-    if mode == "micro" and choices.get("accum") in PLANNED:
+    if name in PLANNED and tree.get("batchnorm") == "micro":
         yield "batchnorm=micro: depends on how the batch is cut; say accum=fixed accum.micro=8"
-    elif mode == UNFORMED and not typed.isdisjoint({"batchnorm", "batchnorm.mode"}):
-        yield line("batchnorm", mode, f"{NO_GROUPS}; use micro with accum=fixed, or leave it out")
-    if "batchnorm.group" in typed:
-        yield line("batchnorm.group", lookup(tree, "batchnorm.group"), f"{NO_GROUPS}; leave it out")
+    is_auto = tree.get("activation_checkpointing") == "auto"
+    if is_auto and lookup(tree, "accum._target_") != AUTO_CUT:
+        yield (
+            "activation_checkpointing=auto: weighed against smaller micro-batches, which only "
+            "accum=auto chooses; say accum=auto, or activation_checkpointing=true"
+        )
 
 
 def _ranks(tree: Tree, choices: Mapping[str, Any]) -> Iterator[str]:
@@ -303,13 +236,16 @@ def _may_have_gpu() -> bool:
 
 def _command(tree: Tree) -> Iterator[str]:
     command, run = tree.get("command"), tree.get("run")
-    if command in ("evaluate", "export", "report"):
-        if run is None and command != "report":
+    if command in ("evaluate", "export"):
+        if run is None:
             yield f"run: train {command} needs a run folder: run=outputs/... or run=auto"
     elif run is not None:
         yield line("run", run, "read by evaluate, export and verify; to go on with a run: resume=")
-    if command == "export" and lookup(tree, "export.to") is None:
+    target = lookup(tree, "export.to")
+    if command == "export" and target is None:
         yield "export.to: train export needs a folder to write into: export.to=DIR"
+    elif command != "export" and target is not None:
+        yield line("export.to", target, "written by train export run=RUN alone; leave it out")
     if tree.get("init") is not None and tree.get("resume") is not None:
         yield line("init", tree["init"], "starts a new run; resume= goes on with an old one")
 

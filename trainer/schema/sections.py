@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, final
+from typing import Annotated, Literal, final
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -83,7 +83,7 @@ COMPONENT_PATHS: tuple[str, ...] = (
 )
 """Where a config names a class, by `_target_`."""
 
-GROUPS: tuple[str, ...] = ("batch", "parallel", "batchnorm", *COMPONENT_PATHS)
+GROUPS: tuple[str, ...] = ("batch", "parallel", *COMPONENT_PATHS)
 """Where a folder of `conf/` gives options; `accum.gradient` is the folder `accum/gradient`."""
 
 OWN = "own"
@@ -114,9 +114,6 @@ class Batch(Section):
     )
     tail: Literal["keep", "drop"] = Field(
         "keep", description="the last, short global batch of an epoch; kept with its own normalizer"
-    )
-    schedule: dict[str, Any] | None = Field(
-        None, description="growth or shrinkage of the global batch over training"
     )
 
 
@@ -189,15 +186,6 @@ class Nonfinite(Section):
     """Steps whose loss or gradient is not finite."""
 
     limit: Count = Field(10, description="such steps in a row, all skipped, before exit 6")
-
-
-class BatchNorm(Section):
-    """Batch statistics under gradient accumulation."""
-
-    mode: Literal["ghost", "pooled", "micro", "sync", "frozen"] = Field(
-        "ghost", description="whose statistics normalise; micro is PyTorch's; type batchnorm=micro"
-    )
-    group: Count = Field(32, description="ghost: samples that are normalised together")
 
 
 class Export(Section):
