@@ -89,6 +89,9 @@ def test_the_newest_run_of_a_name_is_evaluated_and_exported() -> None:
     assert not (older.folder / "evaluate.json").exists()
     assert shell("export run=auto name=other export.to=weights trust=[tests]") == 0
     assert read_json(Path("weights/config.json"))["step"] == 1
+    newest = go("steps=3 name=last")
+    assert shell("evaluate run=auto trust=[tests]") == 0
+    assert read_json(newest.folder / "evaluate.json")["step"] == 3
     with pytest.raises(NoCheckpointError, match="run=auto: no run named nobody below"):
         go("command=evaluate run=auto name=nobody")
     with pytest.raises(NoCheckpointError, match="run=auto: no run named nobody below"):

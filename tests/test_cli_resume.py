@@ -247,6 +247,14 @@ def test_a_run_folder_gives_no_trust() -> None:
     assert typed.model.params == {"width": 4}
 
 
+def test_classes_of_the_model_libraries_want_no_trust() -> None:
+    sizes = "model._target_=torch.nn.Linear model.in_features=2 model.out_features=2"
+    run = make_run(f"{sizes} optimizer._target_=torch.optim.SGD accum=fixed accum.micro=8")
+    again = prepared(f"resume={run}")
+    assert again.is_resumed
+    assert "trust" not in to_go_on(again.job.config, run)
+
+
 def test_all_classes_of_ones_own_are_one_line_to_trust() -> None:
     run = make_run("model._target_=net.Net data._target_=net.Data accum=fixed accum.micro=8")
     with pytest.raises(ConfigError) as caught:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, load_model
 from tests.reliability.faults import Fault, FaultyDisk
 from tests.run_support import TOYS, go, only_run, overrides, read_json, shell, state
 from tests.run_toys import Net
-from trainer import durable
+from trainer import durable, train
 from trainer.checkpoint.lock import hold
 from trainer.cli import Run
 from trainer.errors import ConfigError, DoesNotFitError, NoCheckpointError
@@ -130,6 +130,44 @@ def test_step_picks_the_checkpoint_that_a_command_reads(capsys: pytest.CaptureFi
         go(f"init={run.folder} step=3")
     with pytest.raises(NoCheckpointError, match=r"init=at-2 is no run folder; leave step out"):
         go("init=at-2 step=2")
+
+
+def test_the_folder_of_a_checkpoint_picks_it(capsys: pytest.CaptureFixture[str]) -> None:
+    run = go("checkpoint.every=2 steps=4")
+    checkpoint = f"{run.folder}/checkpoints/step-00000002"
+    assert shell(f"evaluate run={checkpoint} trust=[tests]") == 0
+    assert read_json(run.folder / "evaluate.json")["step"] == 2
+    assert shell(f"export run={checkpoint}/ export.to=weights trust=[tests]") == 0
+    assert read_json(Path("weights/config.json"))["step"] == 2
+    assert shell(f"evaluate run={checkpoint} step=4 trust=[tests]") == 2
+    assert "is a checkpoint; leave step out" in capsys.readouterr().err
+    assert shell(f"evaluate run={run.folder}/checkpoints/step-00000003 trust=[tests]") == 4
+    assert "no checkpoint of step 3" in capsys.readouterr().err
+
+
+def test_python_gets_what_the_command_found() -> None:
+    run = go("steps=2")
+    asked = [f"run={run.folder}", "trust=[tests]"]
+    evaluated = train(["evaluate", *asked])
+    assert evaluated.result == read_json(run.folder / "evaluate.json")
+    verified = train(["verify", *asked])
+    assert verified.result == read_json(verified.folder / "verify.json")
+    assert train(["plan", *overrides("")]).result["accum_steps"] == 3
+    assert train(["export", *asked, "export.to=weights"]).result == {}
+    for typed in (["evaluat", *asked], ["-m", "seed=1,2"], ["plan", "evaluate", *asked]):
+        with pytest.raises(ConfigError):
+            train(typed)
+
+
+def test_a_plan_shows_the_learning_rate_that_is_scaled_to_the_batch(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    scaled = "scheduler=constant scheduler.scale=linear scheduler.reference_batch=2"
+    groups = "'optimizer.groups={head.*: {lr: 0.01}}'"
+    go(f"command=plan optimizer.lr=0.003 {scaled} {groups}")
+    words = said(capsys)
+    assert "lr 0.012, adamw" in words
+    assert "head.*: 2 tensors, 144 parameters, lr 0.04" in words
 
 
 @pytest.mark.parametrize(

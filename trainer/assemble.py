@@ -88,6 +88,11 @@ class Parts:
         """What `batch.global` came to."""
         return self.source.order.global_size
 
+    @property
+    def lr_scale(self) -> float:
+        """What `scheduler.scale` multiplies every learning rate by."""
+        return self.schedule.batch_factor(self.global_size)
+
     def kit(self, *, is_fresh: bool = True) -> Kit:
         """Compose the step. Builds the optimizer; the model may not be replaced after it.
 
@@ -102,7 +107,6 @@ class Parts:
             self.weights.draw if self.weights is not None and is_fresh else None,
         )
         optimizer = self.spec.build(self.module)
-        scale = self.schedule.batch_factor(self.global_size)
         if self.config.compile:
             # In place: names, weights and checkpoints stay those of the bare module.
             self.module.compile(dynamic=True)
@@ -114,8 +118,8 @@ class Parts:
             sync=self.spread.sync,
             normalizer=self.config.batch.normalizer,
             optimizer=optimizer,
-            lr=self.spec.lr * scale,
-            base_lrs=tuple(group["lr"] * scale for group in optimizer.param_groups),
+            lr=self.spec.lr * self.lr_scale,
+            base_lrs=tuple(group["lr"] * self.lr_scale for group in optimizer.param_groups),
             schedule=self.schedule,
             total_steps=self.total_steps,
             clip_norm=self.config.clip_norm,

@@ -19,7 +19,7 @@ from trainer.plan.batch import resolve_fixed
 from trainer.schema import rules
 from trainer.schema.arguments import arguments
 from trainer.schema.check import check
-from trainer.schema.components import Accum, Component, Data
+from trainer.schema.components import LIBRARIES, Accum, Component, Data
 from trainer.schema.faults import ancestors, clip, did_you_mean, line, lookup, prune, show
 from trainer.schema.keys import Key, describe
 from trainer.schema.sections import (
@@ -137,10 +137,21 @@ class RunConfig(Section):
         return frozenset(typed | {"hooks" for hook in self.hooks if hook.typed_target})
 
     @property
+    def own_classes(self) -> dict[str, str]:
+        """Classes beyond this program and the model libraries, by the key that names them."""
+        named = {path: attrgetter(path)(self).target for path in COMPONENTS}
+        named |= {f"hooks[{place}]": hook.target for place, hook in enumerate(self.hooks)}
+        return {
+            path: target
+            for path, target in named.items()
+            if target.partition(".")[0] != "trainer"
+            and target.rpartition(".")[0] not in LIBRARIES.get(path, ())
+        }
+
+    @property
     def packages(self) -> tuple[str, ...]:
-        """Packages beyond this one that the run's classes come from."""
-        named = [*(attrgetter(path)(self) for path in COMPONENTS), *self.hooks]
-        return tuple(sorted({each.target.partition(".")[0] for each in named} - {"trainer"}))
+        """Packages that `trust` has to name where nobody types the run's classes."""
+        return tuple(sorted({each.partition(".")[0] for each in self.own_classes.values()}))
 
     def settled(self, world_size: int) -> Self:
         """Fill in `batch.global` where `accum.micro` and `accum.steps` give it.

@@ -29,6 +29,14 @@ if TYPE_CHECKING:
     from trainer.cli.compose import Composer
     from trainer.cli.prepare import Ready, Sweep
 
+RECORDS: Mapping[str, str] = {
+    "train": "result.json",
+    "plan": "plan.json",
+    "verify": "verify.json",
+    "evaluate": "evaluate.json",
+}
+"""What each command writes its findings into, in the run folder."""
+
 _LOGGING = "hydra/hydra_logging"
 _ERASE = "\x1b[2K"
 """What a terminal takes for: empty this line."""
@@ -42,7 +50,7 @@ class Run:
     Attributes:
         folder: the run folder.
         exit_code: as of the command line.
-        result: as in result.json; empty for commands that write none.
+        result: what the command found, as in the file that it writes; empty for export.
     """
 
     folder: Path
@@ -81,8 +89,8 @@ def train(config: Mapping[str, Any] | Sequence[str] = (), **hydra_flags: str) ->
     """Run from Python or a notebook what a command line runs.
 
     Args:
-        config: a composed config, nested mappings of some settings, or a list of overrides as
-            they are typed: `train(["batch.global=64", "accum=fixed", "accum.micro=8"])`.
+        config: a composed config, nested mappings of some settings, or a command and overrides
+            as they are typed: `train(["verify", "batch.global=64", "accum=budget"])`.
         hydra_flags: `config_dir="..."` for a folder of options of one's own.
 
     Returns:
@@ -103,7 +111,9 @@ def train(config: Mapping[str, Any] | Sequence[str] = (), **hydra_flags: str) ->
     code = 0
     if ready.done is None:
         code = start(ready, composer, launch, sets_up_logging=False)
-    return Run(folder=folder, exit_code=code, result=read_json(folder / "result.json"))
+    record = RECORDS.get(ready.job.config.command)
+    result = {} if record is None else read_json(folder / record)
+    return Run(folder=folder, exit_code=code, result=result)
 
 
 def _run(argv: Sequence[str]) -> int:
@@ -122,8 +132,7 @@ def _run(argv: Sequence[str]) -> int:
         with piped():
             return _ask_hydra([*request.hydra_flags(), *request.overrides])
     composer = _composer(request)
-    command = [] if request.command is None else [f"command={request.command}"]
-    lines = [*command, *request.overrides]
+    lines = request.lines
     if request.is_sweep or "hydra.mode=MULTIRUN" in lines:
         return _run_sweep(request, lines, composer)
     return _run_single(request, lines, composer)

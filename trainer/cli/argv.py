@@ -60,6 +60,11 @@ class Request:
     overrides: tuple[str, ...]
 
     @property
+    def lines(self) -> list[str]:
+        """The overrides, the command word as one of them."""
+        return [*([] if self.command is None else [f"command={self.command}"]), *self.overrides]
+
+    @property
     def is_sweep(self) -> bool:
         """Whether `-m` was typed."""
         return "--multirun" in self.flags

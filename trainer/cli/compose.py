@@ -7,7 +7,6 @@ wording for `key=`, `+key=` and `++key=`, and the options alone stay at hand as 
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -42,7 +41,6 @@ from trainer.cli.settings import (
 )
 from trainer.config import COMPONENTS, KEYS, RunConfig, validate
 from trainer.errors import ConfigError
-from trainer.schema.components import LIBRARIES, Component
 from trainer.schema.consent import consent_faults
 from trainer.schema.faults import clip, did_you_mean, flat, lookup
 from trainer.schema.secrets import leaked
@@ -377,15 +375,11 @@ def _read_target(file: Path) -> object:
 
 def _trust_faults(config: RunConfig) -> list[str]:
     """Say in one line which classes nobody consented to, before a module could be imported."""
-    components = {path: _component(config, path) for path in COMPONENTS}
-    components |= {f"hooks[{place}]": hook for place, hook in enumerate(config.hooks)}
-    allowed = {"trainer", *config.trust}
     unknown = {
-        path: component.target
-        for path, component in components.items()
-        if not component.typed_target
-        and component.target.partition(".")[0] not in allowed
-        and component.target.rpartition(".")[0] not in LIBRARIES.get(path, ())
+        path: target
+        for path, target in config.own_classes.items()
+        if path.partition("[")[0] not in config.typed_targets
+        and target.partition(".")[0] not in config.trust
     }
     if not unknown:
         return []
@@ -395,11 +389,6 @@ def _trust_faults(config: RunConfig) -> list[str]:
     remedy = f"type 'trust=[{','.join(packages)}]'"
     named = f"{path}.{TARGET}={target}{more}: named by a recipe or a run, not by you"
     return [clip(f"{named}; {remedy}")]
-
-
-def _component(config: RunConfig, path: str) -> Component:
-    found: Component = functools.reduce(getattr, path.split("."), config)  # type: ignore[assignment]
-    return found
 
 
 def _folder_faults(full: DictConfig, tree: Mapping[str, Any], typed: frozenset[str]) -> list[str]:

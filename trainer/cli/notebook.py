@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
+from trainer.cli.argv import split
 from trainer.cli.compose import Composer, plain_of
 from trainer.cli.settings import NOT_TEXT, TARGET, Groups, quote
 from trainer.config import COMPONENTS
@@ -41,7 +42,11 @@ def overrides_of(config: Mapping[str, Any] | Sequence[str], composer: Composer) 
     if isinstance(config, str) or not isinstance(config, Mapping | Sequence):
         raise ConfigError("train(...): takes a config, a mapping, or a list of overrides")
     if not isinstance(config, Mapping):
-        return [str(line) for line in config]
+        request = split([str(line) for line in config])
+        if request.flags:
+            name = next(iter(request.flags))
+            raise ConfigError(f"train(...): {name} is for the command line, or an argument by name")
+        return request.lines
     tree = {str(key): value for key, value in config.items() if key != "hydra"}
     chosen = dict(tree.pop("choices", None) or _choices(config.get("hydra")))
     chosen = chosen or _recognised(tree, composer.config_folder)

@@ -148,6 +148,7 @@ class Preparation:
             ConfigError: one line per fault.
             NoCheckpointError: the run to go on with, or to read, is not there.
         """
+        overrides = _at_checkpoint(overrides)
         command, named = _word(overrides, "command"), _word(overrides, "run")
         if command in READING and named is not None:
             return self._reading(overrides, named)
@@ -410,6 +411,22 @@ def _from(
     """Tell which overrides are a run's alone; what is typed again is the user's own."""
     typed = {dotted(override) for override in asked}
     return [o for o in merged if dotted(o) not in typed and any(o is each for each in old)]
+
+
+def _at_checkpoint(overrides: Sequence[Override]) -> Sequence[Override]:
+    """Read `run=RUN/checkpoints/step-N` as `run=RUN step=N`.
+
+    Raises:
+        ConfigError: `step` is typed as well.
+    """
+    named = _word(overrides, "run")
+    found = None if named is None else replay.checkpoint_of(named)
+    if found is None:
+        return overrides
+    if (step := value_of(overrides, "step")) is not None:
+        raise ConfigError(fault("step", step, f"run={named} is a checkpoint; leave step out"))
+    run, number = found
+    return [*without(overrides, "run"), read(f"run={quote(run)}"), read(f"step={number}")]
 
 
 def _word(overrides: Sequence[Override], key: str) -> str | None:

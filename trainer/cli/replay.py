@@ -61,6 +61,14 @@ def find(folder: str | Path, key: str = "resume") -> Path:
     return path
 
 
+def checkpoint_of(folder: str) -> tuple[Path, int] | None:
+    """Tell the run and the step of `RUN/checkpoints/step-N`; `None` for any other folder."""
+    path = Path(folder).expanduser().absolute()
+    number = path.name.removeprefix("step-")
+    is_one = path.parent.name == "checkpoints" and path.name != number and number.isdecimal()
+    return (path.parent.parent, int(number)) if is_one else None
+
+
 def find_training(folder: str, key: str = "resume") -> Path:
     """Find a training run that can go on.
 
@@ -84,19 +92,20 @@ def find_training(folder: str, key: str = "resume") -> Path:
 
 
 def newest_to_read(outputs: Path, name: str | None) -> Path:
-    """The newest training run of a name that has a checkpoint to evaluate or export.
+    """The newest training run that has a checkpoint to evaluate or export.
 
     Args:
         outputs: as for `newest`.
-        name: likewise.
+        name: of the run; `None` for whichever.
 
     Raises:
         NoCheckpointError: there is none.
     """
-    found = [run for run in _runs(outputs, name) if has_checkpoint(run)]
+    named = (run for run in _runs(outputs) if name in (None, saved_config(run).get("name")))
+    found = [run for run in named if has_checkpoint(run)]
     if not found:
-        called = "without a name" if name is None else f"named {name}"
-        raise NoCheckpointError(f"run=auto: no run {called} below {outputs} has a checkpoint")
+        called = "run" if name is None else f"run named {name}"
+        raise NoCheckpointError(f"run=auto: no {called} below {outputs} has a checkpoint")
     return max(found, key=_age)
 
 
@@ -107,13 +116,14 @@ def newest(outputs: Path, name: str | None) -> Path | None:
         outputs: root of the run folders; runs of sweeps, deeper down, are not looked at.
         name: the run's `name`; `None` for the runs that have none.
     """
-    return max(_runs(outputs, name), key=_age, default=None)
+    found = [run for run in _runs(outputs) if saved_config(run).get("name") == name]
+    return max(found, key=_age, default=None)
 
 
-def _runs(outputs: Path, name: str | None) -> list[Path]:
+def _runs(outputs: Path) -> list[Path]:
     depths = ("*", "*/*")
     runs = [path.parent for depth in depths for path in outputs.glob(f"{depth}/config.yaml")]
-    return [run for run in runs if run.parent.name != "multirun" and _fits(run, name)]
+    return [run for run in runs if run.parent.name != "multirun" and can_go_on(run)]
 
 
 def newest_sweep(outputs: Path, overrides: Sequence[str]) -> Path | None:
@@ -275,10 +285,6 @@ def next_subfolder(*runs: Path) -> str:
         return SUBFOLDER
     earlier = [path for run in runs for path in run.glob(f"{SUBFOLDER}/resume_*/overrides.yaml")]
     return f"{SUBFOLDER}/resume_{max(map(_resumption, earlier), default=0) + 1}"
-
-
-def _fits(run: Path, name: str | None) -> bool:
-    return saved_config(run).get("name") == name and can_go_on(run)
 
 
 def _age(folder: Path) -> tuple[float, str]:

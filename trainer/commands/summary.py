@@ -51,7 +51,7 @@ def summarize(prepared: Prepared) -> PlanSummary:
         num_tokens=int(lengths.sum()),
         num_cut_tokens=int(getattr(parts.train_set, "num_cut", 0)),
         optimizer=config.optimizer.name or config.optimizer.target,
-        lr=parts.spec.lr,
+        lr=parts.spec.lr * parts.lr_scale,
         scheduler=config.scheduler.name or config.scheduler.target,
         warmup_steps=int(getattr(parts.schedule, "warmup", 0) or 0),
         device=_device(prepared),
@@ -90,7 +90,8 @@ def _groups(parts: Parts) -> Iterator[str]:
     rest = [p for p in parts.module.parameters() if id(p) not in taken]
     for pattern, members in [*matched.items(), ("others", rest)] if matched else ():
         settings = spec.groups.get(pattern, {})
-        rate = "frozen" if settings.get("frozen") else f"lr {settings.get('lr', spec.lr):g}"
+        lr = settings.get("lr", spec.lr) * parts.lr_scale
+        rate = "frozen" if settings.get("frozen") else f"lr {lr:g}"
         count = plural(sum(p.numel() for p in members), "parameter")
         yield f"{pattern}: {plural(len(members), 'tensor')}, {count}, {rate}"
 
