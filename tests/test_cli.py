@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
-from cli_support import OWN_RUN, faults, in_process, in_subprocess, make_own_folder
+from cli_support import CHECKOUT, OWN_RUN, faults, in_process, in_subprocess, make_own_folder
 from hydra import compose, initialize_config_dir
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -353,6 +353,44 @@ def test_a_failed_job_does_not_stop_a_sweep(
     assert "job 3 of 4: ++model._target_=net.Net seed=2" in out
     assert (sweep / "sweep.png").read_bytes().startswith(b"\x89PNG")
     assert yaml.safe_load((sweep / "2" / "config.yaml").read_text())["seed"] == 1
+
+
+SWEEPER = """
+import math
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+
+
+class Search(BasicSweeper):
+    '''Tries a rate, then one that depends on how good it was.'''
+
+    def sweep(self, arguments):
+        fixed = [line for line in arguments if "interval" not in line]
+        rate = 0.25
+        for number in range(3):
+            job = [[*fixed, f"optimizer.lr={rate}"]]
+            (ended,) = self.launcher.launch(job, initial_job_idx=number)
+            rate /= 2 if math.isfinite(ended.return_value) else 4
+"""
+
+
+def test_a_sweep_whose_values_are_chosen_as_it_goes_reports_those_that_ran(tmp_path: Path) -> None:
+    (tmp_path / "hydra_plugins").mkdir()
+    (tmp_path / "hydra_plugins" / "search.py").write_text(SWEEPER)
+    search = "hydra.sweeper._target_=hydra_plugins.search.Search"
+    line = f"-m {OWN_RUN} {search} 'optimizer.lr=interval(0.01,1)' seed=3"
+    done = in_subprocess(line, tmp_path, PYTHONPATH=f"{CHECKOUT}:{tmp_path}")
+    assert done.returncode == 0, done.stderr + done.stdout
+    (sweep,) = tmp_path.glob("outputs/multirun/*/*")
+    with (sweep / "sweep.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["optimizer.lr"] for row in rows] == ["0.25", "0.125", "0.0625"]
+    assert [row["state"] for row in rows] == ["completed"] * 3
+    assert "job 2: optimizer.lr=0.0625" in done.stdout
+    configs = [yaml.safe_load((sweep / n / "config.yaml").read_text()) for n in "012"]
+    assert [each["wandb"]["group"] for each in configs] == [sweep.name] * 3
+    again = in_subprocess(f"{line} resume=auto", tmp_path, PYTHONPATH=f"{CHECKOUT}:{tmp_path}")
+    assert again.returncode == 2
+    assert "resume=auto: this sweeper chooses its jobs anew" in again.stderr
 
 
 def test_ctrl_c_ends_a_run_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:

@@ -192,7 +192,8 @@ def _report(sweep: Sweep) -> bool:
 
     from trainer.cli.sweep import report  # noqa: PLC0415
 
-    jobs = report(sweep.folder, [ready.job.lines for ready in sweep.ready], Console())
+    planned = [ready.job.lines for ready in sweep.ready] if sweep.is_planned else []
+    jobs = report(sweep.folder, planned, Console())
     return all(job.is_completed for job in jobs)
 
 
@@ -215,7 +216,8 @@ def _job_of(sweep: Sweep, composer: Composer, codes: list[int]) -> Callable[[Any
         folder = Path(record.runtime.output_dir)
         lines = tuple(record.overrides.task)
         varied = [line for line in lines if line not in common]
-        label = f"job {record.job.num} of {len(known)}: {' '.join(varied)}"
+        number = f"{record.job.num} of {len(known)}" if sweep.is_planned else record.job.num
+        label = f"job {number}: {' '.join(varied)}"
         running = f"{label}: running, see {shown_path(folder / LOG_FILE)}"
         is_watched = sys.stdout.isatty()
         # A line that wraps cannot be written over.
@@ -252,7 +254,7 @@ def _run_job(lines: Sequence[str], folder: Path, ready: Ready | None, composer: 
     if ready is not None and ready.done is not None:
         return 0
     try:
-        config = prepare_job(lines, composer) if ready is None else ready.job.config
+        config = prepare_job(lines, folder, composer) if ready is None else ready.job.config
         with staged(folder) if must_stage(config, folder) else nullcontext(folder) as records:
             write_config(config, records)
             with _variable(BRIEF, "1" if config.command == "train" else None):

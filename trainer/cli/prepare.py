@@ -45,6 +45,8 @@ from trainer.schema.faults import line as fault
 READING = frozenset({"evaluate", "export"})
 """Commands that read a run that is there, and make no folder."""
 
+_BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
+
 _LOOKING = frozenset({"plan", "verify"})  # on a run as well, but into folders of their own
 
 
@@ -77,11 +79,13 @@ class Sweep:
         ready: its jobs in order; `job.lines` are the overrides that Hydra will give each.
         lines: the overrides Hydra gets, several values in some of them.
         folder: the sweep folder.
+        is_planned: its jobs are those that run; not so where a sweeper chooses as it goes.
     """
 
     ready: tuple[Ready, ...]
     lines: tuple[str, ...]
     folder: Path
+    is_planned: bool
 
 
 def prepare_run(lines: Sequence[str], composer: Composer) -> Ready:
@@ -114,15 +118,21 @@ def prepare_sweep(lines: Sequence[str], composer: Composer) -> Sweep:
         return Preparation(composer, composer.groups(_search_path(overrides))).sweep(overrides)
 
 
-def prepare_job(lines: Sequence[str], composer: Composer) -> RunConfig:
+def prepare_job(lines: Sequence[str], folder: Path, composer: Composer) -> RunConfig:
     """Check one job of a sweeper that chooses as it goes.
+
+    Args:
+        lines: its overrides.
+        folder: of the job.
+        composer: of the sweep.
 
     Raises:
         ConfigError: one line per fault.
     """
     overrides, faults = parse(lines)
     with composer.open(), _after(faults):
-        return composer.check(overrides, composer.groups(_search_path(overrides))).config
+        job = composer.check(overrides, composer.groups(_search_path(overrides)))
+        return _in_sweep(job, tuple(lines), folder, goes_on=False).job.config
 
 
 @final
@@ -190,6 +200,9 @@ class Preparation:
         with _after(told.faults):
             checked = self._check_all(told)
         first = checked[0]
+        is_planned = first.composed.hydra.sweeper._target_ == _BASIC_SWEEPER
+        if resume == replay.AUTO and not is_planned:
+            raise ConfigError("resume=auto: this sweeper chooses its jobs anew; leave resume out")
         swept = (*told.choices, *told.value_lines(first.known))
         folder = first.sweep_folder
         if resume == replay.AUTO:
@@ -203,7 +216,8 @@ class Preparation:
         subfolder = replay.next_subfolder(*(job.job.folder for job in ready if job.is_resumed))
         pinned = [line for line in told.hydra if not line.startswith("hydra.sweep.dir=")]
         pinned += [f"hydra.sweep.dir={quote(folder)}", f"hydra.output_subdir={subfolder}"]
-        return Sweep(ready=ready, lines=(*pinned, *swept), folder=folder)
+        lines = (*pinned, *swept)
+        return Sweep(ready=ready, lines=lines, folder=folder, is_planned=is_planned)
 
     def _check_all(self, told: Told) -> list[Job]:
         """Check every combination of swept values.

@@ -44,7 +44,7 @@ class Job:
 
     Attributes:
         number: its place in the sweep, from 0.
-        overrides: what was typed for it, by key.
+        overrides: what it ran with, or is to run with, by key.
         folder: its run folder; `None` if it never started.
         state: as in status.json, or `not started`.
         exit_code: as in status.json.
@@ -75,8 +75,8 @@ def collect(folder: Path, planned: Sequence[Sequence[str]]) -> list[Job]:
 
     Args:
         folder: the sweep folder.
-        planned: overrides of the jobs that were to run, in order; jobs found on disk beyond them
-            (of a sweeper that chooses as it goes) are listed too.
+        planned: overrides of the jobs that were to run, in order; none where the sweeper chooses
+            as it goes.
 
     Returns:
         The jobs in order of their numbers.
@@ -121,14 +121,13 @@ def job_line(folder: Path) -> str:
 
 
 def _job(number: int, folder: Path | None, planned: Sequence[Sequence[str]]) -> Job:
-    typed = list(planned[number]) if number < len(planned) else []
+    record = None if folder is None else folder / ".hydra" / "overrides.yaml"
+    typed = yaml.safe_load(record.read_text()) if record is not None and record.is_file() else None
     status = {} if folder is None else read_status(folder)
     result = {} if folder is None else durable.read_json(folder / "result.json")
-    if folder is not None and not typed:
-        typed = yaml.safe_load((folder / ".hydra" / "overrides.yaml").read_text()) or []
     return Job(
         number=number,
-        overrides=_by_key(typed),
+        overrides=_by_key(typed or (planned[number] if number < len(planned) else ())),
         folder=folder,
         state=NOT_STARTED if folder is None else str(status.get("state", "failed")),
         exit_code=status.get("exit_code"),
