@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -24,7 +25,7 @@ from tests.run_support import (
     state,
     steps,
 )
-from tests.run_toys import Greedy
+from tests.run_toys import Greedy, Rows
 from trainer.commands import train
 from trainer.out_of_memory import Thrash, allocator_retries
 from trainer.plan.cuts import Auto
@@ -96,10 +97,12 @@ def test_memory_that_shrinks_in_the_middle_of_a_run_is_met_there() -> None:
 def test_one_sample_that_cannot_fit_ends_with_5_and_is_named(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert shell(" ".join(overrides(f"{CRAMPED} accum.gradient.limit=500"))) == 5
+    line = f"{CRAMPED} accum.gradient.limit=500 data.holdout=0.3"
+    assert shell(" ".join(overrides(line))) == 5
     said = capsys.readouterr().err
-    assert "sample " in said
-    assert "tokens does not fit into memory, even alone" in said
+    pattern = r"sample (\d+) of (\d+) tokens does not fit into memory, even alone"
+    (named,) = re.findall(pattern, said)
+    assert Rows().lengths[int(named[0])] == int(named[1]), "the id of the data set"
     assert len(said.splitlines()) == 1
     status = read_json(only_run() / "status.json")
     assert (status["state"], status["exit_code"]) == ("failed", 5)
@@ -108,9 +111,10 @@ def test_one_sample_that_cannot_fit_ends_with_5_and_is_named(
 def test_a_memory_too_small_for_the_longest_sample_is_told_before_training(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert shell(" ".join(overrides("accum=auto accum.memory=6000"))) == 5
+    assert shell(" ".join(overrides("accum=auto accum.memory=6000 data.holdout=0.3"))) == 5
     said = capsys.readouterr().err
-    assert "of 12 tokens does not fit, even alone" in said
+    (named,) = re.findall(r"sample (\d+) of 12 tokens does not fit, even alone", said)
+    assert Rows().lengths[int(named)] == 12, "the id of the data set"
     assert "6000" in said or "accum.memory" in said
     assert not (only_run() / "metrics.jsonl").exists()
 

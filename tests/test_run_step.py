@@ -193,7 +193,8 @@ def test_a_step_without_a_loss_term_counts_and_changes_nothing() -> None:
 
 
 def test_one_step_without_a_loss_term_leaves_the_others_as_they_are() -> None:
-    line = "steps=4 batch.global=4 data.holdout=0 checkpoint.every=1 checkpoint.keep=9"
+    """The ids of the ledger are the ones that the data set's own argument takes."""
+    line = "steps=4 batch.global=4 data.holdout=0.3 checkpoint.every=1 checkpoint.keep=9"
     plain = go(line)
     third = entries(plain, "samples.jsonl")[2]["ids"]
     run = go(f"'data.unlabelled={third}' {line}")

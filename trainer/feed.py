@@ -18,6 +18,7 @@ from typing import final
 import numpy as np
 
 from trainer.data.loader import Loader, Request
+from trainer.data.samples import original_ids
 from trainer.errors import DoesNotFitError
 from trainer.micro_batch import Fields, MicroBatch
 from trainer.objectives.base import Objective
@@ -68,7 +69,12 @@ class PlannedBatch:
     def largest_sample(self) -> tuple[int, int]:
         """Name the longest sample: its id and its length in tokens."""
         position = int(self.plan.lengths.argmax())
-        return int(self.samples.ids[position]), int(self.plan.lengths[position])
+        return self.original_ids()[position], int(self.plan.lengths[position])
+
+    def original_ids(self) -> list[int]:
+        """Name the samples of the global batch by their ids in the user's own data set."""
+        ids: list[int] = original_ids(self.feed.dataset, self.samples.ids).tolist()
+        return ids
 
     @property
     def num_tokens(self) -> int:
@@ -130,6 +136,7 @@ class Feed:
         self.cursor = cursor
         self._order = source.order
         self._lengths = source.lengths
+        self.dataset = source.loader.dataset
         self._loader = source.loader
         self._objective = source.objective
         self._world = world
@@ -181,8 +188,9 @@ class Feed:
         try:
             plan = cut.cut(lengths, layout)
         except SampleTooLongError as error:
+            (sample,) = original_ids(self.dataset, samples.ids[[error.position]])
             raise DoesNotFitError(
-                f"sample {samples.ids[error.position]} of {error.length} tokens does not fit: "
+                f"sample {sample} of {error.length} tokens does not fit: "
                 f"memory allows {error.cap} in one micro-batch; lower data.max_length"
             ) from error
         plan.check(layout)

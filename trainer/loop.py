@@ -138,7 +138,7 @@ def _take_step(run: Run, progress: Trained) -> None:
     seconds = time.perf_counter() - started
     progress.add(report, seconds)
     record = record_of(run.order, report, progress.total_tokens, seconds)
-    ids = batch.samples.ids.tolist()
+    ids = batch.original_ids()
     run.reporter.step(record, ids, skipped_ids=() if report.skipped is None else ids)
     _tell_moved(run)
     _ease(run, report.batch)

@@ -16,6 +16,7 @@ import torch
 from trainer.assemble import Parts, bind_run
 from trainer.commands.rehearsal import rehearse_own
 from trainer.data.loader import Request
+from trainer.data.samples import original_ids
 from trainer.errors import DataError, NoCheckpointError, Preempted
 from trainer.evaluate import HeldOut
 from trainer.feed import PREFETCH_LIMIT_BYTES
@@ -341,7 +342,7 @@ def _tune(
         recompute=RECOMPUTE[config.activation_checkpointing],
         timed=clock is not None,
         num_steps=parts.total_steps,
-        longest_id=int(lengths.argmax()),
+        longest_id=int(original_ids(parts.train_set, [lengths.argmax()])[0]),
     )
     book = Notebook.open(situation(parts, work))
     return tune(question, book, clock or time.perf_counter, meter_for(work.device))

@@ -23,6 +23,7 @@ from trainer.data.samples import (
     fault,
     isolated_rng,
     name_of,
+    original_ids,
     read_sample,
     seed_draws,
 )
@@ -302,7 +303,7 @@ class _Assembler:
         except TrainError:
             raise
         except Exception as error:
-            ids = ", ".join(map(str, request.ids[:3]))
+            ids = ", ".join(map(str, original_ids(self.dataset, request.ids[:3])))
             raise fault(f"{place}, on {len(samples)} samples ({ids}, ...)", error) from error
         if not isinstance(fields, Mapping) or not all(
             isinstance(field, Tensor) for field in fields.values()

@@ -7,9 +7,10 @@ import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -30,14 +31,6 @@ class Samples(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, i: int, /) -> Mapping[str, Any]: ...
-
-
-@runtime_checkable
-class View(Protocol):
-    """A data set whose samples are another one's."""
-
-    def origin_of(self, i: int) -> tuple[Samples, int]:
-        """Tell which sample of which data set sample `i` is."""
 
 
 class Selection(Dataset[Mapping[str, Any]]):
@@ -62,10 +55,6 @@ class Selection(Dataset[Mapping[str, Any]]):
         if name.startswith("__") or name == "dataset":
             raise AttributeError(name)
         return getattr(self.dataset, name)
-
-    def origin_of(self, i: int) -> tuple[Samples, int]:
-        """Tell which sample of the data set sample `i` is."""
-        return self.dataset, int(self.ids[i])
 
 
 @contextmanager
@@ -150,11 +139,31 @@ def kept_generators() -> Iterator[None]:
         random.setstate(states[2])
 
 
+def original_ids(dataset: Samples, positions: npt.ArrayLike) -> IntArray:
+    """Turn positions in a split into the ids that a person reads.
+
+    Those are the indices of the data set as the user wrote it, before any sample was held out or
+    skipped; of a built-in one, which splits itself, the indices in both splits together, which it
+    gives as `original_ids`. In a split that the user's data set makes itself they are positions.
+
+    Args:
+        dataset: as it is trained on or evaluated.
+        positions: `(samples,)`.
+    """
+    ids = np.asarray(positions)
+    while isinstance(dataset, Selection):
+        ids = dataset.ids[ids]
+        dataset = dataset.dataset
+    own: IntArray | None = getattr(dataset, "original_ids", None)
+    return ids if own is None else own[ids]
+
+
 def name_of(dataset: Samples, i: int) -> str:
     """Name a sample for a message, by its id in the data set that the user wrote."""
-    while isinstance(dataset, View):
-        dataset, i = dataset.origin_of(i)
-    return f"sample {i} of {type(dataset).__name__}"
+    (shown,) = original_ids(dataset, [i])
+    while isinstance(dataset, Selection):
+        dataset = dataset.dataset
+    return f"sample {shown} of {type(dataset).__name__}"
 
 
 def fault(place: str, error: Exception) -> TrainError:

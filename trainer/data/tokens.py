@@ -56,6 +56,7 @@ class TokenWindows(Dataset[dict[str, Tensor]]):
 
     Attributes:
         lengths: `(samples,)`, tokens of each window.
+        original_ids: `(samples,)`, number of each window in its files, held out or not.
 
     Raises:
         ConfigError: an argument is out of range.
@@ -89,6 +90,7 @@ class TokenWindows(Dataset[dict[str, Tensor]]):
         total = int(self._ends[-1])
         self._windows = range(total) if named else _share(total, split, holdout)
         self.lengths: IntArray = self._all_lengths()[self._windows.start : self._windows.stop]
+        self.original_ids: IntArray = np.arange(self._windows.start, self._windows.stop)
         self._settings = f"{split}|{max_length}|{self._dtype}|{holdout!r}|{vocab_size}"
         if dtype == "auto":
             self._refuse_halves()
