@@ -62,6 +62,7 @@ SURFACE = [
     "data.holdout",
     "data.max_length",
     "data.on_bad",
+    "data.overlong",
     "deterministic",
     "device",
     "epochs",
@@ -200,7 +201,7 @@ def test_the_defaults_of_the_schema_are_those_of_the_option_files():
     base, _ = composed()
     known = flat(base)
     schema = {key: entry.default for key, entry in KEYS.items() if key in known}
-    shared = {"data.max_length", "data.holdout", "scheduler.warmup"}
+    shared = {"data.max_length", "data.overlong", "data.holdout", "scheduler.warmup"}
     shared |= {"optimizer.lr", "optimizer.weight_decay"}
     for key in schema.keys() - shared:
         default = schema[key]

@@ -112,22 +112,65 @@ def test_no_module_is_on_both_sides_and_no_document_is_lost(library):
 @pytest.mark.parametrize("max_length", [2, 3, 16, 31, 32, 10_000])
 def test_tokens_are_bos_bytes_eos_cut_at_max_length(library, max_length):
     whole = StdlibText("train", 10_000, 0.0, root=str(library))
-    cut = StdlibText("train", max_length, 0.0, root=str(library))
+    cut = StdlibText("train", max_length, 0.0, overlong="cut", root=str(library))
     for i in range(len(whole)):
         expected = [BOS, *documents_of(whole)[i].encode(), EOS][:max_length]
         assert cut[i]["input_ids"].tolist() == cut[i]["labels"].tolist() == expected
         assert cut.lengths[i] == len(expected)
-    assert (
-        cut._tokens(cut._ids, cut.lengths) == np.concatenate([s["input_ids"] for s in cut])
-    ).all()
 
 
-@pytest.mark.parametrize("max_length", [8, 40])
-def test_the_entropies_are_those_of_a_count_by_hand(library, max_length):
+@pytest.mark.parametrize("max_length", [2, 3, 16, 31, 32, 10_000])
+def test_chunks_hold_every_token_of_a_longer_document_once_and_in_order(library, max_length):
+    whole = StdlibText("train", 10_000, 0.0, root=str(library))
+    chunked = StdlibText("train", max_length, 0.0, root=str(library))
+    tokens = np.concatenate([sample["input_ids"] for sample in chunked])
+    assert (tokens == np.concatenate([sample["input_ids"] for sample in whole])).all()
+    lengths = [len(sample["input_ids"]) for sample in chunked]
+    assert chunked.lengths.tolist() == lengths
+    assert max(lengths) <= max_length
+    assert min(lengths) >= (2 if max_length > 2 else 1), "one token predicts nothing"
+    assert chunked.num_cut == 0
+
+
+def test_what_is_cut_off_or_dropped_is_counted_and_the_rest_is_as_it_was(library):
+    by_word = {
+        word: StdlibText("train", 40, 0.3, overlong=word, root=str(library))
+        for word in ("chunk", "cut", "drop")
+    }
+    whole = StdlibText("train", 10_000, 0.3, root=str(library))
+    for word, dataset in by_word.items():
+        assert dataset.num_cut + dataset.lengths.sum() == whole.lengths.sum()
+        assert (dataset.num_cut == 0) == (word == "chunk")
+    short = [text for text in documents_of(whole) if len(text.encode()) + 2 <= 40]
+    assert documents_of(by_word["drop"]) == short
+    with pytest.raises(DataError, match=r"data\.overlong=drop: every document is longer"):
+        StdlibText("train", 3, overlong="drop", root=str(library))
+
+
+def test_no_chunk_of_a_held_out_document_is_trained_on(library):
+    for seed in range(5):
+        sides = [StdlibText(s, 16, 0.4, seed, root=str(library)) for s in ("train", "held_out")]
+        whole = [StdlibText(s, 10_000, 0.4, seed, root=str(library)) for s in ("train", "held_out")]
+        for chunked, side in zip(sides, whole, strict=True):
+            assert "".join(documents_of(chunked)) == "".join(documents_of(side))
+        ids = np.concatenate([side.original_ids for side in sides])
+        everything = StdlibText("train", 16, 0.0, root=str(library))
+        assert sorted(ids) == list(range(len(everything)))
+        for side in sides:
+            for i, own in enumerate(side.original_ids):
+                assert side[i]["input_ids"].equal(everything[own]["input_ids"])
+
+
+@pytest.mark.parametrize(
+    ("overlong", "max_length"),
+    [("chunk", 8), ("chunk", 40), ("cut", 8), ("cut", 40), ("drop", 32)],
+)
+def test_the_entropies_are_those_of_a_count_by_hand(library, max_length, overlong):
+    settings = {"overlong": overlong, "root": str(library)}
     splits = {
         split: [
             sample["input_ids"].tolist()
-            for sample in StdlibText(split, max_length, 0.4, root=str(library))
+            for sample in StdlibText(split, max_length, 0.4, **settings)
         ]
         for split in ("train", "held_out")
     }
@@ -143,7 +186,7 @@ def test_the_entropies_are_those_of_a_count_by_hand(library, max_length):
     for (first, second), count in pairs["held_out"].items():
         unigram -= count * math.log((after[second] + 1) / (after.total() + 258))
         bigram -= count * math.log((pairs["train"][first, second] + 1) / (seen[first] + 258))
-    entropies = StdlibText("train", max_length, 0.4, root=str(library)).byte_entropies()
+    entropies = StdlibText("train", max_length, 0.4, **settings).byte_entropies()
     assert entropies.unigram == pytest.approx(unigram / pairs["held_out"].total(), rel=1e-12)
     assert entropies.bigram == pytest.approx(bigram / pairs["held_out"].total(), rel=1e-12)
 
@@ -151,7 +194,7 @@ def test_the_entropies_are_those_of_a_count_by_hand(library, max_length):
 def test_the_entropies_do_not_depend_on_how_the_count_is_chunked(library, monkeypatch):
     dataset = StdlibText("train", 40, 0.4, root=str(library))
     whole = dataset.byte_entropies()
-    monkeypatch.setattr("trainer.data.documents._CHUNK_TOKENS", 50)
+    monkeypatch.setattr("trainer.data.documents._BLOCK_TOKENS", 50)
     assert dataset.byte_entropies() == whole
 
 
@@ -171,8 +214,9 @@ def test_the_fingerprint_follows_contents_and_settings_only(library, monkeypatch
         fingerprint(max_length=64),
         fingerprint(holdout=0.1),
         fingerprint(seed=1),
+        fingerprint(overlong="cut"),
     }
-    assert len(others | {first}) == 5
+    assert len(others | {first}) == 6
     monkeypatch.setenv("TRAIN_CACHE", str(tmp_path / "another"))
     (library / "alpha.py").touch()
     assert fingerprint() == first
@@ -214,6 +258,7 @@ def test_a_python_without_source_is_a_data_error(tmp_path):
         ({"max_length": 1}, "data.max_length=1"),
         ({"holdout": 1.0}, "data.holdout=1.0"),
         ({"holdout": -0.1}, "data.holdout=-0.1"),
+        ({"overlong": "split"}, "data.overlong=split"),
     ],
 )
 def test_settings_out_of_range_name_their_key(library, settings, key):

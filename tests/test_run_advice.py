@@ -110,9 +110,13 @@ def test_batchnorm_trains_alike_typed_as_micro_and_by_default_and_only_the_words
 
 def test_text_without_a_blank_line_is_one_document_and_said_to_be() -> None:
     Path("one.txt").write_text("a line of words\n" * 300)
-    warnings = " ".join(planned("data=text data.path=one.txt model=gpt_tiny")["warnings"])
-    assert "cuts 94.7% of the tokens off one document: a blank line ends a document" in warnings
-    assert "nothing is held out: data.holdout=0.05 of one sample is none" in warnings
+    line = "data=text data.path=one.txt model=gpt_tiny"
+    (chunked,) = planned(line)["warnings"]
+    assert "nothing is held out: data.holdout=0.05 of 19 samples is no whole document" in chunked
+    assert "a blank line ends a document" in chunked
+    lost = " ".join(planned(f"{line} data.overlong=cut")["warnings"])
+    assert "data.overlong=cut leaves out 94.7% of the tokens" in lost
+    assert "type data.overlong=chunk" in lost
 
 
 PAIRS = f"model._target_={TOYS}.DoubleNet objective._target_={OWN}.Pairs batch.global=7 steps=6"

@@ -177,7 +177,7 @@ class Unmarked:
 
 def texts(folder: Path) -> Text:
     (folder / "corpus.txt").write_text("\n\n".join(f"document {i}" for i in range(9)))
-    return Text(str(folder / "corpus.txt"))
+    return Text(str(folder / "corpus.txt"), overlong="cut")
 
 
 def tokens(folder: Path) -> TokenWindows:

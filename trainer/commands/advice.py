@@ -24,10 +24,10 @@ WHOLE_BYTES = 4
 """Of a gradient that many micro-batches can be summed into."""
 
 MOST = 0.5
-"""Share of the tokens beyond `data.max_length` that few documents may lose unmentioned."""
+"""Share of the tokens beyond `data.max_length` that a few samples may leave out unmentioned."""
 
 NEARLY_ALL = 0.9
-"""Share that any number of documents may lose unmentioned."""
+"""Share that any number of samples may leave out unmentioned."""
 
 CUDA_GRAPHS = "triton.cudagraphs"
 """The option of torch's compiler behind `mode="reduce-overhead"` and `"max-autotune"`."""
@@ -87,24 +87,25 @@ def _documents(prepared: Prepared) -> Iterator[str]:
     """Tell what a data set leaves out that a user may think is in it.
 
     Yields:
-        A line for what is cut off, and one where nothing is held out.
+        A line for what is left out, and one where nothing is held out.
     """
     parts = prepared.parts
     held, cut = parts.source.lengths, int(getattr(parts.train_set, "num_cut", 0))
+    given = parts.config.data.params
     share = cut / (cut + float(held.sum()))
     if share > (MOST if len(held) < parts.global_size else NEARLY_ALL):
-        documents = f"{len(held)} documents" if len(held) > 1 else "one document"
-        hint = "a blank line ends a document; " if parts.config.data.name == "text" else ""
         yield (
-            f"data.max_length={parts.config.data.params.get('max_length')} cuts {share:.1%} of the "
-            f"tokens off {documents}: {hint}type a larger data.max_length, or split them"
+            f"data.overlong={given.get('overlong')} leaves out {share:.1%} of the tokens, beyond "
+            f"data.max_length={given.get('max_length')}: type data.overlong=chunk, or a larger "
+            "data.max_length"
         )
-    asked = parts.config.data.params.get("holdout", KEYS["data.holdout"].default)
+    asked = given.get("holdout", KEYS["data.holdout"].default)
     if parts.held_out is None and asked:
         samples = "one sample" if len(held) == 1 else f"{len(held)} samples"
+        hint = "; a blank line ends a document" if parts.config.data.name == "text" else ""
         yield (
-            f"nothing is held out: data.holdout={asked} of {samples} is none, so nothing is "
-            "evaluated; more, or smaller, documents can be divided"
+            f"nothing is held out: data.holdout={asked} of {samples} is no whole document, so "
+            f"nothing is evaluated; more, or smaller, documents can be divided{hint}"
         )
 
 

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import final
+from typing import Literal, final, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -16,13 +16,16 @@ from torch.utils.data import Dataset
 
 from trainer.data.holdout import HELD_OUT, TRAIN, check_split, held_out_mask
 from trainer.data.index import Index
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, DataError
 from trainer.plan.cut import IntArray
 
 BOS = 256
 EOS = 257
 VOCAB_SIZE = 258
-_CHUNK_TOKENS = 2**22
+Overlong = Literal["chunk", "cut", "drop"]
+"""What becomes of a document longer than `max_length`: samples end to end, its head, nothing."""
+
+_BLOCK_TOKENS = 2**22
 """Tokens counted at a time: bounds the memory of a count over a large corpus."""
 
 
@@ -41,11 +44,12 @@ class ByteEntropies:
 
 
 class ByteDocuments(Dataset[dict[str, Tensor]]):
-    """Documents of an index, one sample each: `[BOS] + bytes + [EOS]`, cut at `max_length`.
+    """Documents of an index: `[BOS] + bytes + [EOS]`, in samples of at most `max_length` tokens.
 
-    Tokens are bytes, 0 to 255, then BOS = 256 and EOS = 257: a vocabulary of 258, not padded. A
-    document that is too long is truncated (losing its EOS), never split. `labels` are
-    `input_ids`; the objective shifts. Subclasses add nothing but where the index comes from.
+    Tokens are bytes, 0 to 255, then BOS = 256 and EOS = 257: a vocabulary of 258, not padded.
+    `labels` are `input_ids`; the objective shifts. Documents, not samples, are held out, so that
+    no chunk of a held-out document is trained on. Subclasses add nothing but where the index
+    comes from.
 
     Args:
         index: the documents, at least one, shared by both splits.
@@ -53,12 +57,16 @@ class ByteDocuments(Dataset[dict[str, Tensor]]):
         max_length: most tokens of a sample, BOS and EOS counted; at least 2.
         holdout: share of the index's groups that is held out, at least one.
         seed: selects which.
+        overlong: what becomes of a document longer than `max_length`. `chunk`: several samples
+            that hold each of its tokens once; `cut`: one, without the rest; `drop`: none.
 
     Attributes:
         lengths: `(samples,)`, tokens of each sample.
+        original_ids: `(samples,)`, index of each among the samples of both splits.
 
     Raises:
-        ConfigError: `split`, `max_length` or `holdout` is out of range.
+        ConfigError: `split`, `max_length`, `holdout` or `overlong` is out of range.
+        DataError: no document is left to train on.
     """
 
     vocab_size = VOCAB_SIZE
@@ -67,32 +75,55 @@ class ByteDocuments(Dataset[dict[str, Tensor]]):
     draws_randomness = False
 
     def __init__(
-        self, index: Index, *, split: str, max_length: int, holdout: float, seed: int
+        self,
+        index: Index,
+        *,
+        split: str,
+        max_length: int,
+        holdout: float,
+        seed: int,
+        overlong: Overlong,
     ) -> None:
         check_split(split, holdout)
         if max_length < 2:  # noqa: PLR2004 - one token to see, one to predict
             raise ConfigError(f"data.max_length={max_length}: must be at least 2")
         self.split = split
         self.max_length = max_length
+        if overlong not in get_args(Overlong):
+            raise ConfigError(f"data.overlong={overlong}: must be chunk, cut or drop")
         self._index = index
-        self._settings = f"{split}|{max_length}|{holdout!r}|{seed}"
+        # Before there was a choice, documents were cut: such checkpoints know no word for it.
+        word = "" if overlong == "cut" else f"|{overlong}"
+        self._settings = f"{split}|{max_length}|{holdout!r}|{seed}{word}"
+        self._pieces = _pieces(np.diff(index.offsets) + 2, max_length, overlong)
         held_out = held_out_mask(index.groups, holdout, seed)
-        self._documents = {TRAIN: np.flatnonzero(~held_out), HELD_OUT: np.flatnonzero(held_out)}
-        self._ids: IntArray = self._documents[split]
-        self.lengths: IntArray = self._lengths(self._ids)
+        is_held_out = held_out[self._pieces.documents]
+        self._ids = {TRAIN: np.flatnonzero(~is_held_out), HELD_OUT: np.flatnonzero(is_held_out)}
+        self.original_ids: IntArray = self._ids[split]
+        self.lengths: IntArray = self._pieces.lengths[self.original_ids]
+        documents = np.flatnonzero(held_out if split == HELD_OUT else ~held_out)
+        self.num_cut = int(self._whole(documents).sum() - self.lengths.sum())
+        if split == TRAIN and not len(self):
+            raise DataError(
+                f"data.overlong={overlong}: every document is longer than data.max_length="
+                f"{max_length} tokens; type a larger one, or data.overlong=chunk"
+            )
 
     def __len__(self) -> int:
-        return len(self._ids)
+        return len(self.original_ids)
 
     def __getitem__(self, i: int) -> dict[str, Tensor]:
         """Give `input_ids` and `labels`, both `(length,)` int64 and the same tensor."""
-        document = self._ids[i]
-        begin, end = self._index.offsets[document : document + 2]
+        sample = self.original_ids[i]
+        document, begin = self._pieces.documents[sample], int(self._pieces.begins[sample])
+        # Of the whole document: the BOS lies before its first byte, the EOS behind its last.
+        first, end = map(int, self._index.offsets[document : document + 2])
+        stop = first + begin - 1 + int(self.lengths[i])
+        body = self._index.blob[first + max(begin - 1, 0) : min(end, stop)]
         tokens = np.empty(self.lengths[i], dtype=np.int64)
-        body = self._index.blob[begin : min(end, begin + len(tokens) - 1)]
-        tokens[-1] = EOS
-        tokens[1 : 1 + len(body)] = body
-        tokens[0] = BOS
+        tokens[-1], tokens[0] = EOS, BOS
+        start = int(begin == 0)
+        tokens[start : start + len(body)] = body
         input_ids = torch.from_numpy(tokens)
         return {"input_ids": input_ids, "labels": input_ids}
 
@@ -100,13 +131,6 @@ class ByteDocuments(Dataset[dict[str, Tensor]]):
     def fingerprint(self) -> str:
         """SHA-256 over the documents and the settings of this split."""
         return hashlib.sha256(f"{self._index.digest}|{self._settings}".encode()).hexdigest()
-
-    @property
-    def num_cut(self) -> int:
-        """Tokens of this split beyond `max_length`."""
-        offsets = self._index.offsets
-        whole = offsets[self._ids + 1] - offsets[self._ids] + 2
-        return int(whole.sum() - self.lengths.sum())
 
     @property
     def num_skipped(self) -> int:
@@ -126,9 +150,9 @@ class ByteDocuments(Dataset[dict[str, Tensor]]):
     def byte_entropies(self) -> ByteEntropies:
         """Measure what byte counts alone would score on the held-out documents.
 
-        Comparable with a model's held-out loss: over the same truncated samples, every token
-        but the first of a sample is predicted (bytes and, where it was not cut off, EOS; BOS
-        only conditions), and the mean is taken over all predicted tokens of the split:
+        Comparable with a model's held-out loss: over the same samples, every token but the first
+        of a sample is predicted (bytes and EOS; BOS only conditions), and the mean is taken over
+        all predicted tokens of the split:
 
             unigram = -1/N sum_(a,b) h(a,b) ln p(b),    p(b)   = (c(.,b) + 1) / (c(.,.) + 258)
             bigram  = -1/N sum_(a,b) h(a,b) ln p(b|a),  p(b|a) = (c(a,b) + 1) / (c(a,.) + 258)
@@ -152,41 +176,79 @@ class ByteDocuments(Dataset[dict[str, Tensor]]):
             bigram=-float((held_out * bigram).sum() / total),
         )
 
-    def _lengths(self, documents: IntArray) -> IntArray:
-        offsets = self._index.offsets
-        whole: IntArray = offsets[documents + 1] - offsets[documents] + 2
-        return np.minimum(whole, self.max_length)
+    def _whole(self, documents: IntArray) -> IntArray:
+        """Count the tokens of documents, BOS and EOS included."""
+        whole: IntArray = self._index.offsets[documents + 1] - self._index.offsets[documents] + 2
+        return whole
 
-    def _tokens(self, documents: IntArray, lengths: IntArray) -> IntArray:
-        """Lay the documents' tokens end to end; `(sum of lengths,)` int64."""
+    def _tokens(self, ids: IntArray) -> IntArray:
+        """Lay the tokens of samples end to end; `(sum of lengths,)` int64."""
         index = self._index
+        documents, begins = self._pieces.documents[ids], self._pieces.begins[ids]
+        lengths = self._pieces.lengths[ids]
         ends = np.cumsum(lengths)
-        begins = ends - lengths
-        sources = np.repeat(index.offsets[documents] - begins - 1, lengths)
+        sources = np.repeat(index.offsets[documents] + begins - (ends - lengths) - 1, lengths)
         sources += np.arange(len(sources))
         # BOS and EOS lie one byte outside their document, perhaps outside the blob.
         np.clip(sources, 0, max(len(index.blob) - 1, 0), out=sources)
         tokens: IntArray = index.blob[sources].astype(np.int64)
-        tokens[begins] = BOS
-        is_whole = index.offsets[documents + 1] - index.offsets[documents] + 2 <= lengths
-        tokens[ends[is_whole] - 1] = EOS
+        tokens[(ends - lengths)[begins == 0]] = BOS
+        tokens[ends[begins + lengths == self._whole(documents)] - 1] = EOS
         return tokens
 
     def _pair_counts(self, split: str) -> npt.NDArray[np.int64]:
         """Count every token after every other; `(258, 258)`, the earlier one first."""
         counts = np.zeros(VOCAB_SIZE * VOCAB_SIZE, dtype=np.int64)
-        for documents in self._chunks(split):
-            tokens = self._tokens(documents, self._lengths(documents))
-            # A BOS is never predicted: it only follows the document before.
-            follows = tokens[1:] != BOS
-            pairs = tokens[:-1][follows] * VOCAB_SIZE + tokens[1:][follows]
+        for ids in self._blocks(split):
+            tokens = self._tokens(ids)
+            pairs = tokens[:-1] * VOCAB_SIZE + tokens[1:]
+            # The first token of a sample is not predicted from the last one of another.
+            pairs = np.delete(pairs, np.cumsum(self._pieces.lengths[ids])[:-1] - 1)
             counts += np.bincount(pairs, minlength=len(counts))
         return counts.reshape(VOCAB_SIZE, VOCAB_SIZE)
 
-    def _chunks(self, split: str) -> Iterator[IntArray]:
-        documents = self._documents[split]
-        chunks = np.cumsum(self._lengths(documents)) // _CHUNK_TOKENS
-        yield from np.split(documents, np.flatnonzero(np.diff(chunks)) + 1)
+    def _blocks(self, split: str) -> Iterator[IntArray]:
+        ids = self._ids[split]
+        blocks = np.cumsum(self._pieces.lengths[ids]) // _BLOCK_TOKENS
+        yield from np.split(ids, np.flatnonzero(np.diff(blocks)) + 1)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Pieces:
+    """The samples of all documents, each a run of consecutive tokens of one; `(samples,)` each.
+
+    Attributes:
+        documents: that the samples are taken from, ascending.
+        begins: first token of each in its document.
+        lengths: tokens of each.
+    """
+
+    documents: IntArray
+    begins: IntArray
+    lengths: IntArray
+
+
+def _pieces(whole: IntArray, max_length: int, overlong: Overlong) -> _Pieces:
+    """Divide documents into samples.
+
+    Args:
+        whole: `(documents,)`, tokens of each, at least 2.
+        max_length: most tokens of a sample.
+        overlong: what becomes of a longer document.
+    """
+    counts = np.ones_like(whole)
+    if overlong == "chunk":
+        counts = -(-whole // max_length)
+    elif overlong == "drop":
+        counts = (whole <= max_length).astype(np.int64)
+    documents = np.repeat(np.arange(len(whole)), counts)
+    numbers = np.arange(len(documents)) - (np.cumsum(counts) - counts)[documents]
+    # One token alone predicts nothing, so the last chunk takes a second from the one before.
+    begins = np.minimum(numbers * max_length, whole[documents] - 2)
+    is_last = numbers == counts[documents] - 1
+    ends = np.where(is_last, whole[documents], np.roll(begins, -1))
+    return _Pieces(documents, begins, np.minimum(ends - begins, max_length))
 
 
 def _log_smoothed(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, final
 
-from trainer.data.documents import ByteDocuments
+from trainer.data.documents import ByteDocuments, Overlong
 from trainer.data.index import LISTED_SKIPS, Add, Index, cached_index
 from trainer.data.progress import progress
 from trainer.errors import DataError
@@ -43,10 +43,11 @@ class StdlibText(ByteDocuments):
         max_length: most tokens of a sample, BOS and EOS counted.
         holdout: share of the modules that is held out.
         seed: selects which.
+        overlong: what becomes of longer documents.
         root: folder of the library; the running Python's own by default.
 
     Raises:
-        DataError: this Python ships without source.
+        DataError: this Python ships without source, or no document is left to train on.
     """
 
     def __init__(
@@ -55,11 +56,17 @@ class StdlibText(ByteDocuments):
         max_length: int = 256,
         holdout: float = 0.05,
         seed: int = 0,
+        overlong: Overlong = "chunk",
         root: str | None = None,
     ) -> None:
         folder = Path(root or sysconfig.get_path("stdlib")).absolute()
         super().__init__(
-            _stdlib_index(folder), split=split, max_length=max_length, holdout=holdout, seed=seed
+            _stdlib_index(folder),
+            split=split,
+            max_length=max_length,
+            holdout=holdout,
+            seed=seed,
+            overlong=overlong,
         )
 
 

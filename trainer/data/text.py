@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, final
 
-from trainer.data.documents import ByteDocuments
+from trainer.data.documents import ByteDocuments, Overlong
 from trainer.data.folder import files_at
 from trainer.data.index import LISTED_SKIPS, SKIP_CAP, Add, Index, cached_index
 from trainer.data.progress import progress
@@ -41,6 +41,7 @@ class Text(ByteDocuments):
         max_length: most tokens of a sample, BOS and EOS counted.
         holdout: share of the distinct documents that is held out.
         seed: selects which.
+        overlong: what becomes of longer documents.
         on_bad: `stop` at the first bad record, or `skip`: pass over up to 1 % of them, counted
             by `num_skipped` and listed in `skipped`.
 
@@ -58,12 +59,20 @@ class Text(ByteDocuments):
         max_length: int = 256,
         holdout: float = 0.05,
         seed: int = 0,
+        overlong: Overlong = "chunk",
         on_bad: Literal["stop", "skip"] = "stop",
     ) -> None:
         if on_bad not in {"stop", "skip"}:
             raise ConfigError(f"data.on_bad={on_bad}: must be stop or skip")
         index = _text_index(Path(path).expanduser().absolute(), field, on_bad == "skip")
-        super().__init__(index, split=split, max_length=max_length, holdout=holdout, seed=seed)
+        super().__init__(
+            index,
+            split=split,
+            max_length=max_length,
+            holdout=holdout,
+            seed=seed,
+            overlong=overlong,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -184,7 +184,7 @@ def _model(plan: PlanSummary) -> list[Row]:
 
 def _data(plan: PlanSummary) -> str | None:
     has_tokens = plan.noun == "token"
-    cut = f" ({short(plan.num_cut_tokens)} more are cut off)" if plan.num_cut_tokens else ""
+    cut = f" ({short(plan.num_cut_tokens)} more are left out)" if plan.num_cut_tokens else ""
     counts = joined(
         plural(plan.num_samples, "sample") if plan.num_samples is not None else None,
         f"{short(plan.num_tokens)} tokens{cut}" if plan.num_tokens and has_tokens else None,

@@ -166,7 +166,7 @@ class PlanSummary:
         num_samples: to train on.
         num_held_out: to evaluate on.
         num_tokens: of the training samples, once each; None when not known.
-        num_cut_tokens: that were cut off samples that are too long; not among `num_tokens`.
+        num_cut_tokens: of documents that are too long, left out; not among `num_tokens`.
         optimizer: its name.
         lr: peak learning rate.
         scheduler: its name.

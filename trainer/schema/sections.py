@@ -213,7 +213,10 @@ class DataKeys(Section):
     """Constructor keys that data sets share."""
 
     max_length: Annotated[Count | None, Kind("a whole number of at least 1")] = Field(
-        None, description="tokens of a sample at most, special tokens counted; the rest is cut off"
+        None, description="tokens of a sample at most, special tokens counted"
+    )
+    overlong: Literal["chunk", "cut", "drop"] | None = Field(
+        None, description="a longer document: several samples, its head alone, or none"
     )
     holdout: Annotated[Share | None, Kind("a share of at least 0 and below 1")] = Field(
         None, description="share held out, by seed, where the data brings no split of its own"
