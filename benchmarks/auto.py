@@ -1,18 +1,23 @@
 """What `accum=auto` chooses beside every split that one might have picked by hand.
 
-    python benchmarks/auto.py [--rounds 5] [--max-length 512] [--width 256] [--threads 2]
+    python benchmarks/auto.py [--tunings 10] [--busy] [--rounds 5] [--max-length 512] [--threads 2]
 
 One model and one global batch of the standard library's source; forward and backward of all its
 micro-batches under each split: planned under caps in powers of two, and equal counts in sample
 order. The splits take turns, so that a disturbance meets all alike. Auto is tuned in this process,
-without a cache, before the rounds begin. To hold: at most 5 % slower than the best split.
+without a cache, as often as asked, before the rounds begin; with `--busy` while another program
+computes on one core without a pause, which ends before the rounds. To hold: in 9 of 10 tunings at
+most 5 % slower than the best split.
 """
 
 from __future__ import annotations
 
 import argparse
+import subprocess
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import final
@@ -40,6 +45,12 @@ from trainer.tune.workload import Tiled, Workload
 
 SLOWER = 1.05
 """What auto may lose against the best split."""
+
+SHARE = 0.9
+"""Of the tunings, that must not lose more."""
+
+PROGRAM = "import torch; torch.set_num_threads(1); x = torch.rand(512, 512)\nwhile True: x @ x"
+"""What another program computes."""
 
 
 @final
@@ -77,11 +88,11 @@ class Contender:
 
 
 def contenders(
-    data: StdlibText, ids: IntArray, auto: Cut, longest: int, largest: int
+    data: StdlibText, ids: IntArray, tuned: Mapping[int, Cut], longest: int, largest: int
 ) -> list[Contender]:
     """Cut one global batch in every way, auto's first."""
     loader, lengths = Loader(data, num_workers=0, seed=0), data.lengths[ids]
-    cuts: dict[str, Cut] = {"auto": auto}
+    cuts: dict[str, Cut] = {f"auto, cap {cap:,}": cut for cap, cut in tuned.items()}
     cap = longest
     while cap <= largest:
         cuts[f"planned, cap {cap:,}"] = Budget(max_tokens=cap)
@@ -99,7 +110,21 @@ def contenders(
     return found
 
 
-def tuned(work: Workload, data: StdlibText, batches: list[IntArray]) -> tuple[Tuning, float]:
+@contextmanager
+def another_program(*, runs: bool) -> Iterator[None]:
+    """Have another program compute inside the block, if asked."""
+    if not runs:
+        yield
+        return
+    with subprocess.Popen([sys.executable, "-c", PROGRAM]) as program:
+        try:
+            time.sleep(3.0)  # until it computes
+            yield
+        finally:
+            program.kill()
+
+
+def tune_once(work: Workload, data: StdlibText, batches: list[IntArray]) -> tuple[Tuning, float]:
     """Tune as a run of a thousand steps does; gives the seconds it took too."""
     started = time.perf_counter()
     question = Question(
@@ -112,12 +137,16 @@ def tuned(work: Workload, data: StdlibText, batches: list[IntArray]) -> tuple[Tu
         limit=memory_limit(torch.device("cpu"), resident_bytes=work.resident_bytes),
     )
     found = tune(question, meter=meter_for(work.device))
-    return found, time.perf_counter() - started
+    seconds = time.perf_counter() - started
+    print(f"a cap of {found.max_tokens:,} after {seconds:.1f} s: {found.method}", flush=True)
+    return found, seconds
 
 
-def report(found: list[Contender], work: Workload, tuning: Tuning, tuning_s: float) -> Mapping:
+def report(found: list[Contender], work: Workload, tunings: list[tuple[Tuning, float]]) -> Mapping:
     """Print the table and give it as JSON."""
-    best = max(found[1:], key=lambda contender: contender.speed.median)
+    caps = [tuning.max_tokens for tuning, _ in tunings]
+    autos = dict(zip(dict.fromkeys(caps), found, strict=False))
+    best = max(found[len(autos) :], key=lambda contender: contender.speed.median)
     rows = [
         (
             contender.name,
@@ -126,20 +155,21 @@ def report(found: list[Contender], work: Workload, tuning: Tuning, tuning_s: flo
             f"{contender.plan.padding:.1%}",
             str(contender.plan.num_micro_batches),
             f"{predict_peak(work, contender.largest).peak_bytes / 2**20:,.0f} MiB",
-            "<- auto" if contender is found[0] else "<- best" if contender is best else "",
+            "<- best" if contender is best else "",
         )
         for contender in found
     ]
     header = ("split", "tokens/s", "of best", "padding", "micro-batches", "memory", "")
     print_table(header, rows)
-    ratio = found[0].speed.median / best.speed.median
-    verdict = "holds" if ratio * SLOWER >= 1 else "FAILS"
-    print(f"\nauto took {tuning.max_tokens:,} tokens after {tuning_s:.1f} s: {tuning.method}")
-    print(f"auto / best by hand = {ratio:.3f}: {verdict}")
+    ratios = [autos[cap].speed.median / best.speed.median for cap in caps]
+    near = sum(ratio * SLOWER >= 1 for ratio in ratios)
+    verdict = "holds" if near >= SHARE * len(ratios) else "FAILS"
+    print(f"\nauto / best by hand: {', '.join(f'{ratio:.3f}' for ratio in ratios)}")
+    print(f"{near} of {len(ratios)} tunings within {SLOWER - 1:.0%} of the best split: {verdict}")
     return {
-        "cap": tuning.max_tokens,
-        "tuning_s": tuning_s,
-        "auto_over_best": ratio,
+        "caps": caps,
+        "tuning_s": [seconds for _, seconds in tunings],
+        "auto_over_best": ratios,
         "splits": {contender.name: contender.speed.to_json() for contender in found},
     }
 
@@ -148,6 +178,7 @@ def main() -> None:
     """Read the command line, measure, report."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     for flag, default in (
+        ("--tunings", 1),
         ("--rounds", 5),
         ("--threads", 2),
         ("--global-batch", 64),
@@ -157,6 +188,7 @@ def main() -> None:
         ("--largest", 16_384),
     ):
         parser.add_argument(flag, type=int, default=default)
+    parser.add_argument("--busy", action="store_true", help="tune beside another program")
     parser.add_argument("--json", type=Path, default=FOLDER / "auto.json")
     asked = parser.parse_args()
     torch.set_num_threads(asked.threads)
@@ -182,15 +214,17 @@ def main() -> None:
     )
     order = np.random.default_rng(0).permutation(len(data))
     drawn = order[: 4 * asked.global_batch].reshape(4, -1)
-    tuning, tuning_s = tuned(work, data, [data.lengths[ids] for ids in drawn])
-    auto = Auto().tuned(tuning.max_tokens, tuning.cost, tuning.alone)
-    found = contenders(data, drawn[0], auto, int(data.lengths[longest]), asked.largest)
+    batches = [data.lengths[ids] for ids in drawn]
+    with another_program(runs=asked.busy):
+        tunings = [tune_once(work, data, batches) for _ in range(asked.tunings)]
+    cuts = {t.max_tokens: Auto().tuned(t.max_tokens, t.cost, t.alone) for t, _ in tunings}
+    found = contenders(data, drawn[0], cuts, int(data.lengths[longest]), asked.largest)
     for _ in range(asked.rounds + 1):
         for contender in found:
             contender.run(work)
     for contender in found:  # the first round warms caches
         contender.speed = Figures(contender.speed.values[1:], contender.speed.timings[1:])
-    write_results(asked.json, vars(asked), report(found, work, tuning, tuning_s))
+    write_results(asked.json, vars(asked), report(found, work, tunings))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import math
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -28,10 +29,11 @@ from trainer.data.index import cache_folder
 from trainer.plan.memory import Shape
 from trainer.report.environment import cpu_model
 from trainer.tune.sources import digest_of_sources
+from trainer.tune.speed import QUIET
 from trainer.tune.tensors import MemoryEstimate
 from trainer.tune.workload import Workload
 
-FORMAT = 3
+FORMAT = 4
 """Raised when what a fact means changes; files of another format are not read."""
 
 BUSY_TRIES = 3
@@ -52,6 +54,7 @@ class Notebook:
         seconds: of one forward and backward, the quickest that was ever seen.
         open_timings: how many more runs are to time again, by activation checkpointing, since
             other programs were in the way; 0 once a quiet one was had.
+        noise: of the timings, the least of any run; see `Timings`.
         methods: how peaks are predicted, with and without activation checkpointing.
         ratios: resident bytes per byte of tensors, likewise.
     """
@@ -60,6 +63,7 @@ class Notebook:
     peaks: dict[Key, MemoryEstimate] = field(default_factory=dict)
     seconds: dict[Key, float] = field(default_factory=dict)
     open_timings: dict[bool, int] = field(default_factory=dict)
+    noise: dict[bool, float] = field(default_factory=dict)
     methods: dict[bool, str] = field(default_factory=dict)
     ratios: dict[bool, float] = field(default_factory=dict)
 
@@ -83,13 +87,14 @@ class Notebook:
         """Tell whether the timings of a variant need not be taken again."""
         return self.open_timings.get(recompute, 1) == 0
 
-    def note(self, seconds: Mapping[Shape, float], *, recompute: bool, are_quiet: bool) -> None:
+    def note(self, seconds: Mapping[Shape, float], *, recompute: bool, noise: float) -> None:
         """Keep the quickest of old and new timings; busy machines are given a few more tries."""
+        self.noise[recompute] = min(noise, self.noise.get(recompute, noise))
         for shape, new in seconds.items():
             key = shape, recompute
             self.seconds[key] = min(new, self.seconds.get(key, new))
         left = self.open_timings.get(recompute, BUSY_TRIES) - 1
-        self.open_timings[recompute] = 0 if are_quiet else max(0, left)
+        self.open_timings[recompute] = 0 if noise <= QUIET else max(0, left)
 
     def save(self) -> None:
         """Write the file, whole or not at all. A cache that cannot be written is no failure."""
@@ -99,6 +104,7 @@ class Notebook:
             "peaks": {_text(key): asdict(peak) for key, peak in self.peaks.items()},
             "seconds": {_text(key): seconds for key, seconds in self.seconds.items()},
             "open_timings": {str(int(key)): left for key, left in self.open_timings.items()},
+            "noise": {str(int(key)): noise for key, noise in self.noise.items()},
             "methods": {str(int(key)): method for key, method in self.methods.items()},
             "ratios": {str(int(key)): ratio for key, ratio in self.ratios.items()},
         }
@@ -112,11 +118,14 @@ class Notebook:
         peaks = {_key(k): MemoryEstimate.from_dict(v) for k, v in saved["peaks"].items()}
         seconds = {_key(k): float(v) for k, v in saved["seconds"].items()}
         open_timings = {bool(int(k)): int(v) for k, v in saved["open_timings"].items()}
+        # JSON has no infinity: it is written as null.
+        noise = {bool(int(k)): math.inf if v is None else v for k, v in saved["noise"].items()}
         methods = {bool(int(k)): str(v) for k, v in saved["methods"].items()}
         ratios = {bool(int(k)): float(v) for k, v in saved["ratios"].items()}
         self.peaks.update(peaks)
         self.seconds.update(seconds)
         self.open_timings.update(open_timings)
+        self.noise.update(noise)
         self.methods.update(methods)
         self.ratios.update(ratios)
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from statistics import median_low
+from statistics import median_high
 from typing import Self, final
 
 import numpy as np
@@ -31,11 +31,14 @@ Clock = Callable[[], float]
 Prepare = Callable[[Shape], Callable[[], None]]
 """Makes the data of a shape ready, and gives what computes it and nothing else."""
 
-ROUNDS = 7
+ROUNDS = 12
 """Timings per shape, at most; the quickest counts, since a disturbance only ever adds time."""
 
-REPEATED = 2
-"""More timings than this say something about noise."""
+FEWEST = 3
+"""Timings of a shape that must agree: that many seldom suffer the same disturbance by chance."""
+
+AGREED = 0.03
+"""How far the quickest timings of a shape may differ for it not to be timed again."""
 
 TELLING_SHAPES = 3
 """Shapes that must have been repeated for a machine to count as quiet."""
@@ -43,11 +46,11 @@ TELLING_SHAPES = 3
 TELLING_SIZES = 2
 """Numbers of positions that must have been timed for sizes to be compared by time."""
 
-QUIET = 0.15
+QUIET = 0.05
 """Noise above which other programs were in the way."""
 
 CONTENDER = 1.25
-"""A size beyond the fastest whose time per token is this much above the best is out."""
+"""A size whose time per token is this much above the best is not timed again."""
 
 LEFT_LINE = 1.1
 """Time per token over the best, beyond which a larger size no longer lies on the fitted line."""
@@ -57,10 +60,6 @@ OVERHEAD_S = 2e-4
 
 LEAST_FIXED = 8.0
 """Least fixed cost of a micro-batch, in tokens; on two CPU cores 33 to 150 were measured."""
-
-NEAR_BEST = 1.03
-"""What a smaller micro-batch may lose in speed: 1 / 0.97."""
-
 
 RUN_SHARE = 0.02
 """Of a run, that tuning may take."""
@@ -132,19 +131,14 @@ class Timings:
 
     Attributes:
         seconds: of one forward and backward, by shape.
-        noise: how far repeated timings of one shape typically lie above its best; infinite
-            where nothing was repeated.
+        noise: how far the third-quickest timing of a shape typically lies above the quickest;
+            infinite where too little was repeated.
         failed: the smallest shape for which memory ran out, if any did.
     """
 
     seconds: Mapping[Shape, float]
     noise: float = math.inf
     failed: Shape | None = None
-
-    @property
-    def are_quiet(self) -> bool:
-        """Whether they are worth keeping for later runs."""
-        return self.noise <= QUIET
 
 
 @contextmanager
@@ -180,12 +174,13 @@ def measure(
     *,
     patience_s: float = 0.0,
 ) -> Timings:
-    """Time shapes once each, then the promising ones again in turn, until time is up.
+    """Time shapes once each, then the promising ones in turn until they agree or time is up.
 
     The first run of a shape warms caches and allocators, and counts only if there is no time for
     a second. The rounds are interleaved, so that a disturbance meets all shapes alike. A shape
-    is left out when it would take more than half of what is left (all of it, as long as there is
-    nothing to compare it with), and a size when two in a row fell behind.
+    agrees when its three quickest timings do: a disturbance only ever adds time, and seldom the
+    same. A shape is left out when it would take more than half of what is left (all of it, as
+    long as there is nothing to compare it with), and a size when two in a row fell behind.
 
     Args:
         prepare: gives a function that computes one shape.
@@ -206,7 +201,7 @@ def measure(
         return Timings(seconds={}, failed=sizes[0])
     for shape in (*sizes, *others):
         if once:
-            rates = [once[size] / positions(size) for size in sizes if size in once]
+            rates = _rates(once, sizes)
             deadline = started + budget(min(rates))
             patient = max(deadline, started + patience_s)
             # The rounds that follow take the other half, once there is something to compare.
@@ -218,21 +213,41 @@ def measure(
                 continue
         with AllocationGuard() as guard:
             once[shape], took[shape] = timed(shape)
+            # One that seems to fall behind may only have been disturbed.
+            again = shape in sizes and _fell_behind(_rates(once, sizes))
+            once[shape] = min(once[shape], timed(shape)[0]) if again else once[shape]
         if guard.failed:
             return Timings(seconds=once, failed=shape)
-    fastest = min(once, key=lambda shape: once[shape] / positions(shape))
-    slowest = CONTENDER * once[fastest] / positions(fastest)
-    # What is smaller than the fastest costs little to time, and tells the constant.
-    contenders = [
-        shape
-        for shape, seconds in once.items()
-        if positions(shape) <= positions(fastest) or seconds / positions(shape) <= slowest
-    ]
-    samples: dict[Shape, list[float]] = {}
-    for shape in contenders * ROUNDS:
+    samples: dict[Shape, list[float]] = {shape: [] for shape in once}
+    repeats = (shape for round_ in range(ROUNDS) for shape in _to_repeat(samples, round_, others))
+    for shape in repeats:
         if clock() + took[shape] <= deadline:
-            samples.setdefault(shape, []).append(timed(shape)[0])
+            samples[shape].append(timed(shape)[0])
     return _judged(once, samples, sizes, len(sizes) + len(others))
+
+
+def _to_repeat(
+    samples: Mapping[Shape, Sequence[float]], round_: int, others: Sequence[Shape]
+) -> list[Shape]:
+    """Give the shapes whose timings do not agree yet and whose time matters to the choice."""
+    if round_ < FEWEST:
+        return [*samples]
+    quickest = {shape: min(seconds) for shape, seconds in samples.items() if seconds}
+    rates = {shape: s / positions(shape) for shape, s in quickest.items() if shape not in others}
+    slowest = CONTENDER * min(rates.values(), default=math.inf)
+    return [
+        shape
+        for shape in quickest
+        if _gap(samples[shape]) > AGREED and rates.get(shape, 0.0) <= slowest
+    ]
+
+
+def _gap(seconds: Sequence[float]) -> float:
+    """Say how far the third-quickest timing lies above the quickest; infinite where few are."""
+    if len(seconds) < FEWEST:
+        return math.inf
+    ascending = sorted(seconds)
+    return ascending[FEWEST - 1] / ascending[0] - 1.0
 
 
 def _judged(
@@ -242,13 +257,13 @@ def _judged(
     num_asked: int,
 ) -> Timings:
     """Take the quickest of every shape, and tell how noisy they were."""
-    quickest = {**once, **{shape: min(seconds) for shape, seconds in samples.items()}}
+    quickest = {**once, **{shape: min(seconds) for shape, seconds in samples.items() if seconds}}
     ordered = _never_slower_than_larger({s: quickest[s] for s in sizes if s in once})
     seconds = quickest | ordered
-    excess = [median_low(s) / min(s) - 1.0 for s in samples.values() if len(s) > REPEATED]
+    gaps = [gap for each in samples.values() if math.isfinite(gap := _gap(each))]
     corrected = max(quickest[shape] / seconds[shape] - 1.0 for shape in quickest)
-    is_told = len(excess) >= min(TELLING_SHAPES, num_asked)
-    noise = max(median_low(excess), corrected) if is_told else math.inf
+    is_known = len(gaps) >= min(TELLING_SHAPES, num_asked)
+    noise = max(median_high(gaps), corrected) if is_known else math.inf
     return Timings(seconds=seconds, noise=noise)
 
 
@@ -270,6 +285,11 @@ def _timed(prepare: Prepare, shape: Shape, clocks: tuple[Clock, Clock]) -> tuple
     run()
     first, second = (clock() - start for clock, start in zip(clocks, started, strict=True))
     return first, second
+
+
+def _rates(seconds: Mapping[Shape, float], sizes: Sequence[Shape]) -> list[float]:
+    """Give the time per position of the sizes that were timed, ascending in size."""
+    return [seconds[size] / positions(size) for size in sizes if size in seconds]
 
 
 def _fell_behind(rates: Sequence[float]) -> bool:

@@ -1,4 +1,4 @@
-"""Chooses the size of micro-batches: the smallest that is as fast as any that fits."""
+"""Choose the size of micro-batches: of those as fast as any, the most usual for the device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainer.tune.limit import ASKED, MEBI, resident_growth, resident_ratio
 from trainer.tune.speed import (
     LEAST_BUDGET_S,
     MOST_BUDGET_S,
-    NEAR_BEST,
+    QUIET,
     TELLING_SIZES,
     Clock,
     SpeedModel,
@@ -41,7 +41,16 @@ RECOMPUTED = 4 / 3
 """Time of forward, forward again and backward (twice a forward) over forward and backward."""
 
 NEAR_BEST_TOKENS = {"cuda": 16_384, "cpu": 2048}
-"""Padded tokens of a micro-batch that is near the best as a rule: taken where nothing tells."""
+"""Padded tokens of a micro-batch that is near the best as a rule, where timings cannot tell."""
+
+NEAR_BEST = 0.03
+"""Steps that differ by less count as equally fast."""
+
+NOISES = 2.0
+"""Times the noise of the timings, below which a difference between steps may be noise."""
+
+UNKNOWN_NOISE = 0.1
+"""Taken for the noise of timings that could not be repeated."""
 
 QUADRATIC_TOKENS = 2048
 """Size at which further lengths are timed, to tell attention's share."""
@@ -99,7 +108,8 @@ class _Explored:
         times: of a step, by cap: in seconds, or in tokens where nothing was timed.
         cost: the time model.
         how: where that is from.
-        is_compared: whether enough sizes were timed to choose by time.
+        margin: steps that differ by less count as equally fast; infinite where no choice can be
+            made by time.
     """
 
     variant: Variant
@@ -107,19 +117,12 @@ class _Explored:
     times: Mapping[int, float]
     cost: Cost
     how: str
-    is_compared: bool
+    margin: float
 
     @property
     def choosable(self) -> tuple[Candidate, ...]:
-        """The rows that may be chosen.
-
-        Where nothing was timed, only the largest: how large a micro-batch a device needs for full
-        speed differs by orders of magnitude. Where a single size was, only the largest up to what
-        such devices need as a rule.
-        """
-        if not self.variant.question.timed:
-            return self.rows[-1:]
-        return self.rows if self.is_compared else _guessed(self.variant.question, self.rows)
+        """The rows that may be chosen; of a device that is not here only the largest."""
+        return self.rows if self.variant.question.timed else self.rows[-1:]
 
     @property
     def wants_memory(self) -> bool:
@@ -132,10 +135,10 @@ class _Explored:
 
 def _explore(variant: Variant, watch: Stopwatch) -> _Explored:
     question = variant.question
-    speed, how, num_sizes = SpeedModel.of(question.layout.cost), "time unknown", 0
+    speed, how, margin = SpeedModel.of(question.layout.cost), "time unknown", NEAR_BEST
     fits = variant.largest_fit()
     if fits is not None and question.timed:
-        speed, how, num_sizes = _timed(variant, fits, watch)
+        speed, how, margin = _timed(variant, fits, watch)
         watch.allow(float(speed.coefficients[1]) * question.num_positions)
         fits = variant.largest_fit()
     cost = speed.cost if question.timed else question.layout.cost
@@ -156,19 +159,12 @@ def _explore(variant: Variant, watch: Stopwatch) -> _Explored:
         )
         for cap in caps
     )
-    is_compared = num_sizes >= TELLING_SIZES
-    if question.timed and not is_compared and len(rows) > 1:
-        taken = _guessed(question, rows)[0].max_tokens
-        how += f", one size only, too slow for more: a cap of {taken:,} is a guess"
-    return _Explored(
-        variant=variant, rows=rows, times=times, cost=cost, how=how, is_compared=is_compared
-    )
-
-
-def _guessed(question: Question, rows: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
-    """Take the largest row up to what a device needs as a rule."""
-    enough = NEAR_BEST_TOKENS.get(question.work.device.type, NEAR_BEST_TOKENS["cpu"])
-    return (([row for row in rows if row.max_tokens <= enough] or [rows[0]])[-1],)
+    explored = _Explored(variant=variant, rows=rows, times=times, cost=cost, how=how, margin=margin)
+    if question.timed and math.isinf(margin) and len(rows) > 1:
+        taken = _best([explored])[1].max_tokens
+        guess = f"{how}, one size only, too slow for more: a cap of {taken:,} is a guess"
+        return replace(explored, how=guess)
+    return explored
 
 
 def _doublings(smallest: int, largest: int) -> tuple[int, ...]:
@@ -179,11 +175,11 @@ def _doublings(smallest: int, largest: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys((*caps, largest)))
 
 
-def _timed(variant: Variant, fits: int, watch: Stopwatch) -> tuple[SpeedModel, str, int]:
+def _timed(variant: Variant, fits: int, watch: Stopwatch) -> tuple[SpeedModel, str, float]:
     """Time what the notebook does not know, and learn what tensors cost in resident memory.
 
     Returns:
-        The time model, where it is from, and how many sizes, in positions, it rests on.
+        The time model, where it is from, and by how much steps must differ to be compared.
 
     Raises:
         DoesNotFitError: even the smallest size ran out of memory.
@@ -202,13 +198,19 @@ def _timed(variant: Variant, fits: int, watch: Stopwatch) -> tuple[SpeedModel, s
         spent = watch.elapsed() - before
         count = len(timings.seconds)
         how = f"timed {count} {'shape' if count == 1 else 'shapes'} in {spent:.1f} s"
-        book.note(timings.seconds, recompute=recompute, are_quiet=timings.are_quiet)
+        book.note(timings.seconds, recompute=recompute, noise=timings.noise)
     known = {s: book.seconds[s, recompute] for s in asked if (s, recompute) in book.seconds}
     if not any(shape in known for shape in sizes):
         raise DoesNotFitError(_does_not_fit(variant))
     of_sizes = {shape: s for shape, s in known.items() if shape in sizes}
     speed = fit_speed(of_sizes, {s: known[s] for s in known if s not in of_sizes})
-    return speed, how, len({positions(shape) for shape in known})
+    if len({positions(shape) for shape in known}) < TELLING_SIZES:
+        return speed, how, math.inf
+    noise = book.noise.get(recompute, math.inf)
+    if noise > QUIET:
+        how += ", disturbed by other programs" if math.isfinite(noise) else ", once each"
+    margin = NOISES * (noise if math.isfinite(noise) else UNKNOWN_NOISE)
+    return speed, how, max(NEAR_BEST, margin)
 
 
 def _is_worth_timing(question: Question, known: Mapping[Shape, float]) -> bool:
@@ -279,11 +281,24 @@ def _padding(plans: Sequence[Plan]) -> float:
 
 
 def _best(found: Sequence[_Explored]) -> tuple[_Explored, Candidate]:
-    """Choose the row with the least memory among those as fast as any, within noise."""
+    """Choose among the rows as fast as any, within the noise of the timings.
+
+    Of these, one that recomputes nothing, nearest to what such devices need as a rule: noise must
+    not choose between sizes that it makes look different.
+    """
     pool = [(one, row) for one in found for row in one.choosable]
-    enough = NEAR_BEST * min(one.times[row.max_tokens] for one, row in pool)
+    question = found[0].variant.question
+    usual = NEAR_BEST_TOKENS.get(question.work.device.type, NEAR_BEST_TOKENS["cpu"])
+    margin = max(one.margin for one in found)
+    enough = (1.0 + margin) * min(one.times[row.max_tokens] for one, row in pool)
     near = [(one, row) for one, row in pool if one.times[row.max_tokens] <= enough]
-    return min(near, key=lambda pair: pair[1].predicted_bytes)
+    return min(
+        near,
+        key=lambda pair: (
+            pair[1].activation_checkpointing,
+            abs(math.log2(pair[1].max_tokens / usual)),
+        ),
+    )
 
 
 def _best_of(explored: Sequence[_Explored]) -> tuple[_Explored, Candidate]:
