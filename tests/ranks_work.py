@@ -6,6 +6,8 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -77,6 +79,32 @@ class BlockLM(nn.Module):
         return self.head(self.norm(x))
 
 
+class Returned(nn.Module):
+    """Returns what a module does as an attribute of a plain object."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> SimpleNamespace:
+        return SimpleNamespace(logits=self.inner(x))
+
+
+class ObjectLM(BlockLM):
+    """Returns a plain object, and so do its blocks, if any are sharded apart from it."""
+
+    def __init__(self, has_blocks: bool) -> None:
+        super().__init__()
+        self.apart = nn.ModuleList(map(Returned, self.blocks))
+        self.blocks = self.apart if has_blocks else nn.ModuleList()
+
+    def forward(self, input_ids: Tensor) -> SimpleNamespace:
+        x = self.embed(input_ids)
+        for block in self.apart:
+            x = block(x).logits
+        return SimpleNamespace(logits=self.head(self.norm(x)))
+
+
 def sharded(module: nn.Module, world: World) -> Parallel:
     return Sharded(module, bind(module), list(module.blocks), world)
 
@@ -122,6 +150,8 @@ class Case:
     poisoned: int | None = None
     """The rank whose first loss is not finite."""
     layout: Layout = field(default_factory=Layout)
+    objects: str | None = None
+    """Who returns plain objects: `blocks`, each sharded apart, or a `model` without any."""
 
 
 class Poisoned(GradientStrategy):
@@ -182,6 +212,8 @@ def bench_of(world: World, case: Case, model: Callable[[], nn.Module] | None = N
     if case.poisoned == world.rank:
         strategy = Poisoned()
     skipped = case.skipped if world.rank == world.size - 1 else None
+    if case.objects is not None:
+        model = partial(ObjectLM, case.objects == "blocks")
     return Bench(
         case.cut,
         case.dtype,

@@ -233,6 +233,15 @@ def test_a_block_that_one_rank_skips_is_refused_by_name_on_all_in_lockstep(ranks
         assert line.startswith(said)
 
 
+@pytest.mark.parametrize("objects", ["model", "blocks"])
+def test_models_and_blocks_in_shards_may_return_plain_objects(ranks, objects):
+    case = Case(Fixed(micro=3), "fsdp", objects=objects)
+    expected = run_steps(World(), case)
+    for each in ranks.run(2, run_each, [case, replace(case, sync="immediate")]):
+        for told in each:
+            assert error(told["gradient"], expected["gradient"]) <= EXACT[torch.float64]
+
+
 SAME = Case(
     Leaves(micro=2),
     "ordered",

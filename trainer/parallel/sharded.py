@@ -13,6 +13,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import is_dataclass
 from functools import partial
 from typing import Any, final
 
@@ -86,6 +87,10 @@ class Sharded(Parallel):
             group.set_gradient_divide_factor(1.0)
             group.set_force_sum_reduction_for_comms(True)
             group.set_reduce_scatter_unused_params(True)
+            state: Any = group._get_fsdp_state()
+            state._register_pre_backward_hook = partial(
+                _register_inside, state._register_pre_backward_hook
+            )
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         self._live: set[int] = set()
         self._between_copies = mesh.get_group(0) if replicas > 1 else None
@@ -289,6 +294,19 @@ class Sharded(Parallel):
         for group in self._groups:
             for held in group._get_fsdp_state()._fsdp_param_groups:
                 yield held.fsdp_params
+
+
+def _register_inside(register: Callable[[Any], Any], output: Any) -> Any:  # noqa: ANN401 - a model's
+    """Register FSDP2's hook before backward; of itself it finds tensors in containers alone.
+
+    Args:
+        register: registers it on the tensors in a container.
+        output: of a module.
+    """
+    if isinstance(output, Tensor | dict | list | tuple) or is_dataclass(output):
+        return register(output)
+    register([*getattr(output, "__dict__", {}).values()])
+    return output
 
 
 def _unsharded_grad(part: Any) -> Tensor | None:  # noqa: ANN401 - private to PyTorch
