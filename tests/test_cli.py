@@ -147,6 +147,47 @@ def test_a_recipe_names_no_class_without_trust(tmp_path: Path) -> None:
     assert config_of("recipe=theirs.yaml trust=[net]").model.target == "net.Net"
 
 
+def test_a_word_behind_a_group_chooses_its_option_in_a_recipe_too(tmp_path: Path) -> None:
+    recipe = "objective: classify\noptimizer: sgd\naccum: {gradient: sum, micro: 4}\n"
+    (tmp_path / "mine.yaml").write_text(f"defaults: [override /optimizer: adamw]\n{recipe}")
+    config = config_of("recipe=mine.yaml")
+    assert (config.objective.name, config.optimizer.name) == ("classify", "sgd")
+    assert (config.accum.gradient.name, config.accum.params["micro"]) == ("sum", 4)
+    assert config_of("recipe=mine.yaml objective=model_loss").objective.name == "model_loss"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "says"),
+    {
+        "objective: clasify": "objective=clasify: no such option. Did you mean classify?",
+        "objective: 3": "objective: takes the name of an option, or settings as a mapping",
+        "model: null": "model: takes the name of an option, or settings as a mapping",
+        "batch: [512]": "batch: takes the name of an option, or settings as a mapping",
+        "data: ../../x": "../../x: is not the name of an option",
+        "optimizer: {groups: x}": "optimizer.groups=x: must be a mapping",
+    }.items(),
+)
+def test_what_chooses_no_option_in_a_recipe_is_one_line(
+    recipe: str, says: str, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.yaml").write_text(f"{recipe}\n")
+    with pytest.raises(ConfigError) as caught:
+        config_of("recipe=mine.yaml")
+    (line,) = caught.value.faults
+    assert says in line
+
+
+def test_a_class_in_a_recipe_replaces_the_option_as_a_typed_one_does(tmp_path: Path) -> None:
+    (tmp_path / "theirs.yaml").write_text("model: {_target_: net.Net, width: 4}\n")
+    for line in ("recipe=theirs.yaml trust=[net]", "model._target_=net.Net model.width=4"):
+        model = config_of(line).model
+        assert (model.target, model.params, model.name) == ("net.Net", {"width": 4}, None)
+    wider = config_of("recipe=theirs.yaml trust=[net] +model.width=6 model.depth=2").model
+    assert wider.params == {"width": 6, "depth": 2}
+    option = config_of("recipe=theirs.yaml model=gpt_tiny model.width=48").model
+    assert (option.name, option.params["width"]) == ("gpt_tiny", 48)
+
+
 def test_a_recipe_chooses_no_folder(tmp_path: Path) -> None:
     (tmp_path / "theirs.yaml").write_text("hydra: {run: {dir: /tmp/x}}\n")
     with pytest.raises(ConfigError, match="hydra"):

@@ -25,7 +25,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trainer.errors import ConfigError
 from trainer.schema.consent import asked, reason_to_type
-from trainer.schema.faults import clip
+from trainer.schema.faults import clip, lookup, prune
+from trainer.schema.sections import COMPONENT_PATHS, GROUPS, OWN
 
 GROUP = "recipe"
 SCHEME = "recipes"
@@ -108,7 +109,7 @@ def read(path: Path) -> dict[str, Any]:
         text = path.read_bytes()[: SIZE_LIMIT + 1].decode()
         if len(text) > SIZE_LIMIT:
             raise ConfigError(clip(f"{path}: more than {SIZE_LIMIT // 1024} KiB; not a recipe"))
-        tree = _parse(text)
+        tree = _with_choices(_parse(text))
     except UnicodeDecodeError:
         raise ConfigError(clip(f"{path}: not UTF-8 text")) from None
     except yaml.MarkedYAMLError as error:
@@ -135,6 +136,7 @@ def vet(tree: Mapping[str, Any]) -> Iterator[str]:
     body = {key: value for key, value in tree.items() if key not in ("defaults", "meta")}
     for key in (found for name, value in body.items() for found in asked(name, value)):
         yield f"{key}: not for a recipe; type it yourself: {reason_to_type(key)}"
+    yield from _group_faults(body)
     yield from _value_faults(body, "")
 
 
@@ -211,6 +213,31 @@ def _parse(text: str) -> dict[str, Any]:
     return {str(key): value for key, value in tree.items()}
 
 
+def _with_choices(tree: dict[str, Any]) -> dict[str, Any]:
+    """Let a word behind a group choose its option, and `_target_` that of a class of one's own."""
+    found = {group: lookup(tree, group) for group in GROUPS}
+    words = {group: value for group, value in found.items() if isinstance(value, str)}
+    named = [path for path in COMPONENT_PATHS if _names_class(found[path])]
+    chosen = {group.replace(".", "/"): option for group, option in words.items()}
+    chosen |= {path.replace(".", "/"): OWN for path in named}
+    defaults = tree.get("defaults", [])
+    if not chosen or not isinstance(defaults, list):
+        return tree
+    others = [item for item in defaults if _group_of(item) not in chosen]
+    choices = [{f"override /{group}": option} for group, option in chosen.items()]
+    return {**prune(tree, words), "defaults": [*others, *choices]}
+
+
+def _names_class(section: object) -> bool:
+    return isinstance(section, Mapping) and "_target_" in section
+
+
+def _group_of(item: object) -> str | None:
+    """The group that an entry of a defaults list chooses for; `None` for one of another form."""
+    entry = str(next(iter(item))) if isinstance(item, Mapping) and len(item) == 1 else ""
+    return entry.split()[-1].lstrip("/") if entry.split() else None
+
+
 def _place(error: yaml.MarkedYAMLError) -> str:
     return f":{error.problem_mark.line + 1}" if error.problem_mark else ""
 
@@ -272,6 +299,19 @@ def _is_option(name: object) -> bool:
         and ".." not in name
         and name.partition("/")[0] != "hydra"
     )
+
+
+def _group_faults(body: Mapping[str, Any]) -> Iterator[str]:
+    """Refuse what is neither an option of a group nor settings of it.
+
+    Yields:
+        One line per group.
+    """
+    for group in GROUPS:
+        section, _, name = group.rpartition(".")
+        parent = lookup(body, section) if section else body
+        if isinstance(parent, Mapping) and not isinstance(parent.get(name, {}), Mapping):
+            yield f"{group}: takes the name of an option, or settings as a mapping"
 
 
 def _value_faults(value: object, path: str) -> Iterator[str]:

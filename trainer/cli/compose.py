@@ -44,7 +44,7 @@ from trainer.errors import ConfigError
 from trainer.schema.consent import consent_faults
 from trainer.schema.faults import clip, did_you_mean, flat, lookup
 from trainer.schema.secrets import leaked
-from trainer.schema.sections import SHARED_KEYS
+from trainer.schema.sections import OWN, SHARED_KEYS
 
 CONFIG_NAME = "config"
 VERSION_BASE = "1.3"
@@ -195,6 +195,7 @@ class Composer:
             full = self.compose([*told.hydra, *told.choices])
             bare = self.compose(_examples(full, told)) if told.has_recipe else full
             examples = plain_of(bare)
+            _drop_replaced_classes(told.choices, full, bare)
             _apply(told.values, full)
             tree = plain_of(full)
             _drop_foreign_arguments(tree, typed)
@@ -330,6 +331,16 @@ def plain_of(composed: DictConfig) -> dict[str, Any]:
     except OmegaConfBaseException as error:
         raise ConfigError(*explain(error)) from error
     return tree
+
+
+def _drop_replaced_classes(choices: Iterable[str], full: DictConfig, bare: DictConfig) -> None:
+    """Where an option was typed, take away the class that a recipe names in its place."""
+    for group, _, option in (line.partition("=") for line in choices):
+        path = group.replace("/", ".")
+        target = OmegaConf.select(bare, f"{path}.{TARGET}")
+        is_replaced = target != OmegaConf.select(full, f"{path}.{TARGET}")
+        if path in COMPONENTS and option != OWN and is_replaced:
+            OmegaConf.update(full, path, OmegaConf.select(bare, path), merge=False)
 
 
 def _drop_foreign_arguments(tree: dict[str, Any], typed: frozenset[str]) -> None:

@@ -228,6 +228,8 @@ def _groups(groups: object) -> Iterator[str]:
     Yields:
         One line per fault.
     """
+    if not isinstance(groups, Mapping | None):
+        yield line("optimizer.groups", groups, "must be a mapping, e.g. {embed*: {lr: 1e-3}}")
     for pattern, settings in groups.items() if isinstance(groups, Mapping) else ():
         yield from map(clip, group_faults(pattern, settings))
 
