@@ -36,8 +36,7 @@ from trainer.cli.settings import (
     values,
     without,
 )
-from trainer.config import RunConfig, from_plain
-from trainer.contract import contract, step_faults
+from trainer.config import RunConfig
 from trainer.errors import ConfigError, NoCheckpointError
 from trainer.schema.faults import clip
 from trainer.schema.faults import line as fault
@@ -266,11 +265,11 @@ class Preparation:
         job = self.composer.check(
             [*merged, *resume], self.groups, replayed=_from(old, asked, merged)
         )
-        _refuse_another_step(run, job)
+        replay.refuse_another_step(run, job.config)
         if not keeps_folder:
             return Ready(job=_pinned(job, job.folder))
         if not is_begun:
-            _refuse_other_weights(run, job)
+            replay.refuse_other_weights(run, job.config)
             note = f"{run} was stopped before its first step; it begins again"
             return Ready(job=_pinned(job, run, replay.next_subfolder(run)), note=note)
         done = None
@@ -380,7 +379,7 @@ def _in_sweep(job: Job, lines: tuple[str, ...], folder: Path, *, goes_on: bool) 
     done = None
     config = job.config
     if is_resumed:
-        _refuse_another_step(folder, job)
+        replay.refuse_another_step(folder, job.config)
         config = config.model_copy(update={"resume": str(folder)})
         done = f"{folder} is done" if replay.is_finished(folder, config) else None
     if config.wandb.group is None:
@@ -388,35 +387,6 @@ def _in_sweep(job: Job, lines: tuple[str, ...], folder: Path, *, goes_on: bool) 
         config = config.model_copy(update={"wandb": wandb})
     placed = replace(job, config=config, folder=folder, lines=lines)
     return Ready(job=placed, is_resumed=is_resumed, done=done)
-
-
-def _refuse_another_step(run: Path, job: Job) -> None:
-    """Compare the step of a run with the one asked for now.
-
-    Raises:
-        ConfigError: one line per key that differs, old and new.
-    """
-    try:
-        old = contract(from_plain(replay.saved_config(run)))
-    except ConfigError as error:
-        raise ConfigError(*(clip(f"{run / 'config.yaml'}: {f}") for f in error.faults)) from None
-    faults = step_faults(job.config, old)
-    if faults:
-        raise ConfigError(*faults)
-
-
-def _refuse_other_weights(run: Path, job: Job) -> None:
-    """Let a run begin again with the weights it was to begin with; its folder cannot name them.
-
-    Raises:
-        ConfigError: they are not typed again.
-    """
-    saved = replay.saved_config(run)
-    before, step = saved.get("init"), saved.get("step", "last")
-    if before is not None and (job.config.init is None or job.config.step != step):
-        which = "" if step == "last" else f" step={step}"
-        text = f"init: the run was to begin with init={before}{which}; type it again"
-        raise ConfigError(clip(text))
 
 
 def _from(

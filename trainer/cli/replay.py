@@ -16,7 +16,8 @@ from hydra.core.override_parser.types import Override
 from trainer.checkpoint.status import read_status
 from trainer.cli.places import refuse_odd_files
 from trainer.cli.settings import Groups, dotted, parse, text
-from trainer.config import RunConfig
+from trainer.config import RunConfig, from_plain
+from trainer.contract import contract, step_faults
 from trainer.errors import ConfigError, NoCheckpointError
 from trainer.schema.consent import ONLY_TYPED, asked
 from trainer.schema.faults import clip
@@ -263,6 +264,35 @@ def is_finished(run: Path, config: RunConfig) -> bool:
     if config.total_steps is not None:
         return noted_step(run) >= config.total_steps
     return _count(saved_config(run).get("epochs")) >= (config.epochs or 0)
+
+
+def refuse_another_step(run: Path, config: RunConfig) -> None:
+    """Compare the step of a run with the one asked for now.
+
+    Raises:
+        ConfigError: one line per key that differs, old and new.
+    """
+    try:
+        old = contract(from_plain(saved_config(run)))
+    except ConfigError as error:
+        raise ConfigError(*(clip(f"{run / 'config.yaml'}: {f}") for f in error.faults)) from None
+    faults = step_faults(config, old)
+    if faults:
+        raise ConfigError(*faults)
+
+
+def refuse_other_weights(run: Path, config: RunConfig) -> None:
+    """Let a run begin again with the weights it was to begin with; its folder cannot name them.
+
+    Raises:
+        ConfigError: they are not typed again.
+    """
+    saved = saved_config(run)
+    before, step = saved.get("init"), saved.get("step", "last")
+    if before is not None and (config.init is None or config.step != step):
+        which = "" if step == "last" else f" step={step}"
+        text = f"init: the run was to begin with init={before}{which}; type it again"
+        raise ConfigError(clip(text))
 
 
 def noted_step(run: Path) -> int:
