@@ -35,6 +35,8 @@ CLASS_WEIGHTS = tuple(0.2 + 0.3 * index for index in range(VOCABULARY))
 class Tags(Objective):
     """Class-weighted, smoothed cross entropy of every position: Classify over ragged rows."""
 
+    metric_names = ("accuracy",)
+
     inner: Classify
 
     def weights(self, fields):

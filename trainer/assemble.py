@@ -31,7 +31,7 @@ from trainer.models.modest import modest_or_deferred
 from trainer.models.recompute import checkpoint_blocks
 from trainer.models.sparse import refuse_sparse
 from trainer.models.statistics import batch_statistics
-from trainer.objectives.base import ModelCall, Objective
+from trainer.objectives.base import ModelCall, Objective, weights_of
 from trainer.optimizer import OptimizerSpec, OwnOptimizer
 from trainer.plan.cut import Cut, IntArray, Layout
 from trainer.plan.cuts import Budget
@@ -113,7 +113,7 @@ class Parts:
         return Kit(
             model=model,
             objective=self.objective,
-            terms=tuple(sorted(self.objective.weights(self.example))),
+            terms=tuple(sorted(weights_of(self.objective, self.example))),
             strategy=self.strategy,
             sync=self.spread.sync,
             normalizer=self.config.batch.normalizer,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from trainer.data.loader import Loader, Request
 from trainer.errors import DoesNotFitError, Preempted
 from trainer.micro_batch import to_device
-from trainer.objectives.base import Objective
+from trainer.objectives.base import Objective, sums_of, weights_of
 from trainer.out_of_memory import AllocationGuard, release_memory
 from trainer.parallel import Parallel
 from trainer.plan.cut import IntArray, Layout
@@ -171,9 +171,10 @@ def _sums(
     losses: tuple[str, ...] = ()
     for request in held_out.requests(world.rank):
         fields = held_out.loader.load(request)
-        for name, weight in objective.weights(fields).items():
+        counted = weights_of(objective, fields)
+        for name, weight in counted.items():
             weights[name].append(weight)
-        found = objective.sums(model.call, to_device(fields, world.device))
+        found = sums_of(objective, model.call, to_device(fields, world.device), counted)
         losses = tuple(found.losses)
         for name, total in [*found.losses.items(), *found.metrics.items()]:
             if held_out.is_ordered or name not in totals:

@@ -21,7 +21,7 @@ from trainer.data.loader import Loader, Request
 from trainer.data.samples import original_ids
 from trainer.errors import DoesNotFitError
 from trainer.micro_batch import Fields, MicroBatch
-from trainer.objectives.base import Objective
+from trainer.objectives.base import Objective, weights_of
 from trainer.plan.cut import Cut, IntArray, Layout, Plan
 from trainer.plan.cuts import Fixed, SampleTooLongError
 from trainer.plan.order import Cursor, GlobalBatch, Order
@@ -313,7 +313,7 @@ class Feed:
             MicroBatch(
                 fields=collated,
                 ids=request.ids,
-                weights=self._objective.weights(collated),
+                weights=weights_of(self._objective, collated),
                 num_tokens=int(plan.lengths[slot].sum()),
                 num_positions=plan.positions(rank, index),
                 rng_key=key(before + index),

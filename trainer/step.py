@@ -12,10 +12,10 @@ may have been another's memory or fragmentation, and then the run ends.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Generic, Protocol, Self, TypeVar, final
+from typing import Generic, Protocol, Self, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -24,10 +24,10 @@ from trainer.accumulate.base import Divisors, GradientStrategy
 from trainer.accumulate.normalizer import Kind, divisors
 from trainer.accumulate.registered import Registered
 from trainer.accumulate.snapshot import Snapshot
-from trainer.errors import DoesNotFitError, NonFiniteError, TrainError
-from trainer.micro_batch import Fields, MicroBatch
+from trainer.errors import ConfigError, DoesNotFitError, NonFiniteError, TrainError
+from trainer.micro_batch import MicroBatch
 from trainer.models.statistics import batch_statistics
-from trainer.objectives.base import ModelCall, Objective, Sums
+from trainer.objectives.base import Objective
 from trainer.out_of_memory import AllocationGuard, fatal, release_memory
 from trainer.parallel import Parallel
 from trainer.scheduler import Schedule, apply_factor
@@ -87,6 +87,11 @@ class Kit:
     total_steps: int
     clip_norm: float | None
     world: World
+
+    @cached_property
+    def losses(self) -> tuple[str, ...]:
+        """Those of `terms` that are no metrics."""
+        return tuple(name for name in self.terms if name not in self.objective.metric_names)
 
     @cached_property
     def snapshot(self) -> Snapshot:
@@ -180,28 +185,6 @@ def _put_back(kit: Kit, step: int, why: TrainError) -> None:
         )
 
 
-@final
-class _Heard(Objective):
-    """An objective as it is, that tells which of the names it weighs are losses."""
-
-    def __init__(self, objective: Objective) -> None:
-        self._objective = objective
-        self.losses: frozenset[str] = frozenset()
-        self.scope = objective.scope
-        self.group_size = objective.group_size
-
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - what a strategy asks of its objective
-        return getattr(self._objective, name)
-
-    def weights(self, fields: Fields) -> Mapping[str, float]:
-        return self._objective.weights(fields)
-
-    def sums(self, model: ModelCall, fields: Fields) -> Sums:
-        sums = self._objective.sums(model, fields)
-        self.losses |= sums.losses.keys()
-        return sums
-
-
 def _update(kit: Kit) -> None:
     """Step the optimizer, once: what of an update was done cannot be told or undone.
 
@@ -224,12 +207,14 @@ def _accumulate(kit: Kit, batch: Batch) -> tuple[Tensor | None, Batch, int]:
         The step's loss, None when no loss has a weight; the batch as it was cut; the replays.
 
     Raises:
+        ConfigError: the objective or the strategy does not do what it must.
         DoesNotFitError: even one sample per micro-batch runs out of memory.
     """
     replays, registered = 0, kit.registered  # as it is before any forward
     while True:
+        _check_names(kit, batch.micro_batches)
         weights, parts = divisors(kit.normalizer, kit.terms, batch.micro_batches, kit.world)
-        if not any(weights.values()):
+        if not any(weights[name] for name in kit.losses):
             return None, batch, replays
         kit.world.note("gather", step=batch.step)
         with fatal("where the step begins: lower accum.max_tokens or accum.micro"):
@@ -240,6 +225,7 @@ def _accumulate(kit: Kit, batch: Batch) -> tuple[Tensor | None, Batch, int]:
         kit.world.note("agree")
         agreed = _agree(kit, attempt)
         if not agreed.has_failed:
+            _check_gradient(kit, agreed)
             kit.world.note("reduce")
             with fatal(
                 "in the reduction, after the ranks had agreed that their micro-batches succeeded, "
@@ -247,16 +233,53 @@ def _accumulate(kit: Kit, batch: Batch) -> tuple[Tensor | None, Batch, int]:
             ):
                 kit.sync.reduce(kit.model, agreed.used)
                 registered.meet(agreed.moved)
-            if any(weights[name] for name in agreed.losses):
-                return agreed.loss, batch, replays
-            # A metric alone had a weight, which only shows once the objective was called.
-            kit.model.drop_gradients()
-            _put_back(kit, batch.step, NonFiniteError("no loss has a weight"))
-            return None, batch, replays
+            return agreed.loss, batch, replays
         kit.model.drop_gradients()
         _put_back(kit, batch.step, DoesNotFitError("out of memory"))
         release_memory()
         batch, replays = _next_try(kit, batch, replays), replays + 1
+
+
+def _check_names(kit: Kit, micro_batches: Sequence[MicroBatch]) -> None:
+    """Compare the names that the objective weighs with those of the first sample it weighed.
+
+    Raises:
+        ConfigError: a micro-batch has others.
+    """
+    for names in (m.weights.keys() for m in micro_batches):
+        if names != set(kit.terms):
+            raise ConfigError(
+                f"objective: weights of {type(kit.objective).__name__} gives {', '.join(names)} "
+                f"for one micro-batch and {', '.join(kit.terms)} for another: give every name "
+                "each time, 0 where it has nothing to count"
+            )
+
+
+def _check_gradient(kit: Kit, agreed: _Agreed) -> None:
+    """Look for a gradient of any parameter.
+
+    Raises:
+        ConfigError: there is none, though a loss has a weight.
+    """
+    if not any(agreed.used):
+        raise ConfigError(
+            f"accum.gradient: backward of {type(kit.strategy).__name__} left no gradient: call "
+            ".backward() on the divided sums of every micro-batch, within sync.micro_batch; the "
+            "sums must depend on the model's parameters"
+        )
+
+
+def _check_share(strategy: GradientStrategy, share: object) -> None:
+    """Look at what a strategy returns.
+
+    Raises:
+        ConfigError: it is no 0-d tensor.
+    """
+    if not isinstance(share, Tensor) or share.ndim:
+        raise ConfigError(
+            f"accum.gradient: backward of {type(strategy).__name__} returned a "
+            f"{type(share).__name__}; return this rank's share of the step's loss, a 0-d tensor"
+        )
 
 
 def _next_try(kit: Kit, batch: Batch, replays: int) -> Batch:
@@ -320,13 +343,11 @@ class _Attempt:
 
     Attributes:
         share: of the step's loss; None when an allocation failed.
-        losses: which of the names that the objective weighs are losses, and not metrics.
         used: which parameters have a gradient.
         moved: which of the registered state forwards moved.
     """
 
     share: Tensor | None
-    losses: frozenset[str]
     used: Sequence[bool]
     moved: Sequence[bool]
 
@@ -339,34 +360,32 @@ class _Agreed:
     Attributes:
         has_failed: whether an allocation did, on any rank.
         loss: of the step.
-        losses: which of the names that the objective weighs are losses, and not metrics.
         used: which parameters have a gradient on any rank.
         moved: which of the registered state forwards moved on any rank.
     """
 
     has_failed: bool
     loss: Tensor
-    losses: Collection[str]
     used: Sequence[bool]
     moved: Sequence[bool]
 
 
 def _compute(kit: Kit, micro_batches: Sequence[MicroBatch], parts: Sequence[Divisors]) -> _Attempt:
     """Run every micro-batch of this rank, and make room for the reduction."""
-    heard = _Heard(kit.objective)
     with AllocationGuard():
         kit.registered.watch()
-        share = kit.strategy.backward(kit.model, heard, micro_batches, parts, kit.sync)
+        share = kit.strategy.backward(kit.model, kit.objective, micro_batches, parts, kit.sync)
+        _check_share(kit.strategy, share)
         kit.registered.refuse_late()
         used, moved = kit.model.used(), kit.registered.moved()
         kit.model.make_room()
-        return _Attempt(share, heard.losses, used, moved)
+        return _Attempt(share.detach(), used, moved)
     kit.model.drop_gradients()
     release_memory()
     if kit.sync.lockstep and kit.world.size > 1:
         _stand_in(kit, len(micro_batches))
     nothing = [False] * len(kit.model.parameters), kit.registered.unmoved()
-    return _Attempt(None, heard.losses, *nothing)
+    return _Attempt(None, *nothing)
 
 
 def _stand_in(kit: Kit, count: int) -> None:
@@ -389,8 +408,8 @@ def _agree(kit: Kit, mine: _Attempt) -> _Agreed:
     world, share = kit.world, mine.share
     if world.size == 1:
         loss = torch.zeros(()) if share is None else share
-        return _Agreed(share is None, loss, mine.losses, mine.used, mine.moved)
-    flags = [*(name in mine.losses for name in kit.terms), *mine.used, *mine.moved]
+        return _Agreed(share is None, loss, mine.used, mine.moved)
+    flags = [*mine.used, *mine.moved]
     told = torch.tensor(
         [float(share is None), 0.0, *map(float, flags)], dtype=torch.float64, device=world.device
     )
@@ -398,6 +417,5 @@ def _agree(kit: Kit, mine: _Attempt) -> _Agreed:
         told[1] = share
     failures, _, *counts = world.sum(told).tolist()
     found = iter([ranks > 0 for ranks in counts])
-    losses = [name for name in kit.terms if next(found)]
     used = [next(found) for _ in mine.used]
-    return _Agreed(failures > 0, told[1], losses, used, [*found])
+    return _Agreed(failures > 0, told[1], used, [*found])

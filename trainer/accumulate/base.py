@@ -43,6 +43,9 @@ class GradientStrategy(ABC):
     ) -> Tensor:
         """Accumulate the gradient of `sum_k S_k / D_k` over this rank's micro-batches.
 
+        For every micro-batch, within `sync.micro_batch`: run the objective, divide its sums and
+        call `backward()` on them. A step that leaves no parameter a gradient is refused.
+
         May be called again on the same micro-batches: every random draw is keyed to its
         micro-batch, so a replay gives the same bits.
 

@@ -14,7 +14,7 @@ from trainer.accumulate.base import Divisors, GradientStrategy, divided, seed_dr
 from trainer.micro_batch import MicroBatch
 from trainer.models.sparse import refuse_sparse_gradients
 from trainer.models.statistics import unmoved
-from trainer.objectives.base import Objective
+from trainer.objectives.base import Objective, refuse_left_out, sums_of
 from trainer.parallel import Parallel
 from trainer.sync import SyncPolicy
 
@@ -38,16 +38,19 @@ class Sum(GradientStrategy):
         """See the base class."""
         device = next(model.module.parameters()).device
         total = torch.zeros((), dtype=torch.float64, device=device)
-        last = len(micro_batches) - 1
+        last, given = len(micro_batches) - 1, []
         for index, micro_batch in enumerate(micro_batches):
             seed_draws(micro_batch.rng_key, device)
             # In lockstep a rank with fewer micro-batches fills up with some of no samples.
             aside = nullcontext() if micro_batch.ids else unmoved(model.module)
             with sync.micro_batch(model, is_last=index == last), aside:
-                sums = objective.sums(model.call, micro_batch.to(device).fields)
-                loss = divided(sums.losses, divisors[index])
+                fields = micro_batch.to(device).fields
+                losses = sums_of(objective, model.call, fields, micro_batch.weights).losses
+                loss = divided(losses, divisors[index])
                 loss.backward()  # type: ignore[no-untyped-call] # untyped in torch
                 if index == 0:
                     refuse_sparse_gradients(model.module)
             total += loss.detach()
+            given.append(losses.keys())
+        refuse_left_out(objective, [m.weights for m in micro_batches], given)
         return total

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 import torch
@@ -13,11 +13,15 @@ from trainer.culprits.hooks import hooked
 from trainer.data.loader import Request
 from trainer.errors import ConfigError
 from trainer.micro_batch import to_device
-from trainer.objectives.base import Objective
+from trainer.objectives.base import Objective, sums_of, weights_of
+from trainer.objectives.model_loss import REDUCTIONS, ModelLoss
 from trainer.tune.untouched import untouched
 
 TOLERANCE = 0.02
 """Relative; sums in bf16 over different shapes differ by less, a mean by a half."""
+
+ROUNDING = 1e-4
+"""Relative; differences below it do not rank settings."""
 
 
 def rehearse_own(parts: Parts) -> Iterator[str]:
@@ -32,8 +36,8 @@ def rehearse_own(parts: Parts) -> Iterator[str]:
         One line for each thing a user should know.
 
     Raises:
-        ConfigError: the optimizer steps within backward, or the objective does not weigh what it
-            sums.
+        ConfigError: the optimizer steps within backward, the objective does not weigh what it
+            sums, or the loss that the model computes is no sum over samples.
     """
     if any(p.is_meta for p in parts.module.parameters()):
         return
@@ -46,33 +50,31 @@ def rehearse_own(parts: Parts) -> Iterator[str]:
     kind = getattr(parts.spec, "kind", type(parts.spec))
     if kind.__module__.partition(".")[0] not in {"trainer", "torch"}:
         _refuse_steps_in_backward(parts)
-    if type(parts.objective).__module__.partition(".")[0] != "trainer":
-        # What fails on so few samples fails again, and is told, where it is really needed.
-        with suppress(RuntimeError, ValueError, IndexError):
-            yield from _coupling(parts)
+    objective, is_verified = parts.objective, parts.config.command == "verify"
+    # What fails on so few samples fails again, and is told, where it is really needed.
+    with suppress(RuntimeError, ValueError, IndexError):
+        if isinstance(objective, ModelLoss) and not is_verified:
+            _refuse_model_loss(parts, objective)
+        if type(objective).__module__.partition(".")[0] != "trainer":
+            yield from _coupling(parts, objective)
 
 
-def _coupling(parts: Parts) -> Iterator[str]:
+def _coupling(parts: Parts, objective: Objective) -> Iterator[str]:
     """Compare sums and weights of two groups of samples together with those of each alone.
 
     Yields:
-        A line for a loss, and one for a weight, that is no sum over samples.
+        A line for a loss, and one for a weight, that is no sum over samples, and for a metric that
+        is not declared.
     """
-    size, order = parts.objective.group_size, parts.source.order
-    ids = order.next(order.start).ids
-    with untouched(parts.module, parts.objective), torch.no_grad():
-        parts.module.eval()
-        _sums(parts, ids[:size].tolist())
-    if parts.objective.scope != "sample" or len(ids) < 2 * size:
-        return
-    with untouched(parts.module, parts.objective), torch.no_grad():
-        parts.module.eval()
-        together = _sums(parts, ids[: 2 * size].tolist())
-        first, second = (_sums(parts, part.tolist()) for part in (ids[:size], ids[size : 2 * size]))
-    name, groups = type(parts.objective).__name__, "samples" if size == 1 else "groups"
-    for kind, term in together:
-        whole, apart = together[kind, term], first[kind, term] + second[kind, term]
-        if not math.isclose(whole, apart, rel_tol=TOLERANCE, abs_tol=1e-6):
+    name, groups = type(objective).__name__, "samples" if objective.group_size == 1 else "groups"
+    for kind, term, whole, apart in _together_and_apart(parts, objective):
+        if kind == "metric" and term not in objective.metric_names:
+            yield (
+                f"objective: {name} gives {term} as a metric, but does not declare it, so that a "
+                f"step in which only {term} has a weight counts as one with a loss: add {term!r} "
+                f"to metric_names of {name}"
+            )
+        elif kind != "metric" and not math.isclose(whole, apart, rel_tol=TOLERANCE, abs_tol=1e-6):
             yield (
                 f"objective: {kind} {term} of {name} is {whole:.4g} for two {groups} together and "
                 f"{apart:.4g} for both apart, so the step depends on the cut: sum over samples and "
@@ -80,33 +82,79 @@ def _coupling(parts: Parts) -> Iterator[str]:
             )
 
 
-def _sums(parts: Parts, ids: Sequence[int]) -> dict[tuple[str, str], float]:
+def _refuse_model_loss(parts: Parts, objective: ModelLoss) -> None:
+    """Refuse settings under which the loss that the model computes is no sum over samples.
+
+    Raises:
+        ConfigError: naming those under which it is.
+    """
+
+    def error(objective: ModelLoss) -> float:
+        found = _together_and_apart(parts, objective)
+        # A head's mean over a sample without a label is NaN; a loss that always is says nothing.
+        errors = [
+            math.inf if math.isnan(apart) else abs(whole - apart) / (abs(apart) or 1.0)
+            for *_, whole, apart in found
+            if not math.isnan(whole)
+        ]
+        return max(errors, default=0.0)
+
+    if error(objective) <= TOLERANCE:
+        return
+    others = [
+        ModelLoss(reduction=reduction, causal=causal)
+        for causal in (objective.causal, not objective.causal)
+        for reduction in REDUCTIONS
+    ]
+    # Samples may be too alike to tell two apart; then the fewest keys are to be typed.
+    best = min(others, key=lambda other: max(error(other), ROUNDING))
+    typed = [f"objective.reduction={best.reduction}"] * (best.reduction != objective.reduction)
+    typed += [f"objective.causal={str(best.causal).lower()}"] * (best.causal != objective.causal)
+    remedy = f"type {' '.join(typed)}, or " if error(best) <= TOLERANCE else ""
+    loss = "drops num_items_in_batch" if objective.reduction == "sum" else "takes another mean"
+    raise ConfigError(
+        f"objective.reduction={objective.reduction}: {type(parts.module).__name__} {loss}: its "
+        "loss for two samples together is not that of both apart, so the step depends on the cut: "
+        f"{remedy}take an objective that sums, such as next_token or classify"
+    )
+
+
+def _together_and_apart(
+    parts: Parts, objective: Objective
+) -> Iterator[tuple[str, str, float, float]]:
+    """Run two groups of samples of the first step; of samples, the shortest and the longest.
+
+    Yields:
+        Loss, weight or metric, its name, and its value for both groups together and apart.
+    """
+    size, order = objective.group_size, parts.source.order
+    ids = order.next(order.start).ids
+    if size == 1 < len(ids):
+        lengths = parts.source.lengths[ids]
+        ids = ids[[lengths.argmin(), len(ids) - 1 - lengths[::-1].argmax()]]
+    groups = [ids[: 2 * size], ids[:size], ids[size : 2 * size]]
+    if objective.scope != "sample" or len(ids) < 2 * size:
+        groups = groups[1:2]
+    with untouched(parts.module, objective), torch.no_grad():
+        parts.module.eval()
+        found = [_sums(parts, objective, group.tolist()) for group in groups]
+    if len(found) > 1:
+        together, *apart = found
+        for kind, term in together:
+            both = sum(each.get((kind, term), 0.0) for each in apart)
+            yield kind, term, together[kind, term], both
+
+
+def _sums(parts: Parts, objective: Objective, ids: Sequence[int]) -> dict[tuple[str, str], float]:
     lengths = parts.source.lengths[list(ids)]
     length = int(lengths.sum() if parts.layout.packed else lengths.max())
     request = Request(ids=tuple(ids), epoch=0, pad_to=length, packed=parts.layout.packed)
     fields = parts.source.loader.load(request)
-    given = parts.objective.sums(parts.call, to_device(fields, parts.world.device))
-    found, weights = given.losses, parts.objective.weights(fields)
-    _refuse_unweighted(parts.objective, [*found, *given.metrics], weights)
-    sums = {("loss", name): float(loss) for name, loss in found.items()}
-    return sums | {("weight", name): float(weights[name]) for name in found}
-
-
-def _refuse_unweighted(
-    objective: Objective, names: Sequence[str], weights: Mapping[str, float]
-) -> None:
-    """Compare what an objective sums with what it weighs.
-
-    Raises:
-        ConfigError: a sum has nothing to be divided by.
-    """
-    missing = [name for name in names if name not in weights]
-    if missing:
-        kind = type(objective).__name__
-        raise ConfigError(
-            f"objective: weights of {kind} gives {', '.join(weights) or 'nothing'}, but no "
-            f"{', '.join(missing)}, which sums gives: return what each is divided by"
-        )
+    weights = weights_of(objective, fields)
+    found = sums_of(objective, parts.call, to_device(fields, parts.world.device), weights)
+    sums = {("loss", name): float(loss) for name, loss in found.losses.items()}
+    sums |= {("metric", name): float(metric) for name, metric in found.metrics.items()}
+    return sums | {("weight", name): weights[name] for name in found.losses}
 
 
 def _refuse_steps_in_backward(parts: Parts) -> None:

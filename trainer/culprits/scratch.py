@@ -24,7 +24,7 @@ from trainer.data.loader import Loader, Request
 from trainer.feed import PlannedBatch
 from trainer.micro_batch import Fields, MicroBatch
 from trainer.models.bind import bind
-from trainer.objectives.base import Objective
+from trainer.objectives.base import Objective, weights_of
 from trainer.parallel import Replicated
 from trainer.plan.cut import IntArray
 from trainer.step import Kit
@@ -281,7 +281,7 @@ class Groups:
         return MicroBatch(
             fields=fields,
             ids=ids,
-            weights=self.objective.weights(fields),
+            weights=weights_of(self.objective, fields),
             num_tokens=int(lengths.sum()),
             num_positions=length if plan.packed else length * len(ids),
             rng_key=self.batch.micro_batches[0].rng_key,

@@ -23,7 +23,7 @@ from trainer.culprits.align import Share, align, close, tensors_of
 from trainer.culprits.scratch import Scratch
 from trainer.culprits.state import kept, moved
 from trainer.micro_batch import MicroBatch
-from trainer.objectives.base import Sums
+from trainer.objectives.base import Sums, sums_of
 from trainer.out_of_memory import is_out_of_memory
 
 OUTSIDE = "\x00outside"
@@ -217,7 +217,8 @@ def _forward(
 ) -> Sums:
     seed_draws(micro_batch.rng_key if key is None else key, scratch.kit.world.device)
     begin()
-    return scratch.kit.objective.sums(scratch.kit.model.call, scratch.cast(micro_batch).fields)
+    kit, fields = scratch.kit, scratch.cast(micro_batch).fields
+    return sums_of(kit.objective, kit.model.call, fields, micro_batch.weights)
 
 
 def _detached(sums: Sums) -> Sums:

@@ -56,7 +56,8 @@ def pad(
         name_of: names a sample for a message.
 
     Returns:
-        Every field, `(n, ...)`: padded with -100 in `labels`, else with 0. With `input_ids`
+        Every field, `(n, ...)`: padded with -100 in `labels`, which are int64 unless they are real
+        numbers, else with 0. With `input_ids`
         comes `attention_mask`, `(n, pad_to)` int64, 1 on tokens, unless the samples bring one.
 
     Raises:
@@ -152,10 +153,10 @@ def _column(name: str, samples: Sequence[Sample], name_of: NameOf) -> list[Tenso
         )
     if name == INPUT_IDS and (first.is_floating_point or first.is_complex):
         raise DataError(f"data: field {name!r} is {first} in {name_of(0)}; it must be integer")
-    if name not in {INPUT_IDS, LABELS} or first in {torch.int64, torch.bool}:
+    if name not in {INPUT_IDS, LABELS} or first.is_floating_point or first.is_complex:
         return column
-    # Losses take no other integers, embeddings few.
-    return column if first.is_floating_point else [value.long() for value in column]
+    # Losses take no other integers, embeddings few, and -100 has no place in bool or uint8.
+    return [value.long() for value in column]
 
 
 def _padded(name: str, column: list[Tensor], pad_to: int, name_of: NameOf) -> Tensor:

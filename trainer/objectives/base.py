@@ -8,11 +8,12 @@ is exact for every split.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, final
+from typing import Any, Literal, NoReturn, final
 
 import torch
 from torch import Tensor
@@ -37,7 +38,8 @@ class Sums:
     """What one micro-batch adds to the step.
 
     Attributes:
-        losses: named 0-d sums with a graph.
+        losses: named 0-d sums with a graph, the same names for every micro-batch: one without a
+            loss term gives a sum over nothing.
         metrics: named 0-d sums without one. Evaluation alone reads them, under `no_grad`: while
             gradients are recorded they may be left out, and the built-in objectives do.
     """
@@ -57,17 +59,146 @@ class Objective(ABC):
     consecutive samples of a step form a group, in the order in which the step takes them, the
     last of which may be short; a micro-batch holds whole groups, one after the other."""
 
+    metric_names: Collection[str] = ()
+    """Which names are metrics; all others are losses. A step in which no loss has a weight updates
+    nothing."""
+
     @abstractmethod
     def weights(self, fields: Fields) -> Mapping[str, float]:
         """Count what each loss and metric is divided by, from the data alone.
 
         Returns:
-            A weight for every name that `sums` gives.
+            A weight for every name that `sums` gives, for every micro-batch: 0 where a name has
+            nothing to count.
         """
 
     @abstractmethod
     def sums(self, model: ModelCall, fields: Fields) -> Sums:
         """Run the model on one micro-batch and sum, dividing by nothing."""
+
+
+def weights_of(objective: Objective, fields: Fields) -> dict[str, float]:
+    """Count what an objective's sums are divided by.
+
+    Raises:
+        ConfigError: it gives something else than a finite number from 0 on for every name.
+    """
+    given: object = objective.weights(fields)
+    method = f"weights of {type(objective).__name__}"
+    if not isinstance(given, Mapping) or not given:
+        _refuse(method, given, "return a number for every name that sums gives")
+    weights = {}
+    for name, value in given.items():
+        weight = value if isinstance(value, float) else _number(value)
+        if weight is None or not 0.0 <= weight < math.inf:
+            _refuse(f"{method}, {name}", value, "return a finite number from 0 on")
+        weights[name] = float(weight)
+    return weights
+
+
+def sums_of(
+    objective: Objective, model: ModelCall, fields: Fields, weights: Mapping[str, float] | None
+) -> Sums:
+    """Run an objective on a micro-batch.
+
+    Args:
+        objective: gives the sums.
+        model: to call.
+        fields: of the micro-batch.
+        weights: by name, as the objective counted them; None where they do not matter.
+
+    Raises:
+        ConfigError: it gives something else than 0-d sums for the names that it weighs, or losses
+            without a gradient where one is recorded.
+    """
+    sums, method = objective.sums(model, fields), f"sums of {type(objective).__name__}"
+    losses: object = getattr(sums, "losses", None)
+    if not isinstance(losses, Mapping) or not losses:
+        _refuse(method, sums, "return Sums(losses={name: sum, ...})")
+    for name, loss in losses.items():
+        if not isinstance(loss, Tensor) or loss.ndim or not loss.is_floating_point():
+            _refuse(f"{method}, {name}", loss, "return the sum over its terms, a 0-d float tensor")
+    if torch.is_grad_enabled() and not any(loss.requires_grad for loss in losses.values()):
+        raise ConfigError(
+            f"objective: {method} returned losses without a gradient: compute them from what the "
+            "model gives, with no detach(), item() or no_grad() on the way"
+        )
+    metrics = {}
+    for name, value in sums.metrics.items():
+        metric = _number(value)
+        if metric is None:
+            _refuse(f"{method}, {name}", value, "return the sum over its terms, a number")
+        metrics[name] = metric
+    if weights is not None:
+        _refuse_other_names(type(objective).__name__, [*losses, *metrics], weights)
+    return Sums(losses=losses, metrics=metrics)
+
+
+def refuse_left_out(
+    objective: Objective,
+    weights: Sequence[Mapping[str, float]],
+    given: Sequence[Collection[str]],
+) -> None:
+    """Compare the names of sums over the micro-batches of a step.
+
+    Args:
+        objective: gave them.
+        weights: of every micro-batch.
+        given: names of the sums of every micro-batch.
+
+    Raises:
+        ConfigError: a micro-batch has a weight, and no sum, for a name that others have.
+    """
+    for name in set[str]().union(*given):
+        if any(
+            each[name] and name not in names for each, names in zip(weights, given, strict=True)
+        ):
+            raise ConfigError(
+                f"objective: sums of {type(objective).__name__} leaves {name} out of some "
+                "micro-batches in which weights counts it: give it for each of them"
+            )
+
+
+def _refuse_other_names(kind: str, given: Collection[str], weights: Mapping[str, float]) -> None:
+    """Compare what an objective sums with what it weighs.
+
+    Raises:
+        ConfigError: a sum has nothing to be divided by, or something is counted and not summed.
+    """
+    if missing := [name for name in given if name not in weights]:
+        raise ConfigError(
+            f"objective: weights of {kind} gives {', '.join(weights)}, but no "
+            f"{', '.join(missing)}, which sums gives: return what each is divided by"
+        )
+    left_out = [name for name, weight in weights.items() if weight and name not in given]
+    # While gradients are recorded, metrics may be left out.
+    if left_out and not torch.is_grad_enabled():
+        raise ConfigError(
+            f"objective: sums of {kind} leaves out {', '.join(left_out)}, which weights counts: "
+            "give a sum for each, as a loss or a metric"
+        )
+
+
+def _number(value: object) -> Tensor | None:
+    """Read a number of Python, NumPy or PyTorch, as 0-d float64; None where it is none."""
+    try:
+        number = torch.as_tensor(value, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    return None if number.ndim else number.detach()
+
+
+def _refuse(method: str, value: object, remedy: str) -> NoReturn:
+    """Say what a method of an objective returned, and what it should.
+
+    Raises:
+        ConfigError: always.
+    """
+    if isinstance(value, Tensor) and value.ndim:
+        what = f"a tensor of shape {tuple(value.shape)}"
+    else:
+        what = " ".join(repr(value).split())
+    raise ConfigError(f"objective: {method}: {what:.60}; {remedy}")
 
 
 def logits_of(output: Any) -> Tensor:  # noqa: ANN401 - models return what they like
@@ -93,13 +224,19 @@ def labels_of(fields: Fields) -> Tensor:
     """Take the labels out of a micro-batch.
 
     Raises:
-        ConfigError: the data give none.
+        ConfigError: the data give none, or real numbers.
     """
     if "labels" not in fields:
         raise ConfigError(
             f"objective: the data give no field named labels (they give: {', '.join(fields)})"
         )
-    return fields["labels"]
+    labels = fields["labels"]
+    if labels.is_floating_point() or labels.is_complex():
+        raise ConfigError(
+            f"objective: labels are {labels.dtype}, but classes and tokens are whole numbers: give "
+            "integers, or type an objective that takes real numbers"
+        )
+    return labels
 
 
 def sequences_of(fields: Fields, name: str) -> Tensor:

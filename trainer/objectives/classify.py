@@ -17,6 +17,7 @@ from trainer.objectives.base import (
     Objective,
     Sums,
     at_least_single,
+    check_coefficient,
     check_smoothing,
     labels_of,
     logits_of,
@@ -40,13 +41,15 @@ class Classify(Objective):
         label_smoothing: share of the target spread over the classes, in [0, 1).
     """
 
+    metric_names = ("accuracy",)
+
     class_weights: Sequence[float] | None = None
     label_smoothing: float = 0.0
 
     def __post_init__(self) -> None:
         check_smoothing(self.label_smoothing)
-        if self.class_weights is not None and not all(w >= 0 for w in self.class_weights):
-            raise ConfigError("objective.class_weights: a weight is negative")
+        for weight in self.class_weights or ():
+            check_coefficient("objective.class_weights", weight)
 
     def weights(self, fields: Fields) -> Mapping[str, float]:
         """Sum the class weights of the labels for the loss, and count them for the accuracy.

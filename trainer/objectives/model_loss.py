@@ -15,6 +15,8 @@ from trainer.objectives.base import IGNORED, ModelCall, Objective, Sums, at_leas
 
 Reduction = Literal["sum", "mean"]
 
+REDUCTIONS: tuple[Reduction, ...] = get_args(Reduction)
+
 NUM_ITEMS = "num_items_in_batch"
 """What a Hugging Face head divides the sum of its loss terms by, where it takes it."""
 
@@ -25,8 +27,8 @@ class ModelLoss(Objective):
     """The loss of a model that is called with its labels; the term is `model_loss`.
 
     Under `sum` the model is asked for a sum, by the count 1 for the `num_items_in_batch` that
-    heads for causal models take. A head that drops it returns a mean, which no weight can make
-    exact unless it is known what the mean runs over: `train verify` tells. Under `mean` the
+    heads for causal models take. A head that drops it returns a mean, and is refused before the
+    first step, with what to type where it is known what the mean runs over. Under `mean` the
     model's mean is multiplied by the weight of the micro-batch, and is exact where it runs over
     just that: for labels a mean over those that are not -100, for spans a mean over samples.
 
@@ -44,7 +46,7 @@ class ModelLoss(Objective):
     causal: bool = True
 
     def __post_init__(self) -> None:
-        if self.reduction not in get_args(Reduction):
+        if self.reduction not in REDUCTIONS:
             raise ConfigError(f"objective.reduction: {self.reduction!r} is not sum or mean")
 
     def weights(self, fields: Fields) -> Mapping[str, float]:

@@ -43,6 +43,8 @@ class NextToken(Objective):
         label_smoothing: share of the target spread over the vocabulary, in [0, 1).
     """
 
+    metric_names = ("accuracy",)
+
     z_loss: float = 0.0
     label_smoothing: float = 0.0
 

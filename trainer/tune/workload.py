@@ -16,7 +16,7 @@ from trainer.micro_batch import Fields, to_device
 from trainer.models.deferred import Weights, drawn
 from trainer.models.recompute import with_checkpointing
 from trainer.models.sparse import refuse_sparse_gradients
-from trainer.objectives.base import ModelCall, Objective
+from trainer.objectives.base import ModelCall, Objective, sums_of
 from trainer.parallel import Parallel
 from trainer.sync import Deferred, SyncPolicy
 from trainer.tune.ragged import Dims
@@ -87,7 +87,7 @@ class Workload:
         Raises:
             ConfigError: it is sparse.
         """
-        losses = self.objective.sums(self.call, fields).losses
+        losses = sums_of(self.objective, self.call, fields, None).losses
         sum_of([*losses.values()]).backward()  # type: ignore[no-untyped-call] # untyped in torch
         refuse_sparse_gradients(self.model)
 
