@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -37,12 +37,35 @@ class Net(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.head = nn.Linear(width, VOCABULARY)
 
+    @classmethod
+    def of(cls, width: int = 8) -> Net:
+        """Make one, as `from_config` of a library does."""
+        return cls(width)
+
     def forward(self, input_ids: Tensor) -> Tensor:
         tokens = self.embed(input_ids)
         counts = torch.arange(1, tokens.shape[1] + 1, dtype=tokens.dtype)
         hidden = tokens + tokens.cumsum(1) / counts[:, None]
         hidden = self.norm(hidden.flatten(0, 1)).view_as(hidden)
         return self.head(self.dropout(hidden))
+
+
+def make_net(width: int = 8) -> Net:
+    """Make one."""
+    return Net(width)
+
+
+class Whole(nn.Module):
+    """Is made of parts that it is given."""
+
+    def __init__(
+        self, net: nn.Module, norm: Callable[[int], nn.Module], more: Sequence[nn.Module]
+    ) -> None:
+        super().__init__()
+        self.net, self.norm, self.more = net, norm(VOCABULARY), nn.Sequential(*more)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.more(self.norm(self.net(input_ids)))
 
 
 class SparseNet(Net):

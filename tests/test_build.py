@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ def component(target: str, *, typed: bool = False, **params: object) -> Componen
 
 
 def make_net(width: int = 8) -> nn.Module:
-    """A factory, which only the user may name."""
+    """A factory."""
     return Net(width)
 
 
@@ -109,11 +110,41 @@ def test_typing_a_class_or_trusting_its_package_is_consent(trust: dict[str, bool
     assert isinstance(construct(component(MINE, **trust), "model", nn.Module, trusted), Net)
 
 
-def test_a_factory_is_for_the_user_alone() -> None:
-    target = f"{__name__}.make_net"
+@pytest.mark.parametrize("target", [f"{__name__}.make_net", "tests.run_toys.Net.of"])
+def test_a_factory_needs_the_consent_that_a_class_needs(target: str) -> None:
     assert isinstance(construct(component(target, typed=True), "model", nn.Module), Net)
-    with pytest.raises(ConfigError, match="not a class defined in"):
-        construct(component(target), "model", nn.Module, ("tests", __name__))
+    package = target.partition(".")[0]
+    assert isinstance(construct(component(target), "model", nn.Module, (package,)), Net)
+    with pytest.raises(ConfigError, match="named by a recipe or a run"):
+        construct(component(target), "model", nn.Module)
+
+
+@pytest.mark.parametrize("target", ["torch.load", "torch.hub.load", "torch.nn.Module.__init__"])
+def test_trust_in_a_library_does_not_reach_its_functions(target: str) -> None:
+    with pytest.raises(ConfigError, match="has to be typed by you"):
+        construct(component(target), "model", nn.Module, ("torch",))
+
+
+def test_what_an_argument_names_is_built_too() -> None:
+    inner = {"_target_": "tests.run_toys.Net.of", "width": 4}
+    norm = {"_target_": "torch.nn.LayerNorm", "_partial_": True, "eps": 0.5}
+    built = construct(
+        component(f"{__name__}.Open", typed=True, net=inner, norm=norm, nets=[inner, 1]),
+        "data",
+        Open,
+    )
+    made: Any = built.anything
+    assert made["net"].embed.embedding_dim == made["nets"][0].embed.embedding_dim == 4
+    assert made["norm"](3).eps == 0.5
+    assert made["nets"][1] == 1
+
+
+@pytest.mark.parametrize("target", ["evil.Net", "torch.nn.Linear", "trainer.report.console.Screen"])
+def test_an_argument_that_nobody_typed_names_no_class(target: str) -> None:
+    for inner in ({"_target_": target}, [{"_target_": target}], {"x": {"_target_": target}}):
+        holder = component("torch.nn.Identity", x=inner)
+        with pytest.raises(ConfigError, match=rf"^model\.x.*{target}: named by a recipe or a run"):
+            construct(holder, "model", nn.Module)
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,7 @@ def test_hydra_lists_recipes_as_a_group():
         ("parallel: {node: 1}", "parallel.node:"),
         ("parallel.nodes: 2", "parallel.nodes"),
         ("_target_: trainer.x.Y", "_target_"),
-        ("model: {_partial_: true}", "model._partial_"),
+        ("_partial_: true", "_partial_"),
         ("model: {_args_: [1]}", "model._args_"),
         ("model: {inner: {_recursive_: false}}", "model.inner._recursive_"),
         ("model: {_target_: [a]}", "model._target_"),

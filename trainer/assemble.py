@@ -13,7 +13,7 @@ from torch import nn
 
 from trainer.accumulate.base import GradientStrategy, seed_draws
 from trainer.alike import check_data, check_model
-from trainer.build import Built, check_names, construct, look_up, takes
+from trainer.build import Built, arguments_of, check_names, construct, look_up, takes
 from trainer.config import RunConfig
 from trainer.data.collate import INPUT_IDS
 from trainer.data.loader import Loader, Request, lengths_of
@@ -374,7 +374,7 @@ def _optimizer(config: RunConfig) -> OptimizerSpec:
     if inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer):
         names = config.optimizer.params.keys() - {"groups", "lr", "weight_decay"}
         check_names(kind, "optimizer", sorted(names))
-        return OwnOptimizer.of(kind, config.optimizer.params)
+        return OwnOptimizer.of(kind, arguments_of(config.optimizer, "optimizer", config.trust))
     return construct(config.optimizer, "optimizer", OptimizerSpec, config.trust)
 
 

@@ -137,21 +137,35 @@ class RunConfig(Section):
         return frozenset(typed | {"hooks" for hook in self.hooks if hook.typed_target})
 
     @property
-    def own_classes(self) -> dict[str, str]:
-        """Classes beyond this program and the model libraries, by the key that names them."""
-        named = {path: attrgetter(path)(self).target for path in COMPONENTS}
-        named |= {f"hooks[{place}]": hook.target for place, hook in enumerate(self.hooks)}
-        return {
-            path: target
-            for path, target in named.items()
-            if target.partition(".")[0] != "trainer"
-            and target.rpartition(".")[0] not in LIBRARIES.get(path, ())
-        }
+    def components(self) -> dict[str, Component]:
+        """Everything that names a class, by dotted key; `hooks[0]` is the first hook."""
+        named = {path: attrgetter(path)(self) for path in COMPONENTS}
+        return named | {f"hooks[{place}]": hook for place, hook in enumerate(self.hooks)}
+
+    @property
+    def targets(self) -> list[tuple[str, str]]:
+        """Dotted key and import path of every class that the run names."""
+        return [pair for key, each in self.components.items() for pair in each.targets(key)]
+
+    def own_classes(self, *, typed: bool = True) -> list[tuple[str, str]]:
+        """Those beyond this program and the model libraries; our own as arguments are among them.
+
+        Args:
+            typed: whether to list those that the user named themselves.
+        """
+        return [
+            (place, target)
+            for key, each in self.components.items()
+            if typed or not each.typed_target
+            for place, target in each.targets(key)
+            if place != key or target.partition(".")[0] != "trainer"
+            if target.rpartition(".")[0] not in LIBRARIES.get(place, ())
+        ]
 
     @property
     def packages(self) -> tuple[str, ...]:
         """Packages that `trust` has to name where nobody types the run's classes."""
-        return tuple(sorted({each.partition(".")[0] for each in self.own_classes.values()}))
+        return tuple(sorted({each.partition(".")[0] for _, each in self.own_classes()}))
 
     def settled(self, world_size: int) -> Self:
         """Fill in `batch.global` where `accum.micro` and `accum.steps` give it.

@@ -333,8 +333,8 @@ def _value_faults(value: object, path: str) -> Iterator[str]:
 
 
 def _key_faults(key: str, value: object, path: str) -> Iterator[str]:
-    if _HYDRA_KEY.fullmatch(key) and (key != "_target_" or not path.count(".")):
-        yield f"{path}: not for a recipe; only _target_ of a component is read"
+    if _HYDRA_KEY.fullmatch(key) and (key not in ("_target_", "_partial_") or "." not in path):
+        yield f"{path}: not for a recipe; only _target_ and _partial_ of a component are read"
     elif key == "_target_" and not isinstance(value, str):
         yield f"{path}: is the import path of a class"
     if "${" in key:

@@ -98,6 +98,13 @@ RECIPES = {
     "a library's way to the network": (
         "model: {_target_: transformers.AutoModel.from_pretrained, name: evil/evil}"
     ),
+    "a class within": "data: {inner: {_target_: evil.Net}}",
+    "a class within a library's": "model: {_target_: torch.nn.Identity, x: {_target_: evil.Net}}",
+    "a class of ours within": "model: {_target_: torch.nn.Identity, x: {_target_: trainer.x.Y}}",
+    "a class in a list": "model: {_target_: torch.nn.Sequential, x: [{_target_: evil.Net}]}",
+    "a kernel of the hub": (
+        "model: {_target_: transformers.GPT2LMHeadModel, config: {attn_implementation: evil/evil}}"
+    ),
     "a library's pipeline": "model: {_target_: transformers.pipeline, task: evil}",
     "a hook that is a function": "hooks: [{_target_: os.mkdir, path: canary}]",
     "os.system": "model: {_target_: os.system, command: mkdir canary}",

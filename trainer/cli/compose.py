@@ -41,8 +41,9 @@ from trainer.cli.settings import (
 )
 from trainer.config import COMPONENTS, KEYS, RunConfig, validate
 from trainer.errors import ConfigError
+from trainer.schema.components import targets_in
 from trainer.schema.consent import consent_faults
-from trainer.schema.faults import clip, did_you_mean, flat, lookup
+from trainer.schema.faults import ancestors, clip, did_you_mean, flat, lookup
 from trainer.schema.secrets import leaked
 from trainer.schema.sections import OWN, SHARED_KEYS
 
@@ -190,7 +191,7 @@ class Composer:
         told = tell_apart(overrides, groups)
         faults = list(told.faults)
         typed = frozenset(dotted(o) for o in overrides if not o.is_hydra_override())
-        consented = typed - {dotted(override) for override in replayed}
+        own_words = _said(overrides, replayed)
         try:
             full = self.compose([*told.hydra, *told.choices])
             bare = self.compose(_examples(full, told)) if told.has_recipe else full
@@ -200,12 +201,12 @@ class Composer:
             tree = plain_of(full)
             _drop_foreign_arguments(tree, typed)
             faults += _folder_faults(full, tree, typed)
-            faults += consent_faults(tree, examples, _said(overrides, replayed))
+            faults += consent_faults(tree, examples, own_words)
             faults += [f for key, value in flat(tree).items() if (f := secret_fault(key, value))]
             config = validate(
                 tree,
                 examples,
-                typed_targets=_typed_targets(consented) | _own_targets(full, tree),
+                typed_targets=_typed_targets(full, tree, own_words),
                 choices=dict(full.hydra.runtime.choices),
                 typed_keys=typed,
                 config_dir=None if self.own_folder is None else str(self.own_folder),
@@ -272,11 +273,11 @@ def _examples(full: DictConfig, told: Told) -> list[str]:
     return [*told.hydra, *chosen]
 
 
-def _said(overrides: Iterable[Override], replayed: Iterable[Override]) -> frozenset[str]:
-    """The dotted keys of what was typed, those inside a mapping one by one."""
+def _said(overrides: Iterable[Override], replayed: Iterable[Override]) -> dict[str, Any]:
+    """What was typed, by dotted key, what is inside a mapping one by one."""
     foreign = {dotted(override) for override in replayed}
     typed = [o for o in overrides if not o.is_delete() and dotted(o) not in foreign]
-    return frozenset(key for o in typed for key in flat({dotted(o): o.value()}))
+    return {k: value for o in typed for k, value in flat({dotted(o): o.value()}).items()}
 
 
 def _apply(values: Iterable[Override], composed: DictConfig) -> None:
@@ -357,40 +358,52 @@ def _drop_foreign_arguments(tree: dict[str, Any], typed: frozenset[str]) -> None
                 del section[name]
 
 
-def _typed_targets(keys: frozenset[str]) -> frozenset[str]:
-    """The components whose class was named on the command line."""
-    named = {path for path in COMPONENTS if f"{path}.{TARGET}" in keys}
-    return frozenset(named | {"hooks" for key in keys if key.partition(".")[0] == "hooks"})
+def _typed_targets(
+    full: DictConfig, tree: Mapping[str, Any], own_words: Mapping[str, Any]
+) -> frozenset[str]:
+    """The components whose classes, of their arguments too, the user named themselves.
 
-
-def _own_targets(full: DictConfig, tree: Mapping[str, Any]) -> frozenset[str]:
-    """The components whose class an option in the user's own folder names."""
-    sources = [s for s in full.hydra.runtime.config_sources if s.schema == "file"]
-    folders = sorted(sources, key=lambda source: source.provider != "main")
-    own = set()
+    Args:
+        full: composed; knows the files of the options.
+        tree: the same as plain mappings.
+        own_words: values that the user typed, by dotted key.
+    """
+    typed = {"hooks" for key in own_words if key.partition(".")[0] == "hooks"}
     for path in COMPONENTS:
-        group = path.replace(".", "/")
-        name = f"{group}/{full.hydra.runtime.choices.get(group)}.yaml"
-        found = next((s for s in folders if (Path(s.path) / name).is_file()), None)
-        if found is None or found.provider == "main":
-            continue
-        if _read_target(Path(found.path) / name) == lookup(tree, f"{path}.{TARGET}"):
-            own.add(path)
-    return frozenset(own)
+        own = set(targets_in(path, _own_option(full, path)))
+        found = targets_in(path, lookup(tree, path))
+        mine = [pair for pair in found if pair[0] == path or pair[0] not in COMPONENTS]
+        if mine and all(pair in own or _is_typed(pair[0], path, own_words) for pair in mine):
+            typed.add(path)
+    return frozenset(typed)
 
 
-def _read_target(file: Path) -> object:
-    content = yaml.safe_load(file.read_text())
-    return content.get(TARGET) if isinstance(content, dict) else None
+def _is_typed(place: str, path: str, own_words: Mapping[str, Any]) -> bool:
+    """Whether the user typed the class at a place in a component, or the list that it is in."""
+    lists = (key for key in (place, *ancestors(place)) if key.startswith(f"{path}."))
+    return f"{place}.{TARGET}" in own_words or any(
+        isinstance(own_words.get(key), list) for key in lists
+    )
+
+
+def _own_option(full: DictConfig, path: str) -> object:
+    """Read the option of a component from the user's own folder; None where it is not theirs."""
+    sources = [s for s in full.hydra.runtime.config_sources if s.schema == "file"]
+    group = path.replace(".", "/")
+    name = f"{group}/{full.hydra.runtime.choices.get(group)}.yaml"
+    folders = sorted(sources, key=lambda source: source.provider != "main")
+    found = next((s for s in folders if (Path(s.path) / name).is_file()), None)
+    if found is None or found.provider == "main":
+        return None
+    return yaml.safe_load((Path(found.path) / name).read_text())
 
 
 def _trust_faults(config: RunConfig) -> list[str]:
     """Say in one line which classes nobody consented to, before a module could be imported."""
     unknown = {
-        path: target
-        for path, target in config.own_classes.items()
-        if path.partition("[")[0] not in config.typed_targets
-        and target.partition(".")[0] not in config.trust
+        place: target
+        for place, target in config.own_classes(typed=False)
+        if target.partition(".")[0] not in config.trust
     }
     if not unknown:
         return []

@@ -13,10 +13,9 @@ import sys
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
-from operator import attrgetter
 from pathlib import Path
 
-from trainer.config import COMPONENTS, RunConfig
+from trainer.config import RunConfig
 from trainer.errors import ConfigError, DataError, NoCheckpointError
 from trainer.schema.faults import clip, did_you_mean
 
@@ -34,11 +33,9 @@ def refuse_missing(config: RunConfig) -> None:
         DataError: there is nothing at `data.path`.
         NoCheckpointError: there is nothing at `init`.
     """
-    targets = {path: attrgetter(path)(config).target for path in COMPONENTS}
-    targets |= {f"hooks[{place}]": hook.target for place, hook in enumerate(config.hooks)}
     faults = [
         clip(f"{path}._target_={target}: {fault}")
-        for path, target in targets.items()
+        for path, target in config.targets
         for fault in _class_faults(target)
     ]
     if faults:
@@ -92,6 +89,9 @@ def _class_faults(target: str) -> Iterator[str]:
         One line at most.
     """
     root, *parts = target.split(".")
+    if not root.isidentifier() or not parts:
+        yield "must be the import path of a class: package.Class"
+        return
     if root == BUILT_IN or root in sys.modules:
         return
     spec = find_spec(root)

@@ -166,8 +166,8 @@ def _restore(tree: dict[str, Any], base: Mapping[str, Any], key: str) -> None:
 def _reserved(tree: Mapping[str, Any]) -> Iterator[str]:
     for key in flat(tree):
         for part in key.split("."):
-            if _HYDRA_KEY.fullmatch(part) and part != "_target_":
-                yield clip(f"{key}: {part} is not for a config; only _target_ is read")
+            if _HYDRA_KEY.fullmatch(part) and part not in ("_target_", "_partial_"):
+                yield clip(f"{key}: {part} is not for a config; _target_ and _partial_ are read")
 
 
 def _missing(tree: Mapping[str, Any], choices: Mapping[str, Any]) -> Iterator[str]:

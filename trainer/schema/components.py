@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -16,6 +16,28 @@ LIBRARIES: Mapping[str, Mapping[str, str]] = {
 """Modules of the model libraries whose classes a recipe may name without being trusted: by the
 component they are for, each with the base that they must have."""
 
+LIBRARY_ROOTS = {module.partition(".")[0] for each in LIBRARIES.values() for module in each}
+
+
+def targets_in(place: str, value: object) -> Iterator[tuple[str, str]]:
+    """Find every class that a setting names, at any depth.
+
+    Args:
+        place: dotted key.
+        value: as composed.
+
+    Yields:
+        Dotted key of each class, what is in a list under the key of the list, and import path.
+    """
+    if isinstance(value, Mapping):
+        if "_target_" in value:
+            yield place, str(value["_target_"])
+        for name, inner in value.items():
+            yield from targets_in(f"{place}.{name}", inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from targets_in(place, inner)
+
 
 class Component(Section):
     """A class that is named in the config, and what its constructor gets.
@@ -24,14 +46,19 @@ class Component(Section):
         target: import path of the class.
         params: constructor arguments.
         name: the option it was chosen by, e.g. `gpt_tiny`; None for a class of one's own.
-        typed_target: the user named the class on their own command line or in their own
-            `--config-dir`, which is consent to run it. Never read from a file.
+        typed_target: the user named the class, and every class among its arguments, on their own
+            command line or in their own `--config-dir`, which is consent to run them. Never read
+            from a file.
     """
 
     target: Annotated[str, HIDDEN] = Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)+$")
     params: Annotated[dict[str, Any], HIDDEN] = Field(default_factory=dict)
     name: Annotated[str | None, HIDDEN] = None
     typed_target: Annotated[bool, HIDDEN] = False
+
+    def targets(self, key: str) -> Iterator[tuple[str, str]]:
+        """Name the class and those among its arguments: dotted key and import path of each."""
+        return targets_in(key, {"_target_": self.target, **self.params})
 
 
 class Accum(Component):

@@ -29,19 +29,19 @@ ONLY_TYPED: Mapping[str, str] = {
 }
 """Keys, whole sections among them, with the reason."""
 
-_REMOTE_CODE = "trust_remote_code"
+_REMOTE_CODE = ("trust_remote_code", "attn_implementation", "experts_implementation")
 _LOCAL = ("disabled", "offline")
 
 
 def reason_to_type(key: str) -> str | None:
     """Say why a dotted key is the command line's alone, or None where it is not."""
-    if key.rpartition(".")[2] == _REMOTE_CODE:
+    if any(part.lstrip("_") in _REMOTE_CODE for part in key.split(".")):
         return "it lets in code from the network"
     return next((ONLY_TYPED[k] for k in (key, *ancestors(key)) if k in ONLY_TYPED), None)
 
 
 def asked(key: str, value: object) -> Iterator[str]:
-    """Find what a setting asks consent for, at any depth; W&B that stays here asks for none.
+    """Find what a setting asks consent for, at any depth; what stays here asks for none.
 
     Args:
         key: dotted.
@@ -50,7 +50,7 @@ def asked(key: str, value: object) -> Iterator[str]:
     Yields:
         Dotted keys, what is in a list under the key of the list.
     """
-    if reason_to_type(key) and not (key == "wandb.mode" and value in _LOCAL):
+    if reason_to_type(key) and not _stays_here(key, value):
         yield key
     elif isinstance(value, Mapping):
         for name, inner in value.items():
@@ -58,6 +58,12 @@ def asked(key: str, value: object) -> Iterator[str]:
     elif isinstance(value, list):
         for inner in value:
             yield from asked(key, inner)
+
+
+def _stays_here(key: str, value: object) -> bool:
+    """Whether W&B sends nothing, or an implementation is none of the hub's: `owner/name`."""
+    is_word = isinstance(value, str) and "implementation" in key and "/" not in value
+    return is_word or (key == "wandb.mode" and value in _LOCAL)
 
 
 def consent_faults(
