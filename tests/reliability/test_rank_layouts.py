@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from tests.reliability.rank_runs import RankRun, processes_in
 from tests.reliability.rank_work import run_as_rank
 from tests.reliability.support import cases, replay
 from trainer.checkpoint.store import CheckpointStore
+from trainer.world import World
 
 BLOCKS = "model._target_=tests.reliability.rank_toys.Net"
 LONG = (BLOCKS, "+model.double=true", "steps=50", "checkpoint.every=null", "accum.micro=2")
@@ -94,6 +97,61 @@ def test_layouts_may_change_between_steps_and_no_step_does(tmp_path: Path) -> No
 @pytest.mark.nightly
 def test_every_change_of_layout(tmp_path: Path) -> None:
     change_layouts(PATHS, tmp_path)
+
+
+TORCH = "optimizer._target_=torch.optim"
+OPTIMIZERS = {
+    "adamw": ("optimizer=adamw",),
+    "sgd": ("optimizer=sgd", "optimizer.lr=0.05"),
+    "sgd without momentum": ("optimizer=sgd", "optimizer.lr=0.05", "optimizer.momentum=0"),
+    "AMSGrad": (f"{TORCH}.Adam", "optimizer.lr=0.01", "optimizer.amsgrad=true"),
+    "centered RMSprop": (f"{TORCH}.RMSprop", "optimizer.momentum=0.9", "optimizer.centered=true"),
+    **{
+        name: (f"{TORCH}.{name}", "optimizer.lr=0.01")
+        for name in ("Adadelta", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "Rprop")
+    },
+}
+MODES = ("none", "ddp", "fsdp", "hsdp")
+SIX = (BLOCKS, "+model.double=true", "steps=6", "checkpoint.every=null", "accum.micro=2")
+
+
+def resume_over(ranks: Ranks, name: str, pairs: Sequence[tuple[str, str]], place: Path) -> None:
+    """Stop a run after three steps under one mode, and end it under another, on two ranks."""
+
+    def end(folder: Path, mode: str, code: int, **how: Any) -> None:
+        given = (*SIX, *OPTIMIZERS[name], f"parallel={mode}"), folder, how
+        is_alone = mode == "none"
+        ended = [run_as_rank(World(), *given)] if is_alone else ranks.run(2, run_as_rank, *given)
+        assert {each["code"] for each in ended} == {code}, (name, folder.name, ended)
+
+    end(place / "undisturbed", "none", 0)
+    for first, group in groupby(sorted(pairs), lambda pair: pair[0]):
+        end(place / first, first, 75, stop_after=3)
+        for _, then in group:
+            folder = place / f"{first}-{then}"
+            shutil.copytree(place / first, folder)
+            end(folder, then, 0, resume=True)
+            assert_close(folder, place / "undisturbed", f"{name}: {first}, then {then}")
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    group = Ranks()
+    yield group
+    group.close()
+
+
+def test_an_optimizer_goes_on_under_another_mode(ranks: Ranks, tmp_path: Path) -> None:
+    resume_over(ranks, "sgd", [("none", "fsdp"), ("ddp", "fsdp"), ("fsdp", "none")], tmp_path)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_goes_on_over_every_pair_of_modes(
+    name: str, ranks: Ranks, tmp_path: Path
+) -> None:
+    resume_over(ranks, name, [*product(MODES, repeat=2)], tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,9 @@ from trainer.checkpoint.stored import Stored
 from trainer.errors import NoCheckpointError, NonFiniteError
 from trainer.schema.faults import clip, first_of
 
+# Settings of a group that say how an update is computed, and not what it is; "params" are indices.
+_EXECUTION = ("params", "fused", "foreach", "capturable")
+
 # What wrappers put into names that execution alone decides on: compilation, recomputation.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
@@ -260,9 +263,12 @@ def _restore_optimizer(
         )
     if hyperparameters == "saved":
         pairs = list(zip(groups, live, strict=True))
-        for theirs, mine in pairs:
-            check_settings(optimizer, theirs, mine)
-        live = [{**theirs, "params": mine["params"]} for theirs, mine in pairs]
+        live = [
+            {**theirs, **{key: mine[key] for key in _EXECUTION if key in mine}}
+            for theirs, mine in pairs
+        ]
+        for (_, mine), merged in zip(pairs, live, strict=True):
+            check_settings(optimizer, merged, mine)
     parameters = dict(enumerate(_parameters(optimizer)))
     states = decode(saved["state"], loaded.stored)
     trained = {name for group in groups for name in group["params"]}
