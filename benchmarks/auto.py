@@ -193,7 +193,7 @@ def main() -> None:
     asked = parser.parse_args()
     torch.set_num_threads(asked.threads)
     torch.manual_seed(0)
-    data = StdlibText(max_length=asked.max_length)
+    data = StdlibText(max_length=asked.max_length, overlong="cut")
     model = GPT(
         vocab_size=data.vocab_size,
         width=asked.width,

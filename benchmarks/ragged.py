@@ -332,6 +332,7 @@ def set_up(length: int, arguments: argparse.Namespace) -> Setting:
     lines = [
         "data=stdlib",
         f"data.max_length={length}",
+        "data.overlong=cut",
         f"batch.global={GLOBAL}",
         "accum=auto",
         f"model.width={arguments.width}",
@@ -340,6 +341,7 @@ def set_up(length: int, arguments: argparse.Namespace) -> Setting:
         "optimizer=adamw",
         "optimizer.lr=0.001",
         "scheduler=constant",
+        "scheduler.warmup=0",
         "clip_norm=null",
         "steps=1000",
     ]

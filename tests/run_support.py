@@ -24,6 +24,10 @@ BASE = {
     "accum": "fixed",
     "accum.micro": "3",
     "steps": "6",
+    "optimizer.lr": "0.012",
+    "scheduler.warmup": "0",
+    "eval.every": "20",
+    "checkpoint.every": "20",
     "wandb.mode": "disabled",
     "device": "cpu",
     "log.samples": "true",
@@ -38,7 +42,7 @@ def overrides(line: str) -> list[str]:
     typed = list({each.partition("=")[0]: each for each in shlex.split(line)}.values())
     keys = {each.partition("=")[0] for each in typed}
     dropped = {key for key in BASE if key in keys or key.rpartition(".")[0] in keys - {"batch"}}
-    dropped |= {"accum", "accum.micro"} if "accum._target_" in keys else set()
+    dropped |= {key for key in BASE if f"{key.partition('.')[0]}._target_" in keys}
     return [*(f"{key}={value}" for key, value in BASE.items() if key not in dropped), *typed]
 
 

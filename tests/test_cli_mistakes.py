@@ -84,7 +84,7 @@ MISTAKES = {
     "parallel.max_restarts=-1": "parallel.max_restarts=-1: must be a whole number, 0 or more",
     "parallel.shard=3": "parallel.shard=3: counts only with parallel=hsdp",
     "scheduler.warmup=1000 steps=10": "the largest valid value is 10",
-    "scheduler.warmup=50": "is more than the 40 steps of the run; the largest valid value is 40",
+    "scheduler.warmup=50": "is more than steps=40; the largest valid value is 40",
     # arguments of the built-in classes
     "model.num_heads=5": "nearest: model.width=100 or model.num_heads=4",
     "model.width=0": "model.width=0: must be a whole number of at least 1",

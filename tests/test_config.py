@@ -22,7 +22,6 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf, open_dict
 
 from trainer.config import (
-    DEFAULT_STEPS,
     KEYS,
     from_plain,
     to_plain,
@@ -118,6 +117,7 @@ OPTIONS = {
     "objective": ["classify", "model_loss", "next_token", "own"],
     "optimizer": ["adamw", "own", "sgd"],
     "parallel": ["auto", "ddp", "fsdp", "hsdp", "none"],
+    "preset": ["gpt_tiny_stdlib", "gpt_tiny_stdlib_adamw"],
     "scheduler": ["constant", "cosine", "own", "wsd"],
     "sync": ["auto", "deferred", "hierarchical", "immediate", "own"],
 }
@@ -139,7 +139,12 @@ GIVEN = {
     "TokenWindows": {"split"},
 }
 
-ALL_OPTIONS = [f"{group}={option}" for group, options in OPTIONS.items() for option in options]
+ALL_OPTIONS = [
+    f"{group}={option}"
+    for group, options in OPTIONS.items()
+    for option in options
+    if group != "preset"  # chosen by model and data, not typed
+]
 
 
 @pytest.fixture(autouse=True)
@@ -198,7 +203,7 @@ def test_the_options_are_these():
 
 
 def test_the_defaults_of_the_schema_are_those_of_the_option_files():
-    base, _ = composed()
+    base, _ = composed("model=gpt2")
     known = flat(base)
     schema = {key: entry.default for key, entry in KEYS.items() if key in known}
     shared = {"data.max_length", "data.overlong", "data.holdout", "scheduler.warmup"}
@@ -592,9 +597,10 @@ def test_a_config_of_another_version_is_refused_by_name():
 
 
 def test_the_clock_has_a_default():
-    assert checked().total_steps == DEFAULT_STEPS
-    assert checked({"steps": 7}).total_steps == 7
-    assert checked({"epochs": 2}).total_steps is None
+    assert (checked().steps, checked().total_epochs) == (40, None)
+    other = checked({}, "model=gpt2")
+    assert (other.steps, other.total_epochs) == (None, 1)
+    assert (checked({}, "epochs=2").steps, checked({}, "epochs=2").total_epochs) == (None, 2)
 
 
 EXECUTION = {

@@ -222,7 +222,7 @@ def test_bad_records_are_passed_over_when_asked_and_counted(
     lines = [f'{{"text": "a line of text, number {i}"}}' for i in range(200)]
     lines[50] = '{"text": '
     (tmp_path / "corpus.jsonl").write_text("\n".join(lines))
-    line = f"{GPT} data=text data.path=corpus.jsonl data.max_length=24 steps=2"
+    line = f"{GPT} data=text data.path=corpus.jsonl data.max_length=32 steps=2"
     assert shell(" ".join(overrides(line))) == 3
     assert "corpus.jsonl:51" in capsys.readouterr().err.replace(", line ", ":")
     run = go(f"{line} data.on_bad=skip")

@@ -89,6 +89,12 @@ def test_a_wsd_schedule_is_flat_until_its_last_share_decays_linearly():
     )
 
 
+@pytest.mark.parametrize(("share", "steps"), [(0.25, 10), (0.03, 1), (0.01, 0)])
+def test_a_warmup_below_one_is_a_share_of_the_run(share, steps):
+    for kind in (Constant, Cosine, WSD):
+        assert curve(kind(warmup=share), 40) == curve(kind(warmup=steps), 40)
+
+
 def test_a_warmup_may_fill_the_whole_run():
     for schedule in (Constant(warmup=4), Cosine(warmup=4), WSD(warmup=4, decay=0.0)):
         assert curve(schedule, 4) == [0.25, 0.5, 0.75, 1.0]
@@ -109,7 +115,7 @@ def test_a_decay_that_leaves_no_room_for_the_warmup_is_refused_with_what_fits():
     ("kind", "keys", "fault"),
     [
         (Constant, {"warmup": -1}, "scheduler.warmup: -1"),
-        (Cosine, {"warmup": 0.5}, "scheduler.warmup: 0.5"),
+        (Cosine, {"warmup": 1.5}, "scheduler.warmup: 1.5"),
         (Cosine, {"floor": 2}, "scheduler.floor: 2"),
         (WSD, {"decay": -0.1}, "scheduler.decay: -0.1"),
         (WSD, {"floor": "low"}, "scheduler.floor: 'low'"),

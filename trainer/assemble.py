@@ -33,6 +33,7 @@ from trainer.models.sparse import refuse_sparse
 from trainer.models.statistics import batch_statistics
 from trainer.objectives.base import ModelCall, Objective, weights_of
 from trainer.optimizer import OptimizerSpec, OwnOptimizer
+from trainer.plan.clock import cadence_steps
 from trainer.plan.cut import Cut, IntArray, Layout
 from trainer.plan.cuts import Budget
 from trainer.plan.order import Order
@@ -87,6 +88,10 @@ class Parts:
     def global_size(self) -> int:
         """What `batch.global` came to."""
         return self.source.order.global_size
+
+    def every(self, cadence: float | None) -> int | None:
+        """Resolve a cadence in steps, or as a share of the run; None is never."""
+        return None if cadence is None else cadence_steps(cadence, self.total_steps)
 
     @property
     def lr_scale(self) -> float:
@@ -161,7 +166,7 @@ def assemble(config: RunConfig, world: World) -> Parts:
         spread=spreading,
         cut=dealt(build("accum", Cut), config),
         layout=replace(layout, lockstep=spreading.sync.lockstep and world.size > 1),
-        total_steps=config.total_steps or order.num_steps(config.epochs or 1),
+        total_steps=config.steps or order.num_steps(config.total_epochs or 1),
         example=example,
     )
     parts.spec.freeze(module)

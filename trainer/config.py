@@ -24,7 +24,6 @@ from trainer.schema.faults import ancestors, clip, did_you_mean, line, lookup, p
 from trainer.schema.keys import Key, describe
 from trainer.schema.sections import (
     COMPONENT_PATHS,
-    DEFAULT_STEPS,
     HIDDEN,
     OWN,
     Auto,
@@ -68,7 +67,7 @@ class RunConfig(Section):
     optimizer: Component = Field(description="the update rule")
     scheduler: Component = Field(description="the learning rate over the steps")
     steps: Count | None = Field(
-        None, description=f"optimizer steps; null, with epochs null too: {DEFAULT_STEPS}"
+        None, description="optimizer steps; with epochs null too: one epoch, or as conf/preset says"
     )
     epochs: Count | None = Field(None, description="passes over the training data, for steps")
     seed: Seed = Field(0, description="data order, initial weights, every random draw")
@@ -118,12 +117,13 @@ class RunConfig(Section):
         (), description="packages of classes of your own, for recipes, evaluate, export and resume"
     )
     choices: Annotated[dict[str, Any], HIDDEN] = Field(default_factory=dict)
+    unset: Annotated[tuple[str, ...], HIDDEN] = Field((), strict=False)
     config_dir: Annotated[str | None, HIDDEN] = None
 
     @property
-    def total_steps(self) -> int | None:
-        """Optimizer steps of the run; None when `epochs` says how many."""
-        return DEFAULT_STEPS if self.steps is None and self.epochs is None else self.steps
+    def total_epochs(self) -> int | None:
+        """Passes over the data; None where `steps` says how long the run is."""
+        return None if self.steps is not None else self.epochs or 1
 
     @property
     def checkpoint_step(self) -> int | None:
@@ -206,6 +206,16 @@ KEYS: Mapping[str, Key] = dict(describe(RunConfig))
 RETIRED = ("accum.buffer", "batch.schedule", "batchnorm.mode", "batchnorm.group")
 """Keys that earlier versions wrote, and that did nothing: runs go on without them."""
 
+SHOWN_DEFAULTS: tuple[str, ...] = (
+    "optimizer.lr",
+    "scheduler.warmup",
+    "steps",
+    "epochs",
+    "eval.every",
+    "checkpoint.every",
+)
+"""Keys whose values the start of a run shows as defaults where nobody set them."""
+
 
 def validate(
     raw: Mapping[str, Any],
@@ -239,7 +249,8 @@ def validate(
     _hear_wandb_mode(tree, base, typed_keys)
     try:
         fields = _fields(tree, picked, typed_targets)
-        config = RunConfig.model_validate({**fields, "config_dir": config_dir})
+        unset = [key for key in SHOWN_DEFAULTS if _is_default(key, raw, base, typed_keys)]
+        config = RunConfig.model_validate({**fields, "config_dir": config_dir, "unset": unset})
     except ValidationError as error:
         # What cannot be said yet has no type to conform to.
         told = {_subject(fault) for fault in faults}
@@ -289,11 +300,21 @@ def from_plain(
 
 def _picked(choices: Mapping[str, Any], typed: Collection[str]) -> dict[str, Any]:
     """Keep the program's own groups; a class that was typed is no option's any more."""
-    picked = {group: option for group, option in choices.items() if not group.startswith("hydra/")}
+    named = {group: option for group, option in choices.items() if not group.startswith("hydra/")}
+    # Presets follow from the other choices.
+    picked = {group: option for group, option in named.items() if "@" not in group}
     for path in COMPONENTS:
         if f"{path}._target_" in typed:
             picked[path.replace(".", "/")] = OWN
     return picked
+
+
+def _is_default(
+    key: str, raw: Mapping[str, Any], base: Mapping[str, Any], typed: Collection[str]
+) -> bool:
+    """Whether neither the command line nor a recipe sets a key, or the other way to state it."""
+    same = {"steps", "epochs"} if key in {"steps", "epochs"} else {key}
+    return same.isdisjoint(typed) and all(lookup(raw, k) == lookup(base, k) for k in same)
 
 
 def _give_way(tree: dict[str, Any], typed: frozenset[str]) -> None:

@@ -42,7 +42,7 @@ def contract(
     """
     plain = to_plain(config)
     tree = {key: plain[key] for key in STEP_KEYS}
-    tree |= {"steps": config.total_steps, "epochs": config.epochs}
+    tree |= {"steps": config.steps, "epochs": config.total_epochs}
     is_micro = config.batchnorm == "micro" or config.batch.normalizer == "micro_batches"
     if has_batch_statistics or is_micro:
         own = Accum.model_fields.keys() - Component.model_fields.keys()

@@ -26,7 +26,7 @@ from trainer.tune.limit import peak_bytes
 @final
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run, composed once; cadences are in optimizer steps.
+    """A run, composed once; cadences are in optimizer steps, `saves` may add one in seconds.
 
     Attributes:
         tokens: real input positions consumed before this process began.
@@ -116,7 +116,7 @@ def train(run: Run) -> Trained:
             _end(run, progress, end)
         if _due(progress.step, run.eval_every):
             _evaluate(run, progress)
-        if _due(progress.step, run.checkpoint_every):
+        if _due(progress.step, run.checkpoint_every) or run.saves.is_due:
             _save(run, progress)
             _stop_if_asked(run, progress)
     if progress.saved_at != progress.step:

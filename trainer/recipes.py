@@ -90,10 +90,14 @@ def locate(typed: str) -> str:
 
 
 def register() -> None:
-    """Make Hydra read recipes, and `${or:a,b}` in our own `conf/`. Repeating it changes nothing."""
+    """Make Hydra read recipes, and `${or:a,b}` and `${unless:a,b}` in our own `conf/`.
+
+    Repeating it changes nothing.
+    """
     Plugins.instance().register(RecipeSource)
     Plugins.instance().register(RecipeSearchPath)
     OmegaConf.register_new_resolver("or", lambda a, b: b if a is None else a, replace=True)
+    OmegaConf.register_new_resolver("unless", lambda a, b: b if a is None else None, replace=True)
 
 
 def read(path: Path) -> dict[str, Any]:

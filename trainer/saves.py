@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -33,6 +34,8 @@ class Saves:
         constants: what does not change over the run: contract, fingerprint, tuned constants.
         describe_cut: gives what a resumed run needs to cut as this one does.
         on_full: whether a checkpoint that could not be written stops the run.
+        every_s: seconds between checkpoints, by the main rank's clock; None counts steps alone.
+        is_due: whether so many seconds had passed at the last `poll`; the same on every rank.
         newest: the newest checkpoint on disk.
         masks: buffers that begin with values that are not finite, as a causal mask does.
     """
@@ -44,11 +47,14 @@ class Saves:
     constants: Mapping[str, Any]
     describe_cut: Callable[[Cut], Mapping[str, Any]]
     on_full: Literal["stop", "continue"] = "stop"
+    every_s: float | None = None
+    is_due: bool = False
     newest: Path | None = None
     masks: Mapping[str, Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
         buffers = _buffers(self.kit.model.module)
+        self._saved_at = time.monotonic()
         self.masks = {name: buffers[name].clone() for name in not_finite(buffers)}
 
     def save(self, tokens: int, failures: int, *, is_last: bool = False) -> None:
@@ -84,11 +90,12 @@ class Saves:
         self.kit.world.on_all(lambda: assert_finite(changing))
         self._attempt(lambda: self.saver.save(cursor.step, tensors, meta))
         self._note(self.saver.check)
+        self.is_due, self._saved_at = False, time.monotonic()
 
     def poll(self, claim: bool) -> bool:
-        """Hear of a checkpoint that became durable behind the steps, or of its failure.
+        """Hear of a checkpoint that became durable, or failed, behind the steps, or that is due.
 
-        Collective: two numbers, and more only where there is something to hear.
+        Collective: three numbers, and more only where there is something to hear.
 
         Args:
             claim: anything else that all ranks are to know; it travels along.
@@ -99,7 +106,11 @@ class Saves:
         Raises:
             SaveError: it could not be written, and the run is to stop then.
         """
-        claims, news = self.kit.world.sum_numbers([float(claim), float(self.saver.has_news)])
+        passed_s = time.monotonic() - self._saved_at
+        is_due = self.kit.world.is_main and self.every_s is not None and passed_s >= self.every_s
+        asked = [float(claim), float(self.saver.has_news), float(is_due)]
+        claims, news, due = self.kit.world.sum_numbers(asked)
+        self.is_due = due > 0
         if news:
             self._note(self.saver.wait)
         return claims > 0

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, final
 
 from trainer.errors import ConfigError
+from trainer.plan.clock import warmup_steps
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -89,10 +90,10 @@ class Constant(Schedule):
     """The base learning rate, after a linear warm-up.
 
     Attributes:
-        warmup: steps that rise linearly from `1 / warmup` to 1.
+        warmup: steps that rise linearly to 1, or a share of the run below 1.
     """
 
-    warmup: int = 0
+    warmup: float = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -100,8 +101,8 @@ class Constant(Schedule):
 
     def factor(self, step: int, total_steps: int) -> float:
         """See the base class."""
-        check_room(self.warmup, total_steps)
-        return min(1.0, (step + 1) / self.warmup) if self.warmup else 1.0
+        warmup = check_room(self.warmup, total_steps)
+        return min(1.0, (step + 1) / warmup) if warmup else 1.0
 
 
 @final
@@ -110,11 +111,11 @@ class Cosine(Schedule):
     """Half a cosine from 1 to `floor` (Loshchilov & Hutter 2017, eq. 5), after a linear warm-up.
 
     Attributes:
-        warmup: steps that rise linearly from `1 / warmup` to 1.
+        warmup: steps that rise linearly to 1, or a share of the run below 1.
         floor: what it falls towards; the last step is just above it.
     """
 
-    warmup: int = 0
+    warmup: float = 0
     floor: float = 0.0
 
     def __post_init__(self) -> None:
@@ -124,10 +125,10 @@ class Cosine(Schedule):
 
     def factor(self, step: int, total_steps: int) -> float:
         """See the base class."""
-        check_room(self.warmup, total_steps)
-        if step < self.warmup:
-            return (step + 1) / self.warmup
-        progress = (step - self.warmup) / (total_steps - self.warmup)
+        warmup = check_room(self.warmup, total_steps)
+        if step < warmup:
+            return (step + 1) / warmup
+        progress = (step - warmup) / (total_steps - warmup)
         return self.floor + (1.0 - self.floor) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
@@ -137,12 +138,12 @@ class WSD(Schedule):
     """Warm-up, stable, decay: constant, then linear to `floor` (Hu et al. 2024, 2404.06395).
 
     Attributes:
-        warmup: steps that rise linearly from `1 / warmup` to 1.
+        warmup: steps that rise linearly to 1, or a share of the run below 1.
         decay: share of all steps that decays, at the end.
         floor: what it falls towards; the last step is just above it.
     """
 
-    warmup: int = 0
+    warmup: float = 0
     decay: float = 0.2
     floor: float = 0.0
 
@@ -158,17 +159,17 @@ class WSD(Schedule):
         Raises:
             ConfigError: warm-up and decay together outlast the run.
         """
-        check_room(self.warmup, total_steps)
+        warmup = check_room(self.warmup, total_steps)
         # In whole steps, so that a share such as 0.2 of 10 steps is 2 and not 1.9999.
         decay_steps = round(self.decay * total_steps)
-        if self.warmup + decay_steps > total_steps:
+        if warmup + decay_steps > total_steps:
             raise ConfigError(
                 f"scheduler.decay: {decay_steps} steps of decay and scheduler.warmup="
                 f"{self.warmup} exceed the run's {total_steps} steps; at most "
-                f"{(total_steps - self.warmup) / total_steps:.3g} fits"
+                f"{(total_steps - warmup) / total_steps:.3g} fits"
             )
-        if step < self.warmup:
-            return (step + 1) / self.warmup
+        if step < warmup:
+            return (step + 1) / warmup
         remaining = total_steps - step
         if remaining >= decay_steps:
             return 1.0
@@ -188,13 +189,17 @@ def apply_factor(optimizer: Optimizer, base_lrs: Sequence[float], factor: float)
 
 
 def check_warmup(warmup: object) -> None:
-    """Refuse a warm-up that is not a number of steps.
+    """Refuse a warm-up that is neither a number of steps nor a share of the run.
 
     Raises:
         ConfigError: naming the key and the value.
     """
-    if isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 0:
-        raise ConfigError(f"scheduler.warmup: {warmup!r} is not a number of steps (0 or more)")
+    is_number = isinstance(warmup, int | float) and not isinstance(warmup, bool)
+    if not is_number or warmup < 0 or (warmup > 1 and warmup % 1):  # type: ignore[operator]
+        raise ConfigError(
+            f"scheduler.warmup: {warmup!r} is not a number of steps (0 or more), nor a share of "
+            "the run"
+        )
 
 
 def check_share(key: str, share: object) -> None:
@@ -207,14 +212,19 @@ def check_share(key: str, share: object) -> None:
         raise ConfigError(f"{key}: {share!r} is not a share between 0 and 1")
 
 
-def check_room(warmup: int, total_steps: int) -> None:
-    """Refuse a warm-up that outlasts the run.
+def check_room(warmup: float, total_steps: int) -> int:
+    """Resolve a warm-up, and refuse one that outlasts the run.
+
+    Returns:
+        Its steps.
 
     Raises:
         ConfigError: naming both numbers.
     """
-    if warmup > total_steps:
+    steps = warmup_steps(warmup, total_steps)
+    if steps > total_steps:
         raise ConfigError(
-            f"scheduler.warmup: {warmup} steps of warm-up exceed the run's {total_steps} steps; "
+            f"scheduler.warmup: {steps} steps of warm-up exceed the run's {total_steps} steps; "
             f"type at most {total_steps}, or more steps"
         )
+    return steps

@@ -19,7 +19,10 @@ from trainer.commands import train
 from trainer.world import World
 
 GOLDEN = Path(__file__).parent / "golden"
-SETTINGS = ("model.width=2", "model.tied=true", "steps=3", "eval.every=null")
+SETTINGS = (
+    *("model.width=2", "model.tied=true", "steps=3", "eval.every=null"),
+    *("optimizer.lr=0.012", "scheduler.warmup=0"),
+)
 RANKS = 2
 
 

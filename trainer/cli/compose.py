@@ -49,6 +49,9 @@ from trainer.schema.sections import OWN, SHARED_KEYS
 
 CONFIG_NAME = "config"
 VERSION_BASE = "1.3"
+PRESET = "preset"
+"""The folder of values that suit a model on certain data: chosen by both, and never typed."""
+
 _FOLDER_KEYS = ("hydra.run.dir", "hydra.sweep.dir")
 
 _UNKNOWN_TO_HYDRA = re.compile(r"Could not override '([\w./]+)'")
@@ -145,7 +148,7 @@ class Composer:
             parent = waiting.pop()
             inside = self._list(parent, ObjectType.GROUP, searchpath)
             paths = [f"{parent}/{group}" if parent else group for group in inside]
-            waiting += [path for path in paths if path != "hydra"]
+            waiting += [path for path in paths if path not in ("hydra", PRESET)]
             options = self._list(parent, ObjectType.CONFIG, searchpath) if parent else []
             if options:
                 found[parent] = options
@@ -269,7 +272,7 @@ def _examples(full: DictConfig, told: Told) -> list[str]:
     """The lines that compose the options of a config without the values of its recipe."""
     choices = full.hydra.runtime.choices.items()
     own = [(group, option) for group, option in choices if not group.startswith("hydra/")]
-    chosen = [f"{g}={o}" for g, o in own if g != RECIPE and o is not None]
+    chosen = [f"{g}={o}" for g, o in own if g != RECIPE and "@" not in g and o is not None]
     return [*told.hydra, *chosen]
 
 

@@ -47,7 +47,7 @@ def overrides_of(config: Mapping[str, Any] | Sequence[str], composer: Composer) 
             name = next(iter(request.flags))
             raise ConfigError(f"train(...): {name} is for the command line, or an argument by name")
         return request.lines
-    tree = {str(key): value for key, value in config.items() if key != "hydra"}
+    tree = {str(key): value for key, value in config.items() if key not in ("hydra", "unset")}
     chosen = dict(tree.pop("choices", None) or _choices(config.get("hydra")))
     chosen = chosen or _recognised(tree, composer.config_folder)
     with composer.open():

@@ -261,9 +261,11 @@ def is_finished(run: Path, config: RunConfig) -> bool:
     status = read_status(run)
     if status.get("state") != COMPLETED:
         return False
-    if config.total_steps is not None:
-        return noted_step(run) >= config.total_steps
-    return _count(saved_config(run).get("epochs")) >= (config.epochs or 0)
+    if config.total_epochs is None:
+        return noted_step(run) >= (config.steps or 0)
+    saved = saved_config(run)
+    passes = saved.get("epochs") or (saved.get("steps") is None)
+    return _count(passes) >= config.total_epochs
 
 
 def refuse_another_step(run: Path, config: RunConfig) -> None:

@@ -13,6 +13,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from trainer.commands.prepare import Prepared
 from trainer.config import KEYS
 from trainer.models.statistics import batch_statistics
+from trainer.plan.clock import warmup_steps
 from trainer.plan.cut import Plan
 from trainer.spread import planned_device
 from trainer.tune.layout import unused_boundaries
@@ -64,10 +65,10 @@ def _normalizer(prepared: Prepared) -> Iterator[str]:
 def _clock(prepared: Prepared) -> Iterator[str]:
     parts = prepared.parts
     steps, every = parts.total_steps, parts.config.eval.every
-    warmup = int(getattr(parts.schedule, "warmup", 0) or 0)
-    if warmup * 2 > steps:
+    warmup = getattr(parts.schedule, "warmup", 0) or 0
+    if warmup_steps(warmup, steps) * 2 > steps:
         yield f"scheduler.warmup={warmup} is more than half of the {steps} steps"
-    if every is not None and every > steps and every != KEYS["eval.every"].default:
+    if every is not None and every > steps and "eval.every" not in parts.config.unset:
         yield f"eval.every={every} is beyond the last step, {steps}: once, at the end"
 
 

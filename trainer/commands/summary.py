@@ -9,11 +9,14 @@ from trainer.assemble import Parts
 from trainer.commands.advice import advice
 from trainer.commands.prepare import Prepared
 from trainer.commands.settle_sync import step_seconds
+from trainer.config import RunConfig, to_plain
 from trainer.optimizer import match_groups
+from trainer.plan.clock import warmup_steps
 from trainer.plan.cut import Cut, Plan
 from trainer.plan.cuts import Auto
 from trainer.report.figures import plural, size
 from trainer.report.records import Candidate, MicroBatchShape, PlanSummary
+from trainer.schema.faults import flat, show
 from trainer.spread import planned_device
 from trainer.tune.limit import memory_limit
 
@@ -53,7 +56,7 @@ def summarize(prepared: Prepared) -> PlanSummary:
         optimizer=config.optimizer.name or config.optimizer.target,
         lr=parts.spec.lr * parts.lr_scale,
         scheduler=config.scheduler.name or config.scheduler.target,
-        warmup_steps=int(getattr(parts.schedule, "warmup", 0) or 0),
+        warmup_steps=warmup_steps(getattr(parts.schedule, "warmup", 0) or 0, parts.total_steps),
         device=_device(prepared),
         precision=config.precision,
         num_workers=parts.num_workers,
@@ -67,15 +70,34 @@ def summarize(prepared: Prepared) -> PlanSummary:
         time_note=_time_note(prepared),
         cadences={
             "log": config.log.every,
-            **({} if parts.held_out is None else {"evaluate": config.eval.every}),
-            "checkpoint": config.checkpoint.every,
+            **({} if parts.held_out is None else {"evaluate": parts.every(config.eval.every)}),
+            "checkpoint": _checkpoint_cadence(parts),
         },
+        defaults=tuple(_defaults(config)),
         warnings=(*advice(prepared), *_more_memory(prepared)),
         parallel_why=parts.spread.why_mode,
         sync_why=parts.spread.why,
         sync_table=parts.spread.rows,
         network=parts.spread.network,
     )
+
+
+def _checkpoint_cadence(parts: Parts) -> int | str | None:
+    every = parts.config.checkpoint.every
+    return every if isinstance(every, str) else parts.every(every)
+
+
+def _defaults(config: RunConfig) -> Iterator[str]:
+    """Write the defaults that are in force, each as it would be typed.
+
+    Yields:
+        `key=value`; of `steps` and `epochs` the one that says how long the run is.
+    """
+    plain = flat({**to_plain(config), "epochs": config.total_epochs})
+    for key in config.unset:
+        value = plain.get(key)
+        if value is not None or key not in {"steps", "epochs"}:
+            yield f"{key}={show(value)}"
 
 
 def _groups(parts: Parts) -> Iterator[str]:

@@ -48,6 +48,7 @@ from trainer.feed import Feed
 from trainer.loop import Run, Trained, train
 from trainer.out_of_memory import Thrash, allocator_retries
 from trainer.parallel import Parallel
+from trainer.plan.clock import parse_time
 from trainer.plan.order import Cursor
 from trainer.record import publish, to_go_on
 from trainer.report.breakdown import told
@@ -297,6 +298,8 @@ def _run(
         seed=config.seed,
         cursor=Cursor(**extra["cursor"]) if extra else order.start,
     )
+    every = config.checkpoint.every
+    steps_between = None if isinstance(every, str) else parts.every(every)
     saves = Saves(
         kit=kit,
         feed=feed,
@@ -313,6 +316,7 @@ def _run(
         },
         describe_cut=partial(describe_cut, prepared),
         on_full=config.checkpoint.on_full,
+        every_s=None if steps_between else parse_time(str(config.checkpoint.every)),
     )
     return Run(
         kit=kit,
@@ -324,8 +328,8 @@ def _run(
         must_stop=lambda: saves.poll(stop()),
         is_thrashing=_is_thrashing(parts.world),
         was_asked=stop,
-        eval_every=config.eval.every,
-        checkpoint_every=config.checkpoint.every,
+        eval_every=parts.every(config.eval.every),
+        checkpoint_every=steps_between,
         nonfinite_limit=config.nonfinite.limit,
         tokens=extra.get("tokens", 0),
         failures=extra.get("failures", 0),

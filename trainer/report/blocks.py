@@ -50,6 +50,7 @@ def start_block(start: StartSummary) -> RenderableType:
         ("memory", _memory(plan)),
         ("steps", _steps(plan)),
         ("lr", _learning_rate(plan)),
+        ("defaults", ", ".join(plan.defaults) or None),
         ("time", _time(plan)),
         ("compute", _compute(plan, start.threads)),
         ("output", shown_path(start.folder)),
@@ -76,6 +77,7 @@ def plan_block(plan: PlanSummary, file: Path | None = None) -> RenderableType:
         ("lr", _learning_rate(plan)),
         ("memory", _memory(plan)),
         *_memory_parts(plan),
+        ("defaults", ", ".join(plan.defaults) or None),
         ("time", _time(plan)),
         ("padding", _padding(plan)),
         ("epoch", _epoch_means(plan)),
@@ -298,6 +300,9 @@ def _sync(plan: PlanSummary) -> str:
 def _cadences(plan: PlanSummary) -> RenderableType:
     rows: list[Row] = []
     for name, every in plan.cadences.items():
+        if isinstance(every, str):
+            rows.append((name, f"every {every}, and at the end"))
+            continue
         if every is None or every > plan.steps:
             rows.append((name, "step 1 and the last" if name == "log" else "once, at the end"))
             continue

@@ -182,7 +182,9 @@ class PlanSummary:
         cap_source: how the cap was found, in words.
         step_seconds: predicted time of one step; None when not known.
         time_note: how it was predicted, or why it is not known.
-        cadences: every how many optimizer steps something happens, by name; None is never.
+        cadences: every how many optimizer steps something happens, by name, or after what time;
+            None is never.
+        defaults: `key=value` of what nobody set, where it matters most.
         warnings: what the user should know, one line each.
         parallel_why: what `parallel=auto` weighed, in a line; None where it was not asked.
         sync_why: what `sync=auto` weighed, in a line; None where it was not asked.
@@ -231,7 +233,8 @@ class PlanSummary:
     cap_source: str | None = None
     step_seconds: float | None = None
     time_note: str | None = None
-    cadences: Mapping[str, int | None] = field(default_factory=dict)
+    cadences: Mapping[str, int | str | None] = field(default_factory=dict)
+    defaults: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     parallel_why: str | None = None
     sync_why: str | None = None

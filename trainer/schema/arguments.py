@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError
 
+from trainer.plan.clock import warmup_steps
 from trainer.schema.faults import MISSING, clip, did_you_mean, either, line, lookup, show, whole
 from trainer.schema.keys import words_of
 from trainer.schema.rules import steps_of
@@ -273,8 +274,8 @@ def _scheduler(tree: Tree) -> Iterator[str]:
             "batch that optimizer.lr was tuned for, e.g. scheduler.reference_batch=512"
         )
     warmup = scheduler.get("warmup")
-    if scheduler["_target_"] == WSD and steps and isinstance(warmup, int) and warmup <= steps:
-        decay = round(scheduler["decay"] * steps)
+    if scheduler["_target_"] == WSD and steps and warmup is not None and warmup <= steps:
+        decay, warmup = round(scheduler["decay"] * steps), warmup_steps(warmup, steps)
         if warmup + decay > steps:
             text = (
                 f"{decay} steps of decay and scheduler.warmup={warmup} exceed the run's {steps} "

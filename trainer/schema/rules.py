@@ -12,7 +12,7 @@ from trainer.membership import node_of, rendezvous_of
 from trainer.plan.batch import resolve_fixed
 from trainer.plan.mesh import copies_of
 from trainer.schema.faults import clip, line, lookup
-from trainer.schema.sections import DEFAULT_GLOBAL, DEFAULT_STEPS
+from trainer.schema.sections import DEFAULT_GLOBAL
 
 FIXED_CUT = "trainer.plan.cuts.Fixed"
 AUTO_CUT = "trainer.plan.cuts.Auto"
@@ -49,16 +49,13 @@ def _clock(tree: Tree) -> Iterator[str]:
         yield line("steps", steps, f"epochs={epochs} is set too; at most one, say epochs=null")
     warmup, length = lookup(tree, "scheduler.warmup"), steps_of(tree)
     if length is not None and _is_count(warmup) and warmup > length:
-        whose = f"steps={steps}" if steps is not None else f"the {length} steps of the run"
-        text = f"is more than {whose}; the largest valid value is {length}"
+        text = f"is more than steps={steps}; the largest valid value is {length}"
         yield line("scheduler.warmup", warmup, text)
 
 
 def steps_of(tree: Tree) -> int | None:
     """Tell how many steps the run has, where that is known before the data are."""
     steps: Any = tree.get("steps")
-    if steps is None and tree.get("epochs") is None:
-        return DEFAULT_STEPS
     return int(steps) if _is_count(steps) else None
 
 

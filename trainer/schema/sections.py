@@ -8,13 +8,11 @@ from typing import Annotated, Literal, final
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from trainer.plan.clock import parse_time
 from trainer.schema.faults import whole
 
 DEFAULT_GLOBAL = 512
 """Samples behind one optimizer step unless a batch is asked for."""
-
-DEFAULT_STEPS = 40
-"""Optimizer steps when neither `steps` nor `epochs` is set."""
 
 _BYTES = re.compile(r"(\d+(?:\.\d+)?) ?(?:([KMGT])(i?))?B")
 
@@ -26,6 +24,28 @@ def parse_bytes(value: object) -> object:
         return whole(value)
     number, prefix, binary = match.groups()
     return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(prefix or " "))
+
+
+def _cadence(value: object) -> object:
+    """Refuse what is neither a number of steps nor a share of the run.
+
+    Raises:
+        ValueError: it is not.
+    """
+    number = whole(value)
+    if isinstance(number, bool) or not isinstance(number, int | float) or number <= 0:
+        raise ValueError("no number of steps, and no share of the run")
+    if isinstance(number, float) and number > 1:
+        raise ValueError("no whole number of steps, and no share of the run")
+    return number
+
+
+def _cadence_or_time(value: object) -> object:
+    return value if isinstance(value, str) and parse_time(value) else _cadence(value)
+
+
+def _warmup(value: object) -> object:
+    return value if whole(value) == 0 and not isinstance(value, bool) else _cadence(value)
 
 
 def _as_list(value: object) -> object:
@@ -45,6 +65,22 @@ HIDDEN = Kind("")
 
 Natural = Annotated[int, BeforeValidator(whole), Field(ge=0), Kind("a whole number, 0 or more")]
 Count = Annotated[int, BeforeValidator(whole), Field(ge=1), Kind("a whole number of at least 1")]
+Cadence = Annotated[
+    int | float,
+    BeforeValidator(_cadence),
+    Kind("a whole number of steps, 1 or more, or a share below 1"),
+]
+CadenceOrTime = Annotated[
+    int | float | str,
+    BeforeValidator(_cadence_or_time),
+    Kind("a time, a whole number of steps, 1 or more, or a share below 1"),
+]
+_WARMUP = Kind("a whole number of steps, 0 or more, or a share below 1")
+Warmup = Annotated[
+    int | float,
+    BeforeValidator(_warmup),
+    _WARMUP,
+]
 Seed = Annotated[
     int, BeforeValidator(whole), Field(ge=0, lt=2**63), Kind("a whole number from 0 to 2**63 - 1")
 ]
@@ -143,16 +179,16 @@ class Parallel(Section):
 class Eval(Section):
     """Evaluation on held-out data."""
 
-    every: Count | None = Field(
-        20, description="optimizer steps between evaluations; null: only at the end"
+    every: Cadence | None = Field(
+        0.1, description="steps between evaluations, or a share of the run; null: only at the end"
     )
 
 
 class Checkpoint(Section):
     """Saving."""
 
-    every: Count | None = Field(
-        20, description="optimizer steps between checkpoints; null: only at the end"
+    every: CadenceOrTime | None = Field(
+        "10min", description="time or steps between checkpoints, or a share of the run; null: end"
     )
     keep: Count = Field(2, description="newest checkpoints that stay on disk")
     asynchronous: Flag = Field(False, description="write behind the next steps")
@@ -215,7 +251,7 @@ class DataKeys(Section):
     max_length: Annotated[Count | None, Kind("a whole number of at least 1")] = Field(
         None, description="tokens of a sample at most, special tokens counted"
     )
-    overlong: Literal["chunk", "cut", "drop"] | None = Field(
+    overlong: Annotated[Literal["chunk", "cut", "drop"] | None, Kind("chunk, cut or drop")] = Field(
         None, description="a longer document: several samples, its head alone, or none"
     )
     holdout: Annotated[Share | None, Kind("a share of at least 0 and below 1")] = Field(
@@ -237,8 +273,8 @@ class OptimizerKeys(Section):
 class SchedulerKeys(Section):
     """Constructor keys that schedules share."""
 
-    warmup: Annotated[Natural | None, Kind("a whole number, 0 or more")] = Field(
-        None, description="steps that the learning rate rises"
+    warmup: Annotated[Warmup | None, _WARMUP] = Field(
+        None, description="steps that the learning rate rises, or a share of the run"
     )
 
 
