@@ -204,9 +204,11 @@ def test_a_folder_of_ones_own_is_consent(tmp_path: Path) -> None:
         ConfigError, match=r"model.wdith: unknown setting. Did you mean model.width"
     ):
         config_of("--config-dir mine model=tiny +model.wdith=3")
-    (tmp_path / "theirs.yaml").write_text("model: {_target_: os.System}\n")
+    recipe = "defaults: [override /model: tiny]\nmodel: {_target_: os.System}\n"
+    (tmp_path / "theirs.yaml").write_text(recipe)
     with pytest.raises(ConfigError, match=r"trust=\[os\]"):
-        config_of("--config-dir mine model=tiny recipe=theirs.yaml")
+        config_of("--config-dir mine recipe=theirs.yaml")
+    assert config_of("--config-dir mine model=tiny recipe=theirs.yaml").model.target == "net.Net"
 
 
 def test_absolute_folders_are_fine_when_typed(tmp_path: Path) -> None:
