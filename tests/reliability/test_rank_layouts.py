@@ -100,6 +100,7 @@ def test_every_change_of_layout(tmp_path: Path) -> None:
 
 
 TORCH = "optimizer._target_=torch.optim"
+# Without Rprop, which PyTorch does not step in shards.
 OPTIMIZERS = {
     "adamw": ("optimizer=adamw",),
     "sgd": ("optimizer=sgd", "optimizer.lr=0.05"),
@@ -108,7 +109,7 @@ OPTIMIZERS = {
     "centered RMSprop": (f"{TORCH}.RMSprop", "optimizer.momentum=0.9", "optimizer.centered=true"),
     **{
         name: (f"{TORCH}.{name}", "optimizer.lr=0.01")
-        for name in ("Adadelta", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "Rprop")
+        for name in ("Adadelta", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam")
     },
 }
 MODES = ("none", "ddp", "fsdp", "hsdp")
