@@ -29,7 +29,6 @@ from common import FOLDER, Figures, Mark, Timing, print_table, write_results
 from trainer.data.loader import Loader, Request
 from trainer.data.stdlib import StdlibText
 from trainer.micro_batch import Fields
-from trainer.models.bind import bind
 from trainer.models.gpt import GPT
 from trainer.objectives.next_token import NextToken
 from trainer.optimizer import AdamW
@@ -207,7 +206,6 @@ def main() -> None:
     )
     work = Workload(
         model=model,
-        call=bind(model),
         objective=NextToken(),
         make_optimizer=AdamW(lr=1e-3).build,
         make_fields=Tiled(example, int(data.lengths[longest])),

@@ -130,7 +130,6 @@ def workload(load: Load, size: int) -> Workload:
     model, weights = deferred(lambda: gpt(load))
     return Workload(
         model=model,
-        call=bind(model),
         objective=NextToken(),
         make_optimizer=lambda module: torch.optim.AdamW(module.parameters(), lr=1e-2),
         make_fields=Tiled({**example, "labels": example["input_ids"]}, 24),

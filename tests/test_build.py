@@ -92,7 +92,6 @@ def test_whatever_breaks_in_a_class_of_a_recipe_is_one_line() -> None:
 
 
 def test_a_hugging_face_model_is_described_by_the_settings_of_its_config() -> None:
-    pytest.importorskip("transformers")
     small = {"n_layer": 1, "n_head": 2, "n_embd": 8, "n_positions": 16}
     described = component("transformers.GPT2LMHeadModel", **small)
     model = construct(described, "model", nn.Module, (), {"vocab_size": 11})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -144,7 +145,7 @@ def test_a_compiled_model_sees_few_lengths_the_same_for_every_batch():
 @pytest.mark.parametrize("name", ["gpt", "encoder"])
 def test_the_peak_under_bf16_autocast_is_predicted(name):
     model = gpt() if name == "gpt" else Encoder()
-    work = replace(workload(model), call=bind(model, autocast=torch.bfloat16))
+    work = replace(workload(model), bind=partial(bind, autocast=torch.bfloat16))
     shape = Shape(6, 40)
     predicted = predict_peak(work, shape).peak_bytes
     assert predicted < predict_peak(workload(model), shape).peak_bytes

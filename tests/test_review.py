@@ -33,7 +33,6 @@ def test_a_shape_that_cannot_run_fake_is_probed_even_if_smaller_ones_can():
     ids = torch.randint(0, VOCABULARY, (1, 8))
     work = Workload(
         model=bench.module,
-        call=bench.kit.model.call,
         objective=bench.kit.objective,
         make_optimizer=lambda model: torch.optim.AdamW(model.parameters()),
         make_fields=Tiled({"input_ids": ids, "labels": ids}, 8),

@@ -11,13 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from tests.support import EXACT, WRONG, Bench, RaggedText, TinyLM, relative_error
-from trainer.accumulate import snapshot
 from trainer.accumulate.base import GradientStrategy
 from trainer.accumulate.sum import Sum
-from trainer.errors import ConfigError, DoesNotFitError, NonFiniteError
+from trainer.errors import ConfigError, DoesNotFitError
 from trainer.models.statistics import batch_statistics
-from trainer.objectives.base import Sums
-from trainer.objectives.next_token import NextToken
 from trainer.plan.cut import Cut
 from trainer.plan.cuts import Budget, Fixed
 from trainer.step import NO_LOSS_TERMS, NOT_FINITE, train_step
@@ -222,156 +219,6 @@ def test_where_statistics_are_a_micro_batch_s_own_it_is_tried_again_and_not_cut(
     assert all(
         torch.equal(value, expected[name]) for name, value in failing.module.state_dict().items()
     )
-
-
-class Codebook(TinyLM):
-    """Moves what no gradient updates, and computes with it."""
-
-    def __init__(self, large: int = 0) -> None:
-        super().__init__()
-        self.code = nn.Parameter(torch.zeros(8), requires_grad=False)
-        self.plain = torch.zeros(1)
-        self.listed = [torch.zeros(1)]
-        self.replaced = torch.zeros(1)
-        self.register_buffer("hidden", torch.zeros(1))
-        self.register_buffer("table", torch.zeros(large + 1))
-        self.calls, self.at = 0, 1
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        self.calls += 1
-        with torch.no_grad():
-            self.code += 0.1
-            self.plain += 0.1
-            self.listed[0] += 0.1
-            self.replaced = self.replaced + 0.1
-            self.hidden.data.add_(0.1)
-            if self.calls >= self.at:
-                self.table.data.add_(0.1)
-        moved = self.plain + self.listed[0] + self.replaced + self.hidden + self.table[-1]
-        return super().forward(input_ids) * (1 + self.code.sum() + moved)
-
-    def state(self) -> list[Tensor]:
-        return [*self.state_dict().values(), self.plain, self.listed[0], self.replaced]
-
-
-LARGE = snapshot.EVERY_BYTES  # elements, of several bytes each
-
-
-@pytest.mark.parametrize("large", [0, LARGE])
-@pytest.mark.parametrize("failing_step", [1, 2])
-def test_a_replay_begins_with_what_forwards_moved_as_it_was(large, failing_step):
-    strategy = Failing(1, "forward")
-    failing = Bench(Fixed(micro=4), model=lambda: Codebook(large), strategy=strategy)
-    strategy.done = True
-    cuts = []
-    for step in range(1, 4):
-        strategy.done = step != failing_step
-        assert train_step(failing.kit, failing.feed.next()).replays == (step == failing_step)
-        cuts.append(failing.feed.cut)
-    reference = Bench(Fixed(micro=4), model=lambda: Codebook(large))
-    for cut in cuts:
-        reference.feed.cut = cut
-        train_step(reference.kit, reference.feed.next())
-    pairs = zip(failing.module.state(), reference.module.state(), strict=True)
-    assert all(torch.equal(found, expected) for found, expected in pairs)
-
-
-class Counting(TinyLM):
-    """Keeps counters, and draws from generators of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls, self.mean, self.is_fresh, self.last = 0, 0.0, True, None
-        self.torch_draws = torch.Generator().manual_seed(1)
-        self.numpy_draws, self.draws = np.random.default_rng(2), random.Random(3)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        self.calls += 1
-        self.mean += (len(input_ids) - self.mean) / self.calls
-        self.is_fresh, self.last = False, f"call {self.calls}"
-        self.late = getattr(self, "late", 0) + 1
-        noise = torch.rand((), generator=self.torch_draws).item() + self.numpy_draws.random()
-        scale = noise + self.draws.random() + 0.01 * self.calls + self.mean + self.late
-        return super().forward(input_ids) * scale
-
-    def state(self) -> list[object]:
-        own = self.numpy_draws.bit_generator.state, self.draws.getstate()
-        weights = [value.tolist() for value in self.state_dict().values()]
-        states = self.torch_draws.get_state().tolist(), *own, self.is_fresh
-        return [self.calls, self.mean, self.last, self.late, *states, weights]
-
-
-class Averaging(NextToken):  # type: ignore[misc] # final
-    """Divides by a running mean of its own, and draws from a generator of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        vars(self).update(mean=torch.ones(()), draws=torch.Generator().manual_seed(1))
-
-    def sums(self, model, fields):
-        total = super().sums(model, fields).losses["cross_entropy"]
-        vars(self)["mean"] = 0.9 * self.mean + 0.1 * total.detach()
-        return Sums(
-            losses={"cross_entropy": total / self.mean * torch.rand((), generator=self.draws)}
-        )
-
-
-@pytest.mark.parametrize("failing_step", [1, 2])
-def test_a_replay_begins_with_the_objective_as_it_was(failing_step):
-    strategy = Failing(1, "forward")
-    failing, cuts = Bench(Fixed(micro=4), objective=Averaging(), strategy=strategy), []
-    for step in range(1, 4):
-        strategy.done = step != failing_step
-        assert train_step(failing.kit, failing.feed.next()).replays == (step == failing_step)
-        cuts.append(failing.feed.cut)
-    reference = Bench(Fixed(micro=4), objective=Averaging())
-    for cut in cuts:
-        reference.feed.cut = cut
-        train_step(reference.kit, reference.feed.next())
-    expected = reference.parameters()
-    assert all(torch.equal(value, expected[name]) for name, value in failing.parameters().items())
-    assert torch.equal(failing.objective.mean, reference.objective.mean)
-
-
-@pytest.mark.parametrize("failing_step", [1, 2])
-def test_a_replay_begins_with_counters_and_own_generators_as_they_were(failing_step):
-    strategy = Failing(1, "forward")
-    failing, cuts = Bench(Fixed(micro=4), model=Counting, strategy=strategy), []
-    for step in range(1, 4):
-        strategy.done = step != failing_step
-        assert train_step(failing.kit, failing.feed.next()).replays == (step == failing_step)
-        cuts.append(failing.feed.cut)
-    reference = Bench(Fixed(micro=4), model=Counting)
-    for cut in cuts:
-        reference.feed.cut = cut
-        train_step(reference.kit, reference.feed.next())
-    assert failing.module.state() == reference.module.state()
-
-
-def test_what_moved_for_the_first_time_without_a_copy_ends_the_run_and_is_named(monkeypatch):
-    monkeypatch.setattr(snapshot, "UNSEEN_BYTES", 0)
-    bench = Bench(Fixed(micro=4), model=lambda: Codebook(LARGE), strategy=Failing(1, "forward"))
-    with pytest.raises(DoesNotFitError, match="step 1: out of memory, and table moved for the fir"):
-        train_step(bench.kit, bench.feed.next())
-
-
-def test_what_is_not_finite_and_cannot_be_put_back_ends_the_run(monkeypatch):
-    monkeypatch.setattr(snapshot, "UNSEEN_BYTES", 0)
-    bench = Bench(Fixed(micro=4), model=lambda: Codebook(LARGE))
-    with torch.no_grad():
-        bench.module.head.bias.fill_(float("nan"))
-    with pytest.raises(NonFiniteError, match="step 1: loss or gradient not finite, and table"):
-        train_step(bench.kit, bench.feed.next())
-
-
-def test_large_state_that_stays_is_not_copied_after_the_first_step():
-    bench = Bench(Fixed(micro=4), model=lambda: Codebook(LARGE))
-    bench.module.at = 10**9
-    train_step(bench.kit, bench.feed.next())
-    bench.kit.snapshot.take()
-    copied = [leaf.key for leaf in bench.kit.snapshot._leaves if leaf.copy is not None]
-    assert "hidden" in copied
-    assert "table" not in copied
 
 
 class Wild(TinyLM):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -115,7 +116,6 @@ def images(size: int = 12) -> Tiled:
 def workload(model: nn.Module, make_fields: Tiled | None = None) -> Workload:
     return Workload(
         model=model,
-        call=bind(model),
         objective=PerToken(),
         make_optimizer=adamw,
         make_fields=make_fields or text(),
@@ -140,7 +140,7 @@ def measured_peak(
 ) -> MemoryEstimate:
     """Take two optimizer steps of two micro-batches each for real, on a copy of the model."""
     model = copy.deepcopy(work.model)
-    copied = replace(work, model=model, call=bind(model, autocast=autocast))
+    copied = replace(work, model=model, bind=partial(bind, autocast=autocast))
     peak = PeakBytes(limit)
     fields = copied.fields(*shape)
     with torch.random.fork_rng(devices=[]), peak, copied.variant(recompute=recompute):
@@ -154,18 +154,18 @@ def measured_peak(
             copied.backward(fields)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            snapshot.settle()
     return peak.estimate
 
 
-def traces(model: nn.Module) -> dict[str, Any]:
-    """Everything a rehearsal could have changed."""
+def traces(model: nn.Module, *, runs: bool = False) -> dict[str, Any]:
+    """Everything a rehearsal may not change: without attributes, where the model itself runs."""
     return {
         "state": {name: value.clone() for name, value in model.state_dict().items()},
         "gradients": [None if p.grad is None else p.grad.clone() for p in model.parameters()],
         "attributes": [
             {k: list(v) if isinstance(v, list) else v for k, v in vars(m).items()}
             for m in model.modules()
+            if not runs
         ],
         "random": torch.get_rng_state(),
         "kinds": {type(value) for value in [*model.parameters(), *model.buffers()]},

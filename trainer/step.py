@@ -24,7 +24,7 @@ from trainer.accumulate.base import Divisors, GradientStrategy
 from trainer.accumulate.normalizer import Kind, divisors
 from trainer.accumulate.registered import Registered
 from trainer.accumulate.snapshot import Snapshot
-from trainer.errors import ConfigError, DoesNotFitError, NonFiniteError, TrainError
+from trainer.errors import ConfigError, DoesNotFitError
 from trainer.micro_batch import MicroBatch
 from trainer.models.statistics import batch_statistics
 from trainer.objectives.base import Objective
@@ -95,7 +95,7 @@ class Kit:
 
     @cached_property
     def snapshot(self) -> Snapshot:
-        """What forwards move, as it was before the step; it learns from step to step."""
+        """The declared state that forwards move, as it was before the step."""
         return Snapshot(self.model.module, self.objective)
 
     @cached_property
@@ -159,30 +159,14 @@ def train_step(kit: Kit, batch: Batch) -> StepReport[Batch]:
     # The step's only host sync: an update must not be launched before its gradient is known good.
     if not bool(torch.isfinite(loss + norm)):
         kit.model.drop_gradients()
-        _put_back(kit, batch.step, NonFiniteError("loss or gradient not finite"))
-        kit.snapshot.settle()
+        kit.snapshot.restore()
         return StepReport(
             batch=batch, loss=loss, grad_norm=norm, lr=lr, skipped=NOT_FINITE, replays=replays
         )
     if kit.clip_norm is not None:
         kit.model.scale_gradients(torch.clamp(kit.clip_norm / (norm + 1e-6), max=1.0))
     _update(kit)
-    kit.snapshot.settle()
     return StepReport(batch=batch, loss=loss, grad_norm=norm, lr=lr, replays=replays)
-
-
-def _put_back(kit: Kit, step: int, why: TrainError) -> None:
-    """Put back what forwards moved. Collective.
-
-    Raises:
-        why: something cannot be, such as what is large and moved for the first time.
-    """
-    lost = kit.snapshot.restore()
-    if kit.world.any(lost is not None):
-        raise type(why)(
-            f"step {step}: {why}, and {lost or 'another rank cannot put its state back'}: resume= "
-            "or start again, and lower accum.max_tokens or accum.micro if memory is short"
-        )
 
 
 def _update(kit: Kit) -> None:
@@ -235,7 +219,7 @@ def _accumulate(kit: Kit, batch: Batch) -> tuple[Tensor | None, Batch, int]:
                 registered.meet(agreed.moved)
             return agreed.loss, batch, replays
         kit.model.drop_gradients()
-        _put_back(kit, batch.step, DoesNotFitError("out of memory"))
+        kit.snapshot.restore()
         release_memory()
         batch, replays = _next_try(kit, batch, replays), replays + 1
 
@@ -332,7 +316,7 @@ def _rehearse(kit: Kit, batch: StepBatch) -> None:
         )
     kit.model.needs_rehearsal = False
     kit.model.drop_gradients()
-    _put_back(kit, batch.step, DoesNotFitError("the rehearsal cannot be undone"))
+    kit.snapshot.restore()
     kit.sync.gather(kit.model)
 
 

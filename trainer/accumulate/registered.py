@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
@@ -11,10 +12,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from trainer.accumulate.values import is_watched, mark_of, version_of
 from trainer.bits import bits_of
 from trainer.errors import ConfigError
 from trainer.world import World
+
+MARKED = 2**20
+"""Numbers of a tensor on a device that are marked at once."""
+
+WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
 @final
@@ -142,8 +147,8 @@ class _Part:
         return [self.held[name] for name in self.shapes]
 
     def watch(self, *, by_value: bool) -> None:
-        self.seen = [(tensor, version_of(tensor)) for tensor in self.tensors()]
-        self.marks = [mark_of(tensor) for tensor in self.tensors()] if by_value else []
+        self.seen = [(tensor, tensor._version) for tensor in self.tensors()]
+        self.marks = [_mark_of(tensor) for tensor in self.tensors()] if by_value else []
 
     def has_moved(self) -> bool:
         for name, shape in self.shapes.items():
@@ -154,9 +159,9 @@ class _Part:
                 )
         now = self.tensors()
         pairs = zip(now, self.seen, strict=True)
-        if any(tensor is not t or version_of(t) != version for tensor, (t, version) in pairs):
+        if any(tensor is not t or t._version != version for tensor, (t, version) in pairs):
             return True
-        return bool(self.marks) and self.marks != [mark_of(tensor) for tensor in now]
+        return bool(self.marks) and self.marks != [_mark_of(tensor) for tensor in now]
 
 
 def _identities(model: nn.Module) -> dict[str, int]:
@@ -174,8 +179,25 @@ def _registered(model: nn.Module) -> Iterator[_Part]:
         cached, prefix = part._non_persistent_buffers_set, f"{name}.".lstrip(".")
         for held in (part._buffers, part._parameters):
             kept = ((n, t) for n, t in held.items() if t is not None and n not in cached)
-            shapes = {n: t.shape for n, t in kept if is_watched(t)}
+            shapes = {n: t.shape for n, t in kept if _is_watched(t)}
             if isinstance(part, _BatchNorm) and shapes:
                 yield _Part(prefix, held, shapes)
             else:
                 yield from (_Part(prefix, held, {n: shape}) for n, shape in shapes.items())
+
+
+def _is_watched(tensor: Tensor) -> bool:
+    """Whether only a forward can have written a tensor; a shard is its mechanism's."""
+    if isinstance(tensor, DTensor) or tensor.is_meta or not tensor.is_leaf:
+        return False
+    return not tensor.requires_grad and tensor.layout == torch.strided and not tensor.is_quantized
+
+
+def _mark_of(tensor: Tensor) -> int:
+    """Reduce numbers to one, by their bits and their order."""
+    bits = bits_of(tensor, WORDS.get(tensor.element_size(), torch.int64))
+    if bits.device.type == "cpu":
+        return zlib.crc32(bits.view(torch.uint8).numpy().data)
+    weights = torch.arange(1, 2 * MARKED, 2, device=bits.device)
+    sums = [(piece.long() * weights[: len(piece)]).sum() for piece in torch.split(bits, MARKED)]
+    return hash(tuple(torch.stack(sums).tolist())) if sums else 0

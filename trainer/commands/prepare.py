@@ -155,7 +155,7 @@ def prepare(
         limit_bytes=tuning.limit_bytes if tuning is not None else limit and limit.bytes,
         how=how,
         is_here=is_here,
-        seen=_seen(parts, unknown) if parts.world.is_main else (),
+        seen=_seen(parts, work, unknown) if parts.world.is_main else (),
         evaluation_tokens=(
             max(plan.max_positions for plan in plans)
             if known is None or saved is None
@@ -210,7 +210,7 @@ def workload(parts: Parts) -> Workload:
     call_of = partial(bind_run, config=parts.config, world=parts.world)
     return Workload(
         model=parts.module,
-        call=parts.call,
+        bind=call_of,
         objective=parts.objective,
         make_optimizer=parts.spec.build,
         make_fields=_tiled(parts),
@@ -360,9 +360,9 @@ def _predicted_or_why(
         return None, f"memory not predicted: {type(error).__name__}: {cause}"
 
 
-def _seen(parts: Parts, unknown: str | None) -> tuple[str, ...]:
+def _seen(parts: Parts, work: Workload, unknown: str | None) -> tuple[str, ...]:
     """Gather what showed when the user's own code ran."""
-    seen = tuple(rehearse_own(parts))
+    seen = tuple(rehearse_own(parts, work))
     return seen if unknown is None else (unknown, *seen)
 
 

@@ -16,6 +16,7 @@ from trainer.micro_batch import to_device
 from trainer.objectives.base import Objective, sums_of, weights_of
 from trainer.objectives.model_loss import REDUCTIONS, ModelLoss
 from trainer.tune.untouched import untouched
+from trainer.tune.workload import Workload
 
 TOLERANCE = 0.02
 """Relative; sums in bf16 over different shapes differ by less, a mean by a half."""
@@ -24,13 +25,14 @@ ROUNDING = 1e-4
 """Relative; differences below it do not rank settings."""
 
 
-def rehearse_own(parts: Parts) -> Iterator[str]:
+def rehearse_own(parts: Parts, work: Workload) -> Iterator[str]:
     """Run the classes of the user's own that decide whether a step can be cut at all.
 
-    Not collective; the model, whole and on its device, is left bit for bit as it was.
+    Not collective; the declared state of the model, whole and on its device, is put back.
 
     Args:
         parts: before the model is laid out over ranks.
+        work: around the same model.
 
     Yields:
         One line for each thing a user should know.
@@ -49,7 +51,7 @@ def rehearse_own(parts: Parts) -> Iterator[str]:
         )
     kind = getattr(parts.spec, "kind", type(parts.spec))
     if kind.__module__.partition(".")[0] not in {"trainer", "torch"}:
-        _refuse_steps_in_backward(parts)
+        _refuse_steps_in_backward(work, parts.config.optimizer.target)
     objective, is_verified = parts.objective, parts.config.command == "verify"
     # What fails on so few samples fails again, and is told, where it is really needed.
     with suppress(RuntimeError, ValueError, IndexError):
@@ -157,26 +159,22 @@ def _sums(parts: Parts, objective: Objective, ids: Sequence[int]) -> dict[tuple[
     return sums | {("weight", name): weights[name] for name in found.losses}
 
 
-def _refuse_steps_in_backward(parts: Parts) -> None:
+def _refuse_steps_in_backward(work: Workload, target: str | None) -> None:
     """Build the optimizer over fakes of the parameters, and look for hooks it leaves on them.
 
     Raises:
         ConfigError: there are some.
     """
-    from trainer.tune.fake import CannotRunFake, run_fake  # noqa: PLC0415 - half a second
+    from trainer.tune.fake import CannotRunFake, fake_copy  # noqa: PLC0415 - half a second
 
     found: list[str] = []
-
-    def build(_: object) -> None:
-        parts.spec.build(parts.module)
-        found.extend(hooked(parts.module))
-
     # One that needs values cannot be looked at.
-    with suppress(CannotRunFake):
-        run_fake(parts.module, build)
+    with suppress(CannotRunFake), fake_copy(work) as (_, theirs, _):
+        theirs.make_optimizer(theirs.model)
+        found.extend(hooked(theirs.model))
     if found:
         raise ConfigError(
-            f"optimizer._target_={parts.config.optimizer.target}: steps within backward (a hook on "
+            f"optimizer._target_={target}: steps within backward (a hook on "
             f"{found[0]}), so every micro-batch would be a step of its own; use one that waits "
             "for step()"
         )

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, final
 
@@ -16,14 +14,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from trainer.accumulate.held import hold
 from trainer.accumulate.normalizer import Kind, divisors
-from trainer.accumulate.snapshot import Snapshot
+from trainer.accumulate.snapshot import own_generators
 from trainer.culprits.hooks import UNCARRIED, carry
 from trainer.data.loader import Loader, Request
 from trainer.feed import PlannedBatch
 from trainer.micro_batch import Fields, MicroBatch
 from trainer.models.bind import bind
+from trainer.models.duplicate import duplicate
 from trainer.objectives.base import Objective, weights_of
 from trainer.parallel import Replicated
 from trainer.plan.cut import IntArray
@@ -123,12 +121,6 @@ def _converted(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     return module
 
 
-def _computed(module: nn.Module) -> dict[int, Any]:
-    """Detach what a forward computed and left in a model, which `copy.deepcopy` refuses."""
-    held = (it for _, _, it in hold(module).values if isinstance(it, Tensor))
-    return {id(it): it.detach().clone() for it in held if not it.is_leaf}
-
-
 @final
 @dataclass(frozen=True, kw_only=True)
 class Scratch:
@@ -149,23 +141,34 @@ class Scratch:
     uncarried: tuple[tuple[str, str], ...] = ()
 
     @classmethod
-    def of(cls, kit: Kit, dtype: torch.dtype | None, *, widens: bool = False) -> Scratch:
-        """Copy the model of a run, in another precision where one is given."""
-        memo = _computed(kit.model.module)
-        module = copy.deepcopy(kit.model.module, memo)
+    def of(
+        cls,
+        kit: Kit,
+        dtype: torch.dtype | None,
+        *,
+        widens: bool = False,
+        shared: Iterable[object] = (),
+    ) -> Scratch:
+        """Copy the model and the objective of a run, in another precision where one is given.
+
+        Args:
+            kit: of the run, or of a copy.
+            dtype: of the copy's parameters and fields.
+            widens: whether hand-written casts to fewer bits are undone.
+            shared: objects that the copy holds too.
+        """
+        memo: dict[int, Any] = {id(it): it for it in shared}
+        module, objective = duplicate(kit.model.module, memo), kit.objective
+        with suppress(Exception):  # one that holds a lock, say, is shared
+            objective = duplicate(objective, memo)
         if dtype is not None:
             module = _converted(module, dtype)
         uncarried = tuple((n, UNCARRIED) for n in carry(kit.model.module, module, memo))
         parameters = [p for p in module.parameters() if p.requires_grad]
         world = World(device=kit.world.device)
         model = Replicated(module, bind(module), parameters, world)
-        kit = replace(kit, model=model, world=world)
+        kit = replace(kit, model=model, objective=objective, world=world)
         return cls(kit=kit, dtype=dtype, widens=widens, uncarried=uncarried)
-
-    def copied(self) -> Scratch:
-        """Copy it, in the state it is in."""
-        copied = Scratch.of(self.kit, self.dtype, widens=self.widens)
-        return replace(copied, undone=self.undone, uncarried=self.uncarried)
 
     @property
     def module(self) -> nn.Module:
@@ -173,20 +176,17 @@ class Scratch:
         return self.kit.model.module
 
     @contextmanager
-    def running(self) -> Iterator[None]:
-        """Compute in the copy's precision; all that a forward moves is put back at the end.
+    def running(self) -> Iterator[Scratch]:
+        """Lend a copy to compute with, in its precision: what a forward moves goes with it.
 
-        Generators of its own are not: in a run no seed governs them, and that is to show.
+        Random generators of the model's own are shared: in a run no seed governs them, and that is
+        to show.
+
+        Yields:
+            The copy.
         """
-        weights = {id(parameter) for parameter in self.module.parameters()}
-        state = Snapshot(
-            self.module,
-            self.kit.objective,
-            every_bytes=sys.maxsize,
-            moving=weights,
-            rewinds=False,
-        )
-        state.take()
+        generators = own_generators(self.module, self.kit.objective)
+        run = Scratch.of(self.kit, self.dtype, widens=self.widens, shared=generators)
         default = torch.get_default_dtype()
         try:
             with ExitStack() as stack:
@@ -199,11 +199,9 @@ class Scratch:
                     stack.enter_context(Widened(self.undone))
                 elif self.dtype == torch.float64:
                     stack.enter_context(OnlyDouble())  # type: ignore[no-untyped-call] # torch
-                yield
+                yield run
         finally:
             torch.set_default_dtype(default)
-            self.kit.model.drop_gradients()
-            state.restore()
 
     def gradient(self, micro_batches: Sequence[MicroBatch], kind: Kind) -> Gradient:
         """Compute one step's gradient from these micro-batches.
@@ -212,16 +210,13 @@ class Scratch:
             micro_batches: the whole step.
             kind: what its sums are divided by.
         """
-        kit = self.kit
-        with self.running():
+        with self.running() as run:
+            kit = run.kit
             _, parts = divisors(kind, kit.terms, micro_batches, kit.world)
             cast = [self.cast(m) for m in micro_batches]
             kit.strategy.backward(kit.model, kit.objective, cast, parts, kit.sync)
-            return {
-                name: p.grad.detach().clone()
-                for name, p in self.module.named_parameters()
-                if p.grad is not None
-            }
+            named = run.module.named_parameters()
+            return {name: p.grad.detach() for name, p in named if p.grad is not None}
 
     def cast(self, micro_batch: MicroBatch) -> MicroBatch:
         """Put a micro-batch onto the copy's device, in its precision."""

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from trainer.accumulate.base import seed_draws, sum_of
 from trainer.culprits.align import Share, align, close, tensors_of
 from trainer.culprits.scratch import Scratch
-from trainer.culprits.state import kept, moved
 from trainer.micro_batch import MicroBatch
 from trainer.objectives.base import Sums, sums_of
 from trainer.out_of_memory import is_out_of_memory
@@ -125,21 +124,15 @@ class Difference:
 def record(scratch: Scratch, micro_batch: MicroBatch) -> Trace:
     """Run one micro-batch forward and backward, and keep what every module took and gave."""
     recorder = _Recorder()
-    module = scratch.module
-    frozen = [p for p in module.parameters() if not p.requires_grad and p.is_floating_point()]
-    try:
-        with scratch.running(), torch.enable_grad():
-            for parameter in frozen:
-                parameter.requires_grad_(True)
-            with _hooked(module, recorder.enter, recorder.leave):
-                sums = _forward(scratch, micro_batch, recorder.begin)
-                recorder.settle()
-            total = sum_of(list(sums.losses.values()))
-            if total.requires_grad:
-                total.backward()  # type: ignore[no-untyped-call] # untyped in torch
-    finally:
-        for parameter in frozen:
-            parameter.requires_grad_(False).grad = None
+    with scratch.running() as run, torch.enable_grad():
+        for parameter in run.module.parameters():
+            parameter.requires_grad_(parameter.requires_grad or parameter.is_floating_point())
+        with _hooked(run.module, recorder.enter, recorder.leave):
+            sums = _forward(run, micro_batch, recorder.begin)
+            recorder.settle()
+        total = sum_of(list(sums.losses.values()))
+        if total.requires_grad:
+            total.backward()  # type: ignore[no-untyped-call] # untyped in torch
     calls, drawn = recorder.calls, tuple(recorder.drawn)
     return Trace(micro_batch=micro_batch, calls=calls, drawn=drawn, sums=_detached(sums))
 
@@ -157,11 +150,11 @@ def compare(scratch: Scratch, trace: Trace, part: MicroBatch, share: Share) -> D
         RuntimeError: memory runs out; what else a model raises is part of the result.
     """
     comparer = _Comparer(trace, share)
-    with scratch.running(), torch.no_grad():
-        hooked = _hooked(scratch.module, comparer.enter, comparer.leave)
+    with scratch.running() as run, torch.no_grad():
+        hooked = _hooked(run.module, comparer.enter, comparer.leave)
         try:
             with hooked:
-                sums = _forward(scratch, part, lambda: None, key=trace.micro_batch.rng_key)
+                sums = _forward(run, part, lambda: None, key=trace.micro_batch.rng_key)
         except Exception as error:  # a model may raise anything on a group it was not made for
             if is_out_of_memory(error):
                 raise
@@ -187,29 +180,17 @@ def repeat(scratch: Scratch, trace: Trace, other: MicroBatch) -> tuple[list[str]
     size = len(whole.ids)
     share = Share(start=0, size=size, total=size, length=0, total_length=0)
     again = compare(scratch, trace, whole, share)
-    unrepeatable = set(again.blamed)
-    if unrepeatable:
-        unrepeatable -= _stateful(scratch, whole, share, again.blamed)
-    blamed = dict.fromkeys(again.blamed)
-    with scratch.running(), torch.no_grad():
+    unrepeatable, blamed = set(again.blamed), dict.fromkeys(again.blamed)
+    with scratch.running() as run, torch.no_grad():
         with suppress(Exception):  # a model may raise anything on a group it was not made for
-            _forward(scratch, other, lambda: None)
+            _forward(run, other, lambda: None)
         for _ in range(2):  # state may come back to where it was with every second pass
             comparer = _Comparer(trace, share)
-            with _hooked(scratch.module, comparer.enter, comparer.leave):
-                _forward(scratch, whole, lambda: None)
+            with _hooked(run.module, comparer.enter, comparer.leave):
+                _forward(run, whole, lambda: None)
             blamed |= comparer.blamed
     stateful = [name for name in blamed if name not in unrepeatable]
     return stateful, [name for name in blamed if name in unrepeatable]
-
-
-def _stateful(scratch: Scratch, whole: MicroBatch, share: Share, blamed: Sequence[str]) -> set[str]:
-    """Tell which modules give the same from the same state, and keep some that a pass moves."""
-    first, second = scratch.copied(), scratch.copied()
-    before = kept(first.module)
-    again = compare(second, record(first, whole), whole, share)
-    after = kept(first.module)
-    return {n for n in blamed if n not in again.blamed and moved(before, after, n)}
 
 
 def _forward(

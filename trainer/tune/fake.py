@@ -7,12 +7,10 @@ scores are materialised, a line through two real probes is up to 51 % off and th
 
 from __future__ import annotations
 
-import copy
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +20,11 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
-from trainer.parallel import Parallel
+from trainer.models.duplicate import duplicate
 from trainer.plan.memory import Shape
 from trainer.tune.tensors import MemoryEstimate, PeakBytes
 from trainer.tune.untouched import untouched
-from trainer.tune.workload import Workload, forward_bytes, rehearse, rehearse_laid_out
+from trainer.tune.workload import LayOut, Workload, forward_bytes, rehearse, rehearse_laid_out
 
 
 class CannotRunFake(Exception):  # noqa: N818 - an answer, not a fault: real probes follow
@@ -41,78 +39,28 @@ class CannotRunFake(Exception):  # noqa: N818 - an answer, not a fault: real pro
         self.reason = reason
 
 
-@final
-class _Within(nn.Module):
-    """Runs a body while `functional_call` has exchanged the model's tensors."""
+@contextmanager
+def fake_copy(work: Workload) -> Iterator[tuple[FakeTensorMode, Workload, LayOut | None]]:
+    """Lend a workload around a copy of its model and objective whose every tensor is a fake.
 
-    def __init__(self, model: nn.Module, body: Callable[[], None]) -> None:
-        super().__init__()
-        self.model = model
-        self.body = body
+    On a copy, nothing that a forward leaves behind, such as a cache, makes the model hold fakes.
 
-    def forward(self) -> None:
-        self.body()
-
-
-def run_fake(
-    model: nn.Module,
-    body: Callable[[FakeTensorMode], None],
-    device: torch.device | None = None,
-    *others: object,
-) -> None:
-    """Run a body while every tensor of the model is a fake of itself.
-
-    Parameters and buffers are exchanged by `functional_call`, tensors that are plain attributes
-    of a module likewise; `untouched` takes care of what the body leaves behind. (A fake mode
-    that merely tolerates real tensors would write fake gradients into the model.)
-
-    Args:
-        model: left bit for bit as it was.
-        body: given the mode; may train the model.
-        device: where it computes; None is where it is.
-        others: objects that the body may move besides, left as they were too.
+    Yields:
+        The mode, entered; the copy; and what lays it out over ranks that are not there, if asked.
 
     Raises:
-        CannotRunFake: the body asked for a value.
+        CannotRunFake: the model cannot be copied, or the block asked for a value.
     """
     mode = FakeTensorMode()
-    named = [*model.named_parameters(), *model.named_buffers()]
-    fakes = {f"model.{name}": _fake_of(tensor, mode, device) for name, tensor in named}
-    with _answering(), untouched(model, *others):
-        for module in model.modules():
-            attributes = vars(module)
-            attributes.update(_faked(attributes, mode))
+    device = work.device if work.imagined is None else torch.device("cpu")
+    tensors = [*work.model.parameters(), *work.model.buffers()]
+    memo: dict[int, object] = {id(tensor): _fake_of(tensor, mode, device) for tensor in tensors}
+    with _answering(), untouched(nn.Module()), (work.imagined or nullcontext)() as lay_out:
+        model, objective = duplicate((work.model, work.objective), memo, mode.from_tensor)
+        for parameter in model.parameters():
+            parameter.grad = None
         with mode:
-            torch.func.functional_call(_Within(model, lambda: body(mode)), fakes, ())
-
-
-def run_fake_copy(
-    work: Workload, body: Callable[[FakeTensorMode, Parallel, Workload], None], *, recompute: bool
-) -> None:
-    """Run a body on a fake copy of a model, laid out over imagined ranks.
-
-    Args:
-        work: says how it is laid out; its model is left alone.
-        body: given the mode, the layout, and the copy's workload.
-        recompute: under activation checkpointing.
-
-    Raises:
-        CannotRunFake: the model cannot be copied, or asked for a value.
-    """
-    assert work.imagined is not None
-    mode, device = FakeTensorMode(), torch.device("cpu")
-    # The copy computes with the run's own objective.
-    with _answering(), untouched(nn.Module(), work.objective), work.imagined() as lay_out:
-        tensors = [*work.model.parameters(), *work.model.buffers()]
-        for module in work.model.modules():
-            tensors += [value for value in vars(module).values() if isinstance(value, Tensor)]
-        # What is known already is not copied: the copy holds fakes in place of tensors.
-        copied = copy.deepcopy(
-            work.model, {id(tensor): _fake_of(tensor, mode, device) for tensor in tensors}
-        )
-        theirs = replace(work, model=copied, device=device)
-        with mode, theirs.variant(recompute=recompute):
-            body(mode, lay_out(copied), theirs)
+            yield mode, replace(work, model=model, objective=objective, device=device), lay_out
 
 
 @contextmanager
@@ -140,20 +88,15 @@ def _answering() -> Iterator[None]:
         log.disabled = was_disabled
 
 
-def _fake_of(tensor: Tensor, mode: FakeTensorMode, device: torch.device | None) -> Tensor:
+def _fake_of(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Tensor:
     """Make a fake of a tensor; it may be elsewhere than the tensor."""
-    if device is None or tensor.device == device:
+    if tensor.device == device:
         return mode.from_tensor(tensor)
     layout = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     with mode:
         empty = torch.empty_like(mode.from_tensor(layout), device=device)
         is_parameter = isinstance(tensor, nn.Parameter)
         return nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
-
-
-def _faked(attributes: dict[str, Any], mode: FakeTensorMode) -> dict[str, Tensor]:
-    tensors = {name: value for name, value in attributes.items() if isinstance(value, Tensor)}
-    return {name: mode.from_tensor(tensor) for name, tensor in tensors.items()}
 
 
 def predict_peak(work: Workload, shape: Shape, *, recompute: bool = False) -> MemoryEstimate:
@@ -163,30 +106,23 @@ def predict_peak(work: Workload, shape: Shape, *, recompute: bool = False) -> Me
     transformer, whatever the shape.
 
     Args:
-        work: what to compute; its model is left bit for bit as it was.
+        work: what to compute; its model is not run.
         shape: of the micro-batch.
         recompute: under activation checkpointing.
 
     Raises:
         CannotRunFake: the model needs values, not only shapes.
     """
-    fields = work.make_fields(*shape)
-    peak = PeakBytes()
-
-    def body(mode: FakeTensorMode) -> None:
-        fakes = {name: mode.from_tensor(f).to(work.device) for name, f in fields.items()}
-        with peak, work.variant(recompute=recompute):
-            rehearse(work, fakes, peak)
-
-    def laid_out(mode: FakeTensorMode, model: Parallel, theirs: Workload) -> None:
-        fakes = {name: mode.from_tensor(f) for name, f in fields.items()}
-        with peak:
-            rehearse_laid_out(theirs, model, fakes, peak)
-
-    if work.imagined is None:
-        run_fake(work.model, body, work.device, work.objective)
-    else:
-        run_fake_copy(work, laid_out, recompute=recompute)
+    fields, peak = work.make_fields(*shape), PeakBytes()
+    with fake_copy(work) as (mode, theirs, lay_out), theirs.variant(recompute=recompute):
+        fakes = {name: mode.from_tensor(f).to(theirs.device) for name, f in fields.items()}
+        if lay_out is None:
+            with peak:
+                rehearse(theirs, fakes, peak)
+        else:
+            model = lay_out(theirs.model)
+            with peak:
+                rehearse_laid_out(theirs, model, fakes, peak)
     return peak.estimate
 
 
@@ -196,12 +132,7 @@ def fake_forward_bytes(work: Workload, shape: Shape, *, recompute: bool = False)
     Raises:
         CannotRunFake: the model needs values, not only shapes.
     """
-    fields, found = work.make_fields(*shape), list[int]()
-
-    def body(mode: FakeTensorMode) -> None:
-        fakes = {name: mode.from_tensor(f).to(work.device) for name, f in fields.items()}
-        with work.variant(recompute=recompute):
-            found.append(forward_bytes(work, fakes))
-
-    run_fake(work.model, body, work.device, work.objective)
-    return found[0]
+    fields = work.make_fields(*shape)
+    with fake_copy(work) as (mode, theirs, _), theirs.variant(recompute=recompute):
+        fakes = {name: mode.from_tensor(f).to(theirs.device) for name, f in fields.items()}
+        return forward_bytes(theirs, fakes)

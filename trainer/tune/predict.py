@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Protocol, final
@@ -12,6 +11,7 @@ from torch import nn
 
 from trainer.accumulate.snapshot import Snapshot
 from trainer.errors import ConfigError
+from trainer.models.duplicate import duplicate
 from trainer.out_of_memory import is_out_of_memory
 from trainer.parallel import Parallel
 from trainer.plan.cut import FloatArray
@@ -19,14 +19,13 @@ from trainer.plan.memory import Shape
 from trainer.sync import Deferred
 from trainer.tune.fake import (
     CannotRunFake,
+    fake_copy,
     fake_forward_bytes,
     predict_peak,
-    run_fake,
-    run_fake_copy,
 )
 from trainer.tune.fit import fit_shapes, terms
 from trainer.tune.tensors import MemoryEstimate, PeakBytes
-from trainer.tune.untouched import COPIED_BYTES, untouched
+from trainer.tune.untouched import untouched
 from trainer.tune.workload import (
     Workload,
     forward_bytes,
@@ -153,7 +152,7 @@ def _unlike(work: Workload, smallest: Shape, *, recompute: bool) -> str | None:
     Raises:
         CannotRunFake: the model needs values, not only shapes.
     """
-    if not _can_be_put_back(work.model):
+    if any(p.is_meta for p in work.model.parameters()):
         return None
     length = min(smallest.length, COMPARED_TOKENS)
     for count in sorted({1, min(2, smallest.num_samples), smallest.num_samples}):
@@ -172,15 +171,6 @@ def _unlike(work: Workload, smallest: Shape, *, recompute: bool) -> str | None:
     if abs(real - fake) <= LIKE * real:
         return None
     return f"a fake forward holds {fake / real:.0%} of what a real one does"
-
-
-def _can_be_put_back(model: nn.Module) -> bool:
-    """Tell whether a model may be run for real whatever its forward writes into."""
-    kept: list[torch.Tensor] = [p for p in model.parameters() if not p.requires_grad]
-    for module in model.modules():
-        kept += [value for value in vars(module).values() if isinstance(value, torch.Tensor)]
-    is_here = not any(p.is_meta for p in model.parameters())
-    return is_here and sum(tensor.nbytes for tensor in kept) <= COPIED_BYTES
 
 
 PROBE_TOKENS = 128
@@ -258,7 +248,6 @@ def _activations(work: Workload, shape: Shape) -> float:
             snapshot.take()
             work.backward(fields)
             peak.assign("gradients", gradients(work.model))
-            snapshot.settle()
     return float(peak.estimate.activations)
 
 
@@ -269,18 +258,15 @@ def _resting(work: Workload) -> MemoryEstimate:
     """
     peak = PeakBytes()
     try:
-        if work.imagined is None:
-            run_fake(work.model, lambda _: _update(work, work.model, peak), work.device)
-        else:
-            run_fake_copy(
-                work,
-                lambda _, model, theirs: _update_laid_out(theirs, model, peak),
-                recompute=False,
-            )
+        with fake_copy(work) as (_, theirs, lay_out):
+            if lay_out is None:
+                _update(theirs, theirs.model, peak)
+            else:
+                _update_laid_out(theirs, lay_out(theirs.model), peak)
     except CannotRunFake:
         peak = PeakBytes()
         with work.filled():
-            _update(work, copy.deepcopy(work.model), peak)
+            _update(work, duplicate(work.model), peak)
     return peak.estimate
 
 

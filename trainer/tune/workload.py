@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Protocol, final
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from trainer.accumulate.base import sum_of
 from trainer.accumulate.snapshot import Snapshot
 from trainer.micro_batch import Fields, to_device
+from trainer.models.bind import bind
 from trainer.models.deferred import Weights, drawn
 from trainer.models.recompute import with_checkpointing
 from trainer.models.sparse import refuse_sparse_gradients
@@ -49,10 +51,10 @@ class Workload:
     Attributes:
         model: as it is before it is compiled or wrapped for several ranks; to be sharded, it may
             have its parameters on the meta device.
-        call: runs that same module on the fields it takes, under the run's precision.
         objective: gives the loss sums.
         make_optimizer: builds the run's optimizer.
         make_fields: gives micro-batches on the CPU; draws nothing from global generators.
+        bind: makes a call of the model, or of a copy, under the run's precision.
         device: where the model computes.
         weights: what parameters on the meta device begin with.
         sync: when gradients are reduced, where the model is laid out.
@@ -61,14 +63,19 @@ class Workload:
     """
 
     model: nn.Module
-    call: ModelCall
     objective: Objective
     make_optimizer: MakeOptimizer
     make_fields: MakeFields
+    bind: Callable[[nn.Module], ModelCall] = bind
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     weights: Weights | None = None
     sync: SyncPolicy = field(default_factory=Deferred)
     imagined: Callable[[], AbstractContextManager[LayOut]] | None = None
+
+    @cached_property
+    def call(self) -> ModelCall:
+        """Runs the model on the fields it takes."""
+        return self.bind(self.model)
 
     @property
     def resident_bytes(self) -> int:
@@ -140,14 +147,13 @@ def rehearse(work: Workload, fields: Fields, peak: PeakBytes) -> None:
     peak.assign("activations", fields.values())
     optimizer, snapshot = work.make_optimizer(model), Snapshot(model)
     peak.reset()
-    # The first step copies more than those that follow, and has no state of the optimizer yet.
+    # The first step has no state of the optimizer yet.
     for _ in range(2):
         snapshot.take()
         work.backward(fields)
         peak.assign("gradients", gradients(model))
         optimizer.step()
         peak.assign("optimizer_state", state_of(optimizer))
-        snapshot.settle()
 
 
 def rehearse_laid_out(work: Workload, model: Parallel, fields: Fields, peak: PeakBytes) -> None:
@@ -171,10 +177,9 @@ def rehearse_laid_out(work: Workload, model: Parallel, fields: Fields, peak: Pea
         peak.assign("parameters", module.parameters())
         for index in range(count):
             with sync.micro_batch(model, is_last=index == count - 1):
-                replace(work, model=module, call=model.call).backward(fields)
+                replace(work, model=module, bind=lambda _: model.call).backward(fields)
             peak.assign("gradients", gradients(module))
         update_laid_out(sync, model, optimizer, peak)
-        snapshot.settle()
 
 
 def update_laid_out(

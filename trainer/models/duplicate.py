@@ -1,0 +1,56 @@
+"""Copy a model with all that it holds, and what a forward computed and left in it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, final
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+Value = TypeVar("Value")
+
+
+@final
+class _Copying(TorchFunctionMode):
+    """Copies the tensors that `copy.deepcopy` meets: those that a forward computed too, detached.
+
+    Args:
+        copy_of: gives the copy of a tensor; None is PyTorch's own.
+    """
+
+    def __init__(self, copy_of: Callable[[Tensor], Tensor] | None) -> None:
+        super().__init__()
+        self._copy_of = copy_of
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - whatever the function gives
+        """Copy a tensor, or call any other function."""
+        if func is Tensor.__deepcopy__ and not args[0].is_leaf:
+            args = (args[0].detach(), *args[1:])
+        # A parameter copies its data by `clone`.
+        if self._copy_of is not None and func in {Tensor.__deepcopy__, Tensor.clone}:
+            return self._copy_of(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def duplicate(
+    value: Value,
+    memo: dict[int, Any] | None = None,
+    copy_of: Callable[[Tensor], Tensor] | None = None,
+) -> Value:
+    """Copy a model, or several objects that share parts.
+
+    Args:
+        value: it, or them.
+        memo: of `copy.deepcopy`: what stands for which objects, by identity.
+        copy_of: how tensors are copied; None is by value.
+    """
+    with _Copying(copy_of):
+        return copy.deepcopy(value, memo)
