@@ -94,6 +94,19 @@ class LossNet(DoubleNet):
         return SimpleNamespace(loss=terms / num_items_in_batch)
 
 
+class Noise(nn.Module):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + torch.randn_like(hidden)
+
+
+class NoisyNet(Net):
+    """Draws in evaluation mode, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = Noise()
+
+
 class LowNet(Net):
     """Keeps its weights in half precision."""
 

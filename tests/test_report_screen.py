@@ -157,7 +157,7 @@ def terminal(monkeypatch):
 @pytest.mark.parametrize("no_color", ["", "1"])
 def test_every_block_fits_the_width_without_trailing_blanks(width, no_color, monkeypatch, tmp_path):
     verify = VerifyReport(
-        exact=False,
+        verdict="not_exact",
         max_relative_error=0.03,
         reference="whole batch",
         dtype="float64",
@@ -291,7 +291,7 @@ def test_plan_json_begins_with_the_agreed_keys():
 
 def test_verify_names_the_culprits(monkeypatch):
     report = VerifyReport(
-        exact=False,
+        verdict="not_exact",
         max_relative_error=0.032,
         reference="sample by sample, summed",
         dtype="float64",
@@ -301,7 +301,7 @@ def test_verify_names_the_culprits(monkeypatch):
     for part in ("not exact", "3.20e-02", "sample by sample, summed", "net.bn1"):
         assert part in text
     assert report.to_json()["culprits"] == [{"module": "net.bn1", "reason": "BatchNorm"}]
-    assert "not exact" not in shown(verify_block(replace(report, exact=True)), monkeypatch)
+    assert "not exact" not in shown(verify_block(replace(report, verdict="exact")), monkeypatch)
 
 
 def test_the_end_sets_the_loss_beside_each_baseline_and_names_the_next_commands(monkeypatch):

@@ -366,7 +366,9 @@ class OwnGenerator(nn.Module):
 @pytest.mark.parametrize("module", [lambda: nn.Dropout(0.2), FunctionalDropout])
 @pytest.mark.parametrize("cut", [SORTED, Fixed(micro=5)], ids=["sorted", "fixed"])
 def test_dropout_is_named_and_the_step_is_exact_with_it_off(module, cut):
-    culprits = named(checked(Bench(cut, model=with_mixer(module))))
+    report = checked(Bench(cut, model=with_mixer(module)))
+    assert report.verdict == "exact_without_dropout"
+    culprits = named(report)
     assert culprits.keys() == {"dropout"}
     assert "the step is exact with it off (error" in culprits["dropout"]
 
@@ -377,7 +379,9 @@ def test_all_dropouts_are_named_and_so_is_the_batch_norm_behind_them():
         net.norm = nn.BatchNorm1d(WIDTH)
         return net
 
-    culprits = named(checked(Bench(Fixed(micro=5), model=model)))
+    report = checked(Bench(Fixed(micro=5), model=model))
+    assert report.verdict == "not_exact"
+    culprits = named(report)
     assert culprits.keys() == {"dropout.*", "norm"}
     assert culprits["dropout.*"].startswith("2 x Dropout draws at random")
     assert "not exact with it off either" in culprits["dropout.*"]
@@ -390,13 +394,17 @@ def test_dropout_in_a_step_of_one_piece_is_the_whole_batch_step():
 
 
 def test_noise_that_no_mode_turns_off_is_named_and_nothing_is_claimed_beyond():
-    culprits = named(checked(Bench(SORTED, model=with_mixer(Noise))))
+    report = checked(Bench(SORTED, model=with_mixer(Noise)))
+    assert report.verdict == "not_proven"
+    culprits = named(report)
     assert culprits.keys() == {"dropout"}
     assert "cannot be told" in culprits["dropout"]
 
 
 def test_a_generator_that_no_seed_governs_is_named():
-    culprits = named(checked(Bench(SORTED, model=with_mixer(OwnGenerator))))
+    report = checked(Bench(SORTED, model=with_mixer(OwnGenerator)))
+    assert report.verdict == "not_proven"
+    culprits = named(report)
     assert culprits.keys() == {"dropout"}
     assert "no seed of the run governs" in culprits["dropout"]
 
@@ -608,4 +616,6 @@ def test_what_is_drawn_in_collate_is_named_as_the_datas():
 def test_a_batch_without_a_single_loss_term_is_exact():
     data = RaggedText()
     data.masked = set(range(len(data)))
-    assert checked(Bench(SORTED, dataset=data)).max_relative_error == 0.0
+    report = checked(Bench(SORTED, dataset=data))
+    assert (report.verdict, report.max_relative_error) == ("exact", 0.0)
+    assert any("no sample of this batch has a loss term" in note for note in report.notes)

@@ -59,6 +59,13 @@ def test_a_mean_that_even_micro_batches_hide_is_named(whole_fits):
     assert any("by accident" in note for note in report.notes)
 
 
+def test_dropout_does_not_excuse_a_mean_that_even_micro_batches_hide():
+    settings = {"dataset": Uniform(), "objective": EvenMean()}
+    report = checked(Bench(Fixed(micro=4), model=lambda: TinyLM(dropout=0.2), **settings))
+    assert report.verdict == "not_exact"
+    assert {name for name, _ in report.culprits} == {"dropout", "objective EvenMean"}
+
+
 class Signed(Objective):
     """Terms that cancel nearly, and a metric that is counted in its own way."""
 

@@ -10,7 +10,8 @@ from trainer.cli import run as run_line
 from trainer.verify import verify
 
 FIELDS = {
-    "exact", "max_relative_error", "reference", "dtype", "culprits", "worst", "limit", "notes",
+    "verdict", "exact", "max_relative_error", "reference", "dtype", "culprits", "worst", "limit",
+    "notes",
 }  # fmt: skip
 
 
@@ -24,7 +25,6 @@ def _in_an_empty_folder(tmp_path, monkeypatch):
     [
         ("", 0, set()),
         ("accum=auto accum.micro=null", 0, set()),
-        ("model.dropout=0.2", 9, {"dropout"}),
         ("model.norm=batch", 9, {"norm"}),
         ("model.norm=batch accum.micro=8", 0, set()),
         ("model._target_=tests.run_toys.LowNet", 9, {"parameters"}),
@@ -34,7 +34,7 @@ def _in_an_empty_folder(tmp_path, monkeypatch):
         ("optimizer.groups='{\"embed*\": {frozen: true}}'", 0, set()),
     ],
     ids=[
-        "sound", "planned", "dropout", "batch norm", "one piece", "bf16 weights", "mean of means",
+        "sound", "planned", "batch norm", "one piece", "bf16 weights", "mean of means",
         "mean over samples", "batch in tokens", "frozen",
     ],
 )  # fmt: skip
@@ -43,6 +43,7 @@ def test_the_exit_code_the_file_and_the_screen_say_the_same(line, code, culprits
     report = read_json(only_run() / "verify.json")
     assert report.keys() >= FIELDS
     assert report["exact"] == (code == 0) == (report["max_relative_error"] <= 1e-10)
+    assert report["verdict"] == ("not_exact" if code else "exact")
     assert {culprit["module"] for culprit in report["culprits"]} == culprits
     assert all(culprit["reason"] for culprit in report["culprits"])
     screen = capsys.readouterr().out
@@ -50,6 +51,25 @@ def test_the_exit_code_the_file_and_the_screen_say_the_same(line, code, culprits
     assert all(name in screen for name in culprits)
     status = read_json(only_run() / "status.json")
     assert (status["state"], status["exit_code"]) == ("failed" if code else "completed", code)
+
+
+def test_a_step_that_dropout_alone_makes_another_is_exact_without_it(capsys):
+    assert run_line(["verify", *overrides("model.dropout=0.2")]) == 0
+    report = read_json(only_run() / "verify.json")
+    assert (report["verdict"], report["exact"]) == ("exact_without_dropout", False)
+    assert [culprit["module"] for culprit in report["culprits"]] == ["dropout"]
+    screen = " ".join(capsys.readouterr().out.split())
+    assert "verdict exact without dropout, whose masks follow the micro-batches" in screen
+    assert "culprits" not in screen
+
+
+def test_a_module_that_cannot_be_compared_is_named_in_one_line(capsys):
+    assert run_line(["verify", *overrides("model._target_=tests.run_toys.NoisyNet")]) == 9
+    report = read_json(only_run() / "verify.json")
+    assert (report["verdict"], report["exact"]) == ("not_proven", False)
+    assert [culprit["module"] for culprit in report["culprits"]] == ["dropout"]
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "not proven that the planned step is the whole-batch step: dropout cannot be" in last
 
 
 PACKED = (

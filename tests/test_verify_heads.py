@@ -140,6 +140,27 @@ def test_a_mean_over_labels_shifted_wrongly_is_flagged_with_the_remedy(head):
     assert f"objective.causal={str(head.data == 'causal').lower()}" in reason
 
 
+class Answers(Examples):
+    """Labels of answers alone, none of them the first."""
+
+    def __getitem__(self, index: int) -> Mapping[str, Tensor]:
+        sample = super().__getitem__(index)
+        return {**sample, "labels": sample["labels"].index_fill(0, torch.tensor([0]), -100)}
+
+
+def test_a_batch_that_cannot_show_a_wrong_shift_says_so():
+    def notes(dataset: type[Examples]) -> list[str]:
+        objective = ModelLoss(reduction="mean")
+        settings = {"dataset": dataset("causal"), "model": HONEST[0].build}
+        bench = Bench(Budget(max_tokens=45), torch.float32, 12, objective=objective, **settings)
+        report = verify(bench.kit, bench.feed.next(), bench.loader, whole_fits=True)
+        assert report.exact
+        return [note for note in report.notes if "a wrong shift" in note]
+
+    assert len(notes(Answers)) == 1
+    assert not notes(Examples)
+
+
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 def test_spans_over_padded_logits_are_flagged_with_their_padding(reduction):
     # The softmax over positions runs over padding too: no reduction makes that exact.

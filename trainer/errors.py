@@ -75,7 +75,7 @@ class SaveError(TrainError):
 
 
 class NotExactError(TrainError):
-    """`train verify` found that the planned step is not the whole-batch step."""
+    """`train verify` found that the planned step is not, or may not be, the whole-batch step."""
 
     exit_code = 9
 

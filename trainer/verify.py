@@ -14,24 +14,21 @@ from torch import nn
 
 from trainer.culprits.case import Case, Errors
 from trainer.culprits.find import Culprits, objective_faults
+from trainer.culprits.hooks import SHARED
 from trainer.culprits.scratch import Gradient, Groups, Scratch
-from trainer.culprits.suspects import LOW, low_precision, short, suspects
+from trainer.culprits.suspects import LOW, low_precision, proves_nothing, short, suspects
 from trainer.data.loader import Loader
 from trainer.errors import ConfigError, DoesNotFitError, TrainError
 from trainer.feed import PlannedBatch
+from trainer.objectives.base import IGNORED
+from trainer.objectives.model_loss import ModelLoss
 from trainer.out_of_memory import AllocationGuard, fatal, is_out_of_memory, release_memory
-from trainer.report.records import VerifyReport
+from trainer.report.records import Verdict, VerifyReport
 from trainer.schema.faults import first_of
 from trainer.step import Kit
 
 PRECISIONS = ((torch.float64, True), (torch.float64, False), (torch.float32, False))
 """What is tried in turn: dtype, and whether hand-written casts to fewer bits are undone."""
-
-SHARED = (
-    "got a gradient from the copy that this compares, through a function or a scripted module that "
-    "cannot be copied with the model, so nothing is proven: write it as a method of the module"
-)
-"""Of a parameter."""
 
 MAX_WORST = 10
 ERROR_CHARACTERS = 120
@@ -79,15 +76,20 @@ def _compared(kit: Kit, batch: PlannedBatch, loader: Loader, *, whole_fits: bool
         notes.append(f"the planned step in {short(low)}, as the weights are")
     if errors.is_exact:
         return _cleared(case, errors, notes)
-    verdict = suspects(case, kit, planned, expected, traces_whole=whole_fits)
-    if is_one_piece and verdict.is_modular:
+    found = suspects(case, kit, planned, expected, traces_whole=whole_fits)
+    if is_one_piece and found.is_modular:
         untouched = Scratch.of(kit, case.scratch.dtype, widens=case.scratch.widens)
         untouched = replace(untouched, uncarried=case.scratch.uncarried)
         whole = replace(case, scratch=untouched, size=len(case.groups.positions))
         whole_errors = whole.errors(planned, whole.one_piece())
         if whole_errors.is_exact:
             return _cleared(whole, whole_errors, [n for n in notes if n not in why])
-    return _report(case, errors, verdict.culprits, notes)
+    if not found.is_exact_without:
+        return _report(case, errors, found.culprits, notes)
+    faults, _ = objective_faults(case.scratch, case.groups, packed=case.batch.plan.packed)
+    report = _report(case, errors, [*found.culprits, *(faults or [])], notes)
+    is_exact = not (faults or case.scratch.uncarried)
+    return replace(report, verdict="exact_without_dropout") if is_exact else report
 
 
 def _cleared(case: Case, errors: Errors, notes: list[str]) -> VerifyReport:
@@ -227,8 +229,9 @@ def _why(case: Case, *, is_one_piece: bool, whole_fits: bool) -> list[str]:
 
 def _report(case: Case, errors: Errors, culprits: Culprits, notes: list[str]) -> VerifyReport:
     culprits = [*culprits, *case.scratch.uncarried]
+    verdict: Verdict = "not_proven" if proves_nothing(culprits) else "not_exact"
     return VerifyReport(
-        exact=errors.is_exact and not culprits,
+        verdict="exact" if errors.is_exact and not culprits else verdict,
         max_relative_error=errors.largest,
         reference=case.reference,
         dtype=short(case.scratch.dtype),
@@ -238,8 +241,34 @@ def _report(case: Case, errors: Errors, culprits: Culprits, notes: list[str]) ->
         micro_batches=case.batch.plan.num_micro_batches,
         global_batch=len(case.groups.positions),
         limit=errors.limit,
-        notes=(*notes, *_cancelled(errors)),
+        notes=(*notes, *_unseen(case), *_cancelled(errors)),
     )
+
+
+def _unseen(case: Case) -> list[str]:
+    """Say which faults this batch could not show, and which state no replay puts back."""
+    notes, objective = list[str](), case.scratch.kit.objective
+    if not any(any(m.weights.values()) for m in case.batch.micro_batches):
+        notes.append("no sample of this batch has a loss term, so it shows nothing: take another")
+    fields = [m.fields["labels"] for m in case.batch.micro_batches if "labels" in m.fields]
+    rows = [labels for labels in fields if labels.dim() > 1]
+    may_shift = isinstance(objective, ModelLoss) or not _is_ours(objective)
+    if rows and may_shift and not any((labels[:, 0] != IGNORED).any() for labels in rows):
+        notes.append(
+            "no row of this batch has a label at its first position, the one that a loss which "
+            "shifts its labels leaves out: a wrong shift (objective.causal) would not show"
+        )
+    if case.scratch.plain:
+        notes.append(
+            f"{first_of(sorted(case.scratch.plain))}: a tensor in a plain attribute, which no "
+            "checkpoint saves and no replay, skipped step or tuning puts back: if forwards move "
+            "it, make it a buffer (register_buffer)"
+        )
+    return notes
+
+
+def _is_ours(objective: object) -> bool:
+    return type(objective).__module__.startswith("trainer.")
 
 
 def _cancelled(errors: Errors) -> list[str]:

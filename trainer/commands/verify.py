@@ -35,7 +35,7 @@ def verify_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
         stop: not asked.
 
     Raises:
-        NotExactError: they differ; the culprits are on the screen and in verify.json.
+        NotExactError: they differ, or cannot be compared; verify.json names the culprits.
     """
     parts = assemble(config, world)
     prepared = prepare(parts)
@@ -46,8 +46,13 @@ def verify_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
     screen = Screen(folder)
     screen.show(verify_block(report))
     screen.close()
-    if not report.exact:
-        culprits = ", ".join(dict.fromkeys(name for name, _ in report.culprits))
+    culprits = ", ".join(dict.fromkeys(name for name, _ in report.culprits))
+    if report.verdict == "not_proven":
+        raise NotExactError(
+            f"not proven that the planned step is the whole-batch step: {culprits} cannot be "
+            f"compared; see {folder / VERIFY_FILE}"
+        )
+    if report.verdict == "not_exact":
         is_rounding = report.limit is not None and report.max_relative_error <= report.limit
         chance = " but by accident" if is_rounding else ""
         raise NotExactError(

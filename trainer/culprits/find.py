@@ -29,6 +29,11 @@ from trainer.out_of_memory import AllocationGuard, release_memory
 Culprits = list[tuple[str, str]]
 """Names of modules, the objective, the data or a setting, each with the reason."""
 
+UNREPEATABLE = (
+    "gives something else each time: it draws from a generator that no seed of the run governs, or "
+    "is not deterministic; draw from PyTorch's default generator"
+)
+
 MAX_PICKED = 4
 """Samples that are run together and alone."""
 
@@ -64,22 +69,24 @@ class Found:
     """What was found.
 
     Attributes:
+        auxiliary: losses that the model adds to its own.
         modules: that couple samples, heed padding, keep state or cannot be repeated.
         objective: loss terms and weights that do not add up.
         data: fields of a sample that change with its neighbours.
     """
 
+    auxiliary: Culprits = field(default_factory=list)
     modules: Culprits = field(default_factory=list)
     objective: Culprits = field(default_factory=list)
     data: Culprits = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.modules or self.objective or self.data)
+        return bool(self.all)
 
     @property
     def all(self) -> Culprits:
-        """Everything, modules first."""
-        return [*self.modules, *self.objective, *self.data]
+        """Everything, what the model adds to its loss first."""
+        return [*self.auxiliary, *self.modules, *self.objective, *self.data]
 
 
 def silence(scratch: Scratch, micro_batch: MicroBatch) -> Draws:
@@ -192,7 +199,7 @@ def find(
     reasons |= {n: _reason(modules[n], NEIGHBOURS) for n in norms if n not in reasons}
     charged = {name: reason for name, reason in reasons.items() if name not in excused}
     added = _added(scratch, trace, sights)
-    found.modules = described(modules, charged) + added.faults
+    found.modules, found.auxiliary = described(modules, charged), added.faults
     sights = [] if found.data or added.explains else sights
     found.objective = _of_objective(scratch, trace, ways[0], sights)
     return found
@@ -275,11 +282,7 @@ def _charge(
 
 def _unsteady(scratch: Scratch, trace: Trace, other: MicroBatch) -> dict[str, str]:
     moved, unrepeatable = repeat(scratch, trace, other)
-    reasons = dict.fromkeys(
-        unrepeatable,
-        "gives something else each time: it draws from a generator that no seed of the run "
-        "governs, or is not deterministic; draw from PyTorch's default generator",
-    )
+    reasons = dict.fromkeys(unrepeatable, UNREPEATABLE)
     state = (
         "keeps state that every micro-batch moves and the next one depends on: move it once per "
         "step, or not in training"

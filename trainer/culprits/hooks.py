@@ -30,6 +30,12 @@ UNCARRIED = (
 )
 """Of a parameter."""
 
+SHARED = (
+    "got a gradient from the copy that this compares, through a function or a scripted module that "
+    "cannot be copied with the model, so nothing is proven: write it as a method of the module"
+)
+"""Of a parameter."""
+
 STATELESS = (
     ModuleType, type, FunctionType, BuiltinFunctionType, int, float, complex, str, bytes, type(None)
 )  # fmt: skip

@@ -121,6 +121,18 @@ def _converted(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     return module
 
 
+def _plain(module: nn.Module) -> Iterator[str]:
+    """Name the tensors that modules hold and have not registered, but for computed ones.
+
+    Yields:
+        The way to each.
+    """
+    for name, part in module.named_modules():
+        for key, value in vars(part).items():
+            if isinstance(value, Tensor) and value.is_leaf:
+                yield f"{name}.{key}".lstrip(".")
+
+
 @final
 @dataclass(frozen=True, kw_only=True)
 class Scratch:
@@ -131,6 +143,7 @@ class Scratch:
         dtype: of the copy's parameters and fields; None leaves both as they are.
         widens: whether hand-written casts to fewer bits are undone.
         undone: what they asked for.
+        plain: tensors that were found in plain attributes of modules after a pass.
         uncarried: parameters that the copy does not stand for, each with the reason.
     """
 
@@ -138,6 +151,7 @@ class Scratch:
     dtype: torch.dtype | None
     widens: bool = False
     undone: set[torch.dtype] = field(default_factory=set)
+    plain: set[str] = field(default_factory=set)
     uncarried: tuple[tuple[str, str], ...] = ()
 
     @classmethod
@@ -215,6 +229,7 @@ class Scratch:
             _, parts = divisors(kind, kit.terms, micro_batches, kit.world)
             cast = [self.cast(m) for m in micro_batches]
             kit.strategy.backward(kit.model, kit.objective, cast, parts, kit.sync)
+            self.plain.update(_plain(run.module))
             named = run.module.named_parameters()
             return {name: p.grad.detach() for name, p in named if p.grad is not None}
 

@@ -16,6 +16,7 @@ from trainer.accumulate.normalizer import Kind
 from trainer.accumulate.sum import Sum
 from trainer.culprits.case import EXACT, MARGIN, Case, Errors
 from trainer.culprits.find import (
+    UNREPEATABLE,
     Culprits,
     Draws,
     Found,
@@ -25,13 +26,25 @@ from trainer.culprits.find import (
     pick,
     silence,
 )
-from trainer.culprits.hooks import drop_hooks, hooked
+from trainer.culprits.hooks import SHARED, UNCARRIED, drop_hooks, hooked
 from trainer.culprits.rounding import Rounding
 from trainer.culprits.scratch import Gradient, Scratch
 from trainer.culprits.trace import OUTSIDE
 from trainer.micro_batch import MicroBatch
 from trainer.out_of_memory import AllocationGuard
 from trainer.step import Kit
+
+DRAWS = "draws at random anew for every micro-batch"
+
+LOUD = (
+    f"{DRAWS}, in evaluation mode too: equal in distribution only, and whether the step is exact "
+    "but for that cannot be told; draw where `self.training` is true alone"
+)
+
+AMPLIFIED = "no cut is to blame and none can be cleared"
+
+UNPROVEN = (DRAWS, UNREPEATABLE, UNCARRIED, SHARED, AMPLIFIED)
+"""Words of the reasons by which a step is neither exact nor known to depend on its cut."""
 
 LOW = (torch.bfloat16, torch.float16)
 """Precisions in which adding up micro-batches loses bits."""
@@ -47,17 +60,19 @@ MAX_TRACED = 8
 
 @final
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Blame:
     """What was found.
 
     Attributes:
-        culprits: never empty.
+        culprits: never empty, what the model adds to its loss first.
         is_modular: whether only modules are among them, so that one micro-batch per step would
             be exact.
+        is_exact_without: whether the step is exact with all that draws at random switched off.
     """
 
     culprits: Culprits
     is_modular: bool
+    is_exact_without: bool = False
 
 
 def low_precision(kit: Kit) -> torch.dtype | None:
@@ -68,7 +83,7 @@ def low_precision(kit: Kit) -> torch.dtype | None:
 
 def suspects(
     case: Case, kit: Kit, planned: Gradient, expected: Gradient, *, traces_whole: bool
-) -> Verdict:
+) -> Blame:
     """Name the culprits of a step that is not exact.
 
     Args:
@@ -80,7 +95,7 @@ def suspects(
     """
     culprits, errors = _settings(case, kit, planned, expected)
     if errors.is_exact:
-        return Verdict(culprits, is_modular=False)
+        return Blame(culprits, is_modular=False)
     whole, ways = pick(case.groups)
     draws = silence(case.scratch, whole)
     if draws:
@@ -88,20 +103,27 @@ def suspects(
         errors = case.errors(case.planned(_kind(kit)), expected)
         culprits += _drawing(case.scratch, draws, errors)
         if errors.is_exact:
-            return Verdict(culprits, is_modular=not _has_settings(kit))
+            is_modular = not _has_settings(kit)
+            return Blame(culprits, is_modular, is_exact_without=is_modular and not draws.loud)
     found_hooks, errors, expected = _hooks(case, kit, errors, expected)
     culprits += found_hooks
     if errors.is_exact:
-        return Verdict(culprits, is_modular=not _has_settings(kit))
+        return Blame(culprits, is_modular=not _has_settings(kit))
     amplified = _amplified(case, errors)
     if amplified:
-        return Verdict([*culprits, *amplified], is_modular=False)
+        return Blame([*culprits, *amplified], is_modular=False)
     found, strategy = _located(case, kit, expected, (whole, ways), draws, traces_whole=traces_whole)
     named = [*found.all, *strategy]
     if not named and not draws.loud:
         named = [_unexplained(errors)]
-    is_modular = named == found.modules and not _has_settings(kit)
-    return Verdict([*culprits, *(c for c in named if c not in culprits)], is_modular)
+    is_modular = named == [*found.auxiliary, *found.modules] and not _has_settings(kit)
+    culprits = [*found.auxiliary, *culprits]
+    return Blame([*culprits, *(c for c in named if c not in culprits)], is_modular)
+
+
+def proves_nothing(culprits: Culprits) -> bool:
+    """Tell whether no reason among them is one by which the step depends on its cut."""
+    return all(any(words in reason for words in UNPROVEN) for _, reason in culprits)
 
 
 def _located(
@@ -176,13 +198,8 @@ def _drawing(scratch: Scratch, draws: Draws, errors: Errors) -> Culprits:
         if errors.is_exact
         else f"not exact with it off either (error {errors.largest:.0e})"
     )
-    quiet = "draws at random anew for every micro-batch, equal in distribution only: the step is "
-    loud = (
-        "draws at random anew for every micro-batch, in evaluation mode too: equal in "
-        "distribution only, and whether the step is exact but for that cannot be told; draw where "
-        "`self.training` is true alone"
-    )
-    reasons = dict.fromkeys(draws.quiet, quiet + outcome) | dict.fromkeys(draws.loud, loud)
+    quiet = f"{DRAWS}, equal in distribution only: the step is {outcome}"
+    reasons = dict.fromkeys(draws.quiet, quiet) | dict.fromkeys(draws.loud, LOUD)
     outside = reasons.pop(OUTSIDE, None)
     culprits = described(dict(scratch.module.named_modules()), reasons)
     if outside is not None:
@@ -240,7 +257,7 @@ def _amplified(case: Case, errors: Errors) -> Culprits:
         return []
     reason = (
         f"the model amplifies it: weights moved by their last bit move the gradient by up to "
-        f"{max(blurs.values()):.0e} too, so that no cut is to blame and none can be cleared; look "
+        f"{max(blurs.values()):.0e} too, so that {AMPLIFIED}; look "
         "for large numbers that cancel"
     )
     return [("rounding", reason)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Group, RenderableType
@@ -31,6 +31,7 @@ from trainer.report.records import (
     Noun,
     PlanSummary,
     StartSummary,
+    Verdict,
     VerifyReport,
 )
 
@@ -96,12 +97,21 @@ def plan_block(plan: PlanSummary, file: Path | None = None) -> RenderableType:
     return Group(title("plan"), grid(rows), *tables, _warnings(plan.warnings))
 
 
+VERDICTS: Mapping[Verdict, str] = {
+    "exact": "exact: the planned step is the whole-batch step",
+    "exact_without_dropout": "exact without dropout, whose masks follow the micro-batches: the "
+    "planned step is the whole-batch step otherwise",
+    "not_exact": "not exact: this plan computes another step than the whole batch",
+    "not_proven": "not proven: something cannot be compared",
+}
+
+
 def verify_block(report: VerifyReport) -> RenderableType:
     """Lay out whether the planned step is the whole-batch step, and what breaks it."""
-    verdict = Text("not exact: this plan computes another step than the whole batch", "bold red")
-    if report.exact:
-        proven = "" if report.dtype == "float64" else f", as far as {report.dtype} tells"
-        verdict = Text(f"exact: the planned step is the whole-batch step{proven}", "bold green")
+    is_exact = report.verdict in {"exact", "exact_without_dropout"}
+    colour = "green" if is_exact else "red"
+    proven = "" if report.dtype == "float64" else f", as far as {report.dtype} tells"
+    verdict = Text(VERDICTS[report.verdict] + proven * is_exact, f"bold {colour}")
     compared = plural(report.num_parameters, "parameter tensor") if report.num_parameters else None
     step = plural(report.micro_batches, "micro-batch") if report.micro_batches else "planned step"
     if report.global_batch:
@@ -117,12 +127,12 @@ def verify_block(report: VerifyReport) -> RenderableType:
         *(("note", note) for note in report.notes),
     ]
     blocks: list[RenderableType] = [title("verify"), grid(rows)]
-    if report.culprits:
+    if report.culprits and not is_exact:
         culprits = plain_table("culprit", "why the step depends on the cut, and what to change")
         for name, reason in report.culprits:
             culprits.add_row(Text(name, "bold red"), reason)
         blocks += [heading("culprits"), indented(culprits)]
-    if report.worst:
+    if report.worst and report.verdict != "exact_without_dropout":
         worst = plain_table("parameter", ">error")
         for name, error in report.worst[:MAX_WORST]:
             worst.add_row(name, f"{error:.2e}")

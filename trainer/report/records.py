@@ -14,6 +14,7 @@ from trainer.report.breakdown import Breakdown
 
 Value = Tensor | float
 Noun = Literal["token", "sample"]
+Verdict = Literal["exact", "exact_without_dropout", "not_exact", "not_proven"]
 
 EVAL_SECONDS = "eval_seconds"
 """What tells an evaluation in metrics.jsonl from a step: its wall time."""
@@ -362,9 +363,9 @@ class VerifyReport:
     """What `train verify` found: the planned step's gradient against a reference.
 
     Attributes:
-        exact: whether the error is at most 1e-10, in float64; where the model runs in float32 only,
-            whether it is within the rounding of float32. Not so where a loss is no sum over
-            samples, though the error is rounding for this batch and cut.
+        verdict: `exact` where the error is at most 1e-10, in float64, or within the rounding of
+            float32 where the model runs in nothing else, and every loss is a sum over samples;
+            `exact_without_dropout`; `not_exact`; `not_proven` where something cannot be compared.
         max_relative_error: over parameters, of max absolute difference / max absolute reference.
         reference: `whole batch`, or `sample by sample, summed` where the whole does not fit.
         dtype: both were computed in, e.g. `float64`.
@@ -378,7 +379,7 @@ class VerifyReport:
         notes: what a reader of the verdict must know, one line each.
     """
 
-    exact: bool
+    verdict: Verdict
     max_relative_error: float
     reference: str
     dtype: str
@@ -390,9 +391,15 @@ class VerifyReport:
     limit: float | None = None
     notes: tuple[str, ...] = ()
 
+    @property
+    def exact(self) -> bool:
+        """Whether the step is exact as it is."""
+        return self.verdict == "exact"
+
     def to_json(self) -> dict[str, Any]:
         """Give verify.json."""
         return {
+            "verdict": self.verdict,
             "exact": self.exact,
             "max_relative_error": self.max_relative_error,
             "reference": self.reference,
