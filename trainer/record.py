@@ -12,6 +12,7 @@ from trainer import durable
 from trainer.checkpoint.lock import hold_early
 from trainer.checkpoint.status import FILE_NAME, Status, write_status
 from trainer.config import RunConfig
+from trainer.durable import read_json
 from trainer.errors import (
     INTERRUPTED,
     ConfigError,
@@ -26,6 +27,9 @@ from trainer.schema.secrets import without_secrets
 
 STAGED = f"{durable.UNFINISHED}records"
 """Folder in a run folder that holds what its config.yaml and .hydra are to become."""
+
+CONSENT_FILE = "consent.json"
+"""Signature of the user who made the run."""
 
 _REFUSALS = (ConfigError, DataError, NoCheckpointError)
 
@@ -99,9 +103,10 @@ def recorded(folder: Path) -> Iterator[None]:
     write_status(folder, Status(state="completed", exit_code=0, step=last_step(folder)))
 
 
-def trusting(config: RunConfig) -> list[str]:
+def trusting(config: RunConfig, run: Path) -> list[str]:
     """Give what has to be typed for classes and options of one's own that a run folder names."""
-    folder, packages = config.config_dir, config.packages
+    is_signed = read_json(run / CONSENT_FILE).get("hmac_sha256") is not None
+    folder, packages = config.config_dir, () if is_signed else config.packages
     flag = [] if folder is None else [f"--config-dir={shown_path(Path(folder))}"]
     return [*flag, *([f"'trust=[{','.join(packages)}]'"] if packages else [])]
 
@@ -119,7 +124,7 @@ def to_go_on(config: RunConfig, folder: Path, *, begins: bool = False) -> str:
     entity = [f"wandb.entity={wandb.entity}"] if wandb.entity else []
     init = [f"init={config.init}"] if begins and config.init else []
     init += [f"step={config.step}"] if init and config.checkpoint_step is not None else []
-    place = [*trusting(config), *_machines(config), *online, *entity, *init]
+    place = [*trusting(config, folder), *_machines(config), *online, *entity, *init]
     return " ".join(["train", f"resume={shown_path(folder)}", *place])
 
 

@@ -256,7 +256,7 @@ def _run_job(lines: Sequence[str], folder: Path, ready: Ready | None, composer: 
     try:
         config = prepare_job(lines, folder, composer) if ready is None else ready.job.config
         with staged(folder) if must_stage(config, folder) else nullcontext(folder) as records:
-            write_config(config, records)
+            write_config(config, records, folder)
             with _variable(BRIEF, "1" if config.command == "train" else None):
                 return launch_and_tell(config, folder)
     except TrainError as error:

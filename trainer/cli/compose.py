@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -178,7 +178,11 @@ class Composer:
             raise ConfigError(*explain(error)) from error
 
     def check(
-        self, overrides: Sequence[Override], groups: Groups, replayed: Iterable[Override] = ()
+        self,
+        overrides: Sequence[Override],
+        groups: Groups,
+        replayed: Iterable[Override] = (),
+        consented: Collection[tuple[str, str]] = (),
     ) -> Job:
         """Compose one run and check it whole.
 
@@ -186,6 +190,7 @@ class Composer:
             overrides: one value each.
             groups: what is on the search path.
             replayed: those of them that come from a run folder, which is no consent to run code.
+            consented: classes that the user signed with that run, each with its dotted key.
 
         Raises:
             ConfigError: one line per fault.
@@ -209,7 +214,7 @@ class Composer:
             config = validate(
                 tree,
                 examples,
-                typed_targets=_typed_targets(full, tree, own_words),
+                typed_targets=_typed_targets(full, tree, own_words, consented),
                 choices=dict(full.hydra.runtime.choices),
                 typed_keys=typed,
                 config_dir=None if self.own_folder is None else str(self.own_folder),
@@ -362,7 +367,10 @@ def _drop_foreign_arguments(tree: dict[str, Any], typed: frozenset[str]) -> None
 
 
 def _typed_targets(
-    full: DictConfig, tree: Mapping[str, Any], own_words: Mapping[str, Any]
+    full: DictConfig,
+    tree: Mapping[str, Any],
+    own_words: Mapping[str, Any],
+    consented: Collection[tuple[str, str]],
 ) -> frozenset[str]:
     """The components whose classes, of their arguments too, the user named themselves.
 
@@ -370,10 +378,13 @@ def _typed_targets(
         full: composed; knows the files of the options.
         tree: the same as plain mappings.
         own_words: values that the user typed, by dotted key.
+        consented: classes by dotted key that the user named before.
     """
+    hooks = [h if isinstance(h, Mapping) else {TARGET: h} for h in tree.get("hooks") or ()]
     typed = {"hooks" for key in own_words if key.partition(".")[0] == "hooks"}
+    typed |= {"hooks"} if set(targets_in("hooks", hooks)) <= set(consented) else set()
     for path in COMPONENTS:
-        own = set(targets_in(path, _own_option(full, path)))
+        own = {*consented, *targets_in(path, _own_option(full, path))}
         found = targets_in(path, lookup(tree, path))
         mine = [pair for pair in found if pair[0] == path or pair[0] not in COMPONENTS]
         if mine and all(pair in own or _is_typed(pair[0], path, own_words) for pair in mine):

@@ -263,7 +263,10 @@ class Preparation:
         merged = replay.merge(old, asked, self.groups)
         resume = [read(f"resume={quote(run)}")] if is_begun else []
         job = self.composer.check(
-            [*merged, *resume], self.groups, replayed=_from(old, asked, merged)
+            [*merged, *resume],
+            self.groups,
+            replayed=_from(old, asked, merged),
+            consented=replay.consented(run),
         )
         replay.refuse_another_step(run, job.config)
         if not keeps_folder:
@@ -310,6 +313,7 @@ class Preparation:
                 [*merged, read(f"run={quote(run)}")],
                 self.groups,
                 replayed=_from(old, asked, merged),
+                consented=replay.consented(run),
             )
             return Ready(job=_pinned(job, run, None), makes_folder=False)
 

@@ -16,9 +16,13 @@ from hydra.core.override_parser.types import Override
 from trainer.checkpoint.status import read_status
 from trainer.cli.places import refuse_odd_files
 from trainer.cli.settings import Groups, dotted, parse, text
+from trainer.cli.signature import is_signed, signature
 from trainer.config import RunConfig, from_plain
 from trainer.contract import contract, step_faults
+from trainer.durable import read_json
 from trainer.errors import ConfigError, NoCheckpointError
+from trainer.record import CONSENT_FILE
+from trainer.schema.components import targets_in
 from trainer.schema.consent import ONLY_TYPED, asked
 from trainer.schema.faults import clip
 
@@ -175,10 +179,7 @@ def saved_overrides(run: Path) -> list[Override]:
     Raises:
         ConfigError: the file holds something that is no setting of a run.
     """
-    records = sorted(run.glob(f"{SUBFOLDER}/resume_*/overrides.yaml"), key=_resumption)
-    # A process that was killed while Hydra wrote this file left it empty; none is `[]`.
-    resumed = [record for record in records if record.stat().st_size]
-    path = resumed[-1] if resumed else run / SUBFOLDER / "overrides.yaml"
+    path = _newest_overrides(run)
     try:
         lines = _read_yaml(path) or []
     except _UNREADABLE:
@@ -190,6 +191,41 @@ def saved_overrides(run: Path) -> list[Override]:
     if faults:
         raise ConfigError(*(clip(f"{path}: {fault}") for fault in faults))
     return [override for override in overrides if not _is_consent(override)]
+
+
+def _newest_overrides(run: Path) -> Path:
+    records = sorted(run.glob(f"{SUBFOLDER}/resume_*/overrides.yaml"), key=_resumption)
+    # A process that was killed while Hydra wrote this file left it empty; none is `[]`.
+    resumed = [record for record in records if record.stat().st_size]
+    return resumed[-1] if resumed else run / SUBFOLDER / "overrides.yaml"
+
+
+def sign(run: Path, records: Path) -> str | None:
+    """Give the user's signature of a run that is about to begin or go on; None without a key.
+
+    Args:
+        run: its folder.
+        records: where its new config.yaml is, and perhaps its new overrides.
+    """
+    path = _newest_overrides(records)
+    try:
+        return signature(
+            saved_config(records), _read_yaml(path if path.exists() else _newest_overrides(run))
+        )
+    except _UNREADABLE:
+        return None
+
+
+def consented(run: Path) -> frozenset[tuple[str, str]]:
+    """List the classes of a run by dotted key, if this user signed it; else nothing."""
+    config = saved_config(run)
+    try:
+        overrides = _read_yaml(_newest_overrides(run))
+    except _UNREADABLE:
+        return frozenset()
+    if not is_signed(read_json(run / CONSENT_FILE).get("hmac_sha256"), config, overrides):
+        return frozenset()
+    return frozenset(pair for key, value in config.items() for pair in targets_in(key, value))
 
 
 def own_folder(run: Path) -> str | None:

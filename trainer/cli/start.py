@@ -15,12 +15,13 @@ from omegaconf import DictConfig, open_dict
 
 from trainer import durable
 from trainer import launch as room
+from trainer.cli import replay
 from trainer.cli.compose import Composer
 from trainer.cli.ending import complain, say_crash, tell
 from trainer.cli.prepare import Ready
 from trainer.config import RunConfig, to_plain
 from trainer.errors import ConfigError, SaveError, TrainError
-from trainer.record import staged
+from trainer.record import CONSENT_FILE, staged
 from trainer.schema.secrets import mask_logs
 
 
@@ -123,7 +124,7 @@ def start(
 
 def _recorded_work(ready: Ready, records: Path, work: Callable[[RunConfig, Path], int]) -> int:
     if ready.makes_folder:
-        write_config(ready.job.config, records)
+        write_config(ready.job.config, records, ready.job.folder)
     return work(ready.job.config, ready.job.folder)
 
 
@@ -146,8 +147,13 @@ def _stage_hydra(composed: DictConfig, records: Path) -> None:
             composed.hydra.output_subdir = f"{records.name}/{composed.hydra.output_subdir}"
 
 
-def write_config(config: RunConfig, folder: Path) -> None:
-    """Write the resolved config, which holds no secret, into a folder.
+def write_config(config: RunConfig, folder: Path, run: Path) -> None:
+    """Write the resolved config, which holds no secret, into a folder, and the user's signature.
+
+    Args:
+        config: every class of which is consented to.
+        folder: where the records of the run are written.
+        run: its folder.
 
     Raises:
         save_error: a `SaveError`: it could not be written.
@@ -157,6 +163,8 @@ def write_config(config: RunConfig, folder: Path) -> None:
     try:
         durable.make_folders(folder)
         durable.write_file_atomic(path, content)
+        if config.command == "train":
+            durable.write_json(folder / CONSENT_FILE, {"hmac_sha256": replay.sign(run, folder)})
     except OSError as error:
         raise durable.save_error(error, path, len(content)) from error
 

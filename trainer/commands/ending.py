@@ -76,7 +76,7 @@ def summarize_end(
         peak_of="tensors" if parts.world.device.type == "cuda" else "the whole process",
         skipped_steps=trained.skipped_steps,
         replays=trained.replays,
-        trust=tuple(trusting(parts.config)),
+        trust=tuple(trusting(parts.config, folder)),
         unit="nats" if parts.config.objective.target.startswith("trainer.") else None,
         time=None if facts is None else facts.breakdown,
         advice=() if facts is None else diagnose(facts),
