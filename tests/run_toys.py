@@ -68,6 +68,15 @@ class Whole(nn.Module):
         return self.more(self.norm(self.net(input_ids)))
 
 
+class TiedNet(Net):
+    """Looks its tokens up in the rows of its output layer."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__(width)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        self.head.weight = self.embed.weight
+
+
 class SparseNet(Net):
     """Looks its tokens up by a function that gives a sparse gradient."""
 

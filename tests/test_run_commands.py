@@ -13,7 +13,7 @@ from safetensors.torch import load_file, load_model
 
 from tests.reliability.faults import Fault, FaultyDisk
 from tests.run_support import TOYS, go, only_run, overrides, read_json, shell, state
-from tests.run_toys import Net
+from tests.run_toys import Net, TiedNet
 from trainer import durable, train
 from trainer.checkpoint.lock import hold
 from trainer.cli import Run
@@ -109,6 +109,45 @@ def test_an_export_is_safetensors_that_the_model_takes(tmp_path: Path) -> None:
     again = go("init=weights steps=1 optimizer.lr=1e-9")
     exported = load_file(tmp_path / "weights" / "model.safetensors")
     assert state(again)["model.head.weight"].allclose(exported["head.weight"], atol=1e-6)
+
+
+def test_an_export_of_tied_weights_is_loaded_as_the_readme_says() -> None:
+    run = go("model._target_=tests.run_toys.TiedNet steps=2")
+    assert shell(f"export run={run.folder} export.to=weights") == 0
+    model = TiedNet()
+    model.load_state_dict(load_file("weights/model.safetensors"))
+    assert model.head.weight.equal(state(run)["model.head.weight"])
+    assert model.head.weight is model.embed.weight
+    again = go("model._target_=tests.run_toys.TiedNet init=weights steps=1 optimizer.lr=0")
+    assert state(again)["model.embed.weight"].equal(model.embed.weight)
+
+
+@pytest.mark.parametrize(
+    "factory", ["GPT2LMHeadModel", "AutoModelForCausalLM.from_config", "LlamaForCausalLM"]
+)
+def test_a_hugging_face_model_is_exported_as_from_pretrained_loads_it(factory: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    is_llama = factory.startswith("Llama")
+    shape = (
+        "model.hidden_size=8 model.intermediate_size=8 model.num_hidden_layers=1 "
+        "model.num_attention_heads=2 model.num_key_value_heads=1 model.vocab_size=16 "
+        "model.tie_word_embeddings=true"
+        if is_llama
+        else "model.config._target_=transformers.GPT2Config model.config.n_layer=1 "
+        "model.config.n_embd=8 model.config.n_head=2 model.config.vocab_size=16"
+    )
+    line = f"model._target_=transformers.{factory} {shape}"
+    run = go(f"{line} steps=2")
+    assert shell(f"export run={run.folder} export.to=weights") == 0
+    saved = {n.removeprefix("model."): t for n, t in state(run).items() if n.startswith("model.")}
+    loaders = [transformers.AutoModelForCausalLM]
+    loaders += [] if "." in factory else [getattr(transformers, factory)]
+    for loader in loaders:
+        model, report = loader.from_pretrained("weights", output_loading_info=True)
+        assert not any(report.values()), report
+        assert all(tensor.equal(saved[name]) for name, tensor in model.state_dict().items())
+    again = state(go(f"{line} init=weights steps=1 optimizer.lr=0"))
+    assert all(again[f"model.{name}"].equal(tensor) for name, tensor in saved.items())
 
 
 def test_step_picks_the_checkpoint_that_a_command_reads(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,18 +1,19 @@
 """Weights without the rest: a new run's start from another's (`init=`), and `train export`.
 
-An export is a folder with `model.safetensors` and `config.json`: plain names, each tied weight
-once, readable by everything that reads safetensors. Hugging Face models find their own layout in
-it when `config.json` is theirs.
+An export is a folder with `model.safetensors` and `config.json`: plain names, a tied weight under
+each of its names, as `load_state_dict` wants them. Hugging Face models write their own layout.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from torch import nn
 
 from trainer import durable
@@ -76,13 +77,19 @@ def _fill(model: nn.Module, found: dict[str, Stored], source: Path) -> None:
         raise NoCheckpointError(f"{source}: changed while it was read: {error}") from error
 
 
-def export(loaded: Loaded, to: Path, config: Mapping[str, Any]) -> Path:
+def export(
+    loaded: Loaded,
+    to: Path,
+    config: Mapping[str, Any],
+    model: Any = None,  # noqa: ANN401
+) -> Path:
     """Write a checkpoint's weights as a new folder, whole or not at all.
 
     Args:
         loaded: the checkpoint.
         to: a folder that does not exist, or is empty.
         config: becomes `config.json`.
+        model: of Hugging Face, with these weights; it writes itself, for its `from_pretrained`.
 
     Returns:
         `to`.
@@ -96,14 +103,17 @@ def export(loaded: Loaded, to: Path, config: Mapping[str, Any]) -> Path:
     weights = {
         name.removeprefix(_MODEL): tensor
         for name, tensor in loaded.stored.items()
-        if name.startswith(_MODEL) and name not in loaded.aliases
+        if name.startswith(_MODEL)
     }
     unfinished = to.with_name(f"{durable.UNFINISHED}{to.name}-{uuid.uuid4().hex}")
     try:
         durable.make_folders(to.parent)
         durable.make_folder(unfinished)
-        shards.write_shard(unfinished / WEIGHTS, weights)
-        durable.write_json(unfinished / CONFIG, config)
+        if model is None:
+            shards.write_shard(unfinished / WEIGHTS, weights)
+            durable.write_json(unfinished / CONFIG, config)
+        else:
+            _save_pretrained(model, unfinished)
         if to.is_dir():
             durable.discard(to)
         durable.publish(unfinished, to)
@@ -112,6 +122,18 @@ def export(loaded: Loaded, to: Path, config: Mapping[str, Any]) -> Path:
         failure = durable.save_error(error, to, sum(each.nbytes for each in weights.values()))
         raise failure from error
     return to
+
+
+def _save_pretrained(model: Any, folder: Path) -> None:  # noqa: ANN401 - a class of transformers
+    """Let a Hugging Face model write itself, in one file.
+
+    Raises:
+        OSError: the disk refused.
+    """
+    try:
+        model.save_pretrained(folder, max_shard_size="1000TB")
+    except SafetensorError as error:
+        raise OSError(errno.EIO, str(error)) from error
 
 
 def _find(path: Path, world: World, step: int | None) -> tuple[Path, dict[str, Stored]]:

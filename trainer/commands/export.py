@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from trainer.checkpoint.store import CheckpointStore
-from trainer.checkpoint.weights import CHECKPOINTS, export
+from trainer.assemble import assemble
+from trainer.build import look_up
+from trainer.checkpoint.store import CheckpointStore, Loaded
+from trainer.checkpoint.weights import CHECKPOINTS, export, take_weights
 from trainer.config import RunConfig
 from trainer.errors import ConfigError
 from trainer.report.console import Screen
@@ -14,7 +18,7 @@ from trainer.world import World
 
 
 def export_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], bool]) -> int:
-    """Write a checkpoint's weights as safetensors.
+    """Write a checkpoint's weights as safetensors; those of transformers as it loads them.
 
     Args:
         config: the run's own.
@@ -32,10 +36,24 @@ def export_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
         "model": {"_target_": config.model.target, **config.model.params},
         "step": loaded.step,
     }
-    to = export(loaded, Path(config.export.to), description)
+    to = export(loaded, Path(config.export.to), description, _hugging_face(config, loaded, world))
     screen = Screen()
     for message in loaded.messages:
         screen.warn(message)
     screen.line(f"step {loaded.step}: weights written to {to}")
     screen.close()
     return 0
+
+
+def _hugging_face(config: RunConfig, loaded: Loaded, world: World) -> Any:  # noqa: ANN401
+    """Build the model with its weights where it is one of transformers; else give None."""
+    look_up(config.model, "model", config.trust)  # imports what makes it
+    if all("transformers" not in target for _, target in config.model.targets("model")) and (
+        "transformers" not in sys.modules
+    ):
+        return None
+    module = assemble(config, world).module
+    if not hasattr(module, "save_pretrained"):
+        return None
+    take_weights(module, loaded)
+    return module
