@@ -115,7 +115,7 @@ def test_commands_that_follow_name_the_folder_of_options_that_a_run_had(
     commands = [each.strip() for each in said if each.strip().startswith("train ")]
     follow = [each for each in commands if "evaluate run=" in each or "resume=" in each]
     assert len(follow) == 2
-    assert all("--config-dir=own 'trust=[tests]'" in each for each in follow)
+    assert all("--config-dir=own" in each and "trust=" not in each for each in follow)
     assert shell(follow[0].removeprefix("train ")) == 0
     folder = Path(follow[0].split()[2].partition("=")[2])
     assert "config_dir" not in (folder / "config.yaml").read_text()
