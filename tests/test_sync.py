@@ -199,6 +199,19 @@ class Sent:
 
 
 @given(st.integers(0, 5), st.booleans())
+def test_sums_of_integers_keep_both_parts_of_complex_gradients():
+    module = nn.Module()
+    module.turn = nn.Parameter(torch.randn(8, dtype=torch.complex64))
+    model = Ordered(module, lambda _: None, [module.turn], World())
+    model.gather()
+    draws = torch.randn(3, 8, dtype=torch.complex64)
+    for draw in draws:
+        with model.folding():
+            module.turn.grad = draw.clone()
+    model.reduce(model.used())
+    torch.testing.assert_close(module.turn.grad, draws.sum(0))
+
+
 def test_a_rank_that_computes_no_further_sends_what_is_outstanding_in_order(num_sent, across):
     log: list[tuple[str, bool]] = []
     sequence = [Sent(name, log) for name in "gatsrs"]

@@ -89,6 +89,11 @@ def _scaled(values: Tensor, bins: Tensor) -> Tensor:
     return values * half * half
 
 
+def _real(values: Tensor) -> Tensor:
+    """Give complex numbers as pairs of real ones, others as they are."""
+    return torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
+
+
 @final
 class Ordered(Parallel):
     """Every rank holds the whole model; gradients are summed as integers.
@@ -119,7 +124,7 @@ class Ordered(Parallel):
     def gather(self) -> None:
         """Set the integer sums to zero."""
         if not self._sums:
-            self._sums = [_Sum(p) for p in self.parameters]
+            self._sums = [_Sum(_real(p.detach())) for p in self.parameters]
         self.drop_gradients()
 
     def release(self) -> None:
@@ -140,7 +145,8 @@ class Ordered(Parallel):
         for parameter, total, flag in zip(self.parameters, self._sums, used, strict=True):
             if flag:
                 total.reduce(self.world)
-                parameter.grad = torch.empty_like(parameter).copy_(total.value() * fault)
+                parameter.grad = torch.empty_like(parameter)
+                _real(parameter.grad).copy_(total.value() * fault)
 
     def gradient_norm(self) -> Tensor:
         """See the base class."""
@@ -173,9 +179,10 @@ class Ordered(Parallel):
         for index, parameter in enumerate(self.parameters):
             if parameter.grad is None:
                 continue
-            is_finite = parameter.grad.isfinite()
+            values = _real(parameter.grad)
+            is_finite = values.isfinite()
             self._wrong += (~is_finite).any()
-            self._sums[index].add(torch.where(is_finite, parameter.grad, 0.0))
+            self._sums[index].add(torch.where(is_finite, values, 0.0))
             self._live.add(index)
             parameter.grad = None
 
