@@ -198,7 +198,6 @@ class Sent:
         self.log.append((self.name, across is not None))
 
 
-@given(st.integers(0, 5), st.booleans())
 def test_sums_of_integers_keep_both_parts_of_complex_gradients():
     module = nn.Module()
     module.turn = nn.Parameter(torch.randn(8, dtype=torch.complex64))
@@ -212,6 +211,7 @@ def test_sums_of_integers_keep_both_parts_of_complex_gradients():
     torch.testing.assert_close(module.turn.grad, draws.sum(0))
 
 
+@given(st.integers(0, 5), st.booleans())
 def test_a_rank_that_computes_no_further_sends_what_is_outstanding_in_order(num_sent, across):
     log: list[tuple[str, bool]] = []
     sequence = [Sent(name, log) for name in "gatsrs"]
