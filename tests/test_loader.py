@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import Dataset
 
 from trainer.data import progress
+from trainer.data.limits import Limits
 from trainer.data.loader import Loader, Request, lengths_of
 from trainer.data.split import fingerprint_of, split_by_seed
 from trainer.errors import ConfigError, DataError
@@ -75,8 +76,8 @@ REQUESTS = [
 def loader_of():
     loaders = []
 
-    def make(dataset, num_workers=0, seed=0):
-        loaders.append(Loader(dataset, num_workers=num_workers, seed=seed))
+    def make(dataset, num_workers=0, seed=0, **more):
+        loaders.append(Loader(dataset, num_workers=num_workers, seed=seed, **more))
         return loaders[-1]
 
     yield make
@@ -312,8 +313,24 @@ def test_a_class_vector_as_long_as_a_document_is_not_padded(loader_of):
 def test_a_length_that_understates_a_sample_is_named(loader_of):
     dataset = Listed([{"input_ids": torch.arange(4)}])
     dataset.lengths = [2]
-    with pytest.raises(DataError, match=r"sample 0 of Listed, 4 tokens, .* 2 tokens; `lengths`"):
+    with pytest.raises(DataError, match=r"sample 0 of Listed has 4 tokens, and 2 by .* `lengths`"):
         loader_of(dataset).load(Request((0,), 0, 2))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_values_out_of_range_are_named_before_a_device_sees_them(loader_of, num_workers):
+    samples = [{"input_ids": [1, 2], "labels": [2, -100]}, {"input_ids": [3], "labels": [4]}]
+    for limits, text in (
+        (Limits(tokens=3), "sample 1 of Listed: input_ids holds 3 at position 0, and the model's"),
+        (Limits(tokens=4, labels=4), "sample 1 of Listed: labels holds 4 at position 0, and the"),
+    ):
+        loader = loader_of(Listed(samples), num_workers, limits=limits)
+        with pytest.raises(DataError, match=text):
+            list(loader.stream(iter([Request((0, 1), 0, 2)])))
+    (fields,) = loader_of(Listed(samples), num_workers, limits=Limits(4, 5)).stream(
+        iter([Request((0, 1), 0, 2)])
+    )
+    assert fields["labels"].tolist() == [[2, -100], [4, -100]]
 
 
 # A `collate` of the data set's own

@@ -13,6 +13,7 @@ from trainer.models.bind import bind
 from trainer.models.gpt import GPT, rotary_tables, rotate, varlen_attention
 from trainer.models.sample import generate
 from trainer.models.sparse import refuse_sparse
+from trainer.models.vocabulary import vocabulary_of
 
 TINY = {"vocab_size": 17, "width": 24, "num_layers": 2, "num_heads": 2, "max_length": 16}
 MODERN = {**TINY}
@@ -379,3 +380,16 @@ def test_what_is_sparse_is_refused_by_name(name):
 def test_an_embedding_whose_gradient_is_dense_or_none_is_taken():
     refuse_sparse(nn.Sequential(nn.Embedding(5, 2), holding(buffer=torch.eye(3))))
     refuse_sparse(nn.Embedding(5, 2, sparse=True).requires_grad_(False))
+
+
+def test_the_vocabulary_is_known_of_our_models_and_of_hugging_face_s():
+    assert vocabulary_of(GPT(**TINY)) == (17, 17)
+    assert vocabulary_of(nn.Embedding(17, 2)) == (None, None)
+    transformers = pytest.importorskip("transformers")
+    small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    bert = transformers.BertConfig(vocab_size=19, num_labels=3, **small)
+    assert vocabulary_of(transformers.BertForMaskedLM(bert)) == (19, 19)
+    assert vocabulary_of(transformers.BertForSequenceClassification(bert)) == (19, 3)
+    assert vocabulary_of(transformers.BertForQuestionAnswering(bert)) == (19, None)
+    picture = transformers.ViTConfig(image_size=8, patch_size=4, num_labels=5, **small)
+    assert vocabulary_of(transformers.ViTForImageClassification(picture)) == (None, 5)

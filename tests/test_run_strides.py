@@ -16,7 +16,7 @@ from tests.run_toys import Net
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
-TABLE = torch.ones(1, 2)
+COLUMN = torch.ones(1, 2)[:, 1]
 
 
 class StridedNet(Net):
@@ -27,7 +27,7 @@ class StridedNet(Net):
         self.scale = nn.Parameter(torch.ones(1, 2)[:, 1])
         self.mean: Tensor
         self.register_buffer("mean", torch.zeros(2)[::2])
-        self.mean.copy_(TABLE[:, 1])
+        self.mean.copy_(COLUMN)
         self.last = torch.zeros(1, 2)[:, 1]
 
     def forward(self, input_ids: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ def test_a_run_saves_it_goes_on_with_it_and_is_verified() -> None:
     run = on(go(LINE), "steps=3")
     assert steps(run)[-1]["step"] == 3
     assert state(run)["model.mean"].shape == (1,)
-    # What moves in forwards depends on the cut, and is looked for in all that a module has.
+    # What moves in forwards depends on the cut.
     assert shell(" ".join(overrides(f"{LINE} command=verify"))) == 9
 
 

@@ -16,9 +16,10 @@ from trainer.alike import check_data, check_model
 from trainer.build import Built, arguments_of, check_names, construct, look_up, takes
 from trainer.config import RunConfig
 from trainer.data.collate import INPUT_IDS
+from trainer.data.limits import Limits
 from trainer.data.loader import Loader, Request, lengths_of
 from trainer.data.readable import readable
-from trainer.data.samples import Samples, kept_generators
+from trainer.data.samples import Samples, check_count, faults_of, kept_generators, offered
 from trainer.data.split import split_by_seed
 from trainer.errors import ConfigError, DataError
 from trainer.evaluate import HeldOut
@@ -31,6 +32,7 @@ from trainer.models.modest import modest_or_deferred
 from trainer.models.recompute import checkpoint_blocks
 from trainer.models.sparse import refuse_sparse
 from trainer.models.statistics import batch_statistics
+from trainer.models.vocabulary import vocabulary_of
 from trainer.objectives.base import ModelCall, Objective, weights_of
 from trainer.optimizer import OptimizerSpec, OwnOptimizer
 from trainer.plan.clock import cadence_steps
@@ -141,11 +143,12 @@ def assemble(config: RunConfig, world: World) -> Parts:
     """
     train_set, held_set = _data_sets(config, world)
     lengths = lengths_of(train_set)
-    loader = _loader(config, train_set, world)
     order = _order(config, lengths)
     build = partial(_component, config)
     objective = build("objective", Objective)
     module, weights, notes = build_model(config, world, train_set)
+    limits = _limits(module, objective)
+    loader = _loader(config, train_set, world, limits)
     layout, example = _layout(config, world, train_set, loader, objective, module)
     spreading = spread(config, world, module, build("sync", SyncPolicy))
     parts = Parts(
@@ -154,7 +157,7 @@ def assemble(config: RunConfig, world: World) -> Parts:
         train_set=train_set,
         num_workers=loader.num_workers,
         source=Source(order=order, lengths=lengths, loader=loader, objective=objective),
-        held_out=_held_out(config, held_set, layout),
+        held_out=_held_out(config, held_set, layout, limits),
         module=module,
         weights=weights,
         notes=notes,
@@ -240,7 +243,7 @@ def _unfit_to_pack(
     loader: Loader, request: Request, data: Samples, objective: Objective
 ) -> str | None:
     """Say why documents cannot be laid end to end; None when they can."""
-    if getattr(data, "collate", None) is not None:
+    if offered(data, "collate") is not None:
         return f"{type(data).__name__} collates samples itself"
     if objective.scope != "sample":
         return f"an objective of scope {objective.scope} needs samples apart"
@@ -269,7 +272,7 @@ def build_model(
     Raises:
         ConfigError: it knows fewer tokens than the data hold, or is not to be spread over ranks.
     """
-    known = getattr(data, "vocab_size", None)
+    known = offered(data, "vocab_size")
     typed = config.model.params.get("vocab_size")
     if known and typed and typed < known:
         raise ConfigError(
@@ -334,9 +337,11 @@ def _data_sets(config: RunConfig, world: World) -> tuple[Samples, Samples | None
     component = component.model_copy(update={"params": params})
     given = {"on_bad": config.data.on_bad, "seed": config.seed}
     splits = [{"split": split} for split in ("train", "held_out")] if has("split") else [{}]
-    built: list[Any] = [
-        construct(component, "data", Sized, config.trust, {**given, **split}) for split in splits
-    ]
+    built: list[Any] = []
+    for split in splits:
+        with faults_of(component.target):
+            built.append(construct(component, "data", Sized, config.trust, {**given, **split}))
+        check_count(built[-1])
     if passes_over:
         built = list(readable(built, config.seed, world))
     if has("split"):
@@ -348,18 +353,27 @@ def _data_sets(config: RunConfig, world: World) -> tuple[Samples, Samples | None
     return train, held if len(held) else None
 
 
-def _loader(config: RunConfig, data: Samples, world: World) -> Loader:
+def _limits(module: nn.Module, objective: Objective) -> Limits:
+    """Find what token ids and labels must be below; labels of one's own objective mean anything."""
+    tokens, labels = vocabulary_of(module)
+    is_own = not type(objective).__module__.startswith("trainer.")
+    return Limits(tokens=tokens, labels=None if is_own else labels)
+
+
+def _loader(config: RunConfig, data: Samples, world: World, limits: Limits) -> Loader:
     auto = GPU_WORKERS if planned_device(config, world).type == "cuda" else CPU_WORKERS
     workers = auto if config.num_workers == "auto" else config.num_workers
     on_gpu = world.device.type == "cuda"
-    return Loader(data, num_workers=workers, seed=config.seed, pin_memory=on_gpu)
+    return Loader(data, num_workers=workers, seed=config.seed, pin_memory=on_gpu, limits=limits)
 
 
-def _held_out(config: RunConfig, data: Samples | None, layout: Layout) -> HeldOut | None:
+def _held_out(
+    config: RunConfig, data: Samples | None, layout: Layout, limits: Limits
+) -> HeldOut | None:
     if data is None or not len(data):
         return None
     return HeldOut(
-        loader=Loader(data, num_workers=0, seed=config.seed),
+        loader=Loader(data, num_workers=0, seed=config.seed, limits=limits),
         lengths=lengths_of(data),
         layout=replace(layout, lockstep=False),
         max_tokens=1,

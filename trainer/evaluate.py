@@ -174,7 +174,8 @@ def _sums(
         counted = weights_of(objective, fields)
         for name, weight in counted.items():
             weights[name].append(weight)
-        found = sums_of(objective, model.call, to_device(fields, world.device), counted)
+        with held_out.loader.naming_samples(request):
+            found = sums_of(objective, model.call, to_device(fields, world.device), counted)
         losses = tuple(found.losses)
         for name, total in [*found.losses.items(), *found.metrics.items()]:
             if held_out.is_ordered or name not in totals:

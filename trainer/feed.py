@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import final
@@ -200,6 +201,17 @@ class Feed:
     def requests(self, cursor: Cursor) -> Iterator[Request]:
         """Name what this rank loads for the step at a cursor, one request per micro-batch."""
         return iter(self._planned(cursor).requests)
+
+    @contextmanager
+    def naming_samples(self, batch: PlannedBatch) -> Iterator[None]:
+        """Name the sample whose token id or label could not be looked up, as the loader does.
+
+        Yields:
+            Nothing.
+        """
+        ids, longest = tuple(batch.samples.ids.tolist()), int(batch.plan.lengths.max())
+        with self._loader.naming_samples(Request(ids, batch.samples.epoch, longest), self.settle):
+            yield
 
     def settle(self) -> None:
         """Prepare nothing but what has begun, and wait for it: nothing else then reads the data."""

@@ -133,7 +133,8 @@ def _take_step(run: Run, progress: Trained) -> None:
     run.kit.world.note("data", step=progress.step + 1)
     batch = run.feed.next()
     run.feed.prefetch()
-    report = train_step(run.kit, batch)
+    with run.feed.naming_samples(batch):
+        report = train_step(run.kit, batch)
     run.kit.world.note("report")
     seconds = time.perf_counter() - started
     progress.add(report, seconds)

@@ -27,7 +27,8 @@ from trainer.commands.plan import plan_run
 from trainer.commands.train import train_run
 from trainer.commands.verify import verify_run
 from trainer.config import RunConfig, to_plain
-from trainer.errors import ConfigError, DoesNotFitError, RankLostError
+from trainer.data.samples import described
+from trainer.errors import ConfigError, DoesNotFitError, RankLostError, TrainError
 from trainer.membership import MEETING, Membership, is_loss
 from trainer.membership import PATIENCE as MEETING_PATIENCE
 from trainer.out_of_memory import is_out_of_memory
@@ -320,10 +321,13 @@ def run_rank(config: RunConfig, folder: Path, world: World, stop: StopFlag) -> i
 
     Raises:
         DoesNotFitError: memory ran out where no smaller micro-batch helps.
+        TrainError: a class of the user's called `sys.exit`.
         RuntimeError: something else failed.
     """
     try:
         return COMMANDS[config.command](config.settled(world.size), folder, world, stop)
+    except SystemExit as error:  # it would end the run as if it were done
+        raise TrainError(f"{described(error)}: raise an error where a run cannot go on") from error
     except Exception as error:
         if not is_out_of_memory(error):
             raise

@@ -252,8 +252,13 @@ def _raises(sample: dict[str, Any]) -> Any:
     raise OSError(5, "Input/output error")
 
 
+def _exits(sample: dict[str, Any]) -> Any:
+    raise SystemExit(0)
+
+
 WRONG: Mapping[str, Callable[[dict[str, Any]], Any]] = {
     "raises": _raises,
+    "exits": _exits,
     "a list": lambda sample: list(sample.values()),
     "none": lambda sample: None,
     "text": lambda sample: sample | {"input_ids": "text"},
@@ -261,12 +266,17 @@ WRONG: Mapping[str, Callable[[dict[str, Any]], Any]] = {
     "a missing field": lambda sample: {"input_ids": sample["input_ids"]},
     "floats": lambda sample: sample | {"input_ids": sample["input_ids"].float()},
     "too long": lambda sample: {k: v.repeat(9) for k, v in sample.items()},
+    "too short": lambda sample: {k: v[1:] for k, v in sample.items()},
     "two dimensions": lambda sample: {k: v[None] for k, v in sample.items()},
+    "a key": lambda sample: sample | {3: sample["labels"]},
+    "sparse": lambda sample: sample | {"labels": sample["labels"].to_sparse()},
+    "meta": lambda sample: sample | {"labels": sample["labels"].to("meta")},
 }
 
 
 @pytest.mark.parametrize(
-    ("kind", "num_workers"), [*((kind, 0) for kind in WRONG), ("raises", 1), ("floats", 1)]
+    ("kind", "num_workers"),
+    [*((kind, 0) for kind in WRONG), ("raises", 1), ("exits", 1), ("floats", 1)],
 )
 def test_a_sample_that_is_wrong_is_named(kind: str, num_workers: int, tmp_path: Path) -> None:
     settings = lab.config(
@@ -276,6 +286,157 @@ def test_a_sample_that_is_wrong_is_named(kind: str, num_workers: int, tmp_path: 
     )
     ended = lab.run(settings, tmp_path / "run")
     assert_one_line(ended, "sample 11 of Broken")
+
+
+GPT = (
+    "model=gpt_tiny",
+    "model.width=16",
+    "model.num_layers=1",
+    "model.num_heads=2",
+    "model.vocab_size=16",
+)
+CUTS = {
+    "fixed": ("accum=fixed", "accum.micro=3"),
+    "budget": ("accum=budget", "accum.max_tokens=30"),
+    "auto": ("accum=auto",),
+    "packed": ("accum=auto", "accum.packed=true", *GPT),
+}
+
+
+class Misstated(toys.Rows):
+    """Rows one of which is not as long as it is stated to be."""
+
+    def __init__(self, by: int = 1, where: str = "train", split: str = "train") -> None:
+        super().__init__(split=split)
+        self.rows = toys.Rows(split=split)
+        self.lengths[3] += by if where == split else 0
+
+    def __getitem__(self, index: int) -> Any:
+        return self.rows[index]
+
+
+def lines_on(rows: str, *more: str) -> RunConfig:
+    return lab.config(f"data._target_=tests.reliability.test_bad_data.{rows}", *more)
+
+
+@pytest.mark.parametrize("by", [-1, 1])
+@pytest.mark.parametrize("cut", CUTS)
+def test_a_length_that_is_misstated_is_noticed_under_every_cut(
+    cut: str, by: int, tmp_path: Path
+) -> None:
+    settings = lines_on("Misstated", f"data.by={by}", *CUTS[cut])
+    length = len(toys.Rows()[3]["input_ids"])
+    text = f"sample 3 of Misstated has {length} tokens, and {length + by} by"
+    assert_one_line(lab.run(settings, tmp_path), text)
+
+
+def test_a_length_that_is_misstated_is_noticed_in_an_evaluation(tmp_path: Path) -> None:
+    settings = lines_on("Misstated", "data.where=held_out", "steps=1")
+    assert_one_line(lab.run(settings, tmp_path), "sample 3 of Misstated has", "`lengths`")
+
+
+class Outside(toys.Rows):
+    """Rows of which some hold a value that is no token, or no class."""
+
+    def __init__(
+        self, field: str = "", value: int = 0, bad: str = "11", split: str = "train"
+    ) -> None:
+        super().__init__(split=split)
+        self.field, self.value, self.bad = field, value, bad
+
+    def __getitem__(self, index: int) -> Any:
+        sample = dict(super().__getitem__(index))
+        if self.bad in {"all", self.split, str(index)}:
+            sample[self.field] = sample[self.field].clone()
+            sample[self.field][1] = self.value
+        return sample
+
+
+@pytest.mark.parametrize("how", [("num_workers=0",), ("num_workers=1",), GPT], ids=str)
+@pytest.mark.parametrize(
+    ("field", "value"), [("input_ids", 16), ("input_ids", -1), ("labels", 99), ("labels", -2)]
+)
+def test_what_is_no_token_and_no_class_is_named(
+    field: str, value: int, how: tuple[str, ...], tmp_path: Path
+) -> None:
+    settings = lines_on("Outside", f"data.field={field}", f"data.value={value}", *how)
+    text = f"sample 11 of Outside: {field} holds {value} at position 1, and the model's"
+    assert_one_line(lab.run(settings, tmp_path), text, "0 to 15")
+
+
+@pytest.mark.parametrize(
+    "more", ["data.bad=all accum=auto", "data.bad=all command=verify", "data.bad=held_out"]
+)
+def test_what_is_no_token_is_named_wherever_it_is_computed_on(more: str, tmp_path: Path) -> None:
+    settings = lines_on("Outside", "data.field=input_ids", "data.value=16", *more.split())
+    ended = lab.run(settings, tmp_path)
+    assert_one_line(ended, "of Outside: input_ids holds 16 at position 1")
+
+
+class Faulty(toys.Rows):
+    """Rows of a class that fails outside of its samples."""
+
+    def __init__(self, where: str = "", how: Any = "", **more: Any) -> None:
+        super().__init__(**more)
+        self.count, self.where, self.how = len(self.lengths), where, how
+        self.fail("__init__")
+        if where == "collate":
+            self.collate = self.joined
+
+    def fail(self, where: str) -> None:
+        if self.where == where and self.how in {"exits", "raises"}:
+            raise SystemExit(0) if self.how == "exits" else OSError("gone")
+
+    def __len__(self) -> int:
+        self.fail("__len__")
+        return self.how if self.where == "__len__" else self.count  # type: ignore[no-any-return]
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in {"lengths", "fingerprint"} and "where" in vars(self):
+            self.fail(name)
+        return super().__getattribute__(name)
+
+    def joined(self, samples: Any) -> Any:
+        self.fail("collate")
+        wrong = {"a key": {3: torch.ones(2)}, "meta": {"labels": torch.ones(2, device="meta")}}
+        return wrong[self.how]
+
+
+@pytest.mark.parametrize(
+    ("where", "how", "text"),
+    [
+        ("__init__", "exits", "test_bad_data.Faulty: SystemExit: 0"),
+        ("__init__", "raises", "test_bad_data.Faulty: OSError: gone"),
+        ("__len__", "exits", "`__len__` of Faulty: SystemExit: 0"),
+        ("__len__", "-1", "`__len__` of Faulty gives -1; it must be a whole number"),
+        ("__len__", "50.0", "`__len__` of Faulty gives 50.0; it must be a whole number"),
+        ("lengths", "raises", "`lengths` of Faulty: OSError: gone"),
+        ("lengths", "exits", "`lengths` of Faulty: SystemExit: 0"),
+        ("fingerprint", "raises", "`fingerprint` of Faulty: OSError: gone"),
+        ("collate", "exits", "`collate` of Faulty, on 1 samples"),
+        ("collate", "a key", "`collate` of Faulty: the field 3 is named by a int"),
+        ("collate", "meta", "`collate` of Faulty: field 'labels' is a meta tensor"),
+    ],
+)
+def test_data_that_fail_outside_of_their_samples_are_told_in_a_line(
+    where: str, how: str, text: str, tmp_path: Path
+) -> None:
+    settings = lines_on("Faulty", f"data.where={where}", f"data.how={how}")
+    assert_one_line(lab.run(settings, tmp_path), text)
+
+
+class Leaving(toys.Net):
+    """Ends the process in its first forward."""
+
+    def forward(self, input_ids: Any, fault: Any = None) -> Any:
+        raise SystemExit(0)
+
+
+def test_a_model_that_exits_is_no_run_that_is_done(tmp_path: Path) -> None:
+    settings = lab.config("model._target_=tests.reliability.test_bad_data.Leaving")
+    ended = lab.run(settings, tmp_path)
+    assert (ended.code, ended.error.count("\n")) == (1, 0)
+    assert "SystemExit: 0 (test_bad_data.py:" in ended.error
 
 
 class Unmeasured:

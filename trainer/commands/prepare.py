@@ -134,7 +134,8 @@ def prepare(
     elif isinstance(parts.cut, Auto):
         assert limit is not None  # a machine that is not here has what accum.memory says
         can_time = is_here and _fits_whole(parts, limit)
-        tuning = _tune(parts, parts.cut, work, limit, batches, clock if can_time else None)
+        with parts.source.loader.naming_samples(_longest(parts)):
+            tuning = _tune(parts, parts.cut, work, limit, batches, clock if can_time else None)
         cut = parts.cut.tuned(tuning.max_tokens, tuning.cost, tuning.alone)
         how = tuning.method
     else:
@@ -162,6 +163,12 @@ def prepare(
             else saved["evaluation_tokens"]
         ),
     )
+
+
+def _longest(parts: Parts) -> Request:
+    """Ask for the sample that tuning makes its shapes out of."""
+    lengths = parts.source.lengths
+    return Request((int(lengths.argmax()),), 0, int(lengths.max()))
 
 
 def limit_of(parts: Parts, work: Workload) -> tuple[MemoryLimit | None, bool]:

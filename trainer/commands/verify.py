@@ -40,7 +40,8 @@ def verify_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
     parts = assemble(config, world)
     prepared = prepare(parts)
     batch, loader = _of_all_ranks(prepared), parts.source.loader
-    report = verify(_kit(parts), batch, loader, whole_fits=_whole_fits(prepared))
+    with batch.feed.naming_samples(batch):
+        report = verify(_kit(parts), batch, loader, whole_fits=_whole_fits(prepared))
     report = replace(report, notes=(*_asides(config, world), *report.notes))
     write_record(folder / VERIFY_FILE, report.to_json())
     screen = Screen(folder)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, final
@@ -16,16 +16,21 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from trainer.data.collate import IGNORED_LABEL, INPUT_IDS, LABELS, Sample, aligned_fields, pack, pad
+from trainer.data.limits import Limits, check_length, limits_of, states_lengths
 from trainer.data.progress import progress
 from trainer.data.samples import (
     Samples,
     draws_randomness,
     fault,
+    faults_of,
     isolated_rng,
     name_of,
+    offered,
+    origin_of,
     original_ids,
     read_sample,
     seed_draws,
+    unfit_field,
 )
 from trainer.errors import DataError, TrainError
 from trainer.micro_batch import Fields
@@ -70,6 +75,7 @@ class Loader:
         num_workers: loading processes; 0 loads in this one.
         seed: the run's.
         pin_memory: put fields into page-locked memory, for copies to a GPU.
+        limits: what token ids and labels must be below.
 
     Attributes:
         dataset: as given.
@@ -79,9 +85,15 @@ class Loader:
     """
 
     def __init__(
-        self, dataset: Samples, *, num_workers: int, seed: int, pin_memory: bool = False
+        self,
+        dataset: Samples,
+        *,
+        num_workers: int,
+        seed: int,
+        pin_memory: bool = False,
+        limits: Limits = Limits(),  # noqa: B008 - frozen
     ) -> None:
-        self._assemble = _Assembler(dataset, seed)
+        self._assemble = _Assembler(dataset, seed, limits)
         self.dataset = dataset
         self.num_workers = num_workers
         self.loads_in_thread = num_workers == 0 and not draws_randomness(dataset)
@@ -99,6 +111,32 @@ class Loader:
         if self._pin_memory:
             return {name: field.pin_memory() for name, field in fields.items()}
         return fields
+
+    @contextmanager
+    def naming_samples(
+        self, request: Request, settle: Callable[[], None] = lambda: None
+    ) -> Iterator[None]:
+        """Name the sample whose token id or label a model or a loss has failed to look up.
+
+        Args:
+            request: what is computed on; read again, in this process.
+            settle: lets nothing else read the data meanwhile.
+
+        Yields:
+            Nothing.
+
+        Raises:
+            DataError: in place of the failure.
+            Exception: as raised inside, where it is anything else.
+        """
+        try:
+            yield
+        except Exception as error:
+            limits = limits_of(error)
+            if limits is not None:
+                settle()
+                replace(self._assemble, limits=limits)(request)
+            raise
 
     def stream(self, requests: Iterator[Request]) -> Iterator[Fields]:
         """Load micro-batches in the order of their requests.
@@ -173,10 +211,11 @@ def lengths_of(dataset: Samples) -> IntArray:
     Raises:
         DataError: `lengths` does not match the data set, or a sample is empty or unreadable.
     """
-    lengths = getattr(dataset, "lengths", None)
+    lengths = offered(dataset, "lengths")
     if lengths is None:
         return _measured_lengths(dataset)
-    checked = np.asarray(lengths)
+    with faults_of(f"`lengths` of {type(dataset).__name__}"):
+        checked = np.asarray(lengths)
     if checked.shape != (len(dataset),) or checked.dtype.kind not in "iu":
         raise DataError(
             f"data: `lengths` of {type(dataset).__name__} has shape {checked.shape} and dtype "
@@ -240,23 +279,48 @@ class _Assembler:
 
     dataset: Samples
     seed: int
+    limits: Limits
 
     def __call__(self, request: Request) -> Fields:
         if not request.ids:
             return self._blank(request)
+
+        def name(position: int) -> str:
+            return name_of(self.dataset, request.ids[position])
+
         with isolated_rng(self.dataset):
             samples = [
                 read_sample(self.dataset, i, seed=self.seed, epoch=request.epoch)
                 for i in request.ids
             ]
+            self._check_lengths(request.ids, samples)
             if self._collate is not None:
-                return self._collated(self._collate, samples, request)
+                fields = self._collated(self._collate, samples, request)
+            else:
+                join = pack if request.packed else pad
+                fields = join(samples, self._aligned, request.pad_to, name)
+        fault = self.limits.fault(fields)
+        if fault is not None:
+            faults = ((name(k), self.limits.fault(sample)) for k, sample in enumerate(samples))
+            own = f"`collate` of {type(origin_of(self.dataset)).__name__}", fault
+            raise DataError("data: {}: {}".format(*next((f for f in faults if f[1]), own)))
+        return fields
 
-        def name(position: int) -> str:
-            return name_of(self.dataset, request.ids[position])
+    def _check_lengths(self, ids: Sequence[int], samples: Sequence[Sample]) -> None:
+        """Compare samples with what the data set states, by which they are planned.
 
-        join = pack if request.packed else pad
-        return join(samples, self._aligned, request.pad_to, name)
+        Raises:
+            DataError: one has another length.
+        """
+        if self._stated is None:
+            return
+        for i, sample in zip(ids, samples, strict=True):
+            tokens = _length(sample)
+            counts = [] if tokens is None else [tokens]
+            if INPUT_IDS not in sample and self._collate is None:
+                fields = [sample[name] for name in self._aligned if name in sample]
+                counts = [len(field) for field in fields if field.dim()]
+            check_length(self.dataset, i, counts, int(self._stated[i]))
 
     def _blank(self, request: Request) -> Fields:
         """Make fields of zero weight, like those of the first sample in all else."""
@@ -268,13 +332,20 @@ class _Assembler:
 
     def prepared(self) -> _Assembler:
         """Settle what is found out only once, so that no worker has to."""
+        self._stated  # noqa: B018 - computes and keeps it
         if self._collate is None:
-            self._aligned  # noqa: B018 - computes and keeps it
+            self._aligned  # noqa: B018 - likewise
         return self
 
     @property
     def _collate(self) -> Collate | None:
-        return getattr(self.dataset, "collate", None)
+        collate: Collate | None = offered(self.dataset, "collate")
+        return collate
+
+    @cached_property
+    def _stated(self) -> IntArray | None:
+        """The lengths that the data set itself states, of what may be a part of it."""
+        return lengths_of(self.dataset) if states_lengths(self.dataset) else None
 
     @cached_property
     def _aligned(self) -> frozenset[str]:
@@ -297,18 +368,17 @@ class _Assembler:
     def _collated(self, collate: Collate, samples: list[Any], request: Request) -> Fields:
         if draws_randomness(self.dataset):
             seed_draws(rng_key(self.seed, request.epoch, "collate", *request.ids))
-        place = f"`collate` of {type(self.dataset).__name__}"
-        try:
+        place = f"`collate` of {type(origin_of(self.dataset)).__name__}"
+        ids = ", ".join(map(str, original_ids(self.dataset, request.ids[:3])))
+        with faults_of(f"{place}, on {len(samples)} samples ({ids}, ...)"):
             fields = collate(samples)
-        except TrainError:
-            raise
-        except Exception as error:
-            ids = ", ".join(map(str, original_ids(self.dataset, request.ids[:3])))
-            raise fault(f"{place}, on {len(samples)} samples ({ids}, ...)", error) from error
         if not isinstance(fields, Mapping) or not all(
             isinstance(field, Tensor) for field in fields.values()
         ):
             raise DataError(f"data: {place} must return a mapping from names to tensors")
+        unfit = unfit_field(fields)
+        if unfit is not None:
+            raise DataError(f"data: {place}: {unfit}")
         return fields
 
 

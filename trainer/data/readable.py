@@ -16,6 +16,7 @@ import numpy as np
 
 from trainer.data.collate import INPUT_IDS, Sample, pad
 from trainer.data.index import LISTED_SKIPS, SKIP_CAP
+from trainer.data.limits import check_length
 from trainer.data.loader import lengths_of
 from trainer.data.progress import progress
 from trainer.data.samples import Samples, Selection, isolated_rng, name_of, read_sample
@@ -28,8 +29,8 @@ from trainer.world import World
 def readable(datasets: Sequence[Samples], seed: int, world: World) -> list[ReadableSamples]:
     """Leave out of data sets the samples that cannot be read, as the main rank finds. Collective.
 
-    Bad is a sample that raises, is no mapping to tensors, is empty or longer than `lengths` says,
-    or has other fields, dtypes or dimensions than the first sound one.
+    Bad is a sample that raises, is no mapping to tensors, is empty or of another length than
+    `lengths` says, or has other fields, dtypes or dimensions than the first sound one.
 
     Args:
         datasets: the training data, and what else there is.
@@ -146,14 +147,12 @@ def _length(dataset: Samples, i: int, sample: Sample, stated: int | None) -> int
     """Give the length of a sample, as planning counts it.
 
     Raises:
-        DataError: it is empty, or longer than was stated.
+        DataError: it is empty, or not as long as was stated.
     """
     tokens = sample.get(INPUT_IDS)
     counted = len(tokens) if tokens is not None and tokens.dim() == 1 else None
     if counted == 0:
         raise DataError(f"{name_of(dataset, i)} is empty")
-    if stated is not None and counted is not None and counted > stated:
-        raise DataError(
-            f"{name_of(dataset, i)} has {counted} tokens, and {stated} by the data set's `lengths`"
-        )
+    if stated is not None and counted is not None:
+        check_length(dataset, i, [counted], stated)
     return stated or counted or 1

@@ -70,6 +70,13 @@ def reading(path: Path) -> Iterator[None]:
         raise DataError(f"data: cannot read {path}: {error.strerror or error}") from error
 
 
+def origin_of(dataset: Samples) -> Samples:
+    """Give the data set that the user wrote, of which this one may be a part."""
+    while isinstance(dataset, Selection):
+        dataset = dataset.dataset
+    return dataset
+
+
 def draws_randomness(dataset: Samples) -> bool:
     """Whether reading a sample may draw from the global generators; yes unless it says no."""
     return bool(getattr(dataset, "draws_randomness", True))
@@ -94,22 +101,84 @@ def read_sample(dataset: Samples, i: int, *, seed: int, epoch: int) -> dict[str,
         DataError: the data set failed, or the sample is not a mapping from names to tensors;
             names the sample.
         TrainError: the data set raised one itself.
+        KeyboardInterrupt: as raised by the data set, or by a signal meanwhile.
         fault: the host ran out of memory.
     """
     if draws_randomness(dataset):
         seed_draws(rng_key(seed, epoch, i))
     try:
-        sample = dataset[i]
-    except TrainError:
+        sample: Any = dataset[i]
+        fields = dict(sample.items()) if isinstance(sample, Mapping) else None
+    except (TrainError, KeyboardInterrupt):
         raise
-    except Exception as error:
+    except BaseException as error:  # `sys.exit` would end the run as if it were done
         raise fault(name_of(dataset, i), error) from error
-    if not isinstance(sample, Mapping):
+    if fields is None:
         raise DataError(
             f"data: {name_of(dataset, i)} is a {type(sample).__name__}; "
             f"it must be a mapping from names to tensors"
         )
-    return {name: _as_tensor(name, value, dataset, i) for name, value in sample.items()}
+    tensors = {name: _as_tensor(name, value, dataset, i) for name, value in fields.items()}
+    unfit = unfit_field(tensors)
+    if unfit is not None:
+        raise DataError(f"data: {name_of(dataset, i)}: {unfit}")
+    return tensors
+
+
+def unfit_field(fields: Mapping[Any, Any]) -> str | None:
+    """Say which field has no name, or values that cannot be stacked; None where all are fit."""
+    for name, value in fields.items():
+        if not isinstance(name, str):
+            return f"the field {name!r} is named by a {type(name).__name__}; names are strings"
+        if value.is_meta or value.is_nested or value.layout != torch.strided:
+            kind = "meta" if value.is_meta else "nested" if value.is_nested else str(value.layout)
+            return f"field {name!r} is a {kind} tensor; return a dense one that holds its values"
+    return None
+
+
+def check_count(dataset: Samples) -> None:
+    """Refuse a data set whose `__len__` fails, or gives no count.
+
+    Raises:
+        DataError: it does.
+    """
+    with faults_of(f"`__len__` of {type(dataset).__name__}"):
+        count: Any = type(dataset).__len__(dataset)
+    if not hasattr(count, "__index__") or count < 0:
+        raise DataError(
+            f"data: `__len__` of {type(dataset).__name__} gives {count!r}; it must be a whole "
+            "number, 0 or more"
+        )
+
+
+def offered(dataset: Samples, name: str) -> Any:  # noqa: ANN401 - whatever it is
+    """Take what a data set may offer beside its samples; None where it does not.
+
+    Raises:
+        DataError: it fails.
+    """
+    with faults_of(f"`{name}` of {type(origin_of(dataset)).__name__}"):
+        return getattr(dataset, name, None)
+
+
+@contextmanager
+def faults_of(place: str) -> Iterator[None]:
+    """Name the part of a data set that failed; `sys.exit` would end the run as if it were done.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        TrainError: in place of what it raised; its own passes.
+        KeyboardInterrupt: as raised inside.
+        fault: the same.
+    """
+    try:
+        yield
+    except (TrainError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise fault(place, error) from error
 
 
 def seed_draws(key: int) -> None:
@@ -161,12 +230,10 @@ def original_ids(dataset: Samples, positions: npt.ArrayLike) -> IntArray:
 def name_of(dataset: Samples, i: int) -> str:
     """Name a sample for a message, by its id in the data set that the user wrote."""
     (shown,) = original_ids(dataset, [i])
-    while isinstance(dataset, Selection):
-        dataset = dataset.dataset
-    return f"sample {shown} of {type(dataset).__name__}"
+    return f"sample {shown} of {type(origin_of(dataset)).__name__}"
 
 
-def fault(place: str, error: Exception) -> TrainError:
+def fault(place: str, error: BaseException) -> TrainError:
     """Tell a fault of the data from memory that ran out on the host while they were read."""
     if is_out_of_memory(error):
         return DoesNotFitError(
@@ -176,7 +243,7 @@ def fault(place: str, error: Exception) -> TrainError:
     return DataError(f"data: {place}: {described(error)}")
 
 
-def described(error: Exception) -> str:
+def described(error: BaseException) -> str:
     """Put an exception on one line, with the place it was raised at."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     text = " ".join(str(error).split())

@@ -13,7 +13,14 @@ import numpy as np
 from trainer.bits import bits_of
 from trainer.data.holdout import HELD_OUT, check_split, held_out_mask
 from trainer.data.loader import lengths_of
-from trainer.data.samples import Samples, Selection, kept_generators, read_sample
+from trainer.data.samples import (
+    Samples,
+    Selection,
+    faults_of,
+    kept_generators,
+    offered,
+    read_sample,
+)
 from trainer.errors import DataError, TrainError
 from trainer.plan.cut import IntArray
 
@@ -81,10 +88,10 @@ def fingerprint_of(dataset: Samples) -> str:
     of samples, any of their lengths or, where reading draws nothing, the contents of any of up to
     `PROBES` samples changes.
     """
-    own = getattr(dataset, "fingerprint", None)
+    own, kind = offered(dataset, "fingerprint"), type(dataset)
     if own is not None:
-        return str(own() if callable(own) else own)
-    kind = type(dataset)
+        with faults_of(f"`fingerprint` of {kind.__name__}"):
+            return str(own() if callable(own) else own)
     digest = hashlib.sha256(f"{kind.__module__}.{kind.__qualname__}|{len(dataset)}|".encode())
     digest.update(lengths_of(dataset).astype("<i8").tobytes())
     digest.update(_contents(dataset))

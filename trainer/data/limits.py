@@ -1,0 +1,107 @@
+"""What a sample must keep to: the length that was stated, and the model's vocabulary and classes.
+
+A wrong length shows only where padding to it fails, and an index out of range poisons a GPU; on
+the CPU its error names neither sample nor id. Both are found on the host, under every cut.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from trainer.data.collate import IGNORED_LABEL, INPUT_IDS, LABELS
+from trainer.data.samples import Samples, name_of, offered, origin_of
+from trainer.errors import DataError
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the model has rows and classes for.
+
+    Attributes:
+        tokens: token ids are below it; None where it is not known.
+        labels: likewise labels, or they are -100.
+    """
+
+    tokens: int | None = None
+    labels: int | None = None
+
+    def fault(self, fields: Mapping[str, Tensor]) -> str | None:
+        """Name the first value out of range, its place and the range; None where all are in it."""
+        for name, limit, known in (
+            (INPUT_IDS, self.tokens, "the model's vocabulary is"),
+            (LABELS, self.labels, "the model's classes, but for -100, are"),
+        ):
+            if limit is not None and name in fields:
+                at = _outside(fields[name], limit, name)
+                if at is not None:
+                    place = f" at position {', '.join(map(str, at))}" if at else ""
+                    value = fields[name][tuple(at)].tolist()
+                    return f"{name} holds {value}{place}, and {known} 0 to {limit - 1}"
+        return None
+
+
+def _outside(values: Tensor, limit: int, name: str) -> list[int] | None:
+    """Find the first value that is not in the range."""
+    if values.numel() == 0 or values.is_floating_point() or values.dtype == torch.bool:
+        return None
+    lowest, highest = values.aminmax()
+    if lowest >= 0 and highest < limit:
+        return None
+    wrong = (values < 0) | (values >= limit)
+    if name == LABELS:
+        wrong &= values != IGNORED_LABEL
+    places: list[list[int]] = wrong.nonzero()[:1].tolist()
+    return places[0] if places else None
+
+
+def limits_of(error: BaseException) -> Limits | None:
+    """Read off a failed look-up on the CPU how many rows or classes there are.
+
+    Args:
+        error: as a model or a loss raised it, or caused by that.
+
+    Returns:
+        None where nothing was looked up.
+    """
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, IndexError):
+        cause = cause.__cause__
+    for frame, _ in traceback.walk_tb(None if cause is None else cause.__traceback__):
+        if frame.f_code is F.embedding.__code__:
+            return Limits(tokens=len(frame.f_locals["weight"]))
+        if frame.f_code is F.cross_entropy.__code__:
+            logits = frame.f_locals["input"]
+            return Limits(labels=logits.shape[min(1, logits.dim() - 1)])
+    return None
+
+
+def states_lengths(dataset: Samples) -> bool:
+    """Whether a data set, or the one that it is a part of, has `lengths` of its own."""
+    return offered(origin_of(dataset), "lengths") is not None
+
+
+def check_length(dataset: Samples, i: int, counts: Sequence[int], stated: int) -> None:
+    """Compare a sample with the length by which it is planned.
+
+    Args:
+        dataset: that it is of.
+        i: its id.
+        counts: its tokens, or entries of each field that has one per token; empty for neither.
+        stated: its length by `lengths`.
+
+    Raises:
+        DataError: they differ.
+    """
+    if counts and stated not in counts:
+        raise DataError(
+            f"data: {name_of(dataset, i)} has {counts[0]} tokens, and {stated} by the data set's "
+            "`lengths`, which must be the tokens of each sample"
+        )
