@@ -294,6 +294,7 @@ def test_samples_of_one_size_are_planned_once_for_each_cut():
         def __init__(self) -> None:
             super().__init__()
             self.lengths = np.full(len(self.lengths), 12)
+            self.tokens = [torch.arange(12) % 16 for _ in self.lengths]
 
     source = feed(Fixed(micro=4), Even())
     first, second = source.next(), source.next()

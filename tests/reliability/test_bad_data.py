@@ -491,7 +491,10 @@ def test_a_bad_sample_of_ones_own_data_is_as_if_it_were_not_there(
     assert (first["step"], first["bad_records"]) == (0, 1)
     assert "sample 11 of Broken" in first["records"][0]
     assert lab.run(skipping("", rows="Sound"), tmp_path / "sound").code == 0
-    lab.assert_same(trained(tmp_path / "run"), trained(tmp_path / "sound"), kind)
+    found, sound = trained(tmp_path / "run"), trained(tmp_path / "sound")
+    # Samples keep their own ids, so those behind the one that is left out are one higher.
+    sound["ids"] = [[i + (i >= 11) for i in ids] for ids in sound["ids"]]
+    lab.assert_same(found, sound, kind)
 
 
 def test_a_bad_sample_is_passed_over_again_on_resume_and_in_evaluations(tmp_path: Path) -> None:
