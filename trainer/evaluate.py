@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from trainer.data.loader import Loader, Request
 from trainer.errors import DoesNotFitError, Preempted
 from trainer.micro_batch import to_device
-from trainer.objectives.base import Objective, sums_of, weights_of
+from trainer.objectives.base import Objective, refuse_unsummed, sums_of, weights_of
 from trainer.out_of_memory import AllocationGuard, release_memory
 from trainer.parallel import Parallel
 from trainer.plan.cut import IntArray, Layout
@@ -176,6 +176,7 @@ def _sums(
             weights[name].append(weight)
         with held_out.loader.naming_samples(request):
             found = sums_of(objective, model.call, to_device(fields, world.device), counted)
+        refuse_unsummed(objective, found, counted)
         losses = tuple(found.losses)
         for name, total in [*found.losses.items(), *found.metrics.items()]:
             if held_out.is_ordered or name not in totals:

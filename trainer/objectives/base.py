@@ -163,19 +163,27 @@ def _refuse_other_names(kind: str, given: Collection[str], weights: Mapping[str,
     """Compare what an objective sums with what it weighs.
 
     Raises:
-        ConfigError: a sum has nothing to be divided by, or something is counted and not summed.
+        ConfigError: a sum has nothing to be divided by.
     """
     if missing := [name for name in given if name not in weights]:
         raise ConfigError(
             f"objective: weights of {kind} gives {', '.join(weights)}, but no "
             f"{', '.join(missing)}, which sums gives: return what each is divided by"
         )
+
+
+def refuse_unsummed(objective: Objective, sums: Sums, weights: Mapping[str, float]) -> None:
+    """Refuse a name that is counted and not summed: an evaluation would report it as 0.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    given = {*sums.losses, *sums.metrics}
     left_out = [name for name, weight in weights.items() if weight and name not in given]
-    # While gradients are recorded, metrics may be left out.
-    if left_out and not torch.is_grad_enabled():
+    if left_out:
         raise ConfigError(
-            f"objective: sums of {kind} leaves out {', '.join(left_out)}, which weights counts: "
-            "give a sum for each, as a loss or a metric"
+            f"objective: sums of {type(objective).__name__} leaves out {', '.join(left_out)}, "
+            "which weights counts: give a sum for each, as a loss or a metric"
         )
 
 
