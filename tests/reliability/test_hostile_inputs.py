@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.reliability import lab
+from tests.reliability import lab, toys
 from trainer import cli
 
 EVIL = """
@@ -375,9 +376,11 @@ def test_no_secret_of_the_environment_is_left_anywhere(
     for name, secret in SECRETS.items():
         monkeypatch.setenv(name, secret)
     argv = [line for line in TINY if "data._target_" not in line]
-    data = {"well": "toys.Rows"}.get(ends, "test_hostile_inputs.Telling")
-    more = [] if ends == "well" else [f"++data.kind={ends}"]
-    code = cli.run([*argv, f"data._target_=tests.reliability.{data}", *more])
+    data = {"with a data error": "test_hostile_inputs.Telling"}.get(ends, "toys.Rows")
+    if ends == "with an error":
+        argv = [line for line in argv if not line.startswith("model.")]
+        argv += ["model._target_=tests.reliability.test_hostile_inputs.Blurting"]
+    code = cli.run([*argv, f"data._target_=tests.reliability.{data}"])
     assert code == {"well": 0, "with an error": 1, "with a data error": 3}[ends]
     said = capfd.readouterr()
     assert found_in(tmp_path, said.out + said.err) == []
@@ -385,12 +388,15 @@ def test_no_secret_of_the_environment_is_left_anywhere(
         assert "$HF_TOKEN" in said.err
 
 
+class Blurting(toys.Net):
+    """A model that puts every secret into the text of an error."""
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError(" ".join(os.environ[name] for name in SECRETS))
+
+
 class Telling:
     """Data that put every secret into the text of an error."""
-
-    def __init__(self, kind: str) -> None:
-        if kind == "with an error":
-            raise RuntimeError(" ".join(os.environ[name] for name in SECRETS))
 
     def __len__(self) -> int:
         return 9

@@ -40,7 +40,7 @@ from trainer.commands.settle_parallel import settle_parallel
 from trainer.commands.settle_sync import settle_sync
 from trainer.commands.summary import summarize
 from trainer.config import RunConfig, to_plain
-from trainer.contract import config_hash
+from trainer.contract import config_hash, contract_diff
 from trainer.data.samples import Samples
 from trainer.durable import read_json, write_record
 from trainer.errors import Preempted
@@ -230,7 +230,8 @@ def _kit(
         load_weights(parts.module, Path(config.init), parts.world, config.checkpoint_step)
     if loaded is not None:
         # More steps change no setting of the optimizer, and its groups may hold state.
-        is_same = _without_length(terms["contract"]) == _without_length(extra["contract"])
+        lengths = ("steps", "epochs")
+        is_same = not contract_diff(extra["contract"], terms["contract"], allow=lengths)
         restore(
             loaded,
             parts.module,
@@ -238,10 +239,6 @@ def _kit(
             hyperparameters="saved" if is_same else "live",
         )
     return kit
-
-
-def _without_length(contract_: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in contract_.items() if key not in {"steps", "epochs"}}
 
 
 def _reporter(

@@ -8,6 +8,7 @@ scores are materialised, a line through two real probes is up to 51 % off and th
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -22,6 +23,7 @@ from torch._subclasses.fake_tensor import (
 
 from trainer.models.duplicate import duplicate
 from trainer.plan.memory import Shape
+from trainer.schema.secrets import without_secrets
 from trainer.tune.tensors import MemoryEstimate, PeakBytes
 from trainer.tune.untouched import untouched
 from trainer.tune.workload import LayOut, Workload, forward_bytes, rehearse, rehearse_laid_out
@@ -83,7 +85,8 @@ def _answering() -> Iterator[None]:
         message = next(iter(str(error).splitlines()), "")
         asks = isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
         what = "it computes with the values of its tensors, " if asks else ""
-        raise CannotRunFake(f"{what}{type(error).__name__}: {message}"[:200]) from error
+        text = without_secrets(f"{what}{type(error).__name__}: {message}", os.environ)
+        raise CannotRunFake(text[:200]) from error
     finally:
         log.disabled = was_disabled
 
