@@ -372,14 +372,7 @@ def _typed_targets(
     own_words: Mapping[str, Any],
     consented: Collection[tuple[str, str]],
 ) -> frozenset[str]:
-    """The components whose classes, of their arguments too, the user named themselves.
-
-    Args:
-        full: composed; knows the files of the options.
-        tree: the same as plain mappings.
-        own_words: values that the user typed, by dotted key.
-        consented: classes by dotted key that the user named before.
-    """
+    """The components whose classes, of their arguments too, the user typed or consented to."""
     hooks = [h if isinstance(h, Mapping) else {TARGET: h} for h in tree.get("hooks") or ()]
     typed = {"hooks" for key in own_words if key.partition(".")[0] == "hooks"}
     typed |= {"hooks"} if set(targets_in("hooks", hooks)) <= set(consented) else set()
