@@ -63,7 +63,7 @@ def assert_has(model: nn.Module, step: int) -> None:
         assert torch.equal(model.state_dict()[name], tensor), name
 
 
-def test_an_export_holds_plain_names_and_tied_weights_under_each_of_theirs(run: Path, tmp_path: Path) -> None:
+def test_an_export_holds_plain_names_and_tied_weights_under_each(run: Path, tmp_path: Path) -> None:
     to = export(newest(run), tmp_path / "out" / "model", {"width": 4})
     assert sorted(path.name for path in to.iterdir()) == ["config.json", "model.safetensors"]
     assert json.loads((to / "config.json").read_bytes()) == {"width": 4}

@@ -373,7 +373,9 @@ def _typed_targets(
     consented: Collection[tuple[str, str]],
 ) -> frozenset[str]:
     """The components whose classes, of their arguments too, the user typed or consented to."""
-    hooks = [h if isinstance(h, Mapping) else {TARGET: h} for h in tree.get("hooks") or ()]
+    named = tree.get("hooks")
+    listed = named if isinstance(named, list) else []
+    hooks = [hook if isinstance(hook, Mapping) else {TARGET: hook} for hook in listed]
     typed = {"hooks" for key in own_words if key.partition(".")[0] == "hooks"}
     typed |= {"hooks"} if set(targets_in("hooks", hooks)) <= set(consented) else set()
     for path in COMPONENTS:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -29,7 +28,7 @@ from trainer.plan.leaves import Leaves
 from trainer.plan.memory import Shape, corner_shapes
 from trainer.plan.partition import pad
 from trainer.plan.traffic import MOST_OF_MEMORY
-from trainer.schema.secrets import without_secrets
+from trainer.schema.faults import clip
 from trainer.signals import UNBEGUN
 from trainer.spread import imagined, is_sharded, planned_device
 from trainer.tune.cache import Notebook, describe
@@ -365,9 +364,7 @@ def _predicted_or_why(
         return _predicted(parts, work, plans), None
     except Exception as error:
         # A fault of the model's own shows again, in full, in the step that follows.
-        cause = next(iter(str(error).splitlines()), "")
-        text = f"memory not predicted: {type(error).__name__}: {cause}"
-        return None, without_secrets(text, os.environ)
+        return None, clip(f"memory not predicted: {type(error).__name__}: {error}")
 
 
 def _seen(parts: Parts, work: Workload, unknown: str | None) -> tuple[str, ...]:

@@ -8,7 +8,6 @@ scores are materialised, a line through two real probes is up to 51 % off and th
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -23,7 +22,7 @@ from torch._subclasses.fake_tensor import (
 
 from trainer.models.duplicate import duplicate
 from trainer.plan.memory import Shape
-from trainer.schema.secrets import without_secrets
+from trainer.schema.faults import clip
 from trainer.tune.tensors import MemoryEstimate, PeakBytes
 from trainer.tune.untouched import untouched
 from trainer.tune.workload import LayOut, Workload, forward_bytes, rehearse, rehearse_laid_out
@@ -85,8 +84,7 @@ def _answering() -> Iterator[None]:
         message = next(iter(str(error).splitlines()), "")
         asks = isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
         what = "it computes with the values of its tensors, " if asks else ""
-        text = without_secrets(f"{what}{type(error).__name__}: {message}", os.environ)
-        raise CannotRunFake(text[:200]) from error
+        raise CannotRunFake(clip(f"{what}{type(error).__name__}: {message}")) from error
     finally:
         log.disabled = was_disabled
 
