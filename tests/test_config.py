@@ -353,9 +353,9 @@ def test_nothing_heavy_is_imported():
             "model._target_=Net: must be the import path of a class: package.Class",
         ),
         (
-            {"model._target_": "pkg.Net", "model._partial_": True},
+            {"model._target_": "pkg.Net", "model._recursive_": True},
             ("model=own",),
-            "model._partial_: _partial_ is not for a config; only _target_ is read",
+            "model._recursive_: _recursive_ is not for a config; _target_ and _partial_ are read",
         ),
         (
             {"steps": 3, "epochs": 2},
