@@ -106,7 +106,9 @@ def supervise(config: RunConfig, folder: Path, num_ranks: int, node: int = 0) ->
     # A last look for garbage takes long where a class of the user's own brought torch along.
     atexit.register(gc.freeze)
     num_nodes = config.parallel.nodes
-    hello = Hello(node=node, nodes=num_nodes, ranks=num_ranks, config=digests(to_plain(config)))
+    # Which values are defaults follows from the others, which are compared.
+    settings = digests({key: value for key, value in to_plain(config).items() if key != "unset"})
+    hello = Hello(node=node, nodes=num_nodes, ranks=num_ranks, config=settings)
     size = num_nodes * num_ranks
     address = rendezvous_of(config.parallel.rendezvous) if num_nodes > 1 else ""
     if node:
