@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -14,6 +15,8 @@ from tests.run_toys import DoubleNet, Rows, Squared
 from trainer.accumulate.base import GradientStrategy, sum_of
 from trainer.micro_batch import Fields
 from trainer.objectives.base import Objective, Sums
+
+LATE = 8
 
 
 class Odd(Squared):
@@ -73,6 +76,47 @@ class Sometimes(Squared):
         if self._has("sums", fields):
             losses["second"] = losses["squared"]
         return Sums(losses=losses)
+
+
+class Partly(Squared):
+    """Has loss terms at late positions only: a constant where there are none, or no such term."""
+
+    def __init__(self, otherwise: str) -> None:
+        super().__init__()
+        self.is_second = otherwise == "left out"
+
+    def weights(self, fields: Fields) -> Mapping[str, float]:
+        late = {"late": float((fields["labels"][:, LATE:] >= 0).sum())}
+        return {**super().weights(fields), **late} if self.is_second else late
+
+    def sums(self, model: Any, fields: Fields) -> Sums:
+        counted = fields["labels"][:, LATE:] >= 0
+        losses = dict(super().sums(model, fields).losses) if self.is_second else {}
+        if counted.any():
+            losses["late"] = model(fields)[:, LATE:].square().mean(-1)[counted].sum()
+        return Sums(losses=losses or {"late": torch.zeros(())})
+
+
+class Weighted(Squared):
+    """Weighs tokens by numbers of the data's own, in float32."""
+
+    def weights(self, fields: Fields) -> Mapping[str, Tensor]:
+        return {"squared": fields["share"].sum()}
+
+    def sums(self, model: Any, fields: Fields) -> Sums:
+        squares = model(fields).square().mean(-1)
+        return Sums(losses={"squared": (squares * fields["share"]).sum()})
+
+
+class Shares(Rows):
+    """Rows with a weight for every token."""
+
+    def __getitem__(self, index: int) -> Mapping[str, Tensor]:
+        draw = torch.Generator().manual_seed(index)
+        return {
+            **super().__getitem__(index),
+            "share": torch.rand(len(self.tokens[index]), generator=draw),
+        }
 
 
 class Numbers(Squared):
@@ -164,9 +208,12 @@ class Count(Objective):
 class MeanHead(DoubleNet):
     """Gives the mean of its own loss, whatever count it is asked to divide by."""
 
-    def __init__(self, shifts: bool = False, by_row: bool = False) -> None:
+    def __init__(self, shifts: bool = False, by_row: bool = False, flat: bool = False) -> None:
         super().__init__()
         self.shifts, self.by_row = shifts, by_row
+        if flat:
+            nn.init.zeros_(self.head.weight)
+            nn.init.zeros_(self.head.bias)
 
     def forward(self, input_ids: Tensor, labels: Tensor, **others: Any) -> Any:
         logits = super().forward(input_ids)
@@ -185,3 +232,47 @@ class SumHead(DoubleNet):
         logits = super().forward(input_ids)
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
         return SimpleNamespace(loss=loss / len(labels) ** 0.5)
+
+
+class SpanHead(DoubleNet):
+    """Chooses a position of each row, those of padding too, as heads for questions do."""
+
+    def forward(self, input_ids: Tensor, start: Tensor) -> Any:
+        logits = super().forward(input_ids)[..., 0]
+        return SimpleNamespace(loss=nn.functional.cross_entropy(logits, start))
+
+
+class Spans(Rows):
+    """Rows with the position of an answer."""
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        return {"input_ids": self.tokens[index], "start": 1}
+
+
+class ScoreHead(DoubleNet):
+    """Scores each row, and gives the mean squared error."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        scores = super().forward(input_ids)[:, 0, :1]
+        return SimpleNamespace(loss=(scores - labels).square().mean())
+
+
+class Column(Rows):
+    """Rows with one score each, in a column."""
+
+    def __getitem__(self, index: int) -> Mapping[str, Tensor]:
+        ids = self.tokens[index]
+        return {"input_ids": ids, "labels": ids[:1].double()}
+
+
+class Begun(Rows):
+    """Puts a token before each row where rows are joined, and counts it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lengths = self.lengths + 1
+
+    def collate(self, samples: Sequence[Mapping[str, Tensor]]) -> Fields:
+        rows = [nn.functional.pad(sample["input_ids"], (1, 0)) for sample in samples]
+        pad = partial(nn.utils.rnn.pad_sequence, rows, batch_first=True)
+        return {"input_ids": pad(), "labels": pad(padding_value=-100)}

@@ -50,6 +50,21 @@ def test_a_term_left_out_of_some_micro_batches_is_refused(method: str, longest: 
     assert "second" in said
 
 
+@pytest.mark.parametrize("otherwise", ["constant", "left out"])
+def test_a_micro_batch_without_a_loss_term_may_give_a_constant_or_leave_it_out(
+    otherwise: str,
+) -> None:
+    line = f"steps=2 objective._target_={OWN}.Partly 'objective.otherwise={otherwise}'"
+    cut, whole = (go(f"{line} accum.micro={micro}") for micro in (1, 8))
+    assert curve(cut, "loss") == pytest.approx(curve(whole, "loss"), rel=ROUNDING)
+    assert go(f"command=verify {line} accum.micro=1").result["verdict"] == "exact"
+
+
+def test_weights_in_float32_of_the_data_s_own_are_exact() -> None:
+    line = f"objective._target_={OWN}.Weighted data._target_={OWN}.Shares accum.micro=1"
+    assert go(f"command=verify {line}").result["verdict"] == "exact"
+
+
 @pytest.fixture(scope="module")
 def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     """What a run gives whose objective counts in floats."""
@@ -145,3 +160,32 @@ def test_a_head_that_heeds_the_count_is_taken() -> None:
     line = f"steps=2 model._target_={TOYS}.LossNet objective=model_loss"
     cut, whole = (go(f"{line} accum.micro={micro}") for micro in (1, 8))
     assert curve(cut, "loss") == pytest.approx(curve(whole, "loss"), rel=ROUNDING)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_a_wrong_shift_is_seen_where_all_tokens_cost_the_same(reduction: str) -> None:
+    given = f"model._target_={OWN}.MeanHead model.flat=true objective=model_loss"
+    said = refusal(f"{given} objective.reduction={reduction}")
+    assert "objective.causal=false," in said
+    go(f"steps=1 {given} objective.reduction=mean objective.causal=false")
+
+
+def test_a_head_whose_loss_changes_with_padding_is_a_warning() -> None:
+    head = f"model._target_={OWN}.SpanHead data._target_={OWN}.Spans objective=model_loss"
+    assert "type objective.reduction=mean," in refusal(head)
+    run = go(f"command=plan {head} objective.reduction=mean")
+    (said,) = read_json(run.folder / "plan.json")["warnings"]
+    assert "padding changes it" in said
+
+
+def test_real_labels_are_not_shifted() -> None:
+    line = f"model._target_={OWN}.ScoreHead data._target_={OWN}.Column objective=model_loss"
+    run = go(f"steps=1 {line} objective.reduction=mean")
+    assert run.result["skipped_steps"] == 0
+
+
+@pytest.mark.parametrize("on_bad", ["stop", "skip"])
+def test_a_collate_may_add_tokens_that_lengths_count(on_bad: str) -> None:
+    run = go(f"steps=1 data._target_={OWN}.Begun objective=next_token data.on_bad={on_bad}")
+    (step,) = [entry for entry in entries(run) if "lr" in entry]
+    assert step["padding"] > 0

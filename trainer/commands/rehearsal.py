@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -12,9 +14,10 @@ from trainer.assemble import Parts
 from trainer.culprits.hooks import hooked
 from trainer.data.loader import Request
 from trainer.errors import ConfigError
-from trainer.micro_batch import to_device
-from trainer.objectives.base import Objective, sums_of, weights_of
+from trainer.micro_batch import Fields, to_device
+from trainer.objectives.base import IGNORED, Objective, sums_of, weights_of
 from trainer.objectives.model_loss import REDUCTIONS, ModelLoss
+from trainer.plan.cut import IntArray
 from trainer.tune.untouched import untouched
 from trainer.tune.workload import Workload
 
@@ -22,7 +25,7 @@ TOLERANCE = 0.02
 """Relative; sums in bf16 over different shapes differ by less, a mean by a half."""
 
 ROUNDING = 1e-4
-"""Relative; differences below it do not rank settings."""
+"""Relative; sums in float32 over different shapes differ by less."""
 
 
 def rehearse_own(parts: Parts, work: Workload) -> Iterator[str]:
@@ -57,6 +60,7 @@ def rehearse_own(parts: Parts, work: Workload) -> Iterator[str]:
     with suppress(RuntimeError, ValueError, IndexError):
         if isinstance(objective, ModelLoss) and not is_verified:
             _refuse_model_loss(parts, objective)
+            yield from _coupling(parts, objective)
         if type(objective).__module__.partition(".")[0] != "trainer":
             yield from _coupling(parts, objective)
 
@@ -69,18 +73,25 @@ def _coupling(parts: Parts, objective: Objective) -> Iterator[str]:
         is not declared.
     """
     name, groups = type(objective).__name__, "samples" if objective.group_size == 1 else "groups"
-    for kind, term, whole, apart in _together_and_apart(parts, objective):
+    tolerance = ROUNDING if parts.config.precision == "fp32" else TOLERANCE
+    close = partial(math.isclose, rel_tol=tolerance, abs_tol=1e-6)
+    for kind, term, whole, apart, padded in _together_and_apart(parts, objective):
         if kind == "metric" and term not in objective.metric_names:
             yield (
                 f"objective: {name} gives {term} as a metric, but does not declare it, so that a "
                 f"step in which only {term} has a weight counts as one with a loss: add {term!r} "
                 f"to metric_names of {name}"
             )
-        elif kind != "metric" and not math.isclose(whole, apart, rel_tol=TOLERANCE, abs_tol=1e-6):
+        elif kind != "metric" and not close(whole, apart):
+            remedy = "sum over samples and divide by nothing"
+            if close(whole, padded):
+                remedy = "padding changes it: mask it, or use samples of one length"
+            elif isinstance(objective, ModelLoss):
+                remedy = "the model adds something to its loss that is no sum over samples"
             yield (
-                f"objective: {kind} {term} of {name} is {whole:.4g} for two {groups} together and "
-                f"{apart:.4g} for both apart, so the step depends on the cut: sum over samples and "
-                "divide by nothing; train verify tells how far it is off"
+                f"objective: {kind} {term} of {name} is {whole:.6g} for two {groups} together and "
+                f"{apart:.6g} for both apart, so the step depends on the cut: {remedy}; train "
+                "verify tells how far it is off"
             )
 
 
@@ -96,22 +107,21 @@ def _refuse_model_loss(parts: Parts, objective: ModelLoss) -> None:
         # A head's mean over a sample without a label is NaN; a loss that always is says nothing.
         errors = [
             math.inf if math.isnan(apart) else abs(whole - apart) / (abs(apart) or 1.0)
-            for *_, whole, apart in found
+            for *_, whole, _, apart in found
             if not math.isnan(whole)
         ]
         return max(errors, default=0.0)
 
-    if error(objective) <= TOLERANCE:
+    causal = _shifts(parts, objective)
+    is_other = objective.reduction == "mean" and causal != objective.causal
+    if error(objective) <= TOLERANCE and not is_other:
         return
-    others = [
-        ModelLoss(reduction=reduction, causal=causal)
-        for causal in (objective.causal, not objective.causal)
-        for reduction in REDUCTIONS
-    ]
     # Samples may be too alike to tell two apart; then the fewest keys are to be typed.
+    reductions = sorted(REDUCTIONS, key=lambda reduction: reduction != objective.reduction)
+    others = [ModelLoss(reduction=reduction, causal=causal) for reduction in reductions]
     best = min(others, key=lambda other: max(error(other), ROUNDING))
     typed = [f"objective.reduction={best.reduction}"] * (best.reduction != objective.reduction)
-    typed += [f"objective.causal={str(best.causal).lower()}"] * (best.causal != objective.causal)
+    typed += [f"objective.causal={str(causal).lower()}"] * (causal != objective.causal)
     remedy = f"type {' '.join(typed)}, or " if error(best) <= TOLERANCE else ""
     loss = "drops num_items_in_batch" if objective.reduction == "sum" else "takes another mean"
     raise ConfigError(
@@ -121,37 +131,74 @@ def _refuse_model_loss(parts: Parts, objective: ModelLoss) -> None:
     )
 
 
-def _together_and_apart(
-    parts: Parts, objective: Objective
-) -> Iterator[tuple[str, str, float, float]]:
-    """Run two groups of samples of the first step; of samples, the shortest and the longest.
+def _shifts(parts: Parts, objective: ModelLoss) -> bool:
+    """Find whether the model leaves out the first label of each row; as stated where none shows.
 
-    Yields:
-        Loss, weight or metric, its name, and its value for both groups together and apart.
+    Two samples may be too alike to tell a mean over one count from one over another.
     """
-    size, order = objective.group_size, parts.source.order
+    fields = _load(parts, _two_groups(parts, 1)[0])
+    labels = fields.get("labels")
+    if labels is None or labels.dim() == 1 or labels.is_floating_point():
+        return objective.causal
+    nothing = torch.full_like(labels, IGNORED)
+    first = torch.cat([labels[:, :1], nothing[:, 1:]], 1)
+    if torch.equal(first, nothing):
+        return objective.causal
+    asked, losses = replace(objective, causal=False), list[torch.Tensor]()
+    with untouched(parts.module, objective), torch.no_grad():
+        parts.module.eval()
+        for given in (first, nothing):
+            moved = to_device({**fields, "labels": given}, parts.world.device)
+            try:
+                losses += sums_of(asked, parts.call, moved, None).losses.values()
+            except (RuntimeError, ValueError, IndexError):  # it takes no labels like these
+                return objective.causal
+    return torch.equal(*losses) or not bool(losses[0].isfinite())
+
+
+def _two_groups(parts: Parts, size: int) -> list[IntArray]:
+    """Name two groups of the first step, together and apart; of samples, shortest and longest."""
+    order = parts.source.order
     ids = order.next(order.start).ids
     if size == 1 < len(ids):
         lengths = parts.source.lengths[ids]
         ids = ids[[lengths.argmin(), len(ids) - 1 - lengths[::-1].argmax()]]
-    groups = [ids[: 2 * size], ids[:size], ids[size : 2 * size]]
-    if objective.scope != "sample" or len(ids) < 2 * size:
+    return [ids[: 2 * size], ids[:size], ids[size : 2 * size]]
+
+
+def _together_and_apart(
+    parts: Parts, objective: Objective
+) -> Iterator[tuple[str, str, float, float, float]]:
+    """Run two groups of samples of the first step.
+
+    Yields:
+        Loss, weight or metric, its name, and its value for both groups together, apart, and apart
+        but padded as they are together.
+    """
+    groups = _two_groups(parts, objective.group_size)
+    if objective.scope != "sample" or len(groups[0]) < 2 * objective.group_size:
         groups = groups[1:2]
+    longest = int(parts.source.lengths[groups[0]].max())
     with untouched(parts.module, objective), torch.no_grad():
         parts.module.eval()
-        found = [_sums(parts, objective, group.tolist()) for group in groups]
-    if len(found) > 1:
-        together, *apart = found
-        for kind, term in together:
-            both = sum(each.get((kind, term), 0.0) for each in apart)
-            yield kind, term, together[kind, term], both
+        together, *apart = [_sums(parts, objective, group) for group in groups]
+        padded = [_sums(parts, objective, group, longest) for group in groups[1:]]
+    for kind, term in together if apart else ():
+        both, even = (sum(e.get((kind, term), 0.0) for e in each) for each in (apart, padded))
+        yield kind, term, together[kind, term], both, even
 
 
-def _sums(parts: Parts, objective: Objective, ids: Sequence[int]) -> dict[tuple[str, str], float]:
-    lengths = parts.source.lengths[list(ids)]
-    length = int(lengths.sum() if parts.layout.packed else lengths.max())
-    request = Request(ids=tuple(ids), epoch=0, pad_to=length, packed=parts.layout.packed)
-    fields = parts.source.loader.load(request)
+def _load(parts: Parts, ids: IntArray, pad_to: int | None = None) -> Fields:
+    lengths = parts.source.lengths[ids]
+    length = int(lengths.sum()) if parts.layout.packed else pad_to or int(lengths.max())
+    request = Request(ids=tuple(ids.tolist()), epoch=0, pad_to=length, packed=parts.layout.packed)
+    return parts.source.loader.load(request)
+
+
+def _sums(
+    parts: Parts, objective: Objective, ids: IntArray, pad_to: int | None = None
+) -> dict[tuple[str, str], float]:
+    fields = _load(parts, ids, pad_to)
     weights = weights_of(objective, fields)
     found = sums_of(objective, parts.call, to_device(fields, parts.world.device), weights)
     sums = {("loss", name): float(loss) for name, loss in found.losses.items()}

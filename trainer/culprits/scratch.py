@@ -226,8 +226,8 @@ class Scratch:
         """
         with self.running() as run:
             kit = run.kit
-            _, parts = divisors(kind, kit.terms, micro_batches, kit.world)
             cast = [self.cast(m) for m in micro_batches]
+            _, parts = divisors(kind, kit.terms, cast, kit.world)
             kit.strategy.backward(kit.model, kit.objective, cast, parts, kit.sync)
             self.plain.update(_plain(run.module))
             named = run.module.named_parameters()
@@ -235,8 +235,9 @@ class Scratch:
 
     def cast(self, micro_batch: MicroBatch) -> MicroBatch:
         """Put a micro-batch onto the copy's device, in its precision."""
-        moved = micro_batch.to(self.kit.world.device)
-        return replace(moved, fields=self._in_precision(moved.fields))
+        fields = self._in_precision(micro_batch.fields)
+        cast = replace(micro_batch, fields=fields, weights=weights_of(self.kit.objective, fields))
+        return cast.to(self.kit.world.device)
 
     def _in_precision(self, fields: Fields) -> Fields:
         if self.dtype is None:

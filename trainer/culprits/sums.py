@@ -14,6 +14,9 @@ from trainer.objectives.model_loss import ModelLoss
 TOLERANCE = 1e-9
 """Relative; sums of a model in float32 are given more."""
 
+WEIGHT_TOLERANCE = 1e-6
+"""Relative; a weight may be a sum of the data's own float32 numbers."""
+
 SINGLE_TOLERANCE = 1e-4
 
 MAX_OTHERS = 2
@@ -44,7 +47,9 @@ class Sight:
     def values(self, term: str) -> tuple[float, list[float]]:
         """Give one term together and apart."""
         together, apart = self.sums
-        return float(together.losses[term]), [float(sums.losses[term]) for sums in apart]
+        # A group without a loss term may leave it out.
+        sums = [float(each.losses.get(term, 0.0)) for each in apart]
+        return float(together.losses[term]), sums
 
     def agrees(self, term: str) -> bool:
         """Tell whether the term adds up."""
@@ -139,7 +144,8 @@ def weight_faults(
             "count what the sum runs over, or the loss is not divided by it",
         )
         for term, weight in whole.weights.items()
-        if term in losses and not _agree(weight, sum(m.weights[term] for m in parts), TOLERANCE)
+        if term in losses
+        and not _agree(weight, sum(m.weights[term] for m in parts), WEIGHT_TOLERANCE)
     ]
 
 

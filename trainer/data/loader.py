@@ -312,12 +312,12 @@ class _Assembler:
         Raises:
             DataError: one has another length.
         """
-        if self._stated is None:
+        if self._stated is None or self._collate is not None:  # which may add or cut tokens
             return
         for i, sample in zip(ids, samples, strict=True):
             tokens = _length(sample)
             counts = [] if tokens is None else [tokens]
-            if INPUT_IDS not in sample and self._collate is None:
+            if INPUT_IDS not in sample:
                 fields = [sample[name] for name in self._aligned if name in sample]
                 counts = [len(field) for field in fields if field.dim()]
             check_length(self.dataset, i, counts, int(self._stated[i]))

@@ -19,7 +19,7 @@ from trainer.data.index import LISTED_SKIPS, SKIP_CAP
 from trainer.data.limits import check_length
 from trainer.data.loader import lengths_of
 from trainer.data.progress import progress
-from trainer.data.samples import Samples, Selection, isolated_rng, name_of, read_sample
+from trainer.data.samples import Samples, Selection, isolated_rng, name_of, offered, read_sample
 from trainer.data.split import fingerprint_of
 from trainer.errors import DataError
 from trainer.plan.cut import IntArray
@@ -153,6 +153,6 @@ def _length(dataset: Samples, i: int, sample: Sample, stated: int | None) -> int
     counted = len(tokens) if tokens is not None and tokens.dim() == 1 else None
     if counted == 0:
         raise DataError(f"{name_of(dataset, i)} is empty")
-    if stated is not None and counted is not None:
+    if stated is not None and counted is not None and offered(dataset, "collate") is None:
         check_length(dataset, i, [counted], stated)
     return stated or counted or 1

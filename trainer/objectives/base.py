@@ -109,7 +109,7 @@ def sums_of(
 
     Raises:
         ConfigError: it gives something else than 0-d sums for the names that it weighs, or losses
-            without a gradient where one is recorded.
+            without a gradient where one is recorded and a loss has a weight.
     """
     sums, method = objective.sums(model, fields), f"sums of {type(objective).__name__}"
     losses: object = getattr(sums, "losses", None)
@@ -119,10 +119,7 @@ def sums_of(
         if not isinstance(loss, Tensor) or loss.ndim or not loss.is_floating_point():
             _refuse(f"{method}, {name}", loss, "return the sum over its terms, a 0-d float tensor")
     if torch.is_grad_enabled() and not any(loss.requires_grad for loss in losses.values()):
-        raise ConfigError(
-            f"objective: {method} returned losses without a gradient: compute them from what the "
-            "model gives, with no detach(), item() or no_grad() on the way"
-        )
+        losses = _with_leaves(method, losses, weights or {})
     metrics = {}
     for name, value in sums.metrics.items():
         metric = _number(value)
@@ -132,6 +129,22 @@ def sums_of(
     if weights is not None:
         _refuse_other_names(type(objective).__name__, [*losses, *metrics], weights)
     return Sums(losses=losses, metrics=metrics)
+
+
+def _with_leaves(
+    method: str, losses: Mapping[str, Tensor], weights: Mapping[str, float]
+) -> dict[str, Tensor]:
+    """Give constants, the sums where nothing is counted, a backward as others have.
+
+    Raises:
+        ConfigError: something is counted.
+    """
+    if any(weights.get(name) for name in losses):
+        raise ConfigError(
+            f"objective: {method} returned losses without a gradient: compute them from what the "
+            "model gives, with no detach(), item() or no_grad() on the way"
+        )
+    return {name: loss.clone().requires_grad_() for name, loss in losses.items()}
 
 
 def refuse_left_out(

@@ -38,8 +38,8 @@ class ModelLoss(Objective):
 
     Attributes:
         reduction: what the model's loss is: asked to be a `sum`, or taken as a `mean`.
-        causal: whether the model shifts the labels of a sequence. Labels of one number per sample
-            are never shifted.
+        causal: whether the model shifts the labels of a sequence. Labels of one number per sample,
+            and real numbers, are never shifted.
     """
 
     reduction: Reduction = "sum"
@@ -54,7 +54,8 @@ class ModelLoss(Objective):
         labels = fields.get("labels")
         if labels is None:
             return {"model_loss": float(next(iter(fields.values())).shape[0])}
-        counted = labels[:, 1:] if self.causal and labels.dim() > 1 else labels
+        shifts = self.causal and labels.dim() > 1 and not labels.is_floating_point()
+        counted = labels[:, 1:] if shifts else labels
         return {"model_loss": float((counted != IGNORED).sum())}
 
     def sums(self, model: ModelCall, fields: Fields) -> Sums:
