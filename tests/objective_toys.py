@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tests.run_toys import DoubleNet, Rows, Squared
+from tests.run_toys import DoubleNet, LossNet, Rows, Squared
 from trainer.accumulate.base import GradientStrategy, sum_of
 from trainer.micro_batch import Fields
 from trainer.objectives.base import Objective, Sums
@@ -276,3 +276,11 @@ class Begun(Rows):
         rows = [nn.functional.pad(sample["input_ids"], (1, 0)) for sample in samples]
         pad = partial(nn.utils.rnn.pad_sequence, rows, batch_first=True)
         return {"input_ids": pad(), "labels": pad(padding_value=-100)}
+
+
+class AddingHead(LossNet):
+    """Adds a little for every micro-batch, as routers do."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor, num_items_in_batch: Tensor) -> Any:
+        given = super().forward(input_ids, labels, num_items_in_batch)
+        return SimpleNamespace(loss=given.loss + 0.001)

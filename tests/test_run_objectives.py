@@ -189,3 +189,9 @@ def test_a_collate_may_add_tokens_that_lengths_count(on_bad: str) -> None:
     run = go(f"steps=1 data._target_={OWN}.Begun objective=next_token data.on_bad={on_bad}")
     (step,) = [entry for entry in entries(run) if "lr" in entry]
     assert step["padding"] > 0
+
+
+def test_what_a_model_adds_to_its_loss_for_every_micro_batch_is_a_warning() -> None:
+    line = f"command=plan model._target_={OWN}.AddingHead objective=model_loss"
+    (said,) = read_json(go(line).folder / "plan.json")["warnings"]
+    assert "AddingHead adds 0.001 to its loss where no label is" in said

@@ -61,6 +61,7 @@ def rehearse_own(parts: Parts, work: Workload) -> Iterator[str]:
         if isinstance(objective, ModelLoss) and not is_verified:
             _refuse_model_loss(parts, objective)
             yield from _coupling(parts, objective)
+            yield from _added(parts, objective)
         if type(objective).__module__.partition(".")[0] != "trainer":
             yield from _coupling(parts, objective)
 
@@ -144,16 +145,38 @@ def _shifts(parts: Parts, objective: ModelLoss) -> bool:
     first = torch.cat([labels[:, :1], nothing[:, 1:]], 1)
     if torch.equal(first, nothing):
         return objective.causal
-    asked, losses = replace(objective, causal=False), list[torch.Tensor]()
+    asked = replace(objective, causal=False)
+    try:
+        one, none = (_loss(parts, asked, {**fields, "labels": each}) for each in (first, nothing))
+    except (RuntimeError, ValueError, IndexError):  # it takes no labels like these
+        return objective.causal
+    return one == none or not math.isfinite(one)
+
+
+def _added(parts: Parts, objective: ModelLoss) -> Iterator[str]:
+    """Look for what a model adds to its loss beside the sum over labels, as routers do.
+
+    Yields:
+        A line where it does.
+    """
+    fields = _load(parts, _two_groups(parts, 1)[0])
+    if objective.reduction == "sum" and "labels" in fields:
+        nothing = torch.full_like(fields["labels"], IGNORED)
+        added = _loss(parts, objective, {**fields, "labels": nothing})
+        if math.isfinite(added) and added:
+            yield (
+                f"objective: {type(parts.module).__name__} adds {added:.4g} to its loss where no "
+                "label is, as routers do: once for every micro-batch, so the step depends on the "
+                "cut; switch it off (output_router_logits=False); train verify tells how far it is "
+                "off"
+            )
+
+
+def _loss(parts: Parts, objective: ModelLoss, fields: Fields) -> float:
     with untouched(parts.module, objective), torch.no_grad():
         parts.module.eval()
-        for given in (first, nothing):
-            moved = to_device({**fields, "labels": given}, parts.world.device)
-            try:
-                losses += sums_of(asked, parts.call, moved, None).losses.values()
-            except (RuntimeError, ValueError, IndexError):  # it takes no labels like these
-                return objective.causal
-    return torch.equal(*losses) or not bool(losses[0].isfinite())
+        sums = sums_of(objective, parts.call, to_device(fields, parts.world.device), None)
+    return float(sums.losses["model_loss"])
 
 
 def _two_groups(parts: Parts, size: int) -> list[IntArray]:
