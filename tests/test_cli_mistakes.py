@@ -83,6 +83,10 @@ MISTAKES = {
     "parallel.timeout_s=0": "parallel.timeout_s=0: must be a number above 0",
     "parallel.max_restarts=-1": "parallel.max_restarts=-1: must be a whole number, 0 or more",
     "parallel.shard=3": "parallel.shard=3: counts only with parallel=hsdp",
+    "checkpoint.every=soon": "must be a time, a number of steps or a share of the run",
+    "checkpoint.every=nan": "checkpoint.every=NaN: must be a time",
+    "eval.every=nan": "eval.every=NaN: must be a whole number of steps",
+    "scheduler.warmup=nan": "scheduler.warmup=NaN: must be a",
     "scheduler.warmup=1000 steps=10": "the largest valid value is 10",
     "scheduler.warmup=50": "is more than steps=40; the largest valid value is 40",
     # arguments of the built-in classes

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.run_support import BASE, TOYS, entries, go, on, read_json, shell, state
+from tests.run_support import BASE, TOYS, entries, go, read_json, shell, state
 from trainer import train
 
 pytestmark = pytest.mark.usefixtures("own_folder")
@@ -72,7 +72,8 @@ def test_one_epoch_of_ten_evaluations_is_what_nobody_has_to_type(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     run = train([*PLAIN, "data.size=210"])
-    shown = " ".join(capsys.readouterr().out.split())
+    screen = capsys.readouterr().out
+    shown = " ".join(screen.split())
     assert "defaults optimizer.lr=0.0003, scheduler.warmup=0.03, epochs=1," in shown
     assert "eval.every=0.1, checkpoint.every=10min" in shown
     plan = read_json(run.folder / "plan.json")
@@ -81,8 +82,10 @@ def test_one_epoch_of_ten_evaluations_is_what_nobody_has_to_type(
     evaluated = [entry["step"] for entry in entries(run) if "eval_loss" in entry]
     assert evaluated == [*range(3, 25, 3), 25]
     assert [path.name for path in (run.folder / "checkpoints").iterdir()] == ["step-00000025"]
-    further = on(run, "epochs=2")
-    assert read_json(further.folder / "plan.json")["steps"] == 50
+    printed = screen.strip().splitlines()[-1].partition("train ")[2]
+    assert printed.startswith("resume=")
+    assert shell(printed) == 0
+    assert read_json(run.folder / "plan.json")["steps"] == 50
 
 
 def test_what_is_typed_is_not_shown_as_a_default() -> None:

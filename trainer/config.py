@@ -401,7 +401,7 @@ def _fault(item: Mapping[str, Any], tree: Mapping[str, Any], choices: Mapping[st
     path = ".".join(parts)
     if parts[-1] == "target":
         return _class_fault(path.removesuffix(".target"), tree, choices)
-    if "." in parts[-1]:
+    if item["type"] == "extra_forbidden" and "." in parts[-1]:
         nested = f"{path.replace('.', ': {')}: ...{'}' * path.count('.')}"
         return clip(f"{path}: a file nests its keys, {nested}")
     key = next((k for k in (path, *ancestors(path)) if k in KEYS), None)

@@ -62,6 +62,7 @@ def summarize_end(
     return RunSummary(
         step=trained.step,
         steps=parts.total_steps,
+        epochs=parts.config.total_epochs,
         loss=None if trained.loss is None else float(trained.loss),
         metrics=trained.evaluation,
         seconds=seconds,

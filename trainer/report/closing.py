@@ -97,5 +97,6 @@ def further(end: RunSummary) -> list[str]:
     """Give the commands a person types next; print them unwrapped, so that they can be copied."""
     folder = shown_path(end.folder)
     looks = f"train evaluate run={folder}", f"train export run={folder} export.to=exported"
-    more = f" steps={2 * end.steps}" if end.state == "completed" else ""
+    longer = f" steps={2 * end.steps}" if end.epochs is None else f" epochs={2 * end.epochs}"
+    more = longer if end.state == "completed" else ""
     return [*("  " + " ".join([look, *end.trust]) for look in looks), f"  {end.goes_on}{more}"]

@@ -281,6 +281,7 @@ class RunSummary:
     Attributes:
         step: the last one done.
         steps: that were asked for.
+        epochs: that were asked for; None where it was steps.
         taken: steps taken by this process; None where it took all.
         noun: what speed counts, for a person.
         loss: of the last step; nats; None when no step was done.
@@ -310,6 +311,7 @@ class RunSummary:
     tokens_per_second: float | None
     folder: Path
     goes_on: str
+    epochs: int | None = None
     state: Literal["completed", "preempted"] = "completed"
     taken: int | None = None
     noun: Noun = "token"

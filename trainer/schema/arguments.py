@@ -176,10 +176,11 @@ def _model(tree: Tree) -> Iterator[str]:
     model, data = tree["model"], tree["data"]
     if model.get("_target_") != GPT:
         return
-    is_rotary = model.get("positions") == "rotary"
-    fault = heads_fault(model.get("width"), model.get("num_heads"), is_rotary=is_rotary)
-    if fault:
-        yield clip(fault)
+    width, num_heads = model.get("width"), model.get("num_heads")
+    if width is not None and num_heads is not None:  # else the constructor's own
+        fault = heads_fault(width, num_heads, is_rotary=model.get("positions") == "rotary")
+        if fault:
+            yield clip(fault)
     knows = data.get("_target_") != TOKENS or data.get("vocab_size") is not None
     if model.get("vocab_size") is None and not knows:
         yield (

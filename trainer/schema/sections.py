@@ -33,7 +33,7 @@ def _cadence(value: object) -> object:
         ValueError: it is not.
     """
     number = whole(value)
-    if isinstance(number, bool) or not isinstance(number, int | float) or number <= 0:
+    if isinstance(number, bool) or not isinstance(number, int | float) or not number > 0:
         raise ValueError("no number of steps, and no share of the run")
     if isinstance(number, float) and number > 1:
         raise ValueError("no whole number of steps, and no share of the run")
@@ -73,7 +73,7 @@ Cadence = Annotated[
 CadenceOrTime = Annotated[
     int | float | str,
     BeforeValidator(_cadence_or_time),
-    Kind("a time, a whole number of steps, 1 or more, or a share below 1"),
+    Kind("a time, a number of steps or a share of the run below 1"),
 ]
 _WARMUP = Kind("a whole number of steps, 0 or more, or a share below 1")
 Warmup = Annotated[
