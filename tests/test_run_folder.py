@@ -43,6 +43,7 @@ def test_a_run_makes_one_folder_with_what_the_interface_lists() -> None:
         ".lock",
         "checkpoints",
         "config.yaml",
+        "consent.json",
         "metrics.jsonl",
         "plan.json",
         "result.json",
