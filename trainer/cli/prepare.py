@@ -277,7 +277,8 @@ class Preparation:
             return Ready(job=_pinned(job, run, replay.next_subfolder(run)), note=note)
         done = None
         if replay.is_finished(run, job.config):
-            done = f"{run} is done after step {replay.noted_step(run)}; steps=N asks for more"
+            clock = "steps" if job.config.total_epochs is None else "epochs"
+            done = f"{run} is done after step {replay.noted_step(run)}; {clock}=N asks for more"
         subfolder = replay.next_subfolder(run)
         return Ready(job=_pinned(job, run, subfolder), is_resumed=True, done=done)
 
