@@ -327,7 +327,7 @@ def test_a_second_run_finds_everything_in_the_notebook(tmp_path):
     asked = question(model, timed=True)
     facts = describe(asked.work, asked.longest, "fp32")
     first = tune(asked, Notebook.open(facts, tmp_path), clock=model.clock)
-    untouchable = question(nn.Identity(), timed=True, work=replace(asked.work, call=None))
+    untouchable = question(nn.Identity(), timed=True, work=replace(asked.work, bind=None))
     again = tune(untouchable, Notebook.open(facts, tmp_path))
     assert again.max_tokens == first.max_tokens
     assert again.candidates == first.candidates
