@@ -48,8 +48,9 @@ def typed(line: str, **changes: object) -> Line:
 
 QUIET = " wandb.mode=disabled device=cpu log.samples=true"
 OWN = "model._target_=mine.Net data._target_=mine.Lines data.path=lines.txt batch.global=16 "
-SMALL = "model.width=32 model.num_heads=2 model.num_layers=2 data.max_length=64 batch.global=16 steps=4 "
-TEXT = "data=text data.path=lines.txt data.max_length=48 model.width=32 model.num_heads=2 model.num_layers=2 "
+SHAPE = "model.width=32 model.num_heads=2 model.num_layers=2 "
+SMALL = f"{SHAPE}data.max_length=64 batch.global=16 steps=4 "
+TEXT = f"data=text data.path=lines.txt data.max_length=48 {SHAPE}"
 FIXED = "accum=fixed accum.micro=5 "
 IMAGES = "model._target_=mine.Conv data._target_=mine.Rings batch.global=32 "
 
@@ -93,8 +94,8 @@ CASES = (
     one("text-cut", f"{TEXT}{FIXED}batch.global=16 steps=3 data.overlong=cut"),
     one(
         "jsonl",
-        "data=text data.path=rows.jsonl data.field=body data.max_length=48 model.width=32 model.num_heads=2 "
-        f"model.num_layers=1 {FIXED}batch.global=8 steps=3",
+        f"data=text data.path=rows.jsonl data.field=body data.max_length=48 {SHAPE}"
+        f"{FIXED}batch.global=8 steps=3",
     ),
     one(
         "token-file",

@@ -1,5 +1,6 @@
 """The classes of the README, which run unchanged whatever is rebuilt."""
 
+import pathlib
 import time
 from dataclasses import dataclass
 
@@ -24,7 +25,7 @@ class Net(nn.Module):  # called with the fields its forward names; gives logits
 
 class Lines:  # __len__ and __getitem__; `lengths`, `collate`, `split` are optional
     def __init__(self, path: str) -> None:
-        with open(path, "rb") as file:
+        with pathlib.Path(path).open("rb") as file:
             self.lines = [line for line in file if len(line) > 1]
 
     def __len__(self) -> int:

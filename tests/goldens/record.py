@@ -198,7 +198,7 @@ def compare(old: Path, new: Path) -> int:
     return faults
 
 
-def differences(was: Any, now: Any, place: str = "") -> Iterator[tuple[str, Any, Any]]:  # noqa: ANN401 - any JSON value
+def differences(was: Any, now: Any, place: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Walk over two recordings and give where they differ."""
     if isinstance(was, dict) and isinstance(now, dict):
         for key in sorted(was.keys() | now.keys()):
@@ -213,7 +213,7 @@ def differences(was: Any, now: Any, place: str = "") -> Iterator[tuple[str, Any,
 def shorten(value: object) -> str:
     """Give the beginning of a value."""
     text = json.dumps(value)
-    return text if len(text) <= 160 else f"{text[:157]}..."  # noqa: PLR2004 - one line of a terminal
+    return text if len(text) <= 160 else f"{text[:157]}..."
 
 
 if __name__ == "__main__":
