@@ -26,17 +26,17 @@ import numpy as np
 import torch
 from common import FOLDER, Figures, Mark, Timing, print_table, write_results
 
+from trainer.core.micro_batch import Fields
 from trainer.data.loader import Loader, Request
 from trainer.data.stdlib import StdlibText
-from trainer.micro_batch import Fields
 from trainer.models.gpt import GPT
 from trainer.objectives.next_token import NextToken
-from trainer.optimizer import AdamW
+from trainer.optim.optimizers import AdamW
 from trainer.plan.cut import Cut, IntArray, Layout, Plan
 from trainer.plan.cuts import Auto, Budget, Fixed
 from trainer.plan.memory import Shape
 from trainer.tune.fake import predict_peak
-from trainer.tune.limit import memory_limit
+from trainer.tune.memory_limit import memory_limit
 from trainer.tune.speed import meter_for
 from trainer.tune.tuner import tune
 from trainer.tune.tuning import Question, Tuning

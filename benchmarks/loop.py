@@ -30,23 +30,23 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from trainer.accumulate.sum import Sum
+from trainer.core.world import World
 from trainer.data.loader import Loader
-from trainer.feed import Feed, Source
-from trainer.loop import record_of
 from trainer.models.bind import bind
 from trainer.models.gpt import GPT
 from trainer.objectives.next_token import NextToken
-from trainer.optimizer import AdamW
-from trainer.parallel import Replicated
+from trainer.optim.optimizers import AdamW
+from trainer.optim.schedules import Constant
+from trainer.parallel.base import Replicated
+from trainer.parallel.sync import Deferred
 from trainer.plan.cut import Layout
 from trainer.plan.cuts import Fixed
 from trainer.plan.order import Order
 from trainer.report.console import Screen
 from trainer.report.reporter import RunReporter
-from trainer.scheduler import Constant
-from trainer.step import Kit, train_step
-from trainer.sync import Deferred
-from trainer.world import World
+from trainer.training.batches import Feed, Source
+from trainer.training.loop import record_of
+from trainer.training.step import Kit, train_step
 
 VOCABULARY, LENGTH, MICRO = 258, 32, 8
 CLIP = 1.0

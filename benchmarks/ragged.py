@@ -40,16 +40,16 @@ from common import FOLDER, Figures, Mark, Timing, print_table, write_results
 from peers import PEERS, Task, hand_loop, summed_loss
 from torch import Tensor, nn
 
-from trainer.assemble import Parts, assemble, bind_run
+from trainer.build.parts import Parts, assemble, bind_run
+from trainer.build.prepare import Prepared, prepare
 from trainer.cli.compose import Composer
 from trainer.cli.prepare import prepare_run
-from trainer.commands.prepare import Prepared, prepare
+from trainer.config.recipes import data_dir
+from trainer.core.world import World
 from trainer.data.collate import Sample
-from trainer.feed import Feed
 from trainer.models.recompute import checkpoint_blocks
-from trainer.recipes import data_dir
-from trainer.step import train_step
-from trainer.world import World
+from trainer.training.batches import Feed
+from trainer.training.step import train_step
 
 GLOBAL, MICRO = 64, 8
 OURS, PACKED, IDEAL = "ours", "ours, packed", "no padding"

@@ -36,14 +36,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from trainer.build.parallel import POLICIES, Bulk, Spread
+from trainer.core.world import World
 from trainer.models.bind import bind
-from trainer.parallel import Parallel, Replicated, num_buckets
-from trainer.parallel.sharded import Sharded
+from trainer.parallel.base import Parallel, Replicated, num_buckets
+from trainer.parallel.fsdp import Sharded
+from trainer.parallel.sync import Deferred, SyncPolicy
 from trainer.plan.traffic import Work
-from trainer.spread import POLICIES, Bulk, Spread
-from trainer.sync import Deferred, SyncPolicy
 from trainer.tune.network import network_of
-from trainer.world import World
 
 MEBI = 2**20
 TELLING = 0.1

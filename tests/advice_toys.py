@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.run_toys import Descent, Net, Rows, Squared
-from trainer.micro_batch import Fields
+from trainer.core.micro_batch import Fields
 from trainer.objectives.base import Objective, Sums, logits_of
 
 

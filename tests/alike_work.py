@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from tests.ranks_work import plain
-from trainer.alike import check_data, check_model
-from trainer.errors import TrainError
+from trainer.build.consistency import check_data, check_model
+from trainer.core.errors import TrainError
+from trainer.core.world import World
 from trainer.models.bind import bind
 from trainer.models.deferred import deferred
 from trainer.models.recompute import separable_blocks
-from trainer.parallel.sharded import Sharded
-from trainer.world import World
+from trainer.parallel.fsdp import Sharded
 
 
 class Numbers(list[int]):

@@ -14,16 +14,16 @@ from torch.distributed.tensor import DTensor
 
 from tests.sharded_work import RealBytes, start_sharded
 from tests.support import VOCABULARY
-from trainer import durable
-from trainer.checkpoint.saver import AsyncSaver, DirectSaver, Saver
+from trainer.checkpoint.async_writer import AsyncSaver, DirectSaver, Saver
 from trainer.checkpoint.state import assert_finite, capture, restore
 from trainer.checkpoint.store import CheckpointStore
 from trainer.checkpoint.weights import load_weights
-from trainer.errors import NoCheckpointError, NonFiniteError, SaveError
+from trainer.core import durable
+from trainer.core.errors import NoCheckpointError, NonFiniteError, SaveError
+from trainer.core.world import World
 from trainer.models.bind import bind
 from trainer.models.gpt import GPT
-from trainer.parallel.sharded import Sharded
-from trainer.world import World
+from trainer.parallel.fsdp import Sharded
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.cli import run
+from trainer.cli.main import run
 
 CHECKOUT = Path(__file__).parent.parent
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from trainer import durable
-from trainer.errors import DataError
+from trainer.core import durable
+from trainer.core.errors import DataError
 
 WIDTH = 4
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tests.run_toys import DoubleNet, LossNet, Rows, Squared
 from trainer.accumulate.base import GradientStrategy, sum_of
-from trainer.micro_batch import Fields
+from trainer.core.micro_batch import Fields
 from trainer.objectives.base import Objective, Sums
 
 LATE = 8

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainer.world import World
+from trainer.core.world import World
 
 MOST = 4
 PATIENCE_S = 60
@@ -61,7 +61,7 @@ class Ranks:
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "tests.support", "trainer.parallel.sharded"])
+        context.set_forkserver_preload(["torch", "tests.support", "trainer.parallel.fsdp"])
         self._ends: list[tuple[Any, Connection]] = []
         for _ in range(MOST):
             here, there = multiprocessing.Pipe()

@@ -20,17 +20,17 @@ from tests.reliability.allocations import Struck
 from tests.support import VOCABULARY, Bench, RaggedText, replicated
 from trainer.accumulate.base import GradientStrategy
 from trainer.accumulate.sum import Sum
-from trainer.errors import SaveError, TrainError
-from trainer.evaluate import HeldOut, evaluate
+from trainer.core.errors import SaveError, TrainError
+from trainer.core.world import World
 from trainer.models.bind import bind
-from trainer.parallel import Parallel
-from trainer.parallel.ordered import Ordered
-from trainer.parallel.sharded import Sharded
+from trainer.parallel.base import Parallel
+from trainer.parallel.deterministic import Ordered
+from trainer.parallel.fsdp import Sharded
+from trainer.parallel.sync import Deferred, Exact, Hierarchical, Immediate
 from trainer.plan.cut import Cut, Layout
 from trainer.plan.cuts import Fixed
-from trainer.step import train_step
-from trainer.sync import Deferred, Exact, Hierarchical, Immediate
-from trainer.world import World
+from trainer.training.evaluation import HeldOut, evaluate
+from trainer.training.step import train_step
 
 Arrays = dict[str, np.ndarray]
 

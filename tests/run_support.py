@@ -12,8 +12,8 @@ import torch
 
 from trainer import train
 from trainer.checkpoint.store import CheckpointStore
-from trainer.cli import Run
-from trainer.cli import run as run_line
+from trainer.cli.main import Run
+from trainer.cli.main import run as run_line
 
 TOYS = "tests.run_toys"
 

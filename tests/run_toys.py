@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.accumulate.base import GradientStrategy, divided, seed_draws
-from trainer.micro_batch import Fields
+from trainer.core.micro_batch import Fields
 from trainer.objectives.base import Objective, Sums, logits_of
 from trainer.plan.cut import Cut, IntArray, Layout, Plan
 from trainer.tune.tensors import PeakBytes

@@ -18,23 +18,23 @@ from torch.utils._pytree import tree_leaves
 
 from tests.ranks_work import plain
 from tests.support import VOCABULARY, Bench, RaggedText, replicated
+from trainer.core.world import World
 from trainer.models import deferred as models
 from trainer.models.bind import bind
 from trainer.models.deferred import deferred
 from trainer.models.gpt import GPT
 from trainer.models.recompute import blocks_of, checkpoint_blocks
 from trainer.objectives.next_token import NextToken
-from trainer.parallel import Parallel
-from trainer.parallel.imagined import imagined_mesh
-from trainer.parallel.sharded import Sharded
+from trainer.parallel.base import Parallel
+from trainer.parallel.fsdp import Sharded
+from trainer.parallel.stand_ins import imagined_mesh
+from trainer.parallel.sync import Deferred, Hierarchical, Immediate
 from trainer.plan.cuts import Fixed
 from trainer.plan.memory import Shape
-from trainer.step import train_step
-from trainer.sync import Deferred, Hierarchical, Immediate
+from trainer.training.step import train_step
 from trainer.tune.fake import predict_peak
 from trainer.tune.tensors import MemoryEstimate, PeakBytes
 from trainer.tune.workload import Tiled, Workload
-from trainer.world import World
 
 POLICIES = {"deferred": Deferred, "immediate": Immediate, "hierarchical": Hierarchical}
 

@@ -8,7 +8,7 @@ import time
 import torch
 from torch import Tensor, nn
 
-from trainer.world import World
+from trainer.core.world import World
 
 WIDTH = 4
 

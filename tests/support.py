@@ -12,18 +12,18 @@ from torch import Tensor, nn
 
 from trainer.accumulate.base import GradientStrategy
 from trainer.accumulate.sum import Sum
+from trainer.core.world import World
 from trainer.data.loader import Loader, Request
-from trainer.feed import Feed, Source
 from trainer.models.bind import bind
 from trainer.objectives.base import Objective
 from trainer.objectives.next_token import NextToken
-from trainer.parallel import Parallel, Replicated
+from trainer.optim.schedules import Constant
+from trainer.parallel.base import Parallel, Replicated
+from trainer.parallel.sync import Deferred, SyncPolicy
 from trainer.plan.cut import Cut, Layout
 from trainer.plan.order import Order
-from trainer.scheduler import Constant
-from trainer.step import Kit
-from trainer.sync import Deferred, SyncPolicy
-from trainer.world import World
+from trainer.training.batches import Feed, Source
+from trainer.training.step import Kit
 
 EXACT = {torch.float64: 1e-12, torch.float32: 1e-6}
 """Largest relative error of a gradient that is only cut differently, by precision."""

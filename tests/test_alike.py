@@ -13,12 +13,12 @@ from torch import nn
 from tests.alike_work import gradients, shared, told, told_of_data, told_of_types
 from tests.ranks_support import Ranks
 from tests.support import EXACT
-from trainer.errors import ConfigError
-from trainer.models.bare import bare
+from trainer.build.parallel import _limit_bytes
+from trainer.core.errors import ConfigError
+from trainer.core.world import World
+from trainer.models.check import bare
 from trainer.models.recompute import separable_blocks
-from trainer.spread import _limit_bytes
-from trainer.tune.limit import memory_limit
-from trainer.world import World
+from trainer.tune.memory_limit import memory_limit
 
 
 @pytest.fixture(scope="module")

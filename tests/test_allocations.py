@@ -13,8 +13,8 @@ from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils.data import DataLoader, Dataset
 
-from trainer.errors import DoesNotFitError
-from trainer.out_of_memory import (
+from trainer.core.errors import DoesNotFitError
+from trainer.core.out_of_memory import (
     SCARCE_BYTES,
     AllocationGuard,
     fatal,

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.errors import ConfigError
-from trainer.plan.batch import FixedSizes, resolve_fixed
+from trainer.config.batch import FixedSizes, resolve_fixed
+from trainer.core.errors import ConfigError
 from trainer.plan.cut import Layout
 from trainer.plan.cuts import Fixed
 
@@ -98,6 +98,6 @@ def test_without_a_global_batch_both_others_are_needed():
 
 
 def test_batch_arithmetic_imports_neither_numpy_nor_torch():
-    code = "import sys, trainer.plan.batch as _; print(*{'numpy', 'torch'} & set(sys.modules))"
+    code = "import sys, trainer.config.batch as _; print(*{'numpy', 'torch'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout.strip() == ""

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from tests.run_toys import Net
-from trainer.build import check_names, construct, look_up, takes
-from trainer.errors import ConfigError
+from trainer.build.instantiate import check_names, construct, look_up, takes
+from trainer.config.components import Component
+from trainer.core.errors import ConfigError
 from trainer.plan.cut import Cut
 from trainer.plan.cuts import Fixed
-from trainer.schema.components import Component
 
 MINE = "tests.run_toys.Net"
 
@@ -149,10 +149,10 @@ def test_an_argument_that_nobody_typed_names_no_class(target: str) -> None:
 @pytest.mark.parametrize(
     "target",
     [
-        "trainer.durable.os",
-        "trainer.durable.shutil.rmtree",
-        "trainer.build.construct",
-        "trainer.feed.ThreadPoolExecutor",
+        "trainer.core.durable.os",
+        "trainer.core.durable.shutil.rmtree",
+        "trainer.build.instantiate.construct",
+        "trainer.training.batches.ThreadPoolExecutor",
         "trainer.plan.cuts.np.load",
     ],
 )

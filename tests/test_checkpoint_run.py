@@ -16,13 +16,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from trainer import durable
 from trainer.checkpoint.lock import RunHeldError, hold
 from trainer.checkpoint.state import capture
 from trainer.checkpoint.status import Status, read_status, write_status
 from trainer.checkpoint.store import CheckpointStore, Loaded
 from trainer.checkpoint.weights import export, load_weights
-from trainer.errors import ConfigError, NoCheckpointError, SaveError
+from trainer.core import durable
+from trainer.core.errors import ConfigError, NoCheckpointError, SaveError
 
 
 class Tied(nn.Module):

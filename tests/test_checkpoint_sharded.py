@@ -25,15 +25,15 @@ from tests.checkpoint_work import (
 )
 from tests.ranks_support import Ranks
 from tests.reliability.test_hostile_checkpoints import sign
-from trainer.checkpoint import shards
+from trainer.checkpoint import tensor_files
+from trainer.checkpoint.integrity import share, verify
 from trainer.checkpoint.manifest import Entry, Slice
-from trainer.checkpoint.pieces import Piece
+from trainer.checkpoint.rank_pieces import Piece
 from trainer.checkpoint.store import CheckpointStore
-from trainer.checkpoint.stored import stored_in
-from trainer.checkpoint.verification import share, verify
+from trainer.checkpoint.tensor_reader import stored_in
 from trainer.checkpoint.weights import export
-from trainer.errors import NoCheckpointError, SaveError
-from trainer.world import World
+from trainer.core.errors import NoCheckpointError, SaveError
+from trainer.core.world import World
 
 ALONE = Layout(1, "none")
 
@@ -166,11 +166,11 @@ def test_any_rows_are_read_from_any_slices(cuts, ends, tmp_path_factory):
     folder = tmp_path_factory.mktemp("slices")
     for rank, (start, stop) in enumerate(pairwise(bounds)):
         own = {n: Piece(t.shape, t.dtype, t[start:stop], start) for n, t in tensors.items()}
-        shards.write(folder, own, rank=rank)
+        tensor_files.write(folder, own, rank=rank)
     entries = {
         name: Entry(
             tuple(tensor.shape),
-            shards.DTYPES[tensor.dtype],
+            tensor_files.DTYPES[tensor.dtype],
             tuple(
                 Slice(file_of(name, rank, len(bounds) == 2), start, stop)
                 for rank, (start, stop) in enumerate(pairwise(bounds))

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from trainer.checkpoint.codec import decode, encode
 from trainer.checkpoint.state import assert_finite, capture, restore
 from trainer.checkpoint.store import CheckpointStore, Loaded
-from trainer.errors import NoCheckpointError, NonFiniteError
+from trainer.core.errors import NoCheckpointError, NonFiniteError
 
 torch.set_num_threads(1)
 

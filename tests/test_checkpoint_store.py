@@ -22,12 +22,12 @@ from torch import Tensor
 
 from tests.reliability.faults import FAULTS, FaultyDisk, Killed
 from tests.reliability.support import assert_is, state
-from trainer import durable
-from trainer.checkpoint.pieces import find_aliases, pieces, snapshot
-from trainer.checkpoint.saver import AsyncSaver, DirectSaver
-from trainer.checkpoint.shards import DTYPES
+from trainer.checkpoint.async_writer import AsyncSaver, DirectSaver
+from trainer.checkpoint.rank_pieces import find_aliases, pieces, snapshot
 from trainer.checkpoint.store import CheckpointStore
-from trainer.errors import NoCheckpointError, SaveError
+from trainer.checkpoint.tensor_files import DTYPES
+from trainer.core import durable
+from trainer.core.errors import NoCheckpointError, SaveError
 
 
 def store_at(path: Path, keep: int | None = None, **settings: Any) -> CheckpointStore:

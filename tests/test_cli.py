@@ -17,16 +17,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import trainer
-from trainer.cli import _composer
 from trainer.cli.argv import COMMANDS, split
-from trainer.cli.notebook import literal, overrides_of
+from trainer.cli.main import _composer
 from trainer.cli.prepare import prepare_run, prepare_sweep
+from trainer.cli.python_api import literal, overrides_of
 from trainer.cli.settings import quote, read
 from trainer.cli.sweep import report
-from trainer.config import KEYS, RunConfig
-from trainer.errors import ConfigError
-from trainer.recipes import data_dir
-from trainer.schema.sections import GROUPS, OWN
+from trainer.config.recipes import data_dir
+from trainer.config.run_config import KEYS, RunConfig
+from trainer.config.sections import GROUPS, OWN
+from trainer.core.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)

@@ -376,7 +376,7 @@ def test_nothing_heavy_is_imported_before_a_config_is_valid(
 ) -> None:
     (tmp_path / "probe.py").write_text(
         "import sys\n"
-        "from trainer.cli import run\n"
+        "from trainer.cli.main import run\n"
         "code = run(sys.argv[1:])\n"
         "heavy = {'torch', 'numpy', 'wandb', 'safetensors', 'matplotlib'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
@@ -449,7 +449,7 @@ def test_a_recipe_that_nests_without_end_is_one_line(
 
 def test_a_file_here_is_not_taken_for_an_installed_package(tmp_path: Path) -> None:
     (tmp_path / "yaml.py").write_text("raise RuntimeError")
-    main = "import sys; sys.argv[0] = 'train'; from trainer.cli import main; main()"
+    main = "import sys; sys.argv[0] = 'train'; from trainer.cli.main import main; main()"
     ended = python(f"-P -c {shlex.quote(main)} stepz=1", tmp_path)
     assert ended.returncode == 2, ended.stderr
     assert "stepz" in ended.stderr

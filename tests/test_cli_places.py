@@ -11,7 +11,7 @@ import pytest
 from cli_support import make_own_folder
 
 from tests.run_support import TOYS, go, overrides, read_json, shell
-from trainer.errors import ConfigError, NoCheckpointError, TrainError
+from trainer.core.errors import ConfigError, NoCheckpointError, TrainError
 
 NET = "from torch import nn\n\nclass Net(nn.Module):\n    pass\n"
 
@@ -48,7 +48,7 @@ def test_none_of_it_needs_torch(tmp_path: Path) -> None:
     lines = [["plan", *line.split()] for line in MISSING]
     program = f"""
 import sys
-from trainer.cli import run
+from trainer.cli.main import run
 codes = [run(line) for line in {lines!r}]
 assert codes == {[code for code, _ in MISSING.values()]!r}, codes
 assert "torch" not in sys.modules and "net" not in sys.modules

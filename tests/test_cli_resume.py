@@ -13,14 +13,14 @@ import pytest
 import yaml
 from cli_support import OWN_RUN, faults, in_process, in_subprocess, make_own_folder
 
-from trainer.cli import _composer
 from trainer.cli.argv import split
+from trainer.cli.existing_runs import newest
+from trainer.cli.main import _composer
 from trainer.cli.prepare import Ready, Sweep, prepare_run, prepare_sweep
-from trainer.cli.replay import newest
-from trainer.config import to_plain
-from trainer.errors import ConfigError, NoCheckpointError
-from trainer.record import to_go_on
-from trainer.schema.consent import ONLY_TYPED
+from trainer.config.consent import ONLY_TYPED
+from trainer.config.run_config import to_plain
+from trainer.core.errors import ConfigError, NoCheckpointError
+from trainer.report.run_status import to_go_on
 
 
 @pytest.fixture(autouse=True)

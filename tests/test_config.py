@@ -21,17 +21,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf, open_dict
 
-from trainer.config import (
+from trainer.config.contract import config_hash, contract, contract_diff
+from trainer.config.messages import LINE_LIMIT, conform, did_you_mean, flat, lookup, prune
+from trainer.config.recipes import data_dir, register
+from trainer.config.run_config import (
     KEYS,
     from_plain,
     to_plain,
     validate,
 )
-from trainer.contract import config_hash, contract, contract_diff
-from trainer.errors import ConfigError
-from trainer.recipes import data_dir, register
-from trainer.schema.faults import LINE_LIMIT, conform, did_you_mean, flat, lookup, prune
-from trainer.schema.sections import COMPONENT_PATHS, GROUPS, OWN, parse_bytes
+from trainer.config.sections import COMPONENT_PATHS, GROUPS, OWN, parse_bytes
+from trainer.core.errors import ConfigError
 
 CONF = data_dir("conf")
 
@@ -263,7 +263,7 @@ def test_the_keys_of_an_option_are_the_arguments_of_its_constructor(file):
 
 
 def test_nothing_heavy_is_imported():
-    code = "import sys, trainer.config as c; print({'torch', 'numpy', 'hydra'} & set(sys.modules))"
+    code = "import sys, trainer.config.run_config as c; print({'torch', 'numpy', 'hydra'} & set(sys.modules))"
     root = Path(__file__).parent.parent
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.errors import ConfigError, DoesNotFitError
+from trainer.core.errors import ConfigError, DoesNotFitError
 from trainer.plan.cut import Cost, Layout, Plan
 from trainer.plan.cuts import Auto, Budget, Fixed, SampleTooLongError
 from trainer.plan.memory import (

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trainer.core.errors import DataError
 from trainer.data.collate import aligned_fields, pack, pad
-from trainer.errors import DataError
 
 TOKENS = frozenset({"input_ids", "labels"})
 sequences = st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=9), min_size=1, max_size=6)

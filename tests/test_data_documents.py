@@ -10,10 +10,10 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from trainer.core.errors import ConfigError, DataError
 from trainer.data import progress
 from trainer.data.documents import BOS, EOS
 from trainer.data.stdlib import StdlibText, top_level_definitions
-from trainer.errors import ConfigError, DataError
 
 
 @pytest.fixture(autouse=True)

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trainer.core.errors import DataError
 from trainer.data.holdout import held_out_count, held_out_mask
 from trainer.data.index import cache_folder, cached_index
-from trainer.errors import DataError
 
 
 @pytest.fixture(autouse=True)

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from trainer.core.errors import ConfigError, DataError
 from trainer.data.text import Text
-from trainer.errors import ConfigError, DataError
 
 
 @pytest.fixture(autouse=True)

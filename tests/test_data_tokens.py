@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trainer.core.errors import ConfigError, DataError
 from trainer.data.tokens import TokenWindows
-from trainer.errors import ConfigError, DataError
 
 
 def write(path, tokens, dtype="<u2"):

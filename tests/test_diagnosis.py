@@ -17,15 +17,15 @@ from hypothesis import strategies as st
 
 from tests.ranks_support import Ranks
 from tests.run_support import go, read_json
+from trainer.build.parallel import Bulk, Spread
 from trainer.commands.diagnosis import Facts, diagnose
-from trainer.phases import HostClock, PhaseTimes, Spending, Spent
+from trainer.core.phases import HostClock, PhaseTimes, Spending, Spent
+from trainer.core.world import World
+from trainer.parallel.sync import Deferred, Immediate
 from trainer.plan.cut import Cost
 from trainer.plan.traffic import Network, Work
 from trainer.report.breakdown import Breakdown, Effort, RankSplit, heard, split, told
-from trainer.spread import Bulk, Spread
-from trainer.sync import Deferred, Immediate
 from trainer.tune.network import network_of
-from trainer.world import World
 
 ROOT = Path(__file__).parents[1]
 PARTS = ("data", "compute", "sync", "optimizer", "waiting", "rest")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.commands.ending import sample_text
+from trainer.commands.closing import sample_text
 
 
 def parts_of(logit: float, decode):

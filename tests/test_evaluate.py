@@ -12,15 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.support import Bench, RaggedText, TinyLM
+from trainer.core.errors import DoesNotFitError
+from trainer.core.world import World
 from trainer.data.loader import Loader
-from trainer.errors import DoesNotFitError
-from trainer.evaluate import HeldOut, _attempt, _never, _rounded_once, evaluate
 from trainer.objectives.base import IGNORED
 from trainer.objectives.next_token import NextToken, shifted_labels
 from trainer.plan.cut import Layout
 from trainer.plan.cuts import Budget
-from trainer.step import train_step
-from trainer.world import World
+from trainer.training.evaluation import HeldOut, _attempt, _never, _rounded_once, evaluate
+from trainer.training.step import train_step
 
 CAPS = [1, 24, 61, 200, 10**9]
 OBJECTIVE = NextToken(z_loss=1e-2)
@@ -115,7 +115,7 @@ def test_ordered_sums_have_the_same_bits_for_every_number_of_ranks(num_ranks):
 
 
 def test_a_set_larger_than_one_plan_is_visited_once_too(monkeypatch):
-    monkeypatch.setattr("trainer.evaluate.CHUNK", 10)
+    monkeypatch.setattr("trainer.training.evaluation.CHUNK", 10)
     bench = Bench(Budget(max_tokens=60), objective=OBJECTIVE)
     held = held_out(60)
     visited = sorted(sample for request in held.requests(0) for sample in request.ids)

@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.run_toys import Plain, Rows
+from trainer.core.errors import DataError, DoesNotFitError
+from trainer.core.world import World
 from trainer.data.loader import Loader, lengths_of
-from trainer.errors import DataError, DoesNotFitError
-from trainer.feed import BURST_STEPS, PREFETCH_LIMIT_BYTES, Feed, PlannedBatch, Source
 from trainer.objectives.next_token import NextToken
 from trainer.plan.cut import Cost, Cut, Layout
 from trainer.plan.cuts import Auto, Budget, Fixed
 from trainer.plan.order import Cursor, Order
-from trainer.world import World
+from trainer.training.batches import BURST_STEPS, PREFETCH_LIMIT_BYTES, Feed, PlannedBatch, Source
 
 CUTS: list[Cut] = [Fixed(micro=3), Budget(max_tokens=40), Fixed(steps=2)]
 
@@ -219,7 +219,7 @@ def test_an_error_while_looking_ahead_is_raised_when_its_step_comes():
 
 def test_a_step_too_large_for_two_is_not_loaded_ahead(monkeypatch):
     data = Slow()
-    monkeypatch.setattr("trainer.feed.PREFETCH_LIMIT_BYTES", 10)
+    monkeypatch.setattr("trainer.training.batches.PREFETCH_LIMIT_BYTES", 10)
     assert PREFETCH_LIMIT_BYTES > 10
     source = feed(data=data)
     source.next()
@@ -245,7 +245,7 @@ class Gated(Rows):
 
 @pytest.mark.parametrize(("limit", "steps"), [(10**6, BURST_STEPS), (1, 1)])
 def test_light_steps_are_prepared_in_bursts_of_bounded_size(limit, steps, monkeypatch):
-    monkeypatch.setattr("trainer.feed.BURST_BYTES", limit)
+    monkeypatch.setattr("trainer.training.batches.BURST_BYTES", limit)
     data = Gated()
     data.gate.set()
     source = feed(data=data, global_size=4)

@@ -17,12 +17,12 @@ from cli_support import CHECKOUT, OWN_CLASSES, OWN_RUN
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from tests.test_report_screen import PLAN
-from trainer.cli.ending import piped
-from trainer.cli.replay import about
-from trainer.commands.summary import _more_memory
+from trainer.build.summary import _more_memory
+from trainer.cli.existing_runs import about
+from trainer.cli.exit_messages import piped
 from trainer.commands.train import PLAN_FILE, _unsaid
+from trainer.core.errors import DataError
 from trainer.data.text import Text
-from trainer.errors import DataError
 from trainer.plan.cuts import Auto
 
 

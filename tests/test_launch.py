@@ -101,7 +101,7 @@ def members(folder: Path) -> list[int]:
                 here = (entry / "cwd").readlink() == folder.parent
             except OSError:
                 continue
-            if b"trainer.rank" in words and here:
+            if b"trainer.launch.rank" in words and here:
                 found.append(int(entry.name))
     return found
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
+from trainer.core.errors import ConfigError, DataError
 from trainer.data import progress
 from trainer.data.limits import Limits
 from trainer.data.loader import Loader, Request, lengths_of
 from trainer.data.split import fingerprint_of, split_by_seed
-from trainer.errors import ConfigError, DataError
 
 LENGTHS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
 

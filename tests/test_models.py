@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from trainer.errors import ConfigError
+from trainer.core.errors import ConfigError
 from trainer.models.bind import bind
 from trainer.models.gpt import GPT, rotary_tables, rotate, varlen_attention
 from trainer.models.sample import generate

@@ -17,10 +17,10 @@ import pytest
 
 from tests.reliability import lab
 from tests.reliability.rank_runs import Ended, RankRun
-from trainer.errors import ConfigError
-from trainer.launch import nodes
+from trainer.core.errors import ConfigError
+from trainer.core.launcher import first_host, is_loss, membership, node_of, rendezvous_of, task
 from trainer.launch.nodes import Hello, Link
-from trainer.membership import first_host, is_loss, membership, node_of, rendezvous_of, task
+from trainer.launch.start import nodes
 
 SLACK_S = float(os.environ.get("RELIABILITY_SLACK_S", "10"))
 

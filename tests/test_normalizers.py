@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from tests.support import EXACT, VOCABULARY, WRONG, Bench, RaggedText, TinyLM, relative_error
 from trainer.accumulate.normalizer import divisors
-from trainer.micro_batch import MicroBatch
+from trainer.core.micro_batch import MicroBatch
+from trainer.core.world import World
 from trainer.objectives.base import IGNORED, Objective, Sums
 from trainer.objectives.classify import Classify
 from trainer.objectives.next_token import NextToken, shifted_labels
 from trainer.plan.cut import Cut
 from trainer.plan.cuts import Budget, Fixed
-from trainer.step import NO_LOSS_TERMS, train_step
-from trainer.world import World
+from trainer.training.step import NO_LOSS_TERMS, train_step
 
 CUTS: dict[str, Cut] = {
     "one sample each": Fixed(micro=1),

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from trainer.errors import ConfigError
+from trainer.core.errors import ConfigError
 from trainer.objectives.base import Objective, Sums, logits_of, shapes_named
 from trainer.objectives.classify import Classify
 from trainer.objectives.next_token import NextToken, shifted_labels

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from trainer.errors import ConfigError
+from trainer.core.errors import ConfigError
 from trainer.models.gpt import GPT
-from trainer.optimizer import SGD, AdamW, OwnOptimizer, param_groups
+from trainer.optim.optimizers import SGD, AdamW, OwnOptimizer, param_groups
 
 TINY = {"vocab_size": 11, "width": 12, "num_layers": 2, "num_heads": 2, "max_length": 8}
 
@@ -217,7 +217,7 @@ def test_hooks_and_closures_work_on_our_builders():
 def test_a_step_of_our_builders_does_not_import_the_compiler():
     code = (
         "import sys, torch\n"
-        "from trainer.optimizer import AdamW\n"
+        "from trainer.optim.optimizers import AdamW\n"
         "model = torch.nn.Linear(2, 2)\n"
         "optimizer = AdamW(lr=0.1).build(model)\n"
         "model(torch.ones(1, 2)).sum().backward()\n"

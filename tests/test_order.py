@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.errors import ConfigError, DataError
+from trainer.core.errors import ConfigError, DataError
 from trainer.plan.order import Cursor, Order
 
 sizes = st.integers(1, 60)

@@ -69,7 +69,7 @@ def test_every_option_and_recipe_is_in_the_wheel(wheel: Path) -> None:
 
 
 def test_the_installed_package_is_the_one_that_runs(installed: Path, tmp_path: Path) -> None:
-    where = "import trainer.recipes as r; print(r.__file__, r.data_dir('conf'))"
+    where = "import trainer.config.recipes as r; print(r.__file__, r.data_dir('conf'))"
     said = succeed([sys.executable, "-c", where], tmp_path, PYTHONPATH=str(installed))
     assert all(Path(path).is_relative_to(installed) for path in said.split())
 

@@ -15,8 +15,8 @@ from torch import nn
 from tests.run_support import only_run, shell
 from tests.support import EXACT, VOCABULARY, WRONG, Bench, RaggedText, relative_error
 from tests.tune_support import Encoder, gpt, measured_peak, text, workload
+from trainer.core.errors import ConfigError
 from trainer.data.loader import Loader, Request
-from trainer.errors import ConfigError
 from trainer.models.bind import bind
 from trainer.models.gpt import GPT
 from trainer.models.recompute import checkpoint_blocks

@@ -15,7 +15,7 @@ import yaml
 
 from tests.cli_support import in_subprocess
 from tests.run_support import TOYS, curve, entries, go, only_run, read_json, state, steps
-from trainer.cli import Run
+from trainer.cli.main import Run
 
 CONF = Path(__file__).parents[1] / "conf"
 

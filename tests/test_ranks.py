@@ -27,10 +27,10 @@ from tests.ranks_work import (
     what_is_said,
 )
 from tests.support import EXACT, WRONG
+from trainer.core.world import World
 from trainer.plan.cuts import Budget, Fixed
-from trainer.plan.leaves import Leaves
-from trainer.step import NOT_FINITE
-from trainer.world import World
+from trainer.plan.layout_invariant import Leaves
+from trainer.training.step import NOT_FINITE
 
 LAYOUTS = [("ddp", 2), ("ddp", 3), ("ddp", 4), ("fsdp", 2), ("fsdp", 3), ("fsdp", 4), ("hsdp", 4)]
 DTYPES = [torch.float64, torch.float32]

@@ -9,10 +9,10 @@ import torch
 from tests.ranks_support import Ranks
 from tests.ranks_work import MODES, POLICIES, BlockLM, plain
 from tests.support import EXACT, Bench
+from trainer.core.world import World
 from trainer.models.recompute import checkpoint_blocks
 from trainer.plan.cuts import Fixed
-from trainer.step import train_step
-from trainer.world import World
+from trainer.training.step import train_step
 
 STEPS = 2
 

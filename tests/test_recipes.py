@@ -9,9 +9,9 @@ import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf, open_dict
 
-from trainer import recipes
-from trainer.config import validate
-from trainer.errors import ConfigError
+from trainer.config import recipes
+from trainer.config.run_config import validate
+from trainer.core.errors import ConfigError
 
 CONF = recipes.data_dir("conf")
 SHIPPED = sorted(recipes.data_dir("recipes").glob("*.yaml"))

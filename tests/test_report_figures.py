@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.report import figures
+from trainer.core import format
 
 
 @pytest.mark.parametrize(
@@ -27,17 +27,17 @@ from trainer.report import figures
     ],
 )
 def test_a_magnitude_is_short(value, shown):
-    assert figures.short(value) == shown
+    assert format.short(value) == shown
 
 
 @given(st.floats(min_value=0, max_value=9e14))
 def test_a_magnitude_takes_at_most_five_characters(value):
-    assert len(figures.short(value)) <= 5
+    assert len(format.short(value)) <= 5
 
 
 @given(st.floats(min_value=1, max_value=9e14))
 def test_a_magnitude_is_within_half_a_percent(value):
-    text = figures.short(value)
+    text = format.short(value)
     unit = {"k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(text[-1], 1.0)
     shown = float(text.rstrip("kMBT")) * unit
     assert abs(shown - value) <= max(0.5, 0.0051 * value)
@@ -57,7 +57,7 @@ def test_a_magnitude_is_within_half_a_percent(value):
     ],
 )
 def test_bytes_are_in_binary_units(num_bytes, shown):
-    assert figures.size(num_bytes) == shown
+    assert format.size(num_bytes) == shown
 
 
 @pytest.mark.parametrize(
@@ -76,8 +76,8 @@ def test_bytes_are_in_binary_units(num_bytes, shown):
     ],
 )
 def test_a_duration_reads_as_words_and_as_a_clock(seconds, words, clock):
-    assert figures.duration(seconds) == words
-    assert figures.clock(seconds) == clock
+    assert format.duration(seconds) == words
+    assert format.clock(seconds) == clock
 
 
 @pytest.mark.parametrize(
@@ -90,17 +90,17 @@ def test_a_duration_reads_as_words_and_as_a_clock(seconds, words, clock):
     ],
 )
 def test_a_count_agrees_with_its_noun(count, noun, shown):
-    assert figures.plural(count, noun) == shown
+    assert format.plural(count, noun) == shown
 
 
 def test_a_loss_that_is_not_finite_says_so():
-    assert figures.loss(2.71828) == "2.7183"
-    assert figures.loss(1.5e7) == "1.500e+07"
-    assert figures.loss(math.nan) == figures.loss(None) == "not finite"
+    assert format.loss(2.71828) == "2.7183"
+    assert format.loss(1.5e7) == "1.500e+07"
+    assert format.loss(math.nan) == format.loss(None) == "not finite"
 
 
 def test_rates_keep_three_digits_over_all_magnitudes():
-    assert [figures.rate(x) for x in (0, 0.83, 12.31, 2e-4, 4e6, None)] == [
+    assert [format.rate(x) for x in (0, 0.83, 12.31, 2e-4, 4e6, None)] == [
         "0.00",
         "0.83",
         "12.3",
@@ -112,16 +112,16 @@ def test_rates_keep_three_digits_over_all_magnitudes():
 
 @given(st.text())
 def test_no_control_character_survives(text):
-    assert figures.printable(text).isprintable()
+    assert format.printable(text).isprintable()
 
 
 def test_ordinary_text_is_printed_as_it_is():
-    assert figures.printable("def f(x): return 'é'") == "def f(x): return 'é'"
-    assert figures.printable("a\n\x1b[31mb") == "a\\n\\x1b[31mb"
+    assert format.printable("def f(x): return 'é'") == "def f(x): return 'é'"
+    assert format.printable("a\n\x1b[31mb") == "a\\n\\x1b[31mb"
 
 
 def test_a_path_is_relative_below_the_current_folder_and_quoted(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert figures.shown_path(tmp_path / "outputs" / "run") == "outputs/run"
-    assert figures.shown_path(Path("a b")) == "'a b'"
-    assert figures.shown_path(Path("/elsewhere/run")) == "/elsewhere/run"
+    assert format.shown_path(tmp_path / "outputs" / "run") == "outputs/run"
+    assert format.shown_path(Path("a b")) == "'a b'"
+    assert format.shown_path(Path("/elsewhere/run")) == "/elsewhere/run"

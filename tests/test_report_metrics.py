@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support import STEP_KEYS
-from trainer import durable
-from trainer.errors import SaveError
+from trainer.core import durable
+from trainer.core.errors import SaveError
 from trainer.report.journal import METRICS_FILE, Journal, read, to_line, truncate_after
 from trainer.report.metrics import SAMPLES_FILE, MetricsLog
 from trainer.report.records import EvalRecord, StepRecord

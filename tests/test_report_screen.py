@@ -15,11 +15,12 @@ import pytest
 from rich.console import Console
 
 from tests.support import PLAN_KEYS
+from trainer.core.format import alike
+from trainer.core.signals import HEARD
 from trainer.plan.traffic import Traffic
 from trainer.report.blocks import batch_equation, plan_block, verify_block
 from trainer.report.closing import end_block, further
 from trainer.report.console import BRIEF, LOG_FILE, Progress, Screen
-from trainer.report.figures import alike
 from trainer.report.records import (
     Candidate,
     EvalRecord,
@@ -31,7 +32,6 @@ from trainer.report.records import (
     VerifyReport,
 )
 from trainer.report.reporter import Reporter, RunReporter, SilentReporter
-from trainer.signals import HEARD
 
 PLAN = PlanSummary(
     global_batch=512,

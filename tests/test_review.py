@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from tests.support import VOCABULARY, Bench, TinyLM
 from trainer.accumulate.base import GradientStrategy
 from trainer.checkpoint.store import CheckpointStore
-from trainer.errors import ConfigError, DoesNotFitError
-from trainer.optimizer import AdamW
+from trainer.core.errors import ConfigError, DoesNotFitError
+from trainer.optim.optimizers import AdamW
+from trainer.optim.schedules import Constant
 from trainer.plan.cuts import Fixed
 from trainer.plan.memory import Shape
-from trainer.scheduler import Constant
-from trainer.step import train_step
+from trainer.training.step import train_step
 from trainer.tune.predict import predictor_for
 from trainer.tune.workload import Tiled, Workload
 

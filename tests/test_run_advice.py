@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.run_support import TOYS, go, read_json, state
-from trainer.errors import ConfigError, NotExactError
+from trainer.core.errors import ConfigError, NotExactError
 
 OWN = "tests.advice_toys"
 AWAY = "device=cuda precision=bf16"

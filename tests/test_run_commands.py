@@ -14,10 +14,11 @@ from safetensors.torch import load_file, load_model
 from tests.reliability.faults import Fault, FaultyDisk
 from tests.run_support import TOYS, go, only_run, overrides, read_json, shell, state
 from tests.run_toys import Net, TiedNet
-from trainer import durable, train
+from trainer import train
 from trainer.checkpoint.lock import hold
-from trainer.cli import Run
-from trainer.errors import ConfigError, DoesNotFitError, NoCheckpointError
+from trainer.cli.main import Run
+from trainer.core import durable
+from trainer.core.errors import ConfigError, DoesNotFitError, NoCheckpointError
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from tests.run_support import go, read_json, shell
-from trainer.cli import Run
+from trainer.cli.main import Run
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 

@@ -22,8 +22,8 @@ from tests.run_support import (
     state,
     steps,
 )
-from trainer import durable
-from trainer.errors import ConfigError, NonFiniteError, SaveError
+from trainer.core import durable
+from trainer.core.errors import ConfigError, NonFiniteError, SaveError
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
@@ -104,9 +104,9 @@ def test_a_recipe_may_not_name_a_class_that_nobody_trusts() -> None:
     "target",
     [
         "os.system",
-        "trainer.durable.os",
-        "trainer.durable.shutil.rmtree",
-        "trainer.build.construct",
+        "trainer.core.durable.os",
+        "trainer.core.durable.shutil.rmtree",
+        "trainer.build.instantiate.construct",
         "trainer.plan.cuts.Fixed",
         "trainer.nowhere.Net",
     ],

@@ -25,10 +25,10 @@ from tests.run_support import (
 )
 from tests.run_toys import Net, Rows, Watch
 from tests.support import PLAN_KEYS, STEP_KEYS
+from trainer.core.errors import ConfigError, DataError
 from trainer.data.split import split_by_seed
-from trainer.errors import ConfigError, DataError
+from trainer.optim.schedules import Cosine
 from trainer.plan.order import Order
-from trainer.scheduler import Cosine
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 

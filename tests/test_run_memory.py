@@ -27,10 +27,10 @@ from tests.run_support import (
 )
 from tests.run_toys import Greedy, Rows
 from trainer.commands import train
-from trainer.out_of_memory import Thrash, allocator_retries
+from trainer.core.out_of_memory import Thrash, allocator_retries
+from trainer.core.world import World
 from trainer.plan.cuts import Auto
 from trainer.tune.tensors import PeakBytes
-from trainer.world import World
 
 CRAMPED = f"accum.gradient._target_={TOYS}.Cramped"
 

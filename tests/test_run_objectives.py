@@ -6,7 +6,7 @@ import pytest
 
 from tests.objective_toys import Numbers, Odd
 from tests.run_support import TOYS, curve, entries, go, read_json
-from trainer.errors import ConfigError
+from trainer.core.errors import ConfigError
 
 OWN = "tests.objective_toys"
 ROUNDING = 1e-6

@@ -28,8 +28,8 @@ from tests.run_support import (
 )
 from tests.run_toys import Stop
 from trainer.checkpoint.lock import hold
-from trainer.cli import Run
-from trainer.errors import ConfigError, DataError, Preempted, TrainError
+from trainer.cli.main import Run
+from trainer.core.errors import ConfigError, DataError, Preempted, TrainError
 
 MEAN_OF_MEANS = "batch.normalizer=micro_batches"
 HOOK = f"hooks=[{TOYS}.Stop]"
@@ -274,7 +274,7 @@ def test_a_resumed_auto_run_does_not_tune_again(monkeypatch: pytest.MonkeyPatch)
     def tune(*_: object) -> None:
         raise AssertionError("tuned again")
 
-    monkeypatch.setattr("trainer.commands.prepare.tune", tune)
+    monkeypatch.setattr("trainer.build.prepare.tune", tune)
     again = on(part)
     plan = read_json(again.folder / "plan.json")
     assert plan["max_tokens"] == cap

@@ -26,7 +26,7 @@ from tests.run_support import (
     steps,
 )
 from trainer.checkpoint.store import CheckpointStore
-from trainer.cli import Run
+from trainer.cli.main import Run
 
 LINE = "steps=100000 eval.every=null checkpoint.every=null scheduler=constant model.dropout=0.3"
 

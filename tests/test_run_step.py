@@ -16,8 +16,8 @@ from tests.run_support import (
     state,
     steps,
 )
-from trainer.cli import Run
-from trainer.errors import ConfigError, DataError
+from trainer.cli.main import Run
+from trainer.core.errors import ConfigError, DataError
 
 LINE = "steps=8 eval.every=3 checkpoint.every=5 scheduler.warmup=3 checkpoint.keep=9"
 

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.errors import ConfigError
-from trainer.scheduler import WSD, Constant, Cosine, Schedule, apply_factor
+from trainer.core.errors import ConfigError
+from trainer.optim.schedules import WSD, Constant, Cosine, Schedule, apply_factor
 
 shares = st.floats(0.0, 1.0)
 

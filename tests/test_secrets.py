@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trainer.config.messages import clip, line
+from trainer.config.secrets import is_secret, leaked, mask_logs, without_secrets
 from trainer.report.console import Screen
 from trainer.report.wandb import shown_config
-from trainer.schema.faults import clip, line
-from trainer.schema.secrets import is_secret, leaked, mask_logs, without_secrets
 
 ENVIRONMENT = {
     "DATABASE_URL": "postgres://user:Canaryurlpw3%21@host/db",

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.run_support import go, read_json
-from trainer.errors import DoesNotFitError
+from trainer.core.errors import DoesNotFitError
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 

@@ -22,15 +22,15 @@ from tests.sharded_work import (
     workload,
 )
 from tests.support import EXACT
+from trainer.core.world import World
 from trainer.models.deferred import CannotDefer, deferred, drawn
 from trainer.plan.cut import Layout
 from trainer.plan.cuts import Auto
 from trainer.plan.memory import Shape
 from trainer.tune.fake import predict_peak
-from trainer.tune.limit import MemoryLimit
+from trainer.tune.memory_limit import MemoryLimit
 from trainer.tune.tuner import tune
 from trainer.tune.tuning import Question
-from trainer.world import World
 
 TOLERANCE = 0.05
 """What the prediction of tensor bytes may be off."""

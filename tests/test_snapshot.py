@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from tests.support import VOCABULARY, Bench
 from tests.test_step import Failing
-from trainer import step
 from trainer.objectives.base import Objective, Sums
 from trainer.objectives.next_token import NextToken
 from trainer.plan.cuts import Fixed
-from trainer.tune import untouched as keeping
+from trainer.training import step
+from trainer.tune import restored as keeping
 
 WIDTH = 4
 

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from tests.support import EXACT, WRONG, Bench, RaggedText, TinyLM, relative_error
 from trainer.accumulate.base import GradientStrategy
 from trainer.accumulate.sum import Sum
-from trainer.errors import ConfigError, DoesNotFitError
+from trainer.core.errors import ConfigError, DoesNotFitError
 from trainer.models.statistics import batch_statistics
 from trainer.plan.cut import Cut
 from trainer.plan.cuts import Budget, Fixed
-from trainer.step import NO_LOSS_TERMS, NOT_FINITE, train_step
+from trainer.training.step import NO_LOSS_TERMS, NOT_FINITE, train_step
 
 CUTS: dict[str, Cut] = {
     "whole batch": Fixed(steps=1),

@@ -17,17 +17,17 @@ from pathlib import Path
 import pytest
 
 from tests.cli_support import CHECKOUT
-from trainer import session
-from trainer.board import Board
-from trainer.errors import Preempted
+from trainer.core.errors import Preempted
+from trainer.core.rank_progress import Board
+from trainer.launch import session
+from trainer.launch.attempt_folder import LOCK_FILE, UNLOCKED_S, private_folder, sweep
 from trainer.launch.children import Child, end
-from trainer.launch.lookout import Lookout
 from trainer.launch.nodes import Nodes
-from trainer.launch.private import LOCK_FILE, UNLOCKED_S, private_folder, sweep
-from trainer.launch.pulse import Pulse, Sight, family_of, processes
+from trainer.launch.rank import JOB_FILE
+from trainer.launch.stall import Pulse, Sight, family_of, processes
+from trainer.launch.stall_watch import Lookout
 from trainer.launch.verdict import verdict
 from trainer.launch.watch import UNBEGUN_S, Asked, Watch
-from trainer.rank import JOB_FILE
 
 SLEEPS = "sleep 600"
 WORKS = "while :; do :; done"
@@ -93,7 +93,7 @@ def test_a_rank_that_works_alone_is_told_from_one_that_hangs(
 def test_where_the_system_has_no_table_of_processes_a_rank_is_taken_for_alive(
     tmp_path: Path, opened: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.launch.pulse.PROCESSES", tmp_path / "no-proc")
+    monkeypatch.setattr("trainer.launch.stall.PROCESSES", tmp_path / "no-proc")
     children, pulse = [rank(tmp_path, 0, SLEEPS, opened)], Pulse()
     assert [pulse.look(children).moves for _ in range(3)] == [True] * 3
 
@@ -131,7 +131,7 @@ while True:
 def test_what_a_thread_wrote_that_has_ended_since_is_a_sign_of_life(
     tmp_path: Path, opened: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.launch.pulse.QUIET", 1e9)  # bytes alone are to be seen
+    monkeypatch.setattr("trainer.launch.stall.QUIET", 1e9)  # bytes alone are to be seen
     work = f"exec {sys.executable} -c '{WRITES_IN_PASSING}'"
     children, pulse = [rank(tmp_path, 0, work, opened)], Pulse()
     pulse.look(children)
@@ -146,7 +146,7 @@ def test_what_a_thread_wrote_that_has_ended_since_is_a_sign_of_life(
 
 LOOKS_AT_ITSELF = """
 import os, threading
-from trainer.launch.pulse import _moved_bytes
+from trainer.launch.stall import _moved_bytes
 zeros, seen = os.open("/dev/zero", os.O_RDONLY), set()
 def look():
     for _ in range(70):

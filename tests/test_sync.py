@@ -13,22 +13,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from trainer.accumulate.registered import Registered
-from trainer.board import Board, Place
-from trainer.errors import ConfigError, DoesNotFitError
-from trainer.membership import membership
+from trainer.accumulate.model_state import Registered
+from trainer.build.parallel import Bulk, Spread
+from trainer.core.errors import ConfigError, DoesNotFitError
+from trainer.core.launcher import membership
+from trainer.core.rank_progress import Board, Place
+from trainer.core.world import World
 from trainer.models.bind import bind
 from trainer.parallel.collectives import Collectives
-from trainer.parallel.imagined import imagined_mesh
-from trainer.parallel.ordered import Ordered
-from trainer.parallel.sharded import Sharded
+from trainer.parallel.deterministic import Ordered
+from trainer.parallel.fsdp import Sharded
+from trainer.parallel.stand_ins import imagined_mesh
+from trainer.parallel.sync import Immediate
 from trainer.plan import traffic
 from trainer.plan.cut import Layout
-from trainer.plan.leaves import Leaves
+from trainer.plan.layout_invariant import Leaves
 from trainer.plan.traffic import Network, Work
-from trainer.spread import Bulk, Spread
-from trainer.sync import Immediate
-from trainer.world import World
 
 GIGA = 2**30
 MEETING = {"MASTER_ADDR": "a", "MASTER_PORT": "1"}

@@ -33,15 +33,15 @@ from tests.heads import (
 from tests.run_support import curve, go, overrides
 from tests.support import Bench
 from tests.test_step import Failing
-from trainer.cli import run as run_line
+from trainer.cli.main import run as run_line
 from trainer.data.loader import Request
 from trainer.plan.cuts import Fixed
 from trainer.plan.memory import Shape
-from trainer.step import train_step
+from trainer.training.step import train_step
 from trainer.tune.predict import predictor_for
 from trainer.tune.speed import rehearsal
 from trainer.tune.workload import Tiled, Workload
-from trainer.verify import verify
+from trainer.verify.proof import verify
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

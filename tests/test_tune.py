@@ -24,14 +24,14 @@ from tests.tune_support import (
     traces,
     workload,
 )
-from trainer.errors import DoesNotFitError
+from trainer.core.errors import DoesNotFitError
 from trainer.plan.cut import Layout
 from trainer.plan.cuts import Auto
 from trainer.plan.memory import Shape
 from trainer.tune import tuner
 from trainer.tune.cache import Notebook, describe, structure
 from trainer.tune.fake import predict_peak
-from trainer.tune.limit import MemoryLimit
+from trainer.tune.memory_limit import MemoryLimit
 from trainer.tune.tuning import Question, Tuning
 
 tune = partial(tuner.tune, clock=lambda: 0.0)

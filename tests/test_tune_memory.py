@@ -23,7 +23,7 @@ from tests.tune_support import (
 )
 from trainer.plan.memory import Shape
 from trainer.tune.fake import CannotRunFake, predict_peak
-from trainer.tune.limit import (
+from trainer.tune.memory_limit import (
     TELLING_BYTES,
     Growth,
     MemoryLimit,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tests.run_support import only_run, read_json
 from tests.tune_support import VOCABULARY, PerToken, gpt, measured_peak, text, workload
 from trainer import train
-from trainer.errors import ConfigError
+from trainer.core.errors import ConfigError
 from trainer.objectives.base import Sums
 from trainer.plan.memory import Shape
 from trainer.tune.fake import predict_peak
@@ -53,7 +53,7 @@ def test_a_stated_cut_that_cannot_be_predicted_is_planned_with_a_note(monkeypatc
     def fail(*_, **__):
         raise ValueError("no such shape")
 
-    monkeypatch.setattr("trainer.commands.prepare.predictor_for", fail)
+    monkeypatch.setattr("trainer.build.prepare.predictor_for", fail)
     plan = planned(*VALUES, *STATED, f"model._target_={OWN}.Normalised")
     assert plan["predicted_peak_bytes"] is None
     said = " ".join("".join(capsys.readouterr()).split())

@@ -15,14 +15,14 @@ from torch.utils.checkpoint import checkpoint
 from tests.support import EXACT, VOCABULARY, WRONG, Bench, RaggedText, TinyLM
 from trainer.accumulate.base import GradientStrategy
 from trainer.accumulate.sum import Sum
-from trainer.errors import ConfigError
+from trainer.core.errors import ConfigError
 from trainer.objectives.base import IGNORED, Objective, Sums, logits_of, without_labels
 from trainer.objectives.classify import Classify
 from trainer.objectives.model_loss import ModelLoss
 from trainer.objectives.next_token import NextToken, shifted_labels
 from trainer.plan.cuts import Auto, Budget, Fixed
 from trainer.report.records import VerifyReport
-from trainer.verify import verify
+from trainer.verify.proof import verify
 
 SORTED = Budget(max_tokens=60)
 WIDTH = 8

@@ -16,7 +16,7 @@ from tests.test_verify_coupling import Paired, Uniform, checked, named, terms_of
 from trainer.objectives.base import Objective, Sums
 from trainer.plan.cut import Layout
 from trainer.plan.cuts import Budget, Fixed
-from trainer.verify import verify
+from trainer.verify.proof import verify
 
 WIDTH = 8
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.run_support import go, only_run, overrides, read_json, state
-from trainer.cli import run as run_line
-from trainer.verify import verify
+from trainer.cli.main import run as run_line
+from trainer.verify.proof import verify
 
 FIELDS = {
     "verdict", "exact", "max_relative_error", "reference", "dtype", "culprits", "worst", "limit",

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from tests.support import EXACT, VOCABULARY, WRONG, Bench, RaggedText, TinyLM
 from tests.test_verify import Capacity
-from trainer.micro_batch import Fields
+from trainer.core.micro_batch import Fields
 from trainer.objectives.base import IGNORED, Objective, Sums, logits_of, without_labels
 from trainer.objectives.next_token import NextToken, shifted_labels
 from trainer.plan.cuts import Budget, Fixed
 from trainer.report.records import VerifyReport
-from trainer.verify import verify
+from trainer.verify.proof import verify
 
 SORTED = Budget(max_tokens=60)
 WIDTH = 8

@@ -18,12 +18,12 @@ from tests.run_toys import Cramped
 from tests.support import EXACT, VOCABULARY, Bench, TinyLM
 from trainer.accumulate.base import GradientStrategy
 from trainer.accumulate.sum import Sum
-from trainer.culprits.case import compared
-from trainer.culprits.rounding import Rounding
-from trainer.errors import ConfigError, DoesNotFitError
+from trainer.core.errors import ConfigError, DoesNotFitError
 from trainer.plan.cuts import Budget, Fixed
 from trainer.report.records import VerifyReport
-from trainer.verify import verify
+from trainer.verify.comparison import compared
+from trainer.verify.proof import verify
+from trainer.verify.rounding import Rounding
 
 SORTED = Budget(max_tokens=60)
 WIDTH = 8

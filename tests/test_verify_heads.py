@@ -35,7 +35,7 @@ from trainer.objectives.model_loss import ModelLoss
 from trainer.objectives.next_token import NextToken
 from trainer.plan.cuts import Budget, Fixed
 from trainer.report.records import VerifyReport
-from trainer.verify import verify
+from trainer.verify.proof import verify
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -14,7 +14,7 @@ from trainer.objectives.base import IGNORED
 from trainer.objectives.model_loss import ModelLoss
 from trainer.plan.cuts import Budget, Fixed
 from trainer.report.records import VerifyReport
-from trainer.verify import verify
+from trainer.verify.proof import verify
 
 SORTED = Budget(max_tokens=60)
 WIDTH = 8

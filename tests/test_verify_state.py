@@ -17,7 +17,7 @@ from trainer.objectives.base import Sums
 from trainer.objectives.next_token import NextToken
 from trainer.plan.cuts import Budget
 from trainer.report.records import VerifyReport
-from trainer.verify import verify
+from trainer.verify.proof import verify
 
 SORTED = Budget(max_tokens=60)
 WIDTH = 8

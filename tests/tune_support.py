@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.accumulate.snapshot import Snapshot
+from trainer.accumulate.rollback import Snapshot
 from trainer.models.bind import bind
 from trainer.models.gpt import GPT
 from trainer.objectives.base import Objective, Sums, logits_of

@@ -13,7 +13,7 @@ import signal
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-from trainer.cli import main
+from trainer.cli.main import main
 
 if __name__ == "__main__":
     main()

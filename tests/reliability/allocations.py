@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from tests.reliability import toys
 from trainer.accumulate.base import Divisors, GradientStrategy
 from trainer.accumulate.sum import Sum
-from trainer.micro_batch import MicroBatch
+from trainer.core.micro_batch import MicroBatch
 from trainer.objectives.base import Objective, Sums
-from trainer.parallel import Parallel
-from trainer.sync import SyncPolicy
+from trainer.parallel.base import Parallel
+from trainer.parallel.sync import SyncPolicy
 
 PHASES = ("forward", "loss", "backward", "middle", "end")
 """Within the forward, behind it, before the backward, within it, and at its last gradient."""

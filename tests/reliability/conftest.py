@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.reliability.faults import FaultyDisk
-from trainer import durable
+from trainer.core import durable
 
 
 @pytest.fixture(autouse=True)

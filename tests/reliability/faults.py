@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from trainer.durable import FileSystem, Posix
+from trainer.core.durable import FileSystem, Posix
 
 Fault = Literal["kill", "kill halfway", "ENOSPC", "ENOSPC for good", "EIO", "EIO for good", "short"]
 

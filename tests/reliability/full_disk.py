@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 
 from tests.reliability import lab
+from trainer.checkpoint.integrity import verify
 from trainer.checkpoint.store import CheckpointStore
-from trainer.checkpoint.verification import verify
 
 PLENTY = 64 << 20
 SETTINGS = ("checkpoint.every=1", "checkpoint.keep=2", "model.width=256", "model.dropout=0.1")

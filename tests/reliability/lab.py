@@ -25,13 +25,14 @@ import numpy as np
 import torch
 
 from tests.reliability import toys
-from trainer import launch, session
 from trainer.checkpoint.store import CheckpointStore
 from trainer.cli.compose import Composer
 from trainer.cli.prepare import prepare_run
-from trainer.config import RunConfig
-from trainer.errors import TrainError
-from trainer.recipes import data_dir
+from trainer.config.recipes import data_dir
+from trainer.config.run_config import RunConfig
+from trainer.core.errors import TrainError
+from trainer.launch import session
+from trainer.launch import start as launch
 from trainer.report import journal
 
 ROOT = Path(__file__).parents[2]

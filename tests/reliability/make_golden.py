@@ -16,7 +16,7 @@ from tests.reliability.rank_work import run_as_rank
 from trainer.checkpoint.manifest import FORMAT_VERSION
 from trainer.checkpoint.store import CheckpointStore
 from trainer.commands import train
-from trainer.world import World
+from trainer.core.world import World
 
 GOLDEN = Path(__file__).parent / "golden"
 SETTINGS = (

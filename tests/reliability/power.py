@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer.durable import FileSystem
+from trainer.core.durable import FileSystem
 
 ROOT = 0
 

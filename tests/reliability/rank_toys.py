@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.reliability import toys
-from trainer.board import Phase
-from trainer.world import World
+from trainer.core.rank_progress import Phase
+from trainer.core.world import World
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,13 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tests.reliability import lab
-from trainer import loop
 from trainer.checkpoint.lock import hold
-from trainer.errors import TrainError
-from trainer.record import recorded
-from trainer.session import run_rank
-from trainer.signals import StopFlag
-from trainer.world import World
+from trainer.core.errors import TrainError
+from trainer.core.signals import StopFlag
+from trainer.core.world import World
+from trainer.launch.session import run_rank
+from trainer.report.run_status import recorded
+from trainer.training import loop
 
 
 def run_as_rank(

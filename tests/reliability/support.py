@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from trainer.checkpoint.integrity import verify
 from trainer.checkpoint.store import CheckpointStore, Loaded
-from trainer.checkpoint.verification import verify
 
 KEEP = 2
 

@@ -21,9 +21,9 @@ import pytest
 import torch
 
 from tests.reliability import lab, toys
-from trainer import cli
-from trainer.config import RunConfig
-from trainer.errors import DataError
+from trainer.cli import main as cli
+from trainer.config.run_config import RunConfig
+from trainer.core.errors import DataError
 
 TEXT = (
     "data=text",

@@ -16,11 +16,11 @@ import pytest
 
 from tests.reliability.faults import FaultyDisk
 from tests.reliability.support import assert_is, cases, intact_steps, replay, save
-from trainer import durable
 from trainer.checkpoint import store as stores
 from trainer.checkpoint.manifest import Manifest, NewerFormatError, dump, parse
 from trainer.checkpoint.store import CheckpointStore
-from trainer.errors import NoCheckpointError
+from trainer.core import durable
+from trainer.core.errors import NoCheckpointError
 
 NUM_FLIPS = 500
 NUM_FLIPS_NIGHTLY = 5000

@@ -19,9 +19,9 @@ import pytest
 from tests.reliability import lab
 from tests.reliability.faults import Fault, FaultyDisk, Killed
 from tests.reliability.support import cases, replay
-from trainer import durable
 from trainer.checkpoint.store import CheckpointStore
-from trainer.config import RunConfig
+from trainer.config.run_config import RunConfig
+from trainer.core import durable
 
 NUM_SCHEDULES = 8
 NUM_SCHEDULES_NIGHTLY = 2000

@@ -24,9 +24,9 @@ from hypothesis import strategies as st
 from tests.reliability import lab
 from tests.reliability.faults import Fault, FaultyDisk
 from tests.reliability.support import cases, replay
-from trainer import durable
-from trainer.checkpoint.saver import AsyncSaver
+from trainer.checkpoint.async_writer import AsyncSaver
 from trainer.checkpoint.store import CheckpointStore
+from trainer.core import durable
 from trainer.report import journal
 
 SIZES_KB = (130, 260, 420)
@@ -253,7 +253,7 @@ def test_what_is_written_behind_the_steps_is_the_state_at_its_step(
 def test_a_snapshot_that_shares_memory_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.checkpoint.saver.snapshot", dict)
+    monkeypatch.setattr("trainer.checkpoint.async_writer.snapshot", dict)
     with pytest.raises(AssertionError, match="step"):
         test_what_is_written_behind_the_steps_is_the_state_at_its_step(tmp_path, monkeypatch)
 

@@ -15,7 +15,7 @@ from random import Random
 import pytest
 
 from tests.reliability.support import cases, replay
-from trainer import cli
+from trainer.cli import main as cli
 
 NUM_EDITS = 40
 NUM_EDITS_NIGHTLY = 500

@@ -20,10 +20,10 @@ from tests.reliability.make_golden import GOLDEN, SETTINGS, expected
 from tests.reliability.test_hostile_checkpoints import sign
 from trainer.checkpoint.manifest import FORMAT_VERSION
 from trainer.checkpoint.store import CheckpointStore
+from trainer.core.errors import NoCheckpointError
 from trainer.data.split import fingerprint_of
 from trainer.data.text import Text
 from trainer.data.tokens import TokenWindows
-from trainer.errors import NoCheckpointError
 
 FORMATS = sorted(GOLDEN.iterdir())
 

@@ -21,15 +21,15 @@ import torch
 from torch import nn
 
 from tests.reliability.support import save
+from trainer.build.checkpoint_fields import check_reach, kept
+from trainer.build.resume import agreed
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.state import capture, restore
 from trainer.checkpoint.status import read_status
 from trainer.checkpoint.store import CheckpointStore
 from trainer.checkpoint.weights import load_weights
-from trainer.commands.allowed import agreed
-from trainer.commands.kept import check_reach, kept
-from trainer.durable import read_json, write_file
-from trainer.errors import NoCheckpointError
+from trainer.core.durable import read_json, write_file
+from trainer.core.errors import NoCheckpointError
 from trainer.plan.order import Order
 from trainer.report.metrics import evaluation_at, step_seconds_at
 from trainer.report.wandb import WandbMirror, WandbSettings

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from tests.reliability import lab, toys
-from trainer import cli
+from trainer.cli import main as cli
 
 EVIL = """
 import os
@@ -114,10 +114,10 @@ RECIPES = {
     "torch.load": "data: {_target_: torch.load, f: x.pt, weights_only: false}",
     "Path.write_text": "data: {_target_: pathlib.Path.write_text, self: canary, data: x}",
     "urlopen": "data: {_target_: urllib.request.urlopen, url: 'http://127.0.0.1:1'}",
-    "an alias through us": "data: {_target_: trainer.durable.os.mkdir, path: canary}",
-    "a function of ours": "data: {_target_: trainer.durable.make_folder, path: canary}",
+    "an alias through us": "data: {_target_: trainer.core.durable.os.mkdir, path: canary}",
+    "a function of ours": "data: {_target_: trainer.core.durable.make_folder, path: canary}",
     "a class of ours of another kind": "model: {_target_: trainer.plan.order.Order}",
-    "a module of ours": "model: {_target_: trainer.durable}",
+    "a module of ours": "model: {_target_: trainer.core.durable}",
     "a gradient of nobody's": "accum: {gradient: {_target_: evil.Net}}",
     "a cut of nobody's": "accum: {_target_: evil.Net}",
     "a schedule of nobody's": "scheduler: {_target_: evil.Net}",

@@ -20,8 +20,8 @@ import pytest
 
 from tests.reliability import lab
 from tests.reliability.support import cases, replay
+from trainer.checkpoint.integrity import verify
 from trainer.checkpoint.store import CheckpointStore
-from trainer.checkpoint.verification import verify
 from trainer.report import journal
 
 VARIANTS: tuple[tuple[str, ...], ...] = (

@@ -16,7 +16,7 @@ import torch
 
 from tests.reliability import lab, toys
 from trainer.checkpoint.store import CheckpointStore
-from trainer.config import RunConfig
+from trainer.config.run_config import RunConfig
 
 KINDS = ["loss:nan", "loss:inf", "loss:-inf", "gradient:nan", "gradient:inf", "gradient:-inf"]
 VARIANTS = {

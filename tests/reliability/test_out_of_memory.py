@@ -20,7 +20,7 @@ from tests.reliability import lab
 from tests.reliability.allocations import PHASES, Point
 from tests.reliability.support import cases, replay
 from trainer.checkpoint.store import CheckpointStore
-from trainer.config import RunConfig
+from trainer.config.run_config import RunConfig
 
 ALLOCATIONS = "tests.reliability.allocations"
 

@@ -18,10 +18,10 @@ import pytest
 
 from tests.reliability.power import ROOT, Operation, RecordingDisk, crash, promised
 from tests.reliability.support import KEEP, assert_is, cases, intact_steps, replay, save, state
-from trainer import durable
 from trainer.checkpoint.status import Status, write_status
 from trainer.checkpoint.store import CheckpointStore
-from trainer.errors import NoCheckpointError
+from trainer.core import durable
+from trainer.core.errors import NoCheckpointError
 
 LAST = 4
 NUM_STATES = 300

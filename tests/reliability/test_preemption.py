@@ -20,15 +20,16 @@ import pytest
 from tests.reliability import lab, toys
 from tests.reliability.rank_runs import RankRun, processes_in
 from tests.reliability.support import cases, replay
-from trainer import loop, signals
+from trainer.checkpoint.integrity import verify
 from trainer.checkpoint.status import read_status
 from trainer.checkpoint.store import CheckpointStore
-from trainer.checkpoint.verification import verify
 from trainer.commands import train
+from trainer.core import signals
 from trainer.data import text
-from trainer.launch import watch
-from trainer.saves import Saves
-from trainer.tune import variant
+from trainer.launch.start import watch
+from trainer.training import loop
+from trainer.training.checkpointing import Saves
+from trainer.tune import known_memory
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 NUM_SIGNALS = 12
@@ -119,7 +120,7 @@ def _while_tuning(patch: pytest.MonkeyPatch) -> None:
 
 
 def _while_predicting(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(variant, "corner_shapes", _after(_once(signal.SIGTERM), variant.corner_shapes))
+    patch.setattr(known_memory, "corner_shapes", _after(_once(signal.SIGTERM), known_memory.corner_shapes))
 
 
 def _in_the_first_step(patch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from tests.reliability.rank_runs import RankRun, processes_in
 from tests.reliability.rank_work import run_as_rank
 from tests.reliability.support import cases, replay
 from trainer.checkpoint.store import CheckpointStore
-from trainer.world import World
+from trainer.core.world import World
 
 BLOCKS = "model._target_=tests.reliability.rank_toys.Net"
 LONG = (BLOCKS, "+model.double=true", "steps=50", "checkpoint.every=null", "accum.micro=2")

@@ -23,15 +23,18 @@ from tests.reliability.test_bad_data import (
 from tests.reliability.test_bad_data import (
     test_data_that_changed_are_refused_on_resume as refuses_changed_data,
 )
-from trainer import loop, parallel, saves, step
-from trainer.accumulate import snapshot
+from trainer.accumulate import rollback
 from trainer.accumulate import sum as summing
+from trainer.build import prepare
 from trainer.checkpoint import state, store
-from trainer.commands import prepare, train
+from trainer.commands import train
 from trainer.data import loader
-from trainer.feed import Feed
+from trainer.parallel import base as parallel
 from trainer.plan.order import Cursor
 from trainer.report import metrics
+from trainer.training import checkpointing as saves
+from trainer.training import loop, step
+from trainer.training.batches import Feed
 
 Patch = pytest.MonkeyPatch
 Harness = Callable[[Path], None]
@@ -187,7 +190,7 @@ def a_step_that_is_not_finite_counts(patch: Patch) -> None:
 
 
 def a_skipped_step_leaves_its_buffers(patch: Patch) -> None:
-    patch.setattr(snapshot.Snapshot, "restore", lambda kept: None)
+    patch.setattr(rollback.Snapshot, "restore", lambda kept: None)
 
 
 def a_skipped_step_leaves_its_gradient(patch: Patch) -> None:

@@ -22,10 +22,10 @@ from tests.reliability.support import (
     replay,
     save,
 )
-from trainer import durable
 from trainer.checkpoint.status import Status, write_status
 from trainer.checkpoint.store import CheckpointStore
-from trainer.errors import SaveError
+from trainer.core import durable
+from trainer.core.errors import SaveError
 
 MIN_POINTS = 24
 

@@ -16,11 +16,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from trainer.core.micro_batch import MicroBatch
 from trainer.data import samples
-from trainer.micro_batch import MicroBatch
 from trainer.objectives.base import Objective
-from trainer.parallel import Parallel
-from trainer.sync import SyncPolicy
+from trainer.parallel.base import Parallel
+from trainer.parallel.sync import SyncPolicy
 
 Divisors = Mapping[str, float]
 """What each named loss sum of one micro-batch is divided by."""

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Literal
 
 from trainer.accumulate.base import Divisors
-from trainer.micro_batch import MicroBatch
-from trainer.world import World
+from trainer.core.micro_batch import MicroBatch
+from trainer.core.world import World
 
 Kind = Literal["tokens", "samples", "micro_batches"]
 

@@ -14,8 +14,8 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-from trainer import durable
-from trainer.errors import SaveError, TrainError
+from trainer.core import durable
+from trainer.core.errors import SaveError, TrainError
 
 FILE_NAME = ".lock"
 

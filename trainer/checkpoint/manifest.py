@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, final
 
-from trainer.durable import Written
+from trainer.core.durable import Written
 
 FILE_NAME = "manifest.json"
 FORMAT_VERSION = 2

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer.checkpoint.codec import decode, encode
+from trainer.checkpoint.dtensors import Source, fill, gathered, local
 from trainer.checkpoint.manifest import DamagedError
 from trainer.checkpoint.moments import (
     check_any,
@@ -25,11 +26,10 @@ from trainer.checkpoint.moments import (
     check_states,
     check_without,
 )
-from trainer.checkpoint.sharded import Source, fill, gathered, local
 from trainer.checkpoint.store import Loaded
-from trainer.checkpoint.stored import Stored
-from trainer.errors import NoCheckpointError, NonFiniteError
-from trainer.schema.faults import clip, first_of
+from trainer.checkpoint.tensor_reader import Stored
+from trainer.config.messages import clip, first_of
+from trainer.core.errors import NoCheckpointError, NonFiniteError
 
 # Settings of a group that say how an update is computed, and not what it is; "params" are indices.
 _EXECUTION = ("params", "fused", "foreach", "capturable")

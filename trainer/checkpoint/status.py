@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, final
 
-from trainer import durable
 from trainer.checkpoint.lock import is_held
-from trainer.schema.secrets import without_secrets
+from trainer.config.secrets import without_secrets
+from trainer.core import durable
 
 FILE_NAME = "status.json"
 

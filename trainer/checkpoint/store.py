@@ -29,17 +29,17 @@ from typing import Any, final
 
 from torch import Tensor
 
-from trainer import durable
 from trainer.checkpoint import manifest as manifests
-from trainer.checkpoint import shards
+from trainer.checkpoint import tensor_files
+from trainer.checkpoint.integrity import share, verify
 from trainer.checkpoint.manifest import DamagedError, Entry, Manifest, NewerFormatError, Slice
-from trainer.checkpoint.pieces import Piece, aliases_of, num_bytes, pieces
-from trainer.checkpoint.stored import Stored, Whole, same_bits, stored_in
-from trainer.checkpoint.verification import share, verify
-from trainer.durable import Written
-from trainer.errors import NoCheckpointError, SaveError
-from trainer.schema.faults import first_of
-from trainer.world import World
+from trainer.checkpoint.rank_pieces import Piece, aliases_of, num_bytes, pieces
+from trainer.checkpoint.tensor_reader import Stored, Whole, same_bits, stored_in
+from trainer.config.messages import first_of
+from trainer.core import durable
+from trainer.core.durable import Written
+from trainer.core.errors import NoCheckpointError, SaveError
+from trainer.core.world import World
 
 _logger = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class CheckpointStore:
     """
 
     def __init__(
-        self, folder: Path, keep: int | None = None, *, shard_bytes: int = shards.SHARD_BYTES
+        self, folder: Path, keep: int | None = None, *, shard_bytes: int = tensor_files.SHARD_BYTES
     ) -> None:
         if keep is not None and keep < 1:
             raise ValueError(f"keep must be at least 1, not {keep}")
@@ -211,7 +211,7 @@ class CheckpointStore:
             SaveError: the disk refused.
         """
         with _refused(self.path(step), num_bytes(own)):
-            part = shards.write(unfinished, own, rank=rank, shard_bytes=self._shard_bytes)
+            part = tensor_files.write(unfinished, own, rank=rank, shard_bytes=self._shard_bytes)
         return asdict(part)
 
     def _commit(self, step: int, unfinished: Path, manifest: Manifest) -> None:
@@ -349,7 +349,7 @@ def _manifest(
         tensors={
             name: Entry(
                 tuple(own[name].shape),
-                shards.DTYPES[own[name].dtype],
+                tensor_files.DTYPES[own[name].dtype],
                 tuple(sorted(slices, key=lambda each: each.start)),
             )
             for name, slices in found.items()

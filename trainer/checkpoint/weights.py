@@ -16,17 +16,17 @@ from typing import Any
 from safetensors import SafetensorError
 from torch import nn
 
-from trainer import durable
 from trainer.checkpoint import manifest as manifests
-from trainer.checkpoint import shards
+from trainer.checkpoint import tensor_files
+from trainer.checkpoint.integrity import verify
 from trainer.checkpoint.manifest import DamagedError, NewerFormatError
-from trainer.checkpoint.pieces import find_aliases
+from trainer.checkpoint.rank_pieces import find_aliases
 from trainer.checkpoint.state import check_tensors, load_model, model_tensors
 from trainer.checkpoint.store import CheckpointStore, Loaded
-from trainer.checkpoint.stored import Stored, stored_file, stored_in
-from trainer.checkpoint.verification import verify
-from trainer.errors import ConfigError, NoCheckpointError
-from trainer.world import World
+from trainer.checkpoint.tensor_reader import Stored, stored_file, stored_in
+from trainer.core import durable
+from trainer.core.errors import ConfigError, NoCheckpointError
+from trainer.core.world import World
 
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
@@ -110,7 +110,7 @@ def export(
         durable.make_folders(to.parent)
         durable.make_folder(unfinished)
         if model is None:
-            shards.write_shard(unfinished / WEIGHTS, weights)
+            tensor_files.write_shard(unfinished / WEIGHTS, weights)
             durable.write_json(unfinished / CONFIG, config)
         else:
             _save_pretrained(model, unfinished)

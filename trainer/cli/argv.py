@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
-from trainer.errors import ConfigError
-from trainer.schema.faults import clip, did_you_mean
-from trainer.schema.slips import key_of, spaced
+from trainer.config.habits import key_of, spaced
+from trainer.config.messages import clip, did_you_mean
+from trainer.core.errors import ConfigError
 
 COMMANDS: Mapping[str, str] = {
     "train": "train (what happens without a command)",
@@ -160,7 +160,7 @@ def _unknown_flag(token: str, after: str) -> str:
         token: as typed.
         after: the word after it, where that is its value.
     """
-    from trainer.config import KEYS  # noqa: PLC0415 - a flag that is one needs no schema
+    from trainer.config.run_config import KEYS  # noqa: PLC0415 - a flag that is one needs no schema
 
     bare, equals, value = token.lstrip("-").partition("=")
     same = bare.replace("-", "_")

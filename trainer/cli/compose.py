@@ -27,8 +27,7 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from trainer import recipes
-from trainer.cli.places import refuse_missing
+from trainer.cli.referenced_files import refuse_missing
 from trainer.cli.settings import (
     RECIPE,
     TARGET,
@@ -39,13 +38,14 @@ from trainer.cli.settings import (
     secret_fault,
     tell_apart,
 )
-from trainer.config import COMPONENTS, KEYS, RunConfig, validate
-from trainer.errors import ConfigError
-from trainer.schema.components import targets_in
-from trainer.schema.consent import consent_faults
-from trainer.schema.faults import ancestors, clip, did_you_mean, flat, lookup
-from trainer.schema.secrets import leaked
-from trainer.schema.sections import OWN, SHARED_KEYS
+from trainer.config import recipes
+from trainer.config.components import targets_in
+from trainer.config.consent import consent_faults
+from trainer.config.messages import ancestors, clip, did_you_mean, flat, lookup
+from trainer.config.run_config import COMPONENTS, KEYS, RunConfig, validate
+from trainer.config.secrets import leaked
+from trainer.config.sections import OWN, SHARED_KEYS
+from trainer.core.errors import ConfigError
 
 CONFIG_NAME = "config"
 VERSION_BASE = "1.3"

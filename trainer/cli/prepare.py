@@ -15,10 +15,9 @@ from hydra.core.override_parser.types import Override
 from hydra.types import RunMode
 from omegaconf import open_dict
 
-from trainer import recipes
-from trainer.cli import replay
+from trainer.cli import existing_runs
 from trainer.cli.compose import Composer, Job
-from trainer.cli.ending import is_led
+from trainer.cli.exit_messages import is_led
 from trainer.cli.settings import (
     Groups,
     Told,
@@ -36,10 +35,11 @@ from trainer.cli.settings import (
     values,
     without,
 )
-from trainer.config import RunConfig
-from trainer.errors import ConfigError, NoCheckpointError
-from trainer.schema.faults import clip
-from trainer.schema.faults import line as fault
+from trainer.config import recipes
+from trainer.config.messages import clip
+from trainer.config.messages import line as fault
+from trainer.config.run_config import RunConfig
+from trainer.core.errors import ConfigError, NoCheckpointError
 
 READING = frozenset({"evaluate", "export"})
 """Commands that read a run that is there, and make no folder."""
@@ -170,7 +170,7 @@ class Preparation:
             with self._hinting(run, overrides):
                 return self._resumed(overrides, run, keeps_folder=command not in _LOOKING)
         job = self.composer.check(without(overrides, "resume"), self.groups)
-        begins_again = resume == replay.AUTO and not replay.can_go_on(job.folder)
+        begins_again = resume == existing_runs.AUTO and not existing_runs.can_go_on(job.folder)
         is_there = (job.folder / "config.yaml").exists() and not is_led(job.config)
         if is_there and not begins_again:
             raise ConfigError(
@@ -188,7 +188,7 @@ class Preparation:
         """
         resume = value_of(overrides, "resume")
         told = tell_apart(without(overrides, "resume"), self.groups)
-        if resume not in (None, replay.AUTO):
+        if resume not in (None, existing_runs.AUTO):
             raise ConfigError(
                 f"resume={resume}: every job of a sweep has its own folder; use resume=auto",
                 *told.faults,
@@ -200,19 +200,19 @@ class Preparation:
             checked = self._check_all(told)
         first = checked[0]
         is_planned = first.composed.hydra.sweeper._target_ == _BASIC_SWEEPER
-        if resume == replay.AUTO and not is_planned:
+        if resume == existing_runs.AUTO and not is_planned:
             raise ConfigError("resume=auto: this sweeper chooses its jobs anew; leave resume out")
         swept = (*told.choices, *told.value_lines(first.known))
         folder = first.sweep_folder
-        if resume == replay.AUTO:
+        if resume == existing_runs.AUTO:
             outputs = Path(first.config.outputs).absolute()
-            folder = replay.newest_sweep(outputs, swept) or folder
+            folder = existing_runs.newest_sweep(outputs, swept) or folder
         named = jobs(swept, self.groups)
         ready = tuple(
-            _in_sweep(job, tuple(mine), folder / str(number), goes_on=resume == replay.AUTO)
+            _in_sweep(job, tuple(mine), folder / str(number), goes_on=resume == existing_runs.AUTO)
             for number, (job, mine) in enumerate(zip(checked, named, strict=True))
         )
-        subfolder = replay.next_subfolder(*(job.job.folder for job in ready if job.is_resumed))
+        subfolder = existing_runs.next_subfolder(*(job.job.folder for job in ready if job.is_resumed))
         pinned = [line for line in told.hydra if not line.startswith("hydra.sweep.dir=")]
         pinned += [f"hydra.sweep.dir={quote(folder)}", f"hydra.output_subdir={subfolder}"]
         lines = (*pinned, *swept)
@@ -241,45 +241,45 @@ class Preparation:
         self, overrides: Sequence[Override], resume: str | None, key: str
     ) -> Path | None:
         """The run to go on with, as typed under a key; `None` for a new one."""
-        if resume != replay.AUTO:
-            return None if resume is None else replay.find_training(resume, key)
+        if resume != existing_runs.AUTO:
+            return None if resume is None else existing_runs.find_training(resume, key)
         try:
             outlook = self.composer.look_ahead(without(overrides, "resume"), self.groups)
         except ConfigError:
             return None  # the check of the new run will say all that is wrong
         if key == "run":
-            return replay.newest_to_read(outlook.outputs, outlook.name)
-        if replay.can_go_on(outlook.folder):
+            return existing_runs.newest_to_read(outlook.outputs, outlook.name)
+        if existing_runs.can_go_on(outlook.folder):
             return outlook.folder
-        return replay.newest(outlook.outputs, outlook.name)
+        return existing_runs.newest(outlook.outputs, outlook.name)
 
     def _resumed(self, overrides: Sequence[Override], run: Path, *, keeps_folder: bool) -> Ready:
         """Prepare a run that goes on from another's state, in its folder or in one of its own."""
-        old, is_begun = replay.saved_overrides(run), replay.has_checkpoint(run)
+        old, is_begun = existing_runs.saved_overrides(run), existing_runs.has_checkpoint(run)
         # The same command as before, with `resume=auto`, may name the weights the run began with.
-        is_same = is_begun and value_of(overrides, "resume") == replay.AUTO
+        is_same = is_begun and value_of(overrides, "resume") == existing_runs.AUTO
         begun = ("init", "step") if is_same and value_of(overrides, "init") is not None else ()
         asked = without(overrides, "resume", "hydra.run.dir", *begun)
-        merged = replay.merge(old, asked, self.groups)
+        merged = existing_runs.merge(old, asked, self.groups)
         resume = [read(f"resume={quote(run)}")] if is_begun else []
         job = self.composer.check(
             [*merged, *resume],
             self.groups,
             replayed=_from(old, asked, merged),
-            consented=replay.consented(run),
+            consented=existing_runs.consented(run),
         )
-        replay.refuse_another_step(run, job.config)
+        existing_runs.refuse_another_step(run, job.config)
         if not keeps_folder:
             return Ready(job=_pinned(job, job.folder))
         if not is_begun:
-            replay.refuse_other_weights(run, job.config)
+            existing_runs.refuse_other_weights(run, job.config)
             note = f"{run} was stopped before its first step; it begins again"
-            return Ready(job=_pinned(job, run, replay.next_subfolder(run)), note=note)
+            return Ready(job=_pinned(job, run, existing_runs.next_subfolder(run)), note=note)
         done = None
-        if replay.is_finished(run, job.config):
+        if existing_runs.is_finished(run, job.config):
             clock = "steps" if job.config.total_epochs is None else "epochs"
-            done = f"{run} is done after step {replay.noted_step(run)}; {clock}=N asks for more"
-        subfolder = replay.next_subfolder(run)
+            done = f"{run} is done after step {existing_runs.noted_step(run)}; {clock}=N asks for more"
+        subfolder = existing_runs.next_subfolder(run)
         return Ready(job=_pinned(job, run, subfolder), is_resumed=True, done=done)
 
     @contextmanager
@@ -295,26 +295,26 @@ class Preparation:
         try:
             yield
         except ConfigError as error:
-            own = replay.own_folder(run)
+            own = existing_runs.own_folder(run)
             if own is None or self.composer.own_folder is not None:
                 raise
             hint = f"--config-dir: the run was started with --config-dir={own}; give it again"
-            raise ConfigError(*replay.about(error.faults, typed), clip(hint)) from None
+            raise ConfigError(*existing_runs.about(error.faults, typed), clip(hint)) from None
 
     def _reading(self, overrides: Sequence[Override], named: str) -> Ready:
         """Prepare a command that reads a run which is there."""
-        if named == replay.AUTO:
+        if named == existing_runs.AUTO:
             outlook = self.composer.look_ahead(without(overrides, "run"), self.groups)
-            named = str(replay.newest_to_read(outlook.outputs, outlook.name))
-        run = replay.find(named, "run")
+            named = str(existing_runs.newest_to_read(outlook.outputs, outlook.name))
+        run = existing_runs.find(named, "run")
         with self._hinting(run, overrides):
-            asked, old = without(overrides, "run", "hydra.run.dir"), replay.saved_overrides(run)
-            merged = replay.merge(old, asked, self.groups)
+            asked, old = without(overrides, "run", "hydra.run.dir"), existing_runs.saved_overrides(run)
+            merged = existing_runs.merge(old, asked, self.groups)
             job = self.composer.check(
                 [*merged, read(f"run={quote(run)}")],
                 self.groups,
                 replayed=_from(old, asked, merged),
-                consented=replay.consented(run),
+                consented=existing_runs.consented(run),
             )
             return Ready(job=_pinned(job, run, None), makes_folder=False)
 
@@ -380,13 +380,13 @@ def _search_path(overrides: Sequence[Override]) -> list[str]:
 
 def _in_sweep(job: Job, lines: tuple[str, ...], folder: Path, *, goes_on: bool) -> Ready:
     """Place a checked job in the sweep folder, where it may have been before."""
-    is_resumed = goes_on and replay.has_checkpoint(folder)
+    is_resumed = goes_on and existing_runs.has_checkpoint(folder)
     done = None
     config = job.config
     if is_resumed:
-        replay.refuse_another_step(folder, job.config)
+        existing_runs.refuse_another_step(folder, job.config)
         config = config.model_copy(update={"resume": str(folder)})
-        done = f"{folder} is done" if replay.is_finished(folder, config) else None
+        done = f"{folder} is done" if existing_runs.is_finished(folder, config) else None
     if config.wandb.group is None:
         wandb = config.wandb.model_copy(update={"group": folder.parent.name})
         config = config.model_copy(update={"wandb": wandb})
@@ -409,7 +409,7 @@ def _at_checkpoint(overrides: Sequence[Override]) -> Sequence[Override]:
         ConfigError: `step` is typed as well.
     """
     named = _word(overrides, "run")
-    found = None if named is None else replay.checkpoint_of(named)
+    found = None if named is None else existing_runs.checkpoint_of(named)
     if found is None:
         return overrides
     if (step := value_of(overrides, "step")) is not None:
@@ -431,14 +431,14 @@ def _word(overrides: Sequence[Override], key: str) -> str | None:
     raise ConfigError(fault(key, value, f"must be {kind}"))
 
 
-def _pinned(job: Job, folder: Path, subfolder: str | None = replay.SUBFOLDER) -> Job:
+def _pinned(job: Job, folder: Path, subfolder: str | None = existing_runs.SUBFOLDER) -> Job:
     """Fix for Hydra the folder, which holds the time of day, and where its records go."""
     hydra = job.composed.hydra
     with open_dict(hydra):
         hydra.mode = RunMode.RUN
         hydra.run.dir = str(folder)
         hydra.overrides.task = [line for line in job.lines if not read(line).is_hydra_override()]
-        if subfolder != replay.SUBFOLDER:
+        if subfolder != existing_runs.SUBFOLDER:
             hydra.output_subdir = subfolder
     return replace(job, folder=folder)
 

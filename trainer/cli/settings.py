@@ -20,12 +20,12 @@ from hydra.core.override_parser.types import Glob, IntervalSweep, Override, Quot
 from hydra.core.override_parser.types import Quote as QuoteMark
 from hydra.errors import HydraException
 
-from trainer.config import COMPONENTS, KEYS
-from trainer.schema.check import leak_line, secret_line
-from trainer.schema.faults import clip, did_you_mean, show
-from trainer.schema.secrets import is_secret, leaked
-from trainer.schema.sections import OWN
-from trainer.schema.slips import unquoted
+from trainer.config.check import leak_line, secret_line
+from trainer.config.habits import unquoted
+from trainer.config.messages import clip, did_you_mean, show
+from trainer.config.run_config import COMPONENTS, KEYS
+from trainer.config.secrets import is_secret, leaked
+from trainer.config.sections import OWN
 
 TARGET = "_target_"
 RECIPE = "recipe"

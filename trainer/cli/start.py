@@ -13,16 +13,16 @@ from hydra.core.utils import run_job
 from hydra.types import HydraContext
 from omegaconf import DictConfig, open_dict
 
-from trainer import durable
-from trainer import launch as room
-from trainer.cli import replay
+from trainer.cli import existing_runs
 from trainer.cli.compose import Composer
-from trainer.cli.ending import complain, say_crash, tell
+from trainer.cli.exit_messages import complain, say_crash, tell
 from trainer.cli.prepare import Ready
-from trainer.config import RunConfig, to_plain
-from trainer.errors import ConfigError, SaveError, TrainError
-from trainer.record import CONSENT_FILE, staged
-from trainer.schema.secrets import mask_logs
+from trainer.config.run_config import RunConfig, to_plain
+from trainer.config.secrets import mask_logs
+from trainer.core import durable
+from trainer.core.errors import ConfigError, SaveError, TrainError
+from trainer.launch import start as room
+from trainer.report.run_status import CONSENT_FILE, staged
 
 
 def launch(config: RunConfig, folder: Path) -> int:
@@ -164,7 +164,7 @@ def write_config(config: RunConfig, folder: Path, run: Path) -> None:
         durable.make_folders(folder)
         durable.write_file_atomic(path, content)
         if config.command == "train":
-            durable.write_json(folder / CONSENT_FILE, {"hmac_sha256": replay.sign(run, folder)})
+            durable.write_json(folder / CONSENT_FILE, {"hmac_sha256": existing_runs.sign(run, folder)})
     except OSError as error:
         raise durable.save_error(error, path, len(content)) from error
 

@@ -20,11 +20,11 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from trainer import durable
 from trainer.checkpoint.status import read_status
-from trainer.cli.replay import COMPLETED
-from trainer.report.figures import duration
-from trainer.schema.faults import show
+from trainer.cli.existing_runs import COMPLETED
+from trainer.config.messages import show
+from trainer.core import durable
+from trainer.core.format import duration
 
 _TOLD = (("step", "step"), ("loss", "loss"), ("eval_loss", "held-out loss"))
 """What one line says of a result, and how it calls it."""

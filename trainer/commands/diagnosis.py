@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from statistics import median
 from typing import final
 
+from trainer.build.parallel import Spread
+from trainer.core.format import duration, percent, size, slower
+from trainer.parallel.sync import SyncPolicy
 from trainer.plan.cut import Cost
 from trainer.plan.traffic import Traffic
 from trainer.report.breakdown import Breakdown, Effort
 from trainer.report.environment import num_cores
-from trainer.report.figures import duration, percent, size, slower
-from trainer.spread import Spread
-from trainer.sync import SyncPolicy
 
 TOO_MUCH = 0.1
 """Share of a step beyond which a part is worth a word."""

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from trainer.assemble import assemble, check_alike
+from trainer.build.parts import assemble, check_alike
+from trainer.build.prepare import held_out, prepare_alike
 from trainer.checkpoint.store import CheckpointStore, Loaded
 from trainer.checkpoint.weights import CHECKPOINTS, take_weights
-from trainer.commands.prepare import held_out, prepare_alike
-from trainer.config import RunConfig
-from trainer.durable import write_record
-from trainer.errors import DataError
-from trainer.evaluate import evaluate
+from trainer.config.run_config import RunConfig
+from trainer.core.durable import write_record
+from trainer.core.errors import DataError
+from trainer.core.world import World
 from trainer.report.console import Screen
-from trainer.world import World
+from trainer.training.evaluation import evaluate
 
 EVALUATE_FILE = "evaluate.json"
 

@@ -7,14 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trainer.assemble import assemble
-from trainer.build import look_up
+from trainer.build.instantiate import look_up
+from trainer.build.parts import assemble
 from trainer.checkpoint.store import CheckpointStore, Loaded
 from trainer.checkpoint.weights import CHECKPOINTS, export, take_weights
-from trainer.config import RunConfig
-from trainer.errors import ConfigError
+from trainer.config.run_config import RunConfig
+from trainer.core.errors import ConfigError
+from trainer.core.world import World
 from trainer.report.console import Screen
-from trainer.world import World
 
 
 def export_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], bool]) -> int:

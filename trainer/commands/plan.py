@@ -6,17 +6,17 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from trainer.assemble import assemble
-from trainer.commands.prepare import prepare
-from trainer.commands.settle_parallel import settle_parallel
-from trainer.commands.settle_sync import settle_sync
-from trainer.commands.summary import summarize
+from trainer.build.choose_parallel import settle_parallel
+from trainer.build.choose_sync import settle_sync
+from trainer.build.parts import assemble
+from trainer.build.prepare import prepare
+from trainer.build.summary import summarize
 from trainer.commands.train import PLAN_FILE
-from trainer.config import RunConfig
-from trainer.durable import write_record
+from trainer.config.run_config import RunConfig
+from trainer.core.durable import write_record
+from trainer.core.world import World
 from trainer.report.blocks import plan_block
 from trainer.report.console import Screen
-from trainer.world import World
 
 
 def plan_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], bool]) -> int:

@@ -13,13 +13,19 @@ from typing import Any
 
 import torch
 
-from trainer.assemble import Parts, assemble, check_alike
-from trainer.build import construct
-from trainer.checkpoint.saver import AsyncSaver, DirectSaver
-from trainer.checkpoint.state import restore
-from trainer.checkpoint.store import CheckpointStore, Loaded
-from trainer.checkpoint.weights import CHECKPOINTS, load_weights
-from trainer.commands.allowed import (
+from trainer.build.checkpoint_fields import check_reach, kept
+from trainer.build.choose_parallel import settle_parallel
+from trainer.build.choose_sync import settle_sync
+from trainer.build.instantiate import construct
+from trainer.build.parts import Parts, assemble, check_alike
+from trainer.build.prepare import (
+    Prepared,
+    describe_cut,
+    held_out,
+    interruptible,
+    prepare_alike,
+)
+from trainer.build.resume import (
     ALLOWED_FILE,
     agreed,
     differ,
@@ -27,43 +33,37 @@ from trainer.commands.allowed import (
     settled,
     terms_of,
 )
-from trainer.commands.ending import summarize_end
-from trainer.commands.kept import check_reach, kept
-from trainer.commands.prepare import (
-    Prepared,
-    describe_cut,
-    held_out,
-    interruptible,
-    prepare_alike,
-)
-from trainer.commands.settle_parallel import settle_parallel
-from trainer.commands.settle_sync import settle_sync
-from trainer.commands.summary import summarize
-from trainer.config import RunConfig, to_plain
-from trainer.contract import config_hash, contract_diff
+from trainer.build.summary import summarize
+from trainer.checkpoint.async_writer import AsyncSaver, DirectSaver
+from trainer.checkpoint.state import restore
+from trainer.checkpoint.store import CheckpointStore, Loaded
+from trainer.checkpoint.weights import CHECKPOINTS, load_weights
+from trainer.commands.closing import summarize_end
+from trainer.config.contract import config_hash, contract_diff
+from trainer.config.durations import parse_time
+from trainer.config.run_config import RunConfig, to_plain
+from trainer.core.durable import read_json, write_record
+from trainer.core.errors import Preempted
+from trainer.core.out_of_memory import Thrash, allocator_retries
+from trainer.core.signals import UNBEGUN
+from trainer.core.world import World
 from trainer.data.samples import Samples
-from trainer.durable import read_json, write_record
-from trainer.errors import Preempted
-from trainer.feed import Feed
-from trainer.loop import Run, Trained, train
-from trainer.out_of_memory import Thrash, allocator_retries
-from trainer.parallel import Parallel
-from trainer.plan.clock import parse_time
+from trainer.parallel.base import Parallel
 from trainer.plan.order import Cursor
-from trainer.record import publish, to_go_on
 from trainer.report.breakdown import told
 from trainer.report.console import Screen
 from trainer.report.environment import environment
 from trainer.report.metrics import evaluation_at, step_seconds_at
 from trainer.report.records import PlanSummary, StartSummary
 from trainer.report.reporter import Hook, Reporter, RunReporter, SilentReporter
+from trainer.report.run_status import publish, to_go_on
 from trainer.report.wandb import WandbSettings
-from trainer.saves import Saves
-from trainer.signals import UNBEGUN
-from trainer.step import Kit
+from trainer.training.batches import Feed
+from trainer.training.checkpointing import Saves
+from trainer.training.loop import Run, Trained, train
+from trainer.training.step import Kit
 from trainer.tune.network import network_of
 from trainer.tune.speed import Clock
-from trainer.world import World
 
 _log = logging.getLogger(__name__)
 

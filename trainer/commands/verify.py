@@ -6,19 +6,19 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from trainer.assemble import Parts, assemble
+from trainer.build.parts import Parts, assemble
+from trainer.build.prepare import Prepared, prepare
 from trainer.checkpoint.store import CheckpointStore
 from trainer.checkpoint.weights import CHECKPOINTS, load_weights, take_weights
-from trainer.commands.prepare import Prepared, prepare
-from trainer.config import RunConfig
-from trainer.durable import write_record
-from trainer.errors import NotExactError
-from trainer.feed import Feed, PlannedBatch
+from trainer.config.run_config import RunConfig
+from trainer.core.durable import write_record
+from trainer.core.errors import NotExactError
+from trainer.core.world import World
 from trainer.report.blocks import verify_block
 from trainer.report.console import Screen
-from trainer.step import Kit
-from trainer.verify import verify
-from trainer.world import World
+from trainer.training.batches import Feed, PlannedBatch
+from trainer.training.step import Kit
+from trainer.verify.proof import verify
 
 VERIFY_FILE = "verify.json"
 DOUBLE = 2

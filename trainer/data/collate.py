@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from trainer.errors import DataError
+from trainer.core.errors import DataError
 
 Sample = Mapping[str, Tensor]
 NameOf = Callable[[int], str]

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from trainer.core.errors import ConfigError, DataError
 from trainer.data.holdout import HELD_OUT, TRAIN, check_split, held_out_mask
 from trainer.data.index import Index
-from trainer.errors import ConfigError, DataError
 from trainer.plan.cut import IntArray
 
 BOS = 256

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from trainer.errors import DataError
+from trainer.core.errors import DataError
 
 
 def files_at(path: Path) -> list[Path]:

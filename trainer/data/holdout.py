@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from trainer.errors import ConfigError
-from trainer.world import rng_key
+from trainer.core.errors import ConfigError
+from trainer.core.world import rng_key
 
 KeyArray = npt.NDArray[np.uint64]
 

@@ -28,8 +28,8 @@ from typing import Any, BinaryIO, final
 import numpy as np
 import numpy.typing as npt
 
+from trainer.core.errors import DataError
 from trainer.data.holdout import KeyArray
-from trainer.errors import DataError
 from trainer.plan.cut import IntArray
 
 _MAGIC = b"TRAINIX1"

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from trainer.core.errors import DataError
 from trainer.data.collate import IGNORED_LABEL, INPUT_IDS, LABELS
 from trainer.data.samples import Samples, name_of, offered, origin_of
-from trainer.errors import DataError
 
 
 @final

@@ -15,6 +15,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from trainer.core.errors import DataError, TrainError
+from trainer.core.micro_batch import Fields
+from trainer.core.out_of_memory import is_out_of_memory
+from trainer.core.world import rng_key
 from trainer.data.collate import IGNORED_LABEL, INPUT_IDS, LABELS, Sample, aligned_fields, pack, pad
 from trainer.data.limits import Limits, check_length, limits_of, states_lengths
 from trainer.data.progress import progress
@@ -32,11 +36,7 @@ from trainer.data.samples import (
     seed_draws,
     unfit_field,
 )
-from trainer.errors import DataError, TrainError
-from trainer.micro_batch import Fields
-from trainer.out_of_memory import is_out_of_memory
 from trainer.plan.cut import IntArray
-from trainer.world import rng_key
 
 Collate = Callable[[Sequence[Sample]], Any]
 

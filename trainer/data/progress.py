@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from trainer import signals
+from trainer.core import signals
 
 LONG_S = 1.0
 """Seconds of silence that need no explanation."""

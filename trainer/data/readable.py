@@ -14,6 +14,8 @@ from typing import Any, final
 
 import numpy as np
 
+from trainer.core.errors import DataError
+from trainer.core.world import World
 from trainer.data.collate import INPUT_IDS, Sample, pad
 from trainer.data.index import LISTED_SKIPS, SKIP_CAP
 from trainer.data.limits import check_length
@@ -21,9 +23,7 @@ from trainer.data.loader import lengths_of
 from trainer.data.progress import progress
 from trainer.data.samples import Samples, Selection, isolated_rng, name_of, offered, read_sample
 from trainer.data.split import fingerprint_of
-from trainer.errors import DataError
 from trainer.plan.cut import IntArray
-from trainer.world import World
 
 
 def readable(datasets: Sequence[Samples], seed: int, world: World) -> list[ReadableSamples]:

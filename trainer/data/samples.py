@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from trainer.errors import DataError, DoesNotFitError, TrainError
-from trainer.out_of_memory import is_out_of_memory
+from trainer.core.errors import DataError, DoesNotFitError, TrainError
+from trainer.core.out_of_memory import is_out_of_memory
+from trainer.core.world import rng_key
 from trainer.plan.cut import IntArray
-from trainer.world import rng_key
 
 
 class Samples(Protocol):

@@ -10,7 +10,8 @@ from typing import final
 
 import numpy as np
 
-from trainer.bits import bits_of
+from trainer.core.bits import bits_of
+from trainer.core.errors import DataError, TrainError
 from trainer.data.holdout import HELD_OUT, check_split, held_out_mask
 from trainer.data.loader import lengths_of
 from trainer.data.samples import (
@@ -21,7 +22,6 @@ from trainer.data.samples import (
     offered,
     read_sample,
 )
-from trainer.errors import DataError, TrainError
 from trainer.plan.cut import IntArray
 
 PROBES = 64

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, final
 
+from trainer.core.errors import ConfigError, DataError
 from trainer.data.documents import ByteDocuments, Overlong
 from trainer.data.folder import files_at
 from trainer.data.index import LISTED_SKIPS, SKIP_CAP, Add, Index, cached_index
 from trainer.data.progress import progress
 from trainer.data.samples import reading
-from trainer.errors import ConfigError, DataError
 
 _JSON_LINES = frozenset({".jsonl", ".ndjson"})
 _BOM = b"\xef\xbb\xbf"

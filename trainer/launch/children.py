@@ -14,10 +14,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
-from trainer import durable, signals
-from trainer.board import Board, Place
-from trainer.rank import STACKS_SIGNAL
-from trainer.record import drop_empty
+from trainer.core import durable, signals
+from trainer.core.rank_progress import Board, Place
+from trainer.launch.rank import STACKS_SIGNAL
+from trainer.report.run_status import drop_empty
 
 LIBRARIES = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 """What the ranks' libraries are told, unless the user's environment says otherwise."""
@@ -134,7 +134,7 @@ def start(
     with (Path(os.devnull) if log is None else log).open("ab") as file, _signals_held_back():
         output = None if log is None else file
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "trainer.rank", str(private), str(rank)],
+            [sys.executable, "-P", "-m", "trainer.launch.rank", str(private), str(rank)],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,

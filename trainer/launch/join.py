@@ -23,20 +23,21 @@ from typing import Any, final
 
 import torch
 
-from trainer import durable, session
-from trainer.board import Board, Place
 from trainer.checkpoint.lock import hold
 from trainer.checkpoint.status import FILE_NAME, Status, write_status
-from trainer.config import RunConfig
-from trainer.errors import ConfigError, RankLostError, TrainError
+from trainer.config.run_config import RunConfig
+from trainer.core import durable
+from trainer.core.errors import ConfigError, RankLostError, TrainError
+from trainer.core.launcher import Membership
+from trainer.core.rank_progress import Board, Place
+from trainer.core.signals import StopFlag
+from trainer.core.world import World
+from trainer.launch import session
 from trainer.launch.children import Ended
-from trainer.launch.lookout import Lookout
+from trainer.launch.rank import told_of
+from trainer.launch.stall_watch import Lookout
 from trainer.launch.verdict import WAITED, verdict
-from trainer.membership import Membership
-from trainer.rank import told_of
-from trainer.record import last_step, rank_log, recorded
-from trainer.signals import StopFlag
-from trainer.world import World
+from trainer.report.run_status import last_step, rank_log, recorded
 
 HEARING_S = 2.0
 """How long a rank that lost another looks for what that one said of its end."""

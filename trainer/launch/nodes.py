@@ -19,7 +19,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any, final
 
-from trainer.errors import ConfigError, RankLostError, said
+from trainer.core.errors import ConfigError, RankLostError, said
 
 MEETING_S = 600.0
 """How long nodes wait for each other at the start, as torchrun's do."""

@@ -8,7 +8,7 @@ first one's folder, verdict and decision to start again are everybody's.
 PyTorch's own launcher is not used. Its store listens on every interface, whatever address it is
 given; it takes a rank that hangs for one that works; and it ends with code 1 for every cause and
 says so in fifty lines (torch 2.13). Ranks that torchrun or srun started are joined instead:
-`trainer.membership`.
+`trainer.core.launcher`.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, final
 
-from trainer import signals
 from trainer.checkpoint import lock
-from trainer.config import RunConfig, to_plain
-from trainer.errors import ConfigError, RankLostError, TrainError, heard, said
-from trainer.launch import children as processes
-from trainer.launch import nodes as network
+from trainer.config.keys import digests
+from trainer.config.run_config import RunConfig, to_plain
+from trainer.core import signals
+from trainer.core.errors import ConfigError, RankLostError, TrainError, heard, said
+from trainer.core.launcher import rendezvous_of
+from trainer.launch.attempt_folder import private_folder
 from trainer.launch.children import Child
 from trainer.launch.nodes import Hello, Nodes
-from trainer.launch.private import private_folder
+from trainer.launch.rank import JOB_FILE, STOP_FILE, Job
+from trainer.launch.start import children as processes
+from trainer.launch.start import nodes as network
 from trainer.launch.verdict import verdict
 from trainer.launch.watch import Asked, Watch
-from trainer.membership import rendezvous_of
-from trainer.rank import JOB_FILE, STOP_FILE, Job
-from trainer.record import rank_log, recorded, saved_step, to_go_on
 from trainer.report import journal
-from trainer.schema.keys import digests
+from trainer.report.run_status import rank_log, recorded, saved_step, to_go_on
 
 POLL_S = 0.05
 

@@ -6,9 +6,9 @@ import signal
 from collections.abc import Mapping
 from pathlib import Path
 
-from trainer.errors import RankLostError, TrainError, heard
+from trainer.core.errors import RankLostError, TrainError, heard
 from trainer.launch.children import Ended
-from trainer.launch.pulse import TOGETHER
+from trainer.launch.stall import TOGETHER
 
 WAITED = "Timed out"
 """What a collective says that waited for its whole time limit."""

@@ -9,11 +9,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, final
 
-from trainer.board import Place
-from trainer.errors import Preempted
+from trainer.core.errors import Preempted
+from trainer.core.rank_progress import Place
 from trainer.launch.children import Child, Ended, ask_for_stacks, end_of
 from trainer.launch.nodes import Link, Nodes
-from trainer.launch.pulse import Pulse, Sight, waits
+from trainer.launch.stall import Pulse, Sight, waits
 
 POLL_S = 0.05
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.errors import ConfigError
-from trainer.micro_batch import Fields
+from trainer.core.errors import ConfigError
+from trainer.core.micro_batch import Fields
 
 NAMED = {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
 

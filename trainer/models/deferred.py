@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from trainer.models.casts import assigned_casts
-from trainer.models.outside import Outside, bytes_of
+from trainer.models.constructor_inputs import Outside, bytes_of
 
 HELD_BYTES = 16 * 2**20
 """Values at hand while a constructor runs; what was not used for longest is let go of first."""

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.errors import ConfigError
-from trainer.schema.arguments import heads_fault
+from trainer.config.arguments import heads_fault
+from trainer.core.errors import ConfigError
 
 Rotation = tuple[Tensor, Tensor]
 """Cosines and signed sines, each `(batch or 1, time, 1, 1, head_dim)`."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from trainer.errors import ConfigError
+from trainer.core.errors import ConfigError
 
 
 def refuse_sparse(model: nn.Module) -> None:

@@ -18,9 +18,9 @@ from typing import Any, Literal, NoReturn, final
 import torch
 from torch import Tensor
 
-from trainer.errors import ConfigError
-from trainer.micro_batch import Fields
-from trainer.out_of_memory import is_out_of_memory
+from trainer.core.errors import ConfigError
+from trainer.core.micro_batch import Fields
+from trainer.core.out_of_memory import is_out_of_memory
 
 ModelCall = Callable[[Fields], Any]
 """Calls the model with those fields its `forward` names; gives what the model gives."""

@@ -9,8 +9,8 @@ from typing import final
 import torch
 import torch.nn.functional as F
 
-from trainer.errors import ConfigError
-from trainer.micro_batch import Fields
+from trainer.core.errors import ConfigError
+from trainer.core.micro_batch import Fields
 from trainer.objectives.base import (
     IGNORED,
     ModelCall,

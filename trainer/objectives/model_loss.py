@@ -9,8 +9,8 @@ from typing import Any, Literal, final, get_args
 import torch
 from torch import Tensor
 
-from trainer.errors import ConfigError
-from trainer.micro_batch import Fields
+from trainer.core.errors import ConfigError
+from trainer.core.micro_batch import Fields
 from trainer.objectives.base import IGNORED, ModelCall, Objective, Sums, at_least_single
 
 Reduction = Literal["sum", "mean"]

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.errors import ConfigError
-from trainer.micro_batch import Fields
+from trainer.core.errors import ConfigError
+from trainer.core.micro_batch import Fields
 from trainer.objectives.base import (
     IGNORED,
     ModelCall,

@@ -27,8 +27,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultReduceScatter,
 )
 
-from trainer.errors import ConfigError
-from trainer.world import World
+from trainer.core.errors import ConfigError
+from trainer.core.world import World
 
 
 @final

@@ -18,7 +18,7 @@ from typing import ClassVar, final
 import numpy as np
 import numpy.typing as npt
 
-from trainer.errors import ConfigError
+from trainer.core.errors import ConfigError
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]

@@ -12,7 +12,7 @@ from typing import ClassVar, final
 
 import numpy as np
 
-from trainer.errors import ConfigError, DoesNotFitError
+from trainer.core.errors import ConfigError, DoesNotFitError
 from trainer.plan.cut import Cost, Cut, IntArray, Layout, Plan
 from trainer.plan.groups import longest_of_groups, samples_of_groups, totals_of_groups
 from trainer.plan.packing import pack

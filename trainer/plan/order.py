@@ -12,7 +12,7 @@ from typing import Literal, final
 
 import numpy as np
 
-from trainer.errors import ConfigError, DataError
+from trainer.core.errors import ConfigError, DataError
 from trainer.plan.cut import IntArray
 
 

@@ -11,7 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from trainer.report.figures import (
+from trainer.core.format import (
     clock,
     duration,
     loss,

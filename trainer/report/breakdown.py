@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any, final
 
-from trainer.board import Phase
-from trainer.micro_batch import MicroBatch
-from trainer.phases import Spending
+from trainer.core.micro_batch import MicroBatch
+from trainer.core.phases import Spending
+from trainer.core.rank_progress import Phase
 from trainer.plan.cut import Cost
 
 MEETINGS: tuple[Phase, Phase] = ("weigh", "agree")

@@ -6,8 +6,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from trainer.report.breakdown import Breakdown
-from trainer.report.figures import (
+from trainer.core.format import (
     alike,
     duration,
     loss,
@@ -18,6 +17,7 @@ from trainer.report.figures import (
     shown_path,
     size,
 )
+from trainer.report.breakdown import Breakdown
 from trainer.report.grids import Row, grid, heading, indented, joined, title
 from trainer.report.records import RunSummary
 

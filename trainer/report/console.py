@@ -18,8 +18,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from trainer.report.blocks import step_line, step_of
-from trainer.report.figures import (
+from trainer.config.secrets import without_secrets
+from trainer.core.format import (
     clock,
     lead_nowhere,
     loss,
@@ -28,9 +28,9 @@ from trainer.report.figures import (
     rate,
     short,
 )
+from trainer.report.blocks import step_line, step_of
 from trainer.report.journal import Entry
 from trainer.report.records import Noun
-from trainer.schema.secrets import without_secrets
 
 LOG_FILE = "train.log"
 LOG_WIDTH = 100

@@ -10,8 +10,8 @@ from operator import methodcaller
 from pathlib import Path
 from typing import Any, BinaryIO, final
 
-from trainer.durable import append, parsed, save_error, strict, write_file_atomic
-from trainer.errors import SaveError
+from trainer.core.durable import append, parsed, save_error, strict, write_file_atomic
+from trainer.core.errors import SaveError
 
 Entry = dict[str, Any]
 

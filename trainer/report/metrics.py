@@ -14,8 +14,8 @@ from typing import final
 import torch
 from torch import Tensor
 
-from trainer.durable import save_error
-from trainer.errors import SaveError
+from trainer.core.durable import save_error
+from trainer.core.errors import SaveError
 from trainer.report.journal import METRICS_FILE, Entry, Journal, read, truncate_after
 from trainer.report.records import EVAL_SECONDS, EvalRecord, StepRecord, Value
 

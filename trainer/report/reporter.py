@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any, final
 
 from trainer.checkpoint.status import Status, write_status
-from trainer.errors import SaveError
+from trainer.config.secrets import without_secrets
+from trainer.core.errors import SaveError
+from trainer.core.format import duration
 from trainer.report.blocks import start_block, step_of
 from trainer.report.closing import end_block, further
 from trainer.report.console import Screen
-from trainer.report.figures import duration
 from trainer.report.journal import Entry
 from trainer.report.metrics import MetricsLog
 from trainer.report.records import EvalRecord, RunSummary, StartSummary, StepRecord
 from trainer.report.wandb import WandbMirror, WandbSettings
-from trainer.schema.secrets import without_secrets
 
 Ids = Iterable[int]
 

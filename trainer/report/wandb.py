@@ -21,9 +21,9 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, Literal, final
 
-from trainer.durable import make_folders, strict, write_file_atomic
+from trainer.config.secrets import MASK, is_secret, without_secrets
+from trainer.core.durable import make_folders, strict, write_file_atomic
 from trainer.report.journal import METRICS_FILE
-from trainer.schema.secrets import MASK, is_secret, without_secrets
 
 Mode = Literal["disabled", "offline", "online"]
 

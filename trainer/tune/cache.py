@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from trainer import durable
+from trainer.core import durable
 from trainer.data.index import cache_folder
 from trainer.plan.memory import Shape
 from trainer.report.environment import cpu_model

@@ -20,11 +20,11 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
+from trainer.config.messages import clip
 from trainer.models.duplicate import duplicate
 from trainer.plan.memory import Shape
-from trainer.schema.faults import clip
+from trainer.tune.restored import untouched
 from trainer.tune.tensors import MemoryEstimate, PeakBytes
-from trainer.tune.untouched import untouched
 from trainer.tune.workload import LayOut, Workload, forward_bytes, rehearse, rehearse_laid_out
 
 

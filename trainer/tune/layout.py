@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from trainer.errors import ConfigError
+from trainer.core.errors import ConfigError
 from trainer.plan.cut import Cost, IntArray, Layout
 from trainer.plan.partition import ladder, pad
 

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainer.core.world import World
 from trainer.plan.traffic import Network
-from trainer.world import World
 
 SMALL_BYTES = 64
 SIZES = (2**16, 2**20, 2**23, 2**26)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainer.out_of_memory import AllocationGuard
+from trainer.core.out_of_memory import AllocationGuard
 from trainer.plan.memory import Shape
 from trainer.tune.speed import meter_for, rehearsal
 from trainer.tune.workload import Workload

@@ -9,14 +9,14 @@ from typing import Protocol, final
 import torch
 from torch import nn
 
-from trainer.accumulate.snapshot import Snapshot
-from trainer.errors import ConfigError
+from trainer.accumulate.rollback import Snapshot
+from trainer.core.errors import ConfigError
+from trainer.core.out_of_memory import is_out_of_memory
 from trainer.models.duplicate import duplicate
-from trainer.out_of_memory import is_out_of_memory
-from trainer.parallel import Parallel
+from trainer.parallel.base import Parallel
+from trainer.parallel.sync import Deferred
 from trainer.plan.cut import FloatArray
 from trainer.plan.memory import Shape
-from trainer.sync import Deferred
 from trainer.tune.fake import (
     CannotRunFake,
     fake_copy,
@@ -24,8 +24,8 @@ from trainer.tune.fake import (
     predict_peak,
 )
 from trainer.tune.fit import fit_shapes, terms
+from trainer.tune.restored import untouched
 from trainer.tune.tensors import MemoryEstimate, PeakBytes
-from trainer.tune.untouched import untouched
 from trainer.tune.workload import (
     Workload,
     forward_bytes,

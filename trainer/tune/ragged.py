@@ -10,7 +10,7 @@ from typing import Self, final
 
 import numpy as np
 
-from trainer.micro_batch import Fields
+from trainer.core.micro_batch import Fields
 from trainer.plan.cut import IntArray
 
 FIRST_SAMPLES = 16

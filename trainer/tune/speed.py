@@ -20,11 +20,11 @@ from typing import Self, final
 import numpy as np
 import torch
 
-from trainer.out_of_memory import AllocationGuard
+from trainer.core.out_of_memory import AllocationGuard
 from trainer.plan.cut import Cost, FloatArray, Plan
 from trainer.plan.memory import Shape
 from trainer.tune.fit import fit_shapes, terms
-from trainer.tune.untouched import untouched
+from trainer.tune.restored import untouched
 from trainer.tune.workload import Workload
 
 Clock = Callable[[], float]

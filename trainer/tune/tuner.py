@@ -11,13 +11,14 @@ from functools import partial
 from statistics import fmean
 from typing import final
 
-from trainer.errors import DoesNotFitError
+from trainer.core.errors import DoesNotFitError
+from trainer.core.format import size
 from trainer.models.recompute import can_recompute
 from trainer.plan.cut import Cost, Plan
 from trainer.plan.memory import Shape, candidate_caps, largest_cap
-from trainer.report.figures import size
 from trainer.tune.cache import Notebook
-from trainer.tune.limit import ASKED, MEBI, resident_growth, resident_ratio
+from trainer.tune.known_memory import TimeIsUpError, Variant
+from trainer.tune.memory_limit import ASKED, MEBI, resident_growth, resident_ratio
 from trainer.tune.speed import (
     LEAST_BUDGET_S,
     MOST_BUDGET_S,
@@ -35,7 +36,6 @@ from trainer.tune.speed import (
 )
 from trainer.tune.tensors import MemoryEstimate
 from trainer.tune.tuning import Candidate, Question, Tuning
-from trainer.tune.variant import TimeIsUpError, Variant
 
 RECOMPUTED = 4 / 3
 """Time of forward, forward again and backward (twice a forward) over forward and backward."""

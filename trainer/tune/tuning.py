@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any, Literal, Self, final
 
 from trainer.plan.cut import Cost, Cut, IntArray, Layout
-from trainer.tune.limit import MemoryLimit
+from trainer.tune.memory_limit import MemoryLimit
 from trainer.tune.tensors import MemoryEstimate
 from trainer.tune.workload import Workload
 

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from trainer.accumulate.base import sum_of
-from trainer.accumulate.snapshot import Snapshot
-from trainer.micro_batch import Fields, to_device
+from trainer.accumulate.rollback import Snapshot
+from trainer.core.micro_batch import Fields, to_device
 from trainer.models.bind import bind
 from trainer.models.deferred import Weights, drawn
 from trainer.models.recompute import with_checkpointing
 from trainer.models.sparse import refuse_sparse_gradients
 from trainer.objectives.base import ModelCall, Objective, sums_of
-from trainer.parallel import Parallel
-from trainer.sync import Deferred, SyncPolicy
+from trainer.parallel.base import Parallel
+from trainer.parallel.sync import Deferred, SyncPolicy
 from trainer.tune.ragged import Dims
 from trainer.tune.tensors import PeakBytes
 

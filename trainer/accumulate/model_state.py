@@ -1,0 +1,203 @@
+"""What a checkpoint saves of a model and no gradient updates, the same on all ranks."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from trainer.core.bits import bits_of
+from trainer.core.errors import ConfigError
+from trainer.core.world import World
+
+MARKED = 2**20
+"""Numbers of a tensor on a device that are marked at once."""
+
+WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+
+
+@final
+class Registered:
+    """Keeps the registered state that forwards move the same on all ranks.
+
+    Running statistics, counters and codebooks move by what a rank's own forwards saw. After a step
+    all go on with the main rank's, as under PyTorch's DDP. Buffers that no checkpoint saves
+    (`persistent=False`) are caches, and each rank's own.
+
+    Args:
+        model: laid out, before its first forward; what is in shards is its mechanism's.
+        world: all ranks.
+        is_ordered: whether the bits are to be those of every number of ranks; then nothing may
+            move, on one rank neither.
+    """
+
+    def __init__(self, model: nn.Module, world: World, *, is_ordered: bool = False) -> None:
+        self._model = model
+        self._world = world
+        self._is_ordered = is_ordered
+        self._parameters = _identities(model)
+        self._is_sharded = any(isinstance(p, DTensor) for p in model.parameters())
+        self._parts = list(_registered(model)) if world.size > 1 or is_ordered else []
+        self._is_first = True
+        self._news: list[str] = []
+
+    def watch(self) -> None:
+        """Remember how things are, before the micro-batches of a step."""
+        for part in self._parts:
+            part.watch(by_value=self._is_first)
+
+    def moved(self) -> Sequence[bool]:
+        """Tell which of its parts this rank's forwards have moved.
+
+        Raises:
+            ConfigError: a buffer has another shape than before, so that ranks may differ in it.
+        """
+        return [part.moves or part.has_moved() for part in self._parts]
+
+    def unmoved(self) -> Sequence[bool]:
+        """Give what `moved` gives where nothing did."""
+        return [False] * len(self._parts)
+
+    def meet(self, moved: Sequence[bool]) -> None:
+        """Take what has ever moved from the main rank. Collective where anything has.
+
+        Args:
+            moved: which parts did on any rank.
+
+        Raises:
+            ConfigError: nothing may move.
+        """
+        self._is_first = False
+        for part, flag in zip(self._parts, moved, strict=True):
+            if flag and not part.moves:
+                part.moves = True
+                self._news += part.names
+        if self._is_ordered and self._news:
+            raise ConfigError(
+                f"deterministic=layout: forward writes into {self._news[0]}, by the samples that "
+                "a rank sees and in their order, so it would depend on the ranks: leave it as it "
+                "is in training (GroupNorm or LayerNorm in place of BatchNorm), or use "
+                "deterministic=true"
+            )
+        tensors = [tensor for part in self._parts if part.moves for tensor in part.tensors()]
+        if not tensors:
+            return
+        told = torch.cat([bits_of(tensor) for tensor in tensors])
+        self._world.copy_from_main(told)
+        pieces = torch.split(told, [tensor.nbytes for tensor in tensors])
+        with torch.no_grad():
+            for tensor, piece in zip(tensors, pieces, strict=True):
+                # A copy begins where its type may.
+                tensor.copy_(piece.clone().view(tensor.dtype).view(tensor.shape))
+
+    def news(self) -> Sequence[str]:
+        """Name what was seen to move for the first time since this was last asked."""
+        found, self._news = self._news, []
+        return found
+
+    def refuse_late(self) -> None:
+        """Refuse parameters that a forward made, which no optimizer would train.
+
+        Raises:
+            ConfigError: there are some.
+        """
+        for name, identity in _identities(self._model).items():
+            known = self._parameters.get(name)
+            # Those of sharded models come and go with the window.
+            if known is None or (known != identity and not self._is_sharded):
+                raise ConfigError(
+                    f"model: {name} is a parameter made in forward, after the optimizer was "
+                    "built, so nothing would train it: make it in the constructor, and what no "
+                    "gradient trains a buffer that is written in place"
+                )
+
+
+@final
+@dataclass(slots=True)
+class _Part:
+    """Tensors of a module that move together.
+
+    Attributes:
+        prefix: name of the module, with a dot.
+        held: what it has registered, by name.
+        shapes: of the tensors, by name.
+        seen: the tensors and PyTorch's counts of writes, before a step.
+        marks: sums of their bits before the first step, which see what `.data` hides.
+        moves: whether they were seen to.
+    """
+
+    prefix: str
+    held: Any
+    shapes: dict[str, torch.Size]
+    seen: list[tuple[Tensor, int]] = field(default_factory=list)
+    marks: list[int] = field(default_factory=list)
+    moves: bool = False
+
+    @property
+    def names(self) -> list[str]:
+        return [self.prefix + name for name in self.shapes]
+
+    def tensors(self) -> list[Tensor]:
+        return [self.held[name] for name in self.shapes]
+
+    def watch(self, *, by_value: bool) -> None:
+        self.seen = [(tensor, tensor._version) for tensor in self.tensors()]
+        self.marks = [_mark_of(tensor) for tensor in self.tensors()] if by_value else []
+
+    def has_moved(self) -> bool:
+        for name, shape in self.shapes.items():
+            if getattr(self.held.get(name), "shape", None) != shape:
+                raise ConfigError(
+                    f"model: {self.prefix}{name} changes its shape in forward, so ranks may "
+                    "differ in it: if it is a cache, register it with persistent=False"
+                )
+        now = self.tensors()
+        pairs = zip(now, self.seen, strict=True)
+        if any(tensor is not t or t._version != version for tensor, (t, version) in pairs):
+            return True
+        return bool(self.marks) and self.marks != [_mark_of(tensor) for tensor in now]
+
+
+def _identities(model: nn.Module) -> dict[str, int]:
+    return {name: id(parameter) for name, parameter in model.named_parameters()}
+
+
+def _registered(model: nn.Module) -> Iterator[_Part]:
+    """Find what a checkpoint saves of a model and no gradient updates.
+
+    Yields:
+        Each buffer and frozen parameter; those of a BatchNorm together, since it writes without a
+        trace but into a counter beside.
+    """
+    for name, part in model.named_modules():
+        cached, prefix = part._non_persistent_buffers_set, f"{name}.".lstrip(".")
+        for held in (part._buffers, part._parameters):
+            kept = ((n, t) for n, t in held.items() if t is not None and n not in cached)
+            shapes = {n: t.shape for n, t in kept if _is_watched(t)}
+            if isinstance(part, _BatchNorm) and shapes:
+                yield _Part(prefix, held, shapes)
+            else:
+                yield from (_Part(prefix, held, {n: shape}) for n, shape in shapes.items())
+
+
+def _is_watched(tensor: Tensor) -> bool:
+    """Whether only a forward can have written a tensor; a shard is its mechanism's."""
+    if isinstance(tensor, DTensor) or tensor.is_meta or not tensor.is_leaf:
+        return False
+    return not tensor.requires_grad and tensor.layout == torch.strided and not tensor.is_quantized
+
+
+def _mark_of(tensor: Tensor) -> int:
+    """Reduce numbers to one, by their bits and their order."""
+    bits = bits_of(tensor, WORDS.get(tensor.element_size(), torch.int64))
+    if bits.device.type == "cpu":
+        return zlib.crc32(bits.view(torch.uint8).numpy().data)
+    weights = torch.arange(1, 2 * MARKED, 2, device=bits.device)
+    sums = [(piece.long() * weights[: len(piece)]).sum() for piece in torch.split(bits, MARKED)]
+    return hash(tuple(torch.stack(sums).tolist())) if sums else 0

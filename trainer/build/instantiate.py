@@ -1,0 +1,254 @@
+"""RunConfig -> objects: the only room that turns a name in a config into a class.
+
+A class named by a recipe is code from a stranger. It is looked up only inside this package, among
+the models and optimizers of the model libraries, or in a package the command line trusts, and then
+checked for what it is: a class, of the expected base, defined where its name says, so that an alias
+cannot smuggle a function in. A class that the user typed themselves needs no further consent, and
+may be a function or a method of a class. Arguments with a `_target_` are built in the same way.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Callable, Collection, Iterable, Mapping
+from operator import attrgetter
+from typing import Any, TypeVar
+
+from trainer.config.components import LIBRARIES, LIBRARY_ROOTS, Component
+from trainer.config.messages import named
+from trainer.core.errors import ConfigError, TrainError
+
+Built = TypeVar("Built")
+
+
+def look_up(
+    component: Component, key: str, trusted: tuple[str, ...], *, inner: bool = False
+) -> Callable[..., Any]:
+    """Find the class that a component names.
+
+    Args:
+        component: from the config.
+        key: the config key, for messages.
+        trusted: packages that a name nobody typed may come from, beside this one.
+        inner: it is for an argument, where no base is expected that our own classes would have.
+
+    Raises:
+        ConfigError: the name is not trusted, does not exist, or is not a class of its module.
+    """
+    module_name = component.target.rpartition(".")[0]
+    root = component.target.partition(".")[0]
+    is_trusted = component.typed_target or root in trusted or (root == "trainer" and not inner)
+    base_name = LIBRARIES.get(key, {}).get(module_name)
+    if not is_trusted and base_name is None:
+        raise ConfigError(
+            f"{key}._target_={component.target}: named by a recipe or a run, not by you: type it, "
+            f"or trust its package with trust=[{root}]"
+        )
+    try:
+        found = _find(component.target)
+        base = object if is_trusted or base_name is None else _find(f"{module_name}.{base_name}")
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{key}._target_={component.target}: {error}") from error
+    is_factory = inspect.isfunction(found) or inspect.ismethod(found)
+    is_native = getattr(found, "__module__", "").partition(".")[0] == root
+    if not is_native or not (inspect.isclass(found) or is_factory):
+        raise ConfigError(f"{key}._target_={component.target}: not a class defined in {root}")
+    # Functions of the libraries load code, too, which trust in a library does not mean.
+    is_loader = root in LIBRARY_ROOTS and found.__name__ != "from_config"
+    if is_factory and not component.typed_target and (root not in trusted or is_loader):
+        raise ConfigError(
+            f"{key}._target_={component.target}: not a class defined in {root}; a function of it "
+            "has to be typed by you"
+        )
+    if inspect.isclass(found) and not issubclass(found, base):
+        raise ConfigError(f"{key}._target_={component.target}: not a {module_name}.{base_name}")
+    return found  # type: ignore[no-any-return] # a class, or what makes an instance
+
+
+def _find(target: str) -> Any:  # noqa: ANN401 - whatever has the name
+    """Import what a dotted name leads to, in a class of a module too."""
+    module, _, names = target.rpartition(".")
+    while "." in module:
+        try:
+            if importlib.util.find_spec(module) is not None:
+                break
+        except ModuleNotFoundError:  # a class on the way to it
+            pass
+        module, _, name = module.rpartition(".")
+        names = f"{name}.{names}"
+    return attrgetter(names)(importlib.import_module(module))
+
+
+def construct(
+    component: Component,
+    key: str,
+    expected: type[Built],
+    trusted: tuple[str, ...] = (),
+    given: Mapping[str, Any] | None = None,
+) -> Built:
+    """Build a component, and check that it is what its place needs.
+
+    Args:
+        component: from the config.
+        key: its config key, for messages.
+        expected: the base its instance must have.
+        trusted: see `look_up`.
+        given: arguments that come from elsewhere; each is passed where the constructor takes it
+            and the config leaves it out or null.
+
+    Raises:
+        ConfigError: an argument does not exist, is missing or is refused by the constructor, or
+            the result is of another kind.
+        TrainError: as raised by the constructor.
+    """
+    target = look_up(component, key, trusted)
+    if inspect.isclass(target) and not component.typed_target and not issubclass(target, expected):
+        raise ConfigError(f"{key}._target_={component.target}: not {named(expected.__name__)}")
+    built = _call(target, component, key, trusted, given or {})
+    if not isinstance(built, expected):
+        kind = type(built).__name__
+        raise ConfigError(
+            f"{key}._target_={component.target}: gives {named(kind)}, not "
+            f"{named(expected.__name__)}"
+        )
+    return built
+
+
+def arguments_of(component: Component, key: str, trusted: tuple[str, ...]) -> dict[str, Any]:
+    """Give the arguments of a component; those that name a class with `_target_` are built.
+
+    Args:
+        component: from the config.
+        key: its config key, for messages.
+        trusted: see `look_up`.
+
+    Raises:
+        ConfigError: as for `construct`.
+    """
+    return {
+        name: _argument(value, component, f"{key}.{name}", trusted)
+        for name, value in component.params.items()
+    }
+
+
+def _argument(value: Any, owner: Component, key: str, trusted: tuple[str, ...]) -> Any:  # noqa: ANN401
+    if isinstance(value, list):
+        return [_argument(each, owner, key, trusted) for each in value]
+    if not isinstance(value, Mapping):
+        return value
+    if "_target_" not in value:
+        return {k: _argument(each, owner, f"{key}.{k}", trusted) for k, each in value.items()}
+    params = {name: each for name, each in value.items() if name != "_target_"}
+    component = Component(target=value["_target_"], params=params, typed_target=owner.typed_target)
+    return _call(look_up(component, key, trusted, inner=True), component, key, trusted, {})
+
+
+def _call(
+    target: Callable[..., Any],
+    component: Component,
+    key: str,
+    trusted: tuple[str, ...],
+    given: Mapping[str, Any],
+) -> Any:  # noqa: ANN401 - whatever it makes
+    """Build what a component names with its arguments, or bind them with `_partial_`.
+
+    Raises:
+        ConfigError: an argument does not exist, is missing or is refused.
+        TrainError: as raised by what is called.
+    """
+    arguments = arguments_of(component, key, trusted)
+    is_partial = arguments.pop("_partial_", False)
+    target = target if "config" in arguments else _described(target)
+    parameters = inspect.signature(target).parameters
+    for name, value in given.items():
+        if name in parameters and value is not None and arguments.get(name) is None:
+            arguments[name] = value
+    check_names(target, key, arguments)
+    if is_partial:
+        return functools.partial(target, **arguments)
+    _check_needed(key, target, arguments)
+    # What a stranger's recipe asks of a class may break it anywhere.
+    refusals = (TypeError, ValueError) if component.typed_target else (Exception,)
+    try:
+        return target(**arguments)
+    except TrainError:
+        raise
+    except refusals as error:
+        text = " ".join(str(error).split())
+        raise ConfigError(f"{key}: {component.target}: {text}") from error
+
+
+def _described(target: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a Hugging Face model, which takes a config object, be described by its config's settings.
+
+    Only settings with a name of their own count: what a config class passes on to its base may
+    name code to fetch from the network.
+    """
+    kind = getattr(target, "config_class", None)
+    parameters = inspect.signature(target).parameters
+    if not inspect.isclass(kind) or next(iter(parameters), None) != "config":
+        return target
+    named = [
+        p.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for p in inspect.signature(kind).parameters.values()
+        if p.kind in {inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD}
+        and p.name not in getattr(kind, "sub_configs", ())
+    ]
+
+    def make(**settings: Any) -> Any:  # noqa: ANN401 - any model
+        return target(kind(**settings))
+
+    make.__name__ = target.__name__
+    make.__signature__ = inspect.Signature(named)  # type: ignore[attr-defined] # read by inspect
+    return make
+
+
+def takes(component: Component, key: str, trusted: tuple[str, ...], name: str) -> bool:
+    """Tell whether a component's constructor has an argument."""
+    return name in inspect.signature(look_up(component, key, trusted)).parameters
+
+
+def check_names(target: Callable[..., Any], key: str, names: Iterable[str]) -> None:
+    """Name every argument that a constructor does not take, with the nearest it does.
+
+    Args:
+        target: what is to be called.
+        key: config key of the component.
+        names: arguments it is to get.
+
+    Raises:
+        ConfigError: one line each.
+    """
+    parameters = inspect.signature(target).parameters
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        return
+    faults = []
+    for name in names:
+        if name not in parameters:
+            near = difflib.get_close_matches(name, parameters, n=1)
+            hint = (
+                f"Did you mean {key}.{near[0]}?" if near else f"It takes {', '.join(parameters)}."
+            )
+            faults.append(f"{key}.{name}: {target.__name__} takes no such argument. {hint}")
+    if faults:
+        raise ConfigError(*faults)
+
+
+def _check_needed(key: str, target: Callable[..., Any], names: Collection[str]) -> None:
+    """Name every argument that has no default and gets no value.
+
+    Raises:
+        ConfigError: one line each.
+    """
+    variadic = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+    missing = [
+        p.name
+        for p in inspect.signature(target).parameters.values()
+        if p.default is inspect.Parameter.empty and p.kind not in variadic and p.name not in names
+    ]
+    if missing:
+        raise ConfigError(*(f"{key}.{n}: {target.__name__} needs a value for it" for n in missing))

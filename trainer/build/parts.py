@@ -1,0 +1,436 @@
+"""Everything a run is made of, from its config: data, model, objective, optimizer, order, cut."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sized
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from trainer.accumulate.base import GradientStrategy, seed_draws
+from trainer.build.consistency import check_data, check_model
+from trainer.build.instantiate import Built, arguments_of, check_names, construct, look_up, takes
+from trainer.build.parallel import Spread, dealt, is_sharded, is_undecided, planned_device, spread
+from trainer.config.durations import cadence_steps
+from trainer.config.run_config import RunConfig
+from trainer.core.errors import ConfigError, DataError
+from trainer.core.micro_batch import Fields
+from trainer.core.world import World, rng_key
+from trainer.data.collate import INPUT_IDS
+from trainer.data.limits import Limits
+from trainer.data.loader import Loader, Request, lengths_of
+from trainer.data.readable import readable
+from trainer.data.samples import Samples, check_count, faults_of, kept_generators, offered
+from trainer.data.split import split_by_seed
+from trainer.models.bind import bind
+from trainer.models.check import bare
+from trainer.models.deferred import CannotDefer, Weights, deferred
+from trainer.models.recompute import checkpoint_blocks
+from trainer.models.small_first import modest_or_deferred
+from trainer.models.sparse import refuse_sparse
+from trainer.models.statistics import batch_statistics
+from trainer.models.vocabulary import vocabulary_of
+from trainer.objectives.base import ModelCall, Objective, weights_of
+from trainer.optim.optimizers import OptimizerSpec, OwnOptimizer
+from trainer.optim.schedules import Schedule
+from trainer.parallel.sync import SyncPolicy
+from trainer.plan.cut import Cut, IntArray, Layout
+from trainer.plan.cuts import Budget
+from trainer.plan.order import Order
+from trainer.training.batches import Source
+from trainer.training.evaluation import HeldOut
+from trainer.training.step import Kit
+from trainer.tune.layout import layout_for, packs
+
+CPU_WORKERS = 0
+GPU_WORKERS = 4
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What a run is made of, before it is tuned.
+
+    Attributes:
+        module: the model on its device, neither compiled nor wrapped. To be sharded, its
+            parameters are on the meta device.
+        weights: what parameters on the meta device begin with.
+        notes: lines to show when the run begins.
+        num_workers: loading processes per rank.
+        call: runs it on the fields it takes, under the run's precision.
+        example: one collated micro-batch of a single sample, the longest; packed under packing.
+        held_out: None where the data leave nothing to evaluate on.
+    """
+
+    config: RunConfig
+    world: World
+    train_set: Samples
+    num_workers: int
+    source: Source
+    held_out: HeldOut | None
+    module: nn.Module
+    weights: Weights | None
+    notes: tuple[str, ...]
+    call: ModelCall
+    objective: Objective
+    spec: OptimizerSpec
+    schedule: Schedule
+    strategy: GradientStrategy
+    spread: Spread
+    cut: Cut
+    layout: Layout
+    total_steps: int
+    example: Fields
+
+    @property
+    def global_size(self) -> int:
+        """What `batch.global` came to."""
+        return self.source.order.global_size
+
+    def every(self, cadence: float | None) -> int | None:
+        """Resolve a cadence in steps, or as a share of the run; None is never."""
+        return None if cadence is None else cadence_steps(cadence, self.total_steps)
+
+    @property
+    def lr_scale(self) -> float:
+        """What `scheduler.scale` multiplies every learning rate by."""
+        return self.schedule.batch_factor(self.global_size)
+
+    def kit(self, *, is_fresh: bool = True) -> Kit:
+        """Compose the step. Builds the optimizer; the model may not be replaced after it.
+
+        Args:
+            is_fresh: whether a model on the meta device gets the weights it begins with; if not,
+                they are to be loaded.
+        """
+        model = self.spread.lay_out(
+            self.module,
+            self.call,
+            self.world,
+            self.weights.draw if self.weights is not None and is_fresh else None,
+        )
+        optimizer = self.spec.build(self.module)
+        if self.config.compile:
+            # In place: names, weights and checkpoints stay those of the bare module.
+            self.module.compile(dynamic=True)
+        return Kit(
+            model=model,
+            objective=self.objective,
+            terms=tuple(sorted(weights_of(self.objective, self.example))),
+            strategy=self.strategy,
+            sync=self.spread.sync,
+            normalizer=self.config.batch.normalizer,
+            optimizer=optimizer,
+            lr=self.spec.lr * self.lr_scale,
+            base_lrs=tuple(group["lr"] * self.lr_scale for group in optimizer.param_groups),
+            schedule=self.schedule,
+            total_steps=self.total_steps,
+            clip_norm=self.config.clip_norm,
+            world=self.world,
+        )
+
+
+def assemble(config: RunConfig, world: World) -> Parts:
+    """Build everything a run is made of.
+
+    Raises:
+        ConfigError: parts do not fit together, or a class is not what its place needs.
+        DataError: the data cannot be read, or do not fill a step.
+    """
+    train_set, held_set = _data_sets(config, world)
+    lengths = lengths_of(train_set)
+    order = _order(config, lengths)
+    build = partial(_component, config)
+    objective = build("objective", Objective)
+    module, weights, notes = build_model(config, world, train_set)
+    limits = _limits(module, objective)
+    loader = _loader(config, train_set, world, limits)
+    layout, example = _layout(config, world, train_set, loader, objective, module)
+    spreading = spread(config, world, module, build("sync", SyncPolicy))
+    parts = Parts(
+        config=config,
+        world=world,
+        train_set=train_set,
+        num_workers=loader.num_workers,
+        source=Source(order=order, lengths=lengths, loader=loader, objective=objective),
+        held_out=_held_out(config, held_set, layout, limits),
+        module=module,
+        weights=weights,
+        notes=notes,
+        call=bind_run(module, config, world),
+        objective=objective,
+        spec=_optimizer(config),
+        schedule=build("scheduler", Schedule),
+        strategy=_strategy(config, objective),
+        spread=spreading,
+        cut=dealt(build("accum", Cut), config),
+        layout=replace(layout, lockstep=spreading.sync.lockstep and world.size > 1),
+        total_steps=config.steps or order.num_steps(config.total_epochs or 1),
+        example=example,
+    )
+    parts.spec.freeze(module)
+    _check(parts)
+    return parts
+
+
+def check_alike(parts: Parts, *, begins: bool) -> None:
+    """Refuse ranks that do not hold the same data, code and model. Collective.
+
+    Args:
+        parts: of this rank.
+        begins: whether the model's values count; if not, they are to be loaded.
+
+    Raises:
+        ConfigError: the code or the models differ.
+        DataError: the data do.
+    """
+    config, held = parts.config, parts.held_out
+    targets = (c.target for c in (config.model, config.data, config.objective, config.accum))
+    check_data(
+        parts.world,
+        [parts.train_set, *([] if held is None else [held.loader.dataset])],
+        modules=[
+            *(target.rpartition(".")[0] for target in targets),
+            *(type(part).__module__ for part in parts.module.modules()),
+        ],
+    )
+    check_model(parts.world, parts.module, parts.weights, begins=begins)
+
+
+def _layout(
+    config: RunConfig,
+    world: World,
+    data: Samples,
+    loader: Loader,
+    objective: Objective,
+    module: nn.Module,
+) -> tuple[Layout, Fields]:
+    """Find what hardware, model and data ask of every cut, and one micro-batch as it asks.
+
+    Raises:
+        ConfigError: `accum.packed=true`, and something cannot be packed.
+        DataError: the longest sample cannot be read.
+    """
+    lengths = lengths_of(data)
+    longest = int(lengths.argmax())
+    request = Request(ids=(longest,), epoch=0, pad_to=int(lengths[longest]))
+    example, unfit = loader.load(request), None
+    if config.accum.packed is not False:
+        unfit = _unfit_to_pack(loader, replace(request, packed=True), data, objective)
+    packed = packs(
+        config.accum.packed,
+        module,
+        unfit=unfit,
+        device=planned_device(config, world),
+        precision=config.precision,
+    )
+    layout = layout_for(
+        lengths,
+        world_size=world.size,
+        device_type=planned_device(config, world).type,
+        packed=packed,
+        compiled=config.compile,
+        group_size=objective.group_size,
+    )
+    return layout, loader.load(replace(request, packed=True)) if packed else example
+
+
+def _unfit_to_pack(
+    loader: Loader, request: Request, data: Samples, objective: Objective
+) -> str | None:
+    """Say why documents cannot be laid end to end; None when they can."""
+    if offered(data, "collate") is not None:
+        return f"{type(data).__name__} collates samples itself"
+    if objective.scope != "sample":
+        return f"an objective of scope {objective.scope} needs samples apart"
+    try:
+        fields = loader.load(request)
+    except DataError as error:
+        return str(error)
+    return None if INPUT_IDS in fields else f"the samples hold no {INPUT_IDS}"
+
+
+def bind_run(module: nn.Module, config: RunConfig, world: World) -> ModelCall:
+    """Bind a module to the run's precision."""
+    autocast = torch.bfloat16 if config.precision == "bf16" else None
+    return bind(module, autocast=autocast, device_type=world.device.type)
+
+
+def build_model(
+    config: RunConfig, world: World, data: Samples
+) -> tuple[nn.Module, Weights | None, tuple[str, ...]]:
+    """Build the model with weights drawn from the seed, on the rank's device.
+
+    Returns:
+        The model; if it is to be sharded, what its parameters, which are on the meta device, are
+        to begin with; and what there is to tell.
+
+    Raises:
+        ConfigError: it knows fewer tokens than the data hold, or is not to be spread over ranks.
+    """
+    known = offered(data, "vocab_size")
+    typed = config.model.params.get("vocab_size")
+    if known and typed and typed < known:
+        raise ConfigError(
+            f"model.vocab_size={typed}: the data hold {known} different tokens; "
+            f"the smallest valid value is {known}"
+        )
+    if known is None and "vocab_size" in config.model.params and typed is None:
+        raise ConfigError(
+            "model.vocab_size: these data do not say how many different tokens they hold; "
+            "type it, e.g. model.vocab_size=50257"
+        )
+    given = {"vocab_size": known, "max_length": config.data.params.get("max_length")}
+
+    def build() -> nn.Module:
+        seed_draws(rng_key(config.seed, "weights"), world.device)
+        return bare(construct(config.model, "model", nn.Module, config.trust, given))
+
+    weights, notes = None, []
+    with kept_generators():
+        try:
+            if is_sharded(config, world):
+                module, weights = deferred(build)
+            elif is_undecided(config, world):
+                module, weights = modest_or_deferred(build)
+            else:
+                module = build()
+        except CannotDefer as answer:
+            notes.append(f"the model is built whole on every rank before it is sharded: {answer}")
+            module = build()
+    module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(world.device))  # type: ignore[no-untyped-call] # untyped in torch
+    module.train()
+    if config.activation_checkpointing is True and not checkpoint_blocks(module):
+        raise ConfigError(
+            "activation_checkpointing=true: this model has no list of blocks (nn.ModuleList) "
+            "to recompute; use activation_checkpointing=false"
+        )
+    return module, weights, tuple(notes)
+
+
+def _component(config: RunConfig, key: str, expected: type[Built]) -> Built:
+    return construct(getattr(config, key), key, expected, config.trust)
+
+
+def _data_sets(config: RunConfig, world: World) -> tuple[Samples, Samples | None]:
+    """Build the training and the held-out data; what the data class does not split, we do.
+
+    Likewise what is bad in it, where it is to be passed over. Collective then.
+
+    Raises:
+        ConfigError: the share to hold out is not known.
+    """
+    component = config.data
+    has = partial(takes, component, "data", config.trust)
+    passes_over = config.data.on_bad == "skip" and not has("on_bad")
+    params = dict(component.params)
+    if "holdout" in params and params["holdout"] is None and not has("holdout"):
+        raise ConfigError(
+            f"data.holdout=null: {component.target} takes no holdout, so a share is held out by "
+            "seed: type one, e.g. 0.05, or 0 for none"
+        )
+    holdout = params.get("holdout") if has("holdout") else params.pop("holdout", 0.05)
+    component = component.model_copy(update={"params": params})
+    given = {"on_bad": config.data.on_bad, "seed": config.seed}
+    splits = [{"split": split} for split in ("train", "held_out")] if has("split") else [{}]
+    built: list[Any] = []
+    for split in splits:
+        with faults_of(component.target):
+            built.append(construct(component, "data", Sized, config.trust, {**given, **split}))
+        check_count(built[-1])
+    if passes_over:
+        built = list(readable(built, config.seed, world))
+    if has("split"):
+        return built[0], built[1]
+    train, held = (
+        split_by_seed(built[0], split=split, holdout=holdout, seed=config.seed)  # type: ignore[arg-type]
+        for split in ("train", "held_out")
+    )
+    return train, held if len(held) else None
+
+
+def _limits(module: nn.Module, objective: Objective) -> Limits:
+    """Find what token ids and labels must be below; labels of one's own objective mean anything."""
+    tokens, labels = vocabulary_of(module)
+    is_own = not type(objective).__module__.startswith("trainer.")
+    return Limits(tokens=tokens, labels=None if is_own else labels)
+
+
+def _loader(config: RunConfig, data: Samples, world: World, limits: Limits) -> Loader:
+    auto = GPU_WORKERS if planned_device(config, world).type == "cuda" else CPU_WORKERS
+    workers = auto if config.num_workers == "auto" else config.num_workers
+    on_gpu = world.device.type == "cuda"
+    return Loader(data, num_workers=workers, seed=config.seed, pin_memory=on_gpu, limits=limits)
+
+
+def _held_out(
+    config: RunConfig, data: Samples | None, layout: Layout, limits: Limits
+) -> HeldOut | None:
+    if data is None or not len(data):
+        return None
+    return HeldOut(
+        loader=Loader(data, num_workers=0, seed=config.seed, limits=limits),
+        lengths=lengths_of(data),
+        layout=replace(layout, lockstep=False),
+        max_tokens=1,
+        is_ordered=config.deterministic == "layout",
+    )
+
+
+def _order(config: RunConfig, lengths: IntArray) -> Order:
+    batch = config.batch
+    if batch.global_ is None:
+        raise ConfigError("batch.global: needs a value, or accum.micro and accum.steps")
+    return Order(len(lengths), config.seed, batch.global_, batch.unit, batch.tail, lengths)
+
+
+def _optimizer(config: RunConfig) -> OptimizerSpec:
+    kind = look_up(config.optimizer, "optimizer", config.trust)
+    if inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer):
+        names = config.optimizer.params.keys() - {"groups", "lr", "weight_decay"}
+        check_names(kind, "optimizer", sorted(names))
+        return OwnOptimizer.of(kind, arguments_of(config.optimizer, "optimizer", config.trust))
+    return construct(config.optimizer, "optimizer", OptimizerSpec, config.trust)
+
+
+def _strategy(config: RunConfig, objective: Objective) -> GradientStrategy:
+    component = config.accum.gradient
+    strategy = construct(component, "accum.gradient", GradientStrategy, config.trust)
+    if objective.scope not in strategy.scopes:
+        raise ConfigError(
+            f"accum.gradient: {type(strategy).__name__} is not exact for an objective of scope "
+            f"{objective.scope}; it knows {', '.join(sorted(strategy.scopes))}"
+        )
+    return strategy
+
+
+def _check(parts: Parts) -> None:
+    """Refuse what no cut can make exact, and a schedule that does not fit into the run.
+
+    Raises:
+        ConfigError: naming what, and what to type.
+    """
+    parts.schedule.factor(0, parts.total_steps)
+    refuse_sparse(parts.module)
+    longest = int(parts.source.lengths.max())
+    if isinstance(parts.cut, Budget) and longest > parts.cut.max_tokens:
+        raise ConfigError(
+            f"accum.max_tokens: {parts.cut.max_tokens} is less than the longest sample, of "
+            f"{longest} tokens. The nearest valid value is accum.max_tokens={longest}"
+        )
+    norm = batch_statistics(parts.module)
+    if norm is not None and not parts.cut.keeps_order:
+        raise ConfigError(
+            f"model: {norm} is BatchNorm, whose result depends on the cut, and "
+            f"accum={parts.config.accum.name or parts.config.accum.target} chooses the cut: "
+            "type accum=fixed accum.micro=N batchnorm=micro, which states it, or use GroupNorm"
+        )
+    if parts.config.batch.normalizer == "micro_batches" and not parts.cut.keeps_order:
+        raise ConfigError(
+            "batch.normalizer=micro_batches: a mean of means is only defined for stated counts in "
+            "sample order: type accum=fixed accum.micro=N"
+        )

@@ -1,0 +1,450 @@
+"""From parts to a cut that is ready: tuning, restored constants, and what memory they need."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any, final
+
+import numpy as np
+import torch
+
+from trainer.build.parallel import imagined, is_sharded, planned_device
+from trainer.build.parts import Parts, bind_run
+from trainer.build.trial_run import rehearse_own
+from trainer.config.messages import clip
+from trainer.core.errors import DataError, NoCheckpointError, Preempted
+from trainer.core.micro_batch import Fields
+from trainer.core.signals import UNBEGUN
+from trainer.data.loader import Request
+from trainer.data.samples import original_ids
+from trainer.models.recompute import checkpoint_blocks
+from trainer.plan.cut import Cost, Cut, IntArray, Plan
+from trainer.plan.cuts import Auto, Budget, Fixed
+from trainer.plan.layout_invariant import Leaves
+from trainer.plan.memory import Shape, corner_shapes
+from trainer.plan.partition import pad
+from trainer.plan.traffic import MOST_OF_MEMORY
+from trainer.training.batches import PREFETCH_LIMIT_BYTES
+from trainer.training.evaluation import HeldOut
+from trainer.tune.cache import Notebook, describe
+from trainer.tune.layout import BOUNDARIES
+from trainer.tune.memory_limit import MemoryLimit, memory_limit
+from trainer.tune.predict import predictor_for
+from trainer.tune.ragged import look
+from trainer.tune.restored import untouched
+from trainer.tune.speed import Clock, meter_for
+from trainer.tune.tensors import MemoryEstimate
+from trainer.tune.tuner import tune
+from trainer.tune.tuning import Question, Recompute, Tuning
+from trainer.tune.workload import Tiled, Workload
+
+RECOMPUTE: Mapping[bool | str, Recompute] = {False: "never", True: "always", "auto": "auto"}
+
+SAMPLED_STEPS = 8
+"""Global batches, spread over an epoch, that tuning and the plan's means look at."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A run that knows how to cut.
+
+    Attributes:
+        cut: tuned, or as a checkpoint left it.
+        plans: of sampled global batches, that of the first step first.
+        tuning: what `accum=auto` found; None under another cut.
+        predicted: peak of a step; None where it cannot be predicted.
+        limit_bytes: what is left for tensors on this rank; None where nobody knows.
+        how: how the cap was found, or why it is as it is.
+        is_here: whether the plan is for this machine; time is unknown for any other.
+        seen: what showed when the user's own model, objective and optimizer ran, for a person to
+            read.
+        evaluation_tokens: cap of a micro-batch in evaluation. It stays what the first process of a
+            run found, so that every evaluation sums in the same order.
+    """
+
+    parts: Parts
+    cut: Cut
+    plans: tuple[Plan, ...]
+    tuning: Tuning | None
+    predicted: MemoryEstimate | None
+    limit_bytes: int | None
+    how: str
+    is_here: bool
+    seen: tuple[str, ...]
+    evaluation_tokens: int
+
+
+def interruptible(was_asked: Callable[[], bool]) -> Clock:
+    """Make a clock for tuning that ends it, between two timings, when a signal asks to stop.
+
+    Args:
+        was_asked: whether a signal asked.
+    """
+
+    def clock() -> float:
+        if was_asked():
+            raise Preempted(UNBEGUN)
+        return time.perf_counter()
+
+    return clock
+
+
+def prepare_alike(
+    parts: Parts, saved: Mapping[str, Any] | None = None, clock: Clock = time.perf_counter
+) -> Prepared:
+    """Find the cut of a run on the main rank, and give every rank the same. Collective.
+
+    Args:
+        parts: what the run is made of.
+        saved: as for `prepare`.
+        clock: likewise.
+    """
+    found: list[Prepared] = []
+
+    def find() -> dict[str, Any]:
+        found.append(prepare(parts, saved, clock))
+        return describe_cut(found[0], found[0].cut)
+
+    told = parts.world.on_main(find)
+    return found[0] if found else prepare(parts, told)
+
+
+def prepare(
+    parts: Parts, saved: Mapping[str, Any] | None = None, clock: Clock = time.perf_counter
+) -> Prepared:
+    """Find the cut of a run.
+
+    Args:
+        parts: what the run is made of.
+        saved: `describe_cut` of a run that is resumed; it counts while `accum` is unchanged, so
+            that a resumed `auto` cuts as before.
+        clock: times what tuning computes, and may end it.
+    """
+    work = workload(parts)
+    limit, is_here = limit_of(parts, work)
+    batches = sampled(parts)
+    known = _restored(parts, saved)
+    if known is not None:
+        cut, tuning, how = known
+    elif isinstance(parts.cut, Auto):
+        assert limit is not None  # a machine that is not here has what accum.memory says
+        can_time = is_here and _fits_whole(parts, limit)
+        with parts.source.loader.naming_samples(_longest(parts)):
+            tuning = _tune(parts, parts.cut, work, limit, batches, clock if can_time else None)
+        cut = parts.cut.tuned(tuning.max_tokens, tuning.cost, tuning.alone)
+        how = tuning.method
+    else:
+        cut, tuning, how = parts.cut, None, "as typed"
+    is_open = parts.config.activation_checkpointing == "auto"
+    if is_open and tuning is not None and tuning.activation_checkpointing:
+        checkpoint_blocks(parts.module)
+    plans = tuple(cut.cut(lengths, parts.layout) for lengths in batches)
+    predicted, unknown = None if tuning is None else tuning.predicted, None
+    if tuning is None and parts.world.is_main:
+        predicted, unknown = _predicted_or_why(parts, work, plans)
+    return Prepared(
+        parts=parts,
+        cut=cut,
+        plans=plans,
+        tuning=tuning,
+        predicted=predicted,
+        limit_bytes=tuning.limit_bytes if tuning is not None else limit and limit.bytes,
+        how=how,
+        is_here=is_here,
+        seen=_seen(parts, work, unknown) if parts.world.is_main else (),
+        evaluation_tokens=(
+            max(plan.max_positions for plan in plans)
+            if known is None or saved is None
+            else saved["evaluation_tokens"]
+        ),
+    )
+
+
+def _longest(parts: Parts) -> Request:
+    """Ask for the sample that tuning makes its shapes out of."""
+    lengths = parts.source.lengths
+    return Request((int(lengths.argmax()),), 0, int(lengths.max()))
+
+
+def limit_of(parts: Parts, work: Workload) -> tuple[MemoryLimit | None, bool]:
+    """Find the memory of one rank, if anyone knows it, and whether it is that of this machine.
+
+    `train plan` takes `accum.memory` at its word, for a machine that is not here too. A run cannot
+    have more than there is.
+    """
+    asked = parts.cut.memory if isinstance(parts.cut, Auto) else None
+    device, world = planned_device(parts.config, parts.world), parts.world
+
+    def find(device: torch.device, asked: int | None = None) -> MemoryLimit:
+        limit = memory_limit(
+            device,
+            resident_bytes=work.resident_bytes,
+            asked=asked,
+            local_ranks=world.local_size,
+        )
+        # A GPU holds one micro-batch of inputs, which the prediction counts.
+        held = _inputs_bytes(parts) if device.type == "cpu" else 0
+        return replace(limit, bytes=max(0, limit.bytes - held), inputs=held)
+
+    if device.type != world.device.type:
+        return None if asked is None else find(device, asked=asked), False
+    there = find(device)
+    if asked is None:
+        return there, True
+    said = find(device, asked=asked)
+    if said.bytes <= there.bytes:
+        return said, True
+    return (said, False) if parts.config.command == "plan" else (there, True)
+
+
+def _inputs_bytes(parts: Parts) -> int:
+    """Count the inputs of one rank's step, and of the next where that is loaded ahead."""
+    lengths = parts.source.lengths
+    per_token = sum(field.nbytes for field in parts.example.values()) / float(lengths.max())
+    is_in_tokens = parts.config.batch.unit == "tokens"
+    tokens = parts.global_size * (1.0 if is_in_tokens else float(lengths.mean()))
+    step = int(per_token * tokens / parts.world.size)
+    return step * (2 if step <= PREFETCH_LIMIT_BYTES else 1)
+
+
+def workload(parts: Parts) -> Workload:
+    """Give what tuning rehearses: model, loss, optimizer, and micro-batches of any shape."""
+    call_of = partial(bind_run, config=parts.config, world=parts.world)
+    return Workload(
+        model=parts.module,
+        bind=call_of,
+        objective=parts.objective,
+        make_optimizer=parts.spec.build,
+        make_fields=_tiled(parts),
+        device=parts.world.device,
+        weights=parts.weights,
+        sync=parts.spread.sync,
+        imagined=partial(imagined, parts.spread, parts.world.size, call_of)
+        if is_sharded(parts.config, parts.world)
+        else None,
+    )
+
+
+def _tiled(parts: Parts) -> Tiled:
+    """Make shapes out of the longest sample; others tell which dimensions follow."""
+    example, lengths, packed = _rehearsed(parts), parts.source.lengths, parts.layout.packed
+    if BOUNDARIES in example:
+        return Tiled(example, int(lengths.max()))
+
+    def load(i: int) -> Fields | None:
+        # What cannot be read is told, or passed over, where its step needs it.
+        with suppress(DataError):
+            return parts.source.loader.load(Request((i,), 0, int(lengths[i]), packed))
+        return None
+
+    return Tiled(example, int(lengths.max()), look(lengths, load))
+
+
+def _rehearsed(parts: Parts) -> Fields:
+    """Give the fields that shapes are rehearsed with.
+
+    The kernel that takes all documents of a packed row at once is a GPU's. Where that is not here,
+    documents side by side, which take as much, stand in for it.
+    """
+    is_away = planned_device(parts.config, parts.world).type != parts.world.device.type
+    boundaries = inspect.signature(parts.module.forward).parameters.get(BOUNDARIES)
+    if not is_away or boundaries is None or boundaries.default is inspect.Parameter.empty:
+        return parts.example
+    own = {BOUNDARIES, "position_ids"}
+    return {name: field for name, field in parts.example.items() if name not in own}
+
+
+def _fits_whole(parts: Parts, limit: MemoryLimit) -> bool:
+    """Whether one rank can hold a model that is to be sharded whole, to time it.
+
+    A window holds as much; a model that is only ever gathered block by block may be too large.
+    """
+    whole = 2 * sum(p.nbytes for p in parts.module.parameters())
+    return parts.weights is None or whole <= limit.bytes * MOST_OF_MEMORY
+
+
+def situation(parts: Parts, work: Workload) -> dict[str, Any]:
+    """List everything that measurements and predictions depend on."""
+    facts = describe(work, int(parts.source.lengths.max()), parts.config.precision)
+    model = parts.config.model
+    facts["own lengths"] = repr(getattr(work.make_fields, "dims", None))
+    facts["component"] = [model.target, repr(sorted(model.params.items()))]
+    if work.imagined is None:
+        return facts
+    return {**facts, "shards": [parts.world.size, parts.spread.replicas, work.sync.lockstep]}
+
+
+def describe_cut(prepared: Prepared, cut: Cut) -> dict[str, Any]:
+    """Give what a resumed run needs to cut as this one does, as JSON."""
+    return {
+        "accum": _accum(prepared.parts),
+        "state": asdict(cut),
+        "tuning": None if prepared.tuning is None else prepared.tuning.to_dict(),
+        "evaluation_tokens": prepared.evaluation_tokens,
+    }
+
+
+def _accum(parts: Parts) -> dict[str, Any]:
+    return {"target": parts.config.accum.target, "params": dict(parts.config.accum.params)}
+
+
+def _restored(
+    parts: Parts, saved: Mapping[str, Any] | None
+) -> tuple[Cut, Tuning | None, str] | None:
+    if saved is None or saved["accum"] != _accum(parts):
+        return None
+    state = dict(saved["state"])
+    try:
+        if state.get("cost") is not None:
+            state["cost"] = Cost(**state["cost"])
+        cut = replace(parts.cut, **state)
+        tuning = None if saved["tuning"] is None else Tuning.from_dict(saved["tuning"])
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise NoCheckpointError(
+            f"the checkpoint's cut is none ({error!r:.80}): use init="
+        ) from error
+    return cut, tuning, "as before, from the checkpoint"
+
+
+def sampled(parts: Parts) -> list[IntArray]:
+    """Take the lengths behind a few steps of the first epoch, the first step's first."""
+    order, lengths = parts.source.order, parts.source.lengths
+    num_steps = min(SAMPLED_STEPS, order.steps_per_epoch, max(1, parts.total_steps))
+    if parts.config.batch.unit == "tokens":
+        cursor, batches = order.start, []
+        for _ in range(num_steps):
+            samples = order.next(cursor)
+            cursor = samples.after
+            batches.append(lengths[samples.ids])
+        return batches
+    spread = [step * order.steps_per_epoch // num_steps for step in range(num_steps)]
+    return [lengths[order.next(order.at(step)).ids] for step in spread]
+
+
+def _tune(
+    parts: Parts,
+    cut: Auto,
+    work: Workload,
+    limit: MemoryLimit,
+    batches: list[IntArray],
+    clock: Clock | None,
+) -> Tuning:
+    """Tune; without a clock, for a machine that is not here."""
+    lengths, config = parts.source.lengths, parts.config
+    question = Question(
+        work=work,
+        batches=batches,
+        longest=int(lengths.max()),
+        shortest=int(lengths.min()),
+        cut_at=cut.tuned,
+        layout=parts.layout,
+        limit=limit,
+        largest_batch=parts.source.order.most_samples,
+        max_samples=cut.micro,
+        recompute=RECOMPUTE[config.activation_checkpointing],
+        timed=clock is not None,
+        num_steps=parts.total_steps,
+        longest_id=int(original_ids(parts.train_set, [lengths.argmax()])[0]),
+    )
+    book = Notebook.open(situation(parts, work))
+    return tune(question, book, clock or time.perf_counter, meter_for(work.device))
+
+
+def _predicted_or_why(
+    parts: Parts, work: Workload, plans: tuple[Plan, ...]
+) -> tuple[MemoryEstimate | None, str | None]:
+    """Predict, or say why that cannot be: a stated cut needs no prediction to be trained."""
+    try:
+        return _predicted(parts, work, plans), None
+    except Exception as error:
+        # A fault of the model's own shows again, in full, in the step that follows.
+        return None, clip(f"memory not predicted: {type(error).__name__}: {error}")
+
+
+def _seen(parts: Parts, work: Workload, unknown: str | None) -> tuple[str, ...]:
+    """Gather what showed when the user's own code ran."""
+    seen = tuple(rehearse_own(parts, work))
+    return seen if unknown is None else (unknown, *seen)
+
+
+def _predicted(parts: Parts, work: Workload, plans: tuple[Plan, ...]) -> MemoryEstimate:
+    """Predict the peak of the dearest micro-batch of any step."""
+    work, shapes, book = dearest(parts, work, plans)
+    recompute = parts.config.activation_checkpointing is True
+    unknown = [shape for shape in shapes if (shape, recompute) not in book.peaks]
+    if unknown:
+        # One that the run has, not one sample alone: BatchNorm of single values needs two.
+        smallest = min(shapes, key=lambda shape: shape.num_samples)
+        with untouched(parts.module, parts.objective):
+            predictor = predictor_for(work, smallest, recompute=recompute)
+            book.peaks.update({(shape, recompute): predictor(shape) for shape in unknown})
+        book.methods[recompute] = predictor.method
+        book.save()
+    peaks = [book.peaks[shape, recompute] for shape in shapes]
+    return max(peaks, key=lambda peak: peak.peak_bytes)
+
+
+def dearest(
+    parts: Parts, work: Workload, plans: tuple[Plan, ...]
+) -> tuple[Workload, tuple[Shape, ...], Notebook]:
+    """Name shapes of which one needs the most memory of all steps.
+
+    Returns:
+        What makes them, the shapes, and the notebook of their peaks.
+    """
+    shapes, row = _dearest_shapes(parts, plans)
+    facts = situation(parts, work)
+    if row is not None and isinstance(work.make_fields, Tiled):
+        work = replace(work, make_fields=replace(work.make_fields, row=row))
+        facts["row"] = row
+    return work, shapes, Notebook.open(facts)
+
+
+def _dearest_shapes(parts: Parts, plans: tuple[Plan, ...]) -> tuple[tuple[Shape, ...], int | None]:
+    """Name shapes of which one needs the most memory of all steps, sampled or not.
+
+    The longest sample of the data comes with a whole micro-batch of others under a fixed cut, and
+    under a cap with as many as it allows. Of a cut of the user's own only the sampled plans are
+    known. A packed row counts as documents of their mean length, rounded up.
+
+    Returns:
+        Shapes, and the positions of the row where documents are packed.
+    """
+    cut, lengths, layout = parts.cut, parts.source.lengths, parts.layout
+    most = max(len(plan.ranks[rank][slot]) for plan in plans for rank, slot in plan.slots())
+    if isinstance(cut, Fixed) and parts.config.batch.unit == "tokens" and cut.micro is None:
+        share = -(-parts.source.order.most_samples // layout.world_size)
+        most = -(-share // (cut.steps or 1))
+    shortest, longest = map(int, pad(np.array([lengths.min(), lengths.max()]), layout))
+    if isinstance(cut, Budget) and not layout.packed:
+        whole = parts.source.order.most_samples
+        return corner_shapes(
+            cut.max_tokens, longest, shortest, min(whole, cut.micro or whole)
+        ), None
+    if not isinstance(cut, Fixed | Budget | Leaves):
+        most, row = max(_held(plan, *at) for plan in plans for at in plan.slots())[::-1]
+    elif not layout.packed:
+        return (Shape(most, longest),), None
+    else:
+        row = int(np.partition(lengths, -most)[-most:].sum())
+        row = min(row, max(cut.max_tokens, longest)) if isinstance(cut, Budget) else row
+    return (Shape(most, -(-row // most)),), row if layout.packed else None
+
+
+def _held(plan: Plan, rank: int, slot: int) -> tuple[int, int]:
+    """Count the positions and the samples of a micro-batch."""
+    return plan.positions(rank, slot), max(1, len(plan.ranks[rank][slot]))
+
+
+def held_out(prepared: Prepared) -> HeldOut | None:
+    """Give the held-out data a cap of its own: what training's largest micro-batch fits in."""
+    found = prepared.parts.held_out
+    if found is None:
+        return None
+    return replace(found, max_tokens=prepared.evaluation_tokens)

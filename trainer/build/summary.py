@@ -1,0 +1,214 @@
+"""What a person and plan.json are told before anything is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from statistics import fmean
+
+from trainer.build.advice import advice
+from trainer.build.choose_sync import step_seconds
+from trainer.build.parallel import planned_device
+from trainer.build.parts import Parts
+from trainer.build.prepare import Prepared
+from trainer.config.durations import warmup_steps
+from trainer.config.messages import flat, show
+from trainer.config.run_config import RunConfig, to_plain
+from trainer.core.format import plural, size
+from trainer.optim.optimizers import match_groups
+from trainer.plan.cut import Cut, Plan
+from trainer.plan.cuts import Auto
+from trainer.report.records import Candidate, MicroBatchShape, PlanSummary
+from trainer.tune.memory_limit import memory_limit
+
+
+def summarize(prepared: Prepared) -> PlanSummary:
+    """Work the whole arithmetic of a run out."""
+    parts, plan = prepared.parts, prepared.plans[0]
+    config, order = parts.config, parts.source.order
+    lengths = parts.source.lengths
+    return PlanSummary(
+        global_batch=parts.global_size,
+        unit=config.batch.unit,
+        world_size=parts.world.size,
+        accum_steps=plan.accum_steps,
+        micro_batches=plan.num_micro_batches,
+        max_tokens=_hard_cap(prepared.cut),
+        padding=plan.padding,
+        predicted_peak_bytes=prepared.predicted and prepared.predicted.peak_bytes,
+        memory_limit_bytes=prepared.limit_bytes,
+        sync=parts.spread.sync.name,
+        parallel=parts.spread.mode,
+        steps=parts.total_steps,
+        steps_per_epoch=order.steps_per_epoch,
+        normalizer=config.batch.normalizer,
+        tail=config.batch.tail,
+        tail_size=_tail_size(parts),
+        epochs=parts.total_steps / order.steps_per_epoch,
+        model=config.model.name or config.model.target,
+        num_parameters=sum(p.numel() for p in parts.module.parameters() if p.requires_grad),
+        num_frozen=sum(p.numel() for p in parts.module.parameters() if not p.requires_grad),
+        groups=tuple(_groups(parts)),
+        data=config.data.name or config.data.target,
+        num_samples=len(lengths),
+        num_held_out=0 if parts.held_out is None else len(parts.held_out.lengths),
+        num_tokens=int(lengths.sum()),
+        num_cut_tokens=int(getattr(parts.train_set, "num_cut", 0)),
+        optimizer=config.optimizer.name or config.optimizer.target,
+        lr=parts.spec.lr * parts.lr_scale,
+        scheduler=config.scheduler.name or config.scheduler.target,
+        warmup_steps=warmup_steps(getattr(parts.schedule, "warmup", 0) or 0, parts.total_steps),
+        device=_device(prepared),
+        precision=config.precision,
+        num_workers=parts.num_workers,
+        shapes=_shapes(plan),
+        epoch_means=_means(prepared.plans),
+        memory_parts=_memory_parts(prepared),
+        memory_note=None if prepared.is_here else "an estimate for a machine that is not here",
+        candidates=_candidates(prepared),
+        cap_source=prepared.how,
+        step_seconds=step_seconds(prepared),
+        time_note=_time_note(prepared),
+        cadences={
+            "log": config.log.every,
+            **({} if parts.held_out is None else {"evaluate": parts.every(config.eval.every)}),
+            "checkpoint": _checkpoint_cadence(parts),
+        },
+        defaults=tuple(_defaults(config)),
+        warnings=(*advice(prepared), *_more_memory(prepared)),
+        parallel_why=parts.spread.why_mode,
+        sync_why=parts.spread.why,
+        sync_table=parts.spread.rows,
+        network=parts.spread.network,
+    )
+
+
+def _checkpoint_cadence(parts: Parts) -> int | str | None:
+    every = parts.config.checkpoint.every
+    return every if isinstance(every, str) else parts.every(every)
+
+
+def _defaults(config: RunConfig) -> Iterator[str]:
+    """Write the defaults that are in force, each as it would be typed.
+
+    Yields:
+        `key=value`; of `steps` and `epochs` the one that says how long the run is.
+    """
+    plain = flat({**to_plain(config), "epochs": config.total_epochs})
+    for key in config.unset:
+        value = plain.get(key)
+        if value is not None or key not in {"steps", "epochs"}:
+            yield f"{key}={show(value)}"
+
+
+def _groups(parts: Parts) -> Iterator[str]:
+    """Tell what every pattern of `optimizer.groups` took, and what is left to the others.
+
+    Yields:
+        One line each; none where there are no patterns.
+    """
+    spec = parts.spec
+    matched = match_groups(parts.module, spec.groups)
+    taken = {id(p) for members in matched.values() for p in members}
+    rest = [p for p in parts.module.parameters() if id(p) not in taken]
+    for pattern, members in [*matched.items(), ("others", rest)] if matched else ():
+        settings = spec.groups.get(pattern, {})
+        lr = settings.get("lr", spec.lr) * parts.lr_scale
+        rate = "frozen" if settings.get("frozen") else f"lr {lr:g}"
+        count = plural(sum(p.numel() for p in members), "parameter")
+        yield f"{pattern}: {plural(len(members), 'tensor')}, {count}, {rate}"
+
+
+def _hard_cap(cut: Cut) -> int | None:
+    """Give the most padded tokens of any micro-batch, one longer sample's alone included."""
+    return cut.hard_cap if isinstance(cut, Auto) else getattr(cut, "max_tokens", None)
+
+
+def _more_memory(prepared: Prepared) -> Iterator[str]:
+    """Tell who asked a run to use memory that is not there.
+
+    Yields:
+        One line.
+    """
+    parts = prepared.parts
+    asked = parts.cut.memory if isinstance(parts.cut, Auto) else None
+    if asked is None or not prepared.is_here:
+        return
+    there = memory_limit(parts.world.device, local_ranks=parts.world.local_size)
+    has = there.bytes / (1 - there.reserve)
+    if asked > has:
+        yield (
+            f"accum.memory={size(asked)} is more than the {size(has)} that a rank has here, which "
+            "is used; planning for another machine is `train plan`"
+        )
+
+
+def _device(prepared: Prepared) -> str:
+    parts = prepared.parts
+    planned = planned_device(parts.config, parts.world)
+    is_away = planned.type != parts.world.device.type
+    return f"{planned.type} (not here)" if is_away else str(parts.world.device)
+
+
+def _time_note(prepared: Prepared) -> str | None:
+    if prepared.tuning is None or step_seconds(prepared):
+        return None
+    return "unknown" if prepared.is_here else "unknown: nothing can be timed for another machine"
+
+
+def _tail_size(parts: Parts) -> int:
+    if parts.config.batch.unit == "tokens":
+        return 0  # which samples are left depends on the epoch
+    return len(parts.source.lengths) % parts.global_size
+
+
+def _shapes(plan: Plan) -> tuple[MicroBatchShape, ...]:
+    return tuple(
+        MicroBatchShape(
+            rank=rank,
+            num_samples=len(plan.ranks[rank][slot]),
+            length=plan.padded_lengths[rank][slot],
+            packed=plan.packed,
+        )
+        for rank, slot in plan.slots()
+    )
+
+
+def _means(plans: tuple[Plan, ...]) -> dict[str, float]:
+    return {
+        "micro_batches": fmean(plan.num_micro_batches for plan in plans),
+        "accum_steps": fmean(plan.accum_steps for plan in plans),
+        "padding": fmean(plan.padding for plan in plans),
+        "tokens": fmean(int(plan.lengths.sum()) for plan in plans),
+        "steps": float(len(plans)),
+    }
+
+
+def _memory_parts(prepared: Prepared) -> dict[str, int]:
+    estimate = prepared.predicted
+    if estimate is None:
+        return {}
+    return {
+        "parameters": estimate.parameters,
+        "gradients": estimate.gradients,
+        "optimizer state": estimate.optimizer_state,
+        "activations": estimate.activations,
+        "buffers": estimate.buffers,
+    }
+
+
+def _candidates(prepared: Prepared) -> tuple[Candidate, ...]:
+    if prepared.tuning is None:
+        return ()
+    return tuple(
+        Candidate(
+            max_tokens=row.max_tokens,
+            micro_batches=round(row.micro_batches),
+            padding=row.padding,
+            predicted_bytes=row.predicted_bytes,
+            predicted_seconds=row.seconds_per_step,
+            fits=prepared.limit_bytes is None or row.predicted_bytes <= prepared.limit_bytes,
+            is_chosen=row.chosen,
+            recomputes=row.activation_checkpointing,
+        )
+        for row in prepared.tuning.candidates
+    )

@@ -1,0 +1,153 @@
+"""From Python objects to overrides, so that a run from a notebook is the run of a command line.
+
+The overrides are what the run folder keeps; a run from Python is thus resumed and evaluated like
+any other.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+
+from trainer.cli.argv import split
+from trainer.cli.compose import Composer, plain_of
+from trainer.cli.settings import NOT_TEXT, TARGET, Groups, quote
+from trainer.config.messages import flat, lookup
+from trainer.config.run_config import COMPONENTS
+from trainer.core.errors import ConfigError
+
+_WORD = re.compile(r"[A-Za-z_]\w*")  # what may stand between the dots of a key
+_PATTERN = re.compile(r"[A-Za-z_*?][\w./*?+@-]*", re.ASCII)
+
+
+def overrides_of(config: Mapping[str, Any] | Sequence[str], composer: Composer) -> list[str]:
+    """Write a config as overrides.
+
+    Args:
+        config: overrides as they are typed; or nested mappings, where a word that stands for a
+            group chooses its option (`{"accum": "fixed", "batch": {"global": 64}}`); or a config
+            that Hydra composed, whole.
+        composer: knows the groups.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    if OmegaConf.is_config(config):
+        config = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]
+    if isinstance(config, str) or not isinstance(config, Mapping | Sequence):
+        raise ConfigError("train(...): takes a config, a mapping, or a list of overrides")
+    if not isinstance(config, Mapping):
+        request = split([str(line) for line in config])
+        if request.flags:
+            name = next(iter(request.flags))
+            raise ConfigError(f"train(...): {name} is for the command line, or an argument by name")
+        return request.lines
+    tree = {str(key): value for key, value in config.items() if key not in ("hydra", "unset")}
+    chosen = dict(tree.pop("choices", None) or _choices(config.get("hydra")))
+    chosen = chosen or _recognised(tree, composer.config_folder)
+    with composer.open():
+        groups = composer.groups()
+        lines = [
+            f"{path}={quote(option)}"
+            for path, option in chosen.items()
+            if path in groups.options and isinstance(option, str)
+        ]
+        lines += _choice_lines(tree, groups)
+        known = flat(plain_of(composer.compose(lines)))
+    named = {line.partition("=")[0].replace("/", ".") for line in lines}
+    return [*lines, *_value_lines(tree, "", named, known)]
+
+
+def _choices(hydra: object) -> Mapping[str, Any]:
+    """The options that Hydra noted in its own node, if it is there."""
+    found: object = hydra
+    for key in ("runtime", "choices"):
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found if isinstance(found, Mapping) else {}
+
+
+def _recognised(tree: Mapping[str, Any], conf: Path) -> dict[str, str]:
+    """The options that whole components of a composed config were read from."""
+    chosen = {}
+    for path in COMPONENTS:
+        section = lookup(tree, path)
+        if not isinstance(section, Mapping) or TARGET not in section:
+            continue
+        group = path.replace(".", "/")
+        options = {file.stem: _load(file) for file in sorted((conf / group).glob("*.yaml"))}
+        alike = {
+            name: sum(section.get(key) == value for key, value in option.items())
+            for name, option in options.items()
+            if option.get(TARGET) == section[TARGET] and option.keys() <= section.keys()
+        }
+        if alike:
+            chosen[group] = max(alike, key=lambda name: alike[name])
+    return chosen
+
+
+def _load(file: Path) -> Mapping[str, Any]:
+    content = yaml.safe_load(file.read_text())
+    return content if isinstance(content, Mapping) else {}
+
+
+def _choice_lines(tree: Mapping[str, Any], groups: Groups) -> Iterator[str]:
+    """Give one override for every group that a mapping names an option of.
+
+    Yields:
+        `group/path=option`.
+    """
+    for key, path in groups.paths.items():
+        option = lookup(tree, key)
+        if isinstance(option, str):
+            yield f"{path}={quote(option)}"
+
+
+def _value_lines(
+    section: Mapping[Any, Any], prefix: str, named: set[str], known: Mapping[str, Any]
+) -> Iterator[str]:
+    """Give one override for every value that the chosen options do not have already.
+
+    Yields:
+        `++key=value`.
+    """
+    for name, value in section.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and value and all(map(_WORD.fullmatch, map(str, value))):
+            yield from _value_lines(value, f"{key}.", named, known)
+        elif not (key in named or (key in known and known[key] == value)):
+            yield f"++{key}={literal(value)}"
+
+
+def literal(value: object) -> str:
+    """Write a value in Hydra's override grammar.
+
+    Raises:
+        ConfigError: it is of a kind that a config cannot hold.
+    """
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, str):
+        return quote(value)
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{_key(k)}:{literal(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, Sequence):
+        return "[" + ",".join(map(literal, value)) + "]"
+    raise ConfigError(f"train(...): a config cannot hold a {type(value).__name__}: {value!r}")
+
+
+def _key(key: object) -> str:
+    """Write a key of a mapping, which Hydra's grammar takes without quotes only.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    if not isinstance(key, str) or not _PATTERN.fullmatch(key) or key.lower() in NOT_TEXT:
+        raise ConfigError(f"train(...): {key!r} cannot be a key; letters, digits and _./*?-+@ can")
+    return key

@@ -1,0 +1,106 @@
+"""The contract of a run: what its steps depend on, and how a change of it is told.
+
+Micro-batches, ranks, sync, workers and the device are free, since they compute the same steps.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from trainer.config.components import Accum, Component
+from trainer.config.messages import ancestors, did_you_mean, flat, line, show
+from trainer.config.run_config import COMPONENTS, RETIRED, RunConfig, to_plain
+
+STEP_KEYS: tuple[str, ...] = (
+    "batch",
+    "seed",
+    "data",
+    "model",
+    "objective",
+    "optimizer",
+    "scheduler",
+    "clip_norm",
+    "precision",
+    "batchnorm",
+)
+"""What the optimizer step is made of, beside `steps` and `epochs`; the rest is execution."""
+
+
+def contract(
+    config: RunConfig, *, has_batch_statistics: bool = False, ranks: int | None = None
+) -> dict[str, Any]:
+    """List what changes the step: flat, JSON-able, equal for every way to execute the run.
+
+    Args:
+        config: of the run.
+        has_batch_statistics: the model normalises over micro-batches, so that the cut is part of
+            the step, as it is of a mean of means.
+        ranks: number of ranks that share the cut, where it is known.
+    """
+    plain = to_plain(config)
+    tree = {key: plain[key] for key in STEP_KEYS}
+    tree |= {"steps": config.steps, "epochs": config.total_epochs}
+    is_micro = config.batchnorm == "micro" or config.batch.normalizer == "micro_batches"
+    if has_batch_statistics or is_micro:
+        own = Accum.model_fields.keys() - Component.model_fields.keys()
+        tree["accum"] = {key: value for key, value in plain["accum"].items() if key not in own}
+        if ranks is not None:
+            tree["parallel"] = {"ranks": ranks}
+    terms = flat(tree)
+    terms.pop("data.on_bad")
+    return terms
+
+
+def config_hash(terms: Mapping[str, Any]) -> str:
+    """Give the SHA-256 of a contract: equal for runs that take the same steps, however executed."""
+    return hashlib.sha256(json.dumps(terms, sort_keys=True).encode()).hexdigest()
+
+
+def contract_diff(
+    old: Mapping[str, Any], new: Mapping[str, Any], allow: Collection[str] = ()
+) -> list[str]:
+    """Name what a resumed run would change about its step.
+
+    Args:
+        old: the run's contract.
+        new: that of the run as it was typed now.
+        allow: keys, or whole sections, that may change. `steps` and `epochs` may grow anyway.
+
+    Returns:
+        One line per key.
+    """
+    faults = []
+    for key in sorted((old.keys() | new.keys()) - set(RETIRED)):
+        before, now = old.get(key), new.get(key)
+        if before == now or not {key, *ancestors(key)}.isdisjoint(allow):
+            continue
+        remedy = f"to change it, resume_allow=[{key}]"
+        if key in ("steps", "epochs") and isinstance(before, int) and isinstance(now, int):
+            if now > before:
+                continue
+            remedy = f"may only grow; {remedy}"
+        faults.append(line(key, now, f"the run has {show(before)}; {remedy}"))
+    return faults
+
+
+def step_faults(config: RunConfig, old: Mapping[str, Any]) -> list[str]:
+    """Name what a config would change about a run's step, and keys of `resume_allow` that are none.
+
+    Args:
+        config: as it was typed now.
+        old: the run's contract.
+
+    Returns:
+        One line per key.
+    """
+    keys = {*flat(to_plain(config)), *old}
+    known = keys.union(*map(ancestors, keys))
+    unknown = [
+        line("resume_allow", [key], f"{key}: unknown setting.{did_you_mean(key, known)}")
+        for key in config.resume_allow
+        if key not in known and set(COMPONENTS).isdisjoint(ancestors(key))
+    ]
+    return [*unknown, *contract_diff(old, contract(config), config.resume_allow)]

@@ -1,0 +1,397 @@
+"""Every durable write of the program: bytes that must survive a crash go through this module.
+
+One seam, `FileSystem`, holds the dozen operations that change a disk. Tests put another one in its
+place (`use`) and so stop, tear or refuse any write of the program. What is built on it keeps two
+promises: a name never shows half a content, and what a function returned from is on the disk.
+
+Both rest on POSIX: a rename within a folder is atomic, `fsync` of a file makes its bytes durable,
+`fsync` of a folder its names. Local file systems keep this; some network ones promise less.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import math
+import os
+import shutil
+import stat
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+from trainer.core.errors import SaveError
+
+Bytes = bytes | memoryview
+
+UNFINISHED = ".tmp-"
+"""Begins the name of what is being written."""
+
+TRASH = ".trash-"
+"""Begins the name of what is being deleted."""
+
+_PIECE_BYTES = 4 << 20  # hashed and written while it is still in the cache
+
+_MOST_JSON_BYTES = 16 << 20
+
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+class FileSystem(ABC):
+    """The operations that change a disk. All raise `OSError`; none retries."""
+
+    @abstractmethod
+    def make_folder(self, path: Path) -> None:
+        """Make one folder whose parent exists; `FileExistsError` if the name is taken."""
+
+    @abstractmethod
+    def create(self, path: Path) -> int:
+        """Open a new file for writing; `FileExistsError` if the name is taken."""
+
+    @abstractmethod
+    def open_append(self, path: Path) -> int:
+        """Open a file, new or not, for writing at its end."""
+
+    @abstractmethod
+    def write(self, handle: int, data: memoryview) -> int:
+        """Write some of `data`, and say how many bytes."""
+
+    @abstractmethod
+    def sync(self, handle: int) -> None:
+        """Make the bytes of an open file durable."""
+
+    @abstractmethod
+    def close(self, handle: int) -> None:
+        """Close an open file."""
+
+    @abstractmethod
+    def sync_folder(self, path: Path) -> None:
+        """Make the names in a folder durable."""
+
+    @abstractmethod
+    def rename(self, source: Path, target: Path) -> None:
+        """Give a file or folder another name in one step, replacing a file of that name."""
+
+    @abstractmethod
+    def unlink(self, path: Path) -> None:
+        """Remove one file, or a link itself."""
+
+    @abstractmethod
+    def remove_folder(self, path: Path) -> None:
+        """Remove one empty folder."""
+
+
+@final
+class Posix(FileSystem):
+    """The operating system's own operations."""
+
+    def make_folder(self, path: Path) -> None:
+        """Make one folder."""
+        path.mkdir()
+
+    def create(self, path: Path) -> int:
+        """Open a new file; never follows a link that lies in wait under its name."""
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+
+    def open_append(self, path: Path) -> int:
+        """Open a file for writing at its end; never one that a link leads to."""
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
+
+    def write(self, handle: int, data: memoryview) -> int:
+        """Write some of `data`."""
+        return os.write(handle, data)
+
+    def sync(self, handle: int) -> None:
+        """Make the bytes of an open file durable."""
+        os.fsync(handle)
+
+    def close(self, handle: int) -> None:
+        """Close an open file."""
+        os.close(handle)
+
+    def sync_folder(self, path: Path) -> None:
+        """Make the names in a folder durable, where the file system knows how.
+
+        Raises:
+            OSError: the disk refused.
+        """
+        handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(handle)
+        except OSError as error:
+            # Some network and FUSE file systems order names themselves and refuse the call.
+            if error.errno not in {errno.EINVAL, errno.ENOTSUP}:
+                raise
+        finally:
+            os.close(handle)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Give a file or folder another name."""
+        source.rename(target)
+
+    def unlink(self, path: Path) -> None:
+        """Remove one file."""
+        path.unlink()
+
+    def remove_folder(self, path: Path) -> None:
+        """Remove one empty folder."""
+        path.rmdir()
+
+
+_in_use: list[FileSystem] = [Posix()]
+
+
+@contextlib.contextmanager
+def use(file_system: FileSystem) -> Iterator[None]:
+    """Send every durable write of the process, in all threads, to another file system."""
+    _in_use.append(file_system)
+    try:
+        yield
+    finally:
+        _in_use.remove(file_system)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What a file holds: its size in bytes and the SHA-256 of them, in hex."""
+
+    size: int
+    sha256: str
+
+
+def write_file(path: Path, pieces: Iterable[Bytes]) -> Written:
+    """Write a new file piece by piece and make its bytes durable, but not yet its name.
+
+    Args:
+        path: a name that is not taken.
+        pieces: one-dimensional buffers of bytes; each is let go before the next is asked for.
+
+    Returns:
+        Size and digest, taken from the bytes on their way to the disk.
+    """
+    disk = _in_use[-1]
+    digest, size = hashlib.sha256(), 0
+    handle = disk.create(path)
+    try:
+        for piece in pieces:
+            for part in _parts(piece):
+                digest.update(part)
+                _write_all(disk, handle, part)
+                size += len(part)
+        disk.sync(handle)
+    finally:
+        disk.close(handle)
+    return Written(size, digest.hexdigest())
+
+
+def write_file_atomic(path: Path, data: Bytes) -> None:
+    """Put a content under a name, which shows the old content or the new one and nothing else.
+
+    Raises:
+        OSError: the disk refused; the old content stays, and no other file is left.
+    """
+    disk = _in_use[-1]
+    unfinished = path.with_name(f"{UNFINISHED}{path.name}-{uuid.uuid4().hex}")
+    try:
+        write_file(unfinished, [data])
+        disk.rename(unfinished, path)
+    except OSError:
+        discard(unfinished)
+        raise
+    disk.sync_folder(path.parent)
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Put a JSON object under a name, as `write_file_atomic` does; NaN and infinity become null."""
+    text = json.dumps(strict(content), indent=2, allow_nan=False)
+    write_file_atomic(path, f"{text}\n".encode())
+
+
+def strict(value: Any) -> Any:  # noqa: ANN401 - any JSON value
+    """Replace every number that JSON does not know (NaN, infinities) by null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): strict(item) for key, item in value.items()}
+    return [strict(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def write_record(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON file of a run folder, as `write_json` does.
+
+    Raises:
+        SaveError: the disk refused.
+    """
+    try:
+        write_json(path, content)
+    except OSError as error:
+        failure = save_error(error, path)
+        raise failure from error
+
+
+def parsed(text: bytes) -> Any:  # noqa: ANN401 - any JSON value
+    """Read JSON that anyone may have written; None where it is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object of a run folder, perhaps a stranger's; empty where there is none."""
+    try:
+        if not path.is_file():  # a pipe would never end
+            return {}
+        with path.open("rb") as file:
+            content = parsed(file.read(_MOST_JSON_BYTES))
+    except OSError:
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def append(path: Path, data: bytes, *, durable: bool = False) -> None:
+    """Add bytes to the end of a log. A crash may leave a part of them.
+
+    Args:
+        path: the log; made if it does not exist.
+        data: whole lines.
+        durable: whether to wait until the disk holds them.
+    """
+    disk = _in_use[-1]
+    handle = disk.open_append(path)
+    try:
+        _write_all(disk, handle, memoryview(data))
+        if durable:
+            disk.sync(handle)
+    finally:
+        disk.close(handle)
+
+
+def make_folder(path: Path) -> None:
+    """Make one new folder whose parent exists; its name is not yet durable."""
+    _in_use[-1].make_folder(path)
+
+
+def make_folders(path: Path) -> None:
+    """Make a folder and the parents that are missing, durably; fine if it exists.
+
+    Raises:
+        FileExistsError: a file has one of the names.
+    """
+    if path.is_dir():
+        return
+    make_folders(path.parent)
+    disk = _in_use[-1]
+    try:
+        disk.make_folder(path)
+    except FileExistsError:
+        if not path.is_dir():
+            raise
+    disk.sync_folder(path.parent)
+
+
+def publish(unfinished: Path, final_path: Path) -> None:
+    """Give a finished folder its name, durably: its files first, then its name.
+
+    Args:
+        unfinished: a folder whose files are durable.
+        final_path: a name in the same parent that is not taken.
+
+    Raises:
+        FileExistsError: the name is taken; rename would replace an empty folder in silence.
+    """
+    disk = _in_use[-1]
+    disk.sync_folder(unfinished)
+    if os.path.lexists(final_path):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(final_path))
+    rename(unfinished, final_path)
+
+
+def rename(source: Path, target: Path) -> None:
+    """Rename within a folder, durably."""
+    disk = _in_use[-1]
+    disk.rename(source, target)
+    disk.sync_folder(target.parent)
+
+
+def remove(path: Path) -> None:
+    """Delete a folder so that a crash never leaves a part of it under its name."""
+    trash = path.with_name(f"{TRASH}{path.name}-{uuid.uuid4().hex}")
+    rename(path, trash)
+    _remove_tree(trash)
+
+
+def discard(path: Path) -> None:
+    """Delete an unfinished file or folder if that is possible; `clean` finds what is left."""
+    with contextlib.suppress(OSError):
+        _remove_tree(path)
+
+
+def clean(folder: Path) -> None:
+    """Delete what earlier crashes left unfinished in a folder. Only for who holds the run."""
+    if not folder.is_dir():
+        return
+    for path in sorted(folder.iterdir()):
+        if path.name.startswith((UNFINISHED, TRASH)):
+            discard(path)
+
+
+def save_error(error: OSError, path: Path, needed: int | None = None) -> SaveError:
+    """Say in one line which write failed, why, and what to do.
+
+    Args:
+        error: what the system said.
+        path: what could not be written.
+        needed: its size in bytes, where known.
+    """
+    why = error.strerror or str(error) or type(error).__name__
+    if error.errno not in _FULL:
+        return SaveError(f"{path}: could not be written: {why}")
+    size = "" if needed is None else f"needs {_readable(needed)}, "
+    return SaveError(
+        f"{path}: could not be written: {why} ({size}{_readable(_free_bytes(path))} free): make "
+        "room, lower checkpoint.keep, or set outputs to another disk; nothing older was touched"
+    )
+
+
+def _parts(piece: Bytes) -> Iterator[memoryview]:
+    view = memoryview(piece)
+    for start in range(0, len(view), _PIECE_BYTES):
+        yield view[start : start + _PIECE_BYTES]
+
+
+def _write_all(disk: FileSystem, handle: int, data: memoryview) -> None:
+    while data:
+        count = disk.write(handle, data)
+        if count == 0:
+            raise OSError(errno.EIO, "the system accepts no more bytes")
+        data = data[count:]
+
+
+def _remove_tree(path: Path) -> None:
+    """Delete a file, a link (not what it points to), or a folder with all it holds."""
+    disk = _in_use[-1]
+    if not stat.S_ISDIR(path.lstat().st_mode):
+        disk.unlink(path)
+        return
+    for inner in sorted(path.iterdir()):
+        _remove_tree(inner)
+    disk.remove_folder(path)
+
+
+def _free_bytes(path: Path) -> int:
+    for folder in path.parents:
+        if folder.is_dir():
+            return shutil.disk_usage(folder).free
+    return 0
+
+
+def _readable(size: int) -> str:
+    gib = size / 2**30
+    return f"{gib:.2f} GiB" if gib >= 1 else f"{size / 2**20:.2f} MiB"

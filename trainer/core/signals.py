@@ -1,0 +1,141 @@
+"""Whether a signal asked the run to stop.
+
+Imports nothing heavy, so that signals are heard from the moment a run has a folder, before torch is
+there. What cannot be handed the flag, reading the data for one, asks `check`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import final
+
+from trainer.core.errors import Preempted
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+TOGETHER_S = 0.2
+"""Signals that come this close are one: a terminal, a scheduler or torchrun reaches a process
+directly and once more through what started it."""
+
+UNBEGUN = "stopped before it took a step"
+"""How a run ends that was asked to before it could train."""
+
+HEARD = b"\ntrain: stopping when this step is saved; once more stops at once, and saves nothing\n\n"
+"""With a blank line at its end: a progress bar of two lines is next drawn over the last two."""
+
+_listening: list[StopFlag] = []
+"""The flag of this process while it listens; at most one."""
+
+
+@final
+@dataclass
+class StopFlag:
+    """Whether a signal asked the run to stop at the next step boundary."""
+
+    is_set: bool = False
+
+    def __call__(self) -> bool:
+        """Ask it."""
+        return self.is_set
+
+
+@contextmanager
+def stop_signals(*, ends_at_second: bool = True) -> Iterator[StopFlag]:
+    """Let the first SIGINT, SIGTERM or SIGUSR1 set a flag, and the second one end the process.
+
+    Within another such context its flag is given. Only the main thread hears signals; elsewhere
+    the flag stays as it is.
+
+    Args:
+        ends_at_second: not so for a rank, whose supervisor hears the second one and ends it; it
+            hears no more signals afterwards.
+
+    Yields:
+        The flag.
+    """
+    if _listening:
+        yield _listening[0]
+        return
+    flag = StopFlag()
+    if threading.current_thread() is not threading.main_thread():
+        yield flag
+        return
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        if flag.is_set:
+            return
+        flag.is_set = True
+        if ends_at_second:
+            _end_at_next()
+
+    before = {each: signal.signal(each, on_signal) for each in SIGNALS}
+    _listening.append(flag)
+    try:
+        # A supervisor holds signals back until this process can hear them.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        yield flag
+    finally:
+        _listening.clear()
+        for each, handler in before.items():
+            # A rank that is done is about to exit, and its supervisor passes signals on.
+            signal.signal(each, handler if ends_at_second else signal.SIG_IGN)
+
+
+def settle() -> None:
+    """Ignore signals while listening: all is saved, and how the run ended is about to be told."""
+    if _listening and threading.current_thread() is threading.main_thread():
+        for each in SIGNALS:
+            signal.signal(each, signal.SIG_IGN)
+
+
+def _end_at_next() -> None:
+    """Let the next signal end the process, and tell whoever sits before it."""
+    if sys.stderr.isatty():
+        # Not through the stream, which may be in the midst of writing.
+        os.write(sys.stderr.fileno(), HEARD)
+    time.sleep(TOGETHER_S)
+    for each in SIGNALS:
+        signal.signal(each, signal.SIG_DFL)
+
+
+@contextmanager
+def unheard() -> Iterator[None]:
+    """Let Ctrl-C end the process at once, silently, while there is nothing to lose.
+
+    Raised as an exception it could come out of a parser as anything.
+
+    Yields:
+        Nothing.
+    """
+    is_ours = signal.getsignal(signal.SIGINT) in {signal.default_int_handler, signal.SIG_DFL}
+    if not is_ours or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def was_asked() -> bool:
+    """Tell whether a signal asked this process to stop."""
+    return bool(_listening) and _listening[0].is_set
+
+
+def check() -> None:
+    """End what takes long before the first step, if a signal asked to.
+
+    Raises:
+        Preempted: one did.
+    """
+    if was_asked():
+        raise Preempted(UNBEGUN)

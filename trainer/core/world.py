@@ -1,0 +1,234 @@
+"""The ranks of a run: who am I, how many are we, and sums over all of us.
+
+The ground floor. A world of one rank needs no process group and sends nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any, TypeVar, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainer.core.errors import TrainError, heard, said
+from trainer.core.phases import HostClock, PhaseTimes
+from trainer.core.rank_progress import Board, Phase
+
+Value = TypeVar("Value")
+
+PATIENCE = timedelta(hours=2)
+"""How long ranks wait while one of them tunes, or writes a checkpoint. If it dies, they know."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """The data-parallel ranks of one run.
+
+    Attributes:
+        rank: this process, from 0.
+        size: number of ranks.
+        local_size: ranks on this machine, which share its memory and its cores.
+        device: where this rank computes.
+        patient: process group for what one rank does while the others wait, with a time limit of
+            its own; None on one rank, and where one process works out what several would do.
+        board: where this rank notes what it is doing; None where nobody would look.
+        times: what its phases took.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_size: int = 1
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    patient: dist.ProcessGroup | None = None
+    board: Board | None = None
+    times: PhaseTimes = field(default_factory=lambda: PhaseTimes(HostClock()), compare=False)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank writes the run folder."""
+        return self.rank == 0
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Add a tensor over all ranks, in place. Collective; sends nothing on one rank."""
+        if self.size > 1:
+            dist.all_reduce(values)
+        return values
+
+    def max(self, values: Tensor) -> Tensor:
+        """Take the largest over all ranks, in place. Collective; sends nothing on one rank."""
+        if self.size > 1:
+            dist.all_reduce(values, dist.ReduceOp.MAX)
+        return values
+
+    def begin_sum(self, values: Tensor) -> Callable[[], Any]:
+        """Begin to add a tensor over several ranks, in place. Collective.
+
+        Returns:
+            Waits for the sum; on an accelerator its stream does, and not the host.
+        """
+        launched, work = self.times.mark(), dist.all_reduce(values, async_op=True)
+        assert work is not None
+
+        def wait() -> None:
+            asked = self.times.mark()
+            work.wait()
+            self.times.flew(launched, asked)
+
+        return wait
+
+    def is_same(self, text: str) -> bool:
+        """Tell whether all ranks hold the same text. Collective: one number, on the CPU."""
+        if self.patient is None:
+            return True
+        own = torch.tensor([rng_key(text)])
+        each = [torch.zeros_like(own) for _ in range(self.size)]
+        dist.all_gather(each, own)
+        return all(torch.equal(number, own) for number in each)
+
+    def copy_from_main(self, values: Tensor) -> Tensor:
+        """Overwrite a tensor by the main rank's, in place. Collective; nothing on one rank."""
+        if self.size > 1:
+            dist.broadcast(values, 0)
+        return values
+
+    def sum_numbers(self, numbers: Sequence[float]) -> list[float]:
+        """Add a few numbers over all ranks, in float64. Collective; sends nothing on one rank."""
+        if self.size == 1:
+            return list(numbers)
+        total: list[float] = self.sum(
+            torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        ).tolist()
+        return total
+
+    def any(self, claim: bool) -> bool:
+        """Tell every rank whether the claim holds on one of them. Collective."""
+        return self.sum_numbers([float(claim)])[0] > 0
+
+    def collect(self, value: Any) -> list[Any]:  # noqa: ANN401 - any JSON
+        """Give every rank the values of all ranks, in order of rank. Collective.
+
+        The values travel as JSON, so nothing that arrives can run anything. Waits patiently.
+
+        Args:
+            value: anything that JSON holds.
+        """
+        text = json.dumps(value).encode()
+        if self.patient is None:
+            return [json.loads(text)]
+        with nullcontext() if self.board is None else self.board.waiting():
+            return self._collected(text)
+
+    def _collected(self, text: bytes) -> list[Any]:
+        own = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(sizes, torch.tensor([len(own)]), group=self.patient)
+        longest = int(torch.cat(sizes).max())
+        texts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+        padded = torch.nn.functional.pad(own, (0, longest - len(own)))
+        dist.all_gather(texts, padded, group=self.patient)
+        return [
+            json.loads(bytes(text[: int(size)].tolist()))
+            for text, size in zip(texts, sizes, strict=True)
+        ]
+
+    def on_main(self, work: Callable[[], Value]) -> Value:
+        """Do something on the main rank alone, and give every rank what came out. Collective.
+
+        Args:
+            work: gives something that JSON holds.
+
+        Raises:
+            TrainError: the main rank did, and so every rank does.
+            heard: that error, on the other ranks.
+        """
+        if self.patient is None:
+            return work()
+        told: dict[str, Any] = {}
+        if self.is_main:
+            try:
+                told = {"value": work()}
+            except TrainError as error:
+                self.collect(said(error))
+                raise
+        answer = self.collect(told)[0]
+        if "value" not in answer:
+            raise heard(answer)
+        value: Value = answer["value"]
+        return value
+
+    def on_all(self, work: Callable[[], Value]) -> list[Value]:
+        """Do something on every rank, and give every rank what came out of all. Collective.
+
+        Args:
+            work: gives something that JSON holds.
+
+        Raises:
+            TrainError: a rank did, and so every rank does.
+            heard: that error, on the others.
+        """
+        told: dict[str, Any] = {}
+        try:
+            told = {"value": work()}
+        except TrainError as error:
+            self.collect(said(error))
+            raise
+        answers = self.collect(told)
+        for answer in answers:
+            if "value" not in answer:
+                raise heard(answer)
+        return [answer["value"] for answer in answers]
+
+    def apart(self) -> World:
+        """Make a world for another thread, whose messages never meet this one's. Collective."""
+        if self.patient is None:
+            return self
+        return replace(self, patient=dist.new_group(backend="gloo", timeout=PATIENCE), board=None)
+
+    def note(self, phase: Phase, *, step: int | None = None) -> None:
+        """Note what this rank does now, for whoever may ask why it does not answer."""
+        self.times.enter(phase)
+        if self.board is not None:
+            place = self.board.read()
+            self.board.write(
+                replace(
+                    place,
+                    phase=phase,
+                    micro_batch=0,
+                    step=place.step if step is None else step,
+                )
+            )
+
+    def note_micro_batch(self) -> None:
+        """Note that the next micro-batch of the step begins."""
+        if self.board is not None:
+            place = self.board.read()
+            self.board.write(replace(place, micro_batch=place.micro_batch + 1))
+
+    def barrier(self) -> None:
+        """Wait for every rank. Collective."""
+        if self.size > 1:
+            dist.barrier()
+
+
+def rng_key(*parts: int | str) -> int:
+    """Hash the parts into a seed for one random draw.
+
+    The CPU generator reads only the low 32 bits of a seed, so every part must reach them;
+    BLAKE2b mixes them all. Costs about 1 us.
+
+    Args:
+        parts: what the draw belongs to, e.g. `(seed, step, micro_batch)`.
+
+    Returns:
+        An integer in [0, 2**63).
+    """
+    text = "\x1f".join(map(str, parts)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1

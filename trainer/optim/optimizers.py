@@ -1,0 +1,343 @@
+"""Optimizers and their parameter groups.
+
+An `OptimizerSpec` holds the keys of `conf/optimizer/*.yaml` and builds the optimizer once the
+model stands on its device. `groups` gives parameters by name a learning rate or decay of their
+own, or freezes them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import cache
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.optim import Optimizer
+
+from trainer.config.arguments import group_faults
+from trainer.core.errors import ConfigError
+
+Groups = Mapping[str, Mapping[str, Any]]
+"""Settings by name pattern, in order; of several patterns that match, the first counts."""
+
+NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _NormBase)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSpec(ABC):
+    """Everything about an optimizer but the parameters.
+
+    Attributes:
+        lr: learning rate at factor 1 of the schedule.
+        weight_decay: of weights; not of norms and biases, unless a group asks for it.
+        groups: settings by name pattern: `lr`, `weight_decay`, `frozen`.
+    """
+
+    lr: float
+    weight_decay: float = 0.0
+    groups: Groups = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_amount("optimizer.lr", self.lr)
+        check_amount("optimizer.weight_decay", self.weight_decay)
+        check_groups(self.groups)
+
+    def freeze(self, model: nn.Module) -> None:
+        """Freeze what the groups say, before the model is sharded. Repeating it changes nothing.
+
+        Raises:
+            ConfigError: a pattern matches no parameter.
+        """
+        for pattern, members in match_groups(model, self.groups).items():
+            if self.groups[pattern].get("frozen", False):
+                for parameter in members:
+                    parameter.requires_grad_(False)
+
+    def build(self, model: nn.Module) -> Optimizer:
+        """Build the optimizer over the parameters of a model.
+
+        Args:
+            model: on its device; sharded, but not wrapped, so that its names are the user's.
+
+        Returns:
+            An optimizer whose groups each have a `name` and an `lr`.
+
+        Raises:
+            ConfigError: a setting is out of range, as PyTorch's own class says.
+        """
+        groups = param_groups(model, self.lr, self.weight_decay, self.groups)
+        try:
+            return self.construct(groups)
+        except ValueError as error:
+            raise ConfigError(f"optimizer: {error}") from error
+
+    @abstractmethod
+    def construct(self, params: list[dict[str, Any]]) -> Optimizer:
+        """Construct the optimizer over finished groups."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class AdamW(OptimizerSpec):
+    """Adam with decoupled weight decay (Loshchilov & Hutter 2019, 1711.05101).
+
+    Attributes:
+        betas: decay of the two moments.
+        eps: added to the root of the second.
+    """
+
+    betas: Sequence[float] = (0.9, 0.95)
+    eps: float = 1e-8
+
+    def construct(self, params: list[dict[str, Any]]) -> Optimizer:
+        """See the base class.
+
+        Raises:
+            ConfigError: `betas` are not two.
+        """
+        if len(self.betas) != 2:  # noqa: PLR2004 - Adam has two moments
+            raise ConfigError(f"optimizer.betas={list(self.betas)}: must be two numbers")
+        beta1, beta2 = self.betas
+        return without_compiler(torch.optim.AdamW)(
+            params, betas=(beta1, beta2), eps=self.eps, fused=all_fuse(params)
+        )
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class SGD(OptimizerSpec):
+    """Stochastic gradient descent with momentum.
+
+    Attributes:
+        momentum: share of the last update that is kept.
+        nesterov: looks ahead by the momentum.
+    """
+
+    momentum: float = 0.9
+    nesterov: bool = False
+
+    def construct(self, params: list[dict[str, Any]]) -> Optimizer:
+        """See the base class."""
+        # PyTorch's fused SGD, unlike its AdamW, does not know sharded parameters.
+        fused = all_fuse(params) and not any_sharded(params)
+        return without_compiler(torch.optim.SGD)(
+            params, momentum=self.momentum, nesterov=self.nesterov, fused=fused
+        )
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class OwnOptimizer(OptimizerSpec):
+    """Any subclass of `torch.optim.Optimizer`, a user's too, called with parameter groups.
+
+    Attributes:
+        kind: the class.
+        options: further arguments of its constructor.
+    """
+
+    kind: type[Optimizer]
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, kind: type[Optimizer], params: Mapping[str, Any]) -> OwnOptimizer:
+        """Split the keys under `optimizer` into the spec's own and the constructor's.
+
+        A learning rate or weight decay that is not given is the constructor's default.
+
+        Raises:
+            ConfigError: neither a value nor a default for the learning rate.
+        """
+        options = dict(params)
+        groups = options.pop("groups", None) or {}
+        defaults = {
+            name: parameter.default
+            for name, parameter in inspect.signature(kind).parameters.items()
+            if isinstance(parameter.default, int | float)
+        }
+        lr = options.pop("lr", defaults.get("lr"))
+        if lr is None:
+            raise ConfigError(f"optimizer.lr: {kind.__name__} has no default; type optimizer.lr=")
+        weight_decay = options.pop("weight_decay", defaults.get("weight_decay", 0.0))
+        return cls(kind=kind, lr=lr, weight_decay=weight_decay, groups=groups, options=options)
+
+    def construct(self, params: list[dict[str, Any]]) -> Optimizer:
+        """See the base class.
+
+        Raises:
+            ConfigError: the constructor refuses the options or has no parameter groups.
+        """
+        named = inspect.signature(self.kind).parameters
+        own = {"lr": self.lr, "weight_decay": self.weight_decay}
+        options = {name: value for name, value in own.items() if name in named} | dict(self.options)
+        try:
+            return self.kind(params, **options)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"optimizer: {self.kind.__name__} refuses: {error}") from error
+
+
+def param_groups(
+    model: nn.Module, lr: float, weight_decay: float, groups: Groups
+) -> list[dict[str, Any]]:
+    """Sort the trainable parameters of a model into groups, each parameter once.
+
+    Not decayed are vectors and scalars, biases, and everything in a normalisation layer.
+    Embeddings are decayed, as in GPT-2. A group that names a `weight_decay` decays all that its
+    pattern matches: `{"*": {"weight_decay": 0.1}}` decays everything. Tied parameters go by all
+    of their names.
+
+    Args:
+        model: whose parameters, by name.
+        lr: learning rate outside the groups.
+        weight_decay: outside the groups.
+        groups: settings by name pattern; of several that match, the first counts.
+
+    Returns:
+        Groups with `name`, `params`, `lr` and `weight_decay`; frozen parameters are in none.
+
+    Raises:
+        ConfigError: a pattern matches no parameter, or nothing is left to train.
+    """
+    exempt = undecayed(model)
+    by_pattern = match_groups(model, groups)
+    grouped = {id(p) for members in by_pattern.values() for p in members}
+    rest = [p for p in model.parameters() if id(p) not in grouped]
+    found: list[dict[str, Any]] = []
+    for pattern, members in [*by_pattern.items(), ("", rest)]:
+        settings = groups.get(pattern, {})
+        if settings.get("frozen", False):
+            continue
+        trained = [p for p in members if p.requires_grad]
+        if "weight_decay" in settings:
+            parts = {pattern: (trained, settings["weight_decay"])}
+        else:
+            parts = {
+                f"{pattern} decayed": ([p for p in trained if id(p) not in exempt], weight_decay),
+                f"{pattern} not decayed": ([p for p in trained if id(p) in exempt], 0.0),
+            }
+        found += [
+            {"name": name.strip(), "params": part, "lr": settings.get("lr", lr)}
+            | {"weight_decay": decay}
+            for name, (part, decay) in parts.items()
+            if part
+        ]
+    if not found:
+        raise ConfigError("optimizer.groups: every parameter is frozen, nothing is left to train")
+    return found
+
+
+def match_groups(model: nn.Module, groups: Groups) -> dict[str, list[nn.Parameter]]:
+    """Give every parameter to the first pattern that matches one of its names.
+
+    Raises:
+        ConfigError: a pattern matches no parameter, or only what earlier patterns took.
+    """
+    names = list(model.named_parameters(remove_duplicate=False))
+    taken: set[int] = set()
+    found: dict[str, list[nn.Parameter]] = {}
+    for pattern in groups:
+        matching = {id(p): p for name, p in names if fnmatchcase(name, pattern)}
+        if not matching:
+            nearest = difflib.get_close_matches(
+                pattern.replace("*", ""), [name for name, _ in names], n=3, cutoff=0.0
+            )
+            raise ConfigError(
+                f"optimizer.groups: no parameter is named like {pattern!r}; "
+                f"nearest: {', '.join(nearest)}"
+            )
+        found[pattern] = [p for key, p in matching.items() if key not in taken]
+        if not found[pattern]:
+            raise ConfigError(
+                f"optimizer.groups: what {pattern!r} matches belongs to patterns before it; "
+                "put the narrower pattern first"
+            )
+        taken |= matching.keys()
+    return found
+
+
+def undecayed(model: nn.Module) -> set[int]:
+    """Find the parameters without decay: vectors, scalars, biases, normalisation layers.
+
+    Returns:
+        Their ids.
+    """
+    exempt = {
+        id(p)
+        for module in model.modules()
+        if isinstance(module, NORMS)
+        for p in module.parameters(recurse=False)
+    }
+    return exempt | {
+        id(p) for name, p in model.named_parameters() if p.ndim <= 1 or name.endswith("bias")
+    }
+
+
+def all_fuse(params: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether one kernel per group can update all parameters: floating point, CPU or CUDA."""
+    return all(
+        p.is_floating_point() and p.device.type in {"cpu", "cuda"}
+        for group in params
+        for p in group["params"]
+    )
+
+
+def any_sharded(params: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a parameter is a DTensor, told by its attribute: the import alone is slow."""
+    return any(hasattr(p, "placements") for group in params for p in group["params"])
+
+
+@cache
+def without_compiler(kind: type[Optimizer]) -> Callable[..., Optimizer]:
+    """Derive an optimizer class that does the same without importing torch's compiler.
+
+    torch wraps the methods of its optimizers to keep `torch.compile` out of them, and imports
+    the compiler to do so, which takes as long as importing torch. An optimizer is never compiled
+    here, so the functions under those wrappers are all that is needed.
+    """
+    plain_step: Callable[..., float | None] = inspect.unwrap(kind.step)
+
+    def step(self: Optimizer, closure: Callable[[], float] | None = None) -> float | None:
+        with torch.no_grad():
+            return plain_step(self, closure)
+
+    wrapped = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
+    plain: dict[str, Any] = {name: inspect.unwrap(getattr(kind, name)) for name in wrapped}
+    return type(kind.__name__, (kind,), {"step": step, "__doc__": kind.__doc__} | plain)
+
+
+def check_groups(groups: Groups) -> None:
+    """Refuse settings that no group has.
+
+    Raises:
+        ConfigError: naming every fault.
+    """
+    faults = [
+        fault for pattern, settings in groups.items() for fault in group_faults(pattern, settings)
+    ]
+    if faults:
+        raise ConfigError(*faults)
+
+
+def check_amount(key: str, value: object) -> None:
+    """Refuse what is not a number from 0 up.
+
+    Raises:
+        ConfigError: naming the key and the value.
+    """
+    if not is_amount(value):
+        raise ConfigError(f"{key}: {value!r} is not a number (0 or more)")
+
+
+def is_amount(value: object) -> bool:
+    """Whether it is a finite number from 0 up."""
+    return (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and 0.0 <= value < float("inf")
+    )

@@ -1,0 +1,230 @@
+"""Schedules: the learning rate as a pure function of the step.
+
+A schedule gives a factor; the base learning rate of each parameter group is multiplied by it. It
+has no state, so a resumed run, a replayed step and another split see the same learning rate.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, final
+
+from trainer.config.durations import warmup_steps
+from trainer.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+
+SCALES = ("none", "linear", "sqrt")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule(ABC):
+    """A factor for the learning rate at every step.
+
+    Subclasses are frozen dataclasses whose fields are the keys of their YAML file.
+
+    Attributes:
+        reference_batch: the global batch that `optimizer.lr` was tuned for.
+        scale: how the learning rate follows the global batch away from it.
+    """
+
+    reference_batch: int | None = None
+    scale: Literal["none", "linear", "sqrt"] = "none"
+
+    def __post_init__(self) -> None:
+        """Refuse a rule that does not exist, and a batch that is none.
+
+        Raises:
+            ConfigError: naming the key and the value.
+        """
+        if self.scale not in SCALES:
+            raise ConfigError(f"scheduler.scale={self.scale}: must be one of {', '.join(SCALES)}")
+        if self.reference_batch is not None and self.reference_batch < 1:
+            raise ConfigError(
+                f"scheduler.reference_batch={self.reference_batch}: must be at least 1"
+            )
+
+    @abstractmethod
+    def factor(self, step: int, total_steps: int) -> float:
+        """Give the share of the base learning rate.
+
+        Args:
+            step: from 0, less than `total_steps`.
+            total_steps: steps of the whole run, at least 1.
+
+        Returns:
+            A number in (0, 1].
+
+        Raises:
+            ConfigError: if the schedule does not fit into `total_steps`.
+        """
+
+    def batch_factor(self, global_batch: float) -> float:
+        """Scale the base learning rates to the size of the global batch.
+
+        Linear keeps the update per sample of SGD (Goyal et al. 2017, 1706.02677); the square root
+        keeps the update noise of Adam (Malladi et al. 2022, 2205.10287).
+
+        Raises:
+            ConfigError: if a rule is named without the batch it starts from.
+        """
+        if self.scale == "none":
+            return 1.0
+        if self.reference_batch is None:
+            raise ConfigError(
+                f"scheduler.reference_batch: scheduler.scale={self.scale} needs the global batch "
+                "that optimizer.lr was tuned for"
+            )
+        ratio = global_batch / self.reference_batch
+        return ratio if self.scale == "linear" else math.sqrt(ratio)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Constant(Schedule):
+    """The base learning rate, after a linear warm-up.
+
+    Attributes:
+        warmup: steps that rise linearly to 1, or a share of the run below 1.
+    """
+
+    warmup: float = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_warmup(self.warmup)
+
+    def factor(self, step: int, total_steps: int) -> float:
+        """See the base class."""
+        warmup = check_room(self.warmup, total_steps)
+        return min(1.0, (step + 1) / warmup) if warmup else 1.0
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Cosine(Schedule):
+    """Half a cosine from 1 to `floor` (Loshchilov & Hutter 2017, eq. 5), after a linear warm-up.
+
+    Attributes:
+        warmup: steps that rise linearly to 1, or a share of the run below 1.
+        floor: what it falls towards; the last step is just above it.
+    """
+
+    warmup: float = 0
+    floor: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_warmup(self.warmup)
+        check_share("scheduler.floor", self.floor)
+
+    def factor(self, step: int, total_steps: int) -> float:
+        """See the base class."""
+        warmup = check_room(self.warmup, total_steps)
+        if step < warmup:
+            return (step + 1) / warmup
+        progress = (step - warmup) / (total_steps - warmup)
+        return self.floor + (1.0 - self.floor) * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class WSD(Schedule):
+    """Warm-up, stable, decay: constant, then linear to `floor` (Hu et al. 2024, 2404.06395).
+
+    Attributes:
+        warmup: steps that rise linearly to 1, or a share of the run below 1.
+        decay: share of all steps that decays, at the end.
+        floor: what it falls towards; the last step is just above it.
+    """
+
+    warmup: float = 0
+    decay: float = 0.2
+    floor: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_warmup(self.warmup)
+        check_share("scheduler.decay", self.decay)
+        check_share("scheduler.floor", self.floor)
+
+    def factor(self, step: int, total_steps: int) -> float:
+        """See the base class.
+
+        Raises:
+            ConfigError: warm-up and decay together outlast the run.
+        """
+        warmup = check_room(self.warmup, total_steps)
+        # In whole steps, so that a share such as 0.2 of 10 steps is 2 and not 1.9999.
+        decay_steps = round(self.decay * total_steps)
+        if warmup + decay_steps > total_steps:
+            raise ConfigError(
+                f"scheduler.decay: {decay_steps} steps of decay and scheduler.warmup="
+                f"{self.warmup} exceed the run's {total_steps} steps; at most "
+                f"{(total_steps - warmup) / total_steps:.3g} fits"
+            )
+        if step < warmup:
+            return (step + 1) / warmup
+        remaining = total_steps - step
+        if remaining >= decay_steps:
+            return 1.0
+        return self.floor + (1.0 - self.floor) * remaining / decay_steps
+
+
+def apply_factor(optimizer: Optimizer, base_lrs: Sequence[float], factor: float) -> None:
+    """Set the learning rate of every parameter group.
+
+    Args:
+        optimizer: whose groups are set.
+        base_lrs: learning rate of each group at factor 1.
+        factor: the schedule's.
+    """
+    for group, base_lr in zip(optimizer.param_groups, base_lrs, strict=True):
+        group["lr"] = base_lr * factor
+
+
+def check_warmup(warmup: object) -> None:
+    """Refuse a warm-up that is neither a number of steps nor a share of the run.
+
+    Raises:
+        ConfigError: naming the key and the value.
+    """
+    is_number = isinstance(warmup, int | float) and not isinstance(warmup, bool)
+    if not is_number or warmup < 0 or (warmup > 1 and warmup % 1):  # type: ignore[operator]
+        raise ConfigError(
+            f"scheduler.warmup: {warmup!r} is not a number of steps (0 or more), nor a share of "
+            "the run"
+        )
+
+
+def check_share(key: str, share: object) -> None:
+    """Refuse what is not a share.
+
+    Raises:
+        ConfigError: naming the key and the value.
+    """
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+        raise ConfigError(f"{key}: {share!r} is not a share between 0 and 1")
+
+
+def check_room(warmup: float, total_steps: int) -> int:
+    """Resolve a warm-up, and refuse one that outlasts the run.
+
+    Returns:
+        Its steps.
+
+    Raises:
+        ConfigError: naming both numbers.
+    """
+    steps = warmup_steps(warmup, total_steps)
+    if steps > total_steps:
+        raise ConfigError(
+            f"scheduler.warmup: {steps} steps of warm-up exceed the run's {total_steps} steps; "
+            f"type at most {total_steps}, or more steps"
+        )
+    return steps

@@ -1,0 +1,304 @@
+"""The mechanism behind a parallel mode: where parameters and gradients live, and how they meet.
+
+A sync policy decides *when* gradients are reduced; this room knows *how*, and undoes every
+division that a reducer would make, so that the normalizer stays the weight of the global batch.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from trainer.core.micro_batch import Fields
+from trainer.core.out_of_memory import fatal
+from trainer.core.world import World
+
+BUCKET_BYTES = 8 * 2**20
+"""Small gradients are packed into buckets of this size; larger ones are reduced where they lie."""
+
+IN_FLIGHT = 2
+"""Buckets that travel at a time: one is packed or unpacked while another is on its way."""
+
+
+class Parallel(ABC):
+    """A model laid out over the ranks.
+
+    Attributes:
+        module: the user's module; its parameters are the ones the optimizer steps.
+        call: runs the model on the fields of a micro-batch.
+        parameters: those that are trained, in an order that is the same on every rank.
+        world: all ranks.
+        num_reduced: micro-batches of this step that have reduced their own gradient.
+        needs_rehearsal: whether `stand_in` has yet to see a few micro-batches.
+    """
+
+    module: nn.Module
+    call: Callable[[Fields], Any]
+    parameters: Sequence[nn.Parameter]
+    world: World
+    num_reduced: int = 0
+    needs_rehearsal: bool = False
+
+    @abstractmethod
+    def gather(self) -> None:
+        """Bring the parameters of the window to this rank. Collective."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Let go of what `gather` brought, when no gradient is to be reduced."""
+
+    @abstractmethod
+    def used(self) -> Sequence[bool]:
+        """Tell which parameters have a gradient from this rank's micro-batches."""
+
+    @abstractmethod
+    def make_room(self) -> None:
+        """Take the memory that `reduce` needs while the step can still be repeated."""
+
+    @abstractmethod
+    def reduce(self, used: Sequence[bool]) -> None:
+        """Sum the gradients over all ranks, and end the window. Collective.
+
+        Args:
+            used: which parameters have a gradient on any rank; that of the others stays None.
+        """
+
+    @abstractmethod
+    def gradient_norm(self) -> Tensor:
+        """Compute the 2-norm of the whole gradient, a 0-d tensor. Collective."""
+
+    @abstractmethod
+    def scale_gradients(self, factor: Tensor) -> None:
+        """Multiply every gradient by a 0-d tensor."""
+
+    @abstractmethod
+    def drop_gradients(self) -> None:
+        """Forget every gradient of a step that is to be replayed or skipped."""
+
+    @abstractmethod
+    def begin_lockstep(self) -> None:
+        """Begin a step without a window, in which every micro-batch is collective. Collective."""
+
+    @abstractmethod
+    def reducing(self, *, across: bool, is_last: bool) -> AbstractContextManager[None]:
+        """Wrap a forward and backward that reduces its own gradient. Collective.
+
+        Args:
+            across: whether over all ranks, or only within the groups that share one copy.
+            is_last: whether it is the step's last.
+        """
+
+    @abstractmethod
+    def stand_in(self) -> None:
+        """Within `reducing`, go on with its collectives where a failure left them. Collective.
+
+        No forward and backward run; what the other ranks receive is to be dropped.
+        """
+
+    @abstractmethod
+    def end_lockstep(self, used: Sequence[bool]) -> None:
+        """End a step without a window.
+
+        Args:
+            used: which parameters have a gradient on any rank; that of the others becomes None.
+        """
+
+
+@final
+class Replicated(Parallel):
+    """Every rank holds the whole model; all-reduces of its gradients end the window.
+
+    No reducer hooks the backward, so ranks may differ in their number of micro-batches and in
+    the parameters they use, and nothing is left half-finished when memory runs out.
+
+    Args:
+        module: the user's module, the same weights on every rank.
+        call: runs it.
+        parameters: those that are trained.
+        world: all ranks.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        call: Callable[[Fields], Any],
+        parameters: Sequence[nn.Parameter],
+        world: World,
+    ) -> None:
+        self.module = module
+        self.call = call
+        self.parameters = parameters
+        self.world = world
+        self._staging: dict[tuple[torch.dtype, int], Tensor] = {}
+        self._live: set[int] = set()
+
+    def gather(self) -> None:
+        """Set memory aside for the reduction, so that it cannot run out once ranks have agreed."""
+        if self.world.size == 1:
+            return
+        for bucket in _buckets(self.parameters):
+            if len(bucket) > 1 or not bucket[0].is_contiguous():
+                for slot in range(IN_FLIGHT):
+                    self._stage(bucket, slot)
+
+    def release(self) -> None:
+        """Do nothing: the parameters stay here."""
+
+    def used(self) -> Sequence[bool]:
+        """See the base class."""
+        if self._live:
+            return [index in self._live for index in range(len(self.parameters))]
+        return [p.grad is not None for p in self.parameters]
+
+    def make_room(self) -> None:
+        """See the base class: this rank may lack a gradient that another one has."""
+        if self.world.size > 1:
+            for parameter in self.parameters:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+
+    def reduce(self, used: Sequence[bool]) -> None:
+        """See the base class."""
+        if self.world.size == 1:
+            return
+        self.make_room()
+        live = [p for p, flag in zip(self.parameters, used, strict=True) if flag]
+        flying: deque[Callable[[], None]] = deque()
+        for index, bucket in enumerate(_buckets(live)):
+            if len(flying) == IN_FLIGHT:
+                flying.popleft()()
+            flying.append(self._send(bucket, index % IN_FLIGHT))
+        for land in flying:
+            land()
+        self._forget_unused(used)
+
+    def _send(self, bucket: Sequence[nn.Parameter], slot: int) -> Callable[[], None]:
+        """Begin to sum the gradients of a bucket; what is returned waits and puts them back."""
+        grads = [p.grad for p in bucket if p.grad is not None]
+        if len(grads) == 1 and grads[0].is_contiguous():
+            return self.world.begin_sum(grads[0])
+        flat = self._stage(bucket, slot)
+        pieces = torch.split(flat, [g.numel() for g in grads])
+        views = [piece.view(g.shape) for piece, g in zip(pieces, grads, strict=True)]
+        torch._foreach_copy_(views, grads)
+        wait = self.world.begin_sum(flat)
+
+        def land() -> None:
+            wait()
+            torch._foreach_copy_(grads, views)
+
+        return land
+
+    def begin_lockstep(self) -> None:
+        """See the base class."""
+        self._live.clear()
+        self.num_reduced = 0
+        self.gather()
+
+    @contextmanager
+    def reducing(self, *, across: bool, is_last: bool) -> Iterator[None]:
+        """See the base class; what is reduced already waits aside, a second gradient in memory."""
+        reduced = [p.grad for p in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
+        yield
+        self._live |= {i for i, p in enumerate(self.parameters) if p.grad is not None}
+        self.make_room()
+        computing = self.world.times.enter("reduce")
+        with fatal(
+            "in the reduction of a micro-batch, which cannot be repeated: lower accum.micro"
+        ):
+            self.reduce([True] * len(self.parameters))
+        self.world.times.enter(computing)
+        for parameter, before in zip(self.parameters, reduced, strict=True):
+            if before is not None and parameter.grad is not None:
+                parameter.grad += before
+        self.num_reduced += 1
+
+    def stand_in(self) -> None:
+        """Do nothing: all collectives of a micro-batch come after its backward, of zeros here."""
+
+    def end_lockstep(self, used: Sequence[bool]) -> None:
+        """See the base class."""
+        self._forget_unused(used)
+        self._live.clear()
+
+    def gradient_norm(self) -> Tensor:
+        """See the base class; in fp32 at least."""
+        grads = self._gradients()
+        return total_norm(grads) if grads else torch.zeros((), device=self.world.device)
+
+    def scale_gradients(self, factor: Tensor) -> None:
+        """See the base class."""
+        grads = self._gradients()
+        if grads:
+            torch._foreach_mul_(grads, factor)
+
+    def drop_gradients(self) -> None:
+        """See the base class."""
+        self._live.clear()
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def _forget_unused(self, used: Sequence[bool]) -> None:
+        """Drop the zeros of what no rank used."""
+        for parameter, flag in zip(self.parameters, used, strict=True):
+            if not flag:
+                parameter.grad = None
+
+    def _gradients(self) -> list[Tensor]:
+        return [p.grad for p in self.parameters if p.grad is not None]
+
+    def _stage(self, bucket: Sequence[nn.Parameter], slot: int) -> Tensor:
+        """Give memory for the gradients of a bucket; buckets of a dtype share that of a slot."""
+        size, dtype = sum(p.numel() for p in bucket), bucket[0].dtype
+        held = self._staging.get((dtype, slot))
+        if held is None or held.numel() < size:
+            held = torch.empty(size, dtype=dtype, device=self.world.device)
+            self._staging[dtype, slot] = held
+        return held[:size]
+
+
+def total_norm(grads: Sequence[Tensor]) -> Tensor:
+    """Compute the 2-norm of several tensors together, in fp32 at least, a 0-d tensor.
+
+    In bf16 it would be off by 4e-3, and in fp16 overflow beyond 65504.
+    """
+    norms: list[Tensor] = []
+    for dtype in dict.fromkeys(grad.dtype for grad in grads):
+        held = [grad for grad in grads if grad.dtype == dtype]
+        wide = torch.promote_types(dtype, torch.float32)
+        norms += torch._foreach_norm(held, 2.0, dtype=wide)
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return norm
+
+
+def num_buckets(parameters: Sequence[nn.Parameter]) -> int:
+    """Count the all-reduces that sum the gradients of some parameters."""
+    return sum(1 for _ in _buckets(parameters))
+
+
+def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Group parameters of one dtype into buckets, in order; the same on every rank.
+
+    Yields:
+        Parameters whose gradients are reduced together.
+    """
+    for dtype in dict.fromkeys(p.dtype for p in parameters):
+        bucket: list[nn.Parameter] = []
+        room = BUCKET_BYTES
+        for parameter in parameters:
+            if parameter.dtype != dtype:
+                continue
+            if bucket and parameter.nbytes > room:
+                yield bucket
+                bucket, room = [], BUCKET_BYTES
+            bucket.append(parameter)
+            room -= parameter.nbytes
+        yield bucket

@@ -1,0 +1,189 @@
+"""How a run goes and how it ended, in its status.json. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from trainer.checkpoint.lock import hold_early
+from trainer.checkpoint.status import FILE_NAME, Status, write_status
+from trainer.config.run_config import RunConfig
+from trainer.config.secrets import without_secrets
+from trainer.core import durable
+from trainer.core.durable import read_json
+from trainer.core.errors import (
+    INTERRUPTED,
+    ConfigError,
+    DataError,
+    NoCheckpointError,
+    Preempted,
+    TrainError,
+)
+from trainer.core.format import shown_path
+from trainer.report import journal
+
+STAGED = f"{durable.UNFINISHED}records"
+"""Folder in a run folder that holds what its config.yaml and .hydra are to become."""
+
+CONSENT_FILE = "consent.json"
+"""Signature of the user who made the run."""
+
+_REFUSALS = (ConfigError, DataError, NoCheckpointError)
+
+
+@contextmanager
+def staged(folder: Path) -> Iterator[Path]:
+    """Hold a run that is there, and keep its records as they are until `publish`.
+
+    Yields:
+        Where new records are to be written, each under its path in the run folder.
+
+    Raises:
+        RunHeldError: another process holds the run; nothing was written.
+        SaveError: the folder cannot be written to.
+    """
+    with hold_early(folder):
+        try:
+            yield folder / STAGED
+        finally:
+            durable.discard(folder / STAGED)
+
+
+def publish(folder: Path) -> None:
+    """Let staged records be the run's, now that it goes on; nothing where none are staged.
+
+    Raises:
+        save_error: a `SaveError`: the disk refused.
+    """
+    new = folder / STAGED
+    try:
+        for path in _files(new):
+            target = folder / path.relative_to(new)
+            durable.make_folders(target.parent)
+            durable.rename(path, target)
+    except OSError as error:
+        raise durable.save_error(error, folder) from error
+
+
+@contextmanager
+def recorded(folder: Path) -> Iterator[None]:
+    """Write into status.json that a run goes on, and how it ended.
+
+    A resumption that is refused leaves it as it was: the run did not go on.
+
+    Args:
+        folder: the run folder, held by this process.
+
+    Yields:
+        Nothing.
+    """
+    path = folder / FILE_NAME
+    before = path.read_bytes() if path.is_file() else None
+    write_status(folder, Status(state="running", step=saved_step(folder)))
+    try:
+        yield
+    except BaseException as error:
+        if before is not None and isinstance(error, _REFUSALS) and _files(folder / STAGED):
+            with suppress(OSError):
+                durable.write_file_atomic(path, before)
+            raise
+        reason = str(error) or type(error).__name__
+        is_preempted = isinstance(error, Preempted)
+        status = Status(
+            state="preempted" if is_preempted else "failed",
+            exit_code=_exit_code(error),
+            step=saved_step(folder) if is_preempted else last_step(folder),
+            reason=reason.splitlines()[0],
+        )
+        write_status(folder, status)
+        raise
+    write_status(folder, Status(state="completed", exit_code=0, step=last_step(folder)))
+
+
+def trusting(config: RunConfig, run: Path) -> list[str]:
+    """Give what has to be typed for classes and options of one's own that a run folder names."""
+    is_signed = read_json(run / CONSENT_FILE).get("hmac_sha256") is not None
+    folder, packages = config.config_dir, () if is_signed else config.packages
+    flag = [] if folder is None else [f"--config-dir={shown_path(Path(folder))}"]
+    return [*flag, *([f"'trust=[{','.join(packages)}]'"] if packages else [])]
+
+
+def to_go_on(config: RunConfig, folder: Path, *, begins: bool = False) -> str:
+    """Say what to type for a run to go on, with the consent that a folder cannot give.
+
+    Args:
+        config: of the run.
+        folder: the run folder.
+        begins: whether nothing is saved, so that it needs again what it began with.
+    """
+    wandb = config.wandb
+    online = ["wandb.mode=online"] if wandb.mode == "online" else []
+    entity = [f"wandb.entity={wandb.entity}"] if wandb.entity else []
+    init = [f"init={config.init}"] if begins and config.init else []
+    init += [f"step={config.step}"] if init and config.checkpoint_step is not None else []
+    place = [*trusting(config, folder), *_machines(config), *online, *entity, *init]
+    return " ".join(["train", f"resume={shown_path(folder)}", *place])
+
+
+def _machines(config: RunConfig) -> list[str]:
+    """Give what this machine was told of the others; what Slurm says it says again."""
+    parallel = config.parallel
+    if parallel.nodes == 1:
+        return []
+    node = [] if parallel.node == "auto" else [f"parallel.node={parallel.node}"]
+    address = [f"parallel.rendezvous={parallel.rendezvous}"] if parallel.rendezvous else []
+    return [f"parallel.nodes={parallel.nodes}", *node, *address]
+
+
+def keep_traceback(error: BaseException, folder: Path, rank: int) -> Path | None:
+    """Write a traceback into the run folder.
+
+    Returns:
+        Where; None where there is no room for it.
+    """
+    path = folder / "errors" / f"rank{rank}.txt"
+    whole = without_secrets("".join(traceback.format_exception(error)), os.environ)
+    try:
+        durable.make_folders(path.parent)
+        durable.write_file_atomic(path, whole.encode())
+    except OSError:
+        return None
+    return path
+
+
+def rank_log(config: RunConfig, folder: Path, rank: int) -> Path | None:
+    """Name the file of what a rank prints; None is the screen, which is the first one's."""
+    reader = "" if config.command == "train" else f"{config.command}-"
+    return folder / "ranks" / f"{reader}rank{rank}.log" if rank else None
+
+
+def drop_empty(log: Path) -> None:
+    """Keep no log that says nothing, and no folder of none."""
+    with suppress(OSError):
+        if not log.stat().st_size:
+            log.unlink()
+            log.parent.rmdir()
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def _exit_code(error: BaseException) -> int:
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED
+    return error.exit_code if isinstance(error, TrainError) else 1
+
+
+def saved_step(folder: Path) -> int:
+    """Read the step of the newest checkpoint from its name; 0 where there is none."""
+    names = (path.name.removeprefix("step-") for path in folder.glob("checkpoints/step-*"))
+    return max((int(name) for name in names if name.isdecimal()), default=0)
+
+
+def last_step(folder: Path) -> int:
+    """Read the last step from metrics.jsonl, the truth about a run."""
+    return max((entry["step"] for entry in journal.read(folder / journal.METRICS_FILE)), default=0)

@@ -1,1 +1,0 @@
-"""What a config may say: sections, rules between them, and the words for faults."""

@@ -1,0 +1,353 @@
+"""The way of the data: order -> global batch -> plan -> micro-batches, ahead of training.
+
+Everything after "ids of step k" may be done again: restarts, other rank counts and replays under
+smaller micro-batches all re-enter there. The next steps are planned and loaded while this one
+computes: in bursts, since Python that runs a few times in a row costs half of what it costs once
+between two steps that have emptied the caches.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import final
+
+import numpy as np
+
+from trainer.core.errors import DoesNotFitError
+from trainer.core.micro_batch import Fields, MicroBatch
+from trainer.core.world import World, rng_key
+from trainer.data.loader import Loader, Request
+from trainer.data.samples import original_ids
+from trainer.objectives.base import Objective, weights_of
+from trainer.plan.cut import Cut, IntArray, Layout, Plan
+from trainer.plan.cuts import Fixed, SampleTooLongError
+from trainer.plan.order import Cursor, GlobalBatch, Order
+
+PREFETCH_LIMIT_BYTES = 256 * 2**20
+"""A step larger than this is not loaded ahead, so that host memory never holds two of them."""
+
+BURST_STEPS = 8
+"""Steps that are prepared in one go, at most."""
+
+BURST_BYTES = 16 * 2**20
+"""What the steps of a burst may take together; one step alone may take more."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class PlannedBatch:
+    """One global batch, cut, with this rank's micro-batches at hand.
+
+    Attributes:
+        step: the step it belongs to, from 1.
+        samples: the global batch.
+        plan: how it is cut, for every rank.
+        micro_batches: this rank's.
+    """
+
+    step: int
+    samples: GlobalBatch
+    plan: Plan
+    micro_batches: tuple[MicroBatch, ...]
+    feed: Feed
+
+    def smaller(self) -> PlannedBatch | None:
+        """Cut the same global batch into smaller micro-batches; None at one sample each.
+
+        Every later step is cut as finely.
+        """
+        return self.feed.cut_smaller(self)
+
+    def smallest(self) -> MicroBatch:
+        """Give the shortest sample in a micro-batch of its own, the same on every rank."""
+        return self.feed.alone(self, int(self.plan.lengths.argmin()))
+
+    def largest_sample(self) -> tuple[int, int]:
+        """Name the longest sample: its id and its length in tokens."""
+        position = int(self.plan.lengths.argmax())
+        return self.original_ids()[position], int(self.plan.lengths[position])
+
+    def original_ids(self) -> list[int]:
+        """Name the samples of the global batch by their ids in the user's own data set."""
+        ids: list[int] = original_ids(self.feed.dataset, self.samples.ids).tolist()
+        return ids
+
+    @property
+    def num_tokens(self) -> int:
+        """Real input positions of the global batch."""
+        return int(self.plan.lengths.sum())
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Planned:
+    """A global batch that is cut but not loaded.
+
+    Attributes:
+        requests: what this rank loads, one per micro-batch.
+    """
+
+    step: int
+    samples: GlobalBatch
+    plan: Plan
+    requests: tuple[Request, ...]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Where the samples of a run come from.
+
+    Attributes:
+        order: which samples belong to which step.
+        lengths: `(samples,)`, tokens of every training sample.
+        loader: turns ids into collated fields.
+        objective: counts the weights of a micro-batch.
+    """
+
+    order: Order
+    lengths: IntArray
+    loader: Loader
+    objective: Objective
+
+
+@final
+class Feed:
+    """Gives the planned batches of a run, from any cursor on.
+
+    Args:
+        source: where samples come from, and in which order.
+        cut: which samples share a micro-batch.
+        layout: what hardware and model ask of the cut.
+        world: this rank loads its own micro-batches only.
+        seed: every random draw of a step follows from it.
+        cursor: where to begin.
+    """
+
+    def __init__(
+        self, source: Source, *, cut: Cut, layout: Layout, world: World, seed: int, cursor: Cursor
+    ) -> None:
+        self.cut = cut
+        self.layout = layout
+        self.cursor = cursor
+        self._order = source.order
+        self._lengths = source.lengths
+        self.dataset = source.loader.dataset
+        self._loader = source.loader
+        self._objective = source.objective
+        self._world = world
+        self._seed = seed
+        self._ahead: deque[Future[PlannedBatch]] = deque()
+        self._ahead_cursor = cursor
+        self._known: tuple[Cut, Layout, Plan] | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="feed")
+        self._stream: Iterator[Fields] | None = None
+        self._queue: deque[_Planned] = deque()
+        self._loaded: deque[Fields] = deque()
+        self._last_bytes = 0
+
+    def next(self) -> PlannedBatch:
+        """Take the next global batch and move the cursor behind it."""
+        if self._loader.num_workers:
+            batch = self._from_workers()
+        elif self._ahead:
+            batch = self._ahead.popleft().result()
+        else:
+            batch = self._prepare(self.cursor)
+        self.cursor = batch.samples.after
+        self._last_bytes = _bytes_of(batch)
+        return batch
+
+    def prefetch(self) -> None:
+        """Begin to plan and load the next global batches while the caller computes."""
+        light = self._last_bytes <= PREFETCH_LIMIT_BYTES
+        if light and self._loader.loads_in_thread and not self._ahead:
+            self._ahead_cursor = self.cursor
+            fitting = max(1, BURST_BYTES // max(1, self._last_bytes))
+            for _ in range(min(BURST_STEPS, fitting)):
+                self._ahead.append(self._thread.submit(self._prepare_ahead))
+
+    def plan(self, cursor: Cursor) -> tuple[GlobalBatch, Plan]:
+        """Cut the global batch at a cursor; a pure function of cursor, cut and layout.
+
+        Raises:
+            DoesNotFitError: one sample alone exceeds what the memory allows.
+        """
+        samples = self._order.next(cursor)
+        lengths, cut, layout = self._lengths[samples.ids], self.cut, self.layout
+        if self._known is not None:
+            known_cut, known_layout, plan = self._known
+            is_current = known_cut is cut and known_layout is layout
+            # The plan of samples that are all of one size never changes.
+            if is_current and np.array_equal(plan.lengths, lengths):
+                return samples, plan
+        try:
+            plan = cut.cut(lengths, layout)
+        except SampleTooLongError as error:
+            (sample,) = original_ids(self.dataset, samples.ids[[error.position]])
+            raise DoesNotFitError(
+                f"sample {sample} of {error.length} tokens does not fit: "
+                f"memory allows {error.cap} in one micro-batch; lower data.max_length"
+            ) from error
+        plan.check(layout)
+        self._known = cut, layout, plan
+        return samples, plan
+
+    def requests(self, cursor: Cursor) -> Iterator[Request]:
+        """Name what this rank loads for the step at a cursor, one request per micro-batch."""
+        return iter(self._planned(cursor).requests)
+
+    @contextmanager
+    def naming_samples(self, batch: PlannedBatch) -> Iterator[None]:
+        """Name the sample whose token id or label could not be looked up, as the loader does.
+
+        Yields:
+            Nothing.
+        """
+        ids, longest = tuple(batch.samples.ids.tolist()), int(batch.plan.lengths.max())
+        with self._loader.naming_samples(Request(ids, batch.samples.epoch, longest), self.settle):
+            yield
+
+    def settle(self) -> None:
+        """Prepare nothing but what has begun, and wait for it: nothing else then reads the data."""
+        while self._ahead and self._ahead[-1].cancel():
+            self._ahead.pop()
+        wait(self._ahead)
+
+    def cut_smaller(self, batch: PlannedBatch) -> PlannedBatch | None:
+        """Cut a global batch and all that follow it into smaller micro-batches."""
+        cut = self.cut.smaller(batch.plan)
+        if cut is None:
+            return None
+        self.use(cut)
+        plan = cut.cut(batch.plan.lengths, self.layout)
+        return self._load(self._with_requests(batch.step, batch.samples, plan))
+
+    def alone(self, batch: PlannedBatch, position: int) -> MicroBatch:
+        """Load one sample of a global batch in a micro-batch of its own.
+
+        Args:
+            batch: holds it.
+            position: of the sample in the global batch.
+        """
+        size = self._world.size
+        lengths = batch.plan.lengths[[position] * size]
+        samples = replace(batch.samples, ids=batch.samples.ids[[position] * size])
+        plan = Fixed(micro=1).cut(lengths, replace(self.layout, group_size=1))
+        return self._load(self._with_requests(batch.step, samples, plan)).micro_batches[0]
+
+    def ease(self, batch: PlannedBatch) -> bool:
+        """Cut all that follows smaller than this one; not where counts were stated by the user.
+
+        Returns:
+            Whether there was anything to make smaller.
+        """
+        cut = None if self.cut.keeps_order else self.cut.smaller(batch.plan)
+        if cut is not None:
+            self.use(cut)
+        return cut is not None
+
+    def use(self, cut: Cut) -> None:
+        """Cut every later global batch with `cut`, and drop what was prepared with another."""
+        self.cut = cut
+        self.settle()
+        self._ahead.clear()
+        self._stream = None
+        self._queue.clear()
+        self._loaded.clear()
+
+    def close(self) -> None:
+        """Stop the thread and the loading processes."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._stream = None
+        self._loader.close()
+
+    def _prepare(self, cursor: Cursor) -> PlannedBatch:
+        return self._load(self._planned(cursor))
+
+    def _prepare_ahead(self) -> PlannedBatch:
+        """Prepare what follows the last that was prepared, in the thread."""
+        batch = self._prepare(self._ahead_cursor)
+        self._ahead_cursor = batch.samples.after
+        return batch
+
+    def _load(self, planned: _Planned) -> PlannedBatch:
+        return self._filled(planned, map(self._loader.load, planned.requests))
+
+    def _from_workers(self) -> PlannedBatch:
+        if self._stream is None:
+            self._stream = self._loader.stream(self._requests_from(self.cursor))
+        while not self._queue:
+            self._loaded.append(next(self._stream))
+        planned = self._queue.popleft()
+        count = len(_never_none(planned))
+        while len(self._loaded) < count:
+            self._loaded.append(next(self._stream))
+        loaded = [self._loaded.popleft() for _ in range(count)]
+        return self._filled(planned, iter(loaded[: len(planned.requests)]))
+
+    def _requests_from(self, cursor: Cursor) -> Iterator[Request]:
+        while True:
+            planned = self._planned(cursor)
+            self._queue.append(planned)
+            yield from _never_none(planned)
+            cursor = planned.samples.after
+
+    def _planned(self, cursor: Cursor) -> _Planned:
+        samples, plan = self.plan(cursor)
+        return self._with_requests(cursor.step + 1, samples, plan)
+
+    def _with_requests(self, step: int, samples: GlobalBatch, plan: Plan) -> _Planned:
+        rank = self._world.rank
+        requests = tuple(
+            Request(
+                ids=tuple(samples.ids[slot].tolist()),
+                epoch=samples.epoch,
+                pad_to=length,
+                packed=plan.packed,
+            )
+            for slot, length in zip(plan.ranks[rank], plan.padded_lengths[rank], strict=True)
+        )
+        return _Planned(step=step, samples=samples, plan=plan, requests=requests)
+
+    def _filled(self, planned: _Planned, fields: Iterator[Fields]) -> PlannedBatch:
+        plan, rank = planned.plan, self._world.rank
+        # The index runs over all ranks, so that the draws of a micro-batch do not depend on which
+        # rank computes it.
+        before = sum(len(slots) for slots in plan.ranks[:rank])
+        key = partial(rng_key, self._seed, "draws", planned.step)
+        micro_batches = tuple(
+            MicroBatch(
+                fields=collated,
+                ids=request.ids,
+                weights=weights_of(self._objective, collated),
+                num_tokens=int(plan.lengths[slot].sum()),
+                num_positions=plan.positions(rank, index),
+                rng_key=key(before + index),
+            )
+            for index, (request, slot, collated) in enumerate(
+                zip(planned.requests, plan.ranks[rank], fields, strict=True)
+            )
+        )
+        return PlannedBatch(
+            step=planned.step,
+            samples=planned.samples,
+            plan=plan,
+            micro_batches=micro_batches,
+            feed=self,
+        )
+
+
+def _never_none(planned: _Planned) -> tuple[Request, ...]:
+    """Let workers load nothing, once, where this rank has no share: else they would plan on."""
+    nothing = Request(ids=(), epoch=planned.samples.epoch, pad_to=1, packed=planned.plan.packed)
+    return planned.requests or (nothing,)
+
+
+def _bytes_of(batch: PlannedBatch) -> int:
+    return sum(field.nbytes for m in batch.micro_batches for field in m.fields.values())

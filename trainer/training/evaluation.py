@@ -1,0 +1,200 @@
+"""Evaluation over the held-out data: named sums over named weights, exact for every split."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import chain, islice
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from trainer.core.errors import DoesNotFitError, Preempted
+from trainer.core.micro_batch import to_device
+from trainer.core.out_of_memory import AllocationGuard, release_memory
+from trainer.core.world import World
+from trainer.data.loader import Loader, Request
+from trainer.objectives.base import Objective, refuse_unsummed, sums_of, weights_of
+from trainer.parallel.base import Parallel
+from trainer.plan.cut import IntArray, Layout
+from trainer.plan.cuts import Budget
+
+CHUNK = 8192
+"""Samples planned at once."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class HeldOut:
+    """The held-out samples, cut by a cap of their own.
+
+    Attributes:
+        loader: turns ids into fields.
+        lengths: `(samples,)`, tokens of every held-out sample.
+        layout: as in training; evaluation has no gradient to keep in step.
+        max_tokens: cap on the computed positions of a micro-batch.
+        is_ordered: micro-batches and sums have the same bits for every number of ranks.
+    """
+
+    loader: Loader
+    lengths: IntArray
+    layout: Layout
+    max_tokens: int
+    is_ordered: bool = False
+
+    def requests(self, rank: int) -> Iterator[Request]:
+        """Give this rank's micro-batches; over all ranks every sample comes exactly once.
+
+        Yields:
+            One request per micro-batch.
+        """
+        cut = Budget(max_tokens=max(self.max_tokens, int(self.lengths.max(initial=1))))
+        size = self.layout.world_size if self.is_ordered else 1
+        layout = replace(self.layout, world_size=self.layout.world_size // size)
+        # What is cut for one rank is dealt to all.
+        row, first = (0, rank) if self.is_ordered else (rank, 0)
+        for start in range(0, len(self.lengths), CHUNK):
+            plan = cut.cut(self.lengths[start : start + CHUNK], layout)
+            slots = zip(plan.ranks[row], plan.padded_lengths[row], strict=True)
+            for slot, length in islice(slots, first, None, size):
+                ids = tuple(map(int, start + slot))
+                yield Request(ids=ids, epoch=0, pad_to=length, packed=plan.packed)
+
+
+def _never() -> bool:
+    return False
+
+
+def evaluate(
+    model: Parallel,
+    objective: Objective,
+    held_out: HeldOut,
+    world: World,
+    was_asked: Callable[[], bool] = _never,
+) -> dict[str, float]:
+    """Average every loss term and metric over the held-out data. Collective.
+
+    Sums are kept in float64. Running out of memory halves the cap and begins again; the training
+    plan stays as it is.
+
+    Args:
+        model: evaluated as it is, without dropout.
+        objective: names the sums.
+        held_out: what to read.
+        world: all ranks.
+        was_asked: whether a signal asked this rank to stop; asked after each micro-batch.
+
+    Returns:
+        `loss`, the sum of the loss terms, then every term and metric by name. A name whose weight
+        is zero is NaN.
+
+    Raises:
+        DoesNotFitError: one sample runs out of memory.
+        Preempted: a rank was asked to stop.
+    """
+    world.note("evaluation")
+    found = _attempt(model, objective, held_out, world, was_asked)
+    while world.any(found is None):
+        release_memory()
+        held_out = _smaller(held_out)
+        found = _attempt(model, objective, held_out, world, was_asked)
+    assert found is not None
+    sums, weights, losses = found
+    # A rank may hold none of the samples, and then knows no name.
+    known: list[list[list[str]]] = world.collect([sorted(weights), list(losses)])
+    names, terms = max(known, key=lambda told: len(told[0]))
+    mine = [*(sums.get(n, []) for n in names), *(weights.get(n, []) for n in names)]
+    *totals, num_asked = world.sum_numbers([*map(sum, mine), float(was_asked())])
+    if num_asked:
+        raise Preempted("stopped in an evaluation")
+    if held_out.is_ordered:
+        totals = [_rounded_once([*chain(*each)]) for each in zip(*world.collect(mine), strict=True)]
+    half = len(names)
+    means = {
+        name: total / weight if weight else float("nan")
+        for name, total, weight in zip(names, totals[:half], totals[half:], strict=True)
+    }
+    return {"loss": sum(means[name] for name in terms)} | {
+        name: mean for name, mean in means.items() if name not in terms or len(terms) > 1
+    }
+
+
+def _attempt(
+    model: Parallel,
+    objective: Objective,
+    held_out: HeldOut,
+    world: World,
+    was_asked: Callable[[], bool],
+) -> _Found | None:
+    """Sum over this rank's samples; None when an allocation failed."""
+    model.gather()
+    found = None
+    with AllocationGuard(), _as_found(model.module), torch.no_grad():
+        found = _sums(model, objective, held_out, world, was_asked)
+    model.release()
+    return found
+
+
+def _smaller(held_out: HeldOut) -> HeldOut:
+    longest = int(held_out.lengths.max())
+    if held_out.max_tokens <= longest:
+        raise DoesNotFitError(
+            f"evaluation runs out of memory at one sample of {longest} tokens: "
+            "lower data.max_length"
+        )
+    return replace(held_out, max_tokens=held_out.max_tokens // 2)
+
+
+def _rounded_once(numbers: Sequence[float]) -> float:
+    """Add numbers so that the sum does not depend on their order."""
+    return math.fsum(numbers) if all(map(math.isfinite, numbers)) else sum(numbers)
+
+
+_Found = tuple[Mapping[str, Sequence[float]], Mapping[str, Sequence[float]], tuple[str, ...]]
+"""Sums and weights by name, those of micro-batches that are to be added exactly apart, and which of
+the names are loss terms."""
+
+
+def _sums(
+    model: Parallel,
+    objective: Objective,
+    held_out: HeldOut,
+    world: World,
+    was_asked: Callable[[], bool],
+) -> _Found:
+    totals: dict[str, list[Tensor]] = defaultdict(list)
+    weights: dict[str, list[float]] = defaultdict(list)
+    losses: tuple[str, ...] = ()
+    for request in held_out.requests(world.rank):
+        fields = held_out.loader.load(request)
+        counted = weights_of(objective, fields)
+        for name, weight in counted.items():
+            weights[name].append(weight)
+        with held_out.loader.naming_samples(request):
+            found = sums_of(objective, model.call, to_device(fields, world.device), counted)
+        refuse_unsummed(objective, found, counted)
+        losses = tuple(found.losses)
+        for name, total in [*found.losses.items(), *found.metrics.items()]:
+            if held_out.is_ordered or name not in totals:
+                totals[name].append(total.double())
+            else:
+                totals[name][0] = totals[name][0] + total.double()
+        if was_asked():
+            break
+    return {name: torch.stack(each).tolist() for name, each in totals.items()}, weights, losses
+
+
+@contextmanager
+def _as_found(module: nn.Module) -> Iterator[None]:
+    """Evaluate without dropout, and leave each submodule in the mode it was found in."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, training in modes:
+            part.training = training

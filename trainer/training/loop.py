@@ -1,0 +1,279 @@
+"""The training loop: steps, evaluation, checkpoints, stop. It is blind to micro-batches."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import NoReturn, final
+
+from torch import Tensor
+
+from trainer.config.messages import first_of
+from trainer.core.errors import NonFiniteError, Preempted, TrainError
+from trainer.core.signals import settle
+from trainer.plan.order import Order
+from trainer.report.breakdown import Effort
+from trainer.report.records import EvalRecord, StepRecord
+from trainer.report.reporter import Reporter
+from trainer.training.batches import Feed, PlannedBatch
+from trainer.training.checkpointing import Saves
+from trainer.training.evaluation import HeldOut, evaluate
+from trainer.training.step import NOT_FINITE, Kit, StepReport, train_step
+from trainer.tune.memory_limit import peak_bytes
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run, composed once; cadences are in optimizer steps, `saves` may add one in seconds.
+
+    Attributes:
+        tokens: real input positions consumed before this process began.
+        failures: steps that were not finite, in a row, when this process began.
+        evaluation: metrics of an evaluation that was made at the cursor before this process began.
+        saves: writes checkpoints. Collective.
+        must_stop: whether a signal asked any rank to stop; hears of checkpoints that were written
+            behind the steps, too. Collective.
+        was_asked: whether a signal asked this rank to stop.
+        is_thrashing: whether the allocator of any rank struggled in the last steps. Collective.
+    """
+
+    kit: Kit
+    order: Order
+    feed: Feed
+    held_out: HeldOut | None
+    reporter: Reporter
+    saves: Saves
+    must_stop: Callable[[], bool]
+    was_asked: Callable[[], bool]
+    is_thrashing: Callable[[], bool]
+    eval_every: int | None
+    checkpoint_every: int | None
+    nonfinite_limit: int
+    tokens: int = 0
+    failures: int = 0
+    evaluation: Mapping[str, float] | None = None
+
+
+@final
+@dataclass(kw_only=True)
+class Trained:
+    """How far the loop has come.
+
+    Attributes:
+        step: optimizer steps taken, from the start of the run.
+        total_tokens: real input positions consumed, from the start of the run.
+        tokens: likewise, in this process.
+        seconds: spent on steps in this process; evaluation and saving do not count.
+        loss: of the last step, 0-d.
+        evaluation: the last one's metrics by name.
+        skipped_steps: steps without an update.
+        replays: times a step ran out of memory and was computed again.
+        failures: steps in a row, up to the last one, that were not finite.
+        effort: what this rank computed.
+    """
+
+    step: int
+    total_tokens: int
+    tokens: int = 0
+    seconds: float = 0.0
+    loss: Tensor | None = None
+    evaluation: Mapping[str, float] = field(default_factory=dict)
+    evaluated_at: int | None = None
+    saved_at: int | None = None
+    skipped_steps: int = 0
+    replays: int = 0
+    failures: int = 0
+    effort: Effort = field(default_factory=Effort)
+
+    def add(self, report: StepReport[PlannedBatch], seconds: float) -> None:
+        """Count a step."""
+        self.step = report.batch.step
+        self.total_tokens += report.batch.num_tokens
+        self.tokens += report.batch.num_tokens
+        self.seconds += seconds
+        self.loss = report.loss
+        self.skipped_steps += report.skipped is not None
+        self.replays += report.replays
+        self.failures = self.failures + 1 if report.skipped == NOT_FINITE else 0
+        self.effort.add(report.batch.micro_batches)
+
+
+def train(run: Run) -> Trained:
+    """Train from the feed's cursor to the last step. Collective.
+
+    Raises:
+        TrainError: a signal asked to stop (`Preempted`), or too many steps in a row were not
+            finite (`NonFiniteError`); the state is saved.
+    """
+    progress = Trained(step=run.feed.cursor.step, total_tokens=run.tokens, failures=run.failures)
+    _catch_up(run, progress)
+    while progress.step < run.kit.total_steps:
+        _take_step(run, progress)
+        end = _early_end(run, progress.step, progress.failures)
+        if end is not None:
+            _end(run, progress, end)
+        if _due(progress.step, run.eval_every):
+            _evaluate(run, progress)
+        if _due(progress.step, run.checkpoint_every) or run.saves.is_due:
+            _save(run, progress)
+            _stop_if_asked(run, progress)
+    if progress.saved_at != progress.step:
+        _save(run, progress, is_last=True)
+    if progress.evaluated_at != progress.step:
+        _evaluate(run, progress)
+    run.saves.close()
+    return progress
+
+
+def _take_step(run: Run, progress: Trained) -> None:
+    """Take the next global batch, train on it, and tell what came out. Collective."""
+    started = time.perf_counter()
+    run.kit.world.note("data", step=progress.step + 1)
+    batch = run.feed.next()
+    run.feed.prefetch()
+    with run.feed.naming_samples(batch):
+        report = train_step(run.kit, batch)
+    run.kit.world.note("report")
+    seconds = time.perf_counter() - started
+    progress.add(report, seconds)
+    record = record_of(run.order, report, progress.total_tokens, seconds)
+    ids = batch.original_ids()
+    run.reporter.step(record, ids, skipped_ids=() if report.skipped is None else ids)
+    _tell_moved(run)
+    _ease(run, report.batch)
+
+
+def _ease(run: Run, batch: PlannedBatch) -> None:
+    """Cut later steps smaller while memory is only short, before it runs out."""
+    if run.is_thrashing() and run.feed.ease(batch):
+        run.reporter.line(
+            f"step {batch.step}: memory was short two steps in a row: smaller micro-batches from "
+            "the next step on; nothing else changes"
+        )
+
+
+def _tell_moved(run: Run) -> None:
+    """Warn of state that ranks move apart within a step, when it first shows."""
+    names = run.kit.registered.news()
+    if names:
+        run.reporter.warn(
+            f"forward writes into {first_of(names)}: each rank into its own, by the "
+            "samples it sees; after every step all ranks go on with rank 0's, which are saved"
+        )
+
+
+def _stop_if_asked(run: Run, progress: Trained) -> None:
+    """Stop where a signal came while no step was taken. Collective.
+
+    Raises:
+        Preempted: one did.
+    """
+    if progress.step < run.kit.total_steps and run.must_stop():
+        _end(run, progress, _preempted(progress.step))
+
+
+def _catch_up(run: Run, progress: Trained) -> None:
+    """Do what was due at the first step boundary and is not done.
+
+    Raises:
+        Preempted: a signal came before the first step.
+    """
+    if run.evaluation is not None:
+        progress.evaluation, progress.evaluated_at = run.evaluation, progress.step
+    if run.saves.newest is not None:
+        progress.saved_at = progress.step
+    _stop_if_asked(run, progress)
+    is_due = progress.step > 0 and _due(progress.step, run.eval_every)
+    if is_due and progress.evaluated_at != progress.step < run.kit.total_steps:
+        _evaluate(run, progress)
+
+
+def _end(run: Run, progress: Trained, end: TrainError) -> NoReturn:
+    """End the run before its last step, saved.
+
+    Raises:
+        end: always.
+    """
+    if progress.saved_at != progress.step:
+        _save(run, progress, is_last=True)
+    run.saves.close()
+    settle()
+    raise end
+
+
+def _early_end(run: Run, step: int, failures: int) -> TrainError | None:
+    if failures >= run.nonfinite_limit:
+        return NonFiniteError(
+            f"step {step}: loss or gradient not finite for {failures} steps in a row "
+            "(nonfinite.limit): lower optimizer.lr, or look at the data of these steps"
+        )
+    if run.must_stop() and step < run.kit.total_steps:
+        return _preempted(step)
+    return None
+
+
+def _preempted(step: int) -> Preempted:
+    return Preempted(f"stopped after step {step}, which is saved")
+
+
+def _due(step: int, every: int | None) -> bool:
+    return every is not None and step % every == 0
+
+
+def _save(run: Run, progress: Trained, *, is_last: bool = False) -> None:
+    run.saves.save(progress.total_tokens, progress.failures, is_last=is_last)
+    progress.saved_at = progress.step
+
+
+def _evaluate(run: Run, progress: Trained) -> None:
+    """Evaluate, unless a signal comes.
+
+    Raises:
+        Preempted: one came; the run that goes on from here evaluates first.
+    """
+    progress.evaluated_at = progress.step
+    if run.held_out is None:
+        return
+    started = time.perf_counter()
+    kit = run.kit
+    run.feed.settle()
+    try:
+        metrics = evaluate(kit.model, kit.objective, run.held_out, kit.world, run.was_asked)
+    except Preempted:
+        _end(run, progress, _preempted(progress.step))
+    seconds = time.perf_counter() - started
+    run.reporter.evaluation(EvalRecord(step=progress.step, metrics=metrics, seconds=seconds))
+    progress.evaluation = metrics
+
+
+def record_of(
+    order: Order, report: StepReport[PlannedBatch], tokens: int, seconds: float
+) -> StepRecord:
+    """Give the record of a step.
+
+    Args:
+        order: of the samples.
+        report: what the step did.
+        tokens: consumed so far, from the start of the run.
+        seconds: of the step.
+    """
+    batch = report.batch
+    return StepRecord(
+        step=batch.step,
+        epoch=order.fractional_epoch(batch.samples.after),
+        samples=batch.samples.after.samples,
+        tokens=tokens,
+        loss=report.loss,
+        lr=report.lr,
+        grad_norm=report.grad_norm,
+        accum_steps=batch.plan.accum_steps,
+        micro_batches=batch.plan.num_micro_batches,
+        padding=batch.plan.padding,
+        seconds=seconds,
+        step_tokens=batch.num_tokens,
+        memory_bytes=peak_bytes(report.loss.device),
+        skipped=report.skipped,
+        replays=report.replays,
+    )

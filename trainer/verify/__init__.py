@@ -1,0 +1,4 @@
+"""Prove that a planned step is the whole-batch step, or name the modules that make it differ.
+
+Read `proof.py` first.
+"""

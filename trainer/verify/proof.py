@@ -1,0 +1,284 @@
+"""Proof on the user's own model and data: the planned step equals the whole-batch step.
+
+The gradient of one planned step is compared with that of the whole global batch in one piece, in
+float64, where a wrong normalizer or a coupled layer stands out by ten orders of magnitude. A model
+that runs in float32 only is compared in float32, by limits that are its own rounding as measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from trainer.config.messages import first_of
+from trainer.core.errors import ConfigError, DoesNotFitError, TrainError
+from trainer.core.out_of_memory import AllocationGuard, fatal, is_out_of_memory, release_memory
+from trainer.data.loader import Loader
+from trainer.objectives.base import IGNORED
+from trainer.objectives.model_loss import ModelLoss
+from trainer.report.records import Verdict, VerifyReport
+from trainer.training.batches import PlannedBatch
+from trainer.training.step import Kit
+from trainer.verify.comparison import Case, Errors
+from trainer.verify.copies import Gradient, Groups, Scratch
+from trainer.verify.diagnose import LOW, low_precision, proves_nothing, short, suspects
+from trainer.verify.find_module import Culprits, objective_faults
+from trainer.verify.hooks import SHARED
+
+PRECISIONS = ((torch.float64, True), (torch.float64, False), (torch.float32, False))
+"""What is tried in turn: dtype, and whether hand-written casts to fewer bits are undone."""
+
+MAX_WORST = 10
+ERROR_CHARACTERS = 120
+
+
+def verify(kit: Kit, batch: PlannedBatch, loader: Loader, *, whole_fits: bool) -> VerifyReport:
+    """Compare the gradient of a planned step with the whole batch's.
+
+    A step planned as one micro-batch is compared with its samples one by one, which proves more.
+    Where they differ through its modules alone, it is the whole batch's step all the same.
+
+    Args:
+        kit: the run's; its model is copied, and the generators are put back.
+        batch: the planned step, of all ranks.
+        loader: gives the same samples in other groups.
+        whole_fits: whether the whole batch in one piece fits into memory; if not, the reference
+            is one sample per pass, summed, or the smallest groups that the model runs on.
+
+    Returns:
+        The largest relative error over parameters, the worst of them, and the culprits.
+
+    Raises:
+        ConfigError: the model runs on no group of samples but the planned ones.
+        DoesNotFitError: even a finer cut does not fit in the precision of the comparison.
+    """
+    devices = [kit.world.device] if kit.world.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        try:
+            return _compared(kit, batch, loader, whole_fits=whole_fits)
+        finally:
+            kit.model.drop_gradients()  # of a copy that shares weights with it
+
+
+def _compared(kit: Kit, batch: PlannedBatch, loader: Loader, *, whole_fits: bool) -> VerifyReport:
+    case, planned, notes = _highest(kit, batch, loader)
+    is_one_piece = case.batch.plan.num_micro_batches == 1
+    case, expected = _referred(case, whole_first=whole_fits and not is_one_piece)
+    why = _why(case, is_one_piece=is_one_piece, whole_fits=whole_fits)
+    notes += why
+    errors = case.errors(planned, expected)
+    low = low_precision(kit)
+    if low is not None:
+        as_is = replace(case, scratch=Scratch.of(kit, None))
+        errors = case.errors(as_is.planned(), expected)
+        notes.append(f"the planned step in {short(low)}, as the weights are")
+    if errors.is_exact:
+        return _cleared(case, errors, notes)
+    found = suspects(case, kit, planned, expected, traces_whole=whole_fits)
+    if is_one_piece and found.is_modular:
+        untouched = Scratch.of(kit, case.scratch.dtype, widens=case.scratch.widens)
+        untouched = replace(untouched, uncarried=case.scratch.uncarried)
+        whole = replace(case, scratch=untouched, size=len(case.groups.positions))
+        whole_errors = whole.errors(planned, whole.one_piece())
+        if whole_errors.is_exact:
+            return _cleared(whole, whole_errors, [n for n in notes if n not in why])
+    if not found.is_exact_without:
+        return _report(case, errors, found.culprits, notes)
+    faults, _ = objective_faults(case.scratch, case.groups, packed=case.batch.plan.packed)
+    report = _report(case, errors, [*found.culprits, *(faults or [])], notes)
+    is_exact = not (faults or case.scratch.uncarried)
+    return replace(report, verdict="exact_without_dropout") if is_exact else report
+
+
+def _cleared(case: Case, errors: Errors, notes: list[str]) -> VerifyReport:
+    """Report a step without an error, unless that is an accident of this cut and this batch."""
+    faults, draws = objective_faults(case.scratch, case.groups, packed=case.batch.plan.packed)
+    if draws:
+        drawn = first_of(draws.names)
+        notes = [*notes, f"{drawn}: draws at random, without effect here; another step may differ"]
+    if faults is None:
+        notes = [*notes, "the loss sums were not checked on their own: not two samples fit"]
+    elif faults:
+        notes = [*notes, "the gradients agree by accident: another cut or batch would differ"]
+    return _report(case, errors, faults or [], notes)
+
+
+def _highest(kit: Kit, batch: PlannedBatch, loader: Loader) -> tuple[Case, Gradient, list[str]]:
+    """Compute the planned gradient in float64, or in float32 where the model fixes its precision.
+
+    Returns:
+        The comparison to be, one side of it, and what a reader of the verdict must know.
+    """
+    groups, refusal = Groups(batch, loader, kit.objective), ""
+    for dtype, widens in PRECISIONS:
+        try:
+            with fatal(f"copying the model in {short(dtype)}, for train verify"):
+                scratch = Scratch.of(kit, dtype, widens=widens)
+            size = len(groups.positions)
+            case = Case(scratch=scratch, batch=batch, groups=groups, size=size)
+            case, planned = _fitting(case)
+            reached = _reached(kit.model.module)
+            break
+        except Exception as error:  # a model that fixes its precision may raise anything
+            if isinstance(error, TrainError) or dtype == torch.float32:
+                raise
+            refusal = refusal or _text(error)
+    scratch = replace(case.scratch, uncarried=(*case.scratch.uncarried, *reached))
+    case, notes = replace(case, scratch=scratch), []
+    if dtype == torch.float32:
+        notes.append(
+            f"the model does not run in float64 ({refusal}), so this proves what float32 can: "
+            "no error beyond the model's own rounding, which was measured"
+        )
+    low = [short(cast) for cast in LOW if cast in case.scratch.undone]
+    if low and low_precision(kit) is None:
+        notes.append(f"casts to {', '.join(low)} by hand in the model are undone in float64")
+    asked, used = batch.plan.num_micro_batches, case.batch.plan.num_micro_batches
+    if used != asked:
+        notes.append(
+            f"cut into {used} micro-batches instead of the run's {asked}, which do not fit into "
+            f"memory in {short(dtype)}"
+        )
+    return case, planned, notes
+
+
+def _reached(module: nn.Module) -> Culprits:
+    """Name the weights of the run's own model that have got a gradient from its copy."""
+    reached = [name for name, p in module.named_parameters() if p.grad is not None]
+    return [(first_of(reached), SHARED)] if reached else []
+
+
+def _fitting(case: Case) -> tuple[Case, Gradient]:
+    """Compute the planned gradient, cut finer, as the run itself would, while memory runs out."""
+    while True:
+        with AllocationGuard():
+            return case, case.planned()
+        release_memory()
+        case = _finer(case)
+
+
+def _finer(case: Case) -> Case:
+    """Cut the step as the run does when memory runs out.
+
+    Raises:
+        DoesNotFitError: it cannot be cut finer and stay the same step.
+    """
+    batch, dtype = case.batch, short(case.scratch.dtype)
+    if case.scratch.kit.normalizer == "micro_batches":
+        raise DoesNotFitError(
+            f"train verify: a micro-batch does not fit into memory in {dtype}, and a mean of means "
+            "changes with the cut: lower accum.micro"
+        )
+    cut = batch.feed.cut.smaller(batch.plan)
+    if cut is None:
+        sample, length = batch.largest_sample()
+        raise DoesNotFitError(
+            f"train verify: sample {sample} of {length} tokens does not fit into memory in "
+            f"{dtype}, even alone: lower data.max_length, or verify a smaller model of its kind"
+        )
+    batch.feed.use(cut)
+    batch = replace(batch, plan=cut.cut(batch.plan.lengths, batch.feed.layout))
+    groups = replace(case.groups, batch=batch)
+    slots = [slot for rank in batch.plan.ranks for slot in rank if len(slot)]
+    batch = replace(batch, micro_batches=tuple(map(groups.group, slots)))
+    return replace(case, batch=batch, groups=groups)
+
+
+def _referred(case: Case, *, whole_first: bool) -> tuple[Case, Gradient]:
+    """Compute the best reference that the model runs on and the memory holds.
+
+    Raises:
+        ConfigError: the model runs on none.
+        DoesNotFitError: none fits into memory.
+    """
+    num_samples, refusal = case.size, ""
+    least = case.batch.plan.group_size
+    sizes = [least * 2**power for power in range(num_samples.bit_length())]
+    sizes = [size for size in sizes if size < num_samples]
+    for size in [num_samples, *sizes] if whole_first else [*sizes, num_samples]:
+        sized = replace(case, size=size)
+        try:
+            return sized, sized.expected()
+        except Exception as error:  # BatchNorm, for one, refuses a single value per channel
+            if isinstance(error, TrainError):
+                raise
+            refusal = refusal if is_out_of_memory(error) else _text(error)
+        release_memory()
+    if refusal:
+        raise ConfigError(
+            f"model: it runs on no group of samples but the planned micro-batches ({refusal}), so "
+            "train verify has nothing to compare them with"
+        )
+    raise DoesNotFitError(
+        "train verify: no group of samples fits into memory in "
+        f"{short(case.scratch.dtype)}: lower data.max_length"
+    )
+
+
+def _why(case: Case, *, is_one_piece: bool, whole_fits: bool) -> list[str]:
+    """Say why the reference is not the whole batch in one piece."""
+    if case.size == len(case.groups.positions):
+        return []
+    if is_one_piece:
+        return ["the plan is the whole batch in one piece; compared with less, which proves more"]
+    held = "ran out of memory" if whole_fits else "is not sure to fit into memory"
+    return [f"the whole batch in one piece {held} in {short(case.scratch.dtype)}"]
+
+
+def _report(case: Case, errors: Errors, culprits: Culprits, notes: list[str]) -> VerifyReport:
+    culprits = [*culprits, *case.scratch.uncarried]
+    verdict: Verdict = "not_proven" if proves_nothing(culprits) else "not_exact"
+    return VerifyReport(
+        verdict="exact" if errors.is_exact and not culprits else verdict,
+        max_relative_error=errors.largest,
+        reference=case.reference,
+        dtype=short(case.scratch.dtype),
+        worst=tuple(errors.worst[:MAX_WORST]),
+        culprits=tuple(culprits),
+        num_parameters=len(errors.by_name),
+        micro_batches=case.batch.plan.num_micro_batches,
+        global_batch=len(case.groups.positions),
+        limit=errors.limit,
+        notes=(*notes, *_unseen(case), *_cancelled(errors)),
+    )
+
+
+def _unseen(case: Case) -> list[str]:
+    """Say which faults this batch could not show, and which state no replay puts back."""
+    notes, objective = list[str](), case.scratch.kit.objective
+    if not any(any(m.weights.values()) for m in case.batch.micro_batches):
+        notes.append("no sample of this batch has a loss term, so it shows nothing: take another")
+    fields = [m.fields["labels"] for m in case.batch.micro_batches if "labels" in m.fields]
+    rows = [labels for labels in fields if labels.dim() > 1]
+    may_shift = isinstance(objective, ModelLoss) or not _is_ours(objective)
+    if rows and may_shift and not any((labels[:, 0] != IGNORED).any() for labels in rows):
+        notes.append(
+            "no row of this batch has a label at its first position, the one that a loss which "
+            "shifts its labels leaves out: a wrong shift (objective.causal) would not show"
+        )
+    if case.scratch.plain:
+        notes.append(
+            f"{first_of(sorted(case.scratch.plain))}: a tensor in a plain attribute, which no "
+            "checkpoint saves and no replay, skipped step or tuning puts back: if forwards move "
+            "it, make it a buffer (register_buffer)"
+        )
+    return notes
+
+
+def _is_ours(objective: object) -> bool:
+    return type(objective).__module__.startswith("trainer.")
+
+
+def _cancelled(errors: Errors) -> list[str]:
+    if not errors.cancelled:
+        return []
+    return [
+        f"{first_of(errors.cancelled)}: a gradient of rounding alone, zero on paper or "
+        "nearly; its error is relative to the terms that cancel in it"
+    ]
+
+
+def _text(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:ERROR_CHARACTERS]
