@@ -10,7 +10,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from tests.ranks_support import Ranks
+from tests.lib.ranks_support import Ranks
 from tests.reliability import lab
 from tests.reliability.rank_work import run_as_rank
 from trainer.checkpoint.manifest import FORMAT_VERSION

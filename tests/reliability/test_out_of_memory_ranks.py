@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ranks_support import Ranks
-from tests.ranks_work import (
+from tests.lib.ranks_support import Ranks
+from tests.lib.ranks_work import (
     Case,
     bytes_around_the_vote,
     evaluate_cramped,

@@ -120,7 +120,9 @@ def _while_tuning(patch: pytest.MonkeyPatch) -> None:
 
 
 def _while_predicting(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(known_memory, "corner_shapes", _after(_once(signal.SIGTERM), known_memory.corner_shapes))
+    patch.setattr(
+        known_memory, "corner_shapes", _after(_once(signal.SIGTERM), known_memory.corner_shapes)
+    )
 
 
 def _in_the_first_step(patch: pytest.MonkeyPatch) -> None:

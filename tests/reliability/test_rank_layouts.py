@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.ranks_support import Ranks
+from tests.lib.ranks_support import Ranks
 from tests.reliability import lab
 from tests.reliability.rank_runs import RankRun, processes_in
 from tests.reliability.rank_work import run_as_rank

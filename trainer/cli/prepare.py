@@ -212,7 +212,9 @@ class Preparation:
             _in_sweep(job, tuple(mine), folder / str(number), goes_on=resume == existing_runs.AUTO)
             for number, (job, mine) in enumerate(zip(checked, named, strict=True))
         )
-        subfolder = existing_runs.next_subfolder(*(job.job.folder for job in ready if job.is_resumed))
+        subfolder = existing_runs.next_subfolder(
+            *(job.job.folder for job in ready if job.is_resumed)
+        )
         pinned = [line for line in told.hydra if not line.startswith("hydra.sweep.dir=")]
         pinned += [f"hydra.sweep.dir={quote(folder)}", f"hydra.output_subdir={subfolder}"]
         lines = (*pinned, *swept)
@@ -278,7 +280,9 @@ class Preparation:
         done = None
         if existing_runs.is_finished(run, job.config):
             clock = "steps" if job.config.total_epochs is None else "epochs"
-            done = f"{run} is done after step {existing_runs.noted_step(run)}; {clock}=N asks for more"
+            done = (
+                f"{run} is done after step {existing_runs.noted_step(run)}; {clock}=N asks for more"
+            )
         subfolder = existing_runs.next_subfolder(run)
         return Ready(job=_pinned(job, run, subfolder), is_resumed=True, done=done)
 
@@ -308,7 +312,10 @@ class Preparation:
             named = str(existing_runs.newest_to_read(outlook.outputs, outlook.name))
         run = existing_runs.find(named, "run")
         with self._hinting(run, overrides):
-            asked, old = without(overrides, "run", "hydra.run.dir"), existing_runs.saved_overrides(run)
+            asked, old = (
+                without(overrides, "run", "hydra.run.dir"),
+                existing_runs.saved_overrides(run),
+            )
             merged = existing_runs.merge(old, asked, self.groups)
             job = self.composer.check(
                 [*merged, read(f"run={quote(run)}")],

@@ -164,7 +164,9 @@ def write_config(config: RunConfig, folder: Path, run: Path) -> None:
         durable.make_folders(folder)
         durable.write_file_atomic(path, content)
         if config.command == "train":
-            durable.write_json(folder / CONSENT_FILE, {"hmac_sha256": existing_runs.sign(run, folder)})
+            durable.write_json(
+                folder / CONSENT_FILE, {"hmac_sha256": existing_runs.sign(run, folder)}
+            )
     except OSError as error:
         raise durable.save_error(error, path, len(content)) from error
 

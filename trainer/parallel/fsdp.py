@@ -5,7 +5,7 @@ compute, and one reduce-scatter per block ends it. Within the window a rank hold
 and, in fp32, all gradients; shards alone remain between windows.
 
 PyTorch offers the window's end (a backward's last callback) and the clearing of unsharded gradients
-by private names only; `tests/test_ranks.py` holds them to what is relied on here.
+by private names only; `tests/ranks/test_ranks.py` holds them to what is relied on here.
 """
 
 from __future__ import annotations

@@ -1,0 +1,106 @@
+"""What the tests of the command line share: a user's own folder, and ways to run a command."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainer.cli.main import run
+
+CHECKOUT = Path(__file__).parents[2]
+
+OWN_CLASSES = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self, width=8, depth=1):
+        super().__init__()
+        self.width, self.depth = width, depth
+        self.embed = nn.Embedding(16, width)
+        self.head = nn.Linear(width, 16)
+
+    def forward(self, input_ids):
+        return self.head(self.embed(input_ids))
+
+
+class Data:
+    draws_randomness = False
+
+    def __init__(self, size=24):
+        self.lengths = torch.arange(size).numpy() % 5 + 2
+
+    def __len__(self):
+        return len(self.lengths)
+
+    def __getitem__(self, index):
+        ids = torch.arange(int(self.lengths[index])) % 16
+        return {"input_ids": ids, "labels": ids}
+
+
+class Hook:
+    def __init__(self, path="seen"):
+        self.path = path
+
+
+def broken(width=8):
+    raise RuntimeError("a fault in the user's own class")
+
+
+def interrupted(width=8):
+    raise KeyboardInterrupt
+
+
+A = B = Cut = Goal = Opt = Rate = Sum = Sync = None  # names that are looked up, never used
+"""
+
+OWN_RUN = (
+    "model._target_=net.Net data._target_=net.Data batch.global=8 accum=fixed accum.micro=3 "
+    "steps=2 wandb.mode=disabled device=cpu"
+)
+"""A whole run that takes a fraction of a second: a model and data of one's own."""
+
+
+def make_own_folder(folder: Path, patch: pytest.MonkeyPatch, source: str = OWN_CLASSES) -> None:
+    """Stand in a folder with a module `net` in it, as whoever types a command does."""
+    (folder / "net.py").write_text(source)
+    patch.chdir(folder)
+    patch.setattr(sys, "path", [str(folder), *sys.path])
+    patch.delitem(sys.modules, "net", raising=False)
+
+
+def in_process(line: str) -> int:
+    """Run a command line in this process."""
+    return run(shlex.split(line))
+
+
+def in_subprocess(line: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a command line as a user does, from a folder of theirs."""
+    return python(f"-m trainer {line}", folder, **environment)
+
+
+def python(line: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run Python in a folder."""
+    paths = [str(CHECKOUT), os.environ.get("PYTHONPATH", "")]
+    return subprocess.run(
+        [sys.executable, *shlex.split(line)],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def faults(err: str) -> list[str]:
+    """The faults on stderr, which holds nothing else."""
+    lines = err.splitlines()
+    assert all(line.startswith("train: error: ") for line in lines), err
+    return [line.removeprefix("train: error: ") for line in lines]

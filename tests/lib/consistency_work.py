@@ -1,0 +1,162 @@
+"""Models and layouts that ranks may not agree on; importable, so that other processes can."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from tests.lib.ranks_work import plain
+from trainer.build.consistency import check_data, check_model
+from trainer.core.errors import TrainError
+from trainer.core.world import World
+from trainer.models.bind import bind
+from trainer.models.deferred import deferred
+from trainer.models.recompute import separable_blocks
+from trainer.parallel.fsdp import Sharded
+
+
+class Numbers(list[int]):
+    """A data set of one token per sample."""
+
+    fingerprint = "as it was"
+
+    @property
+    def lengths(self) -> list[int]:
+        return [1] * len(self)
+
+
+class Unreadable(list[int]):
+    """A data set whose files one rank cannot read."""
+
+    lengths = (1, 1, 1)
+    is_broken = False
+
+    def __getitem__(self, i: int) -> dict[str, int]:
+        if self.is_broken and i == 1:
+            raise OSError("the disk is broken")
+        return {"number": super().__getitem__(i)}
+
+
+def built(how: str, rank: int) -> nn.Module:
+    """A model that begins alike on all ranks, except where `how` says."""
+    torch.manual_seed(0)
+    np.random.seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2500))
+    with torch.no_grad():
+        if how == "governed":
+            model[0].weight.copy_(torch.from_numpy(np.random.rand(4, 3)))
+        if how == "ungoverned":
+            model[0].weight.copy_(torch.from_numpy(np.random.default_rng().random((4, 3))))
+        if how == "rank":
+            model[2].weight[2000, 3] = 0.5 + rank
+        if how == "buffer":
+            model[1].running_mean.fill_(rank)
+    if how == "names":
+        model.register_parameter(f"own{rank}", nn.Parameter(torch.ones(1)))
+    if how == "frozen":
+        model[0].weight.requires_grad_(rank == 0)
+    return model
+
+
+def told(world: World, how: str, is_deferred: bool, begins: bool = True) -> str:
+    """What a rank is told of models that are built so."""
+    module, weights = built(how, world.rank), None
+    if is_deferred:
+        module, weights = deferred(lambda: built(how, world.rank))
+    try:
+        check_model(world, module, weights, begins=begins)
+    except TrainError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def told_of_data(world: World, how: str) -> str:
+    data = Numbers(range(5 + world.rank)) if how == "lengths" else Numbers(range(5))
+    if how == "fingerprint" and world.rank == 1:
+        data.fingerprint = "changed"
+    if how == "unreadable":
+        data = Unreadable(range(3))
+        data.is_broken = world.rank == 1
+    try:
+        check_data(world, [data], modules=["tests.lib.support", "nowhere"])
+    except TrainError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.gain = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x)) * self.gain
+
+
+class Shared(nn.Module):
+    """Three blocks, of which the first shares something as `how` says."""
+
+    def __init__(self, how: str = "") -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Layer() for _ in range(3))
+        self.head = nn.Linear(4, 4)
+        if how == "module":
+            self.blocks[2].linear = self.blocks[0].linear
+        if how == "parameter":
+            self.blocks[2].linear.weight = self.blocks[0].linear.weight
+        if how == "head":
+            self.head.weight = self.blocks[0].linear.weight
+        if how == "block":
+            self.blocks[2] = self.blocks[0]
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def shared(how: str) -> Shared:
+    torch.manual_seed(0)
+    return Shared(how)
+
+
+def gradients(world: World, how: str, in_lockstep: bool) -> dict[str, Any]:
+    """The summed gradient of rows that ranks share out, two micro-batches each."""
+    rows = torch.randn(12, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    module = shared(how)
+    if world.size == 1:
+        module(rows).square().sum().backward()
+        return {name: plain(p.grad) for name, p in module.named_parameters()}
+    model = Sharded(module, bind(module), separable_blocks(module), world)
+    mine = rows[world.rank :: world.size].split(3)
+    if in_lockstep:
+        model.begin_lockstep()
+    else:
+        model.gather()
+    for number, micro in enumerate(mine):
+        batch = {"x": micro}
+        if in_lockstep:
+            with model.reducing(across=True, is_last=number == len(mine) - 1):
+                model.call(batch).square().sum().backward()
+        else:
+            model.call(batch).square().sum().backward()
+    if in_lockstep:
+        model.end_lockstep([True] * len(model.parameters))
+    else:
+        model.reduce(model.used())
+    return {name: plain(p.grad) for name, p in module.named_parameters()}
+
+
+def told_of_types(world: World) -> str:
+    module = shared("")
+    module.blocks[1].gain.data = module.blocks[1].gain.data.float()
+    try:
+        Sharded(module, bind(module), separable_blocks(module), world)
+    except TrainError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""

@@ -1,0 +1,286 @@
+"""Objectives and strategies of one's own, right and wrong, and heads with a loss of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from tests.lib.run_toys import DoubleNet, LossNet, Rows, Squared
+from trainer.accumulate.base import GradientStrategy, sum_of
+from trainer.core.micro_batch import Fields
+from trainer.objectives.base import Objective, Sums
+
+LATE = 8
+
+
+class Odd(Squared):
+    """Gives something else for its sums, or for its weights, by name."""
+
+    SUMS: ClassVar[Mapping[str, Callable[[Tensor], Any]]] = {
+        "none": lambda _: None,
+        "dict": lambda loss: {"squared": loss},
+        "vector": lambda loss: Sums(losses={"squared": loss.repeat(3)}),
+        "number": lambda loss: Sums(losses={"squared": float(loss)}),
+        "nothing": lambda _: Sums(losses={}),
+        "detached": lambda loss: Sums(losses={"squared": loss.detach()}),
+        "text metric": lambda loss: Sums(losses={"squared": loss}, metrics={"squared": "much"}),
+        "unweighted": lambda loss: Sums(losses={"squared": loss, "second": loss}),
+    }
+    WEIGHTS: ClassVar[Mapping[str, Any]] = {
+        "none": None,
+        "list": [1.0],
+        "nothing": {},
+        "not a number": {"squared": float("nan")},
+        "negative": {"squared": -1.0},
+        "infinite": {"squared": torch.tensor(float("inf"))},
+        "text": {"squared": "3"},
+        "vector": {"squared": torch.ones(3)},
+        "never summed": {"squared": 1.0, "second": 1.0},
+    }
+
+    def __init__(self, sums: str = "", weights: str = "") -> None:
+        super().__init__()
+        self.given, self.counted = sums, weights
+
+    def sums(self, model: Any, fields: Fields) -> Sums:
+        found = super().sums(model, fields)
+        odd = self.SUMS.get(self.given)
+        return found if odd is None else odd(found.losses["squared"])
+
+    def weights(self, fields: Fields) -> Any:
+        return self.WEIGHTS.get(self.counted, super().weights(fields))
+
+
+class Sometimes(Squared):
+    """Leaves a second term out where a micro-batch holds short rows only."""
+
+    def __init__(self, method: str, longest: int = 8) -> None:
+        super().__init__()
+        self.method, self.longest = method, longest
+
+    def _has(self, method: str, fields: Fields) -> bool:
+        return self.method != method or fields["labels"].shape[1] > self.longest
+
+    def weights(self, fields: Fields) -> Mapping[str, float]:
+        weights = super().weights(fields)
+        return {**weights, **({"second": 1.0} if self._has("weights", fields) else {})}
+
+    def sums(self, model: Any, fields: Fields) -> Sums:
+        losses = dict(super().sums(model, fields).losses)
+        if self._has("sums", fields):
+            losses["second"] = losses["squared"]
+        return Sums(losses=losses)
+
+
+class Partly(Squared):
+    """Has loss terms at late positions only: a constant where there are none, or no such term."""
+
+    def __init__(self, otherwise: str) -> None:
+        super().__init__()
+        self.is_second = otherwise == "left out"
+
+    def weights(self, fields: Fields) -> Mapping[str, float]:
+        late = {"late": float((fields["labels"][:, LATE:] >= 0).sum())}
+        return {**super().weights(fields), **late} if self.is_second else late
+
+    def sums(self, model: Any, fields: Fields) -> Sums:
+        counted = fields["labels"][:, LATE:] >= 0
+        losses = dict(super().sums(model, fields).losses) if self.is_second else {}
+        if counted.any():
+            losses["late"] = model(fields)[:, LATE:].square().mean(-1)[counted].sum()
+        return Sums(losses=losses or {"late": torch.zeros(())})
+
+
+class Weighted(Squared):
+    """Weighs tokens by numbers of the data's own, in float32."""
+
+    def weights(self, fields: Fields) -> Mapping[str, Tensor]:
+        return {"squared": fields["share"].sum()}
+
+    def sums(self, model: Any, fields: Fields) -> Sums:
+        squares = model(fields).square().mean(-1)
+        return Sums(losses={"squared": (squares * fields["share"]).sum()})
+
+
+class Shares(Rows):
+    """Rows with a weight for every token."""
+
+    def __getitem__(self, index: int) -> Mapping[str, Tensor]:
+        draw = torch.Generator().manual_seed(index)
+        return {
+            **super().__getitem__(index),
+            "share": torch.rand(len(self.tokens[index]), generator=draw),
+        }
+
+
+class Numbers(Squared):
+    """Counts in a kind of number of the user's choice, losses and a metric alike."""
+
+    metric_names = ("share",)
+
+    KINDS: ClassVar[Mapping[str, Callable[[int], Any]]] = {
+        "float": float,
+        "int": int,
+        "tensor": torch.tensor,
+        "float32 tensor": lambda count: torch.tensor(float(count)),
+        "numpy": np.float32,
+        "numpy int": np.int64,
+        "array": np.asarray,
+    }
+
+    def __init__(self, kind: str = "float") -> None:
+        super().__init__()
+        self.kind = kind
+
+    def weights(self, fields: Fields) -> Mapping[str, Any]:
+        count = self.KINDS[self.kind](int((fields["labels"] >= 0).sum()))
+        return {"squared": count, "share": count}
+
+    def sums(self, model: Any, fields: Fields) -> Sums:
+        share = self.KINDS[self.kind](int((fields["labels"] > 4).sum()))
+        return Sums(losses=super().sums(model, fields).losses, metrics={"share": share})
+
+
+class Undeclared(Numbers):
+    """Does not say which of its names is a metric."""
+
+    metric_names = ()
+
+
+class OwnLoss(GradientStrategy):
+    """Computes the loss itself, and never asks the objective."""
+
+    def __init__(self, returns: str = "loss", goes_back: bool = True) -> None:
+        self.returns, self.goes_back = returns, goes_back
+
+    def backward(self, model, objective, micro_batches, divisors, sync):
+        losses = []
+        for index, m in enumerate(micro_batches):
+            with sync.micro_batch(model, is_last=index == len(micro_batches) - 1):
+                losses.append(model.call(m.fields).square().sum() / 100)
+                if self.goes_back:
+                    losses[-1].backward()
+        total = sum_of([loss.detach() for loss in losses])
+        return {"loss": total, "none": None, "vector": total[None]}[self.returns]
+
+
+class Labelled(Rows):
+    """Rows whose labels are of another type: one a token."""
+
+    def __init__(self, dtype: str = "bool") -> None:
+        super().__init__()
+        self.dtype = getattr(torch, dtype)
+
+    def __getitem__(self, index: int) -> Mapping[str, Tensor]:
+        ids = self.tokens[index]
+        return {"input_ids": ids, "labels": (ids > 4).to(self.dtype)}
+
+
+class Scored(Rows):
+    """Rows with one number each, a class or a score."""
+
+    def __init__(self, dtype: str = "int64") -> None:
+        super().__init__()
+        self.dtype = getattr(torch, dtype)
+
+    def __getitem__(self, index: int) -> Mapping[str, Tensor]:
+        ids = self.tokens[index]
+        return {"input_ids": ids, "labels": ids.sum().remainder(3).to(self.dtype)}
+
+
+class Count(Objective):
+    """Tells how many labels count as loss terms."""
+
+    def weights(self, fields: Fields) -> Mapping[str, float]:
+        return {"terms": 1.0}
+
+    def sums(self, model: Any, fields: Fields) -> Sums:
+        terms = (fields["labels"] != -100).sum()
+        return Sums(losses={"terms": terms + 0.0 * model(fields).sum()})
+
+
+class MeanHead(DoubleNet):
+    """Gives the mean of its own loss, whatever count it is asked to divide by."""
+
+    def __init__(self, shifts: bool = False, by_row: bool = False, flat: bool = False) -> None:
+        super().__init__()
+        self.shifts, self.by_row = shifts, by_row
+        if flat:
+            nn.init.zeros_(self.head.weight)
+            nn.init.zeros_(self.head.bias)
+
+    def forward(self, input_ids: Tensor, labels: Tensor, **others: Any) -> Any:
+        logits = super().forward(input_ids)
+        if self.by_row:
+            return SimpleNamespace(loss=nn.functional.cross_entropy(logits[:, 0], labels))
+        if self.shifts:
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return SimpleNamespace(loss=loss)
+
+
+class SumHead(DoubleNet):
+    """Divides its own loss by a number of no meaning to anybody."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        logits = super().forward(input_ids)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        return SimpleNamespace(loss=loss / len(labels) ** 0.5)
+
+
+class SpanHead(DoubleNet):
+    """Chooses a position of each row, those of padding too, as heads for questions do."""
+
+    def forward(self, input_ids: Tensor, start: Tensor) -> Any:
+        logits = super().forward(input_ids)[..., 0]
+        return SimpleNamespace(loss=nn.functional.cross_entropy(logits, start))
+
+
+class Spans(Rows):
+    """Rows with the position of an answer."""
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        return {"input_ids": self.tokens[index], "start": 1}
+
+
+class ScoreHead(DoubleNet):
+    """Scores each row, and gives the mean squared error."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        scores = super().forward(input_ids)[:, 0, :1]
+        return SimpleNamespace(loss=(scores - labels).square().mean())
+
+
+class Column(Rows):
+    """Rows with one score each, in a column."""
+
+    def __getitem__(self, index: int) -> Mapping[str, Tensor]:
+        ids = self.tokens[index]
+        return {"input_ids": ids, "labels": ids[:1].double()}
+
+
+class Begun(Rows):
+    """Puts a token before each row where rows are joined, and counts it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lengths = self.lengths + 1
+
+    def collate(self, samples: Sequence[Mapping[str, Tensor]]) -> Fields:
+        rows = [nn.functional.pad(sample["input_ids"], (1, 0)) for sample in samples]
+        pad = partial(nn.utils.rnn.pad_sequence, rows, batch_first=True)
+        return {"input_ids": pad(), "labels": pad(padding_value=-100)}
+
+
+class AddingHead(LossNet):
+    """Adds a little for every micro-batch, as routers do."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor, num_items_in_batch: Tensor) -> Any:
+        given = super().forward(input_ids, labels, num_items_in_batch)
+        return SimpleNamespace(loss=given.loss + 0.001)

@@ -1,0 +1,95 @@
+"""Real ranks for tests: four processes over gloo, started once and used by every test."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from trainer.core.world import World
+
+MOST = 4
+PATIENCE_S = 60
+Work = Callable[..., Any]
+
+
+@contextmanager
+def joined(rank: int, size: int, store: Path, timeout_s: float = 30) -> Iterator[World]:
+    """A world of `size` ranks that meet at a file."""
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    try:
+        yield World(rank=rank, size=size, local_size=size, patient=dist.new_group())
+        gc.collect()
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def _serve(pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    while True:
+        work, rank, size, store, args = pipe.recv()
+        try:
+            with joined(rank, size, store) as world:
+                result = work(world, *args)
+            pipe.send((result, None))
+        except BaseException:
+            pipe.send((None, traceback.format_exc()))
+
+
+class Ranks:
+    """Runs a function on real ranks.
+
+    It is one of a module's own, and takes the world first.
+    """
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "tests.lib.support", "trainer.parallel.fsdp"])
+        self._ends: list[tuple[Any, Connection]] = []
+        for _ in range(MOST):
+            here, there = multiprocessing.Pipe()
+            process = context.Process(target=_serve, args=(there,), daemon=True)
+            process.start()
+            there.close()
+            self._ends.append((process, here))
+
+    def run(self, size: int, work: Work, *args: Any) -> list[Any]:
+        """What `work(world, *args)` gave on every rank."""
+        pipes = [pipe for _, pipe in self._ends[:size]]
+        with tempfile.TemporaryDirectory() as folder:
+            for rank, pipe in enumerate(pipes):
+                pipe.send((work, rank, size, Path(folder) / "store", args))
+            answers: dict[int, tuple[Any, str | None]] = {}
+            while len(answers) < size:
+                waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in answers]
+                ready = wait(waiting, PATIENCE_S)
+                assert ready, f"ranks {sorted(set(range(size)) - answers.keys())} hang"
+                for pipe in ready:
+                    answers[pipes.index(pipe)] = pipe.recv()
+        wrong = [f"rank {rank}: {error}" for rank, (_, error) in answers.items() if error]
+        assert not wrong, "\n".join(wrong)
+        return [answers[rank][0] for rank in range(size)]
+
+    def close(self) -> None:
+        """End the processes."""
+        for process, pipe in self._ends:
+            process.kill()
+            process.join()
+            pipe.close()

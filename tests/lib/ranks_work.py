@@ -1,0 +1,460 @@
+"""What tests let real ranks do; importable, so that other processes can."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.lib.support import VOCABULARY, Bench, RaggedText, replicated
+from tests.reliability.allocations import Struck
+from trainer.accumulate.base import GradientStrategy
+from trainer.accumulate.sum import Sum
+from trainer.core.errors import SaveError, TrainError
+from trainer.core.world import World
+from trainer.models.bind import bind
+from trainer.parallel.base import Parallel
+from trainer.parallel.deterministic import Ordered
+from trainer.parallel.fsdp import Sharded
+from trainer.parallel.sync import Deferred, Exact, Hierarchical, Immediate
+from trainer.plan.cut import Cut, Layout
+from trainer.plan.cuts import Fixed
+from trainer.training.evaluation import HeldOut, evaluate
+from trainer.training.step import train_step
+
+Arrays = dict[str, np.ndarray]
+
+
+class Block(nn.Module):
+    """A residual block whose positions see only what is before them."""
+
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        past = x.cumsum(1) / torch.arange(1, x.shape[1] + 1, dtype=x.dtype)[:, None]
+        return x + self.dropout(self.down(torch.tanh(self.up(self.norm(past)))))
+
+
+class BlockLM(nn.Module):
+    """Embedding, blocks, head; `spare` is used where a sample begins with the token 3, and `idle`
+    nowhere; block `skipped` not at all."""
+
+    def __init__(
+        self,
+        dropout: float = 0.0,
+        width: int = 8,
+        spare: bool = False,
+        skipped: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.blocks = nn.ModuleList(Block(width, dropout) for _ in range(3))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, VOCABULARY)
+        self.spare = nn.Parameter(torch.ones(width)) if spare else None
+        self.idle = nn.Parameter(torch.ones(width)) if spare else None
+        self.skipped = skipped
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for index, block in enumerate(self.blocks):
+            x = x if index == self.skipped else block(x)
+        if self.spare is not None and input_ids.numel() and bool((input_ids[:, 0] == 3).any()):
+            x = x + self.spare * (input_ids[:, :1, None] == 3)
+        return self.head(self.norm(x))
+
+
+class Returned(nn.Module):
+    """Returns what a module does as an attribute of a plain object."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> SimpleNamespace:
+        return SimpleNamespace(logits=self.inner(x))
+
+
+class ObjectLM(BlockLM):
+    """Returns a plain object, and so do its blocks, if any are sharded apart from it."""
+
+    def __init__(self, has_blocks: bool) -> None:
+        super().__init__()
+        self.apart = nn.ModuleList(map(Returned, self.blocks))
+        self.blocks = self.apart if has_blocks else nn.ModuleList()
+
+    def forward(self, input_ids: Tensor) -> SimpleNamespace:
+        x = self.embed(input_ids)
+        for block in self.apart:
+            x = block(x).logits
+        return SimpleNamespace(logits=self.head(self.norm(x)))
+
+
+def sharded(module: nn.Module, world: World) -> Parallel:
+    return Sharded(module, bind(module), list(module.blocks), world)
+
+
+def hybrid(module: nn.Module, world: World) -> Parallel:
+    return Sharded(module, bind(module), list(module.blocks), world, replicas=2)
+
+
+def ordered(module: nn.Module, world: World) -> Parallel:
+    return Ordered(module, bind(module), list(module.parameters()), world)
+
+
+MODES = {"ddp": replicated, "fsdp": sharded, "hsdp": hybrid, "ordered": ordered}
+POLICIES = {
+    "deferred": Deferred,
+    "immediate": Immediate,
+    "hierarchical": Hierarchical,
+    "exact": Exact,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run on some ranks."""
+
+    cut: Cut
+    mode: str = "ddp"
+    sync: str = "deferred"
+    dtype: torch.dtype = torch.float64
+    steps: int = 1
+    dropout: float = 0.0
+    spare: bool = False
+    global_size: int = 16
+    normalizer: str = "tokens"
+    clip_norm: float | None = None
+    masked: tuple[int, ...] = ()
+    points: tuple[str, ...] = ()
+    """Where memory runs out: `rank:attempt:micro-batch:phase`."""
+    skipped: int | None = None
+    """The block that the last rank does not use."""
+    averaged: bool = False
+    """Divide the gradient by the number of ranks, as reducers do unless told not to."""
+    poisoned: int | None = None
+    """The rank whose first loss is not finite."""
+    layout: Layout = field(default_factory=Layout)
+    objects: str | None = None
+    """Who returns plain objects: `blocks`, each sharded apart, or a `model` without any."""
+
+
+class Poisoned(GradientStrategy):
+    """Gives a loss that is not finite, once."""
+
+    done = False
+
+    def backward(self, model, objective, micro_batches, divisors, sync):
+        loss = Sum().backward(model, objective, micro_batches, divisors, sync)
+        self.done, first = True, not self.done
+        return loss * float("nan") if first else loss
+
+
+class Moving(BlockLM):
+    """Moves state of every kind by what it sees, and keeps some that stays."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = nn.BatchNorm1d(8)
+        self.books = nn.Module()
+        self.books.register_buffer("mean", torch.zeros(8))
+        self.books.register_buffer("silent", torch.zeros(3, dtype=torch.bfloat16))
+        self.books.register_buffer("replaced", torch.zeros(2, 2))
+        self.books.register_buffer("begun", torch.tensor(False))
+        self.books.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.books.register_buffer("steady", torch.ones(5))
+        self.books.register_buffer("cache", torch.zeros(0), persistent=False)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        self.pool(x.flatten(0, 1).detach().repeat(2, 1))  # a single one has no variance
+        self.books.mean.lerp_(x.detach().mean((0, 1)), 0.1)
+        self.books.silent.data.add_(input_ids.sum())
+        self.books.replaced = self.books.replaced + input_ids.sum()
+        self.books.begun.logical_or_((input_ids == 3).any())
+        self.books.calls += input_ids.numel()
+        self.books.cache = torch.zeros(input_ids.numel())
+        return super().forward(input_ids) + self.books.mean.sum()
+
+
+def moved_each(world: World, cases: list[Case]) -> list[tuple[Arrays, list[list[str]]]]:
+    """Train, and tell what each rank goes on with, and what was seen to move in each step."""
+    found = []
+    for case in cases:
+        bench, news = bench_of(world, case, Moving), []
+        for _ in range(case.steps):
+            train_step(bench.kit, bench.feed.next())
+            news.append(sorted(bench.kit.registered.news()))
+        bench.feed.close()
+        found.append(({n: plain(b.double()) for n, b in bench.module.named_buffers()}, news))
+    return found
+
+
+def bench_of(world: World, case: Case, model: Callable[[], nn.Module] | None = None) -> Bench:
+    data = RaggedText()
+    data.masked |= set(case.masked)
+    strategy: GradientStrategy = Struck(case.points)
+    if case.poisoned == world.rank:
+        strategy = Poisoned()
+    skipped = case.skipped if world.rank == world.size - 1 else None
+    if case.objects is not None:
+        model = partial(ObjectLM, case.objects == "blocks")
+    return Bench(
+        case.cut,
+        case.dtype,
+        global_size=case.global_size,
+        normalizer=case.normalizer,
+        dataset=data,
+        model=model or (lambda: BlockLM(case.dropout, spare=case.spare, skipped=skipped)),
+        strategy=strategy,
+        clip_norm=case.clip_norm,
+        layout=case.layout,
+        world=world,
+        lay_out=MODES[case.mode] if world.size > 1 or case.mode == "ordered" else replicated,
+        sync=POLICIES[case.sync](),
+    )
+
+
+def plain(tensor: Tensor) -> np.ndarray:
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole.detach().numpy().copy()
+
+
+def run_steps(world: World, case: Case) -> dict[str, Any]:
+    """Train, and tell everything that must not depend on the ranks."""
+    bench = bench_of(world, case)
+    told: dict[str, Any] = {"loss": [], "norm": [], "ids": [], "skipped": [], "replays": []}
+    told["counts"] = []
+
+    def keep(*_: object) -> None:
+        told["last gradient"] = {
+            name: None if p.grad is None else plain(p.grad)
+            for name, p in bench.module.named_parameters()
+        }
+        told.setdefault("gradient", told["last gradient"])
+
+    if case.averaged:
+        bench.kit.optimizer.register_step_pre_hook(
+            lambda *_: bench.kit.model.scale_gradients(torch.tensor(1 / world.size))
+        )
+    bench.kit.optimizer.register_step_pre_hook(keep)
+    for _ in range(case.steps):
+        report = train_step(bench.kit, bench.feed.next())
+        told["loss"].append(float(report.loss))
+        told["norm"].append(float(report.grad_norm))
+        told["ids"].append(report.batch.samples.ids.tolist())
+        told["skipped"].append(report.skipped)
+        told["replays"].append(report.replays)
+        told["counts"].append(len(report.batch.micro_batches))
+    told["cut"] = bench.feed.cut
+    told["parameters"] = {name: plain(p) for name, p in bench.module.named_parameters()}
+    bench.feed.close()
+    return told
+
+
+def run_each(world: World, cases: list[Case]) -> list[dict[str, Any]]:
+    return [run_steps(world, case) for case in cases]
+
+
+def strike_each(
+    world: World, case: Case, strikes: list[tuple[str, ...]]
+) -> list[tuple[list[int], Any, str]]:
+    """Let memory run out here and there, in a run of its own each time.
+
+    Returns:
+        Replays, the cut in the end, and a digest of weights, losses and norms.
+    """
+    found = []
+    for points in strikes:
+        told = run_steps(world, replace(case, points=points))
+        digest = hashlib.sha256(repr((told["loss"], told["norm"], told["ids"])).encode())
+        for name in sorted(told["parameters"]):
+            digest.update(told["parameters"][name].tobytes())
+        found.append((told["replays"], told["cut"], digest.hexdigest()))
+    return found
+
+
+def what_is_said(world: World, case: Case) -> tuple[int, str]:
+    """Train until it ends, and give exit code and line."""
+    try:
+        run_steps(world, case)
+    except TrainError as error:
+        return error.exit_code, str(error)
+    return 0, ""
+
+
+def norm_and_share(world: World, mode: str, dtype: torch.dtype) -> tuple[float, float, bool]:
+    """Lay gradients of a short type out; give their norm, the right one, and whether a third of
+    them is the nearest there is."""
+    torch.manual_seed(0)
+    model = MODES[mode](BlockLM().to(dtype), world)
+    wholes = [300 * torch.randn(p.shape).to(dtype) for p in model.parameters]
+    for parameter, whole in zip(model.parameters, wholes, strict=True):
+        parameter.grad = whole.clone()
+        if isinstance(parameter, DTensor):
+            mesh, placements = parameter.device_mesh, parameter.placements
+            parameter.grad = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+    norm = float(model.gradient_norm())
+    model.scale_gradients(torch.tensor(1 / 3))
+    grads = [plain(p.grad.float()) for p in model.parameters]
+    near = [(whole.float() / 3).to(dtype).float().numpy() for whole in wholes]
+    exact = torch.cat([whole.double().flatten() for whole in wholes]).norm()
+    return norm, float(exact), all(map(np.array_equal, grads, near))
+
+
+def sum_in_integers(world: World, gradients: np.ndarray) -> np.ndarray:
+    """Give the step's gradient of one parameter, of micro-batches in turn over the ranks."""
+    module = nn.ParameterList([torch.from_numpy(np.zeros_like(gradients[0]))])
+    model = ordered(module, world)
+    (parameter,) = model.parameters
+    model.gather()
+    for gradient in gradients[world.rank :: world.size]:
+        with model.reducing(across=True, is_last=False):
+            parameter.grad = torch.from_numpy(gradient.copy())
+    model.reduce([True])
+    return parameter.grad.numpy()
+
+
+class Allocations(TorchDispatchMode):
+    """Counts the bytes of new storages."""
+
+    MAKES = ("empty", "zeros", "ones", "full", "clone", "cat", "_to_copy")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        made = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if name.removeprefix("new_").removesuffix("_like").removesuffix("_strided") in self.MAKES:
+            self.sizes.append(made.untyped_storage().nbytes())
+        return made
+
+
+def bytes_around_the_vote(world: World, mode: str) -> tuple[list[int], list[int]]:
+    """Tell what is allocated for the reduction before ranks agree, and what after.
+
+    The first rank alone uses one of the parameters.
+    """
+    bench = bench_of(world, Case(Fixed(micro=4), mode, dtype=torch.float32, spare=True))
+    kit, batch = bench.kit, bench.feed.next()
+    parts = [dict.fromkeys(kit.terms, 1.0)] * len(batch.micro_batches)
+    kit.sync.gather(kit.model)
+    kit.strategy.backward(kit.model, kit.objective, batch.micro_batches, parts, kit.sync)
+    used = [name != "idle" for name, _ in bench.module.named_parameters()]
+    if mode == "ddp" and world.rank:
+        kit.model.drop_gradients()
+    with Allocations() as before:
+        kit.model.make_room()
+    with Allocations() as after:
+        kit.model.reduce(used)
+    bench.feed.close()
+    return before.sizes, after.sizes
+
+
+UNCOUNTED = {"wait_tensor", "_wrap_tensor_autograd"}
+
+
+class Collectives(TorchDispatchMode):
+    """Counts collectives, those inside of DTensor operations too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        name = func.overloadpacket.__name__
+        if func.namespace in {"c10d", "_c10d_functional"} and name not in UNCOUNTED:
+            kind = next((k for k in ("gather", "reduce_scatter", "allreduce") if k in name), name)
+            self.counts["allreduce" if name == "all_reduce" else kind] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def count_collectives(world: World, case: Case) -> dict[str, int]:
+    """Collectives of the second step."""
+    bench = bench_of(world, case)
+    train_step(bench.kit, bench.feed.next())
+    batch = bench.feed.next()
+    with Collectives() as counter:
+        train_step(bench.kit, batch)
+    bench.feed.close()
+    return {**counter.counts, "micro_batches": len(batch.micro_batches)}
+
+
+class Cramped(nn.Module):
+    """Has room for so many positions on one rank, in evaluation."""
+
+    def __init__(self, body: BlockLM, positions: int) -> None:
+        super().__init__()
+        self.body, self.positions = body, positions
+        self.blocks = body.blocks
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        if not self.training and input_ids.numel() > self.positions:
+            raise MemoryError("injected")
+        return self.body(input_ids)
+
+
+def evaluate_cramped(world: World, mode: str) -> tuple[dict[str, float], bool]:
+    """Evaluate where the second rank lacks memory; tell whether training is cut as before."""
+    positions = 25 if world.rank == 1 else 10**9
+    bench = bench_of(world, Case(Fixed(micro=4), mode), lambda: Cramped(BlockLM(), positions))
+    layout = Layout(world_size=world.size)
+    lengths = bench.dataset.lengths[:29]
+    held_out = HeldOut(loader=bench.loader, lengths=lengths, layout=layout, max_tokens=200)
+    cut = bench.feed.cut
+    metrics = evaluate(bench.kit.model, bench.objective, held_out, world)
+    again = evaluate(bench.kit.model, bench.objective, held_out, world)
+    train_step(bench.kit, bench.feed.next())
+    bench.feed.close()
+    return metrics, metrics == again and bench.feed.cut == cut
+
+
+def evaluate_some(world: World, mode: str, num_held_out: int) -> tuple[dict[str, float], list[int]]:
+    """Evaluate on the first samples, and name those that this rank looked at."""
+    bench = bench_of(world, Case(Fixed(micro=4), mode))
+    layout = Layout(world_size=world.size)
+    lengths = bench.dataset.lengths[:num_held_out]
+    held_out = HeldOut(loader=bench.loader, lengths=lengths, layout=layout, max_tokens=30)
+    seen = [i for request in held_out.requests(world.rank) for i in request.ids]
+    metrics = evaluate(bench.kit.model, bench.objective, held_out, world)
+    train_step(bench.kit, bench.feed.next())
+    bench.feed.close()
+    return metrics, seen
+
+
+def fail_on_main(world: World) -> str:
+    """What every rank hears when the first could not write."""
+
+    def work() -> None:
+        raise SaveError("disk full")
+
+    try:
+        world.on_main(work)
+    except SaveError as error:
+        return f"{error} {error.exit_code}"
+    return "nothing"
+
+
+def tell_each_other(world: World) -> list[object]:
+    return [world.collect({"rank": world.rank, "text": "x" * world.rank}), world.any(world.is_main)]

@@ -1,0 +1,114 @@
+"""Whole runs as a user starts them, in this process, and what they leave behind."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer import train
+from trainer.checkpoint.store import CheckpointStore
+from trainer.cli.main import Run
+from trainer.cli.main import run as run_line
+
+TOYS = "tests.lib.run_toys"
+
+BASE = {
+    "model._target_": f"{TOYS}.Net",
+    "data._target_": f"{TOYS}.Rows",
+    "batch.global": "8",
+    "accum": "fixed",
+    "accum.micro": "3",
+    "steps": "6",
+    "optimizer.lr": "0.012",
+    "scheduler.warmup": "0",
+    "eval.every": "null",
+    "checkpoint.every": "null",
+    "wandb.mode": "disabled",
+    "device": "cpu",
+    "log.samples": "true",
+}
+"""A run over 1.1 epochs of 42 ragged rows: six steps an epoch, the last one short."""
+
+UNTIMED = {"seconds", "tokens_per_second", "memory_bytes", "eval_seconds"}
+
+
+def overrides(line: str) -> list[str]:
+    """Put settings over those of `BASE`, `accum=...` over its micro-batch too; the last wins."""
+    typed = list({each.partition("=")[0]: each for each in shlex.split(line)}.values())
+    keys = {each.partition("=")[0] for each in typed}
+    dropped = {key for key in BASE if key in keys or key.rpartition(".")[0] in keys - {"batch"}}
+    dropped |= {key for key in BASE if f"{key.partition('.')[0]}._target_" in keys}
+    return [*(f"{key}={value}" for key, value in BASE.items() if key not in dropped), *typed]
+
+
+def go(line: str = "", **flags: str) -> Run:
+    """Run `BASE` with more settings; raises what the command line would say."""
+    return train(overrides(line), **flags)
+
+
+def on(run: Run, line: str = "") -> Run:
+    """Go on with a run."""
+    return train([f"resume={run.folder}", "trust=[tests]", *shlex.split(line)])
+
+
+def shell(line: str) -> int:
+    """Run a command line in this process, as `main` does; gives the exit code."""
+    return run_line(shlex.split(line))
+
+
+def only_run() -> Path:
+    """The one run folder below the current folder."""
+    (folder,) = {path.parent for path in Path().glob("outputs/*/*/config.yaml")}
+    return folder.absolute()
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(path.read_text())
+    return content
+
+
+def entries(run: Run | Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    """Every entry of a journal, steps and evaluations."""
+    folder = run.folder if isinstance(run, Run) else run
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+def steps(run: Run | Path) -> list[dict[str, Any]]:
+    """The entries of the steps."""
+    return [entry for entry in entries(run) if "loss" in entry]
+
+
+def untimed(run: Run | Path) -> list[dict[str, Any]]:
+    """All entries, without what the clock says."""
+    return [{k: v for k, v in e.items() if k not in UNTIMED} for e in entries(run)]
+
+
+def curve(run: Run | Path, name: str) -> list[Any]:
+    """One number of every step."""
+    return [entry[name] for entry in steps(run)]
+
+
+def state(run: Run | Path, step: int | None = None) -> Mapping[str, torch.Tensor]:
+    """Every tensor of a checkpoint, by default the newest, random states aside."""
+    folder = run.folder if isinstance(run, Run) else run
+    loaded = CheckpointStore(folder / "checkpoints").load(step, set_aside=False)
+    return {n: t for n, t in loaded.tensors.items() if not n.startswith("rng.")}
+
+
+def meta(run: Run | Path) -> Mapping[str, Any]:
+    """The rest of the newest checkpoint."""
+    folder = run.folder if isinstance(run, Run) else run
+    return CheckpointStore(folder / "checkpoints").load(set_aside=False).meta
+
+
+def assert_same_bits(
+    found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
+) -> None:
+    assert found.keys() == expected.keys()
+    different = [name for name in expected if not torch.equal(found[name], expected[name])]
+    assert not different

@@ -1,0 +1,308 @@
+"""What tests of sharded models let real ranks do; importable, so that other processes can."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tests.lib.ranks_work import plain
+from tests.lib.support import VOCABULARY, Bench, RaggedText, replicated
+from trainer.core.world import World
+from trainer.models import deferred as models
+from trainer.models.bind import bind
+from trainer.models.deferred import deferred
+from trainer.models.gpt import GPT
+from trainer.models.recompute import blocks_of, checkpoint_blocks
+from trainer.objectives.next_token import NextToken
+from trainer.parallel.base import Parallel
+from trainer.parallel.fsdp import Sharded
+from trainer.parallel.stand_ins import imagined_mesh
+from trainer.parallel.sync import Deferred, Hierarchical, Immediate
+from trainer.plan.cuts import Fixed
+from trainer.plan.memory import Shape
+from trainer.training.step import train_step
+from trainer.tune.fake import predict_peak
+from trainer.tune.tensors import MemoryEstimate, PeakBytes
+from trainer.tune.workload import Tiled, Workload
+
+POLICIES = {"deferred": Deferred, "immediate": Immediate, "hierarchical": Hierarchical}
+
+
+@dataclass(frozen=True)
+class Load:
+    """A sharded run whose memory is counted."""
+
+    sync: str
+    replicas: int = 1
+    width: int = 48
+    num_layers: int = 4
+    micro: int = 4
+    recompute: bool = False
+    tied: bool = False
+
+
+class Even(RaggedText):
+    """Samples of one length."""
+
+    def __init__(self, length: int = 24) -> None:
+        super().__init__(num_samples=96)
+        numbers = torch.Generator().manual_seed(0)
+        self.lengths[:] = length
+        self.samples = [
+            torch.randint(0, VOCABULARY, (length,), generator=numbers) for _ in self.samples
+        ]
+
+
+def gpt(load: Load) -> GPT:
+    return GPT(
+        vocab_size=VOCABULARY,
+        width=load.width,
+        num_layers=load.num_layers,
+        num_heads=2,
+        max_length=32,
+        tied=load.tied,
+    )
+
+
+def measured(world: World, load: Load) -> MemoryEstimate:
+    """The tensor bytes of this rank in two steps of two micro-batches."""
+    peak = PeakBytes()
+
+    def lay_out(module: nn.Module, world: World) -> Parallel:
+        if load.recompute:
+            checkpoint_blocks(module)
+        blocks = blocks_of(module)
+        return Sharded(module, bind(module), blocks, world, replicas=load.replicas)
+
+    bench = Bench(
+        Fixed(micro=load.micro),
+        torch.float32,
+        global_size=2 * load.micro * world.size,
+        dataset=Even(),
+        model=lambda: gpt(load),
+        clip_norm=1.0,
+        world=world,
+        lay_out=lay_out,
+        sync=POLICIES[load.sync](),
+    )
+    with peak:
+        peak.assign("parameters", bench.module.parameters())
+        peak.assign("buffers", bench.module.buffers())
+        for _ in range(2):
+            train_step(bench.kit, bench.feed.next())
+    bench.feed.close()
+    return peak.estimate
+
+
+def predicted(world: World, load: Load) -> MemoryEstimate:
+    """What the first rank predicts while the others wait."""
+
+    def find() -> dict[str, int]:
+        return predict_peak(
+            workload(load, world.size), Shape(load.micro, 24), recompute=load.recompute
+        ).to_dict()
+
+    return MemoryEstimate.from_dict(world.on_main(find))
+
+
+def workload(load: Load, size: int) -> Workload:
+    example = {"input_ids": torch.zeros(1, 24, dtype=torch.int64)}
+
+    @contextmanager
+    def imagined() -> Iterator[Callable[[nn.Module], Parallel]]:
+        world = World(size=size, local_size=size)
+        with imagined_mesh(size, load.replicas) as mesh:
+            yield lambda module: Sharded(
+                module, bind(module), blocks_of(module), world, replicas=load.replicas, mesh=mesh
+            )
+
+    model, weights = deferred(lambda: gpt(load))
+    return Workload(
+        model=model,
+        objective=NextToken(),
+        make_optimizer=lambda module: torch.optim.AdamW(module.parameters(), lr=1e-2),
+        make_fields=Tiled({**example, "labels": example["input_ids"]}, 24),
+        weights=weights,
+        sync=POLICIES[load.sync](),
+        imagined=imagined,
+    )
+
+
+class Odd(nn.Module):
+    """Begins in every way that a constructor may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.embed = nn.Embedding(VOCABULARY, 6)
+        self.head = nn.Linear(6, VOCABULARY)
+        self.head.weight = self.embed.weight
+        self.flipped = nn.Parameter(self.embed.weight.detach().t().clone() * 2)
+        own = torch.Generator().manual_seed(3)
+        self.drawn = nn.Parameter(torch.randn(7, 5, generator=own))
+        self.table = nn.Parameter(torch.from_numpy(np.arange(4.0)).float())
+        self.told = nn.Parameter(torch.tensor([3.0, 1.0]))
+        self.swapped = nn.Parameter(torch.ones(3))
+        self.swapped.data = torch.full((3,), 7.0)
+        self.frozen = nn.Parameter(torch.randperm(6).float(), requires_grad=False)
+        self.frozen.untouchable = True
+        self.register_buffer("steps", torch.linspace(0, 1, 4).cumsum(0))
+        self.register_buffer("hidden", torch.randn(3), persistent=False)
+        self.plain = torch.randn(2)
+        self.rates = [x.item() for x in torch.linspace(0, 0.1, 4)]
+        nn.init.orthogonal_(self.blocks[0].weight)
+        nn.init.trunc_normal_(self.blocks[1].weight)
+        nn.init.sparse_(self.blocks[2].weight, 0.5)
+        with torch.no_grad():
+            self.drawn[0].fill_(7)
+            self.drawn[1, 2] = torch.rand(())
+            for parameter in self.blocks.parameters():
+                parameter.mul_(1.5)
+        self.copies = copy.deepcopy(self.blocks[0])
+
+
+class Pictures(nn.Module):
+    """Convolutions, BatchNorm and an LSTM, of another type than they are drawn in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3)
+        self.norm = nn.BatchNorm2d(8)
+        self.mix = nn.LSTM(8, 4, 2)
+        self.to(torch.bfloat16)
+
+
+def like_gpt2() -> GPT:
+    return GPT(
+        vocab_size=VOCABULARY,
+        width=16,
+        num_layers=2,
+        num_heads=2,
+        max_length=32,
+        tied=True,
+        norm="layer",
+        mlp="gelu",
+        positions="learned",
+        bias=True,
+        init_std=0.02,
+    )
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "gpt_tiny": lambda: GPT(vocab_size=VOCABULARY),
+    "like gpt2": lambda: like_gpt2().double(),
+    "pictures": Pictures,
+    "odd": Odd,
+}
+
+
+def start_sharded(build: Callable[[], nn.Module], world: World) -> tuple[nn.Module, Parallel]:
+    module, weights = deferred(build)
+    blocks = blocks_of(module)
+    return module, Sharded(module, bind(module), blocks, world, draw=weights.draw)
+
+
+def begun(world: World, name: str) -> dict[str, bool]:
+    """Whether each tensor of a sharded model begins as on one rank; and the generator after it."""
+    torch.manual_seed(11)
+    whole, after = MODELS[name](), torch.rand(1)
+    torch.manual_seed(11)
+    module, _ = start_sharded(MODELS[name], world)
+    told = {"generator": torch.equal(torch.rand(1), after)}
+    for (key, mine), theirs in zip(
+        module.named_parameters(remove_duplicate=False),
+        dict(whole.named_parameters(remove_duplicate=False)).values(),
+        strict=True,
+    ):
+        assert isinstance(mine, DTensor)
+        assert mine.requires_grad == theirs.requires_grad
+        told[key] = torch.equal(mine.full_tensor(), theirs)
+    for (key, mine), (_, theirs) in zip(module.named_buffers(), whole.named_buffers(), strict=True):
+        told[key] = torch.equal(mine, theirs)
+    if isinstance(module, Odd):
+        told["tie"] = module.head.weight is module.embed.weight
+        told["plain"] = torch.equal(module.plain, whole.plain)
+        told["rates"] = module.rates == whole.rates
+    return told
+
+
+class RealBytes(TorchDispatchMode):
+    """Counts tensors that take memory, of this rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = PeakBytes()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        real = [t for t in leaves if not isinstance(t, FakeTensor) and not t.is_meta]
+        self.peak.assign("activations", real)
+        return result
+
+
+def peak_at_start(world: World, is_deferred: bool, held_bytes: int) -> tuple[int, int, int]:
+    """The most bytes that tensors take at once, those of the largest weight, and of all."""
+
+    def build() -> nn.Module:
+        return GPT(VOCABULARY, width=128, num_layers=8, num_heads=4, max_length=32)
+
+    before, models.HELD_BYTES = models.HELD_BYTES, held_bytes
+    with RealBytes() as counted:
+        if is_deferred:
+            _, model = start_sharded(build, world)
+        else:
+            module = build()
+            model = Sharded(module, bind(module), blocks_of(module), world)
+    models.HELD_BYTES = before
+    sizes = [parameter.nbytes for parameter in model.parameters]
+    return counted.peak.estimate.peak_bytes, max(sizes), sum(sizes)
+
+
+def trained(world: World, sync: str) -> tuple[list[float], dict[str, Any]]:
+    """Losses and weights of three steps in float64; on one rank the model is built whole."""
+
+    def build() -> nn.Module:
+        torch.set_default_dtype(torch.float64)
+        try:
+            return GPT(VOCABULARY, width=8, num_layers=2, num_heads=2, max_length=32, tied=True)
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    def lay_out(module: nn.Module, world: World) -> Parallel:
+        return laid[0] if laid else replicated(module, world)
+
+    torch.default_generator.manual_seed(0)
+    laid: list[Parallel] = []
+    if world.size > 1:
+        laid.append(start_sharded(build, world)[1])
+    bench = Bench(
+        Fixed(micro=3),
+        clip_norm=0.5,
+        model=(lambda: laid[0].module) if laid else build,
+        world=world,
+        lay_out=lay_out,
+        sync=POLICIES[sync](),
+        optimizer=torch.optim.SGD,
+    )
+    losses = [float(train_step(bench.kit, bench.feed.next()).loss) for _ in range(3)]
+    bench.feed.close()
+    return losses, {name: plain(p) for name, p in bench.module.named_parameters()}
+
+
+def both(world: World, load: Load) -> tuple[MemoryEstimate, MemoryEstimate]:
+    return measured(world, load), predicted(world, load)

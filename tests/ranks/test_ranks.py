@@ -1,0 +1,345 @@
+"""Every layout over real ranks takes the very step that one rank would take."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.lib.ranks_support import Ranks
+from tests.lib.ranks_work import (
+    Case,
+    count_collectives,
+    evaluate_some,
+    fail_on_main,
+    moved_each,
+    norm_and_share,
+    run_each,
+    run_steps,
+    sum_in_integers,
+    tell_each_other,
+    what_is_said,
+)
+from tests.lib.support import EXACT, WRONG
+from trainer.core.world import World
+from trainer.plan.cuts import Budget, Fixed
+from trainer.plan.layout_invariant import Leaves
+from trainer.training.step import NOT_FINITE
+
+LAYOUTS = [("ddp", 2), ("ddp", 3), ("ddp", 4), ("fsdp", 2), ("fsdp", 3), ("fsdp", 4), ("hsdp", 4)]
+DTYPES = [torch.float64, torch.float32]
+ALONE: dict[Any, dict[str, Any]] = {}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    group = Ranks()
+    yield group
+    group.close()
+
+
+def alone(case: Case) -> dict[str, Any]:
+    """The same run on one rank, with the whole batch in one micro-batch."""
+    case = replace(case, cut=Fixed(steps=1), points=(), poisoned=None)
+    key = repr(replace(case, mode="ddp"))
+    if key not in ALONE:
+        ALONE[key] = run_steps(World(), case)
+    return ALONE[key]
+
+
+def error(found: dict[str, Any], expected: dict[str, Any]) -> float:
+    """Largest relative error over tensors; None must meet None."""
+    assert found.keys() == expected.keys()
+    assert [n for n in found if found[n] is None] == [n for n in found if expected[n] is None]
+    return max(
+        float(np.linalg.norm(found[n].astype(np.float64) - expected[n]))
+        / max(float(np.linalg.norm(expected[n])), 1e-30)
+        for n in expected
+        if expected[n] is not None
+    )
+
+
+@pytest.mark.parametrize(("mode", "size"), LAYOUTS)
+def test_gradients_are_those_of_the_whole_batch_on_one_rank(ranks, mode, size):
+    cuts = (Fixed(micro=3), Budget(max_tokens=40))
+    cases = [Case(cut, mode, dtype=dtype) for cut in cuts for dtype in DTYPES]
+    for each in ranks.run(size, run_each, cases):
+        for case, told in zip(cases, each, strict=True):
+            expected, exact = alone(case), EXACT[case.dtype]
+            assert error(told["gradient"], expected["gradient"]) <= exact
+            assert told["ids"] == expected["ids"]
+            assert told["loss"] == pytest.approx(expected["loss"], rel=exact)
+            assert told["norm"] == pytest.approx(expected["norm"], rel=exact)
+
+
+def test_a_reduction_that_averages_is_far_from_the_whole_batch(ranks):
+    case = Case(Fixed(micro=3), global_size=16)
+    expected = alone(case)["gradient"]
+    for told in ranks.run(2, run_steps, replace(case, averaged=True)):
+        assert error(told["gradient"], expected) > WRONG
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp", "hsdp"])
+def test_gradients_of_a_short_type_are_clipped_by_a_norm_in_fp32(mode):
+    size = 4 if mode == "hsdp" else 2
+    # DTensor remembers meshes of process groups that are gone, so these ranks are new.
+    with closing(Ranks()) as ranks:
+        for dtype in (torch.bfloat16, torch.float16):
+            for norm, exact, is_nearest in ranks.run(size, norm_and_share, mode, dtype):
+                assert norm == pytest.approx(exact, rel=EXACT[torch.float32])
+                assert is_nearest
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_clipping_and_several_steps_agree_over_ranks(ranks, mode):
+    cases = [
+        Case(Budget(max_tokens=40), mode, steps=6, clip_norm=0.05, dtype=dtype) for dtype in DTYPES
+    ]
+    told = ranks.run(3, run_each, cases)
+    for number, case in enumerate(cases):
+        expected, is_double = alone(case), case.dtype == torch.float64
+        # AdamW divides by the square root of a tiny second moment, which magnifies rounding.
+        loss, norm, rounding = (1e-9, 1e-8, 1e-7) if is_double else (1e-5, 1e-5, 1e-5)
+        for mine in (each[number] for each in told):
+            assert mine["loss"] == pytest.approx(expected["loss"], rel=loss)
+            assert mine["norm"] == pytest.approx(expected["norm"], rel=norm)
+            assert mine["ids"] == expected["ids"]
+            assert error(mine["gradient"], expected["gradient"]) <= rounding
+            assert error(mine["last gradient"], expected["last gradient"]) <= rounding
+            assert error(mine["parameters"], expected["parameters"]) <= rounding
+            assert error(mine["parameters"], told[0][number]["parameters"]) == 0
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_ranks_without_weight_or_without_micro_batches_change_nothing(ranks, mode):
+    first = run_steps(World(), Case(Fixed(steps=1), global_size=3))["ids"][0]
+    few = Case(Fixed(micro=1), mode, global_size=3)
+    masked = replace(few, masked=tuple(first[:1]))
+    for case, size in ((few, 4), (masked, 3)):
+        expected = alone(case)
+        told = ranks.run(size, run_steps, case)
+        assert sorted(mine["counts"][0] for mine in told) == sorted([1, 1, 1, 0][:size], key=int)
+        for mine in told:
+            assert error(mine["gradient"], expected["gradient"]) <= EXACT[torch.float64]
+            assert mine["loss"] == pytest.approx(expected["loss"], rel=1e-12)
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_a_parameter_used_nowhere_has_no_gradient_and_one_used_somewhere_the_right_one(ranks, mode):
+    case = Case(Fixed(micro=1), mode, spare=True)
+    expected = run_steps(World(), case)
+    assert expected["gradient"]["idle"] is None
+    assert expected["gradient"]["spare"] is not None
+    for told in ranks.run(3, run_steps, case):
+        assert error(told["gradient"], expected["gradient"]) <= EXACT[torch.float64]
+
+
+@pytest.mark.parametrize("phase", ["forward", "middle"])
+@pytest.mark.parametrize("mode", ["ddp", "fsdp", pytest.param("hsdp", marks=pytest.mark.nightly)])
+def test_memory_that_runs_out_on_one_rank_is_replayed_on_all_bit_for_bit(ranks, mode, phase):
+    size = 4 if mode == "hsdp" else 2
+    case = Case(Budget(max_tokens=60), mode, dropout=0.3, steps=3, dtype=torch.float32)
+    told = ranks.run(size, run_steps, replace(case, points=(f"1:1:1:{phase}",)))
+    assert [mine["replays"] for mine in told] == [[1, 0, 0]] * size
+    assert told[0]["cut"] != case.cut
+    finer = ranks.run(size, run_steps, replace(case, cut=told[0]["cut"]))
+    coarse = ranks.run(size, run_steps, case)
+    for mine, theirs in zip(told, finer, strict=True):
+        assert mine["cut"] == told[0]["cut"]
+        assert error(mine["parameters"], theirs["parameters"]) == 0
+    assert error(coarse[0]["parameters"], told[0]["parameters"]) > 0
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(ranks, mode):
+    case = Case(Fixed(micro=3), mode, steps=2, poisoned=1)
+    told = ranks.run(2, run_steps, case)
+    for mine in told:
+        assert mine["skipped"] == [NOT_FINITE, None]
+        assert error(mine["parameters"], told[0]["parameters"]) == 0
+
+
+GROUPS = 4  # three blocks and the rest
+ONE_LEVEL = ("deferred", "immediate")
+EVERY_STEP = ("the normalizer", "what ranks agree on")
+NORM_OF_SHARDS = ("the gradient norm",)
+COUNTED = [
+    *((mode, sync, n) for mode in ("ddp", "fsdp") for sync in ONE_LEVEL for n in (2, 3, 4)),
+    *(("hsdp", sync, 4) for sync in (*ONE_LEVEL, "hierarchical")),
+]
+
+
+def collectives_of_a_step(mode: str, sync: str, micro_batches: int) -> dict[str, int]:
+    """The table: what a step sends, with all that is sent beside gradients and parameters."""
+    reductions = 1 if sync == "deferred" else micro_batches
+    if mode == "ddp":
+        return {"allreduce": len(EVERY_STEP) + reductions}
+    # Without a window blocks are gathered for forward and again for backward, the root once.
+    gathers = GROUPS if sync == "deferred" else micro_batches * (2 * GROUPS - 1)
+    between_copies = {"fsdp": 0, "hsdp": 1 if sync == "hierarchical" else reductions}[mode]
+    return {
+        "gather": gathers,
+        "reduce_scatter": reductions * GROUPS,
+        "allreduce": len(EVERY_STEP + NORM_OF_SHARDS) + between_copies * GROUPS,
+    }
+
+
+@pytest.mark.parametrize(("mode", "sync", "size"), COUNTED)
+def test_collectives_of_a_step_are_as_many_as_the_table_says(ranks, mode, sync, size):
+    for counts in ranks.run(size, count_collectives, Case(Fixed(micro=2), mode, sync)):
+        micro_batches = counts.pop("micro_batches")
+        assert micro_batches >= 2
+        assert counts == collectives_of_a_step(mode, sync, micro_batches)
+
+
+LOCKSTEP = [("ddp", "immediate", 2), ("fsdp", "immediate", 3), ("hsdp", "hierarchical", 4)]
+
+
+@pytest.mark.parametrize(("mode", "sync", "size"), LOCKSTEP)
+def test_policies_that_reduce_in_every_micro_batch_give_the_same_gradient(ranks, mode, sync, size):
+    shapes = ((Fixed(micro=3), 16), (Budget(max_tokens=40), 16), (Fixed(micro=2), 5))
+    cases = [
+        Case(cut, mode, sync, dtype=dtype, global_size=size)
+        for cut, size in shapes
+        for dtype in DTYPES
+    ]
+    for each in ranks.run(size, run_each, cases):
+        for case, told in zip(cases, each, strict=True):
+            expected, exact = alone(replace(case, sync="deferred")), EXACT[case.dtype]
+            assert error(told["gradient"], expected["gradient"]) <= exact
+            assert told["loss"] == pytest.approx(expected["loss"], rel=exact)
+            assert told["ids"] == expected["ids"]
+
+
+@pytest.mark.parametrize(("mode", "sync", "size"), LOCKSTEP)
+def test_a_parameter_used_nowhere_has_no_gradient_in_lockstep_either(ranks, mode, sync, size):
+    case = Case(Fixed(micro=1), mode, sync, spare=True)
+    expected = run_steps(World(), replace(case, sync="deferred"))
+    for told in ranks.run(size, run_steps, case):
+        assert error(told["gradient"], expected["gradient"]) <= EXACT[torch.float64]
+
+
+@pytest.mark.parametrize(("mode", "sync", "size"), LOCKSTEP[1:])
+def test_a_block_that_one_rank_skips_is_refused_by_name_on_all_in_lockstep(ranks, mode, sync, size):
+    said = f"sync: rank {size - 1} comes to blocks.2 where rank 0 comes to blocks.1: "
+    for code, line in ranks.run(size, what_is_said, Case(Fixed(micro=3), mode, sync, skipped=1)):
+        assert code == 2
+        assert line.startswith(said)
+
+
+@pytest.mark.parametrize("objects", ["model", "blocks"])
+def test_models_and_blocks_in_shards_may_return_plain_objects(ranks, objects):
+    case = Case(Fixed(micro=3), "fsdp", objects=objects)
+    expected = run_steps(World(), case)
+    for each in ranks.run(2, run_each, [case, replace(case, sync="immediate")]):
+        for told in each:
+            assert error(told["gradient"], expected["gradient"]) <= EXACT[torch.float64]
+
+
+SAME = Case(
+    Leaves(micro=2),
+    "ordered",
+    "exact",
+    dtype=torch.float32,
+    steps=20,
+    dropout=0.2,
+    clip_norm=0.5,
+)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_deterministic_layout_gives_the_same_bits_on_every_number_of_ranks(ranks, size):
+    expected = run_steps(World(), SAME)
+    for told in ranks.run(size, run_steps, SAME):
+        assert error(told["parameters"], expected["parameters"]) == 0
+        assert told["loss"] == expected["loss"]
+        assert told["norm"] == expected["norm"]
+
+
+def test_without_it_the_bits_differ(ranks):
+    case = replace(SAME, mode="ddp", sync="deferred")
+    expected = run_steps(World(), case)
+    assert error(ranks.run(4, run_steps, case)[0]["parameters"], expected["parameters"]) > 0
+
+
+def test_sums_of_integers_are_the_whole_batch_gradient_to_their_rounding(ranks):
+    case = Case(Leaves(micro=2), "ordered", "exact")
+    expected = run_steps(World(), Case(Fixed(steps=1)))
+    for told in ranks.run(2, run_steps, case):
+        assert error(told["gradient"], expected["gradient"]) <= EXACT[torch.float64]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_sums_of_integers_hold_every_finite_gradient_in_the_same_bits_for_every_layout(
+    ranks, dtype
+):
+    numbers, limits = np.random.default_rng(0), np.finfo(dtype)
+    shape, lowest, highest = (7, 600), limits.minexp - limits.nmant, limits.maxexp - 4
+    exponents = numbers.integers(lowest, highest, shape)
+    exponents[:, 300:] = exponents[0, 300:]  # the half whose micro-batches are of one size
+    gradients = np.ldexp(numbers.uniform(-1, 1, shape), exponents).astype(dtype)
+    gradients[numbers.random(shape) < 0.1] = 0
+    expected = sum_in_integers(World(), gradients)
+    exact = np.array([math.fsum(column) for column in gradients.T.astype(np.float64)])
+    # Each micro-batch is cut off below the largest, and the sum is rounded once.
+    bound = 7 * (2.0**-32 if dtype == np.float32 else 2.0**-64) * np.abs(gradients).max(0)
+    rounding = limits.eps * np.abs(exact) + limits.smallest_subnormal
+    assert (np.abs(expected - exact) <= bound + rounding).all()
+    for size in (2, 3, 4):
+        for told in ranks.run(size, sum_in_integers, gradients):
+            assert told.tobytes() == expected.tobytes()
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_on_every_rank(ranks):
+    told = ranks.run(2, run_steps, replace(SAME, poisoned=1, steps=2))
+    assert [mine["skipped"] for mine in told] == [[NOT_FINITE, None]] * 2
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_evaluation_visits_every_held_out_sample_once_and_is_exact(ranks, mode):
+    for num_held_out in (2, 29):
+        expected, _ = evaluate_some(World(), mode, num_held_out)
+        told = ranks.run(3, evaluate_some, mode, num_held_out)
+        assert sorted(i for _, seen in told for i in seen) == list(range(num_held_out))
+        for metrics, _ in told:
+            assert metrics == pytest.approx(expected, rel=1e-12)
+
+
+MOVES = [f"books.{name}" for name in ("begun", "calls", "mean", "replaced", "silent")] + [
+    f"pool.{name}" for name in ("num_batches_tracked", "running_mean", "running_var")
+]
+
+
+def test_state_that_forwards_move_is_the_main_ranks_on_all_after_each_step(ranks):
+    pairs = (("ddp", "deferred"), ("fsdp", "deferred"), ("fsdp", "immediate"))
+    cases = [Case(Fixed(micro=2), *pair, steps=3) for pair in pairs]
+    first, *others = ranks.run(3, moved_each, cases)
+    for number in range(len(cases)):
+        state, news = first[number]
+        assert news == [MOVES, [], []]
+        # In lockstep the main rank has a micro-batch without samples, of which there is no mean.
+        assert np.isfinite(state["books.mean"]).all()
+        assert state["books.mean"].any()
+        cached = [state.pop("books.cache").size]
+        for other in others:
+            theirs, told = other[number]
+            cached.append(theirs.pop("books.cache").size)
+            assert told == news
+            assert theirs.keys() == state.keys()
+            assert all(np.array_equal(theirs[name], state[name]) for name in state)
+        assert len(set(cached)) > 1
+
+
+def test_what_fails_on_the_main_rank_is_raised_on_all(ranks):
+    assert ranks.run(3, fail_on_main) == ["disk full 8"] * 3
+
+
+def test_ranks_tell_each_other_values_of_any_size(ranks):
+    everything = [{"rank": rank, "text": "x" * rank} for rank in range(3)]
+    assert ranks.run(3, tell_each_other) == [[everything, True]] * 3

@@ -1,0 +1,200 @@
+"""What a plan warns of: one line each, what happens and what to type, on the screen and in JSON."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.lib.run_support import TOYS, go, read_json, state
+from trainer.core.errors import ConfigError, NotExactError
+
+OWN = "tests.lib.advice_toys"
+AWAY = "device=cuda precision=bf16"
+
+
+pytestmark = pytest.mark.usefixtures("own_folder")
+
+
+def planned(line: str) -> dict[str, Any]:
+    return read_json(go(f"command=plan {line}").folder / "plan.json")
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    {
+        "model.dropout=0.2": "dropout draws per micro-batch",
+        "scheduler.warmup=5": "scheduler.warmup=5 is more than half of the 6 steps",
+        "eval.every=7": "eval.every=7 is beyond the last step, 6",
+        "batch.normalizer=micro_batches": "is a mean of means",
+        "model.norm=batch batchnorm=micro": "norm is BatchNorm, normalised over each micro-batch",
+        "model.norm=batch": "(2 to 3 samples), so the step changes with these; to say that you "
+        "mean it, type batchnorm=micro",
+        "model.norm=batch parallel.ranks=2": "of each rank, whose running statistics are its own",
+        "batch.global=512": "batch.global=512 is more than the 42 samples of an epoch",
+        f"objective._target_={OWN}.Mean": "for two samples together and",
+        f"objective._target_={OWN}.Constant": "weight squared of Constant is 1 for two samples",
+        f"objective._target_={OWN}.Pairs objective.group_size=1": "loss pairs of Pairs is",
+        f"model._target_={OWN}.Hooked": "head.weight has a hook on its gradient",
+        f"model._target_={OWN}.Recurrent accum.packed=true": "mixer is GRU, which reads across",
+        f"data._target_={OWN}.Marked": "the data bring document_ids, which forward of Net does not",
+        f"compile=true {AWAY}": "compile=true captures no CUDA graphs: micro-batches have",
+        f"optimizer._target_=torch.optim.NAdam {AWAY}": "NAdam updates all weights at once on a",
+    }.items(),
+)
+def test_what_a_user_should_know_is_a_warning_of_one_line(
+    line: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = planned(line)
+    (said,) = [warning for warning in plan["warnings"] if words in warning]
+    assert "\n" not in said
+    assert said in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "steps=3",
+        "eval.every=2 checkpoint.every=2",
+        f"objective._target_={TOYS}.Squared",
+        f"objective._target_={OWN}.Pairs accum.micro=2",
+        f"optimizer._target_={TOYS}.Descent",
+        f"optimizer._target_=torch.optim.AdamW optimizer.fused=true {AWAY}",
+        f"optimizer._target_=torch.optim.NAdam optimizer.foreach=false {AWAY}",
+        f"model._target_={TOYS}.LowNet",
+    ],
+)
+def test_what_is_in_order_is_not_warned_of(line: str) -> None:
+    assert planned(line)["warnings"] == []
+
+
+def test_gradients_summed_in_bf16_over_many_pieces_are_a_warning() -> None:
+    many = planned(f"model._target_={TOYS}.LowNet batch.global=40 accum.micro=1")
+    (said,) = many["warnings"]
+    assert "bfloat16 are summed over 40 micro-batches" in said
+    assert "precision=bf16" in said
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
+def test_parts_that_capture_cuda_graphs_are_named_where_there_would_be_some() -> None:
+    line = f"model._target_={OWN}.Captured"
+    assert planned(line)["warnings"] == []
+    (said,) = planned(f"{line} {AWAY}")["warnings"]
+    assert said.startswith("Captured captures CUDA graphs, one for each of")
+    assert "compile=true" in said
+
+
+def test_an_optimizer_that_steps_in_backward_is_refused_and_leaves_no_hook(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for command in ("plan", "train"):
+        with pytest.raises(ConfigError, match="steps within backward") as raised:
+            go(f"command={command} optimizer._target_={OWN}.InBackward")
+        assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("line", ["accum=auto", "accum=budget accum.max_tokens=64"])
+def test_batchnorm_under_a_planned_cut_is_refused_with_what_to_type(line: str) -> None:
+    with pytest.raises(ConfigError, match=r"accum=fixed accum\.micro=N batchnorm=micro"):
+        go(f"command=plan model.norm=batch {line}")
+
+
+def test_batchnorm_trains_alike_typed_as_micro_and_by_default_and_only_the_words_differ() -> None:
+    silent, typed = go("model.norm=batch"), go("model.norm=batch batchnorm=micro")
+    first, second = state(silent), state(typed)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_text_without_a_blank_line_is_one_document_and_said_to_be() -> None:
+    Path("one.txt").write_text("a line of words\n" * 300)
+    line = "data=text data.path=one.txt model=gpt_tiny"
+    (chunked,) = planned(line)["warnings"]
+    assert "nothing is held out: data.holdout=0.05 of 19 samples is no whole document" in chunked
+    assert "a blank line ends a document" in chunked
+    lost = " ".join(planned(f"{line} data.overlong=cut")["warnings"])
+    assert "data.overlong=cut leaves out 94.7% of the tokens" in lost
+    assert "type data.overlong=chunk" in lost
+
+
+PAIRS = f"model._target_={TOYS}.DoubleNet objective._target_={OWN}.Pairs batch.global=7 steps=6"
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        "accum.micro=2",
+        "accum.micro=4",
+        "accum=budget accum.max_tokens=24",
+        "accum=budget accum.max_tokens=60",
+        "accum=auto",
+    ],
+)
+def test_an_objective_may_couple_samples_that_no_cut_divides(cut: str) -> None:
+    whole = state(go(f"{PAIRS} accum.micro=8"))
+    pieces = state(go(f"{PAIRS} {cut}"))
+    for name in (name for name in whole if name.startswith("model.")):
+        torch.testing.assert_close(pieces[name], whole[name], rtol=1e-11, atol=1e-13)
+
+
+def test_without_its_groups_the_same_objective_is_another_for_every_cut() -> None:
+    alone = f"{PAIRS} objective.group_size=1"
+    whole, pieces = state(go(f"{alone} accum.micro=8")), state(go(f"{alone} accum.micro=3"))
+    difference = (whole["model.head.weight"] - pieces["model.head.weight"]).abs().max()
+    assert difference > 1e-6
+
+
+def test_a_micro_batch_that_would_divide_a_group_names_the_nearest_that_does_not() -> None:
+    with pytest.raises(ConfigError, match=r"nearest valid value is accum\.micro=4"):
+        go(f"command=plan {PAIRS} accum.micro=3")
+
+
+def test_a_plan_for_eight_gpus_that_are_not_here_is_that_of_the_machine_it_is_for() -> None:
+    model = f"model._target_={OWN}.Bounded"
+    plan = planned(f"{model} {AWAY} accum=auto accum.memory=80GiB parallel.ranks=8 parallel=fsdp")
+    assert plan["world_size"] == 8
+    assert {shape["rank"] for shape in plan["shapes"]} == set(range(8))
+    assert all(shape["packed"] for shape in plan["shapes"]), "as bf16 on a GPU is"
+    assert plan["num_workers"] > 0, "as on a GPU"
+    assert plan["device"] == "cuda (not here)"
+    assert plan["memory_limit_bytes"] == int(80 * 2**30 * 0.92)
+    assert plan["step_seconds"] is None
+    whole = planned(f"{model} {AWAY} accum=auto accum.memory=80GiB parallel.ranks=8 parallel=ddp")
+    for part, share in (("optimizer state", 1 / 8), ("parameters", 9 / 8)):
+        held, of = plan["memory_parts"][part], whole["memory_parts"][part]
+        assert held == pytest.approx(share * of, abs=32), "counters are whole"
+    assert not any(shape["packed"] for shape in planned(f"{model} precision=bf16")["shapes"])
+
+
+@pytest.mark.parametrize("cut", ["accum.micro=3", "accum=budget accum.max_tokens=64"])
+def test_a_stated_cut_is_planned_for_a_gpu_that_is_not_here_without_knowing_its_memory(
+    cut: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = planned(f"device=cuda {cut}")
+    assert plan["memory_limit_bytes"] is None
+    assert plan["predicted_peak_bytes"] > 0
+    assert "limit unknown" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_predicted_peak_is_that_of_the_dearest_step_and_not_of_a_sampled_one() -> None:
+    """The longest of 42 rows is in one step of six; whichever that is, the peak is the same."""
+    peaks = {planned(f"seed={seed} steps=1")["predicted_peak_bytes"] for seed in (0, 1, 2, 3)}
+    assert len(peaks) == 1
+
+
+def test_verify_proves_a_step_whose_groups_no_cut_divides_and_refutes_one_without_them() -> None:
+    proven = go(f"command=verify {PAIRS} accum=budget accum.max_tokens=24")
+    assert read_json(proven.folder / "verify.json")["exact"] is True
+    with pytest.raises(NotExactError):
+        go(f"command=verify {PAIRS} accum.micro=3 objective.group_size=1")
+
+
+@pytest.mark.parametrize("command", ["train", "plan", "verify"])
+@pytest.mark.parametrize("accum", ["", "accum=auto accum.micro=null"])
+def test_a_sum_without_a_weight_is_refused_in_one_line(command: str, accum: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        go(f"command={command} objective._target_={OWN}.Unweighted {accum}")
+    (said,) = caught.value.faults
+    assert "objective: weights of Unweighted gives squared, but no second" in said

@@ -1,0 +1,356 @@
+"""The commands beside training: evaluate, export, plan, verify."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, load_model
+
+from tests.lib.run_support import TOYS, go, only_run, overrides, read_json, shell, state
+from tests.lib.run_toys import Net, TiedNet
+from tests.reliability.faults import Fault, FaultyDisk
+from trainer import train
+from trainer.checkpoint.lock import hold
+from trainer.cli.main import Run
+from trainer.core import durable
+from trainer.core.errors import ConfigError, DoesNotFitError, NoCheckpointError
+
+pytestmark = pytest.mark.usefixtures("own_folder")
+
+
+def planned(line: str) -> tuple[Run, dict[str, object]]:
+    run = go(f"command=plan {line}")
+    return run, read_json(run.folder / "plan.json")
+
+
+def said(capsys: pytest.CaptureFixture[str]) -> str:
+    """Everything on the screen, on one line."""
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_evaluate_writes_the_held_out_loss_of_the_newest_checkpoint(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = go("checkpoint.every=2 eval.every=2")
+    kept = {path: path.read_bytes() for path in run.folder.iterdir() if path.is_file()}
+    assert shell(f"evaluate run={run.folder} trust=[tests]") == 0
+    found = read_json(run.folder / "evaluate.json")
+    assert found["step"] == 6
+    assert found["eval_loss"] == pytest.approx(run.result["eval_loss"], rel=1e-6)
+    assert f"{found['eval_loss']:.4f}" in said(capsys)
+    assert all(path.read_bytes() == content for path, content in kept.items())
+    assert only_run() == run.folder, "evaluating makes no folder of its own"
+
+
+@pytest.mark.parametrize("fault", ["ENOSPC", "ENOSPC for good", "EIO for good"])
+def test_figures_that_find_no_room_are_printed_and_the_old_ones_stay(
+    fault: Fault, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = go("steps=2")
+    (run.folder / "evaluate.json").write_text("{}")
+    before = {path: path.read_bytes() for path in run.folder.rglob("*") if path.is_file()}
+    capsys.readouterr()
+    for point in range(3):
+        with durable.use(FaultyDisk(point, fault)):
+            assert shell(f"evaluate run={run.folder} trust=[tests]") == 8
+        screen = capsys.readouterr()
+        assert "step 2: held out" in screen.out
+        assert len(screen.err.splitlines()) == 1
+        assert f"{run.folder / 'evaluate.json'}: could not be written" in screen.err
+        assert ("free)" in screen.err) == ("ENOSPC" in fault)
+        after = {path: path.read_bytes() for path in run.folder.rglob("*") if path.is_file()}
+        assert {path: after.get(path) for path in before} == before
+    assert shell(f"evaluate run={run.folder} trust=[tests]") == 0
+    with hold(run.folder):  # whoever holds the run clears away what a broken disk kept
+        assert not list(run.folder.glob(".tmp-*"))
+
+
+class NoRoomForPlans(FaultyDisk):
+    def create(self, path: Path) -> int:
+        if "plan.json" in path.name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().create(path)
+
+
+def test_a_plan_that_finds_no_room_ends_as_any_record_that_finds_none() -> None:
+    with durable.use(NoRoomForPlans()):
+        assert shell(" ".join(["plan", *overrides("")])) == 8
+
+
+def test_evaluate_without_held_out_data_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    run = go("data.holdout=0 steps=2")
+    assert run.result["eval_loss"] is None
+    assert shell(f"evaluate run={run.folder} trust=[tests]") == 3
+    assert "data.holdout" in capsys.readouterr().err
+
+
+def test_evaluating_what_is_no_run_ends_with_4(capsys: pytest.CaptureFixture[str]) -> None:
+    assert shell("evaluate run=outputs/nowhere") == 4
+    Path("elsewhere").mkdir()
+    assert shell("export run=elsewhere export.to=weights") == 4
+    assert len(capsys.readouterr().err.splitlines()) == 2
+
+
+def test_an_export_is_safetensors_that_the_model_takes(tmp_path: Path) -> None:
+    run = go()
+    assert shell(f"export run={run.folder} export.to=weights trust=[tests]") == 0
+    model = Net()
+    load_model(model, str(tmp_path / "weights" / "model.safetensors"))
+    for name, tensor in state(run).items():
+        if name.startswith("model."):
+            assert model.state_dict()[name.removeprefix("model.")].equal(tensor)
+    described = read_json(tmp_path / "weights" / "config.json")
+    assert described["model"]["_target_"] == f"{TOYS}.Net"
+    assert described["step"] == 6
+    again = go("init=weights steps=1 optimizer.lr=1e-9")
+    exported = load_file(tmp_path / "weights" / "model.safetensors")
+    assert state(again)["model.head.weight"].allclose(exported["head.weight"], atol=1e-6)
+
+
+def test_an_export_of_tied_weights_is_loaded_as_the_readme_says() -> None:
+    run = go("model._target_=tests.lib.run_toys.TiedNet steps=2")
+    assert shell(f"export run={run.folder} export.to=weights") == 0
+    model = TiedNet()
+    model.load_state_dict(load_file("weights/model.safetensors"))
+    assert model.head.weight.equal(state(run)["model.head.weight"])
+    assert model.head.weight is model.embed.weight
+    again = go("model._target_=tests.lib.run_toys.TiedNet init=weights steps=1 optimizer.lr=0")
+    assert state(again)["model.embed.weight"].equal(model.embed.weight)
+
+
+@pytest.mark.parametrize(
+    "factory", ["GPT2LMHeadModel", "AutoModelForCausalLM.from_config", "LlamaForCausalLM"]
+)
+def test_a_hugging_face_model_is_exported_as_from_pretrained_loads_it(factory: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    is_llama = factory.startswith("Llama")
+    shape = (
+        "model.hidden_size=8 model.intermediate_size=8 model.num_hidden_layers=1 "
+        "model.num_attention_heads=2 model.num_key_value_heads=1 model.vocab_size=16 "
+        "model.tie_word_embeddings=true"
+        if is_llama
+        else "model.config._target_=transformers.GPT2Config model.config.n_layer=1 "
+        "model.config.n_embd=8 model.config.n_head=2 model.config.vocab_size=16"
+    )
+    line = f"model._target_=transformers.{factory} {shape}"
+    run = go(f"{line} steps=2")
+    assert shell(f"export run={run.folder} export.to=weights") == 0
+    saved = {n.removeprefix("model."): t for n, t in state(run).items() if n.startswith("model.")}
+    loaders = [transformers.AutoModelForCausalLM]
+    loaders += [] if "." in factory else [getattr(transformers, factory)]
+    for loader in loaders:
+        model, report = loader.from_pretrained("weights", output_loading_info=True)
+        assert not any(report.values()), report
+        assert all(tensor.equal(saved[name]) for name, tensor in model.state_dict().items())
+    again = state(go(f"{line} init=weights steps=1 optimizer.lr=0"))
+    assert all(again[f"model.{name}"].equal(tensor) for name, tensor in saved.items())
+
+
+def test_step_picks_the_checkpoint_that_a_command_reads(capsys: pytest.CaptureFixture[str]) -> None:
+    run = go("checkpoint.every=2 steps=4")
+    for step in (2, "last"):
+        assert shell(f"evaluate run={run.folder} step={step} trust=[tests]") == 0
+        taken = 4 if step == "last" else step
+        assert read_json(run.folder / "evaluate.json")["step"] == taken
+        assert shell(f"export run={run.folder} step={step} export.to=at-{step} trust=[tests]") == 0
+        weights = load_file(f"at-{step}/model.safetensors")
+        assert weights["head.weight"].equal(state(run, taken)["model.head.weight"])
+        assert shell(f"verify run={run.folder} step={step} trust=[tests]") == 0
+        again = go(f"init={run.folder} step={step} steps=1 optimizer.lr=0")
+        assert state(again)["model.head.weight"].equal(weights["head.weight"])
+    capsys.readouterr()
+    assert shell(f"evaluate run={run.folder} step=3 trust=[tests]") == 4
+    assert "no checkpoint of step 3; has 2, 4" in capsys.readouterr().err
+    with pytest.raises(NoCheckpointError, match="no checkpoint of step 3; has 2, 4"):
+        go(f"init={run.folder} step=3")
+    with pytest.raises(NoCheckpointError, match=r"init=at-2 is no run folder; leave step out"):
+        go("init=at-2 step=2")
+
+
+def test_the_folder_of_a_checkpoint_picks_it(capsys: pytest.CaptureFixture[str]) -> None:
+    run = go("checkpoint.every=2 steps=4")
+    checkpoint = f"{run.folder}/checkpoints/step-00000002"
+    assert shell(f"evaluate run={checkpoint} trust=[tests]") == 0
+    assert read_json(run.folder / "evaluate.json")["step"] == 2
+    assert shell(f"export run={checkpoint}/ export.to=weights trust=[tests]") == 0
+    assert read_json(Path("weights/config.json"))["step"] == 2
+    assert shell(f"evaluate run={checkpoint} step=4 trust=[tests]") == 2
+    assert "is a checkpoint; leave step out" in capsys.readouterr().err
+    assert shell(f"evaluate run={run.folder}/checkpoints/step-00000003 trust=[tests]") == 4
+    assert "no checkpoint of step 3" in capsys.readouterr().err
+
+
+def test_python_gets_what_the_command_found() -> None:
+    run = go("steps=2")
+    asked = [f"run={run.folder}", "trust=[tests]"]
+    evaluated = train(["evaluate", *asked])
+    assert evaluated.result == read_json(run.folder / "evaluate.json")
+    verified = train(["verify", *asked])
+    assert verified.result == read_json(verified.folder / "verify.json")
+    assert train(["plan", *overrides("")]).result["accum_steps"] == 3
+    assert train(["export", *asked, "export.to=weights"]).result == {}
+    for typed in (["evaluat", *asked], ["-m", "seed=1,2"], ["plan", "evaluate", *asked]):
+        with pytest.raises(ConfigError):
+            train(typed)
+
+
+def test_a_plan_shows_the_learning_rate_that_is_scaled_to_the_batch(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    scaled = "scheduler=constant scheduler.scale=linear scheduler.reference_batch=2"
+    groups = "'optimizer.groups={head.*: {lr: 0.01}}'"
+    go(f"command=plan optimizer.lr=0.003 {scaled} {groups}")
+    words = said(capsys)
+    assert "lr 0.012, adamw" in words
+    assert "head.*: 2 tensors, 144 parameters, lr 0.04" in words
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("step=2", "name its run, with run= or init="),
+        ("resume={} step=2", "a new run from this one: init=RUN"),
+        ("init={} step=best", "step=best: must be last or a whole number"),
+        ("init={} step=ema", "step=ema: must be last or a whole number"),
+    ],
+)
+def test_a_step_that_picks_no_checkpoint_is_refused(
+    line: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = go("steps=2")
+    capsys.readouterr()
+    assert shell(f"{line.format(run.folder)} trust=[tests]") == 2
+    (fault,) = capsys.readouterr().err.splitlines()
+    assert says in fault
+
+
+def test_a_plan_is_the_whole_arithmetic_and_starts_nothing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run, plan = planned("accum=budget accum.max_tokens=40 steps=9 scheduler.warmup=2")
+    assert {path.name for path in run.folder.iterdir()} >= {"plan.json", "config.yaml"}
+    assert not (run.folder / "checkpoints").exists()
+    assert not (run.folder / "metrics.jsonl").exists()
+    shapes = plan["shapes"]
+    assert sum(shape["num_samples"] for shape in shapes) == 8
+    assert max(shape["num_samples"] * shape["length"] for shape in shapes) <= 40
+    parts = plan["memory_parts"]
+    assert sum(parts.values()) == plan["predicted_peak_bytes"]
+    assert set(parts) >= {"parameters", "gradients", "optimizer state", "activations"}
+    text = said(capsys)
+    for words in (
+        "8 samples = 1 rank x",
+        "9 = 1.50 epochs, 6 steps per epoch",
+        "keep: the last 2 samples",
+        "2 steps of warm-up (22.2% of the run)",
+        "once, at the end",
+        "of tensors predicted, ",
+        "micro-batches of step 1",
+    ):
+        assert words in text, words
+    assert only_run() == run.folder
+
+
+def test_the_candidates_of_auto_are_a_table_with_one_mark(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _, plan = planned("accum=auto")
+    rows = plan["candidates"]
+    assert len(rows) > 1
+    (chosen,) = [row for row in rows if row["is_chosen"]]
+    assert chosen["max_tokens"] == plan["max_tokens"]
+    assert all(row["predicted_seconds"] > 0 for row in rows)
+    memory = [row["predicted_bytes"] for row in rows]
+    assert memory == sorted(memory)
+    text = said(capsys)
+    assert "caps weighed" in text
+    assert text.count("<- chosen") == 1
+
+
+def test_a_plan_for_a_gpu_that_is_not_here_estimates_memory_and_knows_no_time(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _, plan = planned("accum=auto accum.memory=80GiB device=cuda batch.global=40")
+    assert plan["device"].startswith("cuda")
+    assert plan["memory_limit_bytes"] == pytest.approx(0.92 * 80 * 2**30, rel=1e-6)
+    assert plan["predicted_peak_bytes"] > 0
+    assert plan["step_seconds"] is None
+    assert all(row["predicted_seconds"] is None for row in plan["candidates"])
+    text = said(capsys)
+    assert "estimate" in text
+    assert "unknown: nothing can be timed" in " ".join(text.split())
+    assert "not here" in text
+
+
+def test_a_small_gpu_that_is_not_here_gets_smaller_micro_batches() -> None:
+    _, plan = planned("accum=auto accum.memory=16KiB device=cuda batch.global=40")
+    assert plan["accum_steps"] > 1
+    assert plan["predicted_peak_bytes"] <= plan["memory_limit_bytes"] <= 16 * 1024
+
+
+def test_a_memory_that_inputs_take_alone_is_refused_with_what_they_take() -> None:
+    with pytest.raises(DoesNotFitError, match=r"reserve, .* for inputs\): type accum.memory=1MiB"):
+        planned("accum=auto accum.memory=1KiB batch.global=40")
+    planned("accum=auto accum.memory=1MiB batch.global=40")
+
+
+def test_training_on_a_gpu_that_is_not_here_is_refused_with_what_to_type() -> None:
+    with pytest.raises(ConfigError, match="device=cuda: no GPU is usable here"):
+        go("device=cuda")
+    with pytest.raises(ConfigError, match=r"accum\.memory=80GiB"):
+        go("command=plan device=cuda accum=auto")
+
+
+def test_verify_proves_the_planned_step(capsys: pytest.CaptureFixture[str]) -> None:
+    line = " ".join(overrides("accum=budget accum.max_tokens=40"))
+    assert shell(f"verify {line}") == 0
+    report = read_json(only_run() / "verify.json")
+    assert report["exact"] is True
+    assert report["max_relative_error"] <= 1e-10
+    assert report["dtype"] == "float64"
+    assert report["reference"] == "whole batch"
+    assert report["culprits"] == []
+    assert "exact" in said(capsys)
+    assert not (only_run() / "checkpoints").exists()
+
+
+def test_verify_names_what_breaks_the_step(capsys: pytest.CaptureFixture[str]) -> None:
+    line = " ".join(overrides("batch.normalizer=micro_batches model.norm=batch batchnorm=micro"))
+    assert shell(f"verify {line}") == 9
+    report = read_json(only_run() / "verify.json")
+    assert report["exact"] is False
+    assert any(each["module"] == "norm" for each in report["culprits"]), report["culprits"]
+    assert "not exact" in said(capsys)
+
+
+def test_auto_never_goes_on_from_a_plan_or_a_proof() -> None:
+    go("command=plan")
+    go("command=verify")
+    run = go("resume=auto steps=3")
+    assert run.result["step"] == 3
+    assert len(list(Path().glob("outputs/*/*/config.yaml"))) == 3
+
+
+def test_a_run_from_another_version_or_hand_is_refused_in_one_line() -> None:
+    run = go("steps=2")
+    manifest = run.folder / "checkpoints" / "step-00000002" / "manifest.json"
+    content = json.loads(manifest.read_text())
+    content["format"] = 99
+    manifest.write_text(json.dumps(content))
+    with pytest.raises(NoCheckpointError) as raised:
+        go(f"command=evaluate run={run.folder}")
+    assert "\n" not in str(raised.value)
+
+
+def test_training_leaves_the_generators_of_a_notebook_alone() -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    go("steps=1 model.dropout=0.5")
+    torch.manual_seed(5)
+    assert torch.rand(3).equal(expected)

@@ -1,0 +1,121 @@
+"""What a run does where nobody says: a small model on its data, and everything else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.lib.run_support import BASE, TOYS, entries, go, read_json, shell, state
+from trainer import train
+
+pytestmark = pytest.mark.usefixtures("own_folder")
+
+PLAIN = [
+    f"{key}={value}"
+    for key, value in BASE.items()
+    if key.partition(".")[0] not in {"steps", "optimizer", "scheduler", "eval", "checkpoint"}
+]
+"""A run of which neither length, learning rate nor cadence is typed."""
+
+
+def composed(line: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    """Compose a config as `train --cfg job` shows it."""
+    capsys.readouterr()
+    assert shell(f"--cfg job --resolve {line}") == 0
+    config: dict[str, Any] = yaml.safe_load(capsys.readouterr().out)
+    return config
+
+
+def clock(config: dict[str, Any]) -> tuple[Any, ...]:
+    return (
+        config["optimizer"].get("lr"),
+        config["steps"],
+        config["epochs"],
+        config["eval"]["every"],
+        config["checkpoint"]["every"],
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    {
+        "": (1.2e-2, 40, None, 20, 20),
+        "model.width=48 batch.global=64": (1.2e-2, 40, None, 20, 20),
+        "optimizer=sgd": (0.1, 40, None, 20, 20),
+        "optimizer.lr=1e-3 steps=7": (1e-3, 7, None, 20, 20),
+        "epochs=2 eval.every=null": (1.2e-2, None, 2, None, 20),
+        "recipe=quickstart": (1.2e-2, 6, None, None, None),
+        "model=gpt_small": (3e-4, None, None, 0.1, "10min"),
+        "model=gpt2 eval.every=5": (3e-4, None, None, 5, "10min"),
+        "data=tokens data.path=x model=gpt2": (3e-4, None, None, 0.1, "10min"),
+        f"model._target_={TOYS}.Net": (3e-4, None, None, 0.1, "10min"),
+        f"data._target_={TOYS}.Rows": (3e-4, None, None, 0.1, "10min"),
+        "recipe=gpt2_124m data.path=x": (6e-4, 19073, None, 500, 500),
+    }.items(),
+)
+def test_the_toys_defaults_are_for_the_toy_alone(
+    line: str, expected: tuple[Any, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("x").write_bytes(bytes(400))
+    assert clock(composed(line, capsys)) == expected
+
+
+def test_a_preset_is_no_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    assert shell("preset=gpt_tiny_stdlib") == 2
+    assert "preset: unknown setting" in capsys.readouterr().err
+
+
+def test_one_epoch_of_ten_evaluations_is_what_nobody_has_to_type(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = train([*PLAIN, "data.size=210"])
+    screen = capsys.readouterr().out
+    shown = " ".join(screen.split())
+    assert "defaults optimizer.lr=0.0003, scheduler.warmup=0.03, epochs=1," in shown
+    assert "eval.every=0.1, checkpoint.every=10min" in shown
+    plan = read_json(run.folder / "plan.json")
+    assert (plan["steps"], plan["steps_per_epoch"], plan["warmup_steps"]) == (25, 25, 1)
+    assert plan["cadences"] == {"log": 1, "evaluate": 3, "checkpoint": "10min"}
+    evaluated = [entry["step"] for entry in entries(run) if "eval_loss" in entry]
+    assert evaluated == [*range(3, 25, 3), 25]
+    assert [path.name for path in (run.folder / "checkpoints").iterdir()] == ["step-00000025"]
+    printed = screen.strip().splitlines()[-1].partition("train ")[2]
+    assert printed.startswith("resume=")
+    assert shell(printed) == 0
+    assert read_json(run.folder / "plan.json")["steps"] == 50
+    capsys.readouterr()
+    assert shell(f"resume={run.folder}") == 0
+    assert "is done after step 50; epochs=N asks for more" in capsys.readouterr().out
+
+
+def test_what_is_typed_is_not_shown_as_a_default() -> None:
+    plan = read_json(go("steps=2").folder / "plan.json")
+    assert plan["defaults"] == []
+    mixed = train([*PLAIN, "steps=2", "eval.every=0.5"])
+    assert read_json(mixed.folder / "plan.json")["defaults"] == [
+        "optimizer.lr=0.0003",
+        "scheduler.warmup=0.03",
+        "checkpoint.every=10min",
+    ]
+    evaluated = [entry["step"] for entry in entries(mixed) if "eval_loss" in entry]
+    assert evaluated == [1, 2]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_checkpoints_come_by_time_on_every_rank_alike(ranks: int) -> None:
+    line = f"'hooks=[{TOYS}.Slow]' steps=12 checkpoint.keep=20 parallel.ranks={ranks}"
+    often = go(f"{line} checkpoint.every=0.05s accum.micro=2")
+    seldom = go(f"{line} checkpoint.every=2h accum.micro=2")
+    names = [sorted(p.name for p in (r.folder / "checkpoints").iterdir()) for r in (often, seldom)]
+    assert len(names[0]) > 2
+    assert names[1] == ["step-00000012"]
+    assert all(tensor.equal(state(seldom)[name]) for name, tensor in state(often).items())
+
+
+def test_a_share_of_the_run_is_a_cadence_of_checkpoints_too() -> None:
+    run = go("steps=8 checkpoint.every=0.25 checkpoint.keep=9")
+    names = sorted(path.name for path in (run.folder / "checkpoints").iterdir())
+    assert names == [f"step-{step:08}" for step in (2, 4, 6, 8)]

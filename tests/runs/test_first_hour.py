@@ -1,0 +1,104 @@
+"""What a newcomer meets in the first hour: warnings once, memory that is not there, pipes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from cli_support import CHECKOUT, OWN_CLASSES, OWN_RUN
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from tests.unit.report.test_blocks import PLAN
+from trainer.build.summary import _more_memory
+from trainer.cli.existing_runs import about
+from trainer.cli.exit_messages import piped
+from trainer.commands.train import PLAN_FILE, _unsaid
+from trainer.core.errors import DataError
+from trainer.data.text import Text
+from trainer.plan.cuts import Auto
+
+
+def test_a_resumed_run_repeats_no_warning(tmp_path: Path) -> None:
+    (tmp_path / PLAN_FILE).write_text(json.dumps({"warnings": ["old"]}))
+    plan = replace(PLAN, warnings=("old", "new"))
+    assert _unsaid(plan, tmp_path).warnings == ("new",)
+    (tmp_path / PLAN_FILE).write_text("torn")
+    assert _unsaid(plan, tmp_path) == plan
+
+
+def test_memory_that_is_not_there_is_one_warning() -> None:
+    world = SimpleNamespace(device=torch.device("cpu"), local_size=1)
+
+    def said(memory: int, *, is_here: bool = True) -> list[str]:
+        parts = SimpleNamespace(cut=Auto(memory=memory), world=world)
+        return list(_more_memory(SimpleNamespace(parts=parts, is_here=is_here)))
+
+    (line,) = said(1 << 50)
+    assert line.startswith("accum.memory=1024 TiB is more than the ")
+    assert said(1 << 20) == said(1 << 50, is_here=False) == []
+
+
+def test_only_faults_of_what_was_typed_stand_beside_a_missing_folder_of_options() -> None:
+    typed = OverridesParser.create().parse_overrides(["batch.golbal=3", "steps=4"])
+    faults = ["batch.golbal: unknown setting", "model=mine: no such option", "model.x: unknown"]
+    assert about(faults, typed) == faults[:1]
+
+
+def test_a_field_that_the_first_record_lacks_is_answered_with_those_it_has(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"body": "x", "n": 1}\n{"body": "y"}\n')
+    with pytest.raises(DataError, match=r"it has 'body', 'n'; type data\.field=body$"):
+        Text(str(tmp_path / "a.jsonl"))
+
+
+def test_what_only_shows_ends_silently_when_its_reader_leaves(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    ended = subprocess.run(
+        [sys.executable, "-m", "trainer", "--info", "searchpath"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        check=False,
+    )
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (-signal.SIGPIPE, b"")
+
+
+def test_what_only_shows_says_that_its_disk_is_full(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        ["sh", "-c", f"exec {sys.executable} -m trainer --help >/dev/full"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
+        stderr=subprocess.PIPE,
+        check=False,
+    )
+    said = b"train: error: stdout: No space left on device\n"
+    assert (ended.returncode, ended.stderr) == (8, said)
+
+
+def test_a_file_that_cannot_be_read_while_something_is_shown_is_not_called_stdout() -> None:
+    with pytest.raises(FileNotFoundError), piped():
+        Path("nowhere").read_text()
+
+
+@pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
+def test_a_run_is_the_same_where_streams_are_closed(closed: str, tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(OWN_CLASSES)
+    ended = subprocess.run(
+        ["sh", "-c", f"exec {sys.executable} -m trainer {OWN_RUN} {closed}"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
+        check=False,
+    )
+    assert ended.returncode == 0
+    (status,) = tmp_path.glob("outputs/*/*/status.json")
+    assert json.loads(status.read_text())["state"] == "completed"

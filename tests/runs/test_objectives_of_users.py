@@ -1,0 +1,197 @@
+"""What an objective or a gradient strategy of one's own gives: taken, or refused in one line."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.lib.objective_toys import Numbers, Odd
+from tests.lib.run_support import TOYS, curve, entries, go, read_json
+from trainer.core.errors import ConfigError
+
+OWN = "tests.lib.objective_toys"
+ROUNDING = 1e-6
+
+pytestmark = pytest.mark.usefixtures("own_folder")
+
+
+def refusal(line: str) -> str:
+    """What a run is refused with, on one line."""
+    with pytest.raises(ConfigError) as caught:
+        go(f"steps=2 {line}")
+    (said,) = str(caught.value).splitlines()
+    return said
+
+
+@pytest.mark.parametrize(
+    ("given", "accum"),
+    [*((given, "") for given in Odd.SUMS), ("none", "accum=auto"), ("detached", "accum=auto")],
+)
+def test_sums_that_are_none_name_class_method_and_what_came(given: str, accum: str) -> None:
+    said = refusal(f"objective._target_={OWN}.Odd 'objective.sums={given}' {accum}")
+    assert said.startswith("objective: ")
+    assert "of Odd" in said
+    assert "sums" in said
+
+
+@pytest.mark.parametrize("given", Odd.WEIGHTS)
+def test_weights_that_are_none_name_class_method_and_what_came(given: str) -> None:
+    said = refusal(f"objective._target_={OWN}.Odd 'objective.weights={given}'")
+    assert said.startswith("objective: ")
+    assert "of Odd" in said
+    assert "weights" in said
+
+
+@pytest.mark.parametrize("method", ["weights", "sums"])
+@pytest.mark.parametrize("longest", [2, 8])
+def test_a_term_left_out_of_some_micro_batches_is_refused(method: str, longest: int) -> None:
+    line = f"objective._target_={OWN}.Sometimes objective.method={method} accum.micro=1"
+    said = refusal(f"{line} objective.longest={longest} steps=6")
+    assert f"{method} of Sometimes" in said
+    assert "second" in said
+
+
+@pytest.mark.parametrize("otherwise", ["constant", "left out"])
+def test_a_micro_batch_without_a_loss_term_may_give_a_constant_or_leave_it_out(
+    otherwise: str,
+) -> None:
+    line = f"steps=2 objective._target_={OWN}.Partly 'objective.otherwise={otherwise}'"
+    cut, whole = (go(f"{line} accum.micro={micro}") for micro in (1, 8))
+    assert curve(cut, "loss") == pytest.approx(curve(whole, "loss"), rel=ROUNDING)
+    assert go(f"command=verify {line} accum.micro=1").result["verdict"] == "exact"
+
+
+def test_weights_in_float32_of_the_data_s_own_are_exact() -> None:
+    line = f"objective._target_={OWN}.Weighted data._target_={OWN}.Shares accum.micro=1"
+    assert go(f"command=verify {line}").result["verdict"] == "exact"
+
+
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+    """What a run gives whose objective counts in floats."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("floats"))
+        return outcome("float")
+
+
+def outcome(kind: str) -> dict[str, object]:
+    run = go(f"steps=2 objective._target_={OWN}.Numbers 'objective.kind={kind}'")
+    (evaluated,) = [entry for entry in entries(run) if "eval_loss" in entry]
+    written = read_json(run.folder / "result.json")
+    return {
+        "loss": curve(run, "loss"),
+        "eval": {name: evaluated[name] for name in ("eval_loss", "eval_share")},
+        "result": {name: written[name] for name in ("step", "loss", "eval_loss")},
+    }
+
+
+@pytest.mark.parametrize("kind", [kind for kind in Numbers.KINDS if kind != "float"])
+def test_a_weight_or_a_metric_may_be_any_number(kind: str, counted: dict[str, object]) -> None:
+    assert outcome(kind) == counted
+
+
+def test_a_strategy_may_compute_its_loss_without_the_objective() -> None:
+    run = go(f"steps=3 accum.gradient._target_={OWN}.OwnLoss")
+    assert run.result["skipped_steps"] == 0
+    assert min(curve(run, "grad_norm")) > 0
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("accum.gradient.goes_back=false", "left no gradient"),
+        ("accum.gradient.returns=none", "returned a NoneType"),
+        ("accum.gradient.returns=vector", "returned a Tensor"),
+    ],
+)
+def test_a_strategy_that_does_not_do_its_part_is_refused_by_name(line: str, words: str) -> None:
+    said = refusal(f"accum.gradient._target_={OWN}.OwnLoss {line}")
+    assert said.startswith("accum.gradient: backward of OwnLoss")
+    assert words in said
+
+
+def test_a_metric_that_is_not_declared_is_a_warning() -> None:
+    plain = f"command=plan objective._target_={OWN}.Numbers"
+    assert read_json(go(plain).folder / "plan.json")["warnings"] == []
+    line = f"command=plan objective._target_={OWN}.Undeclared"
+    (said,) = read_json(go(line).folder / "plan.json")["warnings"]
+    assert "add 'share' to metric_names of Undeclared" in said
+
+
+@pytest.mark.parametrize("dtype", ["bool", "uint8", "int16", "float16", "float32", "int64"])
+def test_padding_of_labels_of_any_type_is_no_loss_term(dtype: str) -> None:
+    line = f"objective._target_={OWN}.Count data._target_={OWN}.Labelled data.dtype={dtype}"
+    run = go(f"steps=1 {line} accum.micro=8")
+    (shape,) = read_json(run.folder / "plan.json")["shapes"]
+    (step,) = [entry for entry in entries(run) if "lr" in entry]
+    assert step["loss"] == step["tokens"] < shape["num_samples"] * shape["length"]
+
+
+@pytest.mark.parametrize("objective", ["next_token", "classify"])
+def test_real_numbers_are_no_classes_and_no_tokens(objective: str) -> None:
+    data = "Labelled" if objective == "next_token" else "Scored"
+    said = refusal(f"objective={objective} data._target_={OWN}.{data} data.dtype=float32")
+    assert "labels are torch.float32" in said
+
+
+@pytest.mark.parametrize(
+    ("line", "typed"),
+    [
+        ("model.shifts=false", "type objective.reduction=mean objective.causal=false,"),
+        ("model.shifts=true", "type objective.reduction=mean,"),
+        (f"model.by_row=true data._target_={OWN}.Scored", "type objective.reduction=mean,"),
+        (f"model._target_={OWN}.SumHead", "take an objective that sums"),
+    ],
+)
+def test_a_head_that_gives_a_mean_where_a_sum_is_asked_for_is_refused_with_what_to_type(
+    line: str, typed: str
+) -> None:
+    line = f"model._target_={OWN}.MeanHead objective=model_loss {line}"
+    said = refusal(line)
+    assert said.startswith("objective.reduction=sum: ")
+    assert typed in said
+    if "type" not in typed:
+        return
+    keys = typed.removeprefix("type ").rstrip(",")
+    cut, whole = (go(f"steps=2 {line} {keys} accum.micro={micro}") for micro in (1, 8))
+    assert curve(cut, "loss") == pytest.approx(curve(whole, "loss"), rel=ROUNDING)
+
+
+def test_a_head_that_heeds_the_count_is_taken() -> None:
+    line = f"steps=2 model._target_={TOYS}.LossNet objective=model_loss"
+    cut, whole = (go(f"{line} accum.micro={micro}") for micro in (1, 8))
+    assert curve(cut, "loss") == pytest.approx(curve(whole, "loss"), rel=ROUNDING)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_a_wrong_shift_is_seen_where_all_tokens_cost_the_same(reduction: str) -> None:
+    given = f"model._target_={OWN}.MeanHead model.flat=true objective=model_loss"
+    said = refusal(f"{given} objective.reduction={reduction}")
+    assert "objective.causal=false," in said
+    go(f"steps=1 {given} objective.reduction=mean objective.causal=false")
+
+
+def test_a_head_whose_loss_changes_with_padding_is_a_warning() -> None:
+    head = f"model._target_={OWN}.SpanHead data._target_={OWN}.Spans objective=model_loss"
+    assert "type objective.reduction=mean," in refusal(head)
+    run = go(f"command=plan {head} objective.reduction=mean")
+    (said,) = read_json(run.folder / "plan.json")["warnings"]
+    assert "padding changes it" in said
+
+
+def test_real_labels_are_not_shifted() -> None:
+    line = f"model._target_={OWN}.ScoreHead data._target_={OWN}.Column objective=model_loss"
+    run = go(f"steps=1 {line} objective.reduction=mean")
+    assert run.result["skipped_steps"] == 0
+
+
+@pytest.mark.parametrize("on_bad", ["stop", "skip"])
+def test_a_collate_may_add_tokens_that_lengths_count(on_bad: str) -> None:
+    run = go(f"steps=1 data._target_={OWN}.Begun objective=next_token data.on_bad={on_bad}")
+    (step,) = [entry for entry in entries(run) if "lr" in entry]
+    assert step["padding"] > 0
+
+
+def test_what_a_model_adds_to_its_loss_for_every_micro_batch_is_a_warning() -> None:
+    line = f"command=plan model._target_={OWN}.AddingHead objective=model_loss"
+    (said,) = read_json(go(line).folder / "plan.json")["warnings"]
+    assert "AddingHead adds 0.001 to its loss where no label is" in said

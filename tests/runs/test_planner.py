@@ -1,0 +1,299 @@
+"""The planner as a run uses it: packed rows, recomputation, randomness, and no trace of tuning."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tests.lib.run_support import only_run, shell
+from tests.lib.support import EXACT, VOCABULARY, WRONG, Bench, RaggedText, relative_error
+from tests.lib.tune_support import Encoder, gpt, measured_peak, text, workload
+from trainer.core.errors import ConfigError
+from trainer.data.loader import Loader, Request
+from trainer.models.bind import bind
+from trainer.models.gpt import GPT
+from trainer.models.recompute import checkpoint_blocks
+from trainer.plan.cut import Layout
+from trainer.plan.cuts import Budget, Fixed
+from trainer.plan.memory import Shape
+from trainer.tune.fake import CannotRunFake, predict_peak
+from trainer.tune.layout import (
+    COMPILED_SHAPES,
+    layout_for,
+    packs,
+    takes_boundaries,
+    unused_boundaries,
+)
+from trainer.tune.predict import predictor_for
+from trainer.tune.workload import Tiled
+
+CPU = torch.device("cpu")
+TINY = "model.width=16 model.num_heads=2 data.max_length=32"
+
+
+def small_gpt(**changes) -> GPT:
+    torch.default_generator.manual_seed(3)
+    settings = {"width": 16, "num_layers": 2, "num_heads": 2, "max_length": 32}
+    return GPT(vocab_size=VOCABULARY, **(settings | changes))
+
+
+def gradients_of_one_step(bench: Bench) -> dict[str, torch.Tensor]:
+    batch = bench.feed.next()
+    kit = bench.kit
+    assert kit.strategy is not None
+    weights = sum(m.weights["cross_entropy"] for m in batch.micro_batches)
+    for micro_batch in batch.micro_batches:
+        sums = bench.objective.sums(kit.model.call, micro_batch.fields)
+        (sum(sums.losses.values()) / weights).backward()
+    return {name: p.grad for name, p in bench.module.named_parameters()}
+
+
+def test_a_packed_step_is_the_padded_step_is_the_whole_batch():
+    def step(cut, **layout):
+        return gradients_of_one_step(Bench(cut, model=small_gpt, layout=Layout(**layout)))
+
+    whole = step(Fixed())
+    for found in (
+        step(Budget(max_tokens=60)),
+        step(Budget(max_tokens=60), packed=True),
+        step(Budget(max_tokens=64), packed=True, pad_multiple=8),
+        step(Fixed(micro=5), packed=True),
+    ):
+        assert relative_error(found, whole) <= EXACT[torch.float64]
+
+
+def test_documents_packed_without_boundaries_are_another_step():
+    class Blind(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = small_gpt(max_length=400)
+
+        def forward(self, input_ids, position_ids):
+            return self.inner(input_ids, position_ids=position_ids)
+
+    seeing = gradients_of_one_step(Bench(Fixed(), model=lambda: small_gpt(max_length=400)))
+    packed = Layout(packed=True)
+    blind = gradients_of_one_step(Bench(Budget(max_tokens=60), model=Blind, layout=packed))
+    blind = {name.removeprefix("inner."): gradient for name, gradient in blind.items()}
+    assert relative_error(blind, seeing) > WRONG
+    with pytest.raises(ConfigError, match=r"takes no cu_seqlens"):
+        packs(True, Blind(), unfit=None, device=CPU, precision="fp32")
+
+
+def test_packing_is_left_alone_where_it_gains_nothing_or_cannot_be():
+    gpu, model = torch.device("cuda"), small_gpt()
+    assert packs("auto", model, unfit=None, device=gpu, precision="bf16")
+    assert not packs("auto", model, unfit=None, device=gpu, precision="fp32")
+    assert not packs("auto", model, unfit=None, device=CPU, precision="bf16")
+    assert not packs("auto", model, unfit="it collates", device=gpu, precision="bf16")
+    assert not packs(False, model, unfit=None, device=gpu, precision="bf16")
+    with pytest.raises(ConfigError, match=r"it collates; use accum\.packed=false"):
+        packs(True, model, unfit="it collates", device=CPU, precision="fp32")
+
+
+def test_boundaries_that_a_model_ignores_are_named():
+    assert takes_boundaries(small_gpt())
+    assert unused_boundaries(small_gpt(), {"input_ids", "position_ids"}) is None
+    assert unused_boundaries(Encoder(), {"input_ids", "position_ids"}) == "position_ids"
+    assert unused_boundaries(Encoder(), {"input_ids", "attention_mask"}) is None
+
+
+def test_packed_shapes_are_rehearsed_as_rows_with_boundaries():
+    padded = text(8)({}.get("samples", 1), 8)
+    example = {"input_ids": padded["input_ids"], "labels": padded["labels"]}
+    example |= {"position_ids": torch.arange(8)[None], "cu_seqlens": torch.tensor([0, 8]).int()}
+    fields = Tiled(example, 8)(3, 5)
+    assert fields["input_ids"].shape == fields["position_ids"].shape == (1, 15)
+    assert fields["cu_seqlens"].tolist() == [0, 5, 10, 15]
+    work = workload(gpt(), Tiled(example, 8))
+    with pytest.raises(CannotRunFake):
+        predict_peak(work, Shape(2, 8))
+    predictor = predictor_for(work, Shape(1, 64))
+    assert "real probes" in predictor.method
+    measured = measured_peak(work, Shape(8, 64)).peak_bytes
+    assert predictor(Shape(8, 64)).peak_bytes == pytest.approx(measured, rel=0.05)
+
+
+def test_a_gpu_pads_to_eight_but_never_beyond_what_the_data_hold():
+    lengths = np.array([3, 9, 30])
+    layout = layout_for(lengths, world_size=1, device_type="cuda", packed=False, compiled=False)
+    assert layout.pad_multiple == 8
+    plan = Budget(max_tokens=90).cut(np.array([3, 9, 26, 30]), layout)
+    assert {length for lengths in plan.padded_lengths for length in lengths} <= {8, 16, 30}
+    images = layout_for(np.ones(4), world_size=1, device_type="cuda", packed=False, compiled=False)
+    assert images.pad_multiple == 1
+
+
+def test_a_compiled_model_sees_few_lengths_the_same_for_every_batch():
+    lengths = np.random.default_rng(0).integers(1, 300, 2000)
+    layout = layout_for(lengths, world_size=1, device_type="cpu", packed=False, compiled=True)
+    seen = set()
+    for begin in range(0, 2000, 200):
+        plan = Budget(max_tokens=2048).cut(lengths[begin : begin + 200], layout)
+        seen |= {length for row in plan.padded_lengths for length in row}
+        assert plan.padding < 0.1
+    assert len(seen) <= COMPILED_SHAPES
+
+
+@pytest.mark.parametrize("name", ["gpt", "encoder"])
+def test_the_peak_under_bf16_autocast_is_predicted(name):
+    model = gpt() if name == "gpt" else Encoder()
+    work = replace(workload(model), bind=partial(bind, autocast=torch.bfloat16))
+    shape = Shape(6, 40)
+    predicted = predict_peak(work, shape).peak_bytes
+    assert predicted < predict_peak(workload(model), shape).peak_bytes
+    measured = measured_peak(work, shape, autocast=torch.bfloat16).peak_bytes
+    assert predicted == pytest.approx(measured, rel=0.05)
+
+
+class Augmented(RaggedText):
+    """Flips tokens at random, from every generator a data set may use."""
+
+    draws_randomness = True
+
+    def __getitem__(self, index):
+        sample = super().__getitem__(index)
+        noise = torch.randint(0, VOCABULARY, sample["input_ids"].shape)
+        noise = (noise + int(np.random.randint(VOCABULARY))) % VOCABULARY
+        return {"input_ids": noise, "labels": noise}
+
+
+def tokens_by_sample(bench: Bench, num_steps: int = 3) -> dict[tuple[int, int], list[int]]:
+    """Every sample's tokens as a step saw them, by epoch and id."""
+    seen = {}
+    for _ in range(num_steps):
+        batch = bench.feed.next()
+        for micro_batch in batch.micro_batches:
+            rows = micro_batch.fields["input_ids"]
+            masks = micro_batch.fields["attention_mask"]
+            for sample, row, mask in zip(micro_batch.ids, rows, masks, strict=True):
+                seen[batch.samples.epoch, sample] = row[mask.bool()].tolist()
+    bench.feed.close()
+    return seen
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_augmentation_is_the_same_for_every_cut_worker_and_replay(num_workers):
+    data = Augmented(num_samples=20)
+    expected = tokens_by_sample(Bench(Fixed(), dataset=data, global_size=12))
+    assert len(expected) == 20 + 12  # two epochs, whose draws differ
+    assert expected[0, 3] != expected[1, 3]
+    for cut in (Fixed(micro=5), Budget(max_tokens=50)):
+        bench = Bench(cut, dataset=data, global_size=12, num_workers=num_workers)
+        assert tokens_by_sample(bench) == expected
+
+
+def test_a_replay_reads_the_same_augmented_samples():
+    bench = Bench(Budget(max_tokens=100), dataset=Augmented(), global_size=12)
+    batch = bench.feed.next()
+    again = batch.smaller()
+    assert again is not None
+
+    def tokens(planned):
+        return {
+            sample: row[mask.bool()].tolist()
+            for m in planned.micro_batches
+            for sample, row, mask in zip(
+                m.ids, m.fields["input_ids"], m.fields["attention_mask"], strict=True
+            )
+        }
+
+    assert tokens(again) == tokens(batch)
+
+
+def test_draws_of_a_micro_batch_belong_to_seed_step_and_place():
+    def keys(seed=0, steps=2):
+        bench = Bench(Fixed(micro=3), dataset=RaggedText(), global_size=12, seed=seed)
+        return [m.rng_key for _ in range(steps) for m in bench.feed.next().micro_batches]
+
+    assert keys() == keys()
+    assert len(set(keys())) == len(keys())
+    assert not set(keys()) & set(keys(seed=1))
+
+
+def test_a_sample_is_augmented_alike_alone_and_in_company():
+    loader = Loader(Augmented(), num_workers=0, seed=5)
+    alone = loader.load(Request(ids=(7,), epoch=2, pad_to=23))
+    among = loader.load(Request(ids=(3, 7, 1), epoch=2, pad_to=23))
+    assert torch.equal(alone["input_ids"][0], among["input_ids"][1])
+
+
+def test_recomputing_blocks_gives_the_gradient_of_the_step_bit_for_bit():
+    plain = Bench(Budget(max_tokens=60), model=small_gpt, layout=Layout())
+    recomputing = Bench(Budget(max_tokens=60), model=small_gpt, layout=Layout())
+    assert checkpoint_blocks(recomputing.module) == 2
+    expected, found = gradients_of_one_step(plain), gradients_of_one_step(recomputing)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def plan_of(line: str) -> dict:
+    assert shell(f"plan wandb.mode=disabled {TINY} batch.global=16 {line}") == 0
+    folder = only_run()
+    plan = json.loads((folder / "plan.json").read_text())
+    folder.rename(folder.parent.parent.parent / f"seen-{len(line)}")
+    return plan
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.nightly
+def test_recomputing_is_chosen_under_a_typed_memory_that_holds_nothing_else(here, capsys):
+    auto = "activation_checkpointing=auto model.num_layers=6"
+    roomy = plan_of(auto)
+    assert not any(row["recomputes"] for row in roomy["candidates"])
+    least = roomy["candidates"][0]["predicted_bytes"]
+    between = plan_of(f"{auto} accum.memory={least}B")
+    (chosen,) = (row for row in between["candidates"] if row["is_chosen"])
+    assert chosen["recomputes"]
+    assert between["predicted_peak_bytes"] <= between["memory_limit_bytes"] < least
+    capsys.readouterr()
+
+
+def test_a_plan_for_a_machine_that_is_not_here_gives_sizes_and_no_time(here, capsys):
+    plan = plan_of("accum.memory=80GiB device=cuda")
+    assert plan["device"] == "cuda (not here)"
+    assert plan["memory_limit_bytes"] == int(80 * 2**30 * 0.92)
+    assert plan["step_seconds"] is None
+    assert "unknown" in plan["time_note"]
+    assert "not here" in plan["memory_note"]
+    assert sum(row["is_chosen"] for row in plan["candidates"]) == 1
+    assert all(shape["length"] % 8 == 0 for shape in plan["shapes"])
+    capsys.readouterr()
+
+
+def test_a_typed_memory_of_this_machine_is_still_timed(here, capsys):
+    plan = plan_of("accum.memory=100MB")
+    assert plan["memory_limit_bytes"] <= 90_000_000
+    assert plan["step_seconds"] > 0
+    capsys.readouterr()
+
+
+def test_a_tuned_run_begins_exactly_where_an_untuned_one_does(here, capsys):
+    """Tuning rehearses on the live model: nothing of it may reach the first step."""
+
+    def trained(line: str) -> tuple[list[float], dict[str, bytes], str]:
+        # With one sample a step every cut is the same, so bits can be compared.
+        settings = f"wandb.mode=disabled device=cpu steps=3 model.dropout=0.1 {TINY}"
+        assert shell(f"{settings} batch.global=1 log.samples=true {line}") == 0
+        folder = only_run()
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
+        weights = {
+            path.name: path.read_bytes() for path in folder.glob("checkpoints/*/*.safetensors")
+        }
+        ledger = (folder / "samples.jsonl").read_text()
+        folder.rename(here / f"seen-{line}")
+        return [e["loss"] for e in map(json.loads, lines) if "loss" in e], weights, ledger
+
+    assert trained("accum=auto") == trained("accum=fixed accum.micro=1")
+    capsys.readouterr()

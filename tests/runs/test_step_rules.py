@@ -1,0 +1,244 @@
+"""The step is a contract: what is typed about the cut changes nothing that a step is made of."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from tests.lib.run_support import (
+    TOYS,
+    assert_same_bits,
+    curve,
+    entries,
+    go,
+    read_json,
+    state,
+    steps,
+)
+from trainer.cli.main import Run
+from trainer.core.errors import ConfigError, DataError
+
+LINE = "steps=8 eval.every=3 checkpoint.every=5 scheduler.warmup=3 checkpoint.keep=9"
+
+SPLITS = (
+    "accum=fixed accum.micro=1",
+    "accum=fixed accum.micro=3",
+    "accum=fixed accum.micro=7",
+    "accum=fixed accum.steps=1",
+    "accum=fixed accum.steps=5",
+    "accum=budget accum.max_tokens=12",
+    "accum=budget accum.max_tokens=50",
+    "accum=budget accum.max_tokens=50 accum.micro=2",
+    "accum=auto",
+    "accum=auto accum.micro=2",
+)
+
+SAME = 1e-6
+"""Largest relative difference of a loss or norm in float32 that is only cut differently."""
+
+
+pytestmark = pytest.mark.usefixtures("own_folder")
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The whole batch in one piece."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("reference"))
+        return go(f"{LINE} accum=fixed accum.steps=1")
+
+
+def assert_same_steps(found: Run, expected: Run) -> None:
+    """The same samples, losses, norms, rates and cadences, to rounding."""
+    assert entries(found, "samples.jsonl") == entries(expected, "samples.jsonl")
+    for name in ("step", "epoch", "samples", "tokens", "lr"):
+        assert curve(found, name) == curve(expected, name)
+    for name in ("loss", "grad_norm"):
+        assert curve(found, name) == pytest.approx(curve(expected, name), rel=SAME), name
+    evaluated = [
+        [(e["step"], e["eval_loss"]) for e in entries(run) if "eval_loss" in e]
+        for run in (found, expected)
+    ]
+    assert [step for step, _ in evaluated[0]] == [step for step, _ in evaluated[1]]
+    assert [x for _, x in evaluated[0]] == pytest.approx([x for _, x in evaluated[1]], rel=SAME)
+    saved = [
+        sorted(p.name for p in (run.folder / "checkpoints").iterdir()) for run in (found, expected)
+    ]
+    assert saved[0] == saved[1] == ["step-00000005", "step-00000008"]
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_every_split_takes_the_same_steps(split: str, reference: Run) -> None:
+    assert_same_steps(go(f"{LINE} {split}"), reference)
+
+
+@pytest.mark.parametrize("scale", [2.0**-44, 2.0**40])
+def test_deterministic_layout_takes_gradients_of_every_size(scale: float) -> None:
+    line = f"steps=1 deterministic=layout objective._target_={TOYS}.Squared"
+    expected, found = (go(f"{line} objective.scale={each}") for each in (1.0, scale))
+    (norm,), (scaled,) = curve(expected, "grad_norm"), curve(found, "grad_norm")
+    assert scaled / scale == pytest.approx(norm, rel=SAME)
+
+
+def test_another_seed_is_another_run(reference: Run) -> None:
+    other = go(f"{LINE} seed=1")
+    assert entries(other, "samples.jsonl") != entries(reference, "samples.jsonl")
+    assert curve(other, "loss") != pytest.approx(curve(reference, "loss"), rel=SAME)
+
+
+@pytest.mark.parametrize("normalizer", ["tokens", "samples"])
+def test_a_normalizer_of_the_global_batch_is_the_same_for_every_split(normalizer: str) -> None:
+    runs = [
+        go(f"batch.normalizer={normalizer} steps=4 {split}")
+        for split in ("accum=fixed accum.steps=1", "accum=budget accum.max_tokens=30")
+    ]
+    assert curve(runs[0], "loss") == pytest.approx(curve(runs[1], "loss"), rel=SAME)
+    assert curve(runs[0], "grad_norm") == pytest.approx(curve(runs[1], "grad_norm"), rel=SAME)
+
+
+def test_normalizers_differ_from_each_other() -> None:
+    losses = {
+        kind: curve(go(f"batch.normalizer={kind} steps=1"), "loss")[0]
+        for kind in ("tokens", "samples", "micro_batches")
+    }
+    assert len({round(loss, 4) for loss in losses.values()}) == 3
+    assert losses["samples"] > 2 * losses["tokens"], "a sample holds several tokens"
+
+
+def test_a_mean_of_means_depends_on_the_cut_and_says_how_much(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    fine = go("batch.normalizer=micro_batches steps=3")
+    said = " ".join(capsys.readouterr().out.split())
+    assert "batch.normalizer=micro_batches is a mean of means" in said
+    assert "% off on average" in said
+    whole = go("batch.normalizer=micro_batches steps=3 accum.steps=1 accum.micro=null")
+    assert curve(fine, "loss") != pytest.approx(curve(whole, "loss"), rel=1e-3)
+    (warning,) = [w for w in read_json(fine.folder / "plan.json")["warnings"] if "mean of" in w]
+    assert "times what it should" in warning
+
+
+@pytest.mark.parametrize("line", ["accum=auto", "accum=fixed accum.micro=3"])
+def test_a_sparse_gradient_is_refused_by_name(line: str) -> None:
+    with pytest.raises(ConfigError, match=r"^model: embed.weight .* with sparse=False"):
+        go(f"model._target_={TOYS}.SparseNet {line}")
+
+
+def test_a_mean_of_means_is_refused_where_the_cut_is_not_stated() -> None:
+    for split in ("accum=auto", "accum=budget accum.max_tokens=50", f"accum._target_={TOYS}.Pairs"):
+        with pytest.raises(ConfigError, match=r"accum=fixed accum\.micro"):
+            go(f"batch.normalizer=micro_batches {split}")
+
+
+@pytest.mark.parametrize(
+    ("line", "sizes"),
+    {
+        "epochs=1": [8, 8, 8, 8, 8, 2],
+        "epochs=2 batch.tail=drop": [8] * 10,
+        "epochs=1 batch.global=42": [42],
+        "epochs=2 batch.global=41": [41, 1, 41, 1],
+        "epochs=1 batch.global=509": [42],
+        "steps=3 batch.global=509": [42, 42, 42],
+        "steps=9 batch.tail=drop": [8] * 9,
+        "steps=43 batch.global=1 eval.every=null": [1] * 43,
+    }.items(),
+)
+def test_steps_and_epochs_give_exactly_what_they_say(line: str, sizes: list[int]) -> None:
+    run = go(f"{line} steps=null" if "epochs" in line else line)
+    assert [len(entry["ids"]) for entry in entries(run, "samples.jsonl")] == sizes
+    assert read_json(run.folder / "plan.json")["steps"] == len(sizes)
+    assert run.result["step"] == len(sizes)
+    if "epochs=1" in line:
+        assert curve(run, "epoch")[-1] == 1.0
+
+
+def test_a_step_without_a_single_sample_is_refused_with_the_largest_that_works() -> None:
+    with pytest.raises((ConfigError, DataError), match=r"batch\.(tail|global)"):
+        go("batch.global=43 batch.tail=drop")
+
+
+@pytest.mark.parametrize("split", ["accum=fixed accum.micro=2", "accum=budget accum.max_tokens=30"])
+def test_a_batch_of_tokens_closes_with_the_sample_that_reaches_it(split: str) -> None:
+    run = go(f"batch.unit=tokens batch.global=60 steps=7 {split}")
+    tokens = [0, *curve(run, "tokens")]
+    lengths = [after - before for before, after in pairwise(tokens)]
+    ends = [epoch == int(epoch) for epoch in curve(run, "epoch")]
+    for size, ends_epoch in zip(lengths, ends, strict=True):
+        assert size >= 60 or ends_epoch
+        assert size < 60 + 12
+    assert len({len(entry["ids"]) for entry in entries(run, "samples.jsonl")}) > 1
+    plan = read_json(run.folder / "plan.json")
+    assert plan["unit"] == "tokens"
+    assert plan["steps_per_epoch"] == ends.index(True) + 1
+
+
+def test_a_batch_of_tokens_is_the_same_for_every_split() -> None:
+    line = "batch.unit=tokens batch.global=60 steps=7 eval.every=3 checkpoint.every=5"
+    runs = [go(f"{line} accum=fixed accum.micro=2"), go(f"{line} accum=budget accum.max_tokens=30")]
+    for name in ("samples", "tokens", "lr"):
+        assert curve(runs[0], name) == curve(runs[1], name)
+    for name in ("loss", "grad_norm"):
+        assert curve(runs[0], name) == pytest.approx(curve(runs[1], name), rel=SAME)
+    assert entries(runs[0], "samples.jsonl") == entries(runs[1], "samples.jsonl")
+
+
+def test_a_step_without_a_loss_term_counts_and_changes_nothing() -> None:
+    everything = list(range(44))
+    run = go(f"'data.unlabelled={everything}' steps=4 checkpoint.every=1 checkpoint.keep=9")
+    assert [entry.get("skipped") for entry in steps(run)] == ["no loss terms"] * 4
+    assert [entry["samples"] for entry in steps(run)] == [8, 16, 24, 32]
+    assert_same_bits(state(run, 4), state(run, 1))
+    assert run.result["skipped_steps"] == 4
+
+
+def test_one_step_without_a_loss_term_leaves_the_others_as_they_are() -> None:
+    """The ids of the ledger are the ones that the data set's own argument takes."""
+    line = "steps=4 batch.global=4 data.holdout=0.3 checkpoint.every=1 checkpoint.keep=9"
+    plain = go(line)
+    third = entries(plain, "samples.jsonl")[2]["ids"]
+    run = go(f"'data.unlabelled={third}' {line}")
+    assert [entry.get("skipped") for entry in steps(run)] == [None, None, "no loss terms", None]
+    assert curve(run, "loss")[:2] == curve(plain, "loss")[:2]
+    assert curve(run, "lr") == curve(plain, "lr")
+    assert_same_bits(state(run, 3), state(plain, 2))
+
+
+def test_a_run_is_the_same_bits_twice() -> None:
+    line = "steps=5 model.dropout=0.3 accum=budget accum.max_tokens=40"
+    first, second = go(line), go(line)
+    assert_same_bits(state(first), state(second))
+    assert curve(first, "loss") == curve(second, "loss")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_loading_processes_change_nothing(workers: int) -> None:
+    line = f"steps=8 data._target_={TOYS}.Plain batch.global=7"
+    here, there = go(line), go(f"{line} num_workers={workers}")
+    assert_same_bits(state(here), state(there))
+    assert curve(here, "loss") == curve(there, "loss")
+
+
+def test_bf16_keeps_fp32_weights_and_learns() -> None:
+    run = go("precision=bf16 steps=12 batch.global=42 optimizer.lr=0.03 eval.every=4")
+    plain = go("steps=12 batch.global=42 optimizer.lr=0.03 eval.every=4")
+    assert {str(t.dtype) for n, t in state(run).items() if n.startswith("model.")} == {
+        "torch.float32"
+    }
+    assert curve(run, "loss")[-1] < curve(run, "loss")[0] - 0.1
+    assert curve(run, "loss") == pytest.approx(curve(plain, "loss"), rel=2e-2)
+    assert curve(run, "loss") != curve(plain, "loss")
+
+
+def test_clipping_changes_the_update_and_not_the_norm() -> None:
+    free, tight = (go(f"steps=1 clip_norm={norm} optimizer=sgd") for norm in ("null", "0.01"))
+    assert curve(free, "grad_norm") == curve(tight, "grad_norm")
+    moved = [state(run)["model.head.bias"] for run in (free, tight)]
+    assert not moved[0].equal(moved[1])
+
+
+def test_a_batch_of_no_group_is_refused_before_anything_runs() -> None:
+    with pytest.raises(ConfigError, match=r"accum.steps"):
+        go("accum=fixed accum.micro=3 accum.steps=2 batch.global=8")
+    with pytest.raises(ConfigError, match=r"nearest"):
+        go("accum=fixed accum.micro=null accum.steps=9 batch.global=8")

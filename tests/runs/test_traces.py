@@ -1,0 +1,162 @@
+"""Tuning, `verify` and replays leave Hugging Face models as one plain forward does.
+
+The first forward of a transformers model that gives its hidden states registers hooks that capture
+them, and notes in a flag that it did.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.lib.heads import (
+    ALBERT,
+    BART,
+    BERT,
+    BUILT,
+    DECODER,
+    DISTIL,
+    ENCODER,
+    GPT2,
+    MIXTRAL,
+    NUM_LABELS,
+    T5,
+    Examples,
+    Head,
+)
+from tests.lib.run_support import curve, go, overrides
+from tests.lib.support import Bench
+from tests.unit.training.test_step import Failing
+from trainer.cli.main import run as run_line
+from trainer.data.loader import Request
+from trainer.plan.cuts import Fixed
+from trainer.plan.memory import Shape
+from trainer.training.step import train_step
+from trainer.tune.predict import predictor_for
+from trainer.tune.speed import rehearsal
+from trainer.tune.workload import Tiled, Workload
+from trainer.verify.proof import verify
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+VIT = {
+    "image_size": 16, "patch_size": 8, "hidden_size": 8, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "intermediate_size": 12, "hidden_dropout_prob": 0.0,
+    "num_labels": NUM_LABELS,
+}  # fmt: skip
+SEGFORMER = {
+    "num_encoder_blocks": 2, "depths": [1, 1], "sr_ratios": [2, 1], "hidden_sizes": [4, 8],
+    "patch_sizes": [3, 3], "strides": [2, 2], "num_attention_heads": [1, 2], "mlp_ratios": [2, 2],
+    "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "drop_path_rate": 0.0,
+    "classifier_dropout_prob": 0.0, "decoder_hidden_size": 8, "num_labels": NUM_LABELS,
+}  # fmt: skip
+
+CLASSES = [
+    BERT,
+    Head("AlbertForMaskedLM", "AlbertConfig", ALBERT, "masked"),
+    Head("DistilBertForTokenClassification", "DistilBertConfig", DISTIL, "tags"),
+    Head("RobertaForTokenClassification", "RobertaConfig", ENCODER | {"pad_token_id": 0}, "tags"),
+    Head("ElectraForQuestionAnswering", "ElectraConfig", ENCODER | {"num_labels": 2}, "span"),
+    Head("GPT2LMHeadModel", "GPT2Config", GPT2 | {"n_layer": 2}, "causal"),
+    Head("LlamaForCausalLM", "LlamaConfig", DECODER, "causal"),
+    Head("Qwen2ForCausalLM", "Qwen2Config", DECODER, "causal"),
+    Head("MixtralForCausalLM", "MixtralConfig", MIXTRAL, "causal"),
+    Head("T5ForConditionalGeneration", "T5Config", T5, "tagged words"),
+    Head("BartForConditionalGeneration", "BartConfig", BART, "tagged words"),
+    Head("ViTForImageClassification", "ViTConfig", VIT, "picture"),
+    Head("SegformerForSemanticSegmentation", "SegformerConfig", SEGFORMER, "segments"),
+]
+HEADS = [replace(each, values={**each.values, "output_hidden_states": True}) for each in CLASSES]
+
+
+class Pictures:
+    draws_randomness = False
+    lengths = np.ones(24, dtype=np.int64)
+
+    def __init__(self, kind: str) -> None:
+        self.size = (16, 16) if kind == "segments" else ()
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Mapping[str, Tensor]:
+        pixels = torch.randn(3, 16, 16, generator=torch.Generator().manual_seed(index))
+        return {"pixel_values": pixels, "labels": torch.full(self.size, index % NUM_LABELS)}
+
+
+def bench_of(head: Head) -> Bench:
+    dataset = (Pictures if head.data in {"picture", "segments"} else Examples)(head.data)
+    return Bench(
+        Fixed(micro=4),
+        torch.float32,
+        global_size=8,
+        dataset=dataset,
+        model=head.build,
+        objective=head.objective("sum" if head.data == "causal" else "mean"),
+    )
+
+
+def num_hooks(model: nn.Module) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+def seen_of(model: nn.Module, fields: Mapping[str, Tensor]) -> tuple[int, list[int], Tensor]:
+    """Count the hooks and the hidden states of each kind, and give the logits."""
+    model = copy.deepcopy(model).eval()
+    with torch.no_grad():
+        output = model(**fields, output_hidden_states=True)
+    hidden = [len(value) for name, value in output.items() if name.endswith("hidden_states")]
+    return num_hooks(model), hidden, output.get("logits", output.get("start_logits"))
+
+
+def assert_as_after_one_forward(head: Head, model: nn.Module, fields: Mapping[str, Tensor]) -> None:
+    fresh = head.build()
+    fresh.load_state_dict(model.state_dict())
+    fresh.eval()(**fields)
+    (hooks, hidden, logits), expected = seen_of(model, fields), seen_of(fresh, fields)
+    assert (hooks, hidden) == expected[:2]
+    assert torch.equal(logits, expected[2])
+
+
+@pytest.mark.parametrize("head", HEADS, ids=lambda head: head.name)
+def test_a_model_of_transformers_is_left_as_after_one_forward(head: Head) -> None:
+    bench, strategy = bench_of(head), Failing(1, "forward")
+    length = int(bench.dataset.lengths[:2].max())
+    fields = bench.loader.load(Request((0, 1), 0, length))
+    work = Workload(
+        model=bench.module,
+        objective=bench.objective,
+        make_optimizer=lambda model: torch.optim.SGD(model.parameters()),
+        make_fields=Tiled(fields, length),
+    )
+    predictor_for(work, Shape(2, length))
+    with rehearsal(work, recompute=False) as prepare:
+        prepare(Shape(2, length))()
+    assert_as_after_one_forward(head, bench.module, fields)
+    report = verify(bench.kit, bench.feed.next(), bench.loader, whole_fits=True)
+    assert report.exact or all("BatchNorm" in reason for _, reason in report.culprits)
+    assert_as_after_one_forward(head, bench.module, fields)
+    assert train_step(replace(bench.kit, strategy=strategy), bench.feed.next()).replays == 1
+    assert_as_after_one_forward(head, bench.module, fields)
+
+
+@pytest.mark.usefixtures("own_folder")
+def test_tuning_a_replayed_step_and_verify_of_a_run_leave_it_so_too() -> None:
+    line = (
+        "model._target_=tests.lib.heads.bert data._target_=tests.lib.heads.masked "
+        "objective=model_loss objective.reduction=mean objective.causal=false "
+        "batch.global=8 accum=auto steps=1"
+    )
+    fields = {"input_ids": torch.arange(12).view(2, 6)}
+    failing = "accum.gradient._target_=tests.unit.training.test_step.Failing +accum.gradient.at=0"
+    run = go(f"{line} {failing} +accum.gradient.phase=forward")
+    assert curve(run, "replays") == [1]
+    assert_as_after_one_forward(BERT, BUILT[-1], fields)
+    assert run_line(["verify", *overrides(line)]) == 0
+    assert_as_after_one_forward(BERT, BUILT[-1], fields)

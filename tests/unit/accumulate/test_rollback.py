@@ -1,0 +1,260 @@
+"""Declared state that a forward moves is as it was when a step is replayed, and after tuning."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.lib.support import VOCABULARY, Bench
+from tests.unit.training.test_step import Failing
+from trainer.objectives.base import Objective, Sums
+from trainer.objectives.next_token import NextToken
+from trainer.plan.cuts import Fixed
+from trainer.training import step
+from trainer.tune import restored as keeping
+
+WIDTH = 4
+
+
+class Toy(nn.Module):
+    """A causal model that adds to its hidden states what its subclass moves in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        hidden = self.embed(input_ids)
+        return self.head(hidden + self.move(hidden.detach().mean((0, 1))))
+
+    def move(self, mean: Tensor) -> Any:
+        """Move something, and give what it is now."""
+        return torch.zeros(())
+
+    def state(self) -> object:
+        """Read what is to be put back and is in no `state_dict`."""
+
+
+class Center(Toy):
+    """Replaces a buffer in each forward, and writes into one that no checkpoint saves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", None)
+        self.register_buffer("average", torch.zeros(WIDTH), persistent=False)
+
+    def move(self, mean: Tensor) -> Tensor:
+        self.center = mean if self.center is None else 0.9 * self.center + 0.1 * mean
+        self.average.mul_(0.9).add_(mean, alpha=0.1)
+        return self.center + self.average
+
+    def state(self) -> object:
+        return [self.average, self.center]
+
+
+class Normed(Toy):
+    """Moves running statistics, and normalises by them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def move(self, mean: Tensor) -> Tensor:
+        self.norm(mean[None].expand(2, WIDTH))
+        return self.norm.running_mean + self.norm.num_batches_tracked
+
+
+class Drawing(Toy):
+    """Draws from generators of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.draws, self.own = random.Random(3), torch.Generator().manual_seed(2)
+        self.numbers, self.old = np.random.default_rng(1), np.random.RandomState(4)
+
+    def move(self, mean: Tensor) -> Tensor:
+        number = self.numbers.random() + self.draws.random() + self.old.rand()
+        return torch.rand(WIDTH, generator=self.own) + number
+
+    def state(self) -> object:
+        states = self.numbers.bit_generator.state, self.old.get_state(), self.draws.getstate()
+        return [*map(str, states), self.own.get_state()]
+
+
+class Extra(Toy):
+    """Counts in what it gives checkpoints besides tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = {"calls": 0}
+
+    def move(self, mean: Tensor) -> Tensor:
+        self.counts["calls"] += 1
+        return mean * self.counts["calls"]
+
+    def get_extra_state(self) -> dict[str, int]:
+        return self.counts
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.counts = state
+
+
+class Rolling(Toy):
+    """Rolls a bank of 128 KiB behind autograd's back, as one does with keys of contrast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("bank", torch.randn(2**14 // WIDTH, WIDTH))
+
+    def move(self, mean: Tensor) -> Tensor:
+        self.bank.data = torch.roll(self.bank, 1, 0)
+        return self.bank[0].clone()
+
+
+class Growing(Rolling):
+    """Appends to a bank that it began with, which changes its shape."""
+
+    def move(self, mean: Tensor) -> Tensor:
+        self.bank.data = torch.cat([self.bank, mean[None]])[-(2**14 // WIDTH + 7) :]
+        return self.bank[0] + len(self.bank)
+
+
+class Renormalised(Toy):
+    """Scales the rows of its embedding that it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH, max_norm=0.9)
+
+
+@pytest.fixture(autouse=True)
+def _garbage_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Collecting it takes longer than all the steps of a test, and nothing here depends on it."""
+    monkeypatch.setattr(step, "release_memory", lambda: None)
+
+
+TOYS = [Center, Drawing, Extra, Rolling, Growing]
+
+
+POINTS = [(0, "forward"), (0, "backward"), (1, "between"), (1, "forward"), (1, "backward")]
+"""Micro-batches, and where in them, or before them, memory runs out."""
+
+
+def plain(value: Any) -> Any:
+    """Copy into lists and numbers, which compare by value."""
+    if isinstance(value, Tensor | np.ndarray):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return [(key, plain(entry)) for key, entry in value.items()]
+    return [*map(plain, value)] if isinstance(value, list | tuple) else repr(value)
+
+
+def after_three_steps(
+    model: Callable[[], Toy],
+    strikes: Mapping[int, tuple[int, str]],
+    objective: Objective | None = None,
+) -> Any:
+    """Train; memory runs out in some steps, or these are cut finer from the start."""
+    settings = {} if objective is None else {"objective": objective}
+    bench = Bench(Fixed(micro=6), model=model, strategy=Failing(0, "forward"), **settings)
+    strategy = bench.kit.strategy
+    for number in range(1, 4):
+        at, phase = strikes.get(number, (0, "none"))
+        strategy.at, strategy.phase, strategy.done = at, phase, phase in {"none", "finer"}
+        batch = bench.feed.next()
+        if phase == "finer":
+            batch = batch.smaller()
+        report = step.train_step(bench.kit, batch)
+        assert report.replays == (number in strikes and phase != "finer")
+    return [plain(bench.module.state_dict()), plain(bench.module.state())]
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("toy", TOYS)
+def test_a_replay_begins_with_everything_as_it_was(toy: type[Toy], number: int) -> None:
+    expected = after_three_steps(toy, {number: (0, "finer")})
+    for at, phase in POINTS:
+        assert after_three_steps(toy, {number: (at, phase)}) == expected, (at, phase)
+
+
+@pytest.mark.parametrize("toy", [*TOYS, Normed, Renormalised])
+def test_a_rehearsal_leaves_everything_as_it_was(toy: type[Toy]) -> None:
+    model = toy().double()
+    ids = torch.arange(6).view(2, 3)
+    for num_before in (0, 20):
+        for _ in range(num_before):
+            model(ids)
+        before = plain(model.state_dict()), plain(model.state())
+        with keeping.untouched(model):
+            for _ in range(20):
+                model(ids).sum().backward()
+        assert (plain(model.state_dict()), plain(model.state())) == before
+
+
+def test_a_replay_of_a_normalised_model_begins_with_its_statistics_as_they_were() -> None:
+    """Its micro-batches are tried once more as they are, since another cut is another step."""
+    expected = after_three_steps(Normed, {})
+    for at, phase in POINTS:
+        assert after_three_steps(Normed, {2: (at, phase)}) == expected, (at, phase)
+
+
+def test_rows_of_an_embedding_that_are_renormalised_do_not_end_a_replay() -> None:
+    expected = after_three_steps(Renormalised, {2: (0, "finer")})
+    assert after_three_steps(Renormalised, {2: (1, "backward")}) == expected
+
+
+class Averaging(nn.Module, Objective):
+    """A criterion that divides by a running mean in a buffer, and draws from its own generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.ones(()))
+        self.draws = torch.Generator().manual_seed(1)
+
+    def weights(self, fields: Mapping[str, Tensor]) -> Mapping[str, float]:
+        return NextToken().weights(fields)
+
+    def sums(self, model: Any, fields: Mapping[str, Tensor]) -> Sums:
+        total = NextToken().sums(model, fields).losses["cross_entropy"]
+        self.mean.mul_(0.9).add_(total.detach(), alpha=0.1)
+        scale = torch.rand((), generator=self.draws) / self.mean
+        return Sums(losses={"cross_entropy": total * scale})
+
+
+def test_a_replay_begins_with_the_objective_as_it_was() -> None:
+    criteria = [Averaging(), Averaging()]
+    found = [
+        after_three_steps(Toy, {2: strike}, criterion)
+        for strike, criterion in zip([(0, "finer"), (1, "backward")], criteria, strict=True)
+    ]
+    assert found[0] == found[1]
+    assert torch.equal(criteria[0].mean, criteria[1].mean)
+
+
+class Flagged(Toy):
+    """Registers a hook in its first forward, and notes in a flag that it did."""
+
+    ready = False
+
+    def move(self, mean: Tensor) -> Tensor:
+        if not self.ready:
+            self.head.register_forward_hook(lambda _module, _taken, given: 2 * given)
+            self.ready = True
+        return mean
+
+
+def test_a_flag_stays_with_the_hooks_that_it_stands_for() -> None:
+    expected = after_three_steps(Flagged, {1: (0, "finer")})
+    for at, phase in POINTS:
+        assert after_three_steps(Flagged, {1: (at, phase)}) == expected, (at, phase)
+    model = Flagged()
+    for _ in range(3):
+        with keeping.untouched(model):
+            model(torch.arange(6).view(2, 3))
+    assert len(model.head._forward_hooks) == 1

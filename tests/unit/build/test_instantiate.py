@@ -1,0 +1,221 @@
+"""From a name in a config to an object: trusted, of the right kind, with arguments that exist."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.lib.run_toys import Net
+from trainer.build.instantiate import check_names, construct, look_up, takes
+from trainer.config.components import Component
+from trainer.core.errors import ConfigError
+from trainer.plan.cut import Cut
+from trainer.plan.cuts import Fixed
+
+MINE = "tests.lib.run_toys.Net"
+
+
+def component(target: str, *, typed: bool = False, **params: object) -> Component:
+    return Component(target=target, params=params, typed_target=typed)
+
+
+def make_net(width: int = 8) -> nn.Module:
+    """A factory."""
+    return Net(width)
+
+
+def make_nothing() -> None:
+    """Gives no model."""
+
+
+class Sized:
+    def __init__(self, size: int, vocab_size: int = 3, *more: int) -> None:
+        if size < 1:
+            raise ValueError(f"size: {size}\nis below 1")
+        self.size, self.vocab_size = size, vocab_size
+
+
+class Open:
+    def __init__(self, **anything: int) -> None:
+        self.anything = anything
+
+
+HERE = f"{__name__}.Sized"
+
+
+def test_a_class_of_ours_is_built_with_the_arguments_of_its_options() -> None:
+    cut = construct(component("trainer.plan.cuts.Fixed", micro=3), "accum", Cut)
+    assert cut == Fixed(micro=3)
+
+
+def test_what_nobody_typed_or_trusts_is_not_even_imported() -> None:
+    with pytest.raises(ConfigError, match=re.escape("trust=[antigravity]")):
+        look_up(component("antigravity.fly"), "model", ())
+    with pytest.raises(ConfigError, match="named by a recipe or a run"):
+        construct(component(MINE), "model", nn.Module, ("torch",))
+
+
+@pytest.mark.parametrize(
+    ("key", "target", "base"),
+    [("optimizer", "torch.optim.SGD", torch.optim.SGD), ("model", "torch.nn.Linear", nn.Linear)],
+)
+def test_a_class_of_the_model_libraries_needs_no_trust(key: str, target: str, base: type) -> None:
+    assert look_up(component(target), key, ()) is base
+
+
+@pytest.mark.parametrize(
+    ("key", "target", "says"),
+    [
+        ("optimizer", "torch.optim.lr_scheduler", "not a class defined in torch"),
+        ("model", "torch.nn.factory_kwargs", "not a class defined in torch"),
+        ("model", "torch.nn.Parameter", "not a torch.nn.Module"),
+        ("model", "torch.optim.SGD", "trust=[torch]"),
+        ("data", "torch.nn.Sequential", "trust=[torch]"),
+        ("model", "torch.load", "trust=[torch]"),
+    ],
+)
+def test_nothing_else_of_the_model_libraries_goes_without_trust(
+    key: str, target: str, says: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        look_up(component(target), key, ())
+
+
+def test_whatever_breaks_in_a_class_of_a_recipe_is_one_line() -> None:
+    broken = component("torch.nn.Linear", in_features=-1, out_features=1)
+    with pytest.raises(ConfigError, match=re.escape("model: torch.nn.Linear: ")):
+        construct(broken, "model", nn.Module)
+
+
+def test_a_hugging_face_model_is_described_by_the_settings_of_its_config() -> None:
+    small = {"n_layer": 1, "n_head": 2, "n_embd": 8, "n_positions": 16}
+    described = component("transformers.GPT2LMHeadModel", **small)
+    model = construct(described, "model", nn.Module, (), {"vocab_size": 11})
+    assert (model.config.n_embd, model.config.vocab_size) == (8, 11)
+    foreign = component("transformers.GPT2LMHeadModel", attn_implementation="evil/kernel")
+    with pytest.raises(ConfigError, match=r"model\.attn_implementation"):
+        construct(foreign, "model", nn.Module)
+    with pytest.raises(ConfigError, match=r"not a transformers\.PreTrainedModel"):
+        look_up(component("transformers.AutoModelForCausalLM"), "model", ())
+
+
+@pytest.mark.parametrize("trust", [{"typed": True}, {}])
+def test_typing_a_class_or_trusting_its_package_is_consent(trust: dict[str, bool]) -> None:
+    trusted = () if trust else ("tests",)
+    assert isinstance(construct(component(MINE, **trust), "model", nn.Module, trusted), Net)
+
+
+@pytest.mark.parametrize("target", [f"{__name__}.make_net", "tests.lib.run_toys.Net.of"])
+def test_a_factory_needs_the_consent_that_a_class_needs(target: str) -> None:
+    assert isinstance(construct(component(target, typed=True), "model", nn.Module), Net)
+    package = target.partition(".")[0]
+    assert isinstance(construct(component(target), "model", nn.Module, (package,)), Net)
+    with pytest.raises(ConfigError, match="named by a recipe or a run"):
+        construct(component(target), "model", nn.Module)
+
+
+@pytest.mark.parametrize("target", ["torch.load", "torch.hub.load", "torch.nn.Module.__init__"])
+def test_trust_in_a_library_does_not_reach_its_functions(target: str) -> None:
+    with pytest.raises(ConfigError, match="has to be typed by you"):
+        construct(component(target), "model", nn.Module, ("torch",))
+
+
+def test_what_an_argument_names_is_built_too() -> None:
+    inner = {"_target_": "tests.lib.run_toys.Net.of", "width": 4}
+    norm = {"_target_": "torch.nn.LayerNorm", "_partial_": True, "eps": 0.5}
+    built = construct(
+        component(f"{__name__}.Open", typed=True, net=inner, norm=norm, nets=[inner, 1]),
+        "data",
+        Open,
+    )
+    made: Any = built.anything
+    assert made["net"].embed.embedding_dim == made["nets"][0].embed.embedding_dim == 4
+    assert made["norm"](3).eps == 0.5
+    assert made["nets"][1] == 1
+
+
+@pytest.mark.parametrize("target", ["evil.Net", "torch.nn.Linear", "trainer.report.console.Screen"])
+def test_an_argument_that_nobody_typed_names_no_class(target: str) -> None:
+    for inner in ({"_target_": target}, [{"_target_": target}], {"x": {"_target_": target}}):
+        holder = component("torch.nn.Identity", x=inner)
+        with pytest.raises(ConfigError, match=rf"^model\.x.*{target}: named by a recipe or a run"):
+            construct(holder, "model", nn.Module)
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "trainer.core.durable.os",
+        "trainer.core.durable.shutil.rmtree",
+        "trainer.build.instantiate.construct",
+        "trainer.training.batches.ThreadPoolExecutor",
+        "trainer.plan.cuts.np.load",
+    ],
+)
+def test_an_alias_smuggles_nothing_in(target: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(target)):
+        look_up(component(target), "model", ())
+
+
+@pytest.mark.parametrize("target", ["trainer.nowhere.Net", "trainer.plan.cuts.Fixd"])
+def test_a_name_that_leads_nowhere_is_said_with_its_key(target: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"accum._target_={target}")):
+        look_up(component(target), "accum", ())
+
+
+def test_a_class_of_another_kind_is_refused_before_it_is_built() -> None:
+    with pytest.raises(ConfigError, match="not a Module"):
+        construct(component("trainer.plan.cuts.Fixed", nonsense=1), "model", nn.Module)
+
+
+def test_an_instance_of_another_kind_is_refused() -> None:
+    with pytest.raises(ConfigError, match="gives a NoneType, not a Module"):
+        construct(component(f"{__name__}.make_nothing", typed=True), "model", nn.Module)
+
+
+def test_every_unknown_argument_is_named_with_the_nearest() -> None:
+    wrong = component(HERE, typed=True, sise=3, zebra=1)
+    with pytest.raises(ConfigError) as raised:
+        construct(wrong, "data", object)
+    assert raised.value.faults == (
+        "data.sise: Sized takes no such argument. Did you mean data.size?",
+        "data.zebra: Sized takes no such argument. It takes size, vocab_size, more.",
+    )
+
+
+def test_a_missing_argument_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"data\.size: Sized needs a value for it"):
+        construct(component(HERE, typed=True), "data", object)
+
+
+def test_what_a_constructor_refuses_is_one_line_with_its_key() -> None:
+    with pytest.raises(ConfigError) as raised:
+        construct(component(HERE, typed=True, size=0), "data", object)
+    assert str(raised.value) == f"data: {HERE}: size: 0 is below 1"
+
+
+def test_a_constructor_that_takes_anything_gets_anything() -> None:
+    built = construct(component(f"{__name__}.Open", typed=True, any=1), "data", Open)
+    assert built.anything == {"any": 1}
+
+
+def test_values_from_elsewhere_fill_what_is_left_out_and_no_more() -> None:
+    def built(given: dict[str, object], **params: object) -> Sized:
+        return construct(component(HERE, typed=True, size=2, **params), "data", Sized, (), given)
+
+    assert built({"vocab_size": 7, "unheard": 1}).vocab_size == 7
+    assert built({"vocab_size": 7}, vocab_size=5).vocab_size == 5
+    assert built({"vocab_size": 7}, vocab_size=None).vocab_size == 7
+    assert built({"vocab_size": None}).vocab_size == 3, "nothing known leaves the default"
+
+
+def test_what_a_constructor_takes_can_be_asked() -> None:
+    assert takes(component(HERE, typed=True), "data", (), "size")
+    assert not takes(component(HERE, typed=True), "data", (), "split")
+    check_names(torch.optim.SGD, "optimizer", ["momentum"])
+    with pytest.raises(ConfigError, match=re.escape("Did you mean optimizer.momentum?")):
+        check_names(torch.optim.SGD, "optimizer", ["momentun"])

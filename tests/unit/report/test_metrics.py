@@ -1,0 +1,246 @@
+"""metrics.jsonl and samples.jsonl: exact keys, strict JSON, mended at resume, kept when full."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.lib.support import STEP_KEYS
+from trainer.core import durable
+from trainer.core.errors import SaveError
+from trainer.report.journal import METRICS_FILE, Journal, read, to_line, truncate_after
+from trainer.report.metrics import SAMPLES_FILE, MetricsLog
+from trainer.report.records import EvalRecord, StepRecord
+
+
+def record(step: int = 1, **changes) -> StepRecord:
+    values = {
+        "step": step,
+        "epoch": step / 36,
+        "samples": 512 * step,
+        "tokens": 90_000 * step,
+        "loss": torch.tensor(2.5),
+        "lr": 2e-2,
+        "grad_norm": torch.tensor(0.75, dtype=torch.float64),
+        "accum_steps": 3,
+        "micro_batches": 5,
+        "padding": 0.014,
+        "seconds": 0.5,
+        "step_tokens": 90_000,
+        "memory_bytes": 1 << 28,
+    }
+    return StepRecord(**(values | changes))
+
+
+def strictly(path):
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+class Full(durable.FileSystem):
+    """A disk that takes some bytes and then is full, until there is room again."""
+
+    def __init__(self, room: float):
+        self.disk, self.room = durable.Posix(), room
+
+    def write(self, handle, data):
+        count = int(min(len(data), self.room))
+        if not count:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        self.room -= count
+        return self.disk.write(handle, data[:count])
+
+    def make_folder(self, path):
+        self.disk.make_folder(path)
+
+    def create(self, path):
+        return self.disk.create(path)
+
+    def open_append(self, path):
+        return self.disk.open_append(path)
+
+    def sync(self, handle):
+        self.disk.sync(handle)
+
+    def close(self, handle):
+        self.disk.close(handle)
+
+    def sync_folder(self, path):
+        self.disk.sync_folder(path)
+
+    def rename(self, source, target):
+        self.disk.rename(source, target)
+
+    def unlink(self, path):
+        self.disk.unlink(path)
+
+    def remove_folder(self, path):
+        self.disk.remove_folder(path)
+
+
+def test_a_step_is_one_object_with_the_agreed_keys_in_order(tmp_path):
+    MetricsLog(tmp_path, pytest.fail).step(record())
+    (entry,) = strictly(tmp_path / METRICS_FILE)
+    assert tuple(entry) == STEP_KEYS
+    assert entry["loss"] == 2.5
+    assert entry["grad_norm"] == 0.75
+    assert entry["tokens_per_second"] == 180_000
+
+
+def test_on_a_cpu_the_file_does_not_lag(tmp_path):
+    log = MetricsLog(tmp_path, pytest.fail)
+    for step in (1, 2, 3):
+        (entry,) = log.step(record(step))
+        assert entry == strictly(tmp_path / METRICS_FILE)[-1]
+
+
+def test_a_tensor_that_is_changed_after_the_step_does_not_change_the_record(tmp_path):
+    log, loss = MetricsLog(tmp_path, pytest.fail), torch.tensor(2.5)
+    log.step(record(loss=loss))
+    loss.zero_()
+    log.sync()
+    assert strictly(tmp_path / METRICS_FILE)[0]["loss"] == 2.5
+
+
+def test_what_applies_to_some_steps_only_is_there_on_those_only(tmp_path):
+    log = MetricsLog(tmp_path, pytest.fail)
+    log.step(
+        record(
+            skipped="not finite",
+            replays=2,
+            metrics={"noise_scale": torch.tensor(12.0), "loss": 1.0},
+        )
+    )
+    (entry,) = strictly(tmp_path / METRICS_FILE)
+    assert {name: entry[name] for name in entry if name not in STEP_KEYS} == {
+        "skipped": "not finite",
+        "replays": 2,
+        "noise_scale": 12.0,
+        "metric_loss": 1.0,
+    }
+
+
+def test_numbers_that_json_does_not_know_are_null(tmp_path):
+    log = MetricsLog(tmp_path, pytest.fail)
+    log.step(record(loss=torch.tensor(math.nan), grad_norm=math.inf))
+    log.evaluation(EvalRecord(step=1, metrics={"loss": math.nan}, seconds=1.0))
+    step, evaluation = strictly(tmp_path / METRICS_FILE)
+    assert step["loss"] is step["grad_norm"] is evaluation["eval_loss"] is None
+
+
+def test_numbers_of_numpy_are_numbers():
+    line = to_line({"step": np.int64(3), "loss": np.float32(0.5), "bad": np.float64("nan")})
+    assert json.loads(line) == {"step": 3, "loss": 0.5, "bad": None}
+
+
+def test_an_evaluation_names_its_metrics(tmp_path):
+    log = MetricsLog(tmp_path, pytest.fail)
+    log.evaluation(EvalRecord(step=20, metrics={"loss": 2.5, "accuracy": 0.3}, seconds=1.5))
+    assert strictly(tmp_path / METRICS_FILE) == [
+        {"step": 20, "eval_loss": 2.5, "eval_accuracy": 0.3, "eval_seconds": 1.5}
+    ]
+
+
+def test_the_ledger_is_kept_only_when_asked_for(tmp_path):
+    MetricsLog(tmp_path, pytest.fail).consumed(1, [1, 2])
+    assert not (tmp_path / SAMPLES_FILE).exists()
+    log = MetricsLog(tmp_path, pytest.fail, keep_samples=True)
+    log.consumed(1, np.array([4, 2]))
+    log.consumed(2, [7], skipped=[9])
+    assert strictly(tmp_path / SAMPLES_FILE) == [
+        {"step": 1, "ids": [4, 2]},
+        {"step": 2, "ids": [7], "skipped": [9]},
+    ]
+
+
+def test_a_resume_cuts_what_lies_beyond_the_checkpoint_in_both_files(tmp_path):
+    log = MetricsLog(tmp_path, pytest.fail, keep_samples=True)
+    for step in range(1, 8):
+        log.consumed(step, [step])
+        log.step(record(step))
+        if step in {4, 6}:
+            log.evaluation(EvalRecord(step=step, metrics={"loss": 2.0}, seconds=1.0))
+    again = MetricsLog(tmp_path, pytest.fail, resumed_step=4, keep_samples=True)
+    assert [e["step"] for e in strictly(tmp_path / SAMPLES_FILE)] == [1, 2, 3, 4]
+    assert [e["step"] for e in strictly(tmp_path / METRICS_FILE)] == [1, 2, 3, 4, 4]
+    again.step(record(5))
+    assert strictly(tmp_path / METRICS_FILE)[-1]["step"] == 5
+
+
+@given(
+    steps=st.lists(st.integers(1, 30), max_size=20).map(sorted),
+    kept=st.integers(0, 30),
+    torn=st.integers(0, 40),
+)
+def test_mending_keeps_whole_lines_up_to_the_step_and_nothing_else(
+    tmp_path_factory, steps, kept, torn
+):
+    path = tmp_path_factory.mktemp("run") / METRICS_FILE
+    content = b"".join(to_line({"step": step, "loss": 1.0}) for step in steps)
+    path.write_bytes(content[: max(0, len(content) - torn)])
+    whole = [entry["step"] for entry in read(path)]
+    truncate_after(path, kept)
+    assert [entry["step"] for entry in strictly(path)] == [s for s in whole if s <= kept]
+    mended = path.read_bytes()
+    truncate_after(path, kept)
+    assert path.read_bytes() == mended
+    assert [p.name for p in path.parent.iterdir()] == [METRICS_FILE]
+
+
+def test_a_file_that_is_whole_is_not_written_again(tmp_path):
+    path = tmp_path / METRICS_FILE
+    path.write_bytes(to_line({"step": 1}))
+    before = path.stat().st_ino
+    truncate_after(path, 5)
+    assert path.stat().st_ino == before
+    truncate_after(tmp_path / "missing.jsonl", 5)
+
+
+def test_a_full_disk_stops_nothing_is_told_once_and_loses_no_line(tmp_path):
+    warnings: list[str] = []
+    log, disk = MetricsLog(tmp_path, warnings.append), Full(room=450)
+    with durable.use(disk):
+        for step in range(1, 6):
+            log.step(record(step))
+        assert [e["step"] for e in read(tmp_path / METRICS_FILE)] == [1]
+        with pytest.raises(SaveError, match=METRICS_FILE):
+            log.sync()
+        disk.room = math.inf
+        log.step(record(6))
+        log.sync()
+    assert [e["step"] for e in strictly(tmp_path / METRICS_FILE)] == [1, 2, 3, 4, 5, 6]
+    assert len(warnings) == 1
+    assert "No space left" in warnings[0]
+
+
+def test_a_journal_that_nothing_was_written_to_can_be_synced(tmp_path):
+    Journal(tmp_path / "empty.jsonl", pytest.fail).sync()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")
+def test_on_an_accelerator_a_step_is_written_when_the_next_arrives_without_a_sync(tmp_path):
+    log, loss = MetricsLog(tmp_path, pytest.fail), torch.zeros((), device="cuda")
+    log.step(record(1, loss=loss, grad_norm=1.0))
+    log.flush()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for step in (2, 3):
+            loss += 1
+            torch.cuda._sleep(200_000_000)
+            written = log.step(record(step, loss=loss, grad_norm=1.0))
+            assert [entry["step"] for entry in written] == ([2] if step == 3 else [])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    log.evaluation(EvalRecord(step=0, metrics={"loss": 1.0}, seconds=1.0))
+    log.sync()
+    entries = [e for e in strictly(tmp_path / METRICS_FILE) if "loss" in e]
+    assert [(e["step"], e["loss"]) for e in entries] == [(1, 0.0), (2, 1.0), (3, 2.0)]

@@ -1,0 +1,336 @@
+"""The way of the data: from a cursor to micro-batches, the same however it is walked."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.lib.run_toys import Plain, Rows
+from trainer.core.errors import DataError, DoesNotFitError
+from trainer.core.world import World
+from trainer.data.loader import Loader, lengths_of
+from trainer.objectives.next_token import NextToken
+from trainer.plan.cut import Cost, Cut, Layout
+from trainer.plan.cuts import Auto, Budget, Fixed
+from trainer.plan.order import Cursor, Order
+from trainer.training.batches import BURST_STEPS, PREFETCH_LIMIT_BYTES, Feed, PlannedBatch, Source
+
+CUTS: list[Cut] = [Fixed(micro=3), Budget(max_tokens=40), Fixed(steps=2)]
+
+
+def feed(
+    cut: Cut | None = None,
+    data: Any = None,
+    *,
+    workers: int = 0,
+    world: World | None = None,
+    cursor: Cursor | None = None,
+    global_size: int = 8,
+) -> Feed:
+    data = data or Rows()
+    world = world or World()
+    lengths = lengths_of(data)
+    order = Order(len(data), 0, global_size)
+    loader = Loader(data, num_workers=workers, seed=0)
+    return Feed(
+        Source(order=order, lengths=lengths, loader=loader, objective=NextToken()),
+        cut=cut or Budget(max_tokens=40),
+        layout=Layout(world_size=world.size),
+        world=world,
+        seed=0,
+        cursor=cursor or order.start,
+    )
+
+
+def walk(source: Feed, count: int, *, ahead: bool = True) -> list[PlannedBatch]:
+    batches = []
+    for _ in range(count):
+        batches.append(source.next())
+        if ahead:
+            source.prefetch()
+    source.close()
+    return batches
+
+
+def content(batch: PlannedBatch) -> list[Any]:
+    """Everything about a batch that training could see."""
+    return [
+        (replace(m, fields={}), {name: field.tolist() for name, field in m.fields.items()})
+        for m in batch.micro_batches
+    ]
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=repr)
+@pytest.mark.parametrize("data", [Rows, Plain])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_looking_ahead_and_loading_processes_change_nothing(cut, data, workers):
+    plain = walk(feed(cut, data()), 9, ahead=False)
+    other = walk(feed(cut, data(), workers=workers), 9)
+    assert [content(batch) for batch in other] == [content(batch) for batch in plain]
+    assert [batch.step for batch in other] == list(range(1, 10))
+
+
+@given(start=st.integers(0, 30), cut=st.sampled_from(CUTS))
+@settings(max_examples=20)
+def test_a_feed_may_begin_anywhere(start, cut):
+    order = Order(len(Rows()), 0, 8)
+    (batch,) = walk(feed(cut, cursor=order.at(start)), 1)
+    whole = walk(feed(cut), start + 1)
+    assert content(batch) == content(whole[-1])
+    assert batch.samples.after == whole[-1].samples.after
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_cursor_stands_behind_what_was_taken_and_not_behind_what_was_loaded(workers):
+    source = feed(workers=workers)
+    for step in range(1, 5):
+        batch = source.next()
+        source.prefetch()
+        assert source.cursor == batch.samples.after
+        assert source.cursor.step == step
+    source.close()
+
+
+def test_a_micro_batch_says_what_it_holds():
+    data = Rows()
+    (batch,) = walk(feed(data=data), 1)
+    assert sorted(i for m in batch.micro_batches for i in m.ids) == sorted(batch.samples.ids)
+    for micro_batch in batch.micro_batches:
+        lengths = data.lengths[list(micro_batch.ids)]
+        assert micro_batch.num_tokens == lengths.sum()
+        assert micro_batch.num_positions == len(lengths) * lengths.max()
+        labels = [data[i]["labels"][1:] for i in micro_batch.ids]
+        terms = sum(int((each != -100).sum()) for each in labels)
+        assert micro_batch.weights["cross_entropy"] == terms
+        shape = micro_batch.fields["input_ids"].shape
+        assert shape == (len(lengths), lengths.max())
+    assert batch.num_tokens == data.lengths[batch.samples.ids].sum()
+    sample, length = batch.largest_sample()
+    assert sample in batch.samples.ids
+    assert length == data.lengths[batch.samples.ids].max() == data.lengths[sample]
+
+
+def test_draws_are_keyed_to_step_and_micro_batch_and_not_to_the_rank():
+    alone = walk(feed(Fixed(micro=2)), 2)
+    keys = [m.rng_key for batch in alone for m in batch.micro_batches]
+    assert len(set(keys)) == len(keys) == 8
+    ranks = [walk(feed(Fixed(micro=2), world=World(rank=r, size=2)), 2) for r in range(2)]
+    for step in range(2):
+        spread = [m for rank in ranks for m in rank[step].micro_batches]
+        assert [m.ids for m in spread] == [m.ids for m in alone[step].micro_batches]
+        assert [m.rng_key for m in spread] == [m.rng_key for m in alone[step].micro_batches]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_rank_may_be_left_without_a_sample(workers):
+    counts = []
+    for rank in range(4):
+        world = World(rank=rank, size=4)
+        source = feed(Fixed(micro=1), world=world, global_size=3, workers=workers)
+        counts.append([len(batch.micro_batches) for batch in walk(source, 4)])
+    assert sorted(counts) == [[0] * 4, [1] * 4, [1] * 4, [1] * 4]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("data", [Rows, Plain])
+def test_a_smaller_cut_keeps_the_samples_and_counts_from_then_on(workers, data):
+    source = feed(Fixed(micro=8), data(), workers=workers)
+    batch = source.next()
+    source.prefetch()
+    finer = batch.smaller()
+    assert finer is not None
+    assert (batch.samples.ids == finer.samples.ids).all()
+    assert source.cursor == batch.samples.after
+    assert [len(m.ids) for m in finer.micro_batches] == [4, 4]
+    following = source.next()
+    fresh = walk(feed(Fixed(micro=4), data()), 2)
+    assert content(finer) == content(fresh[0])
+    assert content(following) == content(fresh[1])
+    source.close()
+
+
+def test_nothing_is_smaller_than_one_sample():
+    source = feed(Fixed(micro=1))
+    batch = source.next()
+    assert batch.smaller() is None
+    assert not source.ease(batch)
+    source.close()
+
+
+def test_easing_lowers_a_cap_from_the_next_step_on_and_leaves_stated_counts_alone():
+    source = feed(Budget(max_tokens=96))
+    batch = source.next()
+    source.prefetch()
+    assert source.ease(batch)
+    assert source.next().plan.max_positions < batch.plan.max_positions
+    source.close()
+    stated = feed(Fixed(micro=8))
+    assert not stated.ease(stated.next())
+    assert len(stated.next().micro_batches) == 1
+    stated.close()
+
+
+def test_a_sample_beyond_what_memory_allows_is_named_by_its_id():
+    data = Rows()
+    source = feed(Auto().tuned(9, Cost()), data)
+    with pytest.raises(DoesNotFitError) as raised:
+        walk(source, 9)
+    sample = int(str(raised.value).split()[1])
+    assert f"sample {sample} of {data.lengths[sample]} tokens" in str(raised.value)
+    assert "data.max_length" in str(raised.value)
+    source.close()
+
+
+class Slow(Rows):
+    """Notes which thread reads, and fails at one sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.threads: set[str] = set()
+
+    def __getitem__(self, index: int) -> Mapping[str, Tensor]:
+        self.threads.add(threading.current_thread().name)
+        if index == 20:
+            raise ValueError("torn")
+        return super().__getitem__(index)
+
+
+def test_an_error_while_looking_ahead_is_raised_when_its_step_comes():
+    data = Slow()
+    source = feed(data=data)
+    failing = next(
+        step for step in range(6) if 20 in Order(44, 0, 8).next(Order(44, 0, 8).at(step)).ids
+    )
+    with pytest.raises(DataError, match="sample 20 of Slow: ValueError: torn"):
+        walk(source, 6)
+    assert source.cursor.step == failing
+    source.close()
+    assert any(name.startswith("feed") for name in data.threads)
+
+
+def test_a_step_too_large_for_two_is_not_loaded_ahead(monkeypatch):
+    data = Slow()
+    monkeypatch.setattr("trainer.training.batches.PREFETCH_LIMIT_BYTES", 10)
+    assert PREFETCH_LIMIT_BYTES > 10
+    source = feed(data=data)
+    source.next()
+    source.prefetch()
+    source.close()
+    assert not any(name.startswith("feed") for name in data.threads)
+
+
+class Gated(Rows):
+    """Counts the samples that are read ahead, which are read only while the gate is open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read_ahead = 0
+        self.gate = threading.Event()
+
+    def __getitem__(self, index: int) -> Mapping[str, Tensor]:
+        if threading.current_thread() is not threading.main_thread():
+            assert self.gate.wait(60)
+            self.read_ahead += 1
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize(("limit", "steps"), [(10**6, BURST_STEPS), (1, 1)])
+def test_light_steps_are_prepared_in_bursts_of_bounded_size(limit, steps, monkeypatch):
+    monkeypatch.setattr("trainer.training.batches.BURST_BYTES", limit)
+    data = Gated()
+    data.gate.set()
+    source = feed(data=data, global_size=4)
+    source.next()
+    for _ in range(2):  # the second call adds nothing to a burst that is on its way
+        source.prefetch()
+    for _ in range(steps + 1):
+        source.next()
+    assert data.read_ahead == 4 * steps
+    source.close()
+
+
+def test_settling_stops_a_burst_between_two_steps_and_loses_none():
+    data = Gated()
+    source = feed(data=data)
+    source.next()
+    source.prefetch()
+    opening = threading.Timer(0.1, data.gate.set)
+    opening.start()
+    source.settle()
+    opening.join()
+    assert data.read_ahead <= 8
+    following = [source.next() for _ in range(3)]
+    assert [content(batch) for batch in following] == [
+        content(batch) for batch in walk(feed(), 4, ahead=False)[1:]
+    ]
+    source.close()
+
+
+def test_a_step_that_failed_ahead_of_time_is_tried_again_in_its_place():
+    order = Order(44, 0, 8)
+    failing = next(step for step in range(6) if 20 in order.next(order.at(step)).ids)
+    source = feed(data=Slow())
+    for _ in range(failing):
+        source.next()
+        source.prefetch()
+    for _ in range(2):
+        with pytest.raises(DataError, match="sample 20 of Slow"):
+            source.next()
+        assert source.cursor == order.at(failing)
+    source.close()
+
+
+def test_samples_of_one_size_are_planned_once_for_each_cut():
+    class Even(Rows):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lengths = np.full(len(self.lengths), 12)
+            self.tokens = [torch.arange(12) % 16 for _ in self.lengths]
+
+    source = feed(Fixed(micro=4), Even())
+    first, second = source.next(), source.next()
+    assert first.plan is second.plan
+    source.use(Fixed(micro=2))
+    assert source.next().plan.num_micro_batches == 4
+    source.close()
+
+
+def test_the_generators_of_training_are_left_alone_by_data_that_draw():
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    walk(feed(data=Plain()), 5)
+    assert torch.get_rng_state().equal(before)
+
+
+def test_requests_are_what_a_batch_is_loaded_from():
+    source = feed()
+    requests = list(source.requests(source.cursor))
+    (batch,) = walk(source, 1)
+    assert [request.ids for request in requests] == [m.ids for m in batch.micro_batches]
+
+
+def test_every_sample_comes_once_an_epoch_over_all_ranks():
+    seen: list[int] = []
+    for rank in range(3):
+        for batch in walk(feed(world=World(rank=rank, size=3)), 6):
+            seen += [i for m in batch.micro_batches for i in m.ids]
+    assert sorted(seen) == list(range(44))
+
+
+def test_packed_documents_lie_in_one_row():
+    source = feed(Budget(max_tokens=40))
+    source.layout = replace(source.layout, packed=True)
+    (batch,) = walk(source, 1)
+    for micro_batch in batch.micro_batches:
+        assert micro_batch.fields["input_ids"].shape[0] == 1
+        ends = np.cumsum(Rows().lengths[list(micro_batch.ids)])
+        assert micro_batch.fields["cu_seqlens"].tolist()[1 : len(ends) + 1] == ends.tolist()

@@ -1,0 +1,235 @@
+"""Evaluation: named sums over named weights, the same for every cap, leaving no trace."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.lib.support import Bench, RaggedText, TinyLM
+from trainer.core.errors import DoesNotFitError
+from trainer.core.world import World
+from trainer.data.loader import Loader
+from trainer.objectives.base import IGNORED
+from trainer.objectives.next_token import NextToken, shifted_labels
+from trainer.plan.cut import Layout
+from trainer.plan.cuts import Budget
+from trainer.training.evaluation import HeldOut, _attempt, _never, _rounded_once, evaluate
+from trainer.training.step import train_step
+
+CAPS = [1, 24, 61, 200, 10**9]
+OBJECTIVE = NextToken(z_loss=1e-2)
+
+
+def held_out(max_tokens: int, dataset: RaggedText | None = None) -> HeldOut:
+    data = dataset or RaggedText(num_samples=33, seed=7)
+    return HeldOut(
+        loader=Loader(data, num_workers=0, seed=0),
+        lengths=data.lengths,
+        layout=Layout(),
+        max_tokens=max_tokens,
+    )
+
+
+def evaluated(bench: Bench, held: HeldOut) -> dict[str, float]:
+    return evaluate(bench.kit.model, bench.objective, held, bench.kit.world)
+
+
+def by_hand(module: nn.Module, data: RaggedText) -> dict[str, float]:
+    """Sample by sample, without padding, in eval mode."""
+    module.eval()
+    entropy = z_loss = hits = terms = 0.0
+    with torch.no_grad():
+        for index in range(len(data)):
+            fields = {name: value[None] for name, value in data[index].items()}
+            targets = shifted_labels(fields)[0]
+            logits = module(fields["input_ids"])[0]
+            valid = targets != IGNORED
+            entropy += float(F.cross_entropy(logits, targets, reduction="sum"))
+            z_loss += 1e-2 * float(logits.logsumexp(-1)[valid].square().sum())
+            hits += float((logits.argmax(-1) == targets).sum())
+            terms += float(valid.sum())
+    module.train()
+    return {
+        "loss": (entropy + z_loss) / terms,
+        "cross_entropy": entropy / terms,
+        "z_loss": z_loss / terms,
+        "accuracy": hits / terms,
+    }
+
+
+@pytest.mark.parametrize("cap", CAPS)
+@pytest.mark.parametrize("norm", [None, "batch"], ids=["layer norm", "batch norm"])
+def test_evaluation_is_exact_for_every_cap(cap, norm):
+    def model() -> nn.Module:
+        return TinyLM(dropout=0.3, norm=nn.BatchNorm1d(8) if norm else None)
+
+    bench = Bench(Budget(max_tokens=60), model=model, objective=OBJECTIVE)
+    train_step(bench.kit, bench.feed.next())  # so that running statistics are not their defaults
+    expected = by_hand(bench.module, RaggedText(num_samples=33, seed=7))
+    found = evaluated(bench, held_out(cap))
+    assert found.keys() == expected.keys()
+    assert found == pytest.approx(expected, rel=1e-12)
+
+
+def test_one_term_alone_is_not_said_twice():
+    assert evaluated(Bench(Budget(max_tokens=60)), held_out(60)).keys() == {"loss", "accuracy"}
+
+
+@pytest.mark.parametrize("cap", CAPS)
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_every_sample_is_visited_once_over_all_ranks_and_none_is_cut(cap, num_ranks):
+    held = replace(held_out(cap), layout=Layout(world_size=num_ranks))
+    requests = [request for rank in range(num_ranks) for request in held.requests(rank)]
+    visited = sorted(sample for request in requests for sample in request.ids)
+    assert visited == list(range(33))
+    longest = int(held.lengths.max())
+    for request in requests:
+        assert request.pad_to >= held.lengths[list(request.ids)].max()
+        assert len(request.ids) * request.pad_to <= max(cap, longest)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 40])
+def test_ordered_sums_have_the_same_bits_for_every_number_of_ranks(num_ranks):
+    bench = Bench(Budget(max_tokens=60), objective=OBJECTIVE)
+    expected = evaluated(bench, replace(held_out(60), is_ordered=True))
+    held = replace(held_out(60), is_ordered=True, layout=Layout(world_size=num_ranks))
+    visited = [i for rank in range(num_ranks) for each in held.requests(rank) for i in each.ids]
+    assert sorted(visited) == list(range(33))
+    ranks = [World(rank=rank, size=num_ranks) for rank in range(num_ranks)]
+    found = [_attempt(bench.kit.model, OBJECTIVE, held, world, _never) for world in ranks]
+    sums, weights = (
+        {
+            name: _rounded_once([n for told in found for n in told[k].get(name, [])])
+            for name in ("cross_entropy", "accuracy")
+        }
+        for k in (0, 1)
+    )
+    for name, total in sums.items():
+        assert total / weights[name] == expected[name]
+
+
+def test_a_set_larger_than_one_plan_is_visited_once_too(monkeypatch):
+    monkeypatch.setattr("trainer.training.evaluation.CHUNK", 10)
+    bench = Bench(Budget(max_tokens=60), objective=OBJECTIVE)
+    held = held_out(60)
+    visited = sorted(sample for request in held.requests(0) for sample in request.ids)
+    assert visited == list(range(33))
+    expected = by_hand(bench.module, RaggedText(num_samples=33, seed=7))
+    assert evaluated(bench, held) == pytest.approx(expected, rel=1e-12)
+
+
+def test_modes_generators_buffers_and_gradients_are_left_as_found():
+    bench = Bench(Budget(max_tokens=60), model=lambda: TinyLM(dropout=0.5, norm=nn.BatchNorm1d(8)))
+    bench.module.norm.eval()  # frozen by its owner: evaluation must not thaw it
+    bench.module.head.bias.grad = torch.ones_like(bench.module.head.bias)
+    modes = {name: part.training for name, part in bench.module.named_modules()}
+    state = {name: value.clone() for name, value in bench.module.state_dict().items()}
+    torch_state, numpy_state = torch.get_rng_state(), np.random.get_state()
+    python_state = random.getstate()
+    evaluated(bench, held_out(60))
+    assert {name: part.training for name, part in bench.module.named_modules()} == modes
+    assert all(torch.equal(v, state[n]) for n, v in bench.module.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), torch_state)
+    assert random.getstate() == python_state
+    assert (np.random.get_state()[1] == numpy_state[1]).all()
+    assert float(bench.module.head.bias.grad.sum()) == bench.module.head.bias.numel()
+
+
+def test_evaluating_between_steps_changes_no_later_step():
+    def trained(*, evaluates: bool) -> dict[str, Tensor]:
+        bench = Bench(Budget(max_tokens=60), model=lambda: TinyLM(dropout=0.3))
+        for _ in range(3):
+            train_step(bench.kit, bench.feed.next())
+            if evaluates:
+                evaluated(bench, held_out(60))
+        return bench.parameters()
+
+    plain, between = trained(evaluates=False), trained(evaluates=True)
+    assert all(torch.equal(value, between[name]) for name, value in plain.items())
+
+
+class Memory(nn.Module):
+    """A model with room for so many positions in evaluation, and one such failure each time."""
+
+    def __init__(self, positions: int) -> None:
+        super().__init__()
+        self.body = TinyLM()
+        self.positions, self.failures = positions, 0
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        if not self.training and input_ids.numel() > self.positions:
+            self.failures += 1
+            raise torch.OutOfMemoryError("injected")
+        return self.body(input_ids)
+
+
+def test_running_out_of_memory_shrinks_the_evaluation_and_not_the_training_cut():
+    bench = Bench(Budget(max_tokens=60), model=lambda: Memory(50), objective=OBJECTIVE)
+    cut = bench.feed.cut
+    held = held_out(400)
+    found = evaluated(bench, held)
+    assert bench.module.failures == 3  # 400, 200 and 100 fail; 50 fits
+    assert held.max_tokens == 400
+    assert bench.feed.cut == cut
+    assert all(part.training for part in bench.module.modules())
+    expected = by_hand(bench.module.body, RaggedText(num_samples=33, seed=7))
+    assert found == pytest.approx(expected, rel=1e-12)
+
+
+@dataclass
+class FailsOnce:
+    """Gives what an objective gives, but runs out of memory in one chosen call."""
+
+    inner: NextToken
+    at: int
+    calls: int = 0
+
+    def weights(self, fields):
+        return self.inner.weights(fields)
+
+    def sums(self, model, fields):
+        self.calls += 1
+        if self.calls == self.at:
+            raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
+        return self.inner.sums(model, fields)
+
+
+@pytest.mark.parametrize("at", [1, 2, 5])
+def test_what_was_summed_before_memory_ran_out_is_not_counted_twice(at):
+    bench = Bench(Budget(max_tokens=60), objective=OBJECTIVE)
+    expected = by_hand(bench.module, RaggedText(num_samples=33, seed=7))
+    failing = FailsOnce(OBJECTIVE, at)
+    found = evaluate(bench.kit.model, failing, held_out(60), World())
+    assert failing.calls > at
+    assert found == pytest.approx(expected, rel=1e-12)
+
+
+def test_one_sample_that_does_not_fit_is_told_with_its_length():
+    bench = Bench(Budget(max_tokens=60), model=lambda: Memory(3))
+    with pytest.raises(DoesNotFitError, match=r"one sample of \d+ tokens: lower data.max_length"):
+        evaluated(bench, held_out(400))
+    assert all(part.training for part in bench.module.modules())
+
+
+def test_another_error_is_not_swallowed_and_modes_are_put_back():
+    class Broken(TinyLM):
+        def forward(self, input_ids: Tensor) -> Tensor:
+            raise RuntimeError("shape mismatch")
+
+    bench = Bench(Budget(max_tokens=60), model=Broken)
+    with pytest.raises(RuntimeError, match="shape mismatch"):
+        evaluated(bench, held_out(60))
+    assert all(part.training for part in bench.module.modules())
+
+
+def test_held_out_data_without_a_label_give_not_a_number():
+    data = RaggedText(num_samples=9)
+    data.masked = set(range(9))
+    found = evaluated(Bench(Budget(max_tokens=60)), held_out(60, data))
+    assert found == pytest.approx({"loss": float("nan"), "accuracy": float("nan")}, nan_ok=True)

@@ -1,0 +1,258 @@
+"""Predicted memory against memory measured by the same steps on real tensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from tests.lib.tune_support import (
+    ConvNet,
+    Encoder,
+    Stubborn,
+    assert_same,
+    gpt,
+    images,
+    measured_peak,
+    text,
+    traces,
+    workload,
+)
+from trainer.plan.memory import Shape
+from trainer.tune.fake import CannotRunFake, predict_peak
+from trainer.tune.memory_limit import (
+    TELLING_BYTES,
+    Growth,
+    MemoryLimit,
+    memory_limit,
+    resident_growth,
+    resident_ratio,
+)
+from trainer.tune.predict import predictor_for, probe_peak
+from trainer.tune.tensors import MemoryEstimate, PeakBytes
+from trainer.tune.workload import Workload
+
+TOLERANCE = 0.05
+"""What the prediction of tensor bytes may be off; on the CPU it is not off by one byte."""
+
+MAKERS = {
+    "gpt": lambda: workload(gpt()),
+    "conv net with BatchNorm": lambda: workload(ConvNet(), images()),
+    "encoder with padding mask": lambda: workload(Encoder()),
+}
+SHAPES = {
+    "gpt": [Shape(1, 16), Shape(6, 40)],
+    "conv net with BatchNorm": [Shape(1, 1), Shape(9, 1)],
+    "encoder with padding mask": [Shape(1, 96), Shape(4, 64), Shape(40, 8)],
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+
+
+def assert_predicts(work: Workload, shape: Shape, *, recompute: bool = False) -> None:
+    measured = measured_peak(work, shape, recompute=recompute)
+    predicted = predict_peak(work, shape, recompute=recompute)
+    assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [(name, shape) for name, shapes in SHAPES.items() for shape in shapes]
+)
+def test_the_predicted_peak_is_the_measured_one(name, shape):
+    assert_predicts(MAKERS[name](), shape)
+
+
+@pytest.mark.parametrize("name", ["gpt", "encoder with padding mask"])
+def test_the_predicted_peak_under_recomputation_is_the_measured_one_and_is_smaller(name):
+    work, shape = MAKERS[name](), SHAPES[name][1]
+    assert_predicts(work, shape, recompute=True)
+    saved = predict_peak(work, shape, recompute=True).activations
+    assert saved < predict_peak(work, shape).activations
+
+
+def test_the_peak_of_a_hugging_face_model_is_predicted():
+    config = transformers.BertConfig(
+        vocab_size=61,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        attn_implementation="eager",
+    )
+    work = workload(transformers.BertForMaskedLM(config))
+    before = traces(work.model)
+    assert_predicts(work, Shape(3, 48))
+    assert_predicts(work, Shape(3, 48), recompute=True)
+    assert_same(traces(work.model), before)
+
+
+def test_the_parts_of_a_prediction_are_what_the_model_and_adam_hold():
+    work = workload(Encoder())
+    weights = sum(p.nbytes for p in work.model.parameters())
+    found = predict_peak(work, Shape(8, 32))
+    assert found.parameters == found.gradients == weights == work.resident_bytes
+    steps = 4 * len(list(work.model.parameters()))
+    assert found.optimizer_state == 2 * weights + steps
+    parts = found.parameters + found.gradients + found.optimizer_state + found.activations
+    assert parts + found.buffers == found.peak_bytes
+
+
+def test_a_prediction_leaves_the_live_model_and_the_random_generator_bit_for_bit():
+    model = Stubborn(looks=False)
+    for parameter in list(model.parameters())[::2]:
+        parameter.grad = torch.ones_like(parameter)
+    before = traces(model)
+    predict_peak(workload(model), Shape(4, 16))
+    assert_same(traces(model), before)
+    assert not model.seen
+    assert not model.masks
+
+
+def test_a_model_that_needs_values_says_which_operation_asked():
+    work = workload(Stubborn())
+    with pytest.raises(CannotRunFake) as caught:
+        predict_peak(work, Shape(1, 8))
+    assert "_local_scalar_dense" in caught.value.reason
+    assert "computes with the values of its tensors" in caught.value.reason
+
+
+def test_a_model_that_needs_values_is_probed_for_real_and_its_state_is_put_back():
+    work = workload(Stubborn())
+    before = traces(work.model, runs=True)
+    predict = predictor_for(work, Shape(1, 64))
+    assert "real probes" in predict.method
+    assert "DataDependentOutputException" in predict.method
+    assert_same(traces(work.model, runs=True), before)
+    assert work.model.calls
+    for shape in (Shape(16, 64), Shape(3, 128), Shape(48, 10)):
+        measured = measured_peak(work, shape).peak_bytes
+        assert predict(shape).peak_bytes == pytest.approx(measured, rel=TOLERANCE)
+
+
+def test_probes_count_the_optimizer_even_where_its_step_is_the_peak():
+    work = workload(nn.Sequential(nn.Linear(64, 64)), images())
+    probes = probe_peak(workload(Encoder(width=64, num_blocks=1)), Shape(1, 2), reason="asked to")
+    measured = measured_peak(workload(Encoder(width=64, num_blocks=1)), Shape(1, 2))
+    assert probes(Shape(1, 2)).peak_bytes == pytest.approx(measured.peak_bytes, rel=0.1)
+    assert work.resident_bytes == 4 * (64 * 64 + 64)
+
+
+def test_a_storage_counts_once_and_until_it_is_freed():
+    peak = PeakBytes()
+    with peak:
+        one = torch.zeros(1000)
+        view = one[10:]
+        two = view * 2
+        del one, view
+        peak.assign("gradients", [two])
+    assert peak.estimate.peak_bytes == 4000 + two.nbytes
+    peak.reset()
+    assert peak.estimate == MemoryEstimate(
+        peak_bytes=two.nbytes,
+        gradients=two.nbytes,
+        parameters=0,
+        optimizer_state=0,
+        activations=0,
+        buffers=0,
+    )
+
+
+def test_a_byte_budget_fails_like_a_full_device():
+    work, shape = workload(Encoder()), Shape(6, 32)
+    needed = measured_peak(work, shape).peak_bytes
+    assert measured_peak(work, shape, limit=needed).peak_bytes == needed
+    with pytest.raises(torch.OutOfMemoryError, match="exceed the limit"):
+        measured_peak(work, shape, limit=needed - 1)
+
+
+def test_repeated_samples_have_the_shape_that_is_asked_for():
+    fields = text(8)(5, 20)
+    assert {name: tuple(field.shape) for name, field in fields.items()} == dict.fromkeys(
+        ("input_ids", "labels", "attention_mask"), (5, 20)
+    )
+    assert torch.equal(fields["input_ids"][:3, :8], text(8).example["input_ids"])
+    assert tuple(images(12)(7, 1)["pixels"].shape) == (7, 3, 12, 12)
+
+
+def test_an_estimate_survives_its_mapping():
+    found = predict_peak(workload(Encoder()), Shape(2, 16))
+    assert MemoryEstimate.from_dict(found.to_dict()) == found
+
+
+def machine(root: Path, files: dict[str, str]) -> Path:
+    for name, content in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    return root
+
+
+MEMINFO = {"proc/meminfo": "MemTotal:  4000000 kB\nMemAvailable:    2000000 kB\n"}
+V2 = {
+    "proc/self/cgroup": "0::/jobs/mine\n",
+    "sys/fs/cgroup/jobs/mine/memory.max": "max\n",
+    "sys/fs/cgroup/jobs/mine/memory.current": "5\n",
+    "sys/fs/cgroup/jobs/memory.max": "1000000000\n",
+    "sys/fs/cgroup/jobs/memory.current": "600000000\n",
+    "sys/fs/cgroup/jobs/memory.stat": "anon 500000000\ninactive_file 100000000\n",
+}
+V1 = {
+    "proc/self/cgroup": "8:cpu,cpuacct:/\n4:memory:/docker/abc\n0::/\n",
+    "sys/fs/cgroup/memory/memory.limit_in_bytes": "800000000\n",
+    "sys/fs/cgroup/memory/memory.usage_in_bytes": "300000000\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("files", "left", "source"),
+    [
+        (MEMINFO, 2_048_000_000, "available memory"),
+        (MEMINFO | V2, 500_000_000, "the cgroup's limit"),
+        (MEMINFO | V1, 500_000_000, "the cgroup's limit"),
+    ],
+    ids=["no cgroup", "version 2, limit of the parent", "version 1, seen from inside"],
+)
+def test_the_tightest_limit_of_the_machine_counts(tmp_path, files, left, source):
+    cpu, root = torch.device("cpu"), machine(tmp_path, files)
+    found = memory_limit(cpu, root=root)
+    assert found.bytes == int(left * 0.9)
+    assert found.source.startswith(source)
+    shared = memory_limit(cpu, root=root, local_ranks=4, resident_bytes=1000)
+    assert shared.bytes == 1000 + int(left // 4 * 0.9)
+
+
+def test_a_machine_that_is_not_here_has_what_is_said_of_it():
+    found = memory_limit(torch.device("cuda"), asked=80 * 2**30)
+    assert found.bytes == int(80 * 2**30 * 0.92)
+    assert "accum.memory" in found.source
+
+
+def test_this_machine_has_memory_left():
+    assert memory_limit(torch.device("cpu")).bytes > 0
+
+
+def test_the_rise_of_resident_memory_is_seen():
+    if not Path("/proc/self/clear_refs").exists():
+        pytest.skip("only Linux tells")
+    with resident_growth(torch.device("cpu")) as growth:
+        torch.ones(16 * 2**20)
+    assert growth.bytes is not None
+    assert 60 * 2**20 < growth.bytes < 200 * 2**20
+
+
+def test_what_tensors_cost_in_resident_memory_lowers_what_they_may_take():
+    assert resident_ratio(Growth(bytes=3 * TELLING_BYTES), 2 * TELLING_BYTES) == 1.5
+    assert resident_ratio(Growth(bytes=TELLING_BYTES), 2 * TELLING_BYTES) == 1.0
+    assert resident_ratio(Growth(bytes=99 * TELLING_BYTES), TELLING_BYTES) == 3.0
+    assert resident_ratio(Growth(bytes=TELLING_BYTES), TELLING_BYTES - 1) is None
+    assert resident_ratio(Growth(bytes=None), TELLING_BYTES) is None
+    limit = MemoryLimit(bytes=1000, source="a test")
+    assert limit.for_tensors(1.0, 400) == 1000
+    assert limit.for_tensors(1.5, 400) == 800

@@ -1,0 +1,79 @@
+"""Activation checkpointing: less memory, the same gradient."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+
+from tests.lib.tune_support import ConvNet, Encoder, gpt, workload
+from trainer.models.recompute import (
+    blocks_of,
+    can_recompute,
+    checkpoint_blocks,
+    release_blocks,
+    with_checkpointing,
+)
+
+
+def gradient(model: nn.Module) -> list[torch.Tensor]:
+    model.zero_grad()
+    torch.manual_seed(7)
+    work = workload(model)
+    work.backward(work.fields(3, 12))
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def test_the_gradient_is_the_same_bit_for_bit_dropout_included():
+    model = Encoder(dropout=0.5)
+    plain = gradient(model)
+    with with_checkpointing(model) as count:
+        recomputed = gradient(model)
+    assert count == 2
+    assert all(map(torch.equal, plain, recomputed))
+    assert all("forward" not in vars(block) for block in model.blocks)
+
+
+def test_the_blocks_of_a_model_are_found_and_its_names_stay():
+    model = gpt()
+    names = list(model.state_dict())
+    assert blocks_of(model) == tuple(model.blocks)
+    assert checkpoint_blocks(model) == checkpoint_blocks(model) == 2
+    assert list(model.state_dict()) == names
+    release_blocks(model)
+    assert all("forward" not in vars(block) for block in model.blocks)
+
+
+def test_a_copy_of_a_recomputing_model_computes_with_its_own_weights():
+    model = Encoder(dropout=0.0)
+    checkpoint_blocks(model)
+    twin = copy.deepcopy(model)
+    before = gradient(twin)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert all(map(torch.equal, gradient(twin), before))
+
+
+def test_blocks_with_batch_norm_are_not_computed_twice():
+    stages = nn.Sequential(
+        nn.Sequential(nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3)), nn.Sequential(nn.Conv2d(3, 3, 3))
+    )
+    model = nn.ModuleDict({"stages": stages})
+    assert blocks_of(model) == (stages[1],)
+
+
+def test_small_lists_beside_the_large_one_are_left_alone():
+    model = nn.ModuleDict(
+        {
+            "layers": nn.ModuleList(nn.Linear(30, 30) for _ in range(4)),
+            "heads": nn.ModuleList(nn.Linear(3, 3) for _ in range(4)),
+        }
+    )
+    assert blocks_of(model) == tuple(model["layers"])
+
+
+def test_a_model_without_blocks_stays_as_it_is():
+    assert not can_recompute(ConvNet())
+    assert checkpoint_blocks(ConvNet()) == 0

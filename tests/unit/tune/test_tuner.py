@@ -1,0 +1,455 @@
+"""The tuner end to end: real models, simulated memory, simulated time."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.lib.tune_support import (
+    VOCABULARY,
+    ConvNet,
+    Encoder,
+    Stubborn,
+    assert_same,
+    images,
+    measured_peak,
+    traces,
+    workload,
+)
+from trainer.core.errors import DoesNotFitError
+from trainer.plan.cut import Layout
+from trainer.plan.cuts import Auto
+from trainer.plan.memory import Shape
+from trainer.tune import tuner
+from trainer.tune.cache import Notebook, describe, structure
+from trainer.tune.fake import predict_peak
+from trainer.tune.memory_limit import MemoryLimit
+from trainer.tune.tuning import Question, Tuning
+
+tune = partial(tuner.tune, clock=lambda: 0.0)
+"""Tunes as if it took no time, unless a test brings a clock."""
+
+LENGTHS = (6, 11, 32)
+NUM_SAMPLES = 48
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module")
+def book():
+    """What is predicted for `Encoder()`, which depends on no budget: each shape runs once."""
+    return Notebook()
+
+
+def question(model: nn.Module | None = None, limit: int = 10**9, **changes) -> Question:
+    draws = np.random.default_rng(0)
+    settings = {
+        "work": workload(model or Encoder()),
+        "batches": [draws.choice(LENGTHS, NUM_SAMPLES) for _ in range(3)],
+        "longest": max(LENGTHS),
+        "shortest": min(LENGTHS),
+        "cut_at": Auto().tuned,
+        "layout": Layout(),
+        "limit": MemoryLimit(bytes=limit, source="a simulated budget"),
+        "timed": False,
+    }
+    return Question(**(settings | changes))
+
+
+class Paced(nn.Module):
+    """A model whose block moves a clock by what its micro-batch is to take."""
+
+    def __init__(self, best: int = 256) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 8)
+        self.blocks = nn.ModuleList([PacedBlock(best)])
+        self.head = nn.Linear(8, VOCABULARY)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.head(self.blocks[0](self.embedding(input_ids)))
+
+    def clock(self) -> float:
+        return float(self.blocks[0].time[0])
+
+
+class PacedBlock(nn.Module):
+    def __init__(self, best: int) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(8, 32)
+        self.out = nn.Linear(32, 8)
+        self.time = np.zeros(1)
+        self.best = best
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.shape[0] * x.shape[1]
+        self.time += 1e-3 + 1e-5 * tokens * max(1.0, (tokens / self.best) ** 0.5)
+        return self.out(self.hidden(x).relu())
+
+
+def largest_cap_by_brute_force(asked: Question, *, recompute: bool = False) -> int:
+    """Take real steps at ever larger shapes of every length until the budget is exceeded."""
+
+    def fits(shape: Shape) -> bool:
+        try:
+            measured_peak(asked.work, shape, recompute=recompute, limit=asked.limit.bytes)
+        except torch.OutOfMemoryError:
+            return False
+        return True
+
+    def most(length: int) -> int:
+        low, high = 0, NUM_SAMPLES + 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(Shape(middle, length)) else (low, middle)
+        return low
+
+    bounds = {length: most(length) for length in LENGTHS}
+    return min((n + 1) * t - 1 for t, n in bounds.items() if n < NUM_SAMPLES)
+
+
+@pytest.mark.parametrize("limit", [pytest.param(200_000, marks=pytest.mark.nightly), 400_000])
+def test_the_chosen_cap_is_within_5_percent_of_the_largest_that_fits(limit, book):
+    asked = question(limit=limit)
+    found = tune(asked, book)
+    largest = largest_cap_by_brute_force(asked)
+    assert 0.95 * largest <= found.max_tokens <= largest
+    assert found.predicted.peak_bytes <= found.limit_bytes == limit
+
+
+def test_every_micro_batch_of_a_tuned_plan_fits_the_budget(book):
+    asked = question(limit=320_000)
+    found = tune(asked, book)
+    for lengths in asked.batches[:1]:
+        plan = asked.cut_at(found.max_tokens, found.cost).cut(lengths, asked.layout)
+        for rank, slot in plan.slots():
+            shape = Shape(len(plan.ranks[rank][slot]), plan.padded_lengths[rank][slot])
+            measured_peak(asked.work, shape, limit=asked.limit.bytes)
+
+
+def test_a_model_that_cannot_run_fake_is_tuned_by_probes_and_says_so():
+    asked = question(Stubborn(), limit=1_000_000)
+    found = tune(asked)
+    largest = largest_cap_by_brute_force(asked)
+    assert 0.95 * largest <= found.max_tokens <= 1.05 * largest
+    assert "real probes" in found.method
+
+
+def test_images_are_counted_in_samples():
+    work = workload(ConvNet(), images())
+    limit = measured_peak(work, Shape(10, 1)).peak_bytes
+    batches = [np.ones(NUM_SAMPLES, dtype=np.int64)]
+    found = tune(question(limit=limit, work=work, batches=batches, longest=1, shortest=1))
+    assert found.max_tokens == 10
+
+
+def test_one_sample_that_cannot_fit_is_an_error_that_names_it():
+    with pytest.raises(DoesNotFitError, match="sample 17 of 32 tokens does not fit") as caught:
+        tune(question(limit=20_000, longest_id=17))
+    assert "activation_checkpointing=true" in str(caught.value)
+
+
+@pytest.mark.parametrize("inputs", [0, 3 * 2**20])
+def test_what_cannot_fit_names_the_nearest_length_and_memory_that_do(inputs):
+    asked = question(Encoder())
+    held = predict_peak(asked.work, Shape(1, 16)).peak_bytes
+    typed = MemoryLimit(
+        bytes=held, source="accum.memory, 8% in reserve", reserve=0.08, inputs=inputs
+    )
+    with pytest.raises(DoesNotFitError) as caught:
+        tune(replace(asked, limit=typed))
+    named = re.search(r"accum\.memory=(\d+)MiB .*data\.max_length=(\d+)", str(caught.value))
+    memory, length = (int(group) for group in named.groups())
+    assert 15 <= length <= 16
+    shorter = replace(asked, longest=length, shortest=1, batches=[np.array([length, 1])])
+    assert tune(replace(shorter, limit=typed)).alone == length
+    enough = MemoryLimit(bytes=int(0.92 * memory * 2**20) - inputs, source="a larger machine")
+    assert tune(replace(asked, limit=enough)).max_tokens >= max(LENGTHS)
+
+
+@pytest.mark.parametrize("seed", [1, 3, 4])
+def test_noise_does_not_choose_between_caps(seed):
+    model, draws = Paced(best=4096), np.random.default_rng(seed)
+    batches = [np.full(64, 512)]
+    asked = question(model, timed=True, num_steps=10**6, longest=512, shortest=512, batches=batches)
+    seen, noisy = [0.0], [0.0]
+
+    def disturbed() -> float:
+        now = model.clock()
+        noisy[0] += (now - seen[0]) * (1.0 + draws.exponential(1.0))
+        seen[0] = now
+        return noisy[0]
+
+    found = tune(asked, clock=disturbed)
+    rows = tune(asked, clock=model.clock).candidates
+    calm = {row.max_tokens: row.seconds_per_step for row in rows}
+    assert calm[found.max_tokens] <= 1.05 * min(calm.values())
+    assert calm[512] > 1.05 * min(calm.values())
+
+
+def test_a_cap_as_fast_as_any_is_chosen():
+    model = Paced(best=256)
+    asked = question(model, timed=True, num_steps=10**6)
+    found = tune(asked, clock=model.clock)
+    assert found.max_tokens <= 512
+    chosen = [row for row in found.candidates if row.chosen]
+    assert [row.max_tokens for row in chosen] == [found.max_tokens]
+    times = {row.max_tokens: row.seconds_per_step for row in found.candidates}
+    assert times[found.max_tokens] <= 1.03 * min(times.values())
+    assert all(s > 1.03 * min(times.values()) for cap, s in times.items() if cap > 512)
+    assert found.cost.seconds_per_token == pytest.approx(1e-5, rel=0.2)
+    assert found.cost.fixed == pytest.approx(120, rel=0.2)
+
+
+def test_a_model_too_slow_for_two_timings_gets_a_usual_cap_and_says_that_it_is_a_guess():
+    model = Paced(best=10**6)
+    asked = question(model, timed=True, num_steps=10**6, longest=512, batches=[np.full(16, 512)])
+    found = tune(asked, clock=lambda: 1000 * model.clock())
+    assert found.max_tokens == 2048
+    assert len(found.candidates) > 1
+    assert "one size only, too slow for more: a cap of 2,048 is a guess" in found.method
+    times = [row.seconds_per_step for row in found.candidates]
+    assert min(times) > 0.95 * max(times)
+
+
+def test_a_guess_is_not_kept_as_a_measurement():
+    model, book = Paced(best=10**6), Notebook()
+    asked = question(model, timed=True, num_steps=1, longest=512, batches=[np.full(8, 512)])
+    assert "is a guess" in tune(asked, book, clock=lambda: 1000 * model.clock()).method
+    later = tune(asked, book, clock=model.clock)
+    assert "is a guess" not in later.method
+    assert "timed" in later.method
+    assert "in an earlier run" not in later.method
+    assert "timed in an earlier run" in tune(asked, book, clock=model.clock).method
+
+
+@pytest.mark.parametrize(("seconds", "most"), [(0.1, 9.0), (3.0, 12.0), (60.0, 120.0)])
+def test_predictions_end_with_the_time_of_tuning_and_what_is_known_decides(seconds, most):
+    asked, spent = question(limit=150_000, recompute="auto"), [0.0]
+
+    def make_slowly(module: nn.Module) -> torch.optim.Optimizer:
+        spent[0] += seconds
+        return asked.work.make_optimizer(module)
+
+    work = replace(asked.work, make_optimizer=make_slowly)
+    found = tune(replace(asked, work=work), clock=lambda: spent[0])
+    assert spent[0] <= most
+    assert ("out of time" in found.method) == (seconds > 1)
+    assert found.predicted.peak_bytes <= found.limit_bytes
+    plenty = tune(asked)  # in no time
+    assert max(LENGTHS) < found.max_tokens <= plenty.max_tokens
+    assert seconds > 1 or found.max_tokens == plenty.max_tokens
+
+
+def test_memory_holds_down_what_speed_would_choose():
+    fast = Paced(best=10**6)
+    free = tune(question(fast, timed=True), clock=fast.clock)
+    tight = tune(question(fast, limit=100_000, timed=True), clock=fast.clock)
+    assert tight.max_tokens < free.max_tokens
+    assert tight.predicted.peak_bytes <= 100_000
+
+
+def test_nothing_is_timed_for_a_machine_that_is_not_here(book):
+    found = tune(question(), book)
+    assert found.cost.seconds_per_token is None
+    assert all(row.seconds_per_step is None for row in found.candidates)
+    assert "time unknown" in found.method
+    assert found.max_tokens == NUM_SAMPLES * max(LENGTHS)
+
+
+def test_a_size_that_fails_for_real_lowers_what_is_believed_to_fit():
+    class Failing(Paced):
+        def forward(self, input_ids: Tensor) -> Tensor:
+            if type(input_ids) is Tensor and input_ids.numel() > 300:
+                raise torch.OutOfMemoryError("simulated")
+            return super().forward(input_ids)
+
+    model = Failing(best=10**6)
+    found = tune(question(model, timed=True, num_steps=10**6), clock=model.clock)
+    assert found.max_tokens < 600
+    assert found.limit_bytes < 10**9
+
+
+def test_tuning_leaves_the_live_model_and_the_random_generator_bit_for_bit():
+    model = Stubborn(looks=False)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    before = traces(model, runs=True)
+    ticks = iter(range(10**6))
+    tune(question(model, timed=True, recompute="auto"), clock=lambda: next(ticks) * 1e-3)
+    assert_same(traces(model, runs=True), before)
+
+
+def test_recomputing_is_chosen_where_it_is_all_that_fits():
+    batches = [np.array([6, 11, 32, 32, 6, 6])]
+    asked = question(Encoder(num_blocks=3), recompute="auto", batches=batches)
+    single = Shape(1, max(LENGTHS))
+    plain = predict_peak(asked.work, single).peak_bytes
+    recomputed = predict_peak(asked.work, single, recompute=True).peak_bytes
+    assert recomputed < plain
+    between = MemoryLimit(bytes=(recomputed + plain) // 2, source="a simulated budget")
+    book = Notebook()
+    assert tune(replace(asked, limit=between), book).activation_checkpointing
+    with pytest.raises(DoesNotFitError):
+        tune(replace(asked, limit=between, recompute="never"), book)
+
+
+def test_recomputing_is_not_weighed_where_memory_is_plenty(book):
+    found = tune(question(recompute="auto"), book)
+    assert not found.activation_checkpointing
+    assert not any(row.activation_checkpointing for row in found.candidates)
+
+
+def test_recomputing_that_buys_too_little_is_weighed_and_refused():
+    model = Paced(best=64)
+    asked = question(model, limit=100_000, timed=True, recompute="auto", num_steps=10**6)
+    assert not tune(asked, clock=model.clock).activation_checkpointing
+
+
+def test_a_tuning_survives_json(book):
+    found = tune(question(), book)
+    assert Tuning.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+
+
+def test_a_second_run_finds_everything_in_the_notebook(tmp_path):
+    model = Paced()
+    asked = question(model, timed=True)
+    facts = describe(asked.work, asked.longest, "fp32")
+    first = tune(asked, Notebook.open(facts, tmp_path), clock=model.clock)
+    untouchable = question(nn.Identity(), timed=True, work=replace(asked.work, bind=None))
+    again = tune(untouchable, Notebook.open(facts, tmp_path))
+    assert again.max_tokens == first.max_tokens
+    assert again.candidates == first.candidates
+    assert "earlier run" in again.method
+
+
+def test_timings_of_a_busy_machine_are_taken_again_and_the_quickest_are_kept():
+    book = Notebook()
+    for seconds in (3.0, 5.0, 2.0):
+        assert not book.is_settled(recompute=False)
+        book.note({Shape(1, 8): seconds}, recompute=False, noise=math.inf)
+    assert book.is_settled(recompute=False)
+    assert book.seconds == {(Shape(1, 8), False): 2.0}
+    quiet = Notebook()
+    quiet.note({Shape(1, 8): 1.0}, recompute=True, noise=0.0)
+    assert quiet.is_settled(recompute=True)
+    assert not quiet.is_settled(recompute=False)
+
+
+def test_samples_longer_than_the_best_size_are_alone():
+    model = Paced(best=64)
+    batches = [np.array([512, 16, 16, 16, 16, 16, 16, 16] * 4)]
+    asked = question(model, timed=True, num_steps=10**6, batches=batches, longest=512, shortest=16)
+    found = tune(asked, clock=model.clock)
+    assert found.alone == 512
+    plan = asked.cut_at(found.max_tokens, found.cost, found.alone).cut(batches[0], Layout())
+    assert plan.max_positions <= max(found.max_tokens, found.alone)
+
+
+def test_many_short_samples_that_take_more_than_the_longest_do_not_keep_it_from_training():
+    class Greedy(nn.Module):
+        """Keeps much for every sample, however short."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(VOCABULARY, 8)
+            self.per_sample = nn.Linear(8, 4000)
+            self.head = nn.Linear(8, VOCABULARY)
+
+        def forward(self, input_ids: Tensor) -> Tensor:
+            x = self.embedding(input_ids)
+            drawn = self.per_sample(x[:, 0]).tanh().exp().sum(1)
+            return self.head(x) + drawn[:, None, None]
+
+    asked = question(Greedy(), batches=[np.array([32] + [1] * 31)], longest=32, shortest=1)
+    alone = predict_peak(asked.work, Shape(1, 32)).peak_bytes
+    many = predict_peak(asked.work, Shape(32, 1)).peak_bytes
+    assert many > 1.2 * alone
+    tight = replace(asked, limit=MemoryLimit(bytes=int(1.1 * alone), source="a simulated budget"))
+    found = tune(tight)
+    assert found.max_tokens < 32 == found.alone
+    plan = tight.cut_at(found.max_tokens, found.cost, found.alone).cut(asked.batches[0], Layout())
+    for rank, slot in plan.slots():
+        shape = Shape(len(plan.ranks[rank][slot]), plan.padded_lengths[rank][slot])
+        measured_peak(tight.work, shape, limit=tight.limit.bytes)
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", '{"peaks": {"1x2": 3}}', '{"peaks": 7}'])
+def test_a_damaged_notebook_is_an_empty_one(tmp_path, damage):
+    work = workload(Encoder())
+    book = Notebook.open(describe(work, 8, "fp32"), tmp_path)
+    book.seconds[Shape(1, 8), False] = 0.5
+    book.save()
+    assert Notebook.open(describe(work, 8, "fp32"), tmp_path).seconds == book.seconds
+    book.path.write_text(damage)
+    assert not Notebook.open(describe(work, 8, "fp32"), tmp_path).seconds
+
+
+def test_a_notebook_that_cannot_be_written_is_no_failure(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    Notebook.open({}, tmp_path / "file" / "below").save()
+
+
+def test_a_notebook_belongs_to_one_model_precision_and_class_of_optimizer(tmp_path):
+    def path(work, precision="fp32", longest=8):
+        return Notebook.open(describe(work, longest, precision), tmp_path).path
+
+    torch.manual_seed(1)
+    base = workload(Encoder())
+    faster = replace(base, make_optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=9.0))
+    plainer = replace(base, make_optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=9.0))
+    assert path(base) == path(workload(Encoder())) == path(faster)
+    others = [path(workload(Encoder(width=9))), path(base, "bf16"), path(base, longest=9)]
+    assert len({path(base), path(plainer), *others}) == 5
+
+
+def test_freezing_a_weight_or_changing_a_dropout_is_another_structure():
+    frozen = Encoder()
+    frozen.head.requires_grad_(requires_grad=False)
+    assert len({structure(m) for m in (Encoder(), frozen, Encoder(dropout=0.5))}) == 3
+
+
+def test_what_only_an_attribute_or_a_base_class_says_is_another_structure():
+    class Repeated(Encoder):
+        def __init__(self, repeats: int, modes: tuple[str, ...] = ("a",)) -> None:
+            super().__init__()
+            self.repeats, self.modes = repeats, modes
+
+    one = structure(Repeated(1))
+    assert structure(Repeated(1)) == one
+    assert structure(Repeated(40)) != one
+    assert structure(Repeated(1, ("b",))) != one
+
+
+def test_the_attention_of_a_configuration_is_part_of_the_structure():
+    class Configuration:
+        def __init__(self, kernel: str, layers: int = 2) -> None:
+            self._attn_implementation, self.layers = kernel, layers
+
+        def to_dict(self) -> dict[str, int]:
+            return {"layers": self.layers}
+
+    def built(*settings) -> str:
+        model = Encoder()
+        model.config = Configuration(*settings)
+        return structure(model)
+
+    assert built("sdpa") == built("sdpa")
+    assert built("sdpa") != built("eager")
+    assert built("sdpa") != built("sdpa", 3)
+
+
+def test_notebooks_lie_in_the_cache_of_the_program(monkeypatch, tmp_path):
+    monkeypatch.setenv("TRAIN_CACHE", str(tmp_path))
+    assert Notebook.open({}).path.parent == tmp_path / "tune"

@@ -1,0 +1,188 @@
+"""Models and data of users that once misled the tuner."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.lib.run_support import only_run, read_json
+from tests.lib.tune_support import VOCABULARY, PerToken, gpt, measured_peak, text, workload
+from trainer import train
+from trainer.core.errors import ConfigError
+from trainer.objectives.base import Sums
+from trainer.plan.memory import Shape
+from trainer.tune.fake import predict_peak
+from trainer.tune.predict import probe_peak
+from trainer.tune.speed import rehearsal
+from trainer.tune.workload import Tiled
+
+OWN = "tests.lib.tune_toys"
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_num_threads(1)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TRAIN_CACHE", str(tmp_path / "cache"))
+
+
+def planned(*settings: str) -> dict:
+    train(["command=plan", "wandb.mode=disabled", "device=cpu", "steps=2", *settings])
+    return read_json(only_run() / "plan.json")
+
+
+VALUES = (f"data._target_={OWN}.Values", f"objective._target_={OWN}.ClassLoss", "batch.global=16")
+STATED = ("accum=fixed", "accum.micro=8", "batchnorm=micro")
+
+
+@pytest.mark.parametrize("is_module", [True, False])
+def test_a_model_that_needs_several_samples_is_predicted_at_the_stated_count(is_module):
+    plan = planned(
+        *VALUES, *STATED, f"model._target_={OWN}.Normalised", f"+model.is_module={is_module}"
+    )
+    assert plan["predicted_peak_bytes"] > 0
+
+
+def test_a_stated_cut_that_cannot_be_predicted_is_planned_with_a_note(monkeypatch, capsys):
+    def fail(*_, **__):
+        raise ValueError("no such shape")
+
+    monkeypatch.setattr("trainer.build.prepare.predictor_for", fail)
+    plan = planned(*VALUES, *STATED, f"model._target_={OWN}.Normalised")
+    assert plan["predicted_peak_bytes"] is None
+    said = " ".join("".join(capsys.readouterr()).split())
+    assert "memory not predicted: ValueError: no such shape" in said
+
+
+def test_a_tuned_cut_refuses_a_model_that_cannot_compute_one_sample():
+    with pytest.raises(ConfigError, match=r"2 samples together and not 1.*accum=fixed accum.micro"):
+        planned(*VALUES, "accum=auto", f"model._target_={OWN}.Normalised")
+
+
+def test_probes_are_of_as_few_samples_as_the_model_computes():
+    class Paired(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(8, VOCABULARY)
+            self.counts: list[int] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            counts.append(len(x))
+            if len(x) % 6:
+                raise ValueError("groups of six")
+            return self.head(x)
+
+    counts: list[int] = []
+    example = {"x": torch.ones(1, 8), "labels": torch.zeros(1, dtype=torch.long)}
+    probe_peak(workload(Paired(), Tiled(example, 1)), Shape(6, 1), reason="asked to")
+    assert set(counts) == {1, 2, 6, 12, 24}
+
+
+def test_as_many_features_as_the_longest_sample_has_tokens_are_no_sequence():
+    plan = planned(
+        f"data._target_={OWN}.Frames",
+        f"objective._target_={OWN}.FrameLoss",
+        f"model._target_={OWN}.FrameNet",
+        "batch.global=16",
+        "accum=auto",
+    )
+    assert plan["predicted_peak_bytes"] > 0
+
+
+def test_a_packed_row_is_rehearsed_at_exactly_its_positions():
+    ids = torch.arange(8)[None]
+    example = {"input_ids": ids, "position_ids": ids, "cu_seqlens": torch.tensor([0, 8]).int()}
+    fields = Tiled(example, 8, row=17)(16, 2)
+    assert fields["input_ids"].shape == fields["position_ids"].shape == (1, 17)
+    ends = fields["cu_seqlens"]
+    assert (ends[0], ends[-1], len(ends)) == (0, 17, 17)
+    assert set(ends.diff().tolist()) == {1, 2}
+    assert fields["position_ids"].sum() == 1
+
+
+class Moving(nn.Module):
+    """Moves in its forward whatever no gradient updates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 8)
+        self.head = nn.Linear(8, VOCABULARY)
+        self.register_buffer("codes", torch.zeros(8))
+        self.register_buffer("cache", torch.zeros(3), persistent=False)
+        self.draws, self.numpy_draws = torch.Generator().manual_seed(3), np.random.default_rng(0)
+        self.calls = 0
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        self.codes.data.add_(1.0)
+        self.cache = self.cache + torch.rand(3, generator=self.draws)
+        self.numpy_draws.random()
+        self.calls += 1
+        return self.head(self.embedding(input_ids) + self.codes)
+
+    def state(self) -> Mapping[str, object]:
+        return {
+            "codes": self.codes.tolist(),
+            "cache": self.cache.tolist(),
+            "draws": self.draws.get_state().tolist(),
+            "numpy": str(self.numpy_draws.bit_generator.state),
+        }
+
+
+def test_the_declared_state_that_a_forward_moves_is_put_back_after_timing():
+    model = Moving()
+    before = model.state()
+    with rehearsal(workload(model), recompute=False) as prepare:
+        prepare(Shape(2, 8))()
+        assert all(moved != before[name] for name, moved in model.state().items())
+    assert model.state() == before
+    assert model.calls == 1  # any other attribute is as the forward made it
+
+
+class Averaging(PerToken):
+    """Divides by a running mean of its own."""
+
+    mean = 1.0
+
+    def sums(self, model, fields):
+        loss = super().sums(model, fields).losses["loss"]
+        self.mean = 0.9 * self.mean + 0.1 * loss.detach()
+        return Sums(losses={"loss": loss / self.mean})
+
+
+def test_an_objective_that_keeps_a_tensor_is_left_without_a_fake_one():
+    work = replace(workload(gpt()), objective=Averaging())
+    predict_peak(work, Shape(2, 8))
+    assert not vars(work.objective)
+    with rehearsal(work, recompute=False) as prepare:
+        prepare(Shape(2, 8))()
+    predict_peak(work, Shape(2, 8))
+    assert type(work.objective.mean) is torch.Tensor
+
+
+class Tabled(nn.Module):
+    def __init__(self, num_bytes: int, *, moves: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 8)
+        self.head = nn.Linear(8, VOCABULARY)
+        self.moves = moves
+        self.register_buffer("table", torch.zeros(num_bytes // 4))
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        if self.moves:
+            self.table.add_(1.0)
+        return self.head(self.embedding(input_ids)) + self.table[0]
+
+
+@pytest.mark.parametrize("moves", [False, True])
+@pytest.mark.parametrize("num_bytes", [2**14, 2**20, 2**26])
+def test_the_copies_a_step_keeps_of_buffers_are_predicted(num_bytes, moves):
+    model = Tabled(num_bytes, moves=moves)
+    work = workload(model, text())
+    predicted = predict_peak(work, Shape(2, 8)).peak_bytes
+    assert predicted == pytest.approx(measured_peak(work, Shape(2, 8)).peak_bytes, rel=0.03)

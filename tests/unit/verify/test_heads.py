@@ -1,0 +1,267 @@
+"""Hugging Face heads that compute their own loss: who honours the item count, and who drops it.
+
+transformers issue 47688 lists heads that divide by a count of their own, whatever the trainer
+passes as `num_items_in_batch`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from tests.lib.heads import (
+    ALBERT,
+    BART,
+    DECODER,
+    DISTIL,
+    ENCODER,
+    GPT2,
+    MIXTRAL,
+    NEOX,
+    NUM_LABELS,
+    SPAN,
+    T5,
+    Examples,
+    Head,
+)
+from tests.lib.support import EXACT, WRONG, Bench
+from trainer.objectives.model_loss import ModelLoss
+from trainer.objectives.next_token import NextToken
+from trainer.plan.cuts import Budget, Fixed
+from trainer.report.records import VerifyReport
+from trainer.verify.proof import verify
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+HONEST = [
+    Head("GPT2LMHeadModel", "GPT2Config", GPT2, "causal"),
+    Head("LlamaForCausalLM", "LlamaConfig", DECODER, "causal"),
+    Head("Qwen2ForCausalLM", "Qwen2Config", DECODER, "causal"),
+    Head("MistralForCausalLM", "MistralConfig", DECODER, "causal"),
+    Head("GemmaForCausalLM", "GemmaConfig", DECODER | {"head_dim": 4}, "causal"),
+    Head("GPTNeoXForCausalLM", "GPTNeoXConfig", NEOX, "causal"),
+    Head("BertLMHeadModel", "BertConfig", ENCODER | {"is_decoder": True}, "causal"),
+    Head("MixtralForCausalLM", "MixtralConfig", MIXTRAL, "causal"),
+]
+
+DROPPING = [
+    Head("BertForTokenClassification", "BertConfig", ENCODER, "tags"),
+    Head("RobertaForTokenClassification", "RobertaConfig", ENCODER | {"pad_token_id": 0}, "tags"),
+    Head("DistilBertForTokenClassification", "DistilBertConfig", DISTIL, "tags"),
+    Head("GPT2ForTokenClassification", "GPT2Config", GPT2, "tags"),
+    Head("GPTNeoXForTokenClassification", "GPTNeoXConfig", NEOX, "tags"),
+    Head("LlamaForTokenClassification", "LlamaConfig", DECODER, "tags"),
+    Head("T5ForTokenClassification", "T5Config", T5, "tags"),
+    Head("BertForMaskedLM", "BertConfig", ENCODER, "masked"),
+    Head("AlbertForMaskedLM", "AlbertConfig", ALBERT, "masked"),
+    Head("DistilBertForMaskedLM", "DistilBertConfig", DISTIL, "masked"),
+    Head("BertForSequenceClassification", "BertConfig", ENCODER, "class"),
+    Head("LlamaForSequenceClassification", "LlamaConfig", DECODER, "class"),
+    Head("GPT2ForSequenceClassification", "GPT2Config", GPT2, "class"),
+    Head("BertForNextSentencePrediction", "BertConfig", ENCODER, "pair"),
+    Head("BertForMultipleChoice", "BertConfig", ENCODER, "choice"),
+    Head("DistilBertForMultipleChoice", "DistilBertConfig", DISTIL, "choice"),
+    Head("BertForQuestionAnswering", "BertConfig", SPAN, "span"),
+    Head("ElectraForQuestionAnswering", "ElectraConfig", SPAN, "span"),
+    Head("T5ForConditionalGeneration", "T5Config", T5, "tagged words"),
+    Head("BartForConditionalGeneration", "BartConfig", BART, "tagged words"),
+    # Its mean runs over every position with a mask, labelled or not: no count of labels is right.
+    Head("ElectraForPreTraining", "ElectraConfig", ENCODER, "binary", mean_is_exact=False),
+]
+
+
+def checked(head: Head, objective: Any, cut: Any = None, build: Any = None) -> VerifyReport:
+    bench = Bench(
+        cut or Budget(max_tokens=45),
+        torch.float32,
+        global_size=12,
+        dataset=Examples(head.data),
+        model=build or head.build,
+        objective=objective,
+    )
+    return verify(bench.kit, bench.feed.next(), bench.loader, whole_fits=True)
+
+
+def by_name(head: Head) -> str:
+    return head.name
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+@pytest.mark.parametrize("head", HONEST, ids=by_name)
+def test_a_head_that_honours_the_item_count_is_exact_as_a_sum_and_as_a_weighted_mean(
+    head, reduction
+):
+    report = checked(head, head.objective(reduction))
+    assert report.exact, report.culprits
+    assert report.dtype == "float64"
+    assert report.max_relative_error <= EXACT[torch.float64]
+
+
+@pytest.mark.parametrize("head", HONEST[:4], ids=by_name)
+def test_logits_of_the_same_models_are_exact_under_our_own_objective(head):
+    assert checked(head, NextToken()).max_relative_error <= EXACT[torch.float64]
+
+
+@pytest.mark.parametrize("cut", [Budget(max_tokens=45), Fixed(steps=1)], ids=["cut", "one piece"])
+@pytest.mark.parametrize("head", DROPPING, ids=by_name)
+def test_a_head_that_drops_the_item_count_is_flagged_and_named(head, cut):
+    report = checked(head, head.objective("sum"), cut)
+    assert not report.exact
+    assert report.max_relative_error > WRONG
+    [(name, reason)] = report.culprits
+    assert name == "objective ModelLoss"
+    assert ("it already divides, by the loss terms" in reason) == head.mean_is_exact
+    assert ("type objective.reduction=mean" in reason) == head.mean_is_exact
+    assert "such as next_token or classify" in reason
+
+
+@pytest.mark.parametrize("head", DROPPING, ids=by_name)
+def test_its_mean_times_what_it_runs_over_is_exact_and_any_other_count_is_flagged(head):
+    report = checked(head, head.objective("mean"))
+    assert report.exact == head.mean_is_exact, report.culprits
+    if head.mean_is_exact:
+        assert report.max_relative_error <= EXACT[torch.float64]
+    else:
+        assert [name for name, _ in report.culprits] == ["objective ModelLoss"]
+
+
+@pytest.mark.parametrize("head", [DROPPING[0], HONEST[0]], ids=by_name)
+def test_a_mean_over_labels_shifted_wrongly_is_flagged_with_the_remedy(head):
+    report = checked(head, ModelLoss(reduction="mean", causal=head.data != "causal"))
+    assert not report.exact
+    [(_, reason)] = report.culprits
+    assert "multiplied by another count" in reason
+    assert f"objective.causal={str(head.data == 'causal').lower()}" in reason
+
+
+class Answers(Examples):
+    """Labels of answers alone, none of them the first."""
+
+    def __getitem__(self, index: int) -> Mapping[str, Tensor]:
+        sample = super().__getitem__(index)
+        return {**sample, "labels": sample["labels"].index_fill(0, torch.tensor([0]), -100)}
+
+
+def test_a_batch_that_cannot_show_a_wrong_shift_says_so():
+    def notes(dataset: type[Examples]) -> list[str]:
+        objective = ModelLoss(reduction="mean")
+        settings = {"dataset": dataset("causal"), "model": HONEST[0].build}
+        bench = Bench(Budget(max_tokens=45), torch.float32, 12, objective=objective, **settings)
+        report = verify(bench.kit, bench.feed.next(), bench.loader, whole_fits=True)
+        assert report.exact
+        return [note for note in report.notes if "a wrong shift" in note]
+
+    assert len(notes(Answers)) == 1
+    assert not notes(Examples)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_spans_over_padded_logits_are_flagged_with_their_padding(reduction):
+    # The softmax over positions runs over padding too: no reduction makes that exact.
+    head = Head("BertForQuestionAnswering", "BertConfig", SPAN, "ragged span")
+    report = checked(head, head.objective(reduction))
+    assert not report.exact
+    [(name, reason)] = report.culprits
+    assert name == "objective ModelLoss"
+    assert "changes with padding" in reason
+
+
+def test_a_head_whose_kernels_know_no_float64_is_exact_in_float32_and_says_so():
+    head = next(head for head in HONEST if head.name == "MixtralForCausalLM")
+
+    def build() -> nn.Module:
+        model = head.build()
+        model.config._experts_implementation = "grouped_mm"
+        return model
+
+    report = checked(head, head.objective("sum"), build=build)
+    assert (report.exact, report.dtype) == (True, "float32"), report.culprits
+
+
+def test_a_load_balancing_loss_of_the_micro_batch_is_flagged():
+    head = Head(
+        "MixtralForCausalLM",
+        "MixtralConfig",
+        MIXTRAL | {"output_router_logits": True, "router_aux_loss_coef": 0.1},
+        "causal",
+    )
+    report = checked(head, head.objective("sum"))
+    assert not report.exact
+    assert [name for name, _ in report.culprits] == ["MixtralForCausalLM.aux_loss"]
+
+
+def test_dropout_inside_a_head_is_named_and_the_head_is_exact_with_it_off():
+    values = GPT2 | {"resid_pdrop": 0.1, "attn_pdrop": 0.1, "n_layer": 2}
+    head = Head("GPT2LMHeadModel", "GPT2Config", values, "causal")
+    report = checked(head, head.objective("sum"))
+    assert not report.exact
+    assert {name for name, _ in report.culprits} == {
+        "transformer.h.*.attn",
+        "transformer.h.*.attn.resid_dropout",
+        "transformer.h.*.mlp.dropout",
+    }
+    assert all("the step is exact with it off" in reason for _, reason in report.culprits)
+
+
+class Imaged(nn.Module):
+    """A vision head, called by our names."""
+
+    def __init__(self, build: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.head = build()
+
+    def forward(self, image: Tensor, labels: Tensor, num_items_in_batch: Tensor) -> Any:
+        return self.head(pixel_values=image, labels=labels, num_items_in_batch=num_items_in_batch)
+
+
+class Pictures:
+    draws_randomness = False
+    lengths = np.ones(24, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Mapping[str, Tensor]:
+        make = torch.Generator().manual_seed(index)
+        return {
+            "image": torch.randn(3, 16, 16, generator=make),
+            "labels": torch.tensor(index % NUM_LABELS),
+        }
+
+
+def picture_report(build: Callable[[], nn.Module]) -> VerifyReport:
+    bench = Bench(
+        Fixed(micro=5),
+        torch.float32,
+        global_size=12,
+        dataset=Pictures(),
+        model=lambda: Imaged(build),
+        objective=ModelLoss(causal=False),
+    )
+    return verify(bench.kit, bench.feed.next(), bench.loader, whole_fits=True)
+
+
+def test_a_vision_transformer_is_exact_and_a_batch_normalised_resnet_names_every_norm():
+    vit = transformers.ViTConfig(
+        image_size=16, patch_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=12, hidden_dropout_prob=0.0, num_labels=NUM_LABELS,
+    )  # fmt: skip
+    report = picture_report(lambda: transformers.ViTForImageClassification(vit))
+    assert report.exact, report.culprits
+    resnet = transformers.ResNetConfig(
+        embedding_size=4, hidden_sizes=[4, 8], depths=[1, 1], layer_type="basic",
+        num_labels=NUM_LABELS,
+    )  # fmt: skip
+    report = picture_report(lambda: transformers.ResNetForImageClassification(resnet))
+    assert not report.exact
+    norms = [(name, reason) for name, reason in report.culprits if "BatchNorm2d" in reason]
+    model = transformers.ResNetForImageClassification(resnet)
+    expected = sum(isinstance(part, nn.BatchNorm2d) for part in model.modules())
+    counted = [reason.split(" x ")[0] for _, reason in norms]
+    assert sum(int(text) if text.isdigit() else 1 for text in counted) == expected

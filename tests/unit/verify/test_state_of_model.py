@@ -1,0 +1,284 @@
+"""What a comparison must put back or carry along, so that its two sides are the run's own model."""
+
+from __future__ import annotations
+
+import random
+import threading
+import warnings
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.lib.support import EXACT, WRONG, Bench, TinyLM
+from trainer.objectives.base import Sums
+from trainer.objectives.next_token import NextToken
+from trainer.plan.cuts import Budget
+from trainer.report.records import VerifyReport
+from trainer.verify.proof import verify
+
+SORTED = Budget(max_tokens=60)
+WIDTH = 8
+
+
+def verified(model: Callable[[], nn.Module], **settings) -> VerifyReport:
+    bench = Bench(SORTED, model=model, **settings)
+    before = bench.parameters()
+    report = verify(bench.kit, bench.feed.next(), bench.loader, whole_fits=True)
+    assert all(torch.equal(value, before[name]) for name, value in bench.parameters().items())
+    assert all(parameter.grad is None for parameter in bench.module.parameters())
+    return report
+
+
+class Mixed(TinyLM):
+    """Does something of its own to what the norm gives."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.head(self.mixed(self.norm(self.mix(self.embed(input_ids))[0])))
+
+    def mixed(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+
+class FirstMean(Mixed):
+    """Centres by the mean of the first micro-batch that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean: Tensor | None = None
+
+    def mixed(self, hidden: Tensor) -> Tensor:
+        if self.mean is None:
+            self.mean = hidden.detach().mean((0, 1))
+        return hidden - self.mean
+
+
+class FirstScale(Mixed):
+    """Begins a weight by the first micro-batch that it sees (ActNorm, Kingma and Dhariwal 2018)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.has_begun = nn.Parameter(torch.ones(WIDTH)), False
+
+    def mixed(self, hidden: Tensor) -> Tensor:
+        if not self.has_begun:
+            with torch.no_grad():
+                self.scale.copy_(1 / (hidden.std((0, 1), correction=0) + 0.1))
+            self.has_begun = True
+        return hidden * self.scale
+
+
+class Alternating(Mixed):
+    """Does something else every other time."""
+
+    calls = 0
+
+    def mixed(self, hidden: Tensor) -> Tensor:
+        self.calls += 1
+        return hidden if self.calls % 2 else hidden.flip(-1)
+
+
+@pytest.mark.parametrize("model", [FirstMean, FirstScale, Alternating])
+def test_state_that_the_first_micro_batches_leave_behind_is_no_common_ground(model):
+    report = verified(model)
+    assert not report.exact
+    assert report.max_relative_error > WRONG
+    (culprit,) = report.culprits
+    assert culprit[0].startswith(model.__name__)
+    assert "keeps state" in culprit[1]
+
+
+class Drawing(Mixed):
+    """Scales by a number of Python's or NumPy's."""
+
+    def __init__(self, draw: Callable[[], float]) -> None:
+        super().__init__()
+        self.draw = draw
+
+    def mixed(self, hidden: Tensor) -> Tensor:
+        return hidden * (1 + 0.1 * self.draw())
+
+
+@pytest.mark.parametrize("draw", [lambda: random.random(), lambda: np.random.rand()])  # noqa: PLW0108
+def test_draws_of_python_and_numpy_are_called_draws(draw):
+    (culprit,) = verified(lambda: Drawing(draw)).culprits
+    assert culprit[0].startswith("Drawing")
+    assert "draws at random" in culprit[1]
+
+
+class Seldom(Mixed):
+    """Drops everything, one time in a million."""
+
+    def mixed(self, hidden: Tensor) -> Tensor:
+        return hidden * (torch.rand(()) > 1e-6)
+
+
+def test_a_draw_without_effect_is_said_beside_the_verdict():
+    report = verified(Seldom)
+    assert report.exact
+    assert any("draws at random, without effect here" in note for note in report.notes)
+
+
+class Patched(TinyLM):
+    """Has its forward, its head's or a hook exchanged for a function that holds the model."""
+
+    def __init__(self, at: str, couples: bool) -> None:
+        super().__init__()
+
+        def out(logits: Tensor) -> Tensor:
+            return logits - couples * logits.mean() * self.head.bias.exp()
+
+        whole, head = self.forward, self.head.forward
+        if at == "model":
+            self.forward = lambda input_ids: out(whole(input_ids))  # type: ignore[method-assign]
+        if at == "module":
+            self.head.forward = lambda hidden: out(head(hidden))  # type: ignore[method-assign]
+        if at == "hook":
+            self.head.register_forward_hook(lambda _module, _taken, given: out(given))
+
+
+@pytest.mark.parametrize("couples", [False, True])
+@pytest.mark.parametrize("at", ["model", "module", "hook"])
+def test_functions_that_hold_the_model_hold_its_copy_in_a_copy(at, couples):
+    report = verified(lambda: Patched(at, couples), dtype=torch.float32)
+    assert report.exact != couples
+    assert (report.dtype, report.num_parameters) == ("float64", 9)
+
+
+class Keeping(TinyLM):
+    """Keeps tensors in plain attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.ones(())
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        self.last = input_ids
+        return super().forward(input_ids) * self.scale
+
+
+def test_tensors_in_plain_attributes_are_named_once():
+    report = verified(Keeping)
+    assert report.exact
+    (note,) = [note for note in report.notes if "plain attribute" in note]
+    assert note.startswith("last, scale: ")
+    assert not verified(TinyLM).notes
+
+
+class Stats:
+    """Counts, and cannot be copied."""
+
+    def __init__(self) -> None:
+        self.lock, self.calls = threading.Lock(), 0
+
+
+class Sharing(TinyLM):
+    """Has two hooks that share what one of them writes, and an object that cannot be copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        stats, taken = Stats(), torch.empty(0)
+
+        def before(_module: nn.Module, args: tuple[Tensor]) -> None:
+            nonlocal taken
+            (taken,) = args
+
+        def after(_module: nn.Module, _args: tuple[Tensor], given: Tensor) -> Tensor:
+            return given + taken.mean(-1, keepdim=True)
+
+        def count(*_args: object) -> None:
+            stats.calls += 1
+
+        self.head.register_forward_pre_hook(before)
+        self.head.register_forward_hook(after)
+        self.embed.register_forward_pre_hook(lambda *_args: count())
+        self.norm.register_forward_pre_hook(lambda *_args: count())
+
+
+def test_hooks_share_in_a_copy_what_they_share_in_the_model():
+    assert verified(Sharing).exact
+
+
+class Unfit(nn.Module):
+    """Its head is one for all copies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = TinyLM()
+        self.head = nn.Linear(17, 17)
+
+        class Shared:
+            held = self.head
+
+            def __deepcopy__(self, memo: object) -> Shared:
+                return self
+
+        self.shared = Shared()
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.shared.held(self.model(input_ids))
+
+
+def test_weights_that_a_copy_still_shares_with_the_run_prove_nothing():
+    report = verified(Unfit)
+    assert report.verdict == "not_proven"
+    assert report.culprits[-1][0] == "head.weight, head.bias"
+    assert "nothing is proven" in report.culprits[-1][1]
+
+
+class Complex(Mixed):
+    """Turns in the complex plane."""
+
+    def __init__(self, couples: bool = False) -> None:
+        super().__init__()
+        self.couples, self.turn = couples, nn.Parameter(torch.randn(WIDTH, dtype=torch.complex64))
+
+    def to(self, *_args: object, **_kwargs: object) -> Complex:  # would drop imaginary parts
+        return self
+
+    def mixed(self, hidden: Tensor) -> Tensor:
+        turned = (hidden.to(torch.complex64) * self.turn).imag
+        return turned - self.couples * turned.mean()
+
+
+def test_complex_weights_keep_their_imaginary_parts():
+    report = verified(Complex, dtype=torch.float32)
+    assert report.exact, report.culprits
+    assert (report.dtype, report.num_parameters) == ("float64", 10)
+    coupled = verified(lambda: Complex(couples=True), dtype=torch.float32)
+    assert coupled.max_relative_error > WRONG
+
+
+class Normed(TinyLM):
+    """A weight that is computed anew in every forward, and held in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            nn.utils.weight_norm(self.head)
+
+
+def test_computed_weights_are_compared_like_others():
+    report = verified(Normed)
+    assert report.exact, report.culprits
+    assert report.max_relative_error <= EXACT[torch.float64]
+
+
+class FirstLoss(NextToken):  # type: ignore[misc] # final
+    """Scales by the first loss that it sees."""
+
+    def sums(self, model, fields):
+        total = super().sums(model, fields).losses["cross_entropy"]
+        vars(self).setdefault("first", float(total.detach()))
+        return Sums(losses={"cross_entropy": total / self.first})
+
+
+def test_an_objective_that_keeps_state_is_named_and_left_as_it_was():
+    objective = FirstLoss()
+    report = verified(TinyLM, objective=objective)
+    assert not report.exact
+    assert report.culprits[0][0] == "objective FirstLoss"
+    assert "first" not in vars(objective)
