@@ -55,7 +55,8 @@ class Columns:
 
 
 LINE = (
-    "model._target_=tests.runs.test_strides.StridedNet data._target_=tests.runs.test_strides.Columns "
+    "model._target_=tests.runs.test_strides.StridedNet "
+    "data._target_=tests.runs.test_strides.Columns "
     "batch.global=6 accum=fixed accum.micro=3 steps=2"
 )
 
