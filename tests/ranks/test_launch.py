@@ -54,7 +54,7 @@ class Started:
 
 
 def environment(**more: str) -> dict[str, str]:
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "lib")])
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **more}
 
 

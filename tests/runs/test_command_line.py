@@ -11,12 +11,19 @@ from typing import Any
 
 import pytest
 import yaml
-from cli_support import CHECKOUT, OWN_RUN, faults, in_process, in_subprocess, make_own_folder
 from hydra import compose, initialize_config_dir
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import trainer
+from tests.lib.cli_support import (
+    CHECKOUT,
+    OWN_RUN,
+    faults,
+    in_process,
+    in_subprocess,
+    make_own_folder,
+)
 from trainer.cli.argv import COMMANDS, split
 from trainer.cli.main import _composer
 from trainer.cli.prepare import prepare_run, prepare_sweep

@@ -315,7 +315,7 @@ def test_a_run_of_tiny_micro_batches_is_told_so():
 
 def on_two_ranks(folder: Path, *typed: str) -> dict[str, Any]:
     """What result.json says of a run of slow toys on two ranks, as a user starts it."""
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "lib")])
     environ = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     words = (
         "model._target_=slow_toys.SlowNet data._target_=slow_toys.SlowRows objective=classify "

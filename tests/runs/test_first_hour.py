@@ -13,9 +13,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cli_support import CHECKOUT, OWN_CLASSES, OWN_RUN
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from tests.lib.cli_support import CHECKOUT, OWN_CLASSES, OWN_RUN
 from tests.unit.report.test_blocks import PLAN
 from trainer.build.summary import _more_memory
 from trainer.cli.existing_runs import about

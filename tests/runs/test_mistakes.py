@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from cli_support import faults, in_process, make_own_folder, python
+
+from tests.lib.cli_support import faults, in_process, make_own_folder, python
 
 MISTAKES = {
     # keys

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import yaml
-from cli_support import OWN_RUN, faults, in_process, in_subprocess, make_own_folder
 
+from tests.lib.cli_support import OWN_RUN, faults, in_process, in_subprocess, make_own_folder
 from trainer.cli.argv import split
 from trainer.cli.existing_runs import newest
 from trainer.cli.main import _composer

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from cli_support import make_own_folder
 
+from tests.lib.cli_support import make_own_folder
 from tests.lib.run_support import TOYS, go, overrides, read_json, shell
 from trainer.core.errors import ConfigError, NoCheckpointError, TrainError
 
