@@ -26,7 +26,7 @@ from trainer.checkpoint.store import CheckpointStore
 from trainer.commands import train
 from trainer.core import signals
 from trainer.data import text
-from trainer.launch.start import watch
+from trainer.launch import watch
 from trainer.training import loop
 from trainer.training.checkpointing import Saves
 from trainer.tune import known_memory

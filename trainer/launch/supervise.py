@@ -39,8 +39,8 @@ from trainer.launch.attempt_folder import private_folder
 from trainer.launch.children import Child
 from trainer.launch.nodes import Hello, Nodes
 from trainer.launch.rank import JOB_FILE, STOP_FILE, Job
-from trainer.launch.start import children as processes
-from trainer.launch.start import nodes as network
+from trainer.launch import children as processes
+from trainer.launch import nodes as network
 from trainer.launch.verdict import verdict
 from trainer.launch.watch import Asked, Watch
 from trainer.report import journal
