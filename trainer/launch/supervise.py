@@ -35,12 +35,12 @@ from trainer.config.run_config import RunConfig, to_plain
 from trainer.core import signals
 from trainer.core.errors import ConfigError, RankLostError, TrainError, heard, said
 from trainer.core.launcher import rendezvous_of
+from trainer.launch import children as processes
+from trainer.launch import nodes as network
 from trainer.launch.attempt_folder import private_folder
 from trainer.launch.children import Child
 from trainer.launch.nodes import Hello, Nodes
 from trainer.launch.rank import JOB_FILE, STOP_FILE, Job
-from trainer.launch import children as processes
-from trainer.launch import nodes as network
 from trainer.launch.verdict import verdict
 from trainer.launch.watch import Asked, Watch
 from trainer.report import journal

@@ -19,8 +19,8 @@ from tests.reliability import lab
 from tests.reliability.rank_runs import Ended, RankRun
 from trainer.core.errors import ConfigError
 from trainer.core.launcher import first_host, is_loss, membership, node_of, rendezvous_of, task
-from trainer.launch.nodes import Hello, Link
 from trainer.launch import nodes
+from trainer.launch.nodes import Hello, Link
 
 SLACK_S = float(os.environ.get("RELIABILITY_SLACK_S", "10"))
 
