@@ -1,0 +1,91 @@
+"""What README.md and docs/ say: their code is the source's, and their commands run."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import shlex
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.lib.cli_support import CHECKOUT
+from tests.lib.run_support import shell
+
+README = (CHECKOUT / "README.md").read_text()
+PAGES = [CHECKOUT / "README.md", *sorted((CHECKOUT / "docs").glob("*.md"))]
+SHORT = ["steps=2", "batch.global=8", "wandb.mode=disabled", "device=cpu", "data.max_length=32"]
+TINY = ["data.max_length=32", "model.width=16", "model.num_heads=2", "model.num_layers=1"]
+PLAIN = {"evaluate", "export"}
+"""Commands that read a run and take none of its settings."""
+
+
+def blocks(text: str, language: str) -> list[str]:
+    """Give the fenced blocks of a page in one language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.M | re.S)
+
+
+def commands(text: str) -> list[list[str]]:
+    """Give what is typed behind `train` in a page's shell blocks."""
+    lines = [line for block in blocks(text, "sh") for line in block.splitlines()]
+    return [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("train ")]
+
+
+def shortened(line: list[str]) -> list[str]:
+    """Make a command small; one that reads a run takes that run's settings, a sweep its own."""
+    if line[0] in PLAIN or line[0].startswith("resume"):
+        return line
+    is_sweep = line[0] == "-m"
+    shrunk = {"steps", *(() if is_sweep else ["batch.global"])}
+    mine = [word for word in line if word.partition("=")[0] not in shrunk]
+    keys = {word.partition("=")[0] for word in line} - shrunk
+    small = SHORT if "model._target_" in keys else [*SHORT, *TINY]
+    return [*mine, *(word for word in small if word.partition("=")[0] not in keys)]
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.splitlines()) <= 170
+    assert len(README.encode()) <= 10_000
+
+
+def test_the_loop_in_the_readme_is_the_source() -> None:
+    (loop,) = (block for block in blocks(README, "python") if "loss.backward()" in block)
+    source = (CHECKOUT / "trainer" / "accumulate" / "sum.py").read_text()
+    assert (
+        loop in textwrap.dedent(textwrap.indent(source, ""))
+        or textwrap.indent(loop, " " * 8) in source
+    )
+
+
+def test_every_link_leads_to_a_file() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_every_file_that_the_map_names_is_there() -> None:
+    named = re.findall(r"`(trainer/[\w/]+\.py)`", README)
+    assert len(named) >= 5
+    assert all((CHECKOUT / name).is_file() for name in named)
+
+
+@pytest.mark.usefixtures("own_folder")
+def test_the_commands_of_the_readme_run_one_after_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(Path.cwd()))
+    Path("corpus.jsonl").write_text(
+        "".join(json.dumps({"body": f"{n} words " * 9}) + "\n" for n in range(200))
+    )
+    Path("README.md").write_text(README)
+    (own,) = (block for block in blocks(README, "python") if "# mine.py" in block)
+    ast.parse(own)
+    Path("mine.py").write_text(own)
+    typed = [line for line in commands(README) if line]
+    assert len(typed) >= 7
+    for line in typed:
+        assert shell(shlex.join(shortened(line))) == 0, line
+    assert shell("export run=auto export.to=weights") == 0
+    assert Path("weights/model.safetensors").is_file()
