@@ -195,3 +195,17 @@ def test_what_a_model_adds_to_its_loss_for_every_micro_batch_is_a_warning() -> N
     line = f"command=plan model._target_={OWN}.AddingHead objective=model_loss"
     (said,) = read_json(go(line).folder / "plan.json")["warnings"]
     assert "AddingHead adds 0.001 to its loss where no label is" in said
+
+
+@pytest.mark.parametrize("layout", ["accum.micro=2", "accum=auto", "parallel.ranks=2"])
+def test_a_metric_given_while_training_is_on_every_step_s_record_and_line(
+    layout: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    line = f"steps=3 objective._target_={OWN}.Numbers"
+    whole = curve(go(f"{line} accum.micro=8"), "share")
+    capfd.readouterr()
+    run = go(f"{line} {layout}")
+    assert all(0 < share < 1 for share in whole)
+    assert curve(run, "share") == pytest.approx(whole, rel=1e-12), "it does not depend on the cut"
+    shown = capfd.readouterr().out
+    assert all(f"share {share:.4f}" in shown for share in whole), shown

@@ -45,12 +45,13 @@ class Sum(GradientStrategy):
             aside = nullcontext() if micro_batch.ids else unmoved(model.module)
             with sync.micro_batch(model, is_last=index == last), aside:
                 fields = micro_batch.to(device).fields
-                losses = sums_of(objective, model.call, fields, micro_batch.weights).losses
-                loss = divided(losses, divisors[index])
+                sums = sums_of(objective, model.call, fields, micro_batch.weights)
+                loss = divided(sums.losses, divisors[index])
                 loss.backward()  # type: ignore[no-untyped-call] # untyped in torch
                 if index == 0:
                     refuse_sparse_gradients(model.module)
             total += loss.detach()
-            given.append(losses.keys())
+            micro_batch.metrics.update(sums.metrics)
+            given.append(sums.losses.keys())
         refuse_left_out(objective, [m.weights for m in micro_batches], given)
         return total

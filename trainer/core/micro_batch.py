@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import final
 
 import torch
@@ -25,6 +25,7 @@ class MicroBatch:
         num_tokens: real input positions.
         num_positions: computed positions, padding counted.
         rng_key: seed of every random draw of its forward.
+        metrics: sums of the objective's metrics, which a strategy writes down as it computes them.
     """
 
     fields: Fields
@@ -33,6 +34,7 @@ class MicroBatch:
     num_tokens: int
     num_positions: int
     rng_key: int
+    metrics: dict[str, Tensor] = field(default_factory=dict)
 
     def to(self, device: torch.device) -> MicroBatch:
         """Move the fields; returns itself where they already are."""

@@ -40,8 +40,9 @@ class Sums:
     Attributes:
         losses: named 0-d sums with a graph, the same names for every micro-batch: one without a
             loss term gives a sum over nothing.
-        metrics: named 0-d sums without one. Evaluation alone reads them, under `no_grad`: while
-            gradients are recorded they may be left out, and the built-in objectives do.
+        metrics: named 0-d sums without one. Those given while gradients are recorded are figures of
+            the step, in metrics.jsonl, on the screen and in W&B. An evaluation, under `no_grad`,
+            needs them all; the built-in objectives give theirs there alone, where they are free.
     """
 
     losses: Mapping[str, Tensor]

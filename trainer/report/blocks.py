@@ -25,6 +25,7 @@ from trainer.core.format import (
 )
 from trainer.report.grids import Row, grid, heading, indented, joined, plain_table, title
 from trainer.report.journal import Entry
+from trainer.report.metrics import metrics_of
 from trainer.report.records import (
     Candidate,
     MicroBatchShape,
@@ -397,6 +398,7 @@ def step_line(entry: Entry, steps: int, left_s: float | None, noun: Noun = "toke
         (
             step_of(entry["step"], steps),
             f"loss {loss(entry['loss']):>8}",
+            *(f"{name} {loss(value)}" for name, value in metrics_of(entry).items()),
             f"{short(entry['tokens_per_second']):>5} {noun}s/s",
             f"padding {percent(entry['padding']):>5}",
             f"grad norm {rate(entry['grad_norm']):>5}",

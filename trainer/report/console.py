@@ -30,6 +30,7 @@ from trainer.core.format import (
 )
 from trainer.report.blocks import step_line, step_of
 from trainer.report.journal import Entry
+from trainer.report.metrics import metrics_of
 from trainer.report.records import Noun
 
 LOG_FILE = "train.log"
@@ -245,6 +246,7 @@ class Progress:
             return Text("")
         figures = (
             ("loss", loss(entry["loss"])),
+            *((name, loss(value)) for name, value in metrics_of(entry).items()),
             ("", f"{short(entry['tokens_per_second'])} {self.noun}s/s"),
             ("padding", percent(entry["padding"])),
             ("grad norm", rate(entry["grad_norm"])),

@@ -21,6 +21,13 @@ from trainer.report.records import EVAL_SECONDS, EvalRecord, StepRecord, Value
 
 SAMPLES_FILE = "samples.jsonl"
 
+STEP_KEYS = {
+    *("step", "epoch", "samples", "tokens", "loss", "lr", "grad_norm", "accum_steps"),
+    *("micro_batches", "padding", "seconds", "tokens_per_second", "memory_bytes"),
+    *("skipped", "replays"),
+}
+"""What an entry of a step holds whatever the objective is; the last two where they apply."""
+
 RECENT_STEPS = 50
 """Whose time tells how long the next ones take."""
 
@@ -178,6 +185,11 @@ def step_seconds_at(folder: Path, step: int) -> float | None:
     entries = [entry for entry in read(folder / METRICS_FILE) if entry["step"] <= step]
     took = [each for entry in entries if isinstance(each := entry.get("seconds"), int | float)]
     return median(map(float, took[-RECENT_STEPS:])) if took else None
+
+
+def metrics_of(entry: Entry) -> dict[str, float | None]:
+    """Give what an entry of a step has beyond the figures that every step has."""
+    return {name: value for name, value in entry.items() if name not in STEP_KEYS}
 
 
 def _values(record: StepRecord) -> list[Value]:

@@ -276,4 +276,5 @@ def record_of(
         memory_bytes=peak_bytes(report.loss.device),
         skipped=report.skipped,
         replays=report.replays,
+        metrics=report.metrics,
     )

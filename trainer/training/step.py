@@ -12,15 +12,16 @@ may have been another's memory or fragmentation, and then the run ends.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from math import nan
 from typing import Generic, Protocol, Self, TypeVar, final
 
 import torch
 from torch import Tensor
 
-from trainer.accumulate.base import Divisors, GradientStrategy
+from trainer.accumulate.base import Divisors, GradientStrategy, sum_of
 from trainer.accumulate.model_state import Registered
 from trainer.accumulate.normalizer import Kind, divisors
 from trainer.accumulate.rollback import Snapshot
@@ -94,6 +95,11 @@ class Kit:
         return tuple(name for name in self.terms if name not in self.objective.metric_names)
 
     @cached_property
+    def metrics(self) -> tuple[str, ...]:
+        """The other ones."""
+        return tuple(name for name in self.terms if name in self.objective.metric_names)
+
+    @cached_property
     def snapshot(self) -> Snapshot:
         """The declared state that forwards move, as it was before the step."""
         return Snapshot(self.model.module, self.objective)
@@ -117,6 +123,7 @@ class StepReport(Generic[Batch]):
         lr: of parameters in no group of their own.
         skipped: why nothing was updated, or None.
         replays: how often memory ran out before the step succeeded.
+        metrics: of the whole global batch by name, 0-d: those that the objective gave in training.
     """
 
     batch: Batch
@@ -125,6 +132,7 @@ class StepReport(Generic[Batch]):
     lr: float
     skipped: str | None = None
     replays: int = 0
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def train_step(kit: Kit, batch: Batch) -> StepReport[Batch]:
@@ -143,30 +151,23 @@ def train_step(kit: Kit, batch: Batch) -> StepReport[Batch]:
     lr = kit.lr * factor
     with fatal("where the step begins: lower accum.max_tokens or accum.micro"):
         kit.snapshot.take()
-    loss, batch, replays = _accumulate(kit, batch)
-    if loss is None:
+    agreed, batch, replays = _accumulate(kit, batch)
+    report = partial(StepReport[Batch], batch=batch, lr=lr, replays=replays)
+    if agreed is None:
         nothing = torch.zeros((), device=kit.world.device)
-        return StepReport(
-            batch=batch,
-            loss=nothing,
-            grad_norm=nothing,
-            lr=lr,
-            skipped=NO_LOSS_TERMS,
-            replays=replays,
-        )
+        return report(loss=nothing, grad_norm=nothing, skipped=NO_LOSS_TERMS)
+    loss = agreed.loss
     kit.world.note("update")
     norm = kit.model.gradient_norm()
     # The step's only host sync: an update must not be launched before its gradient is known good.
     if not bool(torch.isfinite(loss + norm)):
         kit.model.drop_gradients()
         kit.snapshot.restore()
-        return StepReport(
-            batch=batch, loss=loss, grad_norm=norm, lr=lr, skipped=NOT_FINITE, replays=replays
-        )
+        return report(loss=loss, grad_norm=norm, metrics=agreed.metrics, skipped=NOT_FINITE)
     if kit.clip_norm is not None:
         kit.model.scale_gradients(torch.clamp(kit.clip_norm / (norm + 1e-6), max=1.0))
     _update(kit)
-    return StepReport(batch=batch, loss=loss, grad_norm=norm, lr=lr, replays=replays)
+    return report(loss=loss, grad_norm=norm, metrics=agreed.metrics)
 
 
 def _update(kit: Kit) -> None:
@@ -184,11 +185,12 @@ def _update(kit: Kit) -> None:
     kit.optimizer.zero_grad(set_to_none=True)
 
 
-def _accumulate(kit: Kit, batch: Batch) -> tuple[Tensor | None, Batch, int]:
+def _accumulate(kit: Kit, batch: Batch) -> tuple[_Agreed | None, Batch, int]:
     """Leave the step's gradient in `.grad`, replaying while memory runs out anywhere.
 
     Returns:
-        The step's loss, None when no loss has a weight; the batch as it was cut; the replays.
+        What the micro-batches gave, None when no loss has a weight; the batch as it was cut; the
+        replays.
 
     Raises:
         ConfigError: the objective or the strategy does not do what it must.
@@ -207,7 +209,7 @@ def _accumulate(kit: Kit, batch: Batch) -> tuple[Tensor | None, Batch, int]:
         kit.world.note("compute")
         attempt = _compute(kit, batch.micro_batches, parts)
         kit.world.note("agree")
-        agreed = _agree(kit, attempt)
+        agreed = _agree(kit, attempt, weights)
         if not agreed.has_failed:
             _check_gradient(kit, agreed)
             kit.world.note("reduce")
@@ -217,7 +219,7 @@ def _accumulate(kit: Kit, batch: Batch) -> tuple[Tensor | None, Batch, int]:
             ):
                 kit.sync.reduce(kit.model, agreed.used)
                 registered.meet(agreed.moved)
-            return agreed.loss, batch, replays
+            return agreed, batch, replays
         kit.model.drop_gradients()
         kit.snapshot.restore()
         release_memory()
@@ -329,11 +331,13 @@ class _Attempt:
         share: of the step's loss; None when an allocation failed.
         used: which parameters have a gradient.
         moved: which of the registered state forwards moved.
+        metrics: sums by name over its micro-batches, of what the objective gave.
     """
 
     share: Tensor | None
     used: Sequence[bool]
     moved: Sequence[bool]
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @final
@@ -346,12 +350,14 @@ class _Agreed:
         loss: of the step.
         used: which parameters have a gradient on any rank.
         moved: which of the registered state forwards moved on any rank.
+        metrics: of the step by name, 0-d.
     """
 
     has_failed: bool
     loss: Tensor
     used: Sequence[bool]
     moved: Sequence[bool]
+    metrics: Mapping[str, Tensor]
 
 
 def _compute(kit: Kit, micro_batches: Sequence[MicroBatch], parts: Sequence[Divisors]) -> _Attempt:
@@ -363,7 +369,11 @@ def _compute(kit: Kit, micro_batches: Sequence[MicroBatch], parts: Sequence[Divi
         kit.registered.refuse_late()
         used, moved = kit.model.used(), kit.registered.moved()
         kit.model.make_room()
-        return _Attempt(share.detach(), used, moved)
+        found = {
+            name: sum_of([m.metrics[name] for m in micro_batches if name in m.metrics])
+            for name in {name for m in micro_batches for name in m.metrics}
+        }
+        return _Attempt(share.detach(), used, moved, found)
     kit.model.drop_gradients()
     release_memory()
     if kit.sync.lockstep and kit.world.size > 1:
@@ -387,19 +397,32 @@ def _stand_in(kit: Kit, count: int) -> None:
                 kit.model.stand_in()
 
 
-def _agree(kit: Kit, mine: _Attempt) -> _Agreed:
-    """Tell all ranks what came out. Collective: one small vector."""
-    world, share = kit.world, mine.share
+def _agree(kit: Kit, mine: _Attempt, weights: Divisors) -> _Agreed:
+    """Tell all ranks what came out. Collective: one small vector.
+
+    Args:
+        kit: of the step.
+        mine: what this rank's micro-batches gave.
+        weights: of every name over the whole global batch; metrics are divided by theirs.
+    """
+    world, share, names = kit.world, mine.share, kit.metrics
     if world.size == 1:
         loss = torch.zeros(()) if share is None else share
-        return _Agreed(share is None, loss, mine.used, mine.moved)
-    flags = [*mine.used, *mine.moved]
-    told = torch.tensor(
-        [float(share is None), 0.0, *map(float, flags)], dtype=torch.float64, device=world.device
-    )
-    if share is not None:
-        told[1] = share
-    failures, _, *counts = world.sum(told).tolist()
-    found = iter([ranks > 0 for ranks in counts])
-    used = [next(found) for _ in mine.used]
-    return _Agreed(failures > 0, told[1], used, [*found])
+        means = {n: mine.metrics[n] / (weights[n] or nan) for n in names if n in mine.metrics}
+        return _Agreed(share is None, loss, mine.used, mine.moved, means)
+    # A rank without micro-batches does not know which metrics the others were given.
+    flags = [*mine.used, *mine.moved, *(n in mine.metrics for n in names)]
+    numbers = [float(share is None), 0.0, *(0.0 for _ in names), *map(float, flags)]
+    vector = torch.tensor(numbers, dtype=torch.float64, device=world.device)
+    for place, number in enumerate((share, *map(mine.metrics.get, names)), start=1):
+        if number is not None:
+            vector[place] = number
+    failures, *_ = given = world.sum(vector).tolist()
+    counts = iter([ranks > 0 for ranks in given[2 + len(names) :]])
+    used, moved = [next(counts) for _ in mine.used], [next(counts) for _ in mine.moved]
+    means = {
+        name: vector[2 + place] / (weights[name] or nan)
+        for place, name in enumerate(names)
+        if next(counts)
+    }
+    return _Agreed(failures > 0, vector[1], used, moved, means)
