@@ -32,7 +32,7 @@ from trainer.core.durable import read_json, write_file
 from trainer.core.errors import NoCheckpointError
 from trainer.plan.order import Order
 from trainer.report.metrics import evaluation_at, step_seconds_at
-from trainer.report.wandb import WandbMirror, WandbSettings
+from trainer.report.wandb import WandbMirror
 
 ROOT = Path(__file__).parents[2]
 
@@ -474,7 +474,7 @@ def test_a_bad_run_id_turns_the_mirror_off_with_a_warning(text: str, tmp_path: P
     (tmp_path / "wandb").mkdir()
     (tmp_path / "wandb" / "id").write_text(text, encoding="latin-1")
     told: list[str] = []
-    WandbMirror(WandbSettings(mode="offline"), tmp_path, {}, told.append).close()
+    WandbMirror("offline", tmp_path, {}, told.append).close()
     assert len(told) == 1
     assert "holds no run id" in told[0]
 

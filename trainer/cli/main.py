@@ -72,6 +72,9 @@ def main() -> None:
     hold_on()
     code = run(sys.argv[1:])
     let_go()
+    mirror = sys.modules.get("trainer.report.wandb")
+    if mirror is not None and mirror.is_hanging():
+        os._exit(code)
     sys.exit(code)
 
 

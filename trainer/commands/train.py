@@ -57,7 +57,7 @@ from trainer.report.metrics import evaluation_at, step_seconds_at
 from trainer.report.records import PlanSummary, StartSummary
 from trainer.report.reporter import Hook, Reporter, RunReporter, SilentReporter
 from trainer.report.run_status import publish, to_go_on
-from trainer.report.wandb import WandbSettings
+from trainer.report.wandb import WandbMirror
 from trainer.training.batches import Feed
 from trainer.training.checkpointing import Saves
 from trainer.training.loop import Run, Trained, train
@@ -248,15 +248,6 @@ def _reporter(
         f"hooks[{index}] {hook.target}": construct(hook, f"hooks[{index}]", Hook, config.trust)
         for index, hook in enumerate(config.hooks)
     }
-    wandb = WandbSettings(
-        mode=config.wandb.mode,
-        project=config.wandb.project,
-        entity=config.wandb.entity,
-        group=config.wandb.group,
-        tags=config.wandb.tags,
-        name=config.name,
-        run_id=extra.get("wandb"),
-    )
     with ExitStack() as opened:
         screen = Screen(folder)
         opened.callback(screen.close)
@@ -269,8 +260,14 @@ def _reporter(
             resumed_step=None if loaded is None else loaded.step,
             keep_samples=config.log.samples,
             hooks=hooks,
-            wandb=wandb,
-            config=to_plain(config),
+            wandb=WandbMirror(
+                config.wandb.mode,
+                folder,
+                to_plain(config),
+                screen.warn,
+                labels={**config.wandb.model_dump(exclude={"mode"}), "name": config.name},
+                run_id=extra.get("wandb"),
+            ),
         )
         opened.pop_all()
     return reporter

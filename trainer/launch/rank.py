@@ -29,6 +29,7 @@ from trainer.core.launcher import Membership, is_loss
 from trainer.core.rank_progress import Board
 from trainer.core.signals import StopFlag, stop_signals
 from trainer.report.run_status import keep_traceback
+from trainer.report.wandb import is_hanging
 
 JOB_FILE = "job.json"
 STOP_FILE = "stop"
@@ -95,7 +96,7 @@ def main(arguments: list[str]) -> NoReturn:
     durable.write_json(place / f"end-{rank}.json", {**told, "code": code})
     sys.stdout.flush()
     sys.stderr.flush()
-    if code:
+    if code or is_hanging():
         # Frames of the traceback hold process groups, and their destructors would abort.
         logging.shutdown()
         os._exit(code)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from operator import methodcaller
 from pathlib import Path
 from typing import Any, BinaryIO, final
@@ -113,6 +113,32 @@ def read(path: Path) -> list[Entry]:
     """Read every whole entry of a journal; a torn line, or a stranger's, is passed over."""
     with _opened(path) as lines:
         return [entry for line in lines if (entry := _parse(line)) is not None]
+
+
+@final
+class Follower:
+    """Reads a growing journal.
+
+    Args:
+        path: may not exist yet.
+        offset: bytes to pass over.
+    """
+
+    def __init__(self, path: Path, offset: int) -> None:
+        self._path, self._offset = path, offset
+
+    def new(self) -> Iterator[Entry]:
+        """Read the whole entries that have come since the last call.
+
+        Yields:
+            An entry each.
+        """
+        with _opened(self._path) as lines:
+            lines.seek(self._offset)
+            while (line := lines.readline()).endswith(b"\n"):
+                self._offset += len(line)
+                if (entry := _parse(line)) is not None:
+                    yield entry
 
 
 def truncate_after(path: Path, step: float = math.inf) -> None:

@@ -19,7 +19,7 @@ from trainer.report.console import Screen
 from trainer.report.journal import Entry
 from trainer.report.metrics import MetricsLog
 from trainer.report.records import EvalRecord, RunSummary, StartSummary, StepRecord
-from trainer.report.wandb import WandbMirror, WandbSettings
+from trainer.report.wandb import WandbMirror
 
 Ids = Iterable[int]
 
@@ -160,8 +160,7 @@ class RunReporter(Reporter):
         resumed_step: step of the checkpoint this process goes on from; None in a fresh run.
         keep_samples: whether to write samples.jsonl.
         hooks: by the name the user gave them.
-        wandb: what W&B is told.
-        config: the resolved config, for W&B.
+        wandb: the mirror; None mirrors nothing.
     """
 
     def __init__(
@@ -173,8 +172,7 @@ class RunReporter(Reporter):
         resumed_step: int | None = None,
         keep_samples: bool = False,
         hooks: Mapping[str, object] | None = None,
-        wandb: WandbSettings | None = None,
-        config: Mapping[str, Any] | None = None,
+        wandb: WandbMirror | None = None,
     ) -> None:
         self._folder = folder
         self._screen = screen
@@ -187,8 +185,8 @@ class RunReporter(Reporter):
         self._metrics = MetricsLog(
             folder, screen.warn, resumed_step=resumed_step, keep_samples=keep_samples
         )
-        settings = wandb or WandbSettings(mode="disabled")
-        self._wandb = WandbMirror(settings, folder, config or {}, screen.warn)
+        self._wandb = wandb or WandbMirror("disabled", folder, {}, screen.warn)
+        self._wandb.start()
 
     @property
     def wandb_id(self) -> str | None:

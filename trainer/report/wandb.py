@@ -1,56 +1,41 @@
-"""Weights & Biases: a mirror of metrics.jsonl, best effort, never in the way.
+"""Mirror a run's metrics.jsonl to Weights & Biases from one thread, best effort.
 
-The mirror is a process of its own that follows the file (`wandb_process`), so that wandb's
-import, its questions, its hangs and its exit handlers stay out of training. The end of a run waits
-for it for a few seconds, then ends it; what it had recorded by then is on the disk.
+The thread follows the file, so that nothing waits for W&B: no step, whatever it does, and the end
+of a run for a few seconds only. What it has not taken by then is in metrics.jsonl.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
+import importlib
 import os
 import re
 import secrets
-import signal
-import subprocess
 import sys
+import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from threading import Thread
-from typing import Any, Literal, final
+from typing import Any, final
 
 from trainer.config.secrets import MASK, is_secret, without_secrets
 from trainer.core.durable import make_folders, strict, write_file_atomic
-from trainer.report.journal import METRICS_FILE
+from trainer.report.journal import METRICS_FILE, Entry, Follower
 
-Mode = Literal["disabled", "offline", "online"]
-
+POLL_S = 1.0
+IMPORT_TIMEOUT_S = 5.0
 INIT_TIMEOUT_S = 20
 CLOSE_TIMEOUT_S = 8.0
+"""The end of a command is promised within 10 s."""
+
+THREAD = "W&B mirror"
 _MOST_ID_BYTES = 256
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WandbSettings:
-    """What W&B is told about a run; None leaves it to W&B.
+def is_hanging() -> bool:
+    """Whether a mirror was left behind.
 
-    Attributes:
-        job_type: the command.
-        group: runs that belong together, such as those of a sweep.
-        run_id: of W&B's run, where the folder has lost its own.
+    Then a process must end by `os._exit`: the exit hooks of wandb would wait for its server.
     """
-
-    mode: Mode = "offline"
-    project: str | None = None
-    entity: str | None = None
-    group: str | None = None
-    tags: tuple[str, ...] = ()
-    name: str | None = None
-    job_type: str | None = "train"
-    run_id: str | None = None
+    return any(thread.name == THREAD for thread in threading.enumerate())
 
 
 def shown_config(value: Any) -> Any:  # noqa: ANN401 - any config value
@@ -69,13 +54,15 @@ def shown_config(value: Any) -> Any:  # noqa: ANN401 - any config value
 
 @final
 class WandbMirror:
-    """Mirrors the metrics of a run until closed. Does nothing when disabled.
+    """Mirrors what a run writes into metrics.jsonl from `start` to `close`; not when disabled.
 
     Args:
-        settings: what W&B is told.
+        mode: `disabled`, `offline` or `online`; offline, too, where there is no way online.
         folder: the run folder; W&B's files go to its `wandb/`, with the id that a resume keeps.
         config: what to show as the run's config.
-        warn: told in one line when something does not work.
+        warn: called with one line when something does not work.
+        labels: `project`, `entity`, `group`, `tags`, `name`; None leaves one to W&B.
+        run_id: of W&B's run, where the folder has lost its own.
         close_timeout_s: how long the end of a run waits for the mirror.
 
     Attributes:
@@ -84,24 +71,46 @@ class WandbMirror:
 
     def __init__(
         self,
-        settings: WandbSettings,
+        mode: str,
         folder: Path,
         config: Mapping[str, Any],
         warn: Callable[[str], None],
         *,
+        labels: Mapping[str, Any] | None = None,
+        run_id: str | None = None,
         close_timeout_s: float = CLOSE_TIMEOUT_S,
     ) -> None:
+        self._mode, self._folder, self._warn = mode, folder.absolute(), warn
         self._close_timeout_s = close_timeout_s
-        self._warn = warn
+        self._labels = {"config": shown_config(config), **(labels or {})}
+        self._summary: Mapping[str, Any] | None = None
+        self._is_over, self._is_imported = threading.Event(), threading.Event()
+        self._thread: threading.Thread | None = None
         self.run_id: str | None = None
-        self._process: subprocess.Popen[bytes] | None = None
-        self._listener: Thread | None = None
-        if settings.mode == "disabled":
+        if mode == "disabled":
             return
         try:
-            self._begin(settings, folder.absolute(), config)
+            make_folders(self._folder / "wandb")
+            self.run_id = _run_id(self._folder / "wandb" / "id", run_id)
         except (OSError, ValueError) as error:
-            self._warn(f"W&B is off ({error}); metrics.jsonl holds everything")
+            warn(f"W&B is off ({error}); metrics.jsonl holds everything")
+
+    def start(self) -> None:
+        """Begin with what the file holds from here on: an earlier process mirrored the rest.
+
+        Waits until wandb is imported (0.5 s, and no more than `IMPORT_TIMEOUT_S`), not until it has
+        started: a loading process forked in the midst of an import can never import that module,
+        since nobody is left to release its lock.
+        """
+        if self.run_id is None:
+            return
+        path = self._folder / METRICS_FILE
+        follower = Follower(path, path.stat().st_size if path.exists() else 0)
+        self._thread = threading.Thread(
+            target=self._mirror, args=(follower,), name=THREAD, daemon=True
+        )
+        self._thread.start()
+        self._is_imported.wait(IMPORT_TIMEOUT_S)
 
     def close(self, summary: Mapping[str, Any] | None = None) -> None:
         """Let the mirror finish, for a few seconds at most. Closing twice does nothing.
@@ -109,78 +118,101 @@ class WandbMirror:
         Args:
             summary: final figures; None marks the run as failed.
         """
-        process, self._process = self._process, None
-        if process is None or process.stdin is None:
+        thread, self._thread = self._thread, None
+        if thread is None:
             return
-        with contextlib.suppress(OSError):
-            if summary is not None:
-                process.stdin.write(json.dumps(strict(summary)).encode() + b"\n")
-            process.stdin.close()
-        try:
-            process.wait(self._close_timeout_s)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        self._summary = summary
+        self._is_over.set()
+        thread.join(self._close_timeout_s)
+        if thread.is_alive():
             self._warn("W&B did not finish in time and was left; metrics.jsonl holds everything")
-        if self._listener is not None:
-            self._listener.join(timeout=1.0)
 
-    def _begin(self, settings: WandbSettings, folder: Path, config: Mapping[str, Any]) -> None:
-        make_folders(folder / "wandb")
-        self.run_id = _run_id(folder / "wandb" / "id", settings.run_id)
-        metrics = folder / METRICS_FILE
-        spec = {
-            "mode": settings.mode,
-            "folder": str(folder),
-            "id": self.run_id,
-            "metrics": str(metrics),
-            # What an earlier process of this run has written, it has mirrored.
-            "offset": metrics.stat().st_size if metrics.exists() else 0,
-            "pid": os.getpid(),
-            "init_timeout_s": INIT_TIMEOUT_S,
-            "config": shown_config(config),
-            "labels": {
-                "project": settings.project,
-                "entity": settings.entity,
-                "group": settings.group,
-                "tags": list(settings.tags),
-                "name": settings.name,
-                "job_type": settings.job_type,
-            },
-        }
-        program = Path(__file__).with_name("wandb_process.py")
-        process = subprocess.Popen(
-            [sys.executable, "-P", str(program)],  # -P: our wandb.py must not hide the real one
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=_environment(settings.mode),
-            start_new_session=True,  # no terminal to ask at, and out of reach of Ctrl-C
+    def _mirror(self, follower: Follower) -> None:
+        """Do all there is to do with wandb: the thread."""
+        exits = sys.exit, sys.excepthook
+        try:
+            run = self._begin()
+            sys.exit, sys.excepthook = exits  # wandb replaces both
+            is_over = False
+            while not is_over:
+                is_over = self._is_over.wait(POLL_S)
+                for entry in follower.new():
+                    run.log(row(entry), step=entry["step"])
+            if self._summary is not None:
+                run.summary.update(strict(self._summary))
+            run.finish(exit_code=0 if self._summary is not None else 1)
+            importlib.import_module("wandb").teardown()  # else its exit hook does, without a limit
+        except Exception as error:  # a mirror never stops what it shows
+            self._warn(f"W&B is off ({_line(error)}); metrics.jsonl holds everything")
+        finally:
+            self._is_imported.set()
+            sys.exit, sys.excepthook = exits
+
+    def _begin(self) -> Any:  # noqa: ANN401 - wandb is imported here alone
+        """Start W&B's run: online if asked, else or failing that offline."""
+        if self._mode != "online":
+            # Error reports are the only thing an offline run would send.
+            os.environ["WANDB_ERROR_REPORTING"] = "false"
+        wandb = importlib.import_module("wandb")
+        self._is_imported.set()
+        if self._mode == "online":
+            why = "no API key: type wandb login once"
+            try:
+                wandb.setup(wandb.Settings(silent=True))
+                if wandb.login(prompt=False):  # `init` would ask for a key
+                    return self._init(wandb, "online")
+            except Exception as error:
+                why = _line(error)
+            self._warn(
+                f"W&B is not reachable ({why}); this run is recorded offline, to upload it later: "
+                f"wandb sync {self._folder}/wandb/offline-run-*"
+            )
+        return self._init(wandb, "offline")
+
+    def _init(self, wandb: Any, mode: str) -> Any:  # noqa: ANN401
+        settings = wandb.Settings(
+            init_timeout=INIT_TIMEOUT_S,
+            console="off",
+            silent=True,
+            save_code=False,
+            reinit="create_new",  # a sweep has several runs in a process, a notebook its own
         )
-        self._process = process
-        self._listener = Thread(target=self._listen, args=(process,), daemon=True)
-        self._listener.start()
-        if process.stdin is not None:
-            process.stdin.write(json.dumps(strict(spec)).encode() + b"\n")
-            process.stdin.flush()
+        return wandb.init(
+            mode=mode,
+            dir=str(self._folder),
+            id=self.run_id,
+            resume="allow",
+            job_type="train",
+            settings=settings,
+            **self._labels,
+        )
 
-    def _listen(self, process: subprocess.Popen[bytes]) -> None:
-        if process.stdout is not None:
-            with process.stdout as lines:
-                for line in lines:
-                    self._warn(line.decode(errors="replace").strip())
+
+def row(entry: Entry) -> dict[str, Any]:
+    """Name the figures of an entry as W&B has them: `train/loss`, `eval/loss`."""
+    named: dict[str, Any] = {}
+    for key, value in entry.items():
+        if key == "step" or value is None:
+            continue
+        name = f"eval/{key.removeprefix('eval_')}" if key.startswith("eval_") else f"train/{key}"
+        named[name] = 1 if isinstance(value, str) else value
+    return named
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 
 def _run_id(path: Path, known: str | None) -> str:
     """Give the id of the run's folder, made with the first process of the run.
 
     Args:
-        path: of the file that keeps it.
-        known: what a checkpoint keeps, which takes its place if it is gone.
+        path: of the file that holds it.
+        known: what a checkpoint holds, which takes its place if it is gone.
 
     Raises:
         OSError: the disk refused.
-        ValueError: what is kept there is no id.
+        ValueError: what stands there is no id.
     """
     if not path.exists():
         write_file_atomic(path, (known or secrets.token_hex(4)).encode())
@@ -189,10 +221,3 @@ def _run_id(path: Path, known: str | None) -> str:
     if not re.fullmatch(r"[\w-]+", run_id, re.ASCII):
         raise ValueError(f"{path} holds no run id: delete it")
     return run_id
-
-
-def _environment(mode: Mode) -> dict[str, str]:
-    """Give the mirror our environment, less what would tie it to another run of W&B."""
-    ours = {k: v for k, v in os.environ.items() if k not in {"WANDB_SERVICE", "WANDB_MODE"}}
-    # Error reports are the only thing an offline run would send.
-    return ours if mode == "online" else ours | {"WANDB_ERROR_REPORTING": "false"}
