@@ -16,7 +16,7 @@ from tests.lib.run_support import shell
 
 README = (CHECKOUT / "README.md").read_text()
 PAGES = [CHECKOUT / "README.md", *sorted((CHECKOUT / "docs").glob("*.md"))]
-SHORT = ["steps=2", "batch.global=8", "wandb.mode=disabled", "device=cpu", "data.max_length=32"]
+SHORT = ["steps=2", "batch.global=8", "wandb.mode=disabled", "device=cpu"]
 TINY = ["data.max_length=32", "model.width=16", "model.num_heads=2", "model.num_layers=1"]
 PLAIN = {"evaluate", "export"}
 """Commands that read a run and take none of its settings."""
