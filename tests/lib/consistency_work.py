@@ -138,17 +138,14 @@ def gradients(world: World, how: str, in_lockstep: bool) -> dict[str, Any]:
         model.begin_lockstep()
     else:
         model.gather()
-    for number, micro in enumerate(mine):
+    for micro in mine:
         batch = {"x": micro}
         if in_lockstep:
-            with model.reducing(across=True, is_last=number == len(mine) - 1):
+            with model.reducing(across=True):
                 model.call(batch).square().sum().backward()
         else:
             model.call(batch).square().sum().backward()
-    if in_lockstep:
-        model.end_lockstep([True] * len(model.parameters))
-    else:
-        model.reduce(model.used())
+    model.reduce([True] * len(model.parameters))
     return {name: plain(p.grad) for name, p in module.named_parameters()}
 
 

@@ -324,7 +324,7 @@ def sum_in_integers(world: World, gradients: np.ndarray) -> np.ndarray:
     (parameter,) = model.parameters
     model.gather()
     for gradient in gradients[world.rank :: world.size]:
-        with model.reducing(across=True, is_last=False):
+        with model.reducing(across=True):
             parameter.grad = torch.from_numpy(gradient.copy())
     model.reduce([True])
     return parameter.grad.numpy()

@@ -26,8 +26,8 @@ from trainer.models.gpt import GPT
 from trainer.models.recompute import blocks_of, checkpoint_blocks
 from trainer.objectives.next_token import NextToken
 from trainer.parallel.base import Parallel
+from trainer.parallel.fake_mesh import fake_mesh
 from trainer.parallel.fsdp import Sharded
-from trainer.parallel.stand_ins import imagined_mesh
 from trainer.parallel.sync import Deferred, Hierarchical, Immediate
 from trainer.plan.cuts import Fixed
 from trainer.plan.memory import Shape
@@ -120,9 +120,9 @@ def workload(load: Load, size: int) -> Workload:
     example = {"input_ids": torch.zeros(1, 24, dtype=torch.int64)}
 
     @contextmanager
-    def imagined() -> Iterator[Callable[[nn.Module], Parallel]]:
+    def fake_ranks() -> Iterator[Callable[[nn.Module], Parallel]]:
         world = World(size=size, local_size=size)
-        with imagined_mesh(size, load.replicas) as mesh:
+        with fake_mesh(size, load.replicas) as mesh:
             yield lambda module: Sharded(
                 module, bind(module), blocks_of(module), world, replicas=load.replicas, mesh=mesh
             )
@@ -135,7 +135,7 @@ def workload(load: Load, size: int) -> Workload:
         make_fields=Tiled({**example, "labels": example["input_ids"]}, 24),
         weights=weights,
         sync=POLICIES[load.sync](),
-        imagined=imagined,
+        fake_ranks=fake_ranks,
     )
 
 

@@ -23,9 +23,8 @@ from trainer.parallel.sync import SyncPolicy
 PHASES = ("forward", "loss", "backward", "middle", "end")
 """Within the forward, behind it, before the backward, within it, and at its last gradient."""
 
-BEYOND_SAVING = {"reduce": "reduce", "twice": "stand_in"}
-"""What else may run out of memory: the reduction after the vote, or the rest of a micro-batch's
-collectives after its backward did."""
+BEYOND_SAVING = "reduce"
+"""What else may run out of memory: the reduction after the vote."""
 
 
 class Net(toys.Net):
@@ -101,7 +100,7 @@ def failure(number: int) -> Exception:
 
 
 class Struck(GradientStrategy):
-    """Runs out of memory at chosen points; attempts count from 1, replays too, rehearsals not."""
+    """Runs out of memory at chosen points; attempts count from 1, replays too."""
 
     def __init__(self, points: Sequence[str] = ()) -> None:
         self.points = [Point.parse(text) for text in points]
@@ -115,18 +114,16 @@ class Struck(GradientStrategy):
         divisors: Sequence[Divisors],
         sync: SyncPolicy,
     ) -> Tensor:
-        is_rehearsal = model.needs_rehearsal
-        self.attempts += not is_rehearsal
+        self.attempts += 1
         here = [
             point
             for point in self.points
             if (point.rank, point.attempt) == (model.world.rank, self.attempts)
         ]
-        if is_rehearsal or not here:
+        if not here:
             return Sum().backward(model, objective, micro_batches, divisors, sync)
-        name = BEYOND_SAVING.get(here[0].phase)
-        if name is not None:
-            setattr(model, name, _raising)
+        if here[0].phase == BEYOND_SAVING:
+            model.reduce = _raising  # type: ignore[method-assign]
         with _striking(model.module, objective, here[0]) as struck:
             return Sum().backward(model, struck, micro_batches, divisors, sync)
 
@@ -163,8 +160,7 @@ class _StruckObjective:
         self.inner, self.point, self.number = inner, point, -1
 
     def strike(self, phase: str) -> None:
-        wanted = {"twice": "middle"}.get(self.point.phase, self.point.phase)
-        if (self.number, phase) == (self.point.micro_batch, wanted):
+        if (self.number, phase) == (self.point.micro_batch, self.point.phase):
             raise failure(self.point.micro_batch + PHASES.index(phase))
 
     def sums(self, model: Any, fields: Mapping[str, Tensor]) -> Sums:

@@ -29,8 +29,7 @@ from trainer.plan.cuts import Fixed
 
 ALLOCATIONS = "tests.reliability.allocations"
 WINDOWS = [("ddp", "deferred", 2), ("fsdp", "deferred", 2)]
-LOCKSTEP = [("ddp", "immediate", 2), ("fsdp", "immediate", 2)]
-COPIES = [("hsdp", "deferred", 4), ("hsdp", "immediate", 4), ("hsdp", "hierarchical", 4)]
+COPIES = [("hsdp", "deferred", 4)]
 
 EVERYWHERE = [(f"{rank}:1:{n}:{phase}",) for rank in (0, 1) for n in (0, 1) for phase in PHASES]
 """On either rank, in the first or the second micro-batch of the first step: 20 points."""
@@ -84,7 +83,7 @@ def reference(ranks: Ranks, size: int, case: Case) -> Any:
     return KNOWN[repr((size, case))]
 
 
-@pytest.mark.parametrize("kind", [*WINDOWS, *LOCKSTEP], ids=str)
+@pytest.mark.parametrize("kind", WINDOWS, ids=str)
 def test_memory_that_runs_out_on_two_ranks_is_replayed_alike(ranks, kind):
     points = Random(str(kind)).sample(EVERYWHERE, NUM_POINTS)
     strike(ranks, kind, [*points, Random(str(kind)).choice(TOGETHER)])
@@ -97,12 +96,12 @@ def test_memory_that_runs_out_on_one_of_several_copies_is_replayed_alike(ranks, 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("kind", [*WINDOWS, *LOCKSTEP, *COPIES], ids=str)
+@pytest.mark.parametrize("kind", [*WINDOWS, *COPIES], ids=str)
 def test_memory_that_runs_out_anywhere_is_replayed_alike(ranks, kind):
     strike(ranks, kind, [*EVERYWHERE, *TOGETHER])
 
 
-@pytest.mark.parametrize("kind", [*WINDOWS, *LOCKSTEP], ids=str)
+@pytest.mark.parametrize("kind", WINDOWS, ids=str)
 def test_memory_that_runs_out_twice_is_cut_twice(ranks, kind):
     mode, sync, size = kind
     case = Case(Fixed(micro=8), mode, sync, dropout=0.3, steps=2, dtype=torch.float32)
@@ -130,7 +129,7 @@ def test_a_rank_without_micro_batches_replays_with_the_others(ranks, kind):
         assert {each[2] for each in told} == {expected}
 
 
-@pytest.mark.parametrize("kind", [*WINDOWS, *LOCKSTEP], ids=str)
+@pytest.mark.parametrize("kind", WINDOWS, ids=str)
 def test_one_sample_that_does_not_fit_ends_every_rank_with_5_and_is_named(ranks, kind):
     mode, sync, size = kind
     points = tuple(f"1:{attempt}:0:middle" for attempt in range(1, 9))
@@ -194,38 +193,31 @@ def launch(folder: Path, mode: str, sync: str, point: str) -> tuple[int, str, fl
     return ended.returncode, ended.stdout + ended.stderr, seconds()
 
 
+IN_THE_REDUCTION = "in the reduction, after the ranks had agreed"
+IN_LOCKSTEP = (
+    "step 2: out of memory, and sync=immediate reduces in every micro-batch, so the step cannot "
+    "be repeated: type accum.micro=1, or sync=deferred"
+)
+
+
 @pytest.mark.parametrize(
     ("mode", "sync", "point", "line"),
     [
         pytest.param(
-            *("ddp", "deferred", "1:2:0:reduce", "in the reduction, after the ranks had agreed"),
-            marks=pytest.mark.nightly,
+            *("ddp", "deferred", "1:2:0:reduce", IN_THE_REDUCTION), marks=pytest.mark.nightly
         ),
-        ("ddp", "immediate", "1:2:0:twice", "twice in one step of sync=immediate"),
+        ("ddp", "immediate", "1:2:0:middle", IN_LOCKSTEP),
+        ("fsdp", "immediate", "0:2:1:forward", IN_LOCKSTEP),
+        pytest.param(*("fsdp", "immediate", "1:2:1:end", IN_LOCKSTEP), marks=pytest.mark.nightly),
         pytest.param(
-            *("fsdp", "deferred", "0:2:0:reduce", "in the reduction, after the ranks had agreed"),
-            marks=pytest.mark.nightly,
-        ),
-        pytest.param(
-            *("fsdp", "immediate", "0:2:1:twice", "twice in one step of sync=immediate"),
-            marks=pytest.mark.nightly,
+            *("fsdp", "deferred", "0:2:0:reduce", IN_THE_REDUCTION), marks=pytest.mark.nightly
         ),
     ],
 )
 def test_what_cannot_be_saved_ends_every_rank_with_one_line(tmp_path, mode, sync, point, line):
     code, said, seconds = launch(tmp_path / "run", mode, sync, point)
     assert code == 5, said
-    assert line in said
+    assert line in " ".join(said.split())
     assert "Traceback" not in said
     assert lab.status(tmp_path / "run")["exit_code"] == 5
     print(f"{mode}, {sync}: ended after {seconds:.1f} s")
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(("mode", "sync"), [("fsdp", "immediate")])
-def test_ranks_in_lockstep_say_once_that_they_tried_again(tmp_path, mode, sync):
-    code, said, _ = launch(tmp_path / "run", mode, sync, "1:2:0:middle")
-    assert code == 0, said
-    assert said.count("out of memory: computed again, in") == 1
-    entries = [e for e in lab.logged(tmp_path / "run")["metrics"] if "lr" in e]
-    assert [e.get("replays", 0) for e in entries] == [0, 1, 0, 0, 0, 0, 0]

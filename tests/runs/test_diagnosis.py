@@ -17,25 +17,25 @@ from hypothesis import strategies as st
 
 from tests.lib.ranks_support import Ranks
 from tests.lib.run_support import go, read_json
-from trainer.build.parallel import Bulk, Spread
+from trainer.build.parallel import ParallelSetup
 from trainer.commands.diagnosis import Facts, diagnose
 from trainer.core.phases import HostClock, PhaseTimes, Spending, Spent
 from trainer.core.world import World
 from trainer.parallel.sync import Deferred, Immediate
 from trainer.plan.cut import Cost
-from trainer.plan.traffic import Network, Work
+from trainer.plan.traffic import Bulk, Network, Work
 from trainer.report.breakdown import Breakdown, Effort, RankSplit, heard, split, told
 from trainer.tune.network import network_of
 
 ROOT = Path(__file__).parents[2]
 PARTS = ("data", "compute", "sync", "optimizer", "waiting", "rest")
 NETWORK = Network(ranks=4, latency_s=1e-4, all_reduce=1e9, all_gather=1e9, reduce_scatter=1e9)
-BULK = Bulk(model_bytes=10**8, groups=8, limit_bytes=10**12)
+BULK = Bulk(mode="fsdp", model_bytes=10**8, shard=4, replicas=1, groups=8, limit_bytes=10**12)
 
 
-def fsdp(sync=None, micro_batches: int = 8) -> Spread:
-    typed = Spread(mode="fsdp", replicas=1, sync=sync or Deferred(), bulk=BULK)
-    return typed.weighed(4, Work(micro_batches=micro_batches), NETWORK)
+def fsdp(sync=None, micro_batches: int = 8) -> ParallelSetup:
+    typed = ParallelSetup(mode="fsdp", replicas=1, sync=sync or Deferred(), bulk=BULK)
+    return typed.weighed(Work(micro_batches=micro_batches), NETWORK)
 
 
 EFFORT = Effort(steps=100, micro_batches=800, positions=80_000, squares=8e6)
@@ -47,7 +47,7 @@ HEALTHY = Facts(
     cost=Cost(),
     imbalance=0.01,
     num_workers=0,
-    spread=fsdp(),
+    parallel=fsdp(),
     fixed_share=0.01,
     cut="auto",
 )
@@ -106,7 +106,7 @@ def test_a_rank_that_only_has_more_to_do_is_not_called_slow():
     (line,) = with_ranks(waits, waits, {"compute": 1.3}, waits, cut="fixed", **given)
     assert "the cut gives them unequal lengths" in line
     assert "accum=auto" in line
-    (line,) = with_ranks(waits, waits, {"compute": 1.3}, waits, spread=fsdp(Immediate()), **given)
+    (line,) = with_ranks(waits, waits, {"compute": 1.3}, waits, parallel=fsdp(Immediate()), **given)
     assert "sync=deferred lets ranks take different numbers" in line
 
 
@@ -116,8 +116,8 @@ def test_ranks_that_are_slow_in_turn_are_told_apart_from_one_that_always_is():
 
 
 def test_many_reductions_a_step_where_one_would_do_are_named():
-    spread = fsdp(Immediate())
-    (line,) = with_ranks(*[{"sync": 1.9}] * 4, spread=spread)
+    parallel = fsdp(Immediate())
+    (line,) = with_ranks(*[{"sync": 1.9}] * 4, parallel=parallel)
     assert "1.68 GiB sent" in line
     assert "sync=deferred sends 143 MiB, in one reduction a step" in line
 

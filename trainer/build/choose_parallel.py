@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 
 from trainer.build.instantiate import construct
-from trainer.build.parallel import is_undecided, spread, with_mode
+from trainer.build.parallel import is_undecided, parallel_setup, with_mode
 from trainer.build.parts import Parts, bind_run, build_model
 from trainer.build.prepare import dearest, limit_of, sampled, situation, workload
 from trainer.core.format import size
@@ -34,7 +34,7 @@ IN_WORDS = {
 }
 
 
-def settle_parallel(parts: Parts) -> Parts:
+def choose_parallel(parts: Parts) -> Parts:
     """Settle on a parallel mode where `parallel=auto` left it open. Collective.
 
     Args:
@@ -65,11 +65,11 @@ def _rebuilt(parts: Parts, mode: str) -> Parts:
 def _decided(parts: Parts, mode: str, why: str) -> Parts:
     """Make of the parts what they would be had the mode been typed."""
     config = with_mode(parts.config, mode)
-    found = spread(config, parts.world, parts.module, _policy(parts))
+    found = parallel_setup(config, parts.world, parts.module, _policy(parts))
     return replace(
         parts,
         config=config,
-        spread=replace(found, why_mode=why),
+        parallel=replace(found, why_mode=why),
         layout=replace(parts.layout, lockstep=found.sync.lockstep),
     )
 
@@ -124,9 +124,9 @@ def _need(parts: Parts, mode: str, limit: MemoryLimit) -> tuple[int, int]:
     """
     # One rank asks while the others wait.
     alone, config = replace(parts.world, patient=None), with_mode(parts.config, mode)
-    found = spread(config, alone, parts.module, _policy(parts))
+    found = parallel_setup(config, alone, parts.module, _policy(parts))
     layout = replace(parts.layout, lockstep=found.sync.lockstep)
-    there = replace(parts, config=config, world=alone, spread=found, layout=layout)
+    there = replace(parts, config=config, world=alone, parallel=found, layout=layout)
     work, shapes, book = _least(there)
     asked = config.activation_checkpointing
     recomputes = (False, True) if asked == "auto" else (asked is True,)

@@ -1,4 +1,4 @@
-"""The sync policy, once the plan is known: how often it reduces, and what hides the traffic."""
+"""Choose the sync policy once the plan is known: how often it reduces, and what hides that."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
-from trainer.build.parallel import planned_device
-from trainer.build.prepare import Prepared, prepare_alike
+from trainer.build.parallel import ParallelSetup, planned_device
+from trainer.build.prepare import Prepared, prepare_on_main
+from trainer.parallel.sync import Deferred
 from trainer.plan.traffic import Network, Work
 from trainer.tune.speed import Clock
 
 
-def settle_sync(
+def choose_sync(
     prepared: Prepared,
     network: Network | None,
     saved: Mapping[str, Any] | None,
@@ -28,16 +29,27 @@ def settle_sync(
         clock: likewise.
     """
     parts = prepared.parts
-    spread = parts.spread.weighed(parts.world.size, work_of(prepared), network)
-    lockstep = spread.sync.lockstep and parts.world.size > 1
+    setup = parts.parallel.weighed(_work_of(prepared), network)
+    lockstep = setup.sync.lockstep and parts.world.size > 1
     layout = replace(parts.layout, lockstep=lockstep)
-    settled = replace(parts, spread=spread, layout=layout)
-    if lockstep == parts.layout.lockstep:
-        return replace(prepared, parts=settled)
-    return prepare_alike(settled, saved, clock)
+    if lockstep != parts.layout.lockstep:
+        changed = replace(parts, parallel=setup, layout=layout)
+        prepared = prepare_on_main(changed, saved, clock)
+    if lockstep:
+        setup = replace(setup, retry_with=parts.world.on_main(lambda: _fitting(prepared, setup)))
+    return replace(prepared, parts=replace(prepared.parts, parallel=setup, layout=layout))
 
 
-def work_of(prepared: Prepared) -> Work:
+def _fitting(prepared: Prepared, setup: ParallelSetup) -> str | None:
+    """Name the policy that could replay the step and whose predicted peak fits, if one does."""
+    if prepared.predicted is None or prepared.limit_bytes is None or setup.bulk is None:
+        return None
+    more = setup.bulk.resident(lockstep=False) - setup.bulk.resident(lockstep=True)
+    fits = prepared.predicted.peak_bytes + more <= prepared.limit_bytes
+    return f"sync={Deferred.name}" if fits else None
+
+
+def _work_of(prepared: Prepared) -> Work:
     """Say what a rank computes in the mean step, as far as it is known before the first."""
     parts = prepared.parts
     count = fmean(plan.accum_steps for plan in prepared.plans)

@@ -1,12 +1,12 @@
-"""How a run is spread over its ranks: the parallel mode, the copies, the sync policy, the cut."""
+"""Resolve how a run uses its ranks: the parallel mode, the copies, the sync policy, the cut."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Self, cast, final
+from typing import Self, final
 
 import torch
 from torch import Tensor, nn
@@ -20,65 +20,32 @@ from trainer.models.recompute import separable_blocks
 from trainer.objectives.base import ModelCall
 from trainer.parallel.base import Parallel, Replicated, num_buckets
 from trainer.parallel.deterministic import Ordered
-from trainer.parallel.sync import Deferred, Exact, Hierarchical, Immediate, SyncPolicy
+from trainer.parallel.sync import POLICIES, Deferred, Exact, SyncPolicy
 from trainer.plan import traffic
 from trainer.plan.cut import Cut
 from trainer.plan.cuts import Fixed
 from trainer.plan.layout_invariant import Leaves
-from trainer.plan.traffic import Network, Traffic, Work
+from trainer.plan.traffic import Bulk, Network, Traffic, Work
 from trainer.tune.memory_limit import memory_limit
-
-if TYPE_CHECKING:
-    from trainer.plan.traffic import Mode
-
-Draw = Callable[[str], Tensor]
-"""Gives a parameter's first value by its name, whole."""
-
-POLICIES: Mapping[str, SyncPolicy] = {
-    "deferred": Deferred(),
-    "immediate": Immediate(),
-    "hierarchical": Hierarchical(),
-}
-
-IN_WORDS = {
-    "deferred": "one reduction a step",
-    "immediate": "a reduction in every micro-batch",
-    "hierarchical": "a reduction within each copy in every micro-batch, between copies once a step",
-}
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bulk:
-    """What sync policies move and hold, whatever they are.
-
-    Attributes:
-        model_bytes: of the parameters that are trained.
-        groups: parts of the model that are gathered and reduced each on its own.
-        limit_bytes: memory of one rank.
-    """
-
-    model_bytes: int
-    groups: int
-    limit_bytes: int
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Spread:
-    """How a run is spread over its ranks.
+class ParallelSetup:
+    """How a run uses its ranks.
 
     Attributes:
         mode: where parameters and gradients live: `none`, `ddp`, `fsdp` or `hsdp`.
         replicas: copies of the model.
         sync: when gradients are reduced.
         is_ordered: sums do not depend on the order of micro-batches and ranks.
-        bulk: what its policies move and hold; None where there is no choice of them.
+        bulk: what sync policies move; None where there is no choice of them.
         is_open: `sync=auto`: the table says which policy it is.
         rows: of the table of policies.
         network: between the ranks; None until it is measured.
         why: a line that says what `sync=auto` weighed; None where it was not asked.
         why_mode: a line that says what `parallel=auto` weighed; likewise.
+        retry_with: the setting of a policy that fits and can replay a step, where this one cannot.
     """
 
     mode: str
@@ -91,32 +58,30 @@ class Spread:
     network: Network | None = None
     why: str | None = None
     why_mode: str | None = None
+    retry_with: str | None = None
 
-    def weighed(self, world_size: int, work: Work, network: Network | None = None) -> Self:
+    def weighed(self, work: Work, network: Network | None = None) -> Self:
         """Work the table of policies out, and under `sync=auto` take its best row.
 
         Args:
-            world_size: ranks.
             work: what a rank computes in a step.
             network: between the ranks, the same numbers on every rank.
         """
         if self.bulk is None:
             return self
-        rows = traffic.table(
-            cast("Mode", self.mode),
-            model_bytes=self.bulk.model_bytes,
-            shard=world_size // self.replicas,
-            replicas=self.replicas,
-            limit_bytes=self.bulk.limit_bytes,
-            work=replace(work, groups=self.bulk.groups),
-            network=network,
+        known = {policy.name: policy for policy in (*POLICIES, self.sync)}
+        moves = {name: policy.moves(work.micro_batches) for name, policy in known.items()}
+        rows = tuple(
+            traffic.row(name, each, self.bulk, work, network, lockstep=known[name].lockstep)
+            for name, each in moves.items()
+            if each is not None and (self.mode == "hsdp" or not each.needs_copies)
         )
         found = replace(self, rows=rows, network=network)
         if not self.is_open:
             return found
-        best = traffic.cheapest(rows, work)
-        why = _why(best, rows, self.bulk.limit_bytes)
-        return replace(found, sync=POLICIES[best.policy], why=why)
+        best = traffic.cheapest(rows, {name: policy.lockstep for name, policy in known.items()})
+        why = _why(best, rows, known[best.policy].summary, self.bulk.limit_bytes)
+        return replace(found, sync=known[best.policy], why=why)
 
     def shard_of_copies(self, world_size: int) -> int | None:
         """Count the ranks that share one of several copies in shards; None where there are none."""
@@ -128,7 +93,7 @@ class Spread:
         module: nn.Module,
         call: ModelCall,
         world: World,
-        draw: Draw | None = None,
+        draw: Callable[[str], Tensor] | None = None,
     ) -> Parallel:
         """Lay a model out over the ranks; its parameters may be replaced.
 
@@ -143,45 +108,45 @@ class Spread:
         parameters = [p for p in module.parameters() if p.requires_grad]
         if self.is_ordered:
             return Ordered(module, call, parameters, world)
-        if self.mode in ("none", "ddp") or world.patient is None:  # or it only imagines ranks
+        if self.mode in ("none", "ddp") or world.patient is None:  # or its ranks are not there
             return Replicated(module, call, parameters, world)
         from trainer.parallel.fsdp import Sharded  # noqa: PLC0415 - half a second
 
         blocks = separable_blocks(module)
         return Sharded(module, call, blocks, world, replicas=self.replicas, draw=draw)
 
+    @contextmanager
+    def fake_ranks(
+        self, world_size: int, call_of: Callable[[nn.Module], ModelCall]
+    ) -> Iterator[Callable[[nn.Module], Parallel]]:
+        """Lend a way to lay models out in shards over ranks that are not there.
 
-@contextmanager
-def imagined(
-    found: Spread, size: int, call_of: Callable[[nn.Module], ModelCall]
-) -> Iterator[Callable[[nn.Module], Parallel]]:
-    """Lend a way to lay models out in shards over ranks that are not there.
+        Args:
+            world_size: ranks to pretend.
+            call_of: binds a call to a model.
 
-    Args:
-        found: how the run is spread.
-        size: ranks to imagine.
-        call_of: binds a call to a model.
+        Yields:
+            Lays a model out in place, as the first of the ranks.
+        """
+        from trainer.parallel.fake_mesh import fake_mesh  # noqa: PLC0415 - half a second
+        from trainer.parallel.fsdp import Sharded  # noqa: PLC0415 - likewise
 
-    Yields:
-        Lays a model out in place, as the first of the ranks.
-    """
-    from trainer.parallel.fsdp import Sharded  # noqa: PLC0415 - likewise
-    from trainer.parallel.stand_ins import imagined_mesh  # noqa: PLC0415 - half a second
-
-    world = World(size=size, local_size=size)
-    with imagined_mesh(size, found.replicas) as mesh:
-        yield lambda model: Sharded(
-            model,
-            call_of(model),
-            separable_blocks(model),
-            world,
-            replicas=found.replicas,
-            mesh=mesh,
-        )
+        world = World(size=world_size, local_size=world_size)
+        with fake_mesh(world_size, self.replicas) as mesh:
+            yield lambda model: Sharded(
+                model,
+                call_of(model),
+                separable_blocks(model),
+                world,
+                replicas=self.replicas,
+                mesh=mesh,
+            )
 
 
-def spread(config: RunConfig, world: World, module: nn.Module, policy: SyncPolicy) -> Spread:
-    """Resolve `parallel`, `sync` and `deterministic=layout`.
+def parallel_setup(
+    config: RunConfig, world: World, module: nn.Module, policy: SyncPolicy
+) -> ParallelSetup:
+    """Resolve `parallel`, `sync` and `deterministic=layout`. Collective.
 
     Args:
         config: the run's.
@@ -193,27 +158,33 @@ def spread(config: RunConfig, world: World, module: nn.Module, policy: SyncPolic
         ConfigError: they do not fit together, or not the number of ranks.
     """
     mode = parallel_mode(config, world)
-    replicas = _replicas(config, world, mode)
+    asked, replicas = config.parallel, world.size if mode == "ddp" else 1
+    if mode == "hsdp":
+        replicas = copies_of(world.size, world.local_size, asked.shard, asked.replicate)
     if config.deterministic == "layout":
         if mode not in ("none", "ddp"):
             raise ConfigError(
                 f"deterministic=layout: sums whole gradients; use parallel=ddp, not {mode}"
             )
-        return Spread(mode=mode, replicas=replicas, sync=Exact(), is_ordered=True)
+        return ParallelSetup(mode=mode, replicas=replicas, sync=Exact(), is_ordered=True)
     if mode == "none":
-        known = isinstance(policy, Deferred | Immediate | Hierarchical)
-        return Spread(mode=mode, replicas=1, sync=Deferred() if known else policy)
-    if isinstance(policy, Hierarchical) and mode != "hsdp":
-        raise ConfigError(f"sync=hierarchical: {mode} has one level; use parallel=hsdp")
+        sync = Deferred() if policy in POLICIES else policy  # one rank has nothing to reduce
+        return ParallelSetup(mode=mode, replicas=1, sync=sync)
+    moves = policy.moves(1)
+    if moves is not None and moves.needs_copies and mode != "hsdp":
+        raise ConfigError(f"sync={policy.name}: {mode} has one level; use parallel=hsdp")
     parameters = [p for p in module.parameters() if p.requires_grad]
     bulk = Bulk(
+        mode=mode,
         model_bytes=sum(p.nbytes for p in parameters),
-        groups=_groups(module, mode),
+        shard=world.size // replicas,
+        replicas=replicas,
         limit_bytes=world.on_main(lambda: _limit_bytes(config, world)),
+        groups=num_buckets(parameters) if mode == "ddp" else len(separable_blocks(module)) + 1,
     )
     is_open = config.sync.name == "auto"
-    found = Spread(mode=mode, replicas=replicas, sync=policy, bulk=bulk, is_open=is_open)
-    return found.weighed(world.size, Work(micro_batches=1))
+    found = ParallelSetup(mode=mode, replicas=replicas, sync=policy, bulk=bulk, is_open=is_open)
+    return found.weighed(Work(micro_batches=1))
 
 
 def planned_device(config: RunConfig, world: World) -> torch.device:
@@ -260,7 +231,7 @@ def parallel_mode(config: RunConfig, world: World) -> str:
     return "ddp" if config.parallel.mode == "auto" else config.parallel.mode
 
 
-def dealt(cut: Cut, config: RunConfig) -> Cut:
+def layout_invariant_cut(cut: Cut, config: RunConfig) -> Cut:
     """Take the cut whose micro-batches stay the same for every number of ranks, where asked for.
 
     Raises:
@@ -276,52 +247,31 @@ def dealt(cut: Cut, config: RunConfig) -> Cut:
     return Leaves(micro=cut.micro)
 
 
-def _replicas(config: RunConfig, world: World, mode: str) -> int:
-    """Resolve `parallel.replicate` and `parallel.shard`: by default a machine holds one copy.
-
-    Raises:
-        ConfigError: they do not give the number of ranks.
-    """
-    if mode != "hsdp":
-        return world.size if mode == "ddp" else 1
-    asked = config.parallel
-    return copies_of(world.size, world.local_size, asked.shard, asked.replicate)
-
-
 def _limit_bytes(config: RunConfig, world: World) -> int:
     """Find the memory of one rank; that of a machine which is not here is what was typed.
 
     A run weighs what was typed as its plan does, but cannot have more than there is.
     """
     device, asked = planned_device(config, world), config.accum.params.get("memory")
-    typed = None if asked is None else memory_limit(device, asked=asked).bytes
-    if device.type != world.device.type:
-        return sys.maxsize if typed is None else typed
-    if typed is not None and config.command == "plan":
+    typed = sys.maxsize if asked is None else memory_limit(device, asked=asked).bytes
+    is_here = device.type == world.device.type
+    if not is_here or (asked is not None and config.command == "plan"):
         return typed
-    there = memory_limit(device, local_ranks=world.local_size).bytes
-    return there if typed is None else min(typed, there)
+    return min(typed, memory_limit(device, local_ranks=world.local_size).bytes)
 
 
-def _groups(module: nn.Module, mode: str) -> int:
-    """Count the collectives that move all parameters or gradients once."""
-    if mode != "ddp":
-        return len(separable_blocks(module)) + 1
-    return num_buckets([p for p in module.parameters() if p.requires_grad])
-
-
-def _why(best: Traffic, rows: Sequence[Traffic], limit_bytes: int) -> str:
+def _why(best: Traffic, rows: Sequence[Traffic], summary: str, limit_bytes: int) -> str:
     """Say in one line which policy `sync=auto` takes, and what speaks for it."""
     others = [row for row in rows if row is not best]
-    said = [f"sync=auto takes {best.policy}: {IN_WORDS[best.policy]}, {_costs(best)}"]
-    said += [f"{row.policy} would be {_costs(row)}" for row in others if row.fits]
+    parts = [f"sync=auto takes {best.policy}: {summary}, {_costs(best)}"]
+    parts += [f"{row.policy} would be {_costs(row)}" for row in others if row.fits]
     room = f"{traffic.MOST_OF_MEMORY:.0%} of {size(limit_bytes)}, for activations need the rest"
-    said += [
+    parts += [
         f"{row.policy} would hold {size(row.held)}, and may hold {room}"
         for row in others
         if not row.fits
     ]
-    return "; ".join(said)
+    return "; ".join(parts)
 
 
 def _costs(row: Traffic) -> str:

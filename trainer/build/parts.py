@@ -14,7 +14,14 @@ from torch import nn
 from trainer.accumulate.base import GradientStrategy, seed_draws
 from trainer.build.consistency import check_data, check_model
 from trainer.build.instantiate import Built, arguments_of, check_names, construct, look_up, takes
-from trainer.build.parallel import Spread, dealt, is_sharded, is_undecided, planned_device, spread
+from trainer.build.parallel import (
+    ParallelSetup,
+    is_sharded,
+    is_undecided,
+    layout_invariant_cut,
+    parallel_setup,
+    planned_device,
+)
 from trainer.config.durations import cadence_steps
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError, DataError
@@ -80,7 +87,7 @@ class Parts:
     spec: OptimizerSpec
     schedule: Schedule
     strategy: GradientStrategy
-    spread: Spread
+    parallel: ParallelSetup
     cut: Cut
     layout: Layout
     total_steps: int
@@ -107,7 +114,7 @@ class Parts:
             is_fresh: whether a model on the meta device gets the weights it begins with; if not,
                 they are to be loaded.
         """
-        model = self.spread.lay_out(
+        model = self.parallel.lay_out(
             self.module,
             self.call,
             self.world,
@@ -122,7 +129,8 @@ class Parts:
             objective=self.objective,
             terms=tuple(sorted(weights_of(self.objective, self.example))),
             strategy=self.strategy,
-            sync=self.spread.sync,
+            sync=self.parallel.sync,
+            retry_with=self.parallel.retry_with,
             normalizer=self.config.batch.normalizer,
             optimizer=optimizer,
             lr=self.spec.lr * self.lr_scale,
@@ -150,7 +158,7 @@ def assemble(config: RunConfig, world: World) -> Parts:
     limits = _limits(module, objective)
     loader = _loader(config, train_set, world, limits)
     layout, example = _layout(config, world, train_set, loader, objective, module)
-    spreading = spread(config, world, module, build("sync", SyncPolicy))
+    setup = parallel_setup(config, world, module, build("sync", SyncPolicy))
     parts = Parts(
         config=config,
         world=world,
@@ -166,9 +174,9 @@ def assemble(config: RunConfig, world: World) -> Parts:
         spec=_optimizer(config),
         schedule=build("scheduler", Schedule),
         strategy=_strategy(config, objective),
-        spread=spreading,
-        cut=dealt(build("accum", Cut), config),
-        layout=replace(layout, lockstep=spreading.sync.lockstep and world.size > 1),
+        parallel=setup,
+        cut=layout_invariant_cut(build("accum", Cut), config),
+        layout=replace(layout, lockstep=setup.sync.lockstep and world.size > 1),
         total_steps=config.steps or order.num_steps(config.total_epochs or 1),
         example=example,
     )

@@ -13,7 +13,7 @@ from typing import Any, final
 import numpy as np
 import torch
 
-from trainer.build.parallel import imagined, is_sharded, planned_device
+from trainer.build.parallel import is_sharded, planned_device
 from trainer.build.parts import Parts, bind_run
 from trainer.build.trial_run import rehearse_own
 from trainer.config.messages import clip
@@ -95,7 +95,7 @@ def interruptible(was_asked: Callable[[], bool]) -> Clock:
     return clock
 
 
-def prepare_alike(
+def prepare_on_main(
     parts: Parts, saved: Mapping[str, Any] | None = None, clock: Clock = time.perf_counter
 ) -> Prepared:
     """Find the cut of a run on the main rank, and give every rank the same. Collective.
@@ -224,8 +224,8 @@ def workload(parts: Parts) -> Workload:
         make_fields=_tiled(parts),
         device=parts.world.device,
         weights=parts.weights,
-        sync=parts.spread.sync,
-        imagined=partial(imagined, parts.spread, parts.world.size, call_of)
+        sync=parts.parallel.sync,
+        fake_ranks=partial(parts.parallel.fake_ranks, parts.world.size, call_of)
         if is_sharded(parts.config, parts.world)
         else None,
     )
@@ -275,9 +275,9 @@ def situation(parts: Parts, work: Workload) -> dict[str, Any]:
     model = parts.config.model
     facts["own lengths"] = repr(getattr(work.make_fields, "dims", None))
     facts["component"] = [model.target, repr(sorted(model.params.items()))]
-    if work.imagined is None:
+    if work.fake_ranks is None:
         return facts
-    return {**facts, "shards": [parts.world.size, parts.spread.replicas, work.sync.lockstep]}
+    return {**facts, "shards": [parts.world.size, parts.parallel.replicas, work.sync.lockstep]}
 
 
 def describe_cut(prepared: Prepared, cut: Cut) -> dict[str, Any]:

@@ -36,8 +36,8 @@ def summarize(prepared: Prepared) -> PlanSummary:
         padding=plan.padding,
         predicted_peak_bytes=prepared.predicted and prepared.predicted.peak_bytes,
         memory_limit_bytes=prepared.limit_bytes,
-        sync=parts.spread.sync.name,
-        parallel=parts.spread.mode,
+        sync=parts.parallel.sync.name,
+        parallel=parts.parallel.mode,
         steps=parts.total_steps,
         steps_per_epoch=order.steps_per_epoch,
         normalizer=config.batch.normalizer,
@@ -75,10 +75,10 @@ def summarize(prepared: Prepared) -> PlanSummary:
         },
         defaults=tuple(_defaults(config)),
         warnings=(*advice(prepared), *_more_memory(prepared)),
-        parallel_why=parts.spread.why_mode,
-        sync_why=parts.spread.why,
-        sync_table=parts.spread.rows,
-        network=parts.spread.network,
+        parallel_why=parts.parallel.why_mode,
+        sync_why=parts.parallel.why,
+        sync_table=parts.parallel.rows,
+        network=parts.parallel.network,
     )
 
 

@@ -89,12 +89,12 @@ def _facts(prepared: Prepared, breakdown: Breakdown, efforts: tuple[Effort, ...]
     cost = prepared.tuning.cost if prepared.tuning is not None else parts.layout.cost
     layout = replace(parts.layout, cost=cost)
     return Facts(
-        breakdown=replace(breakdown, overlap=overlap(parts.spread.sync, parts.world.device.type)),
+        breakdown=replace(breakdown, overlap=overlap(parts.parallel.sync, parts.world.device.type)),
         efforts=efforts,
         cost=cost,
         imbalance=fmean(1.0 - 1.0 / describe(plan, layout).imbalance for plan in plans),
         num_workers=parts.num_workers,
-        spread=parts.spread,
+        parallel=parts.parallel,
         fixed_share=_fixed_share(prepared, breakdown, efforts[0]),
         cut=parts.config.accum.name or "",
         is_tight=prepared.predicted is None

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import final
 
-from trainer.build.parallel import Spread
+from trainer.build.parallel import ParallelSetup
 from trainer.core.format import duration, percent, size, slower
 from trainer.parallel.sync import SyncPolicy
 from trainer.plan.cut import Cost
@@ -49,7 +49,7 @@ class Facts:
         cost: the time model of the cut.
         imbalance: share of the busiest rank's computing that the others wait, by the plan alone.
         num_workers: loading processes per rank.
-        spread: with the table of sync policies and the network as measured.
+        parallel: with the table of sync policies and the network as measured.
         fixed_share: of computing, what does not depend on the size of micro-batches; None where
             it is not known.
         cut: the option of `accum`.
@@ -62,7 +62,7 @@ class Facts:
     cost: Cost
     imbalance: float
     num_workers: int
-    spread: Spread
+    parallel: ParallelSetup
     fixed_share: float | None
     cut: str
     is_tight: bool = True
@@ -141,7 +141,7 @@ def _waiting(facts: Facts) -> Iterator[tuple[float, str]]:
     if by_plan > waited / 2:
         remedy = (
             "sync=deferred lets ranks take different numbers of micro-batches"
-            if facts.spread.sync.lockstep
+            if facts.parallel.sync.lockstep
             else "accum=auto deals samples out by what they cost"
             if facts.cut != "auto"
             else "a larger batch.global leaves more to deal out"
@@ -186,14 +186,14 @@ def _sync(facts: Facts) -> Iterator[tuple[float, str]]:
     Yields:
         Seconds of a step, and a line.
     """
-    rows = {row.policy: row for row in facts.spread.rows}
-    row = rows.get(facts.spread.sync.name)  # type: ignore[call-overload] # or one of the user's own
+    rows = {row.policy: row for row in facts.parallel.rows}
+    row = rows.get(facts.parallel.sync.name)
     seconds = facts.breakdown.parts["sync"]
     if row is None:
         yield seconds, f"sync: {facts.said(seconds)} is spent on reductions"
         return
     inside = ""
-    if facts.device_type != "cpu" and facts.spread.sync.lockstep and row.exposed:
+    if facts.device_type != "cpu" and facts.parallel.sync.lockstep and row.exposed:
         seconds, inside = row.exposed, " by prediction, inside of compute"
     hidden = facts.breakdown.hidden
     share = "" if hidden is None else f", {percent(hidden)} of its time hidden"
@@ -210,7 +210,7 @@ def _remedy(facts: Facts, row: Traffic, deferred: Traffic | None, seconds: float
             f"the network measured at the start would carry that in {duration(row.seconds)}: it "
             "is shared, or the cores that serve it are busy"
         )
-    if facts.spread.mode == "fsdp" and facts.spread.sync.lockstep:
+    if facts.parallel.mode == "fsdp" and facts.parallel.sync.lockstep:
         return "larger micro-batches gather parameters less often: raise accum.max_tokens"
     return "the network is what it is: a larger batch.global needs it less often"
 

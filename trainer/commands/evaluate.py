@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from trainer.build.parts import assemble, check_alike
-from trainer.build.prepare import held_out, prepare_alike
+from trainer.build.prepare import held_out, prepare_on_main
 from trainer.checkpoint.store import CheckpointStore, Loaded
 from trainer.checkpoint.weights import CHECKPOINTS, take_weights
 from trainer.config.run_config import RunConfig
@@ -37,7 +37,7 @@ def evaluate_run(config: RunConfig, folder: Path, world: World, stop: Callable[[
     parts = assemble(config, world)
     check_alike(parts, begins=False)
     take_weights(parts.module, loaded)
-    prepared = prepare_alike(parts)
+    prepared = prepare_on_main(parts)
     data = held_out(prepared)
     if data is None:
         raise DataError("data.holdout: nothing is held out to evaluate on")

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from trainer.build.choose_parallel import settle_parallel
-from trainer.build.choose_sync import settle_sync
+from trainer.build.choose_parallel import choose_parallel
+from trainer.build.choose_sync import choose_sync
 from trainer.build.parts import assemble
 from trainer.build.prepare import prepare
 from trainer.build.summary import summarize
@@ -28,8 +28,8 @@ def plan_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], b
         world: all ranks.
         stop: not asked; it takes seconds.
     """
-    prepared = prepare(settle_parallel(assemble(config, world)))
-    plan = summarize(settle_sync(prepared, None, None, time.perf_counter))
+    prepared = prepare(choose_parallel(assemble(config, world)))
+    plan = summarize(choose_sync(prepared, None, None, time.perf_counter))
     write_record(folder / PLAN_FILE, plan.to_json())
     screen = Screen(folder)
     screen.show(plan_block(plan, folder / PLAN_FILE))

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from trainer.build.checkpoint_fields import check_reach, kept
-from trainer.build.choose_parallel import settle_parallel
-from trainer.build.choose_sync import settle_sync
+from trainer.build.choose_parallel import choose_parallel
+from trainer.build.choose_sync import choose_sync
 from trainer.build.instantiate import construct
 from trainer.build.parts import Parts, assemble, check_alike
 from trainer.build.prepare import (
@@ -23,7 +23,7 @@ from trainer.build.prepare import (
     describe_cut,
     held_out,
     interruptible,
-    prepare_alike,
+    prepare_on_main,
 )
 from trainer.build.resume import (
     ALLOWED_FILE,
@@ -145,10 +145,10 @@ def _record_begin(
 def _settled(parts: Parts, extra: Mapping[str, Any], clock: Clock) -> Prepared:
     """Find the cut, measure the network, and take the sync policy they speak for. Collective."""
     saved = extra.get("cut")
-    prepared = prepare_alike(parts, saved, clock)
-    found = prepared.parts.spread
+    prepared = prepare_on_main(parts, saved, clock)
+    found = prepared.parts.parallel
     network = network_of(parts.world, extra.get("network"), found.shard_of_copies(parts.world.size))
-    return settle_sync(prepared, network, saved, clock)
+    return choose_sync(prepared, network, saved, clock)
 
 
 @contextmanager
@@ -194,7 +194,7 @@ def _assembled(config: RunConfig, world: World, *, begins: bool) -> Parts:
     with suppress(Preempted):
         parts.append(assemble(config, world))
     _poll(world, not parts)
-    settled_parts = settle_parallel(parts[0])
+    settled_parts = choose_parallel(parts[0])
     check_alike(settled_parts, begins=begins)
     return settled_parts
 
@@ -304,7 +304,7 @@ def _run(
             "config_hash": config_hash(terms["contract"]),
             "environment": environment(),
             "total_steps": kit.total_steps,
-            "network": parts.spread.network and asdict(parts.spread.network),
+            "network": parts.parallel.network and asdict(parts.parallel.network),
             # Kept while W&B is off, for a resumption that turns it on again.
             "wandb": reporter.wandb_id or extra.get("wandb"),
         },
@@ -355,7 +355,7 @@ def _is_thrashing(world: World) -> Callable[[], bool]:
 
 def _tell_choices(run: Run, parts: Parts, extra: Mapping[str, Any]) -> None:
     """Tell what was decided on the way here."""
-    for line in (*parts.notes, parts.spread.why_mode, parts.spread.why):
+    for line in (*parts.notes, parts.parallel.why_mode, parts.parallel.why):
         if line is not None:
             run.reporter.line(line)
     _say_how_it_grew(run, extra)

@@ -1,4 +1,4 @@
-"""The mechanism behind a parallel mode: where parameters and gradients live, and how they meet.
+"""Lay a model out over ranks: where parameters and gradients live, and how they are reduced.
 
 A sync policy decides *when* gradients are reduced; this room knows *how*, and undoes every
 division that a reducer would make, so that the normalizer stays the weight of the global batch.
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from trainer.core.micro_batch import Fields
-from trainer.core.out_of_memory import fatal
 from trainer.core.world import World
 
 BUCKET_BYTES = 8 * 2**20
@@ -34,16 +33,12 @@ class Parallel(ABC):
         call: runs the model on the fields of a micro-batch.
         parameters: those that are trained, in an order that is the same on every rank.
         world: all ranks.
-        num_reduced: micro-batches of this step that have reduced their own gradient.
-        needs_rehearsal: whether `stand_in` has yet to see a few micro-batches.
     """
 
     module: nn.Module
     call: Callable[[Fields], Any]
     parameters: Sequence[nn.Parameter]
     world: World
-    num_reduced: int = 0
-    needs_rehearsal: bool = False
 
     @abstractmethod
     def gather(self) -> None:
@@ -63,7 +58,7 @@ class Parallel(ABC):
 
     @abstractmethod
     def reduce(self, used: Sequence[bool]) -> None:
-        """Sum the gradients over all ranks, and end the window. Collective.
+        """Sum the gradients over all ranks, and end the step's window. Collective.
 
         Args:
             used: which parameters have a gradient on any rank; that of the others stays None.
@@ -83,30 +78,17 @@ class Parallel(ABC):
 
     @abstractmethod
     def begin_lockstep(self) -> None:
-        """Begin a step without a window, in which every micro-batch is collective. Collective."""
+        """Begin a step in which every micro-batch is collective, instead of `gather`. Collective.
+
+        `reduce` ends it too, and sends nothing more.
+        """
 
     @abstractmethod
-    def reducing(self, *, across: bool, is_last: bool) -> AbstractContextManager[None]:
+    def reducing(self, *, across: bool) -> AbstractContextManager[None]:
         """Wrap a forward and backward that reduces its own gradient. Collective.
 
         Args:
             across: whether over all ranks, or only within the groups that share one copy.
-            is_last: whether it is the step's last.
-        """
-
-    @abstractmethod
-    def stand_in(self) -> None:
-        """Within `reducing`, go on with its collectives where a failure left them. Collective.
-
-        No forward and backward run; what the other ranks receive is to be dropped.
-        """
-
-    @abstractmethod
-    def end_lockstep(self, used: Sequence[bool]) -> None:
-        """End a step without a window.
-
-        Args:
-            used: which parameters have a gradient on any rank; that of the others becomes None.
         """
 
 
@@ -136,10 +118,12 @@ class Replicated(Parallel):
         self.parameters = parameters
         self.world = world
         self._staging: dict[tuple[torch.dtype, int], Tensor] = {}
+        self._in_lockstep = False
         self._live: set[int] = set()
 
     def gather(self) -> None:
         """Set memory aside for the reduction, so that it cannot run out once ranks have agreed."""
+        self._in_lockstep = False
         if self.world.size == 1:
             return
         for bucket in _buckets(self.parameters):
@@ -167,16 +151,20 @@ class Replicated(Parallel):
         """See the base class."""
         if self.world.size == 1:
             return
-        self.make_room()
-        live = [p for p, flag in zip(self.parameters, used, strict=True) if flag]
+        if not self._in_lockstep:
+            self.make_room()
+            self._sum([p for p, flag in zip(self.parameters, used, strict=True) if flag])
+        self._live.clear()
+        drop_unused(self.parameters, used)
+
+    def _sum(self, parameters: Sequence[nn.Parameter]) -> None:
         flying: deque[Callable[[], None]] = deque()
-        for index, bucket in enumerate(_buckets(live)):
+        for index, bucket in enumerate(_buckets(parameters)):
             if len(flying) == IN_FLIGHT:
                 flying.popleft()()
             flying.append(self._send(bucket, index % IN_FLIGHT))
         for land in flying:
             land()
-        self._forget_unused(used)
 
     def _send(self, bucket: Sequence[nn.Parameter], slot: int) -> Callable[[], None]:
         """Begin to sum the gradients of a bucket; what is returned waits and puts them back."""
@@ -198,11 +186,11 @@ class Replicated(Parallel):
     def begin_lockstep(self) -> None:
         """See the base class."""
         self._live.clear()
-        self.num_reduced = 0
         self.gather()
+        self._in_lockstep = True
 
     @contextmanager
-    def reducing(self, *, across: bool, is_last: bool) -> Iterator[None]:
+    def reducing(self, *, across: bool) -> Iterator[None]:
         """See the base class; what is reduced already waits aside, a second gradient in memory."""
         reduced = [p.grad for p in self.parameters]
         for parameter in self.parameters:
@@ -211,23 +199,12 @@ class Replicated(Parallel):
         self._live |= {i for i, p in enumerate(self.parameters) if p.grad is not None}
         self.make_room()
         computing = self.world.times.enter("reduce")
-        with fatal(
-            "in the reduction of a micro-batch, which cannot be repeated: lower accum.micro"
-        ):
-            self.reduce([True] * len(self.parameters))
+        if self.world.size > 1:
+            self._sum(self.parameters)
         self.world.times.enter(computing)
         for parameter, before in zip(self.parameters, reduced, strict=True):
             if before is not None and parameter.grad is not None:
                 parameter.grad += before
-        self.num_reduced += 1
-
-    def stand_in(self) -> None:
-        """Do nothing: all collectives of a micro-batch come after its backward, of zeros here."""
-
-    def end_lockstep(self, used: Sequence[bool]) -> None:
-        """See the base class."""
-        self._forget_unused(used)
-        self._live.clear()
 
     def gradient_norm(self) -> Tensor:
         """See the base class; in fp32 at least."""
@@ -246,23 +223,24 @@ class Replicated(Parallel):
         for parameter in self.parameters:
             parameter.grad = None
 
-    def _forget_unused(self, used: Sequence[bool]) -> None:
-        """Drop the zeros of what no rank used."""
-        for parameter, flag in zip(self.parameters, used, strict=True):
-            if not flag:
-                parameter.grad = None
-
     def _gradients(self) -> list[Tensor]:
         return [p.grad for p in self.parameters if p.grad is not None]
 
     def _stage(self, bucket: Sequence[nn.Parameter], slot: int) -> Tensor:
         """Give memory for the gradients of a bucket; buckets of a dtype share that of a slot."""
         size, dtype = sum(p.numel() for p in bucket), bucket[0].dtype
-        held = self._staging.get((dtype, slot))
-        if held is None or held.numel() < size:
-            held = torch.empty(size, dtype=dtype, device=self.world.device)
-            self._staging[dtype, slot] = held
-        return held[:size]
+        memory = self._staging.get((dtype, slot))
+        if memory is None or memory.numel() < size:
+            memory = torch.empty(size, dtype=dtype, device=self.world.device)
+            self._staging[dtype, slot] = memory
+        return memory[:size]
+
+
+def drop_unused(parameters: Sequence[nn.Parameter], used: Sequence[bool]) -> None:
+    """Drop the zeros that were reduced for parameters that no rank used."""
+    for parameter, flag in zip(parameters, used, strict=True):
+        if not flag:
+            parameter.grad = None
 
 
 def total_norm(grads: Sequence[Tensor]) -> Tensor:
@@ -272,9 +250,9 @@ def total_norm(grads: Sequence[Tensor]) -> Tensor:
     """
     norms: list[Tensor] = []
     for dtype in dict.fromkeys(grad.dtype for grad in grads):
-        held = [grad for grad in grads if grad.dtype == dtype]
+        same = [grad for grad in grads if grad.dtype == dtype]
         wide = torch.promote_types(dtype, torch.float32)
-        norms += torch._foreach_norm(held, 2.0, dtype=wide)
+        norms += torch._foreach_norm(same, 2.0, dtype=wide)
     norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return norm
 

@@ -14,7 +14,7 @@ of traffic per parameter (fp64: 25).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, final
 
 import torch
@@ -169,12 +169,8 @@ class Ordered(Parallel):
         self.gather()
 
     @contextmanager
-    def folding(self) -> Iterator[None]:
-        """Wrap a forward and backward whose gradient becomes part of the integer sums.
-
-        Yields:
-            Nothing.
-        """
+    def reducing(self, *, across: bool) -> Iterator[None]:
+        """See the base class: the gradient joins this rank's integers; `reduce` sends them."""
         yield
         for index, parameter in enumerate(self.parameters):
             if parameter.grad is None:
@@ -185,14 +181,3 @@ class Ordered(Parallel):
             self._sums[index].add(torch.where(is_finite, values, 0.0))
             self._live.add(index)
             parameter.grad = None
-
-    def reducing(self, *, across: bool, is_last: bool) -> AbstractContextManager[None]:
-        """See the base class; the integers meet at the end of the step all the same."""
-        return self.folding()
-
-    def stand_in(self) -> None:
-        """Do nothing: no micro-batch holds a collective."""
-
-    def end_lockstep(self, used: Sequence[bool]) -> None:
-        """See the base class."""
-        self.reduce(used)

@@ -1,11 +1,9 @@
-"""FSDP2: every rank holds a shard of each parameter, of its gradient and of its moments.
+"""Shard a model by FSDP2: every rank holds a part of each parameter, gradient and moment.
 
 The default form is a window: parameters are gathered once, no collective runs while micro-batches
-compute, and one reduce-scatter per block ends it. Within the window a rank holds all parameters
+compute, and one reduce-scatter per block ends it. FSDP2 itself can only reduce within a backward,
+before ranks could agree, so the window's end is ours. Within the window a rank holds all parameters
 and, in fp32, all gradients; shards alone remain between windows.
-
-PyTorch offers the window's end (a backward's last callback) and the clearing of unsharded gradients
-by private names only; `tests/ranks/test_ranks.py` holds them to what is relied on here.
 """
 
 from __future__ import annotations
@@ -13,11 +11,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import is_dataclass
 from functools import partial
+from math import prod
 from typing import Any, final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -26,9 +25,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import Fields
 from trainer.core.world import World
-from trainer.parallel.base import Parallel, total_norm
-from trainer.parallel.collectives import Collectives
-from trainer.parallel.timing import time_collectives
+from trainer.parallel.base import Parallel, drop_unused, total_norm
+from trainer.parallel.block_order import BlockOrder
+from trainer.parallel.timing import reduce_scatter, time_collectives
 
 
 @final
@@ -78,55 +77,52 @@ class Sharded(Parallel):
         for block in blocks:
             fully_shard(block, mesh=mesh)
         fully_shard(module, mesh=mesh)
-        self._groups = [part for part in module.modules() if isinstance(part, FSDPModule)]
-        for held in self._parts_of_groups():
-            _check_types(module, [part.sharded_param for part in held])
         _give_memory(module, world.device, draw)
-        for group in self._groups:
+        self._shards = dict(module.named_parameters())
+        self._whole: dict[str, nn.Parameter] = {}
+        self._groups = _groups_of(module, self._shards)
+        for unit in self._groups:
             # fp32 would else average, and gloo cannot; neither setter descends to children.
-            group.set_gradient_divide_factor(1.0)
-            group.set_force_sum_reduction_for_comms(True)
-            group.set_reduce_scatter_unused_params(True)
-            state: Any = group._get_fsdp_state()
-            state._register_pre_backward_hook = partial(
-                _register_inside, state._register_pre_backward_hook
-            )
-        self.parameters = [p for p in module.parameters() if p.requires_grad]
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)
+            unit.set_reduce_scatter_unused_params(True)
+        self.parameters = [p for p in self._shards.values() if p.requires_grad]
         self._live: set[int] = set()
-        self._between_copies = mesh.get_group(0) if replicas > 1 else None
-        self._collectives: Collectives | None = None
-        self._is_across = True
-        self._time_collectives()
-
-    def _time_collectives(self) -> None:
-        """Tell them from computing, where the host waits for them."""
-        if self.world.device.type == "cpu":
-            time_collectives(self._groups, self.world.times, self._meets_copies)
-
-    def _meets_copies(self) -> bool:
-        return self._between_copies is not None and self._is_across
+        self._sharing = mesh.get_group(mesh.ndim - 1)
+        self._copies = mesh.get_group(0) if replicas > 1 else None
+        self._in_lockstep = self._is_across = False
+        self._order: BlockOrder | None = None
 
     @property
     def num_groups(self) -> int:
         """Units that are gathered and reduced each on its own."""
         return len(self._groups)
 
+    @property
+    def _root(self) -> FSDPModule:
+        root = self.module
+        assert isinstance(root, FSDPModule)
+        return root
+
     def gather(self) -> None:
         """See the base class: one all-gather per block."""
+        self._in_lockstep = False
         root = self._root
         root.set_reshard_after_forward(False)
         root.set_reshard_after_backward(False)
         root.set_requires_gradient_sync(False)
-        root.set_is_last_backward(False)
-        # A rank without micro-batches runs no forward, which would prepare this.
+        # A rank without micro-batches runs no forward, which would prepare `reset_iter_state`;
+        # FSDP2 has no public call for it.
         root._get_fsdp_state()._lazy_init()
-        for group in self._groups:
-            group.unshard()
+        for unit in self._groups:
+            unit.unshard()
+        # FSDP2 makes them in the first gather, and goes on with the same objects.
+        self._whole = self._whole or dict(self.module.named_parameters())
 
     def release(self) -> None:
         """See the base class; a forward that failed half-way may have left a group in it."""
-        for group in self._groups:
-            group.reshard()
+        for unit in self._groups:
+            unit.reshard()
         self._root.reset_iter_state()
 
     def used(self) -> Sequence[bool]:
@@ -135,61 +131,93 @@ class Sharded(Parallel):
         Raises:
             ConfigError: the model wrote into a parameter that is gathered, which would be lost.
         """
-        self._refuse_written()
-        live = self._live | {
-            index
-            for index, part in self._numbered_parts()
-            if part.unsharded_accumulated_grad is not None or _unsharded_grad(part) is not None
-        }
-        return [index in live for index in range(len(self.parameters))]
+        for name, parameter in self._whole.items():
+            if parameter._version:  # PyTorch keeps its own writes out of this count
+                raise ConfigError(
+                    f"model: forward writes into {name}, a parameter that is in shards, so that "
+                    "the next gather overwrites it: make it a buffer, or use parallel=ddp"
+                )
+        whole = [self._whole[name] for name, p in self._shards.items() if p.requires_grad]
+        return [p.grad is not None or index in self._live for index, p in enumerate(whole)]
 
     def make_room(self) -> None:
         """See the base class: the buffer of the largest block, and all shards of the gradient.
 
-        FSDP2 allocates them itself, so as much is taken here at once and given back, to an
-        allocator that keeps it. In lockstep nothing is left to reduce.
+        As much is taken here at once and given back, to an allocator that keeps it. In lockstep
+        nothing is left to reduce.
         """
-        if self._collectives is not None:
+        if self._in_lockstep:
             return
         shards = [
-            sum(p.padded_sharded_param_size.numel() * p.sharded_param.itemsize for p in held)
-            for held in self._parts_of_groups()
+            sum(self._size(name) * self._shards[name].itemsize for name in names)
+            for names in self._groups.values()
         ]
-        copies = 1 if self._between_copies is None else self._between_copies.size()
-        sizes = (max(shards) * self.world.size // copies, sum(shards))
+        sizes = (max(shards) * self._sharing.size(), sum(shards))
         room = [torch.empty(n, dtype=torch.uint8, device=self.world.device) for n in sizes]
         del room
 
     def reduce(self, used: Sequence[bool]) -> None:
-        """See the base class: one reduce-scatter per block, and one all-reduce over replicas."""
-        root = self._root
-        root.set_requires_gradient_sync(True)
-        root.set_reshard_after_backward(True)
-        root.set_is_last_backward(True)
-        root._get_fsdp_state()._root_post_backward_final_callback()
-        self._forget_unused(used)
+        """See the base class: one reduce-scatter per block, and one all-reduce over copies."""
+        if not self._in_lockstep:
+            for unit, names in self._groups.items():
+                if names:
+                    self._reduce_group(names)
+                unit.reshard()
+            self._root.reset_iter_state()
+        self._live.clear()
+        drop_unused(self.parameters, used)
+
+    def _reduce_group(self, names: Sequence[str]) -> None:
+        """Sum the whole gradients of a group, and leave each rank its shard of them."""
+        size, first = self._sharing.size(), self._shards[names[0]]
+        pieces = [self._size(name) for name in names]
+        flat = torch.zeros((size, sum(pieces)), dtype=first.dtype, device=self.world.device)
+        for name, place in zip(names, torch.split(flat, pieces, 1), strict=True):
+            whole = self._whole[name]
+            if whole.grad is not None:
+                _chunk(whole.grad, torch.unflatten(place, 1, self._shape(name)))
+                whole.grad = None
+        total = torch.empty_like(flat[0])
+        reduce_scatter(total, flat.view(-1), group=self._sharing)
+        if self._copies is not None:
+            dist.all_reduce(total, group=self._copies)
+        for name, piece in zip(names, torch.split(total, pieces), strict=True):
+            shard: Any = self._shards[name]
+            mine = piece.view(self._shape(name))[: shard.to_local().shape[0]]
+            shard.grad = DTensor.from_local(
+                mine,
+                shard.device_mesh,
+                shard.placements,
+                run_check=False,
+                shape=shard.shape,
+                stride=shard.stride(),
+            )
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        """Give the shape of a parameter's shard, padded: its first dimension is divided."""
+        rows, *others = self._shards[name].shape
+        return -(-rows // self._sharing.size()), *others
+
+    def _size(self, name: str) -> int:
+        return prod(self._shape(name))
 
     def begin_lockstep(self) -> None:
-        """See the base class."""
+        """See the base class: each block gathers and reduces for itself, where it is used."""
+        if self._order is None:
+            # Reduced gradients do not tell who used a parameter, so each tells it in backward.
+            self.gather()
+            trained = (self._whole[name] for name, p in self._shards.items() if p.requires_grad)
+            for index, parameter in enumerate(trained):
+                parameter.register_post_accumulate_grad_hook(partial(self._mark, index))  # type: ignore[no-untyped-call] # untyped in torch
+            self.release()
+            self._order = BlockOrder(self.module, self.world)
+            if self.world.device.type == "cpu":
+                time_collectives([*self._groups], self.world.times, self._meets_copies)
         self._live.clear()
-        self.num_reduced = 0
-        if self._collectives is not None:
-            self._collectives.forget()
-            return
-        # Reduced gradients do not tell who used a parameter, so each tells it in backward.
-        self.gather()
-        for index, part in self._numbered_parts():
-            hook = partial(self._mark, index)
-            part._unsharded_param.register_post_accumulate_grad_hook(hook)
-        self.release()
-        names = {part: name for name, part in self.module.named_modules()}
-        groups = {names[group]: group for group in self._groups}
-        self._collectives = Collectives(groups, self._between_copies, self.world)
-        self._time_collectives()
-        self.needs_rehearsal = True
+        self._in_lockstep = True
 
     @contextmanager
-    def reducing(self, *, across: bool, is_last: bool) -> Iterator[None]:
+    def reducing(self, *, across: bool) -> Iterator[None]:
         """See the base class: a block's parameters leave as soon as it has used them."""
         root = self._root
         root.set_reshard_after_forward(True)
@@ -199,30 +227,16 @@ class Sharded(Parallel):
         root.set_requires_gradient_sync(True)
         # Overwritten by the line above, so it comes after.
         root.set_requires_all_reduce(across)
-        root.set_is_last_backward(is_last)
         self._is_across = across
-        self._forget_order()
-        assert self._collectives is not None
-        with self._collectives.micro_batch():
+        assert self._order is not None
+        with self._order.micro_batch():
             yield
-        self.num_reduced += 1
 
-    def _forget_order(self) -> None:
-        """Forget what earlier micro-batches used, which backward would else gather ahead again."""
-        self._root._get_fsdp_state()._comm_ctx.post_forward_order.clear()
-        for group in self._groups:
-            for held in group._get_fsdp_state()._fsdp_param_groups:
-                held._post_forward_indices.clear()
+    def _meets_copies(self) -> bool:
+        return self._copies is not None and self._is_across
 
-    def stand_in(self) -> None:
-        """See the base class."""
-        assert self._collectives is not None
-        self._collectives.send_rest(across=self._is_across)
-
-    def end_lockstep(self, used: Sequence[bool]) -> None:
-        """See the base class."""
-        self._forget_unused(used)
-        self._live.clear()
+    def _mark(self, index: int, _: Tensor) -> None:
+        self._live.add(index)
 
     def gradient_norm(self) -> Tensor:
         """See the base class; in fp32 at least."""
@@ -242,92 +256,58 @@ class Sharded(Parallel):
         if grads:
             torch._foreach_mul_(grads, factor)
 
-    def _forget_unused(self, used: Sequence[bool]) -> None:
-        """Drop the zeros that every rank reduced for what none of them used."""
-        for parameter, flag in zip(self.parameters, used, strict=True):
-            if not flag:
-                parameter.grad = None
-
-    def _refuse_written(self) -> None:
-        for part in self._sharded_parts():
-            # PyTorch keeps its own writes out of this count.
-            if hasattr(part, "_unsharded_param") and part._unsharded_param._version:
-                where = part._module_info
-                name = next(n for n, owner in self.module.named_modules() if owner is where.module)
-                raise ConfigError(
-                    f"model: forward writes into {f'{name}.{where.param_name}'.lstrip('.')}, a "
-                    "parameter that is in shards, which would forget it: make it a buffer, or use "
-                    "parallel=ddp"
-                )
-
-    def _mark(self, index: int, _: Tensor) -> None:
-        self._live.add(index)
-
     def drop_gradients(self) -> None:
-        """See the base class. The order counts: any other adds the failed attempt to the next."""
+        """See the base class."""
         self._live.clear()
-        self._root.reset_iter_state()
-        for part in self._sharded_parts():
-            part.unsharded_accumulated_grad = None
-            if hasattr(part, "_unsharded_param"):
-                part._unsharded_param.grad = None
-        for parameter in self.parameters:
+        for parameter in (*self._whole.values(), *self.parameters):
             parameter.grad = None
-
-    @property
-    def _root(self) -> FSDPModule:
-        root = self.module
-        assert isinstance(root, FSDPModule)
-        return root
-
-    def _numbered_parts(self) -> Iterator[tuple[int, Any]]:
-        index_of = {id(parameter): index for index, parameter in enumerate(self.parameters)}
-        for part in self._sharded_parts():
-            if id(part.sharded_param) in index_of:
-                yield index_of[id(part.sharded_param)], part
-
-    def _sharded_parts(self) -> Iterator[Any]:
-        for parts in self._parts_of_groups():
-            yield from parts
-
-    def _parts_of_groups(self) -> Iterator[list[Any]]:
-        for group in self._groups:
-            for held in group._get_fsdp_state()._fsdp_param_groups:
-                yield held.fsdp_params
+        self._root.reset_iter_state()
 
 
-def _register_inside(register: Callable[[Any], Any], output: Any) -> Any:  # noqa: ANN401 - a model's
-    """Register FSDP2's hook before backward; of itself it finds tensors in containers alone.
-
-    Args:
-        register: registers it on the tensors in a container.
-        output: of a module.
-    """
-    if isinstance(output, Tensor | dict | list | tuple) or is_dataclass(output):
-        return register(output)
-    register([*getattr(output, "__dict__", {}).values()])
-    return output
-
-
-def _unsharded_grad(part: Any) -> Tensor | None:  # noqa: ANN401 - private to PyTorch
-    parameter: nn.Parameter | None = getattr(part, "_unsharded_param", None)
-    return None if parameter is None else parameter.grad
-
-
-def _check_types(module: nn.Module, held: Sequence[nn.Parameter]) -> None:
-    """Refuse a block that trains parameters of several types.
+def _groups_of(module: nn.Module, shards: dict[str, nn.Parameter]) -> dict[FSDPModule, list[str]]:
+    """List the parameters that each unit gathers together and that are trained, by name.
 
     Raises:
-        ConfigError: it does; FSDP2 would stop in the first step.
+        ConfigError: a unit trains parameters of several types, which FSDP2 would refuse in the
+            first step.
     """
-    first = {p.dtype: p for p in reversed(held) if p.requires_grad}
-    if len(first) > 1:
-        names = {id(p): name for name, p in module.named_parameters()}
-        said = ", ".join(f"{names[id(p)]} {dtype}" for dtype, p in first.items())
-        raise ConfigError(
-            f"parallel=fsdp: FSDP2 shards one type of parameters a block, and here are {said}: "
-            "give the model one type, or use parallel=ddp"
-        )
+    names = {id(p): name for name, p in shards.items()}
+    groups: dict[FSDPModule, list[str]] = {}
+    for unit in module.modules():
+        if not isinstance(unit, FSDPModule):
+            continue
+        mine = dict.fromkeys(names[id(p)] for p in _own(unit) if p.requires_grad)
+        types = {shards[name].dtype: name for name in reversed(mine)}
+        if len(types) > 1:
+            listed = ", ".join(f"{name} {dtype}" for dtype, name in types.items())
+            raise ConfigError(
+                f"parallel=fsdp: FSDP2 shards one type of parameters a block, and here are "
+                f"{listed}: give the model one type, or use parallel=ddp"
+            )
+        groups[unit] = [*mine]
+    return groups
+
+
+def _own(module: nn.Module) -> Iterator[nn.Parameter]:
+    """List what a unit gathers, in FSDP2's order: children first, other units left out.
+
+    Yields:
+        Parameters; one that is tied comes twice.
+    """
+    for child in module.children():
+        if not isinstance(child, FSDPModule):
+            yield from _own(child)
+    yield from module.parameters(recurse=False)
+
+
+def _chunk(whole: Tensor, chunks: Tensor) -> None:
+    """Copy a tensor into `(ranks, rows, ...)`, rank by rank; what is over stays zero."""
+    size, rows = chunks.shape[:2]
+    if len(whole) == size * rows:
+        chunks.copy_(torch.unflatten(whole, 0, (size, rows)))
+        return
+    for rank, part in enumerate(torch.split(whole, rows)):
+        chunks[rank, : len(part)].copy_(part)
 
 
 def _give_memory(

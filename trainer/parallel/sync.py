@@ -1,4 +1,4 @@
-"""Sync policies: which backward reduces gradients over the ranks, and when parameters gather.
+"""Say when gradients are reduced over the ranks: once a step, or in every micro-batch.
 
 The default form is a window: gather | compute | agree | reduce. No collective runs inside, so
 memory may run out, counts may differ between ranks, and a step can be replayed or skipped.
@@ -8,83 +8,111 @@ To add one, subclass `SyncPolicy` and name the class in a YAML file of the group
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import ABC
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import final
 
 from trainer.parallel.base import Parallel
+from trainer.plan.traffic import Moves
 
 
 class SyncPolicy(ABC):
-    """When gradients are reduced within one step."""
+    """When gradients are reduced within one step.
+
+    Attributes:
+        name: what it is called on the screen and in records.
+        summary: what it does, in a few words.
+        lockstep: whether every micro-batch contains a collective. Then all ranks need equal
+            counts, and one that runs out of memory ends the run, since the others wait for it.
+    """
 
     name: str
+    summary: str = "a class of your own"
     lockstep: bool = False
-    """Whether every micro-batch contains a collective, so that all ranks need equal counts."""
 
-    @abstractmethod
     def gather(self, model: Parallel) -> None:
-        """Open the window. Collective."""
+        """Begin a step. Collective."""
+        if self.lockstep:
+            model.begin_lockstep()
+        else:
+            model.gather()
 
-    @abstractmethod
     def micro_batch(self, model: Parallel, *, is_last: bool) -> AbstractContextManager[None]:
         """Wrap forward and backward of one micro-batch."""
+        model.world.note_micro_batch()
+        return nullcontext()
 
-    @abstractmethod
     def reduce(self, model: Parallel, used: Sequence[bool]) -> None:
-        """Close the window: leave the step's gradient, summed over ranks. Collective.
+        """End a step: leave its gradient, summed over ranks. Collective.
 
         Args:
             model: the model, laid out over ranks.
             used: which of its parameters have a gradient on any rank.
         """
+        model.reduce(used)
 
+    def moves(self, micro_batches: float) -> Moves | None:
+        """Tell how often a step sends what, for the table of policies; None leaves it out.
 
-@dataclass(frozen=True)
-class _Lockstep(SyncPolicy):
-    """Every micro-batch reduces its own gradient, so ranks take the same number of them.
-
-    A rank whose allocation fails goes on with the collectives of the step, of nothing, so that no
-    other waits in one of them; then all replay.
-    """
-
-    lockstep = True
-
-    def gather(self, model: Parallel) -> None:
-        """See the base class."""
-        model.begin_lockstep()
-
-    def reduce(self, model: Parallel, used: Sequence[bool]) -> None:
-        """See the base class."""
-        model.end_lockstep(used)
+        Args:
+            micro_batches: of one rank in a step.
+        """
+        return None
 
 
 @final
 @dataclass(frozen=True)
-class Immediate(_Lockstep):
-    """A reduction over all ranks in every micro-batch: no whole gradient is ever held."""
+class Deferred(SyncPolicy):
+    """One reduction a step, after every rank has agreed that its micro-batches succeeded."""
+
+    name = "deferred"
+    summary = "one reduction a step"
+
+    def moves(self, micro_batches: float) -> Moves:
+        """See the base class."""
+        return Moves(gathers=1, reductions=1, across=1)
+
+
+@final
+@dataclass(frozen=True)
+class Immediate(SyncPolicy):
+    """A reduction over all ranks in every micro-batch: shards never add up to a whole gradient."""
 
     name = "immediate"
+    summary = "a reduction in every micro-batch"
+    lockstep = True
 
     def micro_batch(self, model: Parallel, *, is_last: bool) -> AbstractContextManager[None]:
         """See the base class."""
         model.world.note_micro_batch()
-        return model.reducing(across=True, is_last=is_last)
+        return model.reducing(across=True)
+
+    def moves(self, micro_batches: float) -> Moves:
+        """See the base class: blocks are gathered for forward, and again for backward."""
+        return Moves(gathers=2 * micro_batches, reductions=micro_batches, across=micro_batches)
 
 
 @final
 @dataclass(frozen=True)
-class Hierarchical(_Lockstep):
+class Hierarchical(SyncPolicy):
     """Within the group that shares one copy every micro-batch, between the copies once a step."""
 
     name = "hierarchical"
+    summary = "a reduction within each copy in every micro-batch, between copies once a step"
+    lockstep = True
 
     def micro_batch(self, model: Parallel, *, is_last: bool) -> AbstractContextManager[None]:
         """See the base class."""
         model.world.note_micro_batch()
-        return model.reducing(across=is_last, is_last=is_last)
+        return model.reducing(across=is_last)
+
+    def moves(self, micro_batches: float) -> Moves:
+        """See the base class."""
+        return Moves(
+            gathers=2 * micro_batches, reductions=micro_batches, across=1, needs_copies=True
+        )
 
 
 @final
@@ -94,36 +122,11 @@ class Exact(SyncPolicy):
 
     name = "exact"
 
-    def gather(self, model: Parallel) -> None:
-        """See the base class."""
-        model.gather()
-
     def micro_batch(self, model: Parallel, *, is_last: bool) -> AbstractContextManager[None]:
         """See the base class."""
         model.world.note_micro_batch()
-        return model.reducing(across=True, is_last=is_last)
-
-    def reduce(self, model: Parallel, used: Sequence[bool]) -> None:
-        """See the base class."""
-        model.reduce(used)
+        return model.reducing(across=True)
 
 
-@final
-@dataclass(frozen=True)
-class Deferred(SyncPolicy):
-    """One reduction a step, after every rank has agreed that its micro-batches succeeded."""
-
-    name = "deferred"
-
-    def gather(self, model: Parallel) -> None:
-        """See the base class."""
-        model.gather()
-
-    def micro_batch(self, model: Parallel, *, is_last: bool) -> AbstractContextManager[None]:
-        """Leave it alone: no collective runs inside the window."""
-        model.world.note_micro_batch()
-        return nullcontext()
-
-    def reduce(self, model: Parallel, used: Sequence[bool]) -> None:
-        """See the base class."""
-        model.reduce(used)
+POLICIES: tuple[SyncPolicy, ...] = (Deferred(), Hierarchical(), Immediate())
+"""What `sync=auto` weighs, the one that sends least first."""

@@ -1,4 +1,4 @@
-"""Tells the collectives of FSDP2 from computing, which they lie inside of, where the host waits.
+"""Tell the collectives of FSDP2 from computing, which they lie inside of, where the host waits.
 
 On an accelerator they travel on streams of their own, and nothing here is timed.
 """
@@ -6,9 +6,10 @@ On an accelerator they travel on streams of their own, and nothing here is timed
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, final
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
@@ -18,11 +19,15 @@ from trainer.core.rank_progress import Phase
 OF_STEPS: tuple[Phase, ...] = ("gather", "compute", "reduce")
 """Phases in which gradients are computed and reduced."""
 
+# Their older names end in `_tensor`, and are deprecated where the newer ones are.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def time_collectives(
     groups: Sequence[FSDPModule], times: PhaseTimes, goes_on: Callable[[], bool]
 ) -> None:
-    """Time all collectives of some groups; to be called again when those are exchanged.
+    """Time all collectives of some groups.
 
     Args:
         groups: units that are gathered and reduced each on its own.
@@ -31,15 +36,10 @@ def time_collectives(
     """
     for group in groups:
         flight = _Flight(times)
-        for held in group._get_fsdp_state()._fsdp_param_groups:
-            for name, more in (("_all_gather_comm", _never), ("_reduce_scatter_comm", goes_on)):
-                setattr(held, name, _Timed(getattr(held, name), flight, more))
-            # FSDP2 calls it when the copies have met, and leaves the all-reduce itself to nobody.
-            held._all_reduce_hook = flight.land
-
-
-def _never() -> bool:
-    return False
+        group.set_custom_all_gather(_TimedGather(flight))  # type: ignore[arg-type] # a protocol
+        group.set_custom_reduce_scatter(_TimedScatter(flight, goes_on))  # type: ignore[arg-type]
+        # FSDP2 calls it when the copies have met, and leaves the all-reduce itself to nobody.
+        group.set_all_reduce_hook(flight.land)
 
 
 @final
@@ -64,22 +64,46 @@ class _Flight:
             self._times.enter(phase)
 
 
+class _Allocating:
+    """Allocates as FSDP2 does by default."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
 @final
-@dataclass(frozen=True)
-class _Timed:
-    """A collective of FSDP2, timed."""
+class _TimedGather(_Allocating):
+    def __init__(self, flight: _Flight) -> None:
+        self._flight = flight
 
-    inner: Any
-    flight: _Flight
-    goes_on: Callable[[], bool]
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> Any:  # noqa: ANN401 - PyTorch does not say
+        self._flight.launch()
+        work = all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+        self._flight.land()
+        return work
 
-    def allocate(self, *args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401 - PyTorch's
-        memory: Tensor = self.inner.allocate(*args, **kwargs)
-        return memory
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - PyTorch's
-        self.flight.launch()
-        work = self.inner(*args, **kwargs)
-        if not self.goes_on():
-            self.flight.land()
+@final
+class _TimedScatter(_Allocating):
+    def __init__(self, flight: _Flight, goes_on: Callable[[], bool]) -> None:
+        self._flight, self._goes_on = flight, goes_on
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,  # noqa: ANN401 - PyTorch's own union
+        async_op: bool = False,
+    ) -> Any:  # noqa: ANN401 - PyTorch does not say
+        self._flight.launch()
+        work = reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        if not self._goes_on():
+            self._flight.land()
         return work

@@ -1,4 +1,4 @@
-"""What a sync policy costs: bytes sent and time per step, and memory held while computing.
+"""Work out what a sync policy costs: bytes sent and time per step, memory while computing.
 
 Per rank, with ring collectives: an all-reduce of B bytes over W ranks sends `2 B (W - 1) / W`, an
 all-gather or a reduce-scatter half of it.
@@ -6,21 +6,12 @@ all-gather or a reduce-scatter half of it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, final
-
-Mode = Literal["ddp", "fsdp", "hsdp"]
-Policy = Literal["deferred", "immediate", "hierarchical"]
+from typing import final
 
 MOST_OF_MEMORY = 0.5
 """Share of the memory that whole parameters and gradients may take; activations need the rest."""
-
-WORTH_LOCKSTEP = 0.95
-"""What another policy's step must take, of a deferred one's, to be preferred.
-
-Deferred steps can be replayed when memory runs out, and let ranks differ in their counts.
-"""
 
 
 @final
@@ -56,14 +47,12 @@ class Work:
     Attributes:
         micro_batches: of one rank.
         seconds: of one micro-batch's forward and backward; None where nothing was timed.
-        groups: parts of the model that are gathered and reduced each on its own.
         overlaps: whether the device computes while collectives travel.
         scatters_whole: a reduce-scatter sends as much as an all-reduce would, as gloo's does.
     """
 
     micro_batches: float
     seconds: float | None = None
-    groups: int = 1
     overlaps: bool = False
     scatters_whole: bool = False
 
@@ -83,7 +72,7 @@ class Traffic:
         exposed: seconds of them that computing does not hide.
     """
 
-    policy: Policy
+    policy: str
     within: float
     across: float
     held: int
@@ -99,100 +88,124 @@ class Traffic:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Times:
-    """How often a policy moves all parameters or gradients in a step."""
+class Moves:
+    """How often a policy moves all parameters or gradients in a step.
+
+    Attributes:
+        gathers: of all parameters, within a copy of the model.
+        reductions: of all gradients, likewise.
+        across: of all gradients, between copies.
+        needs_copies: whether it is for several copies in shards alone.
+    """
 
     gathers: float
     reductions: float
     across: float
+    needs_copies: bool = False
 
 
-def table(
-    mode: Mode,
-    *,
-    model_bytes: int,
-    shard: int,
-    replicas: int,
-    limit_bytes: int,
-    work: Work,
-    network: Network | None = None,
-) -> tuple[Traffic, ...]:
-    """Work out every policy that a parallel mode knows, the one that sends least first.
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bulk:
+    """What sync policies move and hold, whatever they are.
 
-    Args:
-        mode: where parameters and gradients live.
+    Attributes:
+        mode: where parameters and gradients live: `ddp`, `fsdp` or `hsdp`.
         model_bytes: of the parameters that are trained; gradients take as much.
         shard: ranks that share one copy of the model; 1 under `ddp`.
         replicas: copies of the model.
         limit_bytes: memory of one rank for tensors.
-        work: what a rank computes.
-        network: what it sends over.
+        groups: parts of the model that are gathered and reduced each on its own.
     """
-    count, ring = work.micro_batches, (shard - 1) / shard
-    between = 2 * model_bytes / shard * (replicas - 1) / replicas
-    # Under ddp what is reduced already waits aside, a second gradient.
-    window, lockstep = 2 * model_bytes, 3 * model_bytes if mode == "ddp" else 0
 
-    def row(policy: Policy, times: _Times, held: int) -> Traffic:
-        gathered, reduced = (n * model_bytes * ring for n in (times.gathers, times.reductions))
-        across = times.across * between
-        seconds = exposed = None
-        if network is not None:
-            calls = times.gathers + times.reductions if shard > 1 else 0
-            across_s = network.across_latency_s or network.latency_s
-            seconds = (
-                calls * work.groups * network.latency_s
-                + times.across * work.groups * across_s
-                + gathered / network.all_gather
-                + reduced / network.reduce_scatter
-                + across / network.all_reduce
-            )
-            hides = work.overlaps and policy != "deferred" and mode != "ddp"
-            exposed = _exposed(seconds, work) if hides else seconds
-        return Traffic(
-            policy=policy,
-            within=gathered + reduced * (2 if work.scatters_whole else 1),
-            across=across,
-            held=held,
-            fits=held <= limit_bytes * MOST_OF_MEMORY,
-            seconds=seconds,
-            exposed=exposed,
+    mode: str
+    model_bytes: int
+    shard: int
+    replicas: int
+    limit_bytes: int
+    groups: int = 1
+
+    def resident(self, *, lockstep: bool) -> int:
+        """Count the bytes of whole parameters and gradients that a rank has while it computes."""
+        if not lockstep:
+            return 2 * self.model_bytes
+        # Under ddp what is reduced already waits aside, a second gradient.
+        return 3 * self.model_bytes if self.mode == "ddp" else 0
+
+
+def row(
+    policy: str,
+    moves: Moves,
+    bulk: Bulk,
+    work: Work,
+    network: Network | None = None,
+    *,
+    lockstep: bool,
+) -> Traffic:
+    """Work out what one policy costs.
+
+    Args:
+        policy: its name.
+        moves: how often it sends what.
+        bulk: what it sends.
+        work: what a rank computes beside.
+        network: what it sends over; None leaves times out.
+        lockstep: whether it reduces in every micro-batch.
+    """
+    shard, size = bulk.shard, bulk.model_bytes
+    ring = (shard - 1) / shard
+    gathered, reduced = moves.gathers * size * ring, moves.reductions * size * ring
+    across = moves.across * 2 * size / shard * (bulk.replicas - 1) / bulk.replicas
+    seconds = exposed = None
+    if network is not None:
+        calls = moves.gathers + moves.reductions if shard > 1 else 0
+        across_s = network.across_latency_s or network.latency_s
+        seconds = (
+            calls * bulk.groups * network.latency_s
+            + moves.across * bulk.groups * across_s
+            + gathered / network.all_gather
+            + reduced / network.reduce_scatter
+            + across / network.all_reduce
         )
+        hides = work.overlaps and lockstep and bulk.mode != "ddp"
+        exposed = _exposed(seconds, bulk, work) if hides else seconds
+    needed = bulk.resident(lockstep=lockstep)
+    return Traffic(
+        policy=policy,
+        within=gathered + reduced * (2 if work.scatters_whole else 1),
+        across=across,
+        held=needed,
+        fits=needed <= bulk.limit_bytes * MOST_OF_MEMORY,
+        seconds=seconds,
+        exposed=exposed,
+    )
 
-    rows = [
-        row("deferred", _Times(gathers=1, reductions=1, across=1), window),
-        row("immediate", _Times(gathers=2 * count, reductions=count, across=count), lockstep),
-    ]
-    if mode == "hsdp":
-        times = _Times(gathers=2 * count, reductions=count, across=1)
-        rows.insert(1, row("hierarchical", times, lockstep))
-    return tuple(rows)
 
-
-def _exposed(seconds: float, work: Work) -> float:
+def _exposed(seconds: float, bulk: Bulk, work: Work) -> float:
     """Tell how much of a lockstep policy's traffic computing cannot hide.
 
     The first gather and the last reduction of a step have nothing to hide behind; the rest does as
     far as computing takes as long.
     """
-    edges = seconds / max(1.0, work.micro_batches) / max(1, work.groups)
+    edges = seconds / max(1.0, work.micro_batches) / max(1, bulk.groups)
     return max(edges, seconds - work.micro_batches * (work.seconds or 0.0))
 
 
-def cheapest(rows: Sequence[Traffic], work: Work) -> Traffic:
-    """Take the row that fits and makes the shortest step, deferred in case of doubt.
+def cheapest(rows: Sequence[Traffic], lockstep: Mapping[str, bool]) -> Traffic:
+    """Take the row that fits and makes the shortest step.
 
-    Where the network was not measured, it is the one that sends least between copies, then within.
-    Where none fits, it is the one that holds least.
+    A policy in lockstep cannot replay a step that runs out of memory, so it is taken only where no
+    other fits. Where the network was not measured, it is the one that sends least between copies,
+    then within. Where none fits, it is the one that needs least memory.
+
+    Args:
+        rows: at least one.
+        lockstep: by policy.
     """
-    fitting = [row for row in rows if row.fits]
+    fitting = [each for each in rows if each.fits]
     if not fitting:
-        return min(rows, key=lambda row: row.held)
-    if any(row.exposed is None for row in fitting):
-        return min(fitting, key=lambda row: (row.across, row.within))
-    computing = work.micro_batches * (work.seconds or 0.0)
-    took = [computing + (row.exposed or 0.0) for row in fitting]
-    best = min(range(len(fitting)), key=took.__getitem__)
-    first = fitting[0]
-    doubtful = first.policy == "deferred" and took[best] > took[0] * WORTH_LOCKSTEP
-    return first if doubtful else fitting[best]
+        return min(rows, key=lambda each: each.held)
+    fitting = [each for each in fitting if not lockstep[each.policy]] or fitting
+    if any(each.exposed is None for each in fitting):
+        return min(fitting, key=lambda each: (each.across, each.within))
+    return min(fitting, key=lambda each: each.exposed or 0.0)

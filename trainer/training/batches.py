@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import final
 
@@ -25,7 +25,7 @@ from trainer.data.loader import Loader, Request
 from trainer.data.samples import original_ids
 from trainer.objectives.base import Objective, weights_of
 from trainer.plan.cut import Cut, IntArray, Layout, Plan
-from trainer.plan.cuts import Fixed, SampleTooLongError
+from trainer.plan.cuts import SampleTooLongError
 from trainer.plan.order import Cursor, GlobalBatch, Order
 
 PREFETCH_LIMIT_BYTES = 256 * 2**20
@@ -63,9 +63,17 @@ class PlannedBatch:
         """
         return self.feed.cut_smaller(self)
 
-    def smallest(self) -> MicroBatch:
-        """Give the shortest sample in a micro-batch of its own, the same on every rank."""
-        return self.feed.alone(self, int(self.plan.lengths.argmin()))
+    def smaller_setting(self) -> str | None:
+        """Name a setting that cuts smaller than this; None at one sample each."""
+        cut = self.feed.cut.smaller(self.plan)
+        if cut is None:
+            return None
+        settings = vars(cut)
+        if settings.get("lowered"):
+            longest = max(length for rank in self.plan.padded_lengths for length in rank)
+            return f"accum=budget accum.max_tokens={max(settings['lowered'], longest)}"
+        key = "micro" if settings.get("micro") else "steps"
+        return f"accum.{key}={settings[key]}" if settings.get(key) else "a finer cut"
 
     def largest_sample(self) -> tuple[int, int]:
         """Name the longest sample: its id and its length in tokens."""
@@ -227,19 +235,6 @@ class Feed:
         self.use(cut)
         plan = cut.cut(batch.plan.lengths, self.layout)
         return self._load(self._with_requests(batch.step, batch.samples, plan))
-
-    def alone(self, batch: PlannedBatch, position: int) -> MicroBatch:
-        """Load one sample of a global batch in a micro-batch of its own.
-
-        Args:
-            batch: holds it.
-            position: of the sample in the global batch.
-        """
-        size = self._world.size
-        lengths = batch.plan.lengths[[position] * size]
-        samples = replace(batch.samples, ids=batch.samples.ids[[position] * size])
-        plan = Fixed(micro=1).cut(lengths, replace(self.layout, group_size=1))
-        return self._load(self._with_requests(batch.step, samples, plan)).micro_batches[0]
 
     def ease(self, batch: PlannedBatch) -> bool:
         """Cut all that follows smaller than this one; not where counts were stated by the user.

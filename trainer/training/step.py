@@ -53,8 +53,8 @@ class StepBatch(Protocol):
     def smaller(self) -> Self | None:
         """Cut the same global batch into smaller micro-batches; None at one sample each."""
 
-    def smallest(self) -> MicroBatch:
-        """Give the sample that needs least memory, in a micro-batch of its own."""
+    def smaller_setting(self) -> str | None:
+        """Name a setting that cuts smaller than this; None at one sample each."""
 
     def largest_sample(self) -> tuple[int, int]:
         """Name the sample that needs most memory: its id and its length in tokens."""
@@ -73,6 +73,8 @@ class Kit:
         lr: learning rate at factor 1, of parameters in no group of their own.
         base_lrs: that of each parameter group.
         clip_norm: largest 2-norm of the step's gradient; None leaves it as it is.
+        retry_with: the setting of a sync policy that fits and can replay a step, where this one
+            cannot.
     """
 
     model: Parallel
@@ -88,6 +90,7 @@ class Kit:
     total_steps: int
     clip_norm: float | None
     world: World
+    retry_with: str | None = None
 
     @cached_property
     def losses(self) -> tuple[str, ...]:
@@ -205,9 +208,8 @@ def _accumulate(kit: Kit, batch: Batch) -> tuple[_Agreed | None, Batch, int]:
         kit.world.note("gather", step=batch.step)
         with fatal("where the step begins: lower accum.max_tokens or accum.micro"):
             kit.sync.gather(kit.model)
-        _rehearse(kit, batch)
         kit.world.note("compute")
-        attempt = _compute(kit, batch.micro_batches, parts)
+        attempt = _compute(kit, batch, parts)
         kit.world.note("agree")
         agreed = _agree(kit, attempt, weights)
         if not agreed.has_failed:
@@ -300,28 +302,6 @@ def _bound_to_its_cut(kit: Kit) -> str | None:
     return name and f"{name} is BatchNorm, which normalises within each micro-batch"
 
 
-def _rehearse(kit: Kit, batch: StepBatch) -> None:
-    """Learn which collectives micro-batches hold, so that a rank can join in without computing.
-
-    Once, and only where a rank that runs out of memory could not tell. Collective.
-
-    Raises:
-        DoesNotFitError: even the smallest sample does not fit.
-    """
-    if not kit.model.needs_rehearsal:
-        return
-    rounds = 2  # one that is not the last, and the last
-    weightless = dict.fromkeys(kit.terms, 0.0)
-    with fatal(f"in the rehearsal of sync={kit.sync.name}, at one sample: lower data.max_length"):
-        kit.strategy.backward(
-            kit.model, kit.objective, [batch.smallest()] * rounds, [weightless] * rounds, kit.sync
-        )
-    kit.model.needs_rehearsal = False
-    kit.model.drop_gradients()
-    kit.snapshot.restore()
-    kit.sync.gather(kit.model)
-
-
 @final
 @dataclass(frozen=True, slots=True)
 class _Attempt:
@@ -360,8 +340,13 @@ class _Agreed:
     metrics: Mapping[str, Tensor]
 
 
-def _compute(kit: Kit, micro_batches: Sequence[MicroBatch], parts: Sequence[Divisors]) -> _Attempt:
-    """Run every micro-batch of this rank, and make room for the reduction."""
+def _compute(kit: Kit, batch: StepBatch, parts: Sequence[Divisors]) -> _Attempt:
+    """Run every micro-batch of this rank, and make room for the reduction.
+
+    Raises:
+        DoesNotFitError: memory ran out, and other ranks wait in a collective of the micro-batch.
+    """
+    micro_batches = batch.micro_batches
     with AllocationGuard():
         kit.registered.watch()
         share = kit.strategy.backward(kit.model, kit.objective, micro_batches, parts, kit.sync)
@@ -374,27 +359,17 @@ def _compute(kit: Kit, micro_batches: Sequence[MicroBatch], parts: Sequence[Divi
             for name in {name for m in micro_batches for name in m.metrics}
         }
         return _Attempt(share.detach(), used, moved, found)
+    if kit.sync.lockstep and kit.world.size > 1:
+        remedies = [batch.smaller_setting() or "activation_checkpointing=true", kit.retry_with]
+        raise DoesNotFitError(
+            f"step {batch.step}: out of memory, and sync={kit.sync.name} reduces in every "
+            "micro-batch, so the step cannot be repeated: type "
+            f"{', or '.join(filter(None, remedies))}"
+        )
     kit.model.drop_gradients()
     release_memory()
-    if kit.sync.lockstep and kit.world.size > 1:
-        _stand_in(kit, len(micro_batches))
     nothing = [False] * len(kit.model.parameters), kit.registered.unmoved()
     return _Attempt(None, *nothing)
-
-
-def _stand_in(kit: Kit, count: int) -> None:
-    """Join in the collectives of the micro-batches that this rank does not compute. Collective.
-
-    Raises:
-        DoesNotFitError: memory runs out in them, too.
-    """
-    with fatal(
-        f"twice in one step of sync={kit.sync.name}, whose micro-batches reduce their own "
-        "gradients: lower accum.max_tokens or accum.micro, or use sync=deferred"
-    ):
-        for index in range(kit.model.num_reduced, count):
-            with kit.sync.micro_batch(kit.model, is_last=index == count - 1):
-                kit.model.stand_in()
 
 
 def _agree(kit: Kit, mine: _Attempt, weights: Divisors) -> _Agreed:

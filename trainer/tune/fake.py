@@ -53,10 +53,10 @@ def fake_copy(work: Workload) -> Iterator[tuple[FakeTensorMode, Workload, LayOut
         CannotRunFake: the model cannot be copied, or the block asked for a value.
     """
     mode = FakeTensorMode()
-    device = work.device if work.imagined is None else torch.device("cpu")
+    device = work.device if work.fake_ranks is None else torch.device("cpu")
     tensors = [*work.model.parameters(), *work.model.buffers()]
     memo: dict[int, object] = {id(tensor): _fake_of(tensor, mode, device) for tensor in tensors}
-    with _answering(), untouched(nn.Module()), (work.imagined or nullcontext)() as lay_out:
+    with _answering(), untouched(nn.Module()), (work.fake_ranks or nullcontext)() as lay_out:
         model, objective = duplicate((work.model, work.objective), memo, mode.from_tensor)
         for parameter in model.parameters():
             parameter.grad = None

@@ -58,8 +58,8 @@ class Workload:
         device: where the model computes.
         weights: what parameters on the meta device begin with.
         sync: when gradients are reduced, where the model is laid out.
-        imagined: lends a way to lay copies out over ranks that are not there, as the run does over
-            real ones; None where every rank holds the model whole.
+        fake_ranks: lends a way to lay copies out over ranks that are not there, as the run does
+            over real ones; None where every rank holds the model whole.
     """
 
     model: nn.Module
@@ -70,7 +70,7 @@ class Workload:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     weights: Weights | None = None
     sync: SyncPolicy = field(default_factory=Deferred)
-    imagined: Callable[[], AbstractContextManager[LayOut]] | None = None
+    fake_ranks: Callable[[], AbstractContextManager[LayOut]] | None = None
 
     @cached_property
     def call(self) -> ModelCall:
@@ -161,7 +161,7 @@ def rehearse_laid_out(work: Workload, model: Parallel, fields: Fields, peak: Pea
 
     Args:
         work: what to compute; its model is laid out in `model`.
-        model: over imagined ranks.
+        model: over ranks that are not there.
         fields: of every micro-batch.
         peak: counts; already entered.
     """

@@ -1,4 +1,4 @@
-"""Ranks that are not there: their collectives allocate what they would, and send nothing."""
+"""Make a mesh of ranks that are not there: collectives allocate as they would, and send nothing."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 @contextmanager
-def imagined_mesh(size: int, replicas: int) -> Iterator[DeviceMesh]:
+def fake_mesh(size: int, replicas: int) -> Iterator[DeviceMesh]:
     """Give the mesh of a sharded model as its first rank sees it, in one process.
 
     May be entered by one rank of a real run while the others wait.
 
     Args:
-        size: ranks to imagine.
+        size: ranks to pretend.
         replicas: copies of the model; 1 shards over all ranks.
 
     Yields:
@@ -39,7 +39,7 @@ def imagined_mesh(size: int, replicas: int) -> Iterator[DeviceMesh]:
             mesh=ranks if replicas > 1 else ranks[0],
             # Caches inside of DTensor take meshes of the same names for one and the same, and would
             # go on with this one's groups when they are gone.
-            mesh_dim_names=("imagined replicate", "imagined shard")[-len(groups) :],
+            mesh_dim_names=("fake replicate", "fake shard")[-len(groups) :],
         )
     finally:
         for group in (None,) if is_alone else groups:

@@ -1,0 +1,119 @@
+"""Hold all micro-batches of a step in lockstep to the same blocks in the same order.
+
+Under FSDP2 every use of a block gathers its parameters. A model that uses its blocks as its data
+ask would leave other ranks waiting, or end the process. So the first micro-batch asks before each
+block whether all ranks mean the same, and a later one is compared with the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import is_dataclass
+from functools import partial
+from typing import NoReturn, final
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_leaves
+
+from trainer.core.errors import ConfigError
+from trainer.core.world import World
+
+END = "its end"
+
+
+@final
+class BlockOrder:
+    """Compares the blocks that a forward comes to, just before their parameters are gathered.
+
+    Blocks that are recomputed in backward follow from those of the forward, and are not looked at.
+
+    Args:
+        root: the whole model; its blocks that are gathered each on its own are FSDP2's modules.
+        world: all ranks.
+    """
+
+    def __init__(self, root: nn.Module, world: World) -> None:
+        self._world = world
+        self._known: list[str] | None = None
+        self._seen: list[str] = []
+        self._is_watching = self._is_forward = False
+        for name, block in root.named_modules():
+            if isinstance(block, FSDPModule):
+                enter = partial(self._enter, name, block is root)
+                # In front of FSDP2's own hook, which gathers.
+                block.register_forward_pre_hook(enter, prepend=True)
+                block.register_forward_hook(partial(self._leave, name, block is root))
+
+    @contextmanager
+    def micro_batch(self) -> Iterator[None]:
+        """Watch the forward of one micro-batch. Collective in the first.
+
+        Yields:
+            Nothing.
+
+        Raises:
+            ConfigError: it uses other blocks than another rank, or than the first micro-batch.
+        """
+        self._seen.clear()
+        self._is_watching = True
+        try:
+            yield
+        finally:
+            self._is_watching = self._is_forward = False
+        if self._known is None:
+            self._known = list(self._seen)
+
+    def _enter(self, name: str, is_root: bool, *_: object) -> None:
+        # A compiler sees no collective here.
+        if self._is_watching and not torch.compiler.is_compiling():
+            self._is_forward = self._is_forward or is_root
+            if self._is_forward:
+                self._check(name or "what is outside of the blocks")
+
+    def _leave(self, name: str, is_root: bool, _: nn.Module, __: object, output: object) -> None:
+        """Look at what a block returns, and at the end of all before any backward gathers.
+
+        Raises:
+            ConfigError: it returns what FSDP2 cannot look into.
+        """
+        if not self._is_forward or torch.compiler.is_compiling():
+            return
+        if not is_dataclass(output) and not any(map(torch.is_tensor, tree_leaves(output))):
+            # FSDP2 would not notice that its backward begins, and leave its gradients out.
+            raise ConfigError(
+                f"model: {name or 'forward'} returns a {type(output).__name__} instead of tensors, "
+                "or a dict, list, tuple or dataclass of them: return one, or use sync=deferred"
+            )
+        if is_root:
+            self._check(END)
+            self._is_forward = False
+
+    def _check(self, mine: str) -> None:
+        if self._known is None:
+            # What does not wait longer than `parallel.timeout_s` comes first.
+            if not self._world.is_same(mine):
+                each = self._world.collect(mine)
+                other = next(rank for rank, name in enumerate(each) if name != each[0])
+                _refuse(f"rank {other}", each[other], each[0], "rank 0")
+        else:
+            index = len(self._seen)
+            expected = self._known[index] if index < len(self._known) else END
+            if mine != expected:
+                _refuse("a micro-batch", mine, expected, "the first")
+        self._seen.append(mine)
+
+
+def _refuse(who: str, mine: str, theirs: str, others: str) -> NoReturn:
+    """Name the block that one micro-batch uses otherwise than another.
+
+    Raises:
+        ConfigError: always.
+    """
+    raise ConfigError(
+        f"sync: {who} comes to {mine} where {others} comes to {theirs}: with a reduction in "
+        "every micro-batch all must use the same blocks of the model, in the same order and as "
+        "often; one that skips or repeats a block as its data ask needs sync=deferred"
+    )
