@@ -36,13 +36,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainer.build.parallel import POLICIES, Bulk, Spread
+from trainer.build.parallel import ParallelSetup
 from trainer.core.world import World
 from trainer.models.bind import bind
 from trainer.parallel.base import Parallel, Replicated, num_buckets
 from trainer.parallel.fsdp import Sharded
-from trainer.parallel.sync import Deferred, SyncPolicy
-from trainer.plan.traffic import Work
+from trainer.parallel.sync import POLICIES, Deferred, SyncPolicy
+from trainer.plan.traffic import Bulk, Work
 from trainer.tune.network import network_of
 
 MEBI = 2**20
@@ -173,16 +173,19 @@ def measure(world: World, mode: str, sync: SyncPolicy, options: argparse.Namespa
     return Row(seconds=seconds, sent=sent, held=most, hidden=hidden)
 
 
-def spread_of(mode: str, world: World, options: argparse.Namespace) -> Spread:
+def setup_of(mode: str, world: World, options: argparse.Namespace) -> ParallelSetup:
     """Say what is to be weighed."""
     parameters = list(Stack(options.width, options.depth).parameters())
-    bulk = Bulk(
-        model_bytes=sum(p.nbytes for p in parameters),
-        groups=num_buckets(parameters) if mode == "ddp" else options.depth,
-        limit_bytes=2**34,
-    )
     replicas = {"ddp": world.size, "fsdp": 1, "hsdp": 2}[mode]
-    return Spread(mode=mode, replicas=replicas, sync=Deferred(), bulk=bulk, is_open=True)
+    bulk = Bulk(
+        mode=mode,
+        model_bytes=sum(p.nbytes for p in parameters),
+        shard=world.size // replicas,
+        replicas=replicas,
+        limit_bytes=2**34,
+        groups=num_buckets(parameters) if mode == "ddp" else options.depth,
+    )
+    return ParallelSetup(mode=mode, replicas=replicas, sync=Deferred(), bulk=bulk, is_open=True)
 
 
 def compare(world: World, options: argparse.Namespace) -> None:
@@ -212,13 +215,12 @@ def compare(world: World, options: argparse.Namespace) -> None:
             seconds=computing / options.steps,
             scatters_whole=True,  # gloo does
         )
-        found = spread_of(mode, world, options)
-        shard = found.shard_of_copies(world.size)
-        weighed = found.weighed(
-            world.size, work, network if shard is None else network_of(world, shard=shard)
-        )
+        setup = setup_of(mode, world, options)
+        shard = setup.shard_of_copies(world.size)
+        weighed = setup.weighed(work, network if shard is None else network_of(world, shard=shard))
+        policies = {policy.name: policy for policy in POLICIES}
         found = {
-            row.policy: measure(world, mode, POLICIES[row.policy], options) for row in weighed.rows
+            row.policy: measure(world, mode, policies[row.policy], options) for row in weighed.rows
         }
         for row in weighed.rows:
             seen = found[row.policy]
@@ -233,7 +235,7 @@ def compare(world: World, options: argparse.Namespace) -> None:
                 f"{row.held / MEBI:.1f}",
                 "-" if seen.hidden is None else f"{100 * seen.hidden:.0f}%",
             )
-        chosen = found[weighed.sync.name]  # type: ignore[index] # one of the table's
+        chosen = found[weighed.sync.name]
         best = min(found[row.policy].seconds for row in weighed.rows if row.fits)
         lost = 100 * (chosen.seconds / best - 1)
         say(mode, "auto", f"{chosen.seconds:.3f}")

@@ -196,7 +196,7 @@ def launch(folder: Path, mode: str, sync: str, point: str) -> tuple[int, str, fl
 IN_THE_REDUCTION = "in the reduction, after the ranks had agreed"
 IN_LOCKSTEP = (
     "step 2: out of memory, and sync=immediate reduces in every micro-batch, so the step cannot "
-    "be repeated: type accum.micro=1, or sync=deferred"
+    "be repeated: type accum.micro=2, or sync=deferred"
 )
 
 

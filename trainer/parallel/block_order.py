@@ -41,11 +41,11 @@ class BlockOrder:
         self._seen: list[str] = []
         self._is_watching = self._is_forward = False
         for name, block in root.named_modules():
-            if isinstance(block, FSDPModule):
-                enter = partial(self._enter, name, block is root)
+            if issubclass(type(block), FSDPModule):
+                is_root = block is root
                 # In front of FSDP2's own hook, which gathers.
-                block.register_forward_pre_hook(enter, prepend=True)
-                block.register_forward_hook(partial(self._leave, name, block is root))
+                block.register_forward_pre_hook(partial(self._enter, name, is_root), prepend=True)
+                block.register_forward_hook(partial(self._leave, name, is_root))
 
     @contextmanager
     def micro_batch(self) -> Iterator[None]:
