@@ -30,9 +30,9 @@ from trainer.cli.prepare import prepare_run, prepare_sweep
 from trainer.cli.python_api import literal, overrides_of
 from trainer.cli.settings import quote, read
 from trainer.cli.sweep import report
-from trainer.config.recipes import data_dir
-from trainer.config.run_config import KEYS, RunConfig
-from trainer.config.sections import GROUPS, OWN
+from trainer.config.components import GROUPS, OWN
+from trainer.config.keys import KEYS, data_dir
+from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError
 
 
@@ -71,7 +71,7 @@ def test_flags_may_stand_anywhere() -> None:
 @pytest.mark.parametrize("prefix", ["", "+", "++"])
 def test_plus_signs_change_nothing_about_a_setting(prefix: str) -> None:
     config = config_of(f"{prefix}batch.global=64 {prefix}accum=fixed {prefix}accum.micro=8")
-    assert (config.batch.global_, config.accum.name, config.accum.params["micro"]) == (
+    assert (config.batch.global_batch, config.accum.name, config.accum.params["micro"]) == (
         64,
         "fixed",
         8,
@@ -228,7 +228,7 @@ def test_absolute_folders_are_fine_when_typed(tmp_path: Path) -> None:
 def test_a_sweep_is_expanded_as_hydra_expands_it() -> None:
     request = split(shlex.split("-m batch.global=16,32 accum=fixed,auto accum.micro=8"))
     sweep = prepare_sweep(request.overrides, _composer(request))
-    found = [(r.job.config.accum.name, r.job.config.batch.global_) for r in sweep.ready]
+    found = [(r.job.config.accum.name, r.job.config.batch.global_batch) for r in sweep.ready]
     assert found == [("fixed", 16), ("fixed", 32), ("auto", 16), ("auto", 32)]
     assert [r.job.folder.name for r in sweep.ready] == ["0", "1", "2", "3"]
     assert {r.job.config.wandb.group for r in sweep.ready} == {sweep.folder.name}

@@ -79,16 +79,6 @@ def leave(
 DONE = {"state": "completed", "step": 10, "exit_code": 0}
 
 
-def test_a_run_of_an_earlier_version_goes_on_without_the_keys_that_did_nothing() -> None:
-    run = make_run()
-    plain = yaml.safe_load((run / "config.yaml").read_text())
-    plain["batch"]["schedule"] = None
-    plain["accum"]["buffer"] = "native"
-    plain["batchnorm"] = {"mode": "ghost", "group": 32}
-    (run / "config.yaml").write_text(yaml.safe_dump(plain))
-    assert prepared(f"resume={run}").is_resumed
-
-
 def test_a_run_goes_on_in_its_folder_with_its_own_settings() -> None:
     run = make_run("accum=fixed accum.micro=8 steps=10 optimizer.lr=0.003 name=mine")
     ready = prepared(f"resume={run}")
@@ -435,7 +425,7 @@ def test_a_recipe_says_nothing_by_reference(
     with pytest.raises(ConfigError) as caught:
         prepared("recipe=./friend.yaml")
     for name in (key for key in planted if f"{section}.{key}" in ONLY_TYPED):
-        line = f"{section}.{name}={planted[name]}: said by a recipe or a run; "
+        line = f"{section}.{name}={planted[name]}: comes from a recipe or a run; "
         refused = (line, f"{tmp_path / 'friend.yaml'}: defaults: ${{model.parameters}}: is not")
         assert any(fault.startswith(refused) for fault in caught.value.faults)
 
@@ -445,7 +435,7 @@ def test_a_run_folder_says_nothing_by_reference() -> None:
     add_overrides(run, "model.p={mode: online, entity: evil}", "wandb=${model.p}")
     with pytest.raises(ConfigError) as caught:
         prepared(f"resume={run}")
-    assert any(f.startswith("wandb.entity=evil: said by") for f in caught.value.faults)
+    assert any(f.startswith("wandb.entity=evil: comes from") for f in caught.value.faults)
 
 
 def test_what_is_typed_is_no_stranger_s(tmp_path: Path) -> None:

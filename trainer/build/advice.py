@@ -13,7 +13,6 @@ from torch.nn.modules.dropout import _DropoutNd
 from trainer.build.parallel import planned_device
 from trainer.build.prepare import Prepared
 from trainer.config.durations import warmup_steps
-from trainer.config.run_config import KEYS
 from trainer.models.statistics import batch_statistics
 from trainer.plan.cut import Plan
 from trainer.tune.layout import unused_boundaries
@@ -100,7 +99,7 @@ def _documents(prepared: Prepared) -> Iterator[str]:
             f"data.max_length={given.get('max_length')}: type data.overlong=chunk, or a larger "
             "data.max_length"
         )
-    asked = given.get("holdout", KEYS["data.holdout"].default)
+    asked = given.get("holdout")
     if parts.held_out is None and asked:
         samples = "one sample" if len(held) == 1 else f"{len(held)} samples"
         hint = "; a blank line ends a document" if parts.config.data.name == "text" else ""

@@ -11,8 +11,8 @@ from typing import Self, final
 import torch
 from torch import Tensor, nn
 
-from trainer.config.mesh import copies_of
 from trainer.config.run_config import RunConfig
+from trainer.config.sizes import num_replicas
 from trainer.core.errors import ConfigError
 from trainer.core.format import duration, size
 from trainer.core.world import World
@@ -160,7 +160,7 @@ def parallel_setup(
     mode = parallel_mode(config, world)
     asked, replicas = config.parallel, world.size if mode == "ddp" else 1
     if mode == "hsdp":
-        replicas = copies_of(world.size, world.local_size, asked.shard, asked.replicate)
+        replicas = num_replicas(world.size, world.local_size, asked.shard, asked.replicate)
     if config.deterministic == "layout":
         if mode not in ("none", "ddp"):
             raise ConfigError(

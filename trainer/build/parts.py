@@ -391,9 +391,9 @@ def _held_out(
 
 def _order(config: RunConfig, lengths: IntArray) -> Order:
     batch = config.batch
-    if batch.global_ is None:
+    if batch.global_batch is None:
         raise ConfigError("batch.global: needs a value, or accum.micro and accum.steps")
-    return Order(len(lengths), config.seed, batch.global_, batch.unit, batch.tail, lengths)
+    return Order(len(lengths), config.seed, batch.global_batch, batch.unit, batch.tail, lengths)
 
 
 def _optimizer(config: RunConfig) -> OptimizerSpec:

@@ -160,7 +160,7 @@ def _unknown_flag(token: str, after: str) -> str:
         token: as typed.
         after: the word after it, where that is its value.
     """
-    from trainer.config.run_config import KEYS  # noqa: PLC0415 - a flag that is one needs no schema
+    from trainer.config.keys import KEYS  # noqa: PLC0415 - a flag that is one needs no schema
 
     bare, equals, value = token.lstrip("-").partition("=")
     same = bare.replace("-", "_")

@@ -35,16 +35,16 @@ from trainer.cli.settings import (
     Told,
     climbs,
     dotted,
-    secret_fault,
     tell_apart,
 )
 from trainer.config import recipes
-from trainer.config.components import targets_in
+from trainer.config.components import COMPONENTS, OWN, SHARED, targets_in
 from trainer.config.consent import consent_faults
+from trainer.config.keys import KEYS, data_dir
 from trainer.config.messages import ancestors, clip, did_you_mean, flat, lookup
-from trainer.config.run_config import COMPONENTS, KEYS, RunConfig, validate
+from trainer.config.run_config import RunConfig
 from trainer.config.secrets import leaked
-from trainer.config.sections import OWN, SHARED_KEYS
+from trainer.config.validate import validate
 from trainer.core.errors import ConfigError
 
 CONFIG_NAME = "config"
@@ -156,7 +156,7 @@ class Composer:
 
     def _list(self, path: str, kind: ObjectType, searchpath: Sequence[str]) -> list[str]:
         loader = GlobalHydra.instance().config_loader()
-        if searchpath or self.config_folder != recipes.data_dir("conf"):
+        if searchpath or self.config_folder != data_dir("conf"):
             typed = list(searchpath)
             try:
                 return sorted(loader.get_group_options(path, kind, self.config_name, typed))
@@ -210,7 +210,6 @@ class Composer:
             _drop_foreign_arguments(tree, typed)
             faults += _folder_faults(full, tree, typed)
             faults += consent_faults(tree, examples, own_words)
-            faults += [f for key, value in flat(tree).items() if (f := secret_fault(key, value))]
             config = validate(
                 tree,
                 examples,
@@ -357,7 +356,7 @@ def _drop_foreign_arguments(tree: dict[str, Any], typed: frozenset[str]) -> None
     for path in COMPONENTS:
         if f"{path}.{TARGET}" not in typed:
             continue
-        shared = SHARED_KEYS[path].model_fields if path in SHARED_KEYS else {}
+        shared = SHARED.get(path, {})
         section = lookup(tree, path)
         for name in list(section):
             key = f"{path}.{name}"

@@ -21,7 +21,8 @@ from trainer.config.components import targets_in
 from trainer.config.consent import ONLY_TYPED, asked
 from trainer.config.contract import contract, step_faults
 from trainer.config.messages import clip
-from trainer.config.run_config import RunConfig, from_plain
+from trainer.config.run_config import RunConfig
+from trainer.config.validate import from_plain
 from trainer.core.durable import read_json
 from trainer.core.errors import ConfigError, NoCheckpointError
 from trainer.report.run_status import CONSENT_FILE

@@ -17,10 +17,10 @@ from rich.table import Table
 from rich.text import Text
 
 from trainer.cli.argv import COMMANDS
+from trainer.config.components import COMPONENTS, GROUPS, OWN
+from trainer.config.keys import KEYS, data_dir
 from trainer.config.messages import show as shown
-from trainer.config.recipes import GROUP, available, data_dir
-from trainer.config.run_config import COMPONENTS, KEYS
-from trainer.config.sections import GROUPS, OWN
+from trainer.config.recipes import GROUP, available
 
 _WIDTH = 100  # of a file or a pipe
 

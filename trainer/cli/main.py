@@ -289,6 +289,7 @@ def _ask_hydra(argv: Sequence[str], job: Callable[[Any], float] | None = None) -
 
     from trainer.cli.compose import CONFIG_NAME, VERSION_BASE, ComposeError, explain  # noqa: PLC0415
     from trainer.config import recipes  # noqa: PLC0415
+    from trainer.config.keys import data_dir  # noqa: PLC0415
 
     typed = os.environ.get(FULL_ERROR)
 
@@ -300,7 +301,7 @@ def _ask_hydra(argv: Sequence[str], job: Callable[[Any], float] | None = None) -
     recipes.register()
     decorate = hydra.main(
         version_base=VERSION_BASE,
-        config_path=str(recipes.data_dir("conf")),
+        config_path=str(data_dir("conf")),
         config_name=CONFIG_NAME,
     )
     before, sys.argv = sys.argv, ["train", *argv]
@@ -340,7 +341,7 @@ def _set_variable(name: str, value: str | None) -> None:
 
 def _composer(request: Request) -> Composer:
     from trainer.cli.compose import CONFIG_NAME, Composer  # noqa: PLC0415
-    from trainer.config.recipes import data_dir  # noqa: PLC0415
+    from trainer.config.keys import data_dir  # noqa: PLC0415
 
     flags = request.flags
     own, path = flags.get("--config-dir"), flags.get("--config-path")

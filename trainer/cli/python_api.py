@@ -17,8 +17,8 @@ from omegaconf import OmegaConf
 from trainer.cli.argv import split
 from trainer.cli.compose import Composer, plain_of
 from trainer.cli.settings import NOT_TEXT, TARGET, Groups, quote
+from trainer.config.components import COMPONENTS
 from trainer.config.messages import flat, lookup
-from trainer.config.run_config import COMPONENTS
 from trainer.core.errors import ConfigError
 
 _WORD = re.compile(r"[A-Za-z_]\w*")  # what may stand between the dots of a key

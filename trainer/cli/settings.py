@@ -7,7 +7,6 @@ number where an option's name is due with a traceback. Here each of these is a l
 from __future__ import annotations
 
 import itertools
-import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,18 +19,13 @@ from hydra.core.override_parser.types import Glob, IntervalSweep, Override, Quot
 from hydra.core.override_parser.types import Quote as QuoteMark
 from hydra.errors import HydraException
 
-from trainer.config.check import leak_line, secret_line
-from trainer.config.habits import unquoted
+from trainer.config.components import COMPONENTS, OWN
+from trainer.config.keys import KEYS
 from trainer.config.messages import clip, did_you_mean, show
-from trainer.config.run_config import COMPONENTS, KEYS
-from trainer.config.secrets import is_secret, leaked
-from trainer.config.sections import OWN
+from trainer.config.validate import secret_fault
 
 TARGET = "_target_"
 RECIPE = "recipe"
-
-_ENVIRONMENT = re.compile(r"\$\{oc\.env:\s*(\w+)")
-_SECRET_VARIABLE = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 
 _QUOTED_KEY = re.compile(r"""(?<=[{,])\s*(["'])([\w./*?+@-]+)\1\s*:""")
 _KEY = re.compile(r"[~+]*[\w./@-]+", re.ASCII)
@@ -197,9 +191,6 @@ def tell_apart(overrides: Sequence[Override], groups: Groups) -> Told:
         if fault is not None:
             faults.append(fault)
         elif override.is_hydra_override():
-            # No schema holds these, which Hydra writes into the run folder as they are.
-            variable = leaked(override.input_line, os.environ)
-            faults += [leak_line(key, variable)] if variable else []
             hydra.append(override.input_line or "")
         elif key in groups.paths:
             wrong = choice_faults(override, groups)
@@ -293,20 +284,6 @@ def repeated(overrides: Iterable[Override]) -> list[str]:
     ]
 
 
-def secret_fault(key: str, value: object) -> str | None:
-    """Say why a setting must not be written into a run folder, or `None` when it may.
-
-    Args:
-        key: dotted.
-        value: as typed, or resolved.
-    """
-    variable = _ENVIRONMENT.search(str(value))
-    by_variable = variable and _SECRET_VARIABLE.search(variable.group(1))
-    if by_variable or is_secret(key.rpartition(".")[2], value):
-        return secret_line(key)
-    return None
-
-
 def climbs(value: object) -> bool:
     """Whether a path holds `..`."""
     return ".." in re.split(r"[/\\]", str(value))
@@ -370,9 +347,8 @@ def _grammar_fault(line: str, error: Exception) -> str:
     key, equals, value = line.partition("=")
     if not equals:
         return clip(f"{line}: needs a value, as in {line}=VALUE")
-    bare = unquoted(line)
-    if bare is not None:
-        return clip(f"{line}: the quotes are part of it; type {bare}")
+    if len(line) > 1 and line[0] == line[-1] and line[0] in "\"'`":
+        return clip(f"{line}: the quotes are part of it; type {line[1:-1]}")
     why = "" if "Exception" in reason or "parsing override" in reason else f" ({reason})"
     is_quoted = value[:1] in {"'", '"'}
     remedy = "look at its quotes" if is_quoted or not _KEY.fullmatch(key) else _QUOTE.format(key)

@@ -1,4 +1,4 @@
-"""The parts of a run that are classes by name: anyone's, with what their constructors get."""
+"""Describe the parts of a run that are classes by name: anyone's, with their constructors' keys."""
 
 from __future__ import annotations
 
@@ -7,7 +7,26 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from trainer.config.sections import HIDDEN, Auto, Section
+from trainer.config.types import (
+    HIDDEN,
+    Auto,
+    Betas,
+    Bytes,
+    Count,
+    Natural,
+    NonNegative,
+    Pair,
+    Part,
+    Positive,
+    Section,
+    Share,
+    Text,
+    Warmup,
+    Weights,
+)
+
+OWN = "own"
+"""The option of every component that names no class: the user does."""
 
 LIBRARIES: Mapping[str, Mapping[str, str]] = {
     "model": {"torch.nn": "Module", "transformers": "PreTrainedModel"},
@@ -17,6 +36,68 @@ LIBRARIES: Mapping[str, Mapping[str, str]] = {
 component they are for, each with the base that they must have."""
 
 LIBRARY_ROOTS = {module.partition(".")[0] for each in LIBRARIES.values() for module in each}
+
+GPT = "trainer.models.gpt.GPT"
+TOKENS = "trainer.data.tokens.TokenWindows"
+SGD = "trainer.optim.optimizers.SGD"
+WSD = "trainer.optim.schedules.WSD"
+FIXED_CUT = "trainer.plan.cuts.Fixed"
+AUTO_CUT = "trainer.plan.cuts.Auto"
+
+SHARED: Mapping[str, Mapping[str, Any]] = {
+    "accum": {
+        "micro": Count | None,
+        "steps": Count | None,
+        "max_tokens": Count | None,
+        "memory": Bytes | None,
+    },
+    "data": {"max_length": Count, "overlong": Literal["chunk", "cut", "drop"], "holdout": Share},
+    "optimizer": {"lr": NonNegative, "weight_decay": NonNegative},
+    "scheduler": {"warmup": Warmup},
+}
+"""Types of arguments that mean the same in every class of a component."""
+
+_SCHEDULE: Mapping[str, Any] = {
+    "reference_batch": Count | None,
+    "scale": Literal["none", "linear", "sqrt"],
+    "floor": Part,
+    "decay": Part,
+}
+ARGUMENTS: Mapping[str, Mapping[str, Any]] = {
+    GPT: {
+        "vocab_size": Count | None,
+        "width": Count,
+        "num_layers": Natural,
+        "num_heads": Count,
+        "max_length": Count | None,
+        "mlp_width": Count | None,
+        "dropout": Share,
+        "norm": Literal["rms", "layer"],
+        "mlp": Literal["swiglu", "gelu"],
+        "positions": Literal["rotary", "learned"],
+        "init_std": Positive | None,
+    },
+    "trainer.data.stdlib.StdlibText": {"max_length": Pair},
+    "trainer.data.text.Text": {"max_length": Pair, "field": Text},
+    TOKENS: {
+        "max_length": Pair,
+        "dtype": Literal["auto", "uint16", "uint32"],
+        "vocab_size": Count | None,
+    },
+    "trainer.objectives.next_token.NextToken": {"z_loss": NonNegative, "label_smoothing": Share},
+    "trainer.objectives.classify.Classify": {
+        "class_weights": Weights | None,
+        "label_smoothing": Share,
+    },
+    "trainer.objectives.model_loss.ModelLoss": {"reduction": Literal["sum", "mean"]},
+    "trainer.optim.optimizers.AdamW": {"betas": Betas, "eps": NonNegative},
+    SGD: {"momentum": NonNegative},
+    "trainer.optim.schedules.Constant": _SCHEDULE,
+    "trainer.optim.schedules.Cosine": _SCHEDULE,
+    WSD: _SCHEDULE,
+}
+"""Types of further arguments of the built-in classes; the others are of the type of their default.
+They stand here, and not beside each class, since those modules import torch."""
 
 
 def targets_in(place: str, value: object) -> Iterator[tuple[str, str]]:
@@ -64,15 +145,40 @@ class Component(Section):
 class Accum(Component):
     """How a global batch is cut into micro-batches, and how their gradients are joined."""
 
-    gradient: Component = Field(description="how gradients of micro-batches become the step's")
-    packed: bool | Auto = Field(
-        "auto", description="lay documents end to end, for models that take cu_seqlens; auto: GPU"
-    )
+    gradient: Component
+    packed: bool | Auto
 
 
 class Data(Component):
     """The samples."""
 
-    on_bad: Literal["stop", "skip"] = Field(
-        "stop", description="skip: pass over bad records, up to 1 % of them, and list them"
-    )
+    on_bad: Literal["stop", "skip"]
+
+
+COMPONENTS: Mapping[str, type[Component]] = {
+    "accum": Accum,
+    "accum.gradient": Component,
+    "sync": Component,
+    "model": Component,
+    "data": Data,
+    "objective": Component,
+    "optimizer": Component,
+    "scheduler": Component,
+}
+"""Where a config names a class, by dotted key."""
+
+
+def extra_keys(path: str) -> frozenset[str]:
+    """Name the program's own keys beside the arguments of a component's class."""
+    fields = COMPONENTS.get(path, Component).model_fields.keys()
+    return frozenset(fields - Component.model_fields.keys())
+
+
+GROUPS: tuple[str, ...] = ("batch", "parallel", *COMPONENTS)
+"""Where a folder of `conf/` gives options; `accum.gradient` is the folder `accum/gradient`."""
+
+
+def owner_of(key: str) -> str | None:
+    """Name the innermost component that a dotted key belongs to."""
+    owners = [path for path in COMPONENTS if f"{key}.".startswith(f"{path}.")]
+    return max(owners, key=len, default=None)

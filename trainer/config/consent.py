@@ -1,4 +1,4 @@
-"""What only the command line may say: not a recipe and not a run folder, which anybody may send."""
+"""Name the settings that only the command line may give: anybody may send a recipe or a run."""
 
 from __future__ import annotations
 
@@ -7,22 +7,21 @@ from typing import Any
 
 from trainer.config.messages import ancestors, clip, flat, show
 
-_METRICS = "where metrics go is the command line's to say"
-_MACHINES = "it says which machines meet"
+_MACHINES = "it chooses the machines"
 
 ONLY_TYPED: Mapping[str, str] = {
-    "hydra": "Hydra's own settings start programs",
-    "trust": "only the command line gives trust",
-    "command": "what to do is the command line's to say",
-    "resume": "which run goes on is the command line's to say",
-    "resume_allow": "what a resumed run may change is the command line's to say",
-    "run": "which run is read is the command line's to say",
-    "step": "which checkpoint is read is the command line's to say",
-    "init": "whose weights are read is the command line's to say",
-    "outputs": "where a run writes is the command line's to say",
-    "export": "where weights are written is the command line's to say",
-    "wandb.mode": _METRICS,
-    "wandb.entity": _METRICS,
+    "hydra": "Hydra's own settings can start programs",
+    "trust": "it lets code run",
+    "command": "it chooses what to do",
+    "resume": "it chooses a run",
+    "resume_allow": "it chooses what a resumed run may change",
+    "run": "it chooses a run",
+    "step": "it chooses a checkpoint",
+    "init": "it chooses weights to read",
+    "outputs": "it chooses where a run writes",
+    "export": "it chooses where weights are written",
+    "wandb.mode": "it chooses where metrics go",
+    "wandb.entity": "it chooses where metrics go",
     "parallel.rendezvous": _MACHINES,
     "parallel.nodes": _MACHINES,
     "parallel.node": _MACHINES,
@@ -41,7 +40,7 @@ def reason_to_type(key: str) -> str | None:
 
 
 def asked(key: str, value: object) -> Iterator[str]:
-    """Find what a setting asks consent for, at any depth; what stays here asks for none.
+    """Find what a setting needs consent for, at any depth; what stays on this machine needs none.
 
     Args:
         key: dotted.
@@ -69,7 +68,7 @@ def _stays_here(key: str, value: object) -> bool:
 def consent_faults(
     tree: Mapping[str, Any], offered: Mapping[str, Any], typed: Collection[str]
 ) -> Iterator[str]:
-    """Find what was said by somebody else, by way of a reference too.
+    """Find settings that somebody else gives and only the user may, through a reference too.
 
     Args:
         tree: a config, resolved.
@@ -84,5 +83,5 @@ def consent_faults(
         if key in typed or (key in offers and offers[key] == value):
             continue
         for found in asked(key, value):
-            line = f"{found}={show(value)}: said by a recipe or a run; type it yourself"
-            yield clip(f"{line}: {reason_to_type(found)}")
+            text = f"{found}={show(value)}: comes from a recipe or a run"
+            yield clip(f"{text}; type it yourself: {reason_to_type(found)}")

@@ -1,4 +1,4 @@
-"""The contract of a run: what its steps depend on, and how a change of it is told.
+"""Compare what the steps of two runs depend on: the contract of a run.
 
 Micro-batches, ranks, sync, workers and the device are free, since they compute the same steps.
 """
@@ -10,9 +10,9 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from trainer.config.components import Accum, Component
+from trainer.config.components import COMPONENTS, extra_keys
 from trainer.config.messages import ancestors, did_you_mean, flat, line, show
-from trainer.config.run_config import COMPONENTS, RETIRED, RunConfig, to_plain
+from trainer.config.run_config import RunConfig, to_plain
 
 STEP_KEYS: tuple[str, ...] = (
     "batch",
@@ -45,7 +45,7 @@ def contract(
     tree |= {"steps": config.steps, "epochs": config.total_epochs}
     is_micro = config.batchnorm == "micro" or config.batch.normalizer == "micro_batches"
     if has_batch_statistics or is_micro:
-        own = Accum.model_fields.keys() - Component.model_fields.keys()
+        own = extra_keys("accum")
         tree["accum"] = {key: value for key, value in plain["accum"].items() if key not in own}
         if ranks is not None:
             tree["parallel"] = {"ranks": ranks}
@@ -73,7 +73,7 @@ def contract_diff(
         One line per key.
     """
     faults = []
-    for key in sorted((old.keys() | new.keys()) - set(RETIRED)):
+    for key in sorted(old.keys() | new.keys()):
         before, now = old.get(key), new.get(key)
         if before == now or not {key, *ancestors(key)}.isdisjoint(allow):
             continue

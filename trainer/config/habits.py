@@ -1,4 +1,4 @@
-"""What people type who know other trainers, or another grammar, and what they mean by it.
+"""Translate what people type who know other trainers, or another grammar.
 
 Words only; whether a key or a value is valid is for others to say.
 """
@@ -10,24 +10,15 @@ from collections.abc import Collection, Mapping, Sequence
 from trainer.config.messages import clip, did_you_mean
 
 SYNONYMS: Mapping[str, str] = {
-    "accumulate_grad_batches": "accum.steps",
-    "batch_size": "batch.global",
-    "bs": "batch.global",
-    "global_batch_size": "batch.global",
-    "gradient_accumulation_steps": "accum.steps",
-    "gradient_clip_val": "clip_norm",
-    "grad_clip": "clip_norm",
-    "learning_rate": "optimizer.lr",
-    "lr": "optimizer.lr",
-    "max_epochs": "epochs",
-    "max_grad_norm": "clip_norm",
+    **dict.fromkeys(("batch_size", "bs", "global_batch_size"), "batch.global"),
+    **dict.fromkeys(("accumulate_grad_batches", "gradient_accumulation_steps"), "accum.steps"),
+    **dict.fromkeys(("gradient_clip_val", "grad_clip", "max_grad_norm"), "clip_norm"),
+    **dict.fromkeys(("learning_rate", "lr"), "optimizer.lr"),
+    **dict.fromkeys(("max_epochs", "num_epochs", "num_train_epochs"), "epochs"),
+    **dict.fromkeys(("weight_decay", "wd"), "optimizer.weight_decay"),
     "max_steps": "steps",
     "micro_batch_size": "accum.micro",
-    "num_epochs": "epochs",
-    "num_train_epochs": "epochs",
     "warmup_steps": "scheduler.warmup",
-    "wd": "optimizer.weight_decay",
-    "weight_decay": "optimizer.weight_decay",
 }
 """What other trainers call a key, by its last part."""
 
@@ -48,7 +39,7 @@ _NOT_OFFERED: Mapping[str, Sequence[str]] = {
 
 
 def hint(key: str, value: object, choices: Collection[str]) -> str:
-    """Say what is meant by a value, or that it is not to be had; empty where nobody knows.
+    """Name the value that is meant, or say that it is not offered; empty where nobody knows.
 
     Args:
         key: whose value it is.
@@ -72,36 +63,16 @@ def key_of(flag: str) -> str | None:
     return SYNONYMS.get(flag.lstrip("-").replace("-", "_").lower())
 
 
-def unquoted(line: str) -> str | None:
-    """Take the second pair of quotes off an override; None where there is none."""
-    is_quoted = len(line) > 1 and line[0] == line[-1] and line[0] in "\"'`"
-    return line[1:-1] if is_quoted and "=" in line else None
-
-
 def spaced(words: Sequence[str]) -> str | None:
-    """Find a key, its `=` and its value written apart: `batch.global = 64`.
+    """Find a key, its `=` and its value typed apart, as in `batch.global = 64`; one fault or None.
 
     Args:
         words: of the command line, as the shell parted them.
-
-    Returns:
-        One fault, or None.
     """
-    for place, word in enumerate(words):
-        before, after = words[place - 1] if place else "", [*words[place + 1 :], ""][0]
-        key, _, value = word.partition("=")
-        if word == "=":
-            key, value = before, after
-        elif word.startswith("="):
-            key = before
-        elif word.endswith("=") and _is_bare(after):
-            value = after
-        else:
-            continue
-        if _is_bare(key) and _is_bare(value):
+    for before, word, after in zip(["", *words], words, [*words[1:], ""], strict=False):
+        key, equals, value = word.partition("=")
+        key, value = key or before, value or after
+        is_apart = equals and (word.startswith("=") or word.endswith("="))
+        if is_apart and all(w and "=" not in w and w[0] not in "-~" for w in (key, value)):
             return clip(f"{key}: no spaces around =: {key}={value}")
     return None
-
-
-def _is_bare(word: str) -> bool:
-    return bool(word) and "=" not in word and not word.startswith(("-", "~"))

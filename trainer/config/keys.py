@@ -1,17 +1,27 @@
-"""Reads the flat list of keys, with doc, kind and default, off the models of the schema."""
+"""List the keys of the interface: type from the schema, default and doc from the files of `conf/`.
+
+The line `lr: 3.0e-4 # learning rate` of an option file is the only place that says either.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, final, get_args, get_origin
+from pathlib import Path
+from typing import Any, final, get_type_hints
 
-from pydantic.fields import FieldInfo
+import yaml
 
-from trainer.config.messages import either, flat
-from trainer.config.sections import GROUPS, HIDDEN, SHARED_KEYS, Kind, Section
+from trainer.config.components import GROUPS, OWN, SHARED
+from trainer.config.messages import flat
+from trainer.config.run_config import RunConfig
+from trainer.config.types import HIDDEN, Section, literals_of
+
+_LINE = re.compile(r"( *)(\w+):.*?(?: # (.*))?")
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where it was compiled
 
 
 @final
@@ -20,61 +30,110 @@ class Key:
     """One key of the interface, for the help and for messages.
 
     Attributes:
+        annotation: type of its value; None where it is the name of an option.
         doc: one line.
-        kind: what its value must be.
-        default: of the schema; None for groups and for keys that depend on the option.
-        choices: the words it takes; empty where any value of its kind will do.
+        default: of the default options; None where they do not have the key.
     """
 
-    doc: str
-    kind: str
+    annotation: Any
+    doc: str = ""
     default: Any = None
-    choices: tuple[str, ...] = ()
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The words it takes; empty where any value of its kind will do."""
+        return literals_of(self.annotation)
 
 
-def describe(model: type[Section], prefix: str = "") -> Iterator[tuple[str, Key]]:
-    """Give every key below a model with its entry, in reading order.
+def data_dir(name: str) -> Path:
+    """Find `conf` or `recipes`: beside the package in a checkout, inside it in a wheel.
 
-    Args:
-        model: the schema of one section.
-        prefix: where the section lies: `batch.`, or nothing for the whole config.
+    Raises:
+        FileNotFoundError: the installation is damaged.
+    """
+    package = Path(__file__).resolve().parents[1]
+    for folder in (package / name, package.parent / name):
+        if folder.is_dir():
+            return folder
+    raise FileNotFoundError(f"{name}/ is neither in {package} nor beside it")
+
+
+def load_yaml(file: Path) -> dict[str, Any]:
+    """Read one file of options; empty where it is missing, or no mapping."""
+    content = yaml.load(file.read_text(), _LOADER) if file.is_file() else None
+    return content if isinstance(content, dict) else {}
+
+
+def options_of(group: str) -> dict[str, dict[str, Any]]:
+    """Read the options of a group that are built in, by name, that for classes typed left out."""
+    files = sorted((data_dir("conf") / group.replace(".", "/")).glob("*.yaml"))
+    return {file.stem: load_yaml(file) for file in files if file.stem != OWN}
+
+
+def default_options(conf: Path) -> dict[str, str]:
+    """Name the default option of every group, by dotted key, as the primary config chooses it."""
+    chosen: dict[str, str] = {}
+    for entry in load_yaml(conf / "config.yaml").get("defaults", ()):
+        if isinstance(entry, dict):
+            chosen |= {str(g).replace("/", "."): str(option) for g, option in entry.items()}
+    return chosen
+
+
+def _read_conf() -> tuple[dict[str, str], dict[str, Any]]:
+    """Read docs and defaults of all keys off `conf/`, those of default options first."""
+    conf = data_dir("conf")
+    chosen = default_options(conf)
+    docs, defaults = _docs(conf / "config.yaml"), flat(load_yaml(conf / "config.yaml"))
+    for group in GROUPS:
+        folder = conf / group.replace(".", "/")
+        first = folder / f"{chosen.get(group)}.yaml"
+        defaults |= flat(load_yaml(first), f"{group}.")
+        for file in (first, *sorted(folder.glob("*.yaml"))):
+            docs = _docs(file, f"{group}.") | docs
+    return docs, defaults
+
+
+def _docs(file: Path, prefix: str = "") -> dict[str, str]:
+    """Read the comment behind every key of a file."""
+    docs: dict[str, str] = {}
+    sections: list[str] = []
+    for line in file.read_text().splitlines():
+        if match := _LINE.fullmatch(line):
+            indent, name, doc = match.groups()
+            sections[len(indent) // 2 :] = [name]
+            docs[prefix + ".".join(sections)] = doc or ""
+    return docs
+
+
+def _annotations(model: type[Section], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Give every key below a section with its type, in reading order.
 
     Yields:
-        Dotted key and entry.
+        Dotted key and type.
     """
-    for name, info in model.model_fields.items():
-        key = prefix + (info.alias or name)
-        inner = info.annotation
-        if HIDDEN in info.metadata:
+    for name, annotation in get_type_hints(model, include_extras=True).items():
+        if name not in model.model_fields or HIDDEN in getattr(annotation, "__metadata__", ()):
             continue
-        if isinstance(inner, type) and issubclass(inner, Section):
+        key = prefix + (model.model_fields[name].alias or name)
+        if isinstance(annotation, type) and issubclass(annotation, Section):
             if key in GROUPS:
-                yield key, Key(doc=_doc(info), kind="the name of an option")
-            yield from describe(inner, f"{key}.")
-            if key in SHARED_KEYS:
-                yield from describe(SHARED_KEYS[key], f"{key}.")
+                yield key, None
+            yield from _annotations(annotation, f"{key}.")
+            for argument, kind in SHARED.get(key, {}).items():
+                yield f"{key}.{argument}", kind
         else:
-            yield key, _entry(info)
+            yield key, annotation
 
 
-def _entry(info: FieldInfo) -> Key:
-    words = list(dict.fromkeys(words_of(info)))
-    return Key(
-        doc=_doc(info),
-        kind=either(words),
-        default=info.get_default(call_default_factory=True, validated_data={}),
-        choices=tuple(_literals(info.annotation)),
-    )
+def _keys() -> Iterator[tuple[str, Key]]:
+    docs, defaults = _read_conf()
+    for key, annotation in _annotations(RunConfig):
+        doc = "" if annotation is None else docs[key]
+        yield key, Key(annotation=annotation, doc=doc, default=defaults.get(key))
 
 
-def words_of(info: FieldInfo) -> Iterator[str]:
-    """Say in words what a field takes, alternative by alternative.
-
-    Yields:
-        One phrase each.
-    """
-    marks = [mark.text for mark in info.metadata if isinstance(mark, Kind)]
-    yield from marks or _words(info.annotation)
+KEYS: Mapping[str, Key] = dict(_keys())
+"""Every key of the interface in reading order."""
 
 
 def digests(plain: Mapping[str, Any]) -> dict[str, str]:
@@ -84,41 +143,3 @@ def digests(plain: Mapping[str, Any]) -> dict[str, str]:
         for key, value in flat(plain).items()
         if key != "parallel.node"
     }
-
-
-def _doc(info: FieldInfo) -> str:
-    if info.description is None:
-        raise TypeError(f"a key without a description: {info.annotation}")
-    return info.description
-
-
-def _words(annotation: object) -> Iterator[str]:
-    """Say in words what a type takes, alternative by alternative.
-
-    Yields:
-        One phrase each.
-    """
-    origin, args = get_origin(annotation), get_args(annotation)
-    if origin is Literal:
-        yield from args
-    elif origin is Annotated:
-        yield next(mark.text for mark in args if isinstance(mark, Kind))
-    elif annotation is bool:
-        yield from ("true", "false")
-    elif annotation is type(None):
-        yield "null"
-    elif origin in (dict, tuple):
-        yield "a mapping" if origin is dict else "a list"
-    else:
-        for part in args:
-            yield from _words(part)
-
-
-def _literals(annotation: object) -> Iterator[str]:
-    if get_origin(annotation) is Literal:
-        yield from get_args(annotation)
-    elif annotation is bool:
-        yield from ("true", "false")
-    else:
-        for part in get_args(annotation):
-            yield from _literals(part)

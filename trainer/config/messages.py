@@ -1,12 +1,11 @@
-"""The words for what is wrong with a config: one line per fault, the key first, then the remedy.
+"""Word what is wrong with a config, one line per fault, and walk through its nested mappings.
 
-Functions over plain mappings; knows no key of its own.
+Knows no key of its own.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
@@ -19,8 +18,8 @@ MISSING = "???"
 """What OmegaConf writes for a value that has to be given."""
 
 NEAR = 0.65
-"""Share of two words' letters that are alike from which one may be meant by the other; two typed in
-the wrong order leave 2/3 of a short word, and `depth` and `width` share 0.6."""
+"""Share of common letters from which one word may be meant by another: two letters in the wrong
+order leave 2/3 of a short word, and `depth` and `width`, which differ, share 0.6."""
 
 _VALUE_LIMIT = 60
 _FEW = 3
@@ -41,8 +40,8 @@ def clip(text: str) -> str:
     words = "".join(c if c.isprintable() else "?" for c in " ".join(text.split())).split(" ")
     excess = len(" ".join(words)) - LINE_LIMIT
     while excess > 0 and len(longest := max(words, key=len)) > _VALUE_LIMIT:
-        kept = max(len(longest) - excess - 3, _VALUE_LIMIT - 3)
-        shortened = f"{longest[: kept // 3]}...{longest[kept // 3 - kept :]}"
+        length = max(len(longest) - excess - 3, _VALUE_LIMIT - 3)
+        shortened = f"{longest[: length // 3]}...{longest[length // 3 - length :]}"
         words[words.index(longest)] = shortened
         excess -= len(longest) - len(shortened)
     text = " ".join(words)
@@ -79,8 +78,8 @@ def named(noun: str) -> str:
 def did_you_mean(word: str, choices: Collection[str]) -> str:
     """Offer the nearest choice: ` Did you mean batch.global?`, or nothing where none is near.
 
-    Of dotted keys those of the same section come first, then those that end alike, so that `lr`
-    finds `optimizer.lr`.
+    Of dotted keys those of the same section come first, then those with the same last part, so that
+    `lr` finds `optimizer.lr`.
     """
     section, _, leaf = word.rpartition(".")
     beside, elsewhere = {}, []
@@ -100,14 +99,14 @@ def did_you_mean(word: str, choices: Collection[str]) -> str:
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Turn nested mappings into dotted keys; lists and empty mappings are values."""
-    leaves: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key, value in tree.items():
         path = f"{prefix}{key}"
         if isinstance(value, Mapping) and value:
-            leaves |= flat(value, f"{path}.")
+            values |= flat(value, f"{path}.")
         else:
-            leaves[path] = value
-    return leaves
+            values[path] = value
+    return values
 
 
 def ancestors(key: str) -> Iterator[str]:
@@ -139,79 +138,13 @@ def assign(tree: dict[str, Any], key: str, value: object) -> None:
 
 def prune(tree: Mapping[str, Any], keys: Container[str], prefix: str = "") -> dict[str, Any]:
     """Copy a tree without some dotted keys, and without the sections that this empties."""
-    kept: dict[str, Any] = {}
+    copied: dict[str, Any] = {}
     for key, value in tree.items():
         path = f"{prefix}{key}"
         if isinstance(value, Mapping) and value:
             inner = prune(value, keys, f"{path}.")
             if inner:
-                kept[key] = inner
+                copied[key] = inner
         elif path not in keys:
-            kept[key] = value
-    return kept
-
-
-def conform(example: object, value: object) -> Any:  # noqa: ANN401 - gives what it got
-    """Read a value as the type of an example.
-
-    `1e3` is the whole number 1000; a boolean is no number; a number may stand for a word.
-
-    Args:
-        example: the value of an option file. None and `???` stand for any type.
-        value: what was typed.
-
-    Returns:
-        The value, a number converted to the example's type.
-
-    Raises:
-        ValueError: the value is of another type; the text says which one is due.
-    """
-    if example is None or example == MISSING:
-        return value
-    if isinstance(example, list):
-        return _conform_list(example, value)
-    for kind, read in _READERS:
-        if isinstance(example, kind):
-            return read(value)
-    return value
-
-
-def whole(value: object) -> object:
-    """Turn a float without a fraction into the int it is; leaves everything else alone."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def _read_bool(value: object) -> bool:
-    if isinstance(value, bool):
-        return value
-    raise ValueError("must be true or false")
-
-
-def _read_int(value: object) -> int:
-    number = whole(value)
-    if isinstance(number, int) and not isinstance(number, bool):
-        return number
-    raise ValueError("must be a whole number")
-
-
-def _read_float(value: object) -> float:
-    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-        return float(value)
-    raise ValueError("must be a number")
-
-
-def _read_str(value: object) -> str:
-    if isinstance(value, str):
-        return value
-    if isinstance(value, int) and not isinstance(value, bool):
-        return str(value)
-    raise ValueError("must be text")
-
-
-def _conform_list(example: list[Any], value: object) -> list[Any]:
-    if not isinstance(value, list | tuple):
-        raise ValueError("must be a list")
-    return [conform(example[0] if example else None, item) for item in value]
-
-
-_READERS = ((bool, _read_bool), (int, _read_int), (float, _read_float), (str, _read_str))
+            copied[key] = value
+    return copied

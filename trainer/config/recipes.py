@@ -1,9 +1,8 @@
-"""Where recipes come from, and why they are safe.
+"""Find and vet recipes: data from anybody, values and choices of options.
 
-A recipe is data from anybody: values, and choices of options. Hydra would instantiate what a
-recipe puts under `hydra:`, resolve what it writes as `${...:...}`, and load what it names in its
-defaults list; so every recipe is read here, and refused where it could do more than set values.
-What classes it may name is settled by `build`, behind the trust list.
+Hydra would instantiate what a recipe puts under `hydra:`, resolve what it writes as `${...:...}`,
+and load what it names in its defaults list; so every recipe is read here, and refused where it
+could do more than set values. The classes it may name are checked against the trust list later.
 """
 
 from __future__ import annotations
@@ -23,9 +22,10 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from trainer.config.components import COMPONENTS, GROUPS, OWN
 from trainer.config.consent import asked, reason_to_type
+from trainer.config.keys import data_dir
 from trainer.config.messages import clip, lookup, prune
-from trainer.config.sections import COMPONENT_PATHS, GROUPS, OWN
 from trainer.core.errors import ConfigError
 
 GROUP = "recipe"
@@ -41,27 +41,15 @@ META = ("purpose", "cost", "expected")
 
 _PLAIN_REFERENCE = re.compile(r"\$\{[\w.\[\]]+\}")
 _HYDRA_KEY = re.compile(r"_\w*_")
-_OPTION = re.compile(r"\w[\w.-]*(/\w[\w.-]*)*")
-_ENTRY = re.compile(r"(override +|optional +)*/?\w+(/\w+)*")
-
-
-def data_dir(name: str) -> Path:
-    """Find `conf` or `recipes`: beside the package in a checkout, inside it in a wheel.
-
-    Raises:
-        FileNotFoundError: the installation is damaged.
-    """
-    package = Path(__file__).resolve().parents[1]
-    for folder in (package / name, package.parent / name):
-        if folder.is_dir():
-            return folder
-    raise FileNotFoundError(f"{name}/ is neither in {package} nor beside it")
+_ENTRY = re.compile(r"(?:(?:override|optional) +)*/?(?!hydra(?:/|$))(\w+(?:/\w+)*)")
+_OPTION = re.compile(r"(?!hydra(?:/|$))(?!.*\.\.)\w[\w.-]*(/\w[\w.-]*)*")
 
 
 def folders() -> list[Path]:
     """List the folders that recipes are looked for in, first one first."""
     typed = os.environ.get(FOLDERS_VARIABLE, "").split(os.pathsep)
-    return [*(Path(folder).expanduser().absolute() for folder in typed if folder), _shipped()]
+    own = (Path(folder).expanduser().absolute() for folder in typed if folder)
+    return [*own, data_dir("recipes")]
 
 
 def available() -> list[str]:
@@ -78,7 +66,7 @@ def locate(typed: str) -> str:
     Raises:
         ConfigError: there is no such file.
     """
-    if not typed.endswith((".yaml", ".yml")) and "/" not in typed and os.sep not in typed:
+    if not typed.endswith((".yaml", ".yml")) and os.sep not in typed:
         return typed
     path = Path(typed).expanduser().absolute()
     path = path if path.suffix else path.with_suffix(".yaml")
@@ -117,13 +105,46 @@ def read(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError:
         raise ConfigError(clip(f"{path}: not UTF-8 text")) from None
     except yaml.MarkedYAMLError as error:
-        raise ConfigError(clip(f"{path}{_place(error)}: {error.problem}")) from None
+        place = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise ConfigError(clip(f"{path}{place}: {error.problem}")) from None
     except (OSError, ValueError, RecursionError, yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(clip(f"{path}: {error}")) from None
-    faults = [*_header_faults(text), *vet(tree)]
+    faults = [clip(f"{path}: {fault}") for fault in vet(tree)]
     if faults:
-        raise ConfigError(*(clip(f"{path}: {fault}") for fault in faults))
+        raise ConfigError(*faults)
     return {key: value for key, value in tree.items() if key != "meta"}
+
+
+def _parse(text: str) -> dict[str, Any]:
+    # An alias that is written ten times in ten levels is ten billion values.
+    if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
+        raise ValueError("`*alias` is not for a recipe; write the value out")
+    tree = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+    if not isinstance(tree, dict):
+        raise ValueError("a recipe is a mapping: key: value")
+    return {str(key): value for key, value in tree.items()}
+
+
+def _with_choices(tree: dict[str, Any]) -> dict[str, Any]:
+    """Let a word behind a group choose its option, and `_target_` that of a class of one's own."""
+    words = {g: option for g in GROUPS if isinstance(option := lookup(tree, g), str)}
+    chosen = {group.replace(".", "/"): option for group, option in words.items()}
+    for path in COMPONENTS:
+        section = lookup(tree, path)
+        if isinstance(section, Mapping) and "_target_" in section:
+            chosen[path.replace(".", "/")] = OWN
+    defaults = tree.get("defaults", [])
+    if not chosen or not isinstance(defaults, list):
+        return tree
+    choices = [{f"override /{group}": option} for group, option in chosen.items()]
+    others = [item for item in defaults if chosen.keys().isdisjoint(_groups_of(item))]
+    return {**prune(tree, words), "defaults": [*others, *choices]}
+
+
+def _groups_of(item: object) -> set[str]:
+    """Name the groups that an entry of a defaults list chooses for."""
+    entries = map(str, item) if isinstance(item, Mapping) else ()
+    return {match[1] for entry in entries if (match := _ENTRY.fullmatch(entry))}
 
 
 def vet(tree: Mapping[str, Any]) -> Iterator[str]:
@@ -135,13 +156,69 @@ def vet(tree: Mapping[str, Any]) -> Iterator[str]:
     Yields:
         One line per fault, the key first.
     """
-    yield from _meta_faults(tree.get("meta", {}))
+    meta = tree.get("meta", {})
+    if not isinstance(meta, Mapping) or not meta.keys() <= set(META):
+        yield "meta: is a mapping of purpose, cost and expected"
     yield from _defaults_faults(tree.get("defaults", []))
     body = {key: value for key, value in tree.items() if key not in ("defaults", "meta")}
     for key in (found for name, value in body.items() for found in asked(name, value)):
         yield f"{key}: not for a recipe; type it yourself: {reason_to_type(key)}"
-    yield from _group_faults(body)
+    for group in GROUPS:
+        section, _, name = group.rpartition(".")
+        parent = lookup(body, section) if section else body
+        if isinstance(parent, Mapping) and not isinstance(parent.get(name, {}), Mapping):
+            yield f"{group}: takes the name of an option, or settings as a mapping"
     yield from _value_faults(body, "")
+
+
+def _defaults_faults(defaults: object) -> Iterator[str]:
+    """Refuse what would load anything but an option of a group or another recipe.
+
+    Yields:
+        One line per fault.
+    """
+    if not isinstance(defaults, list):
+        yield "defaults: is a list"
+        return
+    for item in defaults:
+        pairs = item.items() if isinstance(item, dict) else [(None, item)]
+        for entry, option in pairs:
+            if entry is not None and not _ENTRY.fullmatch(str(entry)):
+                yield f"defaults: {entry}: names no group that a recipe may choose for"
+            for name in option if isinstance(option, list) else [option]:
+                is_name = isinstance(name, str) and _OPTION.fullmatch(name)
+                if name is not None and not is_name:
+                    yield f"defaults: {name}: is not the name of an option"
+
+
+def _value_faults(value: object, path: str) -> Iterator[str]:
+    """Walk through the values; keys that act and resolvers are refused at any depth.
+
+    Yields:
+        One line per fault.
+    """
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _key_faults(str(name), inner, path)
+            yield from _value_faults(inner, f"{path}.{name}" if path else str(name))
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _value_faults(inner, path)
+    elif isinstance(value, str):
+        text = value
+        while (shorter := _PLAIN_REFERENCE.sub("", text)) != text:  # nested ones, inside first
+            text = shorter
+        if "${" in text:
+            yield f"{path}: {value}: a recipe may refer to a key as ${{batch.global}}, to no more"
+
+
+def _key_faults(name: str, value: object, path: str) -> Iterator[str]:
+    key = f"{path}.{name}" if path else name
+    is_ours = name in ("_target_", "_partial_") and path
+    if "${" in name or (_HYDRA_KEY.fullmatch(name) and not is_ours):
+        yield f"{key}: not a key for a recipe; _target_ and _partial_ of a component are"
+    elif name == "_target_" and not isinstance(value, str):
+        yield f"{key}: is the import path of a class"
 
 
 @final
@@ -163,7 +240,7 @@ class RecipeSource(ConfigSource):
             provider=self.provider,
             path=self.full_path(),
             config=OmegaConf.create(read(self._file(config_path))),
-            header={"package": "_global_"},
+            header={"package": "_global_"},  # whatever `# @package` the file has
         )
 
     def available(self) -> bool:
@@ -199,154 +276,5 @@ class RecipeSearchPath(SearchPathPlugin):
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         """See the base class."""
         for folder in folders():
-            provider = "trainer" if folder == _shipped() else FOLDERS_VARIABLE
+            provider = "trainer" if folder == data_dir("recipes") else FOLDERS_VARIABLE
             search_path.append(provider, f"{SCHEME}://{folder}")
-
-
-def _shipped() -> Path:
-    return data_dir("recipes")
-
-
-def _parse(text: str) -> dict[str, Any]:
-    # An alias that is written ten times in ten levels is ten billion values.
-    if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
-        raise ValueError("`*alias` is not for a recipe; write the value out")
-    tree = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
-    if not isinstance(tree, dict):
-        raise ValueError("a recipe is a mapping: key: value")
-    return {str(key): value for key, value in tree.items()}
-
-
-def _with_choices(tree: dict[str, Any]) -> dict[str, Any]:
-    """Let a word behind a group choose its option, and `_target_` that of a class of one's own."""
-    found = {group: lookup(tree, group) for group in GROUPS}
-    words = {group: value for group, value in found.items() if isinstance(value, str)}
-    named = [path for path in COMPONENT_PATHS if _names_class(found[path])]
-    chosen = {group.replace(".", "/"): option for group, option in words.items()}
-    chosen |= {path.replace(".", "/"): OWN for path in named}
-    defaults = tree.get("defaults", [])
-    if not chosen or not isinstance(defaults, list):
-        return tree
-    others = [item for item in defaults if _group_of(item) not in chosen]
-    choices = [{f"override /{group}": option} for group, option in chosen.items()]
-    return {**prune(tree, words), "defaults": [*others, *choices]}
-
-
-def _names_class(section: object) -> bool:
-    return isinstance(section, Mapping) and "_target_" in section
-
-
-def _group_of(item: object) -> str | None:
-    """The group that an entry of a defaults list chooses for; `None` for one of another form."""
-    entry = str(next(iter(item))) if isinstance(item, Mapping) and len(item) == 1 else ""
-    return entry.split()[-1].lstrip("/") if entry.split() else None
-
-
-def _place(error: yaml.MarkedYAMLError) -> str:
-    return f":{error.problem_mark.line + 1}" if error.problem_mark else ""
-
-
-def _header_faults(text: str) -> Iterator[str]:
-    """Refuse a package that would move the values elsewhere, into `hydra` say.
-
-    Yields:
-        At most one line.
-    """
-    for line in text.splitlines():
-        words = line.strip().lstrip("#").split()
-        if not line.strip().startswith("#") and line.strip():
-            return
-        if words[:1] == ["@package"] and words[1:] != ["_global_"]:
-            yield "# @package: a recipe's values are `_global_`; leave the line out"
-
-
-def _meta_faults(meta: object) -> Iterator[str]:
-    if not isinstance(meta, Mapping):
-        yield "meta: is a mapping of purpose, cost and expected"
-        return
-    for key, value in meta.items():
-        if key not in META:
-            yield f"meta.{key}: unknown; meta has {', '.join(META)}"
-        elif isinstance(value, dict | list):
-            yield f"meta.{key}: is a line of text"
-
-
-def _defaults_faults(defaults: object) -> Iterator[str]:
-    """Refuse what would load anything but an option of a group or another recipe.
-
-    Yields:
-        One line per fault.
-    """
-    if not isinstance(defaults, list):
-        yield "defaults: is a list"
-        return
-    for item in defaults:
-        pairs = item.items() if isinstance(item, dict) else [(None, item)]
-        for entry, option in pairs:
-            if entry is not None and not _is_group(str(entry)):
-                yield f"defaults: {entry}: names no group that a recipe may choose for"
-            options = option if isinstance(option, list) else [option]
-            for name in options:
-                if name is not None and name != "_self_" and not _is_option(name):
-                    yield f"defaults: {name}: is not the name of an option"
-
-
-def _is_group(entry: str) -> bool:
-    group = entry.rsplit(maxsplit=1)[-1].lstrip("/") if entry.split() else ""
-    return bool(_ENTRY.fullmatch(entry)) and group.partition("/")[0] != "hydra"
-
-
-def _is_option(name: object) -> bool:
-    return (
-        isinstance(name, str)
-        and bool(_OPTION.fullmatch(name))
-        and ".." not in name
-        and name.partition("/")[0] != "hydra"
-    )
-
-
-def _group_faults(body: Mapping[str, Any]) -> Iterator[str]:
-    """Refuse what is neither an option of a group nor settings of it.
-
-    Yields:
-        One line per group.
-    """
-    for group in GROUPS:
-        section, _, name = group.rpartition(".")
-        parent = lookup(body, section) if section else body
-        if isinstance(parent, Mapping) and not isinstance(parent.get(name, {}), Mapping):
-            yield f"{group}: takes the name of an option, or settings as a mapping"
-
-
-def _value_faults(value: object, path: str) -> Iterator[str]:
-    """Walk through the values; keys that act and resolvers are refused at any depth.
-
-    Yields:
-        One line per fault.
-    """
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            inner_path = f"{path}.{key}" if path else str(key)
-            yield from _key_faults(str(key), inner, inner_path)
-            yield from _value_faults(inner, inner_path)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _value_faults(inner, path)
-    elif isinstance(value, str) and "${" in _without_references(value):
-        yield f"{path}: {value}: a recipe may refer to a key as ${{batch.global}}, and to no more"
-
-
-def _key_faults(key: str, value: object, path: str) -> Iterator[str]:
-    if _HYDRA_KEY.fullmatch(key) and (key not in ("_target_", "_partial_") or "." not in path):
-        yield f"{path}: not for a recipe; only _target_ and _partial_ of a component are read"
-    elif key == "_target_" and not isinstance(value, str):
-        yield f"{path}: is the import path of a class"
-    if "${" in key:
-        yield f"{path}: a key is plain text"
-
-
-def _without_references(text: str) -> str:
-    """Take plain references out of a text, nested ones from the inside."""
-    while (shorter := _PLAIN_REFERENCE.sub("", text)) != text:
-        text = shorter
-    return text

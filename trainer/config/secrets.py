@@ -1,7 +1,7 @@
-"""What looks like a secret: by its name, by its own form, or because the environment holds it.
+"""Recognise secrets: by their name, by their own form, or because the environment holds them.
 
-Rules of thumb. A secret that is one plain short word, or a number of a few digits, is not told from
-the words and numbers that configs are made of, and passes.
+Rules of thumb. A secret that is one plain short word, or a number of a few digits, looks like the
+words and numbers that configs are made of, and passes.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from urllib.parse import unquote
 MASK = "***"
 
 _VARIABLE = re.compile(r"KEY|TOKEN(?!S|IZ)|SECRET|PASSW|PASSPHRASE|CREDENTIAL", re.IGNORECASE)
+_REFERENCE = re.compile(r"\$\{oc\.env:\s*(\w+)")
 _LIKELY_VARIABLE = re.compile(r"(^|_)(PAT|PASS|PWD|AUTH|DSN)(_|$)", re.IGNORECASE)
 _SHORTEST = 6
 """Characters from which the value of such a variable is a secret."""
@@ -63,7 +64,8 @@ def is_secret(name: str, value: object) -> bool:
     """
     if value in (None, "", "null") or isinstance(value, bool):
         return False
-    if _NAME.fullmatch(name):
+    reference = _REFERENCE.search(str(value))
+    if _NAME.fullmatch(name) or (reference and _VARIABLE.search(reference[1])):
         return True
     text = "" if isinstance(value, Mapping | list | tuple | set | frozenset) else str(value)
     is_likely = bool(_LIKELY_NAME.fullmatch(name) and _LIKELY_VALUE.fullmatch(text))

@@ -325,7 +325,7 @@ def run_rank(config: RunConfig, folder: Path, world: World, stop: StopFlag) -> i
         RuntimeError: something else failed.
     """
     try:
-        return COMMANDS[config.command](config.settled(world.size), folder, world, stop)
+        return COMMANDS[config.command](config.with_global_batch(world.size), folder, world, stop)
     except SystemExit as error:  # it would end the run as if it were done
         raise TrainError(f"{described(error)}: raise an error where a run cannot go on") from error
     except Exception as error:

@@ -55,7 +55,7 @@ class Fixed(Cut):
 
     Attributes:
         micro: samples per micro-batch on one rank; wins over `steps`, with which it agrees on a
-            full global batch (`plan.batch.resolve_fixed`).
+            full global batch (`config.sizes.complete_sizes`).
         steps: micro-batches per rank.
     """
 

@@ -1,4 +1,4 @@
-"""Classes, data and weights that are not there are missed before torch is imported."""
+"""Data and weights that are not there are missed before torch is imported, runs found by name."""
 
 from __future__ import annotations
 
@@ -16,9 +16,6 @@ from trainer.core.errors import ConfigError, NoCheckpointError, TrainError
 NET = "from torch import nn\n\nclass Net(nn.Module):\n    pass\n"
 
 MISSING = {
-    "model._target_=nets.Net": (2, "model._target_=nets.Net: there is no module named nets here"),
-    "model._target_=net.Nett": (2, "net.py has no Nett. Did you mean Net?"),
-    "hooks=[net.Watch]": (2, "hooks[0]._target_=net.Watch: "),
     "data=text data.path=no.txt": (3, "data.path=no.txt: no such file or folder"),
     "data=tokens data.path=no.bin model.vocab_size=9": (
         3,
@@ -51,7 +48,7 @@ import sys
 from trainer.cli.main import run
 codes = [run(line) for line in {lines!r}]
 assert codes == {[code for code, _ in MISSING.values()]!r}, codes
-assert "torch" not in sys.modules and "net" not in sys.modules
+assert "torch" not in sys.modules
 """
     root = Path(__file__).parents[3]
     environ = {**os.environ, "PYTHONPATH": str(root)}
@@ -64,15 +61,6 @@ assert "torch" not in sys.modules and "net" not in sys.modules
         check=False,
     )
     assert ended.returncode == 0, ended.stderr
-
-
-def test_a_name_that_a_module_only_makes_when_it_runs_is_left_to_it() -> None:
-    Path("made.py").write_text("globals()['Net'] = 3\n")
-    Path("star.py").write_text("from net import *\n")
-    for module in ("made", "star"):
-        with pytest.raises(ConfigError) as raised:
-            go(f"model._target_={module}.Other")
-        assert " has no Other" not in str(raised.value)
 
 
 def test_weights_that_cannot_be_used_are_named_by_their_key() -> None:

@@ -152,7 +152,7 @@ def test_a_pattern_behind_a_wider_one_is_refused():
         ({"lr": 1, "groups": {"*": {"lr": -1}}}, "optimizer.groups['*'].lr=-1: must be"),
         ({"lr": 1, "groups": {"*": {"frozen": "no"}}}, "optimizer.groups['*'].frozen=no: must be"),
         ({"lr": 1, "groups": {"*": {"frozen": True, "lr": 1}}}, "optimizer.groups['*']: "),
-        ({"lr": 1, "groups": {"*": 0.1}}, "optimizer.groups['*']: 0.1 is no mapping"),
+        ({"lr": 1, "groups": {"*": 0.1}}, "optimizer.groups['*']: 0.1 is not a mapping"),
     ],
 )
 def test_a_setting_that_cannot_be_is_refused_by_its_key(keys, fault):

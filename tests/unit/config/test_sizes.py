@@ -1,0 +1,76 @@
+"""Sizes of `accum=fixed`: any two give the third, and only contradictions are refused."""
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.config.sizes import complete_sizes, num_replicas
+from trainer.core.errors import ConfigError
+
+SIZES = st.integers(1, 600)
+RANKS = st.integers(1, 9)
+
+
+@given(SIZES, SIZES, RANKS)
+def test_micro_and_steps_give_the_global_batch(micro, steps, world_size):
+    global_batch = complete_sizes(None, micro, steps, world_size)
+    assert global_batch == micro * steps * world_size
+    assert complete_sizes(global_batch, micro, steps, world_size) == global_batch
+
+
+@given(SIZES, st.integers(1, 60), RANKS)
+def test_more_steps_than_samples_of_a_rank_name_sizes_that_agree(global_batch, steps, world_size):
+    share = -(-global_batch // world_size)
+    if steps > share:
+        with pytest.raises(ConfigError, match=f"accum.steps={share}, or batch.global="):
+            complete_sizes(global_batch, None, steps, world_size)
+    else:
+        assert complete_sizes(global_batch, None, steps, world_size) == global_batch
+
+
+@given(SIZES, st.integers(1, 60), st.integers(1, 60), RANKS)
+def test_a_contradiction_names_sizes_that_agree(global_batch, micro, steps, world_size):
+    try:
+        assert complete_sizes(global_batch, micro, steps, world_size) == global_batch
+    except ConfigError as error:
+        typed = {"batch.global": global_batch, "accum.micro": micro, "accum.steps": steps}
+        fixes = re.findall(r"([a-z.]+)=(\d+)", str(error).partition("agree:")[2])
+        assert len(fixes) >= 2
+        for key, value in fixes:
+            fixed = {**typed, key: int(value)}
+            complete_sizes(*fixed.values(), world_size)
+            if key != "batch.global":
+                assert abs(int(value) - typed[key]) >= 1
+
+
+def test_the_nearest_global_batch_is_the_nearest():
+    with pytest.raises(ConfigError) as caught:
+        complete_sizes(10, 8, 3, 1)
+    assert str(caught.value) == (
+        "accum.steps: 3 micro-batches of 8 samples on 1 rank hold 24 samples, not "
+        "batch.global=10. The nearest sizes that agree: batch.global=17, or batch.global=24 "
+        "(no short micro-batch), or accum.steps=2, or accum.micro=4"
+    )
+    with pytest.raises(ConfigError, match=r"batch\.global=24, or accum\.steps=64"):
+        complete_sizes(509, 8, 3, 1)
+
+
+@pytest.mark.parametrize("sizes", [(509, 7, None, 1), (9, None, None, 2), (3, 4, None, 8)])
+def test_ragged_last_micro_batches_and_ranks_without_a_sample_are_legal(sizes):
+    assert complete_sizes(*sizes) == sizes[0]
+
+
+def test_without_a_global_batch_both_others_are_needed():
+    with pytest.raises(ConfigError, match=r"batch\.global: needed"):
+        complete_sizes(None, 4, None, 1)
+
+
+@given(st.integers(1, 64), st.sampled_from(["auto", 1, 2, 3, 4]), st.sampled_from(["auto", 1, 2]))
+def test_copies_of_the_model_are_the_ranks_or_the_nearest_are_named(world_size, shard, replicate):
+    try:
+        assert world_size % num_replicas(world_size, 1, shard, replicate) == 0
+    except ConfigError as error:
+        part, copies = re.findall(r"=(\d+)", str(error))[-2:]
+        assert num_replicas(world_size, 1, int(part), int(copies)) == int(copies)
