@@ -89,7 +89,7 @@ MISTAKES = {
     "eval.every=nan": "eval.every=NaN: must be a whole number of steps",
     "scheduler.warmup=nan": "scheduler.warmup=NaN: must be a",
     "scheduler.warmup=1000 steps=10": "the largest valid value is 10",
-    "scheduler.warmup=50": "is more than steps=40; the largest valid value is 40",
+    "scheduler.warmup=50": "is more than steps=32; the largest valid value is 32",
     # arguments of the built-in classes
     "model.num_heads=5": "nearest: model.width=100 or model.num_heads=4",
     "model.width=0": "model.width=0: must be a whole number of at least 1",
@@ -107,7 +107,7 @@ MISTAKES = {
     "optimizer.groups={a:{lr:-3}}": "optimizer.groups['a'].lr=-3: must be a number, 0 or more",
     "optimizer=sgd optimizer.nesterov=true optimizer.momentum=0": "type optimizer.momentum=0.9",
     "scheduler.scale=linear": "scheduler.reference_batch: scheduler.scale=linear needs the global",
-    "scheduler=wsd scheduler.decay=0.9 scheduler.warmup=20": "the largest valid value is 0.5",
+    "scheduler=wsd scheduler.decay=0.9 scheduler.warmup=16": "the largest valid value is 0.5",
     "parallel=hsdp parallel.ranks=4 parallel.shard=3": "parallel.shard=2 parallel.replicate=2",
     "checkpoint.keep=0": "checkpoint.keep=0: must be a whole number of at least 1",
     "checkpoint.on_full=ignore": "must be stop or continue",
