@@ -42,11 +42,11 @@ def clock(config: dict[str, Any]) -> tuple[Any, ...]:
 @pytest.mark.parametrize(
     ("line", "expected"),
     {
-        "": (1.2e-2, 40, None, 20, 20),
-        "model.width=48 batch.global=64": (1.2e-2, 40, None, 20, 20),
-        "optimizer=sgd": (0.1, 40, None, 20, 20),
-        "optimizer.lr=1e-3 steps=7": (1e-3, 7, None, 20, 20),
-        "epochs=2 eval.every=null": (1.2e-2, None, 2, None, 20),
+        "": (1.2e-2, 32, None, 16, 16),
+        "model.width=48 batch.global=64": (1.2e-2, 32, None, 16, 16),
+        "optimizer=sgd": (0.1, 32, None, 16, 16),
+        "optimizer.lr=1e-3 steps=7": (1e-3, 7, None, 16, 16),
+        "epochs=2 eval.every=null": (1.2e-2, None, 2, None, 16),
         "recipe=quickstart": (1.2e-2, 6, None, None, None),
         "model=gpt_small": (3e-4, None, None, 0.1, "10min"),
         "model=gpt2 eval.every=5": (3e-4, None, None, 5, "10min"),
