@@ -13,7 +13,8 @@ from trainer.build.consistency import check_data, check_model
 from trainer.core.errors import TrainError
 from trainer.core.world import World
 from trainer.models.bind import bind
-from trainer.models.deferred import deferred
+from trainer.models.gpt import GPT
+from trainer.models.meta_start import build_on_meta
 from trainer.models.recompute import separable_blocks
 from trainer.parallel.fsdp import Sharded
 
@@ -61,11 +62,12 @@ def built(how: str, rank: int) -> nn.Module:
     return model
 
 
-def told(world: World, how: str, is_deferred: bool, begins: bool = True) -> str:
+def told(world: World, how: str, begins: bool = True) -> str:
     """What a rank is told of models that are built so."""
     module, weights = built(how, world.rank), None
-    if is_deferred:
-        module, weights = deferred(lambda: built(how, world.rank))
+    if how.startswith("on meta"):
+        torch.manual_seed(world.rank if how == "on meta, by rank" else 0)
+        module, weights = build_on_meta(lambda: GPT(width=8, num_heads=2))
     try:
         check_model(world, module, weights, begins=begins)
     except TrainError as error:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -19,10 +17,9 @@ from torch.utils._pytree import tree_leaves
 from tests.lib.ranks_work import plain
 from tests.lib.support import VOCABULARY, Bench, RaggedText, replicated
 from trainer.core.world import World
-from trainer.models import deferred as models
 from trainer.models.bind import bind
-from trainer.models.deferred import deferred
 from trainer.models.gpt import GPT
+from trainer.models.meta_start import build_on_meta
 from trainer.models.recompute import blocks_of, checkpoint_blocks
 from trainer.objectives.next_token import NextToken
 from trainer.parallel.base import Parallel
@@ -127,7 +124,7 @@ def workload(load: Load, size: int) -> Workload:
                 module, bind(module), blocks_of(module), world, replicas=load.replicas, mesh=mesh
             )
 
-    model, weights = deferred(lambda: gpt(load))
+    model, weights = build_on_meta(lambda: gpt(load))
     return Workload(
         model=model,
         objective=NextToken(),
@@ -137,51 +134,6 @@ def workload(load: Load, size: int) -> Workload:
         sync=POLICIES[load.sync](),
         fake_ranks=fake_ranks,
     )
-
-
-class Odd(nn.Module):
-    """Begins in every way that a constructor may."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
-        self.embed = nn.Embedding(VOCABULARY, 6)
-        self.head = nn.Linear(6, VOCABULARY)
-        self.head.weight = self.embed.weight
-        self.flipped = nn.Parameter(self.embed.weight.detach().t().clone() * 2)
-        own = torch.Generator().manual_seed(3)
-        self.drawn = nn.Parameter(torch.randn(7, 5, generator=own))
-        self.table = nn.Parameter(torch.from_numpy(np.arange(4.0)).float())
-        self.told = nn.Parameter(torch.tensor([3.0, 1.0]))
-        self.swapped = nn.Parameter(torch.ones(3))
-        self.swapped.data = torch.full((3,), 7.0)
-        self.frozen = nn.Parameter(torch.randperm(6).float(), requires_grad=False)
-        self.frozen.untouchable = True
-        self.register_buffer("steps", torch.linspace(0, 1, 4).cumsum(0))
-        self.register_buffer("hidden", torch.randn(3), persistent=False)
-        self.plain = torch.randn(2)
-        self.rates = [x.item() for x in torch.linspace(0, 0.1, 4)]
-        nn.init.orthogonal_(self.blocks[0].weight)
-        nn.init.trunc_normal_(self.blocks[1].weight)
-        nn.init.sparse_(self.blocks[2].weight, 0.5)
-        with torch.no_grad():
-            self.drawn[0].fill_(7)
-            self.drawn[1, 2] = torch.rand(())
-            for parameter in self.blocks.parameters():
-                parameter.mul_(1.5)
-        self.copies = copy.deepcopy(self.blocks[0])
-
-
-class Pictures(nn.Module):
-    """Convolutions, BatchNorm and an LSTM, of another type than they are drawn in."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, 8, 3)
-        self.norm = nn.BatchNorm2d(8)
-        self.mix = nn.LSTM(8, 4, 2)
-        self.to(torch.bfloat16)
 
 
 def like_gpt2() -> GPT:
@@ -202,14 +154,13 @@ def like_gpt2() -> GPT:
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt_tiny": lambda: GPT(vocab_size=VOCABULARY),
-    "like gpt2": lambda: like_gpt2().double(),
-    "pictures": Pictures,
-    "odd": Odd,
+    "like gpt2": like_gpt2,
+    "gpt_small": lambda: GPT(VOCABULARY, width=16, num_layers=3, num_heads=4, max_length=32),
 }
 
 
 def start_sharded(build: Callable[[], nn.Module], world: World) -> tuple[nn.Module, Parallel]:
-    module, weights = deferred(build)
+    module, weights = build_on_meta(build)
     blocks = blocks_of(module)
     return module, Sharded(module, bind(module), blocks, world, draw=weights.draw)
 
@@ -231,10 +182,6 @@ def begun(world: World, name: str) -> dict[str, bool]:
         told[key] = torch.equal(mine.full_tensor(), theirs)
     for (key, mine), (_, theirs) in zip(module.named_buffers(), whole.named_buffers(), strict=True):
         told[key] = torch.equal(mine, theirs)
-    if isinstance(module, Odd):
-        told["tie"] = module.head.weight is module.embed.weight
-        told["plain"] = torch.equal(module.plain, whole.plain)
-        told["rates"] = module.rates == whole.rates
     return told
 
 
@@ -255,20 +202,18 @@ class RealBytes(TorchDispatchMode):
         return result
 
 
-def peak_at_start(world: World, is_deferred: bool, held_bytes: int) -> tuple[int, int, int]:
+def peak_at_start(world: World, is_deferred: bool) -> tuple[int, int, int]:
     """The most bytes that tensors take at once, those of the largest weight, and of all."""
 
     def build() -> nn.Module:
         return GPT(VOCABULARY, width=128, num_layers=8, num_heads=4, max_length=32)
 
-    before, models.HELD_BYTES = models.HELD_BYTES, held_bytes
     with RealBytes() as counted:
         if is_deferred:
             _, model = start_sharded(build, world)
         else:
             module = build()
             model = Sharded(module, bind(module), blocks_of(module), world)
-    models.HELD_BYTES = before
     sizes = [parameter.nbytes for parameter in model.parameters]
     return counted.peak.estimate.peak_bytes, max(sizes), sum(sizes)
 

@@ -28,7 +28,6 @@ def ranks() -> Iterator[Ranks]:
     group.close()
 
 
-@pytest.mark.parametrize("is_deferred", [False, True])
 @pytest.mark.parametrize(
     ("how", "says"),
     {
@@ -38,10 +37,12 @@ def ranks() -> Iterator[Ranks]:
         "rank": "weights differ between ranks",
         "names": "(own1)",
         "frozen": "(0.weight)",
+        "on meta": "",
+        "on meta, by rank": "weights differ between ranks",
     }.items(),
 )
-def test_ranks_whose_models_differ_are_refused_alike(ranks, how, says, is_deferred):
-    first, second = ranks.run(2, told, how, is_deferred)
+def test_ranks_whose_models_differ_are_refused(ranks, how, says):
+    first, second = ranks.run(2, told, how)
     assert first == second
     assert bool(first) == bool(says)
     assert says in first
@@ -49,9 +50,9 @@ def test_ranks_whose_models_differ_are_refused_alike(ranks, how, says, is_deferr
 
 
 def test_the_tensor_that_differs_is_named_unless_it_is_to_be_loaded(ranks):
-    assert "2.weight of rank 1 is not" in ranks.run(2, told, "rank", False)[0]
-    assert "1.running_mean of rank 1" in ranks.run(2, told, "buffer", True)[0]
-    assert ranks.run(2, told, "rank", False, False) == ["", ""]
+    assert "2.weight of rank 1 is not" in ranks.run(2, told, "rank")[0]
+    assert "1.running_mean of rank 1" in ranks.run(2, told, "buffer")[0]
+    assert ranks.run(2, told, "rank", False) == ["", ""]
 
 
 @pytest.mark.parametrize("how", ["same", "lengths", "fingerprint"])

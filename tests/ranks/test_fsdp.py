@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from tests.lib.ranks_support import Ranks
 from tests.lib.sharded_work import (
@@ -23,7 +21,7 @@ from tests.lib.sharded_work import (
 )
 from tests.lib.support import EXACT
 from trainer.core.world import World
-from trainer.models.deferred import CannotDefer, deferred, drawn
+from trainer.models.meta_start import build_on_meta, drawn
 from trainer.plan.cut import Layout
 from trainer.plan.cuts import Auto
 from trainer.plan.memory import Shape
@@ -97,11 +95,10 @@ def test_a_sharded_model_begins_with_the_very_weights_of_one_rank(ranks, name):
 
 
 def test_a_model_larger_than_the_memory_of_a_rank_can_start(ranks):
-    held = 2**18
-    for peak, largest, whole in ranks.run(4, peak_at_start, True, held):
-        # Shards, what the constructor has at hand, and one weight with its shard.
-        assert whole / 4 < peak < whole / 4 + held + 3 * largest < whole / 2
-    for peak, _, whole in ranks.run(2, peak_at_start, False, held):
+    for peak, largest, whole in ranks.run(4, peak_at_start, True):
+        # Shards, and one weight with its shard.
+        assert whole / 4 < peak < whole / 4 + 3 * largest < whole / 2
+    for peak, _, whole in ranks.run(2, peak_at_start, False):
         assert peak >= whole
 
 
@@ -115,51 +112,16 @@ def test_a_model_that_was_never_whole_trains_as_on_one_rank(ranks, sync):
             assert difference <= EXACT[torch.float64], name
 
 
-def test_a_deferred_model_can_be_whole_for_a_while():
+def test_a_model_on_meta_can_be_whole_for_a_while():
     torch.manual_seed(3)
-    expected = MODELS["odd"]()
+    expected = MODELS["like gpt2"]()
     torch.manual_seed(3)
-    module, weights = deferred(MODELS["odd"])
+    module, weights = build_on_meta(MODELS["like gpt2"])
     before = dict(module.named_parameters())
     with drawn(module, weights, torch.device("cpu")):
-        assert module.head.weight is module.embed.weight
         for (name, mine), theirs in zip(
             module.named_parameters(), expected.parameters(), strict=True
         ):
             assert torch.equal(mine, theirs), name
             assert mine.requires_grad == theirs.requires_grad
     assert all(p.is_meta and p is before[name] for name, p in module.named_parameters())
-
-
-class Borrowed(nn.Module):
-    """Keeps a tensor where no module is looked through."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.layer = nn.Linear(2, 2)
-        if how == "hidden":
-            self.layer.forward = partial(torch.add, torch.randn(2))
-        elif how == "numpy":
-            self.scale = torch.randn(2).numpy()
-        elif how in {"array", "array written"}:
-            array = np.zeros(2, dtype=np.float32)
-            tensor = torch.from_numpy(array)
-            if how == "array":
-                array[:] = 1
-                self.table = nn.Parameter(tensor + 0)
-            else:
-                tensor.fill_(1)
-                self.table = nn.Parameter(torch.tensor(array))
-        else:
-            foreign.add_(torch.randn(2))
-
-
-foreign = torch.zeros(2)
-
-
-@pytest.mark.parametrize("how", ["hidden", "numpy", "array", "array written", "foreign"])
-def test_a_constructor_that_cannot_be_recorded_says_why(how):
-    with pytest.raises(CannotDefer) as caught:
-        deferred(lambda: Borrowed(how))
-    assert len(str(caught.value).splitlines()) == 1
-    assert torch.equal(foreign, torch.zeros(2))

@@ -48,7 +48,7 @@ def choose_parallel(parts: Parts) -> Parts:
         parts = _rebuilt(parts, mode)
         mode, why = parts.world.on_main(partial(_choice, parts))
     if mode == "ddp" and parts.weights is not None:
-        # What was recorded has the same weights, but no hooks on them.
+        # A copy needs the weights themselves, not shards of them.
         parts = _rebuilt(parts, mode)
     return _decided(parts, mode, why)
 

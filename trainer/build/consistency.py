@@ -22,7 +22,7 @@ from trainer.core.world import World
 from trainer.data.loader import lengths_of
 from trainer.data.samples import Samples
 from trainer.data.split import fingerprint_of, unread
-from trainer.models.deferred import Weights
+from trainer.models.meta_start import Weights
 
 WHOLE = 4096
 """Elements up to which a tensor is hashed as it is; of a larger one sums of rows of as many."""

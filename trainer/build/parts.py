@@ -35,9 +35,8 @@ from trainer.data.samples import Samples, check_count, faults_of, kept_generator
 from trainer.data.split import split_by_seed
 from trainer.models.bind import bind
 from trainer.models.check import bare
-from trainer.models.deferred import CannotDefer, Weights, deferred
+from trainer.models.meta_start import Weights, build_on_meta
 from trainer.models.recompute import checkpoint_blocks
-from trainer.models.small_first import modest_or_deferred
 from trainer.models.sparse import refuse_sparse
 from trainer.models.statistics import batch_statistics
 from trainer.models.vocabulary import vocabulary_of
@@ -52,6 +51,10 @@ from trainer.training.batches import Source
 from trainer.training.evaluation import HeldOut
 from trainer.training.step import Kit
 from trainer.tune.layout import layout_for, packs
+
+OURS = "trainer."
+SMALL_BYTES = 2**30
+"""Parameters of a model that any rank can hold whole while `parallel=auto` is open."""
 
 CPU_WORKERS = 0
 GPU_WORKERS = 4
@@ -299,17 +302,20 @@ def build_model(
         return bare(construct(config.model, "model", nn.Module, config.trust, given))
 
     weights, notes = None, []
+    may_shard = is_sharded(config, world)
+    is_open = is_undecided(config, world)
     with kept_generators():
-        try:
-            if is_sharded(config, world):
-                module, weights = deferred(build)
-            elif is_undecided(config, world):
-                module, weights = modest_or_deferred(build)
-            else:
-                module = build()
-        except CannotDefer as answer:
-            notes.append(f"the model is built whole on every rank before it is sharded: {answer}")
+        if config.model.target.startswith(OURS) and (may_shard or is_open):
+            module, weights = build_on_meta(build)
+            if is_open and sum(p.nbytes for p in module.parameters()) <= SMALL_BYTES:
+                module, weights = build(), None
+        else:
             module = build()
+            if may_shard:
+                notes.append(
+                    "the model is built whole on every rank before it is sharded: only models of "
+                    "this package start in shards"
+                )
     module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(world.device))  # type: ignore[no-untyped-call] # untyped in torch
     module.train()
     if config.activation_checkpointing is True and not checkpoint_blocks(module):

@@ -1,0 +1,167 @@
+"""Build a model of ours on the meta device, and compute its first weights one at a time.
+
+The constructor runs under `torch.device("meta")`, where tensors have no memory. What fills a
+parameter is recorded; where it draws random numbers it is also run on memory that is dropped at
+once, so that the generator moves as it does on the CPU. A weight is computed later by running its
+operations again from the states of the generator that were found, and so has the bits of a model
+that is built on the CPU.
+
+Only for the models of this package: other classes may do something else on the meta device than on
+the CPU (transformers leaves weights undrawn there).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+@final
+@dataclass(frozen=True)
+class Fill:
+    """One operation that gave a whole tensor values.
+
+    Attributes:
+        func: of the dispatcher; writes into its first argument.
+        args: the others, none of them a tensor.
+        kwargs: likewise, by name.
+        state: of the default generator when it ran; None where it draws nothing.
+    """
+
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    state: Tensor | None
+
+    def run(self, tensor: Tensor) -> None:
+        """Fill a tensor on the CPU."""
+        if self.state is None:
+            self.func(tensor, *self.args, **self.kwargs)
+            return
+        now = torch.default_generator.get_state()
+        torch.default_generator.set_state(self.state)
+        self.func(tensor, *self.args, **self.kwargs)
+        torch.default_generator.set_state(now)
+
+
+@final
+class Weights:
+    """Computes the weights that a constructor drew.
+
+    Args:
+        fills: what filled each parameter, in order, by every name it has.
+        parameters: on the meta device, by the same names.
+    """
+
+    def __init__(
+        self, fills: Mapping[str, Sequence[Fill]], parameters: Mapping[str, nn.Parameter]
+    ) -> None:
+        self._fills = fills
+        self._forms = {name: (p.shape, p.dtype) for name, p in parameters.items()}
+
+    def draw(self, name: str) -> Tensor:
+        """Compute a parameter's first value, whole, on the CPU; the same bits at every call."""
+        shape, dtype = self._forms[name]
+        tensor = torch.empty(shape, dtype=dtype, device="cpu")
+        for fill in self._fills[name]:
+            fill.run(tensor)
+        return tensor
+
+    def digest(self) -> str:
+        """Hash how all values come about, which tells them apart without computing them."""
+        digest = hashlib.blake2b(digest_size=16)
+        for name, fills in self._fills.items():
+            for fill in fills:
+                state = b"" if fill.state is None else fill.state.numpy().tobytes()
+                digest.update(f"{name} {fill.func} {fill.args} {fill.kwargs}".encode() + state)
+        return digest.hexdigest()
+
+
+def build_on_meta(build: Callable[[], nn.Module]) -> tuple[nn.Module, Weights]:
+    """Build a model whose parameters are on the meta device. The generator moves as on the CPU.
+
+    Args:
+        build: constructs a model of this package.
+
+    Returns:
+        The model, and what its parameters begin with.
+    """
+    recorder = _Recorder()
+    with recorder, torch.device("meta"):
+        module = build()
+    named = dict(module.named_parameters(remove_duplicate=False))
+    fills = {name: recorder.fills[_key(parameter)] for name, parameter in named.items()}
+    return module, Weights(fills, named)
+
+
+@contextmanager
+def drawn(module: nn.Module, weights: Weights, device: torch.device) -> Iterator[None]:
+    """Give a model on the meta device its whole weights inside the block.
+
+    Args:
+        module: its parameters are on the meta device, and are again when the block ends.
+        weights: what they begin with.
+        device: where they are to be.
+    """
+    metas = [dict(part._parameters) for part in module.modules()]
+    real = {
+        id(p): nn.Parameter(weights.draw(name).to(device), p.requires_grad)
+        for name, p in module.named_parameters()
+    }
+    try:
+        for part, own in zip(module.modules(), metas, strict=True):
+            part._parameters.update({name: real.get(id(p)) for name, p in own.items()})
+        yield
+    finally:
+        for part, own in zip(module.modules(), metas, strict=True):
+            part._parameters.update(own)
+
+
+@final
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call] # untyped in torch
+    """Records what fills tensors on the meta device."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call] # untyped in torch
+        self.fills: dict[int, list[Fill]] = {}
+        self._storages: list[torch.UntypedStorage] = []  # alive, so that their ids stay their own
+
+    def __torch_dispatch__(
+        self,
+        func: Any,  # noqa: ANN401 - an operation of the dispatcher
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - whatever the operation gives
+        """Run one operation, and record it if it fills a tensor on the meta device.
+
+        Raises:
+            NotImplementedError: it fills a part of one, or from other tensors.
+        """
+        kwargs = dict(kwargs or {})
+        target = args[0] if func._schema.is_mutable else None
+        if isinstance(target, Tensor) and target.is_meta:
+            others = tree_leaves((args[1:], kwargs))
+            is_whole = target.nbytes == target.untyped_storage().nbytes()
+            if not is_whole or any(isinstance(leaf, Tensor | torch.Generator) for leaf in others):
+                raise NotImplementedError(f"{func} on the meta device")
+            draws = torch.Tag.nondeterministic_seeded in func.tags
+            state = torch.default_generator.get_state() if draws else None
+            if draws:
+                dropped = torch.empty(target.shape, dtype=target.dtype, device="cpu")
+                func(dropped, *args[1:], **kwargs)
+            self._storages.append(target.untyped_storage())
+            self.fills.setdefault(_key(target), []).append(Fill(func, args[1:], kwargs, state))
+        return func(*args, **kwargs)
+
+
+def _key(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
