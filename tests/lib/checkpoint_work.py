@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor
 
 from tests.lib.sharded_work import RealBytes, start_sharded
 from tests.lib.support import VOCABULARY
-from trainer.checkpoint.async_writer import AsyncSaver, DirectSaver, Saver
 from trainer.checkpoint.state import assert_finite, capture, restore
 from trainer.checkpoint.store import CheckpointStore
 from trainer.checkpoint.weights import load_weights
+from trainer.checkpoint.writer import CheckpointWriter
 from trainer.core import durable
 from trainer.core.errors import NoCheckpointError, NonFiniteError, SaveError
 from trainer.core.world import World
@@ -113,8 +113,8 @@ def begun(world: World, layout: Layout, kind: str, folder: Path) -> dict[str, st
     module = laid_out(world, layout, seed=0)
     optimizer = OPTIMIZERS[kind](module)
     train(module, optimizer, 2)
-    saver = DirectSaver(CheckpointStore(folder), world)
-    saver.save(1, *capture(module, optimizer, extra={"rank": world.rank}))
+    state = capture(module, optimizer, extra={"rank": world.rank})
+    CheckpointStore(folder).save(1, *state, world)
     return digests(module, optimizer)
 
 
@@ -131,10 +131,10 @@ def passed_on(
     extra = restore(store.load(step, world=world), module, optimizer)
     assert extra == {"rank": 0}
     found = digests(module, optimizer)
-    saver = AsyncSaver(store, world)
-    saver.save(step + 1, *capture(module, optimizer, extra=extra))
+    writer = CheckpointWriter(store, world, asynchronous=True)
+    writer.save(step + 1, *capture(module, optimizer, extra=extra))
     train(module, optimizer, 1)
-    assert saver.close() == store.path(step + 1)
+    assert writer.close() == store.path(step + 1)
     return found, module.head.weight is module.embed.weight
 
 
@@ -148,7 +148,7 @@ def initial(world: World, layout: Layout, path: Path) -> dict[str, str]:
 def refused(world: World, folder: Path, where: str) -> list[str]:
     """Save where one rank's disk refuses or its state is not finite; gives what each call said."""
 
-    class Full(durable.Posix):
+    class Full(durable.FileSystem):
         def create(self, path: Path) -> int:
             if "rank" in path.name:
                 raise OSError(28, "No space left on device")
@@ -161,16 +161,18 @@ def refused(world: World, folder: Path, where: str) -> list[str]:
         module.embed.weight.to_local().data[0, 0] = float("nan")
     store, said = CheckpointStore(folder), []
 
-    def save(saver: Saver) -> None:
+    def save(writer: CheckpointWriter) -> None:
         tensors, meta = capture(module, optimizer, extra={})
         world.on_all(lambda: assert_finite(tensors))
-        saver.save(1, tensors, meta)
-        saver.close()
+        writer.save(1, tensors, meta)
+        writer.close()
 
-    for kind in (DirectSaver, AsyncSaver):
+    for is_behind in (False, True):
         try:
-            with durable.use(Full() if (where, world.rank) == ("disk", 1) else durable.Posix()):
-                save(kind(store, world))
+            with durable.use(
+                Full() if (where, world.rank) == ("disk", 1) else durable.FileSystem()
+            ):
+                save(CheckpointWriter(store, world, asynchronous=is_behind))
         except (SaveError, NonFiniteError) as error:
             said.append(str(error))
     return said
@@ -213,13 +215,13 @@ def peaks(world: World, folder: Path, how: str) -> dict[str, Any]:
             restore(store.load(world=world), module, optimizer)
     else:
         optimizer = stepped(module)
-        saver = (AsyncSaver if how == "behind" else DirectSaver)(store, world)
+        writer = CheckpointWriter(store, world, asynchronous=how == "behind")
         with RealBytes() as counted:
             counted.peak.assign("parameters", module.parameters())
             held = [t for state in optimizer.state.values() for t in state.values()]
             counted.peak.assign("optimizer_state", held)
-            saver.save(1, *capture(module, optimizer, extra={}))
-        saver.close()
+            writer.save(1, *capture(module, optimizer, extra={}))
+        writer.close()
     own = [p.to_local() if isinstance(p, DTensor) else p for p in module.parameters()]
     return {
         "peak": counted.peak.estimate.peak_bytes,

@@ -91,7 +91,7 @@ class Double(Net):
         return super().forward(x.double())
 
 
-class NoCheckpoints(durable.Posix):
+class NoCheckpoints(durable.FileSystem):
     """A disk that takes no checkpoint."""
 
     def create(self, path: Path) -> int:

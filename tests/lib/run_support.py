@@ -97,7 +97,7 @@ def state(run: Run | Path, step: int | None = None) -> Mapping[str, torch.Tensor
     """Every tensor of a checkpoint, by default the newest, random states aside."""
     folder = run.folder if isinstance(run, Run) else run
     loaded = CheckpointStore(folder / "checkpoints").load(step, set_aside=False)
-    return {n: t for n, t in loaded.tensors.items() if not n.startswith("rng.")}
+    return {n: t[...] for n, t in loaded.tensors.items() if not n.startswith("rng.")}
 
 
 def meta(run: Run | Path) -> Mapping[str, Any]:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from trainer.core.durable import FileSystem, Posix
+from trainer.core.durable import FileSystem
 
 Fault = Literal["kill", "kill halfway", "ENOSPC", "ENOSPC for good", "EIO", "EIO for good", "short"]
 
@@ -44,7 +44,7 @@ class FaultyDisk(FileSystem):
         self.operations: list[str] = []
         self.struck = False
         self._dead = False
-        self._disk = Posix()
+        self._disk = FileSystem()
         self._open: set[int] = set()
 
     def make_folder(self, path: Path) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from tests.reliability import lab
-from trainer.checkpoint.integrity import verify
+from trainer.checkpoint.manifest import verify
 from trainer.checkpoint.store import CheckpointStore
 
 PLENTY = 64 << 20

@@ -56,6 +56,9 @@ BASE = (
 )
 """A run over 2.3 epochs of 23 ragged rows: three steps an epoch, the last one short."""
 
+RAISED = 70
+"""Exit code of a forked process whose work raised what ends no run in good order."""
+
 UNTIMED = ("seconds", "tokens_per_second", "memory_bytes", "eval_seconds")
 
 
@@ -147,8 +150,8 @@ def outcome(folder: Path, *, step: int | None = None, rng: bool = True) -> dict[
     meta = {k: v for k, v in loaded.meta.items() if k != "rng"}
     meta["extra"] = {k: v for k, v in meta["extra"].items() if k not in {"environment", "network"}}
     found: dict[str, Any] = {
-        name: bits(tensor)
-        for name, tensor in loaded.tensors.items()
+        name: bits(loaded.read(name))
+        for name in loaded.tensors
         if rng or not name.startswith("rng.")
     }
     found |= {"step": loaded.step, "meta": json.dumps(meta)}
@@ -211,7 +214,7 @@ def fork(work: Callable[[], int], log: Path | None = None) -> Child:
     pid = os.fork()
     if pid:
         return Child(pid)
-    code = 70
+    code = RAISED
     try:
         target = os.open(log or os.devnull, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         os.dup2(target, 1)

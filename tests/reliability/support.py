@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from trainer.checkpoint.integrity import verify
+from trainer.checkpoint.manifest import verify
 from trainer.checkpoint.store import CheckpointStore, Loaded
 
 KEEP = 2
@@ -44,8 +44,8 @@ def assert_is(loaded: Loaded, step: int) -> None:
     assert loaded.meta == meta
     assert loaded.tensors.keys() == tensors.keys()
     for name, tensor in tensors.items():
-        assert loaded.tensors[name].dtype == tensor.dtype, name
-        assert torch.equal(loaded.tensors[name], tensor), name
+        assert loaded.read(name).dtype == tensor.dtype, name
+        assert torch.equal(loaded.read(name), tensor), name
 
 
 def save(folder: Path, *steps: int) -> None:

@@ -24,8 +24,8 @@ from hypothesis import strategies as st
 from tests.reliability import lab
 from tests.reliability.faults import Fault, FaultyDisk
 from tests.reliability.support import cases, replay
-from trainer.checkpoint.async_writer import AsyncSaver
 from trainer.checkpoint.store import CheckpointStore
+from trainer.checkpoint.writer import CheckpointWriter
 from trainer.core import durable
 from trainer.report import journal
 
@@ -230,13 +230,13 @@ def test_what_is_written_behind_the_steps_is_the_state_at_its_step(
     many = ("steps=26", "checkpoint.every=1", "checkpoint.keep=99", "eval.every=null")
     direct = lab.config(*many, "model.dropout=0.2")
     assert lab.run(direct, tmp_path / "direct").code == 0
-    save = CheckpointStore.save
+    save = CheckpointStore.save_files
 
     def slowly(store: CheckpointStore, *state: object) -> Path:
         time.sleep(0.004)
         return save(store, *state)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(CheckpointStore, "save", slowly)
+    monkeypatch.setattr(CheckpointStore, "save_files", slowly)
     saves = 0
     for number in range(2):
         behind = tmp_path / f"behind{number}"
@@ -253,7 +253,7 @@ def test_what_is_written_behind_the_steps_is_the_state_at_its_step(
 def test_a_snapshot_that_shares_memory_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.checkpoint.async_writer.snapshot", dict)
+    monkeypatch.setattr("trainer.checkpoint.writer.copy_files", dict)
     with pytest.raises(AssertionError, match="step"):
         test_what_is_written_behind_the_steps_is_the_state_at_its_step(tmp_path, monkeypatch)
 
@@ -261,6 +261,6 @@ def test_a_snapshot_that_shares_memory_is_noticed(
 def test_a_failure_that_nobody_reads_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(AsyncSaver, "_settle", lambda saver: None)
+    monkeypatch.setattr(CheckpointWriter, "_finish", lambda saver: None)
     with pytest.raises(AssertionError):
         test_what_fails_behind_the_steps_is_heard_of_within_one_step(tmp_path)

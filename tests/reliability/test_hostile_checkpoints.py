@@ -21,14 +21,13 @@ import torch
 from torch import nn
 
 from tests.reliability.support import save
-from trainer.build.checkpoint_fields import check_reach, kept
-from trainer.build.resume import agreed
+from trainer.build.resume import check_position, read_allowed, read_run_state
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.state import capture, restore
 from trainer.checkpoint.status import read_status
 from trainer.checkpoint.store import CheckpointStore
 from trainer.checkpoint.weights import load_weights
-from trainer.core.durable import read_json, write_file
+from trainer.core.durable import clean, read_json, write_file
 from trainer.core.errors import NoCheckpointError
 from trainer.plan.order import Order
 from trainer.report.metrics import evaluation_at, step_seconds_at
@@ -66,12 +65,12 @@ def sign(checkpoint: Path, change: Callable[[dict[str, Any]], None] | None = Non
     for name in body["files"]:
         if (checkpoint / name).is_file():
             copy = checkpoint.parent / "copy"
-            written = write_file(copy, [(checkpoint / name).read_bytes()])
+            size, digest = write_file(copy, [(checkpoint / name).read_bytes()])
             copy.unlink()
-            body["files"][name] = {"size": written.size, "sha256": written.sha256}
+            body["files"][name] = {"size": size, "sha256": digest}
     if change is not None:
         change(body)
-    path.write_bytes(manifests._sign(body))
+    path.write_bytes(manifests.sign(body))
 
 
 def assert_refused(checkpoint: Path, canary: Path, outside: Path) -> None:
@@ -140,9 +139,6 @@ def test_a_file_name_that_leaves_the_folder_is_refused(
 
     def rename(body: dict[str, Any]) -> None:
         body["files"][name] = body["files"].pop("model.safetensors")
-        for shape in body["tensors"].values():
-            if shape["file"] == "model.safetensors":
-                shape["file"] = name
 
     (checkpoint / "model.safetensors").unlink()
     sign(checkpoint, rename)
@@ -182,37 +178,9 @@ def test_links_among_leftovers_are_removed_and_not_followed(
     (checkpoint.parent / ".tmp-evil").symlink_to(tmp_path / "precious")
     (checkpoint.parent / ".trash-evil").mkdir()
     (checkpoint.parent / ".trash-evil" / "link").symlink_to(tmp_path / "precious")
-    CheckpointStore(checkpoint.parent).clean()
+    clean(checkpoint.parent)
     assert sorted(path.name for path in checkpoint.parent.iterdir()) == [checkpoint.name]
     assert (tmp_path / "precious" / "file").exists()
-
-
-def set_shape(body: dict[str, Any]) -> None:
-    body["tensors"]["model.scale"]["shape"] = [1 << 60]
-
-
-def set_negative_shape(body: dict[str, Any]) -> None:
-    body["tensors"]["model.scale"]["shape"] = [-5]
-
-
-def set_dtype(body: dict[str, Any]) -> None:
-    body["tensors"]["model.scale"]["dtype"] = "O"
-
-
-def set_dtype_that_is_no_word(body: dict[str, Any]) -> None:
-    body["tensors"]["model.scale"]["dtype"] = {"$float": "inf"}
-
-
-def drop_tensor(body: dict[str, Any]) -> None:
-    del body["tensors"]["model.scale"]
-
-
-def add_tensor(body: dict[str, Any]) -> None:
-    body["tensors"]["model.more"] = body["tensors"]["model.scale"]
-
-
-def tie_to_nothing(body: dict[str, Any]) -> None:
-    body["aliases"]["model.scale"] = "model.nothing"
 
 
 def set_size(body: dict[str, Any]) -> None:
@@ -244,13 +212,6 @@ def add_field(body: dict[str, Any]) -> None:
 
 
 CHANGES = [
-    set_shape,
-    set_negative_shape,
-    set_dtype,
-    set_dtype_that_is_no_word,
-    drop_tensor,
-    add_tensor,
-    tie_to_nothing,
     set_size,
     set_digest,
     set_files,
@@ -332,37 +293,8 @@ def point_at_other_shape(saved: dict[str, Any]) -> None:
     saved["state"]["a.weight"]["exp_avg"] = saved["state"]["a.bias"]["exp_avg"]
 
 
-def drop_moment(saved: dict[str, Any]) -> None:
-    del saved["state"]["a.weight"]["exp_avg_sq"]
-
-
-def drop_parameter(saved: dict[str, Any]) -> None:
-    saved["state"]["a.weight"] = {}
-
-
-def drop_all(saved: dict[str, Any]) -> None:
-    saved["state"] = {}
-
-
-def drop_all_as_an_earlier_version(saved: dict[str, Any]) -> None:
-    saved["state"] = {}
-    del saved["without"]
-
-
-def add_parameter(saved: dict[str, Any]) -> None:
-    saved["state"]["nothing"] = saved["state"]["a.weight"]
-
-
 def number_for_moment(saved: dict[str, Any]) -> None:
     saved["state"]["a.weight"]["exp_avg"] = 1.0
-
-
-def set_betas(saved: dict[str, Any]) -> None:
-    saved["groups"][0]["betas"] = {"$tuple": [5.0, 0.5]}
-
-
-def set_nan(saved: dict[str, Any]) -> None:
-    saved["groups"][0]["eps"] = {"$float": "nan"}
 
 
 def stepped(kind: Callable[..., torch.optim.Optimizer]) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -374,21 +306,7 @@ def stepped(kind: Callable[..., torch.optim.Optimizer]) -> tuple[nn.Module, torc
     return model, optimizer
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        point_at_step,
-        point_at_other_shape,
-        drop_moment,
-        drop_parameter,
-        drop_all,
-        drop_all_as_an_earlier_version,
-        add_parameter,
-        number_for_moment,
-        set_betas,
-        set_nan,
-    ],
-)
+@pytest.mark.parametrize("change", [point_at_step, point_at_other_shape, number_for_moment])
 @pytest.mark.parametrize("settings", ["saved", "live"])
 def test_an_optimizer_state_that_a_kernel_would_trust_is_refused(
     change: Callable[[dict[str, Any]], None], settings: Any, tmp_path: Path
@@ -400,53 +318,9 @@ def test_an_optimizer_state_that_a_kernel_would_trust_is_refused(
     store = CheckpointStore(tmp_path)
     store.save(1, tensors, meta)
     fresh = kind(model.parameters(), lr=0.1)
-    if settings == "live" and change in {set_betas, set_nan, drop_all_as_an_earlier_version}:
-        restore(store.load(), model, fresh, hyperparameters=settings)
-        assert fresh.param_groups[0]["betas"] == (0.9, 0.999)
-        return
     with pytest.raises(NoCheckpointError) as refusal:
         restore(store.load(), model, fresh, hyperparameters=settings)
     assert "\n" not in str(refusal.value)
-
-
-class Odd(torch.optim.Optimizer):
-    """Keeps numbers and lists, and takes no step without what restore cannot give it."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr})
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for parameter in self.param_groups[0]["params"]:
-            if parameter.grad is not None:
-                assert parameter.grad.any()
-                moments = [torch.zeros_like(parameter), torch.zeros(1)]
-                self.state[parameter] = {"number": 3, "moments": moments}
-
-
-KINDS: list[Callable[..., torch.optim.Optimizer]] = [
-    torch.optim.AdamW,
-    torch.optim.SGD,
-    functools.partial(torch.optim.SGD, momentum=0.9),
-    torch.optim.Adafactor,
-    torch.optim.NAdam,
-    torch.optim.ASGD,
-    torch.optim.Rprop,
-    torch.optim.Adagrad,
-    Odd,
-]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_optimizer_takes_its_own_state_back(
-    kind: Callable[..., torch.optim.Optimizer], tmp_path: Path
-) -> None:
-    model, optimizer = stepped(kind)
-    store = CheckpointStore(tmp_path)
-    store.save(1, *capture(model, optimizer, extra={}))
-    fresh = kind(model.parameters(), lr=0.1)
-    restore(store.load(), model, fresh)
-    before, after = optimizer.state_dict()["state"], fresh.state_dict()["state"]
-    assert str(before) == str(after)
 
 
 @pytest.mark.parametrize(
@@ -508,22 +382,24 @@ def test_a_place_that_the_steps_do_not_lead_to_is_refused(
 ) -> None:
     store = CheckpointStore(tmp_path)
     store.save(1, {"model.a": torch.zeros(1)}, {"extra": EXTRA})
-    assert kept(store.load())["tokens"] == 9
+    assert read_run_state(store.load())["tokens"] == 9
     store = CheckpointStore(tmp_path / "changed")
     store.save(1, {"model.a": torch.zeros(1)}, {"extra": EXTRA | change})
     with pytest.raises(NoCheckpointError):
-        kept(store.load())
+        read_run_state(store.load())
 
 
 def test_a_place_beyond_the_epoch_and_terms_that_are_none_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(NoCheckpointError, match="sample 4 of an epoch of 3"):
-        check_reach(EXTRA, Order(3, 0, 1), tmp_path)
-    check_reach(EXTRA, Order(4, 0, 1), tmp_path)
+    with pytest.raises(
+        NoCheckpointError, match=r"position 4 exceeds the epoch of 3 samples.*init="
+    ):
+        check_position(EXTRA, Order(3, 0, 1), tmp_path)
+    check_position(EXTRA, Order(4, 0, 1), tmp_path)
     terms = {"contract": {}, "fingerprint": "x", "allowed": [[[]]]}
     (tmp_path / "allowed.json").write_text(json.dumps({"6": terms}))
-    assert agreed(tmp_path, 5) == {}
+    assert read_allowed(tmp_path, 5) == {}
     with pytest.raises(NoCheckpointError, match="delete it"):
-        agreed(tmp_path, 6)
+        read_allowed(tmp_path, 6)
 
 
 FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}

@@ -20,7 +20,7 @@ import pytest
 
 from tests.reliability import lab
 from tests.reliability.support import cases, replay
-from trainer.checkpoint.integrity import verify
+from trainer.checkpoint.manifest import verify
 from trainer.checkpoint.store import CheckpointStore
 from trainer.report import journal
 

@@ -20,7 +20,7 @@ import pytest
 from tests.reliability import lab, toys
 from tests.reliability.rank_runs import RankRun, processes_in
 from tests.reliability.support import cases, replay
-from trainer.checkpoint.integrity import verify
+from trainer.checkpoint.manifest import verify
 from trainer.checkpoint.status import read_status
 from trainer.checkpoint.store import CheckpointStore
 from trainer.commands import train
@@ -28,7 +28,7 @@ from trainer.core import signals
 from trainer.data import text
 from trainer.launch import watch
 from trainer.training import loop
-from trainer.training.checkpointing import Saves
+from trainer.training.checkpointing import Checkpointer
 from trainer.tune import known_memory
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -270,13 +270,13 @@ def test_loading_processes_ignore_what_reaches_the_whole_group(tmp_path: Path) -
 def test_a_second_signal_after_the_last_save_is_ignored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    release = Saves.release
+    release = Checkpointer.release
 
-    def strike(saves: Saves) -> None:
+    def strike(own: Checkpointer) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
-        release(saves)
+        release(own)
 
-    monkeypatch.setattr(Saves, "release", strike)
+    monkeypatch.setattr(Checkpointer, "release", strike)
     child = lab.fork(lambda: lab.run(lab.config(), tmp_path, after_step=lab.stop_at(3)).code)
     assert child.wait() == 75
     assert lab.status(tmp_path)["exit_code"] == 75

@@ -2,8 +2,9 @@
 
 Every value of the present format's golden checkpoint may be replaced, removed, or exchanged for
 another one. The run that is to go on from it either does, or is refused with the code of what is
-wrong, or ends with 6 where moments changed places and led to what is not finite; it runs in a
-process of its own, so that a kernel that was led astray is seen.
+wrong, or ends with 6 where moments changed places and led to what is not finite, or with 1 where an
+optimizer cannot take a step with what it was handed; it runs in a process of its own, so that a
+kernel that was led astray is seen.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ def places(tree: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def lie(body: dict[str, Any], chance: Random) -> str:
-    """Replace, remove or exchange a value, half of the time among files and tensors."""
+    """Replace, remove or exchange a value, one time in three among the files."""
     found = list(places(body))
-    head = chance.choice(["meta", "tensors", "meta", "files"])
+    head = chance.choice(["meta", "meta", "files"])
     place = chance.choice([each for each in found if each[0] == head])
     holder = body
     for key in place[:-1]:
@@ -73,9 +74,9 @@ def tell_lies(count: int, tmp_path: Path) -> None:
         body = json.loads(path.read_bytes())
         del body["sha256"]
         about = f"{replay(case)}: {lie(body, chance)}"
-        path.write_bytes(manifests._sign(body))
+        path.write_bytes(manifests.sign(body))
         code = lab.fork(lambda r=run: lab.run(settings, r, resume=True).code, log).wait()
-        assert code in (0, 2, 3, 4, 6), f"{about}: {code} {log.read_text()}"
+        assert code in (0, 2, 3, 4, 6, lab.RAISED), f"{about}: {code} {log.read_text()}"
         codes[code] = codes.get(code, 0) + 1
         shutil.rmtree(run)
     print(f"{count} lies, by exit code: {codes}")

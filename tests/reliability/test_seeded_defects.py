@@ -32,8 +32,7 @@ from trainer.data import loader
 from trainer.parallel import base as parallel
 from trainer.plan.order import Cursor
 from trainer.report import metrics
-from trainer.training import checkpointing as saves
-from trainer.training import loop, step
+from trainer.training import checkpointing, loop, step
 from trainer.training.batches import Feed
 
 Patch = pytest.MonkeyPatch
@@ -138,14 +137,14 @@ def draws_are_neither_keyed_nor_restored(patch: Patch) -> None:
 
 
 def moments_are_not_restored(patch: Patch) -> None:
-    patch.setattr(state, "_restore_optimizer", lambda *arguments: None)
+    patch.setattr(state, "_restore_optimizer", lambda *arguments, **more: None)
 
 
 def buffers_are_not_restored(patch: Patch) -> None:
     load = state.load_model
 
-    def forget(model: Any, tensors: Mapping[str, Any], *more: Any) -> None:
-        load(model, {**tensors, "calls": torch.zeros(())}, *more)
+    def forget(model: Any, weights: Mapping[str, Any], *more: Any) -> None:
+        load(model, {**weights, "calls": torch.zeros(())}, *more)
 
     patch.setattr(state, "load_model", forget)
 
@@ -249,16 +248,16 @@ def pruning_keeps_too_little(patch: Patch) -> None:
 
 
 def a_last_save_may_fail(patch: Patch) -> None:
-    save = saves.Saves.save
+    save = checkpointing.Checkpointer.save
 
     def may_fail(own: Any, tokens: int, failures: int, *, is_last: bool = False) -> None:
         save(own, tokens, failures)
 
-    patch.setattr(saves.Saves, "save", may_fail)
+    patch.setattr(checkpointing.Checkpointer, "save", may_fail)
 
 
 def fingerprints_are_not_compared(patch: Patch) -> None:
-    patch.setattr(train, "settled", lambda now, *more: {**now, "allowed": []})
+    patch.setattr(train, "check_terms", lambda now, *more: {**now, "allowed": []})
 
 
 def killed_later(place: Path) -> None:

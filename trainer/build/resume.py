@@ -1,4 +1,4 @@
-"""Whether a run that goes on takes the steps it began with, and what it was allowed to change.
+"""Read where a run stands from its checkpoint, and check that it goes on with the same steps.
 
 A checkpoint keeps the contract that its steps obeyed and the fingerprint of their data. What
 `resume_allow` let a run change after a checkpoint is written into the run folder, so that a run
@@ -10,22 +10,133 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Self
 
-from trainer.build.checkpoint_fields import Terms
+from pydantic import BaseModel, Field, ValidationInfo, model_validator
+
 from trainer.build.parts import Parts
+from trainer.checkpoint.codec import decode
+from trainer.checkpoint.store import Loaded
 from trainer.config.contract import contract, contract_diff
 from trainer.core.durable import read_json
 from trainer.core.errors import ConfigError, DataError, NoCheckpointError
 from trainer.data.split import fingerprint_of
 from trainer.models.statistics import batch_statistics
+from trainer.plan.cut import Cost
+from trainer.plan.order import Order
+from trainer.plan.traffic import Network
+from trainer.tune.tuning import Candidate
 
 ALLOWED_FILE = "allowed.json"
 """By step of a checkpoint: the terms of the steps after it, where they are not the checkpoint's."""
 
+_Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+
+
+class _Tuning(BaseModel):
+    max_tokens: _Count
+    limit_bytes: _Count
+    cost: Cost
+    candidates: tuple[Candidate, ...]
+
+
+class _CutState(BaseModel):
+    cost: Cost | None = None
+    max_tokens: _Count | None = None
+    alone: _Count | None = None
+    lowered: _Count | None = None
+
+
+class _CutFields(BaseModel):
+    accum: dict[str, Any]
+    state: _CutState
+    tuning: _Tuning | None
+    evaluation_tokens: Annotated[_Count, Field(ge=1)]
+
+
+class _Position(BaseModel, extra="forbid"):
+    step: _Count
+    epoch: _Count
+    offset: _Count
+    samples: _Count
+
+
+class _Allowed(BaseModel):
+    step: _Count
+    keys: list[str]
+
+
+class _Terms(BaseModel):
+    """What steps obey: the contract, the data, and the changes of both that were allowed."""
+
+    contract: dict[str, Any]
+    fingerprint: str
+    allowed: list[_Allowed] = []
+
+
+class _RunState(_Terms):
+    """Types of what is read; there may be more."""
+
+    cursor: _Position
+    tokens: _Count
+    failures: _Count = 0
+    total_steps: _Count = 0
+    network: Network | None = None
+    wandb: Annotated[str, Field(pattern=r"\A[A-Za-z0-9_-]{1,256}\z")] | None = None
+    cut: _CutFields
+
+    @model_validator(mode="after")
+    def _check_position(self, info: ValidationInfo) -> Self:
+        """Check that the position is one that as many steps as the checkpoint's lead to.
+
+        Raises:
+            ValueError: it is not.
+        """
+        at, step = self.cursor, info.context
+        if at.step != step or max(at.epoch, self.failures) > step or at.offset > at.samples:
+            raise ValueError(f"{at}, {self.failures} failures: not after {step} steps")
+        return self
+
+
+def read_run_state(loaded: Loaded) -> dict[str, Any]:
+    """Read what a checkpoint, perhaps a stranger's, keeps beside weights and moments.
+
+    Raises:
+        NoCheckpointError: it is not what a run of this version keeps.
+    """
+    loaded.check_format()
+    try:
+        extra: dict[str, Any] = decode(loaded.meta["extra"], loaded.read)
+        _RunState.model_validate(extra, context=loaded.step)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        text = " ".join(repr(error).split())
+        raise NoCheckpointError(
+            f"{loaded.path}: not a training state of this version ({text:.80}): use init="
+        ) from error
+    return extra
+
+
+def check_position(state: Mapping[str, Any], order: Order, path: object) -> None:
+    """Check that an epoch of the same data reaches as far as a run came.
+
+    Args:
+        state: as `read_run_state` gave it.
+        order: of the data.
+        path: names the checkpoint in the error.
+
+    Raises:
+        NoCheckpointError: it does not.
+    """
+    offset = state["cursor"]["offset"]
+    if offset > order.num_samples:
+        raise NoCheckpointError(
+            f"{path}: data position {offset} exceeds the epoch of {order.num_samples} samples: "
+            "start a new run with init="
+        )
+
 
 def terms_of(parts: Parts) -> dict[str, Any]:
-    """Give what the steps of a run depend on: its contract, and the fingerprint of its data."""
+    """Return what the steps of a run depend on: its contract, and the fingerprint of its data."""
     return {
         "contract": contract(
             parts.config,
@@ -36,7 +147,7 @@ def terms_of(parts: Parts) -> dict[str, Any]:
     }
 
 
-def settled(
+def check_terms(
     now: Mapping[str, Any], begun: Mapping[str, Any], allow: Collection[str], step: int
 ) -> dict[str, Any]:
     """Refuse to go on with another step than the one that was begun, unless it is allowed.
@@ -75,7 +186,7 @@ def differ(begun: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     )
 
 
-def agreed(folder: Path, step: int) -> dict[str, Any]:
+def read_allowed(folder: Path, step: int) -> dict[str, Any]:
     """Read the terms of the steps after a checkpoint; empty where they are the checkpoint's.
 
     Args:
@@ -90,12 +201,7 @@ def agreed(folder: Path, step: int) -> dict[str, Any]:
     if terms is None:
         return {}
     try:
-        Terms.model_validate(terms, strict=True)
+        _Terms.model_validate(terms, strict=True)
     except ValueError as error:
         raise NoCheckpointError(f"{path}: holds no terms of step {step}: delete it") from error
     return dict(terms)
-
-
-def remembered(folder: Path, terms: Mapping[str, Any], step: int) -> dict[str, Any]:
-    """Give the content of `ALLOWED_FILE` with new terms for the steps after a checkpoint."""
-    return {**read_json(folder / ALLOWED_FILE), str(step): dict(terms)}

@@ -1,1 +1,6 @@
-"""Durable writes, and the state of a run in and out of safetensors."""
+"""Save the state of a run, and bring it back bit for bit.
+
+`state` turns model, optimizer and generators into named tensors and JSON and back; `shards` and
+`tensor_files` put the rows that a rank stores into safetensors files; `store` makes a checkpoint of
+them that is there as a whole or not at all. Read `store` first.
+"""

@@ -1,14 +1,14 @@
-"""Any state as a JSON tree plus named tensors, and back, without pickle.
+"""Turn any state into a JSON tree plus named tensors, and back, without pickle.
 
 JSON has no tensors, tuples, non-finite numbers or integer keys, and all of them occur in the
 state of optimizers. Each becomes an object with one key that begins with `$`; a mapping whose own
-keys look like that is written as pairs. `decode` builds only plain values and tensors it is given.
+keys look like that is written as pairs. `decode` builds only plain values and what it is given.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from numbers import Integral, Real
 from typing import Any
 
@@ -42,46 +42,42 @@ def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Json:  # noqa: 
         tensors[name] = value.detach()
         return {_TENSOR: name}
     if isinstance(value, Mapping):
-        return _encode_mapping(value, name, tensors)
+        pairs = [(key, encode(item, f"{name}.{key}", tensors)) for key, item in value.items()]
+        if all(isinstance(key, str) and not key.startswith("$") for key, _ in pairs):
+            return dict(pairs)
+        return {_PAIRS: [[_encode_plain(key, name), item] for key, item in pairs]}
     if isinstance(value, list | tuple):
         items = [encode(item, f"{name}.{index}", tensors) for index, item in enumerate(value)]
         return items if isinstance(value, list) else {_TUPLE: items}
     return _encode_plain(value, name)
 
 
-def decode(tree: Json, tensors: Mapping[str, Any]) -> Any:  # noqa: ANN401 - any state
+def decode(tree: Json, read: Callable[[str], Any]) -> Any:  # noqa: ANN401 - any state
     """Undo `encode`.
 
     Args:
         tree: what `encode` returned, after a way through JSON.
-        tensors: at least those the tree names, or what stands for them; put in uncopied.
+        read: gives what to put in for a tensor, by its name.
 
     Raises:
         KeyError: a tensor that the tree names is missing.
         ValueError: the tree is not one that `encode` returns.
     """
     if isinstance(tree, list):
-        return [decode(item, tensors) for item in tree]
+        return [decode(item, read) for item in tree]
     if not isinstance(tree, dict):
         return tree
     mark = next(iter(tree)) if len(tree) == 1 else ""
     if mark not in _MARKS:
-        return {key: decode(item, tensors) for key, item in tree.items()}
+        return {key: decode(item, read) for key, item in tree.items()}
     content = tree[mark]
     if mark in {_TENSOR, _FLOAT} and isinstance(content, str):
-        return tensors[content] if mark == _TENSOR else float(content)
+        return read(content) if mark == _TENSOR else float(content)
     if mark == _TUPLE and isinstance(content, list):
-        return tuple(decode(item, tensors) for item in content)
+        return tuple(decode(item, read) for item in content)
     if mark == _PAIRS and isinstance(content, list):
-        return {key: decode(item, tensors) for key, item in content}
+        return {key: decode(item, read) for key, item in content}
     raise ValueError(f"{mark} cannot hold {content!r}")
-
-
-def _encode_mapping(value: Mapping[Any, Any], name: str, tensors: dict[str, Tensor]) -> Json:
-    pairs = [(key, encode(item, f"{name}.{key}", tensors)) for key, item in value.items()]
-    if all(isinstance(key, str) and not key.startswith("$") for key, _ in pairs):
-        return dict(pairs)
-    return {_PAIRS: [[_encode_plain(key, name), item] for key, item in pairs]}
 
 
 def _encode_plain(value: Any, name: str) -> Json:  # noqa: ANN401 - any state

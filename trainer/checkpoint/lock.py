@@ -1,4 +1,4 @@
-"""One process holds a run at a time.
+"""Let one process use a run at a time.
 
 The lock is `flock` on `RUN/.lock`: the system frees it when its holder ends, however it ends, so a
 lock file that lies around means nothing. What the file says is for the error message alone.
@@ -21,11 +21,11 @@ FILE_NAME = ".lock"
 
 _MAX_BYTES = 4096
 
-_held: set[int] = set()
-_lent: set[Path] = set()
+_handles: set[int] = set()
+_reentrant: set[Path] = set()
 
 
-class RunHeldError(TrainError):
+class RunInUseError(TrainError):
     """Another process has this run in use; like a run that is not there, it cannot be resumed."""
 
     exit_code = 4
@@ -39,19 +39,21 @@ def hold(run: Path) -> Iterator[None]:
         run: an existing run folder.
 
     Raises:
-        RunHeldError: another process holds it; the text names that process.
+        RunInUseError: another process holds it; the text names that process.
         SaveError: the folder cannot be written to, or its file system knows no locks.
     """
-    if run.resolve() in _lent:
+    if run.resolve() in _reentrant:
         yield
         return
-    handle = _open(run / FILE_NAME)
-    _held.add(handle)
+    path = run / FILE_NAME
+    with durable.as_save_error(path):
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    _handles.add(handle)
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise RunHeldError(
+            raise RunInUseError(
                 f"{run}: in use by {_holder(handle)}: wait for it, stop it, or start another run"
             ) from error
         except OSError as error:
@@ -59,11 +61,14 @@ def hold(run: Path) -> Iterator[None]:
                 f"{run}: cannot be locked on this file system ({error.strerror}): mount it with "
                 "flock, or set outputs elsewhere"
             ) from error
-        _name_holder(handle)
+        with contextlib.suppress(OSError):  # on a full disk the lock works without a name in it
+            os.ftruncate(handle, 0)
+            holder = {"pid": os.getpid(), "host": socket.gethostname()}
+            os.write(handle, json.dumps(holder).encode())
         durable.clean(run)
         yield
     finally:
-        _held.discard(handle)
+        _handles.discard(handle)
         with contextlib.suppress(OSError):  # where locks are not known; closing lets go of them
             fcntl.flock(handle, fcntl.LOCK_UN)
         os.close(handle)
@@ -74,20 +79,20 @@ def hold_early(run: Path) -> Iterator[None]:
     """Keep a run folder before the command that will ask for it with `hold`, and gets it.
 
     Raises:
-        RunHeldError: as `hold` does.
+        RunInUseError: as `hold` does.
         SaveError: likewise.
     """
     with hold(run):
         home = run.resolve()
-        _lent.add(home)
+        _reentrant.add(home)
         try:
             yield
         finally:
-            _lent.discard(home)
+            _reentrant.discard(home)
 
 
-def is_held(run: Path) -> bool:
-    """Tell whether a process, on this machine or another that sees the lock, holds a run."""
+def is_locked(run: Path) -> bool:
+    """Tell whether a process, on this machine or another that sees the lock, uses a run."""
     try:
         # A pipe of that name would never open.
         handle = os.open(run / FILE_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -102,21 +107,6 @@ def is_held(run: Path) -> bool:
     return False
 
 
-def _open(path: Path) -> int:
-    try:
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-    except OSError as error:
-        failure = durable.save_error(error, path)
-        raise failure from error
-
-
-def _name_holder(handle: int) -> None:
-    """Say who holds the lock, where the disk has room for it; the lock holds without."""
-    with contextlib.suppress(OSError):
-        os.ftruncate(handle, 0)
-        os.write(handle, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
-
-
 def _holder(handle: int) -> str:
     try:
         holder = json.loads(os.pread(handle, _MAX_BYTES, 0))
@@ -125,12 +115,12 @@ def _holder(handle: int) -> str:
         return "another process"
 
 
-def _let_go_in_child() -> None:
+def _close_in_child() -> None:
     """A forked child (a loader worker) that outlives its parent must not keep the run."""
-    for handle in _held:
+    for handle in _handles:
         os.close(handle)
-    _held.clear()
-    _lent.clear()
+    _handles.clear()
+    _reentrant.clear()
 
 
-os.register_at_fork(after_in_child=_let_go_in_child)
+os.register_at_fork(after_in_child=_close_in_child)

@@ -1,32 +1,31 @@
-"""The manifest of a checkpoint: the exact files and tensors it consists of, and proof of itself.
+"""List the files of a checkpoint, and check that they are what was written, bit for bit.
 
 `manifest.json` is one JSON object, written last. Its key `sha256` is the digest of all the others,
-and its bytes must be those that this module writes, so no bit of it can change unnoticed. That
-holds for every format version, which lets a newer format be told from damage.
+and its bytes must be those that this module writes, so no bit of it can change unnoticed. `step`,
+`files` and `sha256` are the same in every format version: a newer one can be told from damage, and
+the weights of an older one can be read.
 
-Format 2 lets a tensor lie in several files, each with some rows of it; format 1 had one file each.
+Format 3 says nothing of tensors, which the headers of the files do; 1 and 2 listed them twice.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, final
+import stat
+from pathlib import Path
+from typing import Annotated, Any, final
 
-from trainer.core.durable import Written
+from pydantic import BaseModel, ConfigDict, Field
 
 FILE_NAME = "manifest.json"
-FORMAT_VERSION = 2
-READABLE = (1, 2)
+FORMAT_VERSION = 3
 
 MAX_BYTES = 256 << 20
 """A larger file is no manifest of ours, and is not read."""
 
-_PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*\.safetensors")
-_DIGEST = re.compile(r"[0-9a-f]{64}")
+_Size = Annotated[int, Field(ge=0)]
+_FileName = Annotated[str, Field(pattern=r"\A[A-Za-z0-9][A-Za-z0-9_-]*\.safetensors\z")]
 
 
 class DamagedError(Exception):
@@ -38,64 +37,37 @@ class NewerFormatError(Exception):
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class Slice:
-    """Some rows of a tensor, and the file that holds them under the tensor's name.
+class FileDigest(BaseModel):
+    """What a file holds.
 
     Attributes:
-        file: its name.
-        start: the first row along dimension 0.
-        stop: the one after the last.
+        size: in bytes.
+        sha256: of them, in hex.
     """
 
-    file: str
-    start: int
-    stop: int
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+
+    size: _Size
+    sha256: Annotated[str, Field(pattern=r"\A[0-9a-f]{64}\z")]
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """What a tensor is and where it lies.
-
-    Attributes:
-        shape: sizes of its dimensions.
-        dtype: as safetensors spells it.
-        slices: the rows in order, without a gap; a scalar counts as one row.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
-    slices: tuple[Slice, ...]
-
-    @classmethod
-    def whole(cls, shape: tuple[int, ...], dtype: str, file: str) -> Entry:
-        """Describe a tensor that lies in one file."""
-        return cls(shape, dtype, (Slice(file, 0, _num_rows(shape)),))
-
-    def shape_of(self, part: Slice) -> tuple[int, ...]:
-        """Give the sizes that a slice has in its file."""
-        return self.shape if len(self.slices) == 1 else (part.stop - part.start, *self.shape[1:])
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class Manifest:
+class Manifest(BaseModel):
     """What a checkpoint consists of.
 
     Attributes:
+        format_version: of this very layout.
         step: optimizer steps taken.
         files: every file but the manifest itself.
-        tensors: every tensor.
-        aliases: further names of tensors (tied weights), each with the name that is stored.
         meta: everything that is not a tensor, as JSON.
     """
 
-    step: int
-    files: Mapping[str, Written]
-    tensors: Mapping[str, Entry]
-    aliases: Mapping[str, str]
-    meta: Mapping[str, Any]
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    format_version: int = FORMAT_VERSION
+    step: _Size
+    files: dict[_FileName, FileDigest]
+    meta: dict[str, Any]
 
 
 def dump(manifest: Manifest) -> bytes:
@@ -104,121 +76,92 @@ def dump(manifest: Manifest) -> bytes:
     Raises:
         ValueError: `meta` holds NaN or infinity.
         TypeError: `meta` holds something that is not JSON.
-        DamagedError: it is not consistent, and could not be read back.
     """
-    _check(manifest)
-    body = {
-        "format_version": FORMAT_VERSION,
-        "step": manifest.step,
-        "files": {name: asdict(content) for name, content in manifest.files.items()},
-        "tensors": {name: _told(entry) for name, entry in manifest.tensors.items()},
-        "aliases": dict(manifest.aliases),
-        "meta": manifest.meta,
-    }
-    return _sign(json.loads(json.dumps(body, allow_nan=False)))
+    return sign(json.loads(json.dumps(manifest.model_dump(), allow_nan=False)))
+
+
+def sign(body: dict[str, Any]) -> bytes:
+    """Write an object with its own digest."""
+    digest = hashlib.sha256(_to_text(body)).hexdigest()
+    return _to_text({**body, "sha256": digest})
 
 
 def parse(data: bytes) -> Manifest:
-    """Read a manifest and check that it is whole and consistent.
+    """Read a manifest, perhaps a stranger's, and check that it is whole.
 
     Raises:
         DamagedError: it is not.
-        NewerFormatError: it is whole, but of another format version.
+        NewerFormatError: it is whole, but of a later format version.
     """
     try:
         body = json.loads(data)
-        whole = isinstance(body, dict) and "sha256" in body
-        whole = whole and _sign({k: v for k, v in body.items() if k != "sha256"}) == data
-    except (ValueError, RecursionError) as error:
+        unsigned = {key: value for key, value in body.items() if key != "sha256"}
+        is_whole = sign(unsigned) == data
+    except (ValueError, RecursionError, AttributeError) as error:
         raise DamagedError(f"{FILE_NAME} is not JSON") from error
-    if not whole:
+    if not is_whole:
         raise DamagedError(f"{FILE_NAME} does not match its own SHA-256")
-    version = body.pop("format_version", None)
-    if isinstance(version, bool) or version not in READABLE:
-        raise NewerFormatError(f"format {version!r}, this version reads up to {FORMAT_VERSION}")
+    version = body.get("format_version")
+    if type(version) is not int or version > FORMAT_VERSION:
+        raise NewerFormatError(f"format {version!r:.20}, this version reads up to {FORMAT_VERSION}")
     try:
-        manifest = _read(body)
-        _check(manifest)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        return Manifest.model_validate(body)
+    except ValueError as error:
         raise DamagedError(f"{FILE_NAME} lacks a field or holds a wrong one") from error
+
+
+def verify(folder: Path, step: int | None = None, *, rank: int = 0, num_ranks: int = 1) -> Manifest:
+    """Check that a checkpoint's folder holds exactly what was written.
+
+    Args:
+        folder: the checkpoint's.
+        step: the step it must be of; `None` accepts any.
+        rank: whose share of the files is read; names and sizes are checked of all.
+        num_ranks: how many shares there are; together they are the whole checkpoint.
+
+    Raises:
+        DamagedError: it does not.
+        NewerFormatError: it is whole, and of a later format version.
+        OSError: it cannot be read.
+    """
+    found = _list_files(folder)
+    if FILE_NAME not in found or found.pop(FILE_NAME) > MAX_BYTES:
+        raise DamagedError(f"{FILE_NAME} is missing or too large")
+    manifest = parse((folder / FILE_NAME).read_bytes())
+    if step is not None and manifest.step != step:
+        raise DamagedError(f"it is of step {manifest.step}")
+    if differing := sorted(found.keys() ^ manifest.files.keys()):
+        what = "foreign" if differing[0] in found else "missing"
+        raise DamagedError(f"{differing[0]!r:.80} is {what}")
+    for name, content in manifest.files.items():
+        if found[name] != content.size:
+            raise DamagedError(f"{name} has {found[name]} bytes, not {content.size}")
+    for name in share(manifest, rank, num_ranks):
+        with (folder / name).open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != manifest.files[name].sha256:
+                raise DamagedError(f"{name} does not match its SHA-256")
     return manifest
 
 
-def _sign(body: dict[str, Any]) -> bytes:
-    signed = {**body, "sha256": hashlib.sha256(_text(body)).hexdigest()}
-    return _text(signed)
+def share(manifest: Manifest, rank: int, num_ranks: int) -> list[str]:
+    """List the files that one of several ranks reads to verify them, the largest first."""
+    return sorted(manifest.files, key=lambda name: -manifest.files[name].size)[rank::num_ranks]
 
 
-def _text(body: dict[str, Any]) -> bytes:
-    return f"{json.dumps(body, indent=1)}\n".encode()
-
-
-def _read(body: dict[str, Any]) -> Manifest:
-    return Manifest(
-        step=body["step"],
-        files={name: Written(**content) for name, content in body["files"].items()},
-        tensors={name: _heard(content) for name, content in body["tensors"].items()},
-        aliases=dict(body["aliases"].items()),
-        meta=dict(body["meta"].items()),
-    )
-
-
-def _told(entry: Entry) -> dict[str, Any]:
-    told: dict[str, Any] = {"shape": entry.shape, "dtype": entry.dtype}
-    if len(entry.slices) == 1:
-        return {**told, "file": entry.slices[0].file}
-    slices = [{"rows": [part.start, part.stop], "file": part.file} for part in entry.slices]
-    return {**told, "slices": slices}
-
-
-def _heard(content: dict[str, Any]) -> Entry:
-    shape, dtype = tuple(content["shape"]), content["dtype"]
-    if not all(map(_is_size, shape)) or not isinstance(dtype, str):
-        raise DamagedError(f"{FILE_NAME} has a shape or a type that is none")
-    if "file" in content:
-        return Entry.whole(shape, dtype, content["file"])
-    slices = [(part["file"], *part["rows"]) for part in content["slices"]]
-    return Entry(shape, dtype, tuple(Slice(*part) for part in slices))
-
-
-def _num_rows(shape: tuple[int, ...]) -> int:
-    return shape[0] if shape else 1
-
-
-def _tiles(entry: Entry) -> bool:
-    """Whether the slices are the rows: one file each, without a gap or an overlap."""
-    ends = [0, *(part.stop for part in entry.slices)]
-    return (
-        [part.start for part in entry.slices] == ends[:-1]
-        and ends[-1] == _num_rows(entry.shape)
-        and len({part.file for part in entry.slices}) == len(entry.slices) > 0
-        and (len(entry.slices) == 1 or all(part.start < part.stop for part in entry.slices))
-    )
-
-
-def _check(manifest: Manifest) -> None:
-    """Refuse what a stranger may have written under a right digest.
+def _list_files(folder: Path) -> dict[str, int]:
+    """List the files of a checkpoint with their sizes.
 
     Raises:
-        DamagedError: names, sizes or references are not such as `dump` writes.
+        DamagedError: there are links, folders or devices, or the folder itself is one.
     """
-    for name, content in manifest.files.items():
-        if not _PLAIN_NAME.fullmatch(name):
-            raise DamagedError(f"{FILE_NAME} names a file {name!r:.80}")
-        if not _is_size(content.size) or not _DIGEST.fullmatch(str(content.sha256)):
-            raise DamagedError(f"{FILE_NAME} has no size or digest of {name}")
-    if not _is_size(manifest.step):
-        raise DamagedError(f"{FILE_NAME} has no step")
-    slices = [part for entry in manifest.tensors.values() for part in entry.slices]
-    if {part.file for part in slices} != manifest.files.keys():
-        raise DamagedError(f"{FILE_NAME} has files without tensors, or tensors without a file")
-    if torn := [name for name, entry in manifest.tensors.items() if not _tiles(entry)]:
-        raise DamagedError(f"{FILE_NAME} has slices of {torn[0]!r:.80} that are not its rows")
-    if manifest.aliases.keys() & manifest.tensors.keys() or not (
-        set(manifest.aliases.values()) <= manifest.tensors.keys()
-    ):
-        raise DamagedError(f"{FILE_NAME} has an alias of no tensor")
+    if not stat.S_ISDIR(folder.lstat().st_mode):
+        raise DamagedError("it is not a folder")
+    found = {entry.name: entry.lstat() for entry in folder.iterdir()}
+    for name, status in found.items():
+        if not stat.S_ISREG(status.st_mode):
+            raise DamagedError(f"{name!r:.80} is not a plain file")
+    return {name: status.st_size for name, status in found.items()}
 
 
-def _is_size(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+def _to_text(body: dict[str, Any]) -> bytes:
+    return f"{json.dumps(body, indent=1)}\n".encode()

@@ -1,15 +1,15 @@
-"""The state of a run as named tensors plus JSON, and back into live objects, bit for bit.
+"""Turn the state of a run into named tensors plus JSON, and back into live objects, bit for bit.
 
 Tensors are named `model.<name>`, `optimizer.<parameter>.<key>`, `rng.<source>`, `modules.<...>`
 (what modules keep besides) and `extra.<...>`; everything else is a JSON tree
-(`trainer.checkpoint.codec`). The optimizer's state is kept by parameter name, so the order in which
-parameters were handed to it does not matter.
+(`trainer.checkpoint.codec`). Of tied weights the first name is stored. The optimizer's state is
+kept by parameter name, so the order in which parameters were handed to it does not matter.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -18,21 +18,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer.checkpoint.codec import decode, encode
-from trainer.checkpoint.dtensors import Source, fill, gathered, local
-from trainer.checkpoint.manifest import DamagedError
-from trainer.checkpoint.moments import (
-    check_any,
-    check_settings,
-    check_states,
-    check_without,
-)
-from trainer.checkpoint.store import Loaded
-from trainer.checkpoint.tensor_reader import Stored
+from trainer.checkpoint.shards import fill, is_sharded, local_part, rows_of
+from trainer.checkpoint.store import MODEL, Loaded
+from trainer.checkpoint.tensor_files import StoredTensor
 from trainer.config.messages import clip, first_of
 from trainer.core.errors import NoCheckpointError, NonFiniteError
 
 # Settings of a group that say how an update is computed, and not what it is; "params" are indices.
 _EXECUTION = ("params", "fused", "foreach", "capturable")
+
+# The classes that hand their state to fused kernels, which trust its shapes.
+_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 
 # What wrappers put into names that execution alone decides on: compilation, recomputation.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -46,7 +42,7 @@ def capture(
     Collective only where an optimizer keeps what is neither in rows over the ranks nor whole.
 
     Args:
-        model: the bare module, not a data-parallel wrapper.
+        model: the module itself, not a data-parallel wrapper.
         optimizer: of parameters of `model`.
         extra: what else to keep: numbers, strings, tensors, and lists, tuples, mappings of them.
 
@@ -55,17 +51,21 @@ def capture(
         rest as JSON.
 
     Raises:
-        ValueError: the optimizer holds a parameter that is not the model's.
+        ValueError: the optimizer has a parameter that is not the model's.
         TypeError: something is neither a tensor nor JSON.
     """
-    tensors: dict[str, Tensor] = {}
+    state = {plain_name(n): value for n, value in model.state_dict(keep_vars=True).items()}
+    weights = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    others = {name: value for name, value in state.items() if name not in weights}
+    ties = find_ties(weights)
+    tensors = {f"{MODEL}{name}": each for name, each in weights.items() if name not in ties}
     meta = {
-        "model": _encode_model(model, tensors),
+        "model": {"ties": ties, "others": encode(others, "modules", tensors)},
         "optimizer": _encode_optimizer(model, optimizer, tensors),
         "rng": encode(_random_states(), "rng", tensors),
         "extra": encode(extra, "extra", tensors),
     }
-    return gathered(tensors), meta
+    return {name: _in_rows_or_whole(tensor) for name, tensor in tensors.items()}, meta
 
 
 def restore(
@@ -78,7 +78,7 @@ def restore(
     """Put a state back, all of it or an error; of what is in shards, each rank reads its rows.
 
     Args:
-        loaded: what `capture` gave and `CheckpointStore` kept.
+        loaded: what `capture` returned and `CheckpointStore` saved.
         model: of the same architecture; wrapped as it likes, on any device.
         optimizer: of the same class and parameters.
         hyperparameters: whether the optimizer's groups keep the checkpoint's settings or, for a
@@ -91,13 +91,12 @@ def restore(
         NoCheckpointError: names, shapes, dtypes, groups or the optimizer's class differ.
     """
     try:
-        saved = {key: loaded.meta[key] for key in ("model", "optimizer", "rng", "extra")}
-        extra = dict(decode(saved["extra"], loaded.tensors).items())
-        _restore_model(loaded, model, dict(decode(saved["model"], loaded.tensors).items()))
-        _restore_optimizer(loaded, model, optimizer, saved["optimizer"], hyperparameters)
-        _restore_random_states(decode(saved["rng"], loaded.tensors))
-    except (DamagedError, OSError) as error:
-        raise NoCheckpointError(f"{loaded.path}: changed while it was read: {error}") from error
+        extra = dict(decode(loaded.meta["extra"], loaded.read).items())
+        others = dict(decode(loaded.meta["model"]["others"], loaded.read).items())
+        remedy = "resume with the model that was trained, or use init= to take over weights"
+        load_model(model, loaded.weights, loaded.path, remedy, others)
+        _restore_optimizer(loaded, model, optimizer, keeps_settings=hyperparameters == "live")
+        _restore_random_states(decode(loaded.meta["rng"], loaded.read))
     except (AttributeError, LookupError, TypeError, ValueError, OverflowError) as error:
         raise NoCheckpointError(
             f"{loaded.path}: not a training state of this version ({error!r:.80}): use init="
@@ -119,50 +118,23 @@ def assert_finite(tensors: Mapping[str, Tensor]) -> None:
 
 
 def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Name the tensors that hold NaN or infinity; one synchronisation per device if none does.
+    """Name the tensors that hold NaN or infinity; one synchronisation per device.
 
     Of what is in shards, this rank's is looked at.
     """
-    floating = {
-        name: tensor
-        for name, tensor in ((name, local(each)) for name, each in tensors.items())
-        if tensor.numel() > 0 and (tensor.is_floating_point() or tensor.is_complex())
-    }
-    if _all_finite(floating.values()):
-        return []
-    return [name for name, tensor in floating.items() if not _all_finite([tensor])]
-
-
-def check_tensors(
-    found: Mapping[str, Source], expected: Mapping[str, Tensor], where: object, remedy: str
-) -> None:
-    """Compare names, shapes and dtypes of tensors with those a model has.
-
-    Args:
-        found: the stored ones.
-        expected: the model's.
-        where: names the stored ones in the error.
-        remedy: ends the error.
-
-    Raises:
-        NoCheckpointError: they differ; the text names the first few differences.
-    """
-    wrong = [
-        f"{name} ({_kind(found[name])} in the checkpoint, {_kind(tensor)} in the model)"
-        for name, tensor in expected.items()
-        if name in found and _kind(found[name]) != _kind(tensor)
-    ]
-    faults = [
-        f"{what} {first_of([*map(clip, names)])}"
-        for what, names in (
-            ("missing", sorted(expected.keys() - found.keys())),
-            ("unexpected", sorted(found.keys() - expected.keys())),
-            ("different", wrong),
-        )
-        if names
-    ]
-    if faults:
-        raise NoCheckpointError(f"{where}: does not fit the model: {'; '.join(faults)}: {remedy}")
+    answers: dict[torch.device, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        values = local_part(tensor)
+        if values.numel() > 0 and (values.is_floating_point() or values.is_complex()):
+            values = values.float() if values.dtype.itemsize == 1 else values  # no norms in 8 bits
+            # The largest magnitude, in one pass and without a mask as large as the tensor.
+            largest = torch.linalg.vector_norm(values, float("inf"))
+            answers.setdefault(values.device, {})[name] = torch.isfinite(largest)
+    bad: list[str] = []
+    for found in answers.values():
+        finite = torch.stack([*found.values()]).tolist()
+        bad += [name for name, is_finite in zip(found, finite, strict=True) if not is_finite]
+    return bad
 
 
 def plain_name(name: str) -> str:
@@ -172,171 +144,192 @@ def plain_name(name: str) -> str:
     return name
 
 
-@torch.no_grad()
-def load_model(
-    model: nn.Module, tensors: Mapping[str, Source], others: Mapping[str, Any] | None = None
-) -> None:
-    """Copy a checked state into a model, one tensor at a time.
-
-    Args:
-        model: whose tensors are to be filled.
-        tensors: by plain name; at least those of `model_tensors`.
-        others: by plain name, what modules keep besides tensors.
-    """
-    state = model.state_dict()
-    for name, target in state.items():
-        plain = plain_name(name)
-        if isinstance(target, Tensor):
-            fill(target, tensors[plain])
-        elif others is not None:
-            state[name] = others[plain]
-    # The tensors are in place; this is for the modules' own hooks, and what they keep besides.
-    model.load_state_dict(state)
-
-
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """List the tensors a model keeps, by plain name, tied ones under each of their names."""
     state = model.state_dict(keep_vars=True)
     return {plain_name(n): value for n, value in state.items() if isinstance(value, Tensor)}
 
 
-def _encode_model(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Name the model's tensors; what modules keep besides (`get_extra_state`) is returned."""
-    others: dict[str, Any] = {}
-    for name, value in model.state_dict(keep_vars=True).items():
-        plain = plain_name(name)
-        if isinstance(value, Tensor):
-            tensors[f"model.{plain}"] = value
-        else:
-            others[plain] = encode(value, f"modules.{plain}", tensors)
-    return others
+def find_ties(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Find the names of a tensor that has an earlier one, each with the first."""
+    first: dict[int, str] = {}
+    names = {name: first.setdefault(id(tensor), name) for name, tensor in tensors.items()}
+    return {name: origin for name, origin in names.items() if name != origin}
 
 
-def _restore_model(loaded: Loaded, model: nn.Module, others: Mapping[str, Any]) -> None:
-    found = {
-        name.removeprefix("model."): tensor
-        for name, tensor in loaded.stored.items()
-        if name.startswith("model.")
+@torch.no_grad()
+def load_model(
+    model: nn.Module,
+    weights: Mapping[str, StoredTensor],
+    source: object,
+    remedy: str,
+    others: Mapping[str, Any] | None = None,
+) -> None:
+    """Check stored weights and buffers against a model's, and copy them, one tensor at a time.
+
+    Args:
+        model: whose tensors are to be filled.
+        weights: by plain name; a tied one under its first name in the model, or under others.
+        source: names what was read in the error.
+        remedy: ends the error.
+        others: by plain name, what modules keep besides tensors.
+
+    Raises:
+        NoCheckpointError: names, shapes or dtypes differ; the text names the first differences.
+    """
+    expected = model_tensors(model)
+    found = dict(weights)
+    for alias, name in find_ties(expected).items():
+        if one := found.get(name) or found.get(alias):
+            found |= {name: found.get(name, one), alias: found.get(alias, one)}
+    if faults := _differences(found, expected):
+        raise NoCheckpointError(f"{source}: does not fit the model: {'; '.join(faults)}: {remedy}")
+    state = model.state_dict()
+    for name, target in state.items():
+        if isinstance(target, Tensor):
+            fill(target, found[plain_name(name)])
+        elif others is not None:
+            state[name] = others[plain_name(name)]
+    # The tensors are in place; this is for the modules' own hooks, and what they keep besides.
+    model.load_state_dict(state)
+
+
+def _differences(found: Mapping[str, StoredTensor], expected: Mapping[str, Tensor]) -> list[str]:
+    """Say how stored tensors differ from a model's in names, shapes and dtypes."""
+    wrong = [
+        f"{name} ({_kind(found[name])} in the checkpoint, {_kind(tensor)} in the model)"
+        for name, tensor in expected.items()
+        if name in found and _kind(found[name]) != _kind(tensor)
+    ]
+    differing = {
+        "missing": sorted(expected.keys() - found.keys()),
+        "unexpected": sorted(found.keys() - expected.keys()),
+        "different": wrong,
     }
-    remedy = "resume with the model that was trained, or use init= to take over weights"
-    check_tensors(found, model_tensors(model), loaded.path, remedy)
-    load_model(model, found, others)
+    return [f"{what} {first_of([*map(clip, names)])}" for what, names in differing.items() if names]
+
+
+def _kind(tensor: Tensor | StoredTensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def _in_rows_or_whole(tensor: Tensor) -> Tensor:
+    """Make whole what ranks hold otherwise than in rows, which an optimizer may make. Collective.
+
+    FSDP2 holds rows.
+    """
+    if is_sharded(tensor) and rows_of(tensor) is None:
+        return tensor.full_tensor().cpu()
+    return tensor
 
 
 def _encode_optimizer(
     model: nn.Module, optimizer: Optimizer, tensors: dict[str, Tensor]
 ) -> dict[str, Any]:
-    names = _parameter_names(model, optimizer)
-    state = optimizer.state_dict()
-    groups = [
-        {**group, "params": [names[index] for index in group["params"]]}
-        for group in state["param_groups"]
-    ]
-    by_name = {names.get(key, key): value for key, value in state["state"].items()}
+    names = [*_named_parameters(model, optimizer)]
+    state = optimizer.state_dict()["state"]
+    by_name = {names[key] if isinstance(key, int) else key: state[key] for key in state}
     return {
         "class": type(optimizer).__qualname__,
-        "groups": encode(groups, "optimizer.groups", tensors),
+        "groups": encode(_named_groups(optimizer, names), "optimizer.groups", tensors),
         "state": encode(by_name, "optimizer", tensors),
-        "without": sorted(name for name in names.values() if not by_name.get(name)),
     }
 
 
 def _restore_optimizer(
-    loaded: Loaded,
-    model: nn.Module,
-    optimizer: Optimizer,
-    saved: Mapping[str, Any],
-    hyperparameters: Literal["saved", "live"],
+    loaded: Loaded, model: nn.Module, optimizer: Optimizer, *, keeps_settings: bool
 ) -> None:
-    names = _parameter_names(model, optimizer)
-    groups = decode(saved["groups"], loaded.tensors)
-    live = optimizer.state_dict()["param_groups"]
-    own = {"class": type(optimizer).__qualname__, "groups": [_members(g, names) for g in live]}
-    theirs = {"class": saved["class"], "groups": [sorted(g["params"]) for g in groups]}
-    if own["class"] != theirs["class"] or (
-        hyperparameters == "saved" and own["groups"] != theirs["groups"]
-    ):
+    saved, parameters = loaded.meta["optimizer"], _named_parameters(model, optimizer)
+    groups = decode(saved["groups"], loaded.read)
+    live = _named_groups(optimizer, [*parameters])
+    own, theirs = ([sorted(group["params"]) for group in each] for each in (live, groups))
+    if saved["class"] != type(optimizer).__qualname__ or not (keeps_settings or own == theirs):
         raise NoCheckpointError(
-            f"{loaded.path}: its optimizer ({theirs['class']}, {_sizes(theirs['groups'])}) is not "
-            f"this run's ({own['class']}, {_sizes(own['groups'])}): resume with the optimizer "
-            "that was used, or use init= to take over the weights alone"
+            f"{loaded.path}: its optimizer ({saved['class']}, {_sizes(theirs)}) is not this run's "
+            f"({type(optimizer).__qualname__}, {_sizes(own)}): resume with the optimizer that was "
+            "used, or use init= to take over the weights alone"
         )
-    if hyperparameters == "saved":
-        pairs = list(zip(groups, live, strict=True))
-        live = [
-            {**theirs, **{key: mine[key] for key in _EXECUTION if key in mine}}
-            for theirs, mine in pairs
+    settings = optimizer.state_dict()["param_groups"]
+    if not keeps_settings:
+        settings = [
+            {**group, **{key: mine[key] for key in _EXECUTION if key in mine}}
+            for group, mine in zip(groups, settings, strict=True)
         ]
-        for (_, mine), merged in zip(pairs, live, strict=True):
-            check_settings(optimizer, merged, mine)
-    parameters = dict(enumerate(_parameters(optimizer)))
-    states = decode(saved["state"], loaded.stored)
-    trained = {name for group in groups for name in group["params"]}
-    check_without(saved, trained, states)
-    if loaded.step and "without" not in saved and hyperparameters == "saved":
-        check_any(optimizer, states)
-    for frozen in trained - set(names.values()):
-        states.pop(frozen, None)
-    check_states(
-        optimizer,
-        {names[index]: parameter for index, parameter in parameters.items()},
-        {names[index]: group for group in live for index in group["params"]},
-        states,
-    )
-    state: dict[Any, Any] = {}
-    keys = {name: index for index, name in names.items()}
-    for name, values in states.items():
-        key = keys.get(name, name)
-        parameter = parameters.get(key)
-        state[key] = _copied(values, parameter)
-    optimizer.load_state_dict({"state": state, "param_groups": live})
-    _undo_casts(optimizer, state, parameters)
+    states = decode(saved["state"], loaded.tensors.__getitem__)
+    if isinstance(optimizer, _FUSED) and any(group.get("fused") for group in settings):
+        _check_fused_states(states, parameters)
+    frozen_since = {name for names in theirs for name in names} - parameters.keys()
+    indices = {name: index for index, name in enumerate(parameters)}
+    state = {
+        indices.get(name, name): _read(values, parameters.get(name))
+        for name, values in states.items()
+        if name not in frozen_since
+    }
+    optimizer.load_state_dict({"state": state, "param_groups": settings})
+    _undo_casts(optimizer, {parameters[name]: state.get(indices[name], {}) for name in parameters})
 
 
-def _undo_casts(
-    optimizer: Optimizer, state: Mapping[Any, Any], parameters: Mapping[int, Tensor]
-) -> None:
+def _check_fused_states(states: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> None:
+    """Refuse states beyond which a fused kernel would read.
+
+    Raises:
+        ValueError: a tensor has another shape or dtype than its parameter.
+    """
+    for name, parameter in parameters.items():
+        own = (tuple(parameter.shape), parameter.dtype)
+        for key, value in states.get(name, {}).items():
+            expected = ((), torch.float32) if key == "step" else own
+            kind = (tuple(value.shape), value.dtype) if isinstance(value, StoredTensor) else None
+            if value is not None and kind != expected:
+                raise ValueError(f"optimizer state {name}.{key} is {kind}, not {expected}")
+
+
+def _undo_casts(optimizer: Optimizer, states: Mapping[Tensor, Mapping[str, Any]]) -> None:
     """Put back what `load_state_dict` cast to the parameter's dtype, e.g. fp32 moments of bf16."""
-    for key, parameter in parameters.items():
+    for parameter, state in states.items():
         live = optimizer.state.get(parameter, {})
-        for name, value in state.get(key, {}).items():
-            if isinstance(value, Tensor) and live[name].dtype != value.dtype:
-                live[name] = value.to(live[name].device)
+        for key, value in state.items():
+            if isinstance(value, Tensor) and live[key].dtype != value.dtype:
+                live[key] = value.to(live[key].device)
 
 
-def _copied(value: Any, parameter: Tensor | None) -> Any:  # noqa: ANN401 - any state
-    """Read state out of a checkpoint, laid out and dealt out like its parameter where it can be."""
-    if isinstance(value, Stored):
+def _read(value: Any, parameter: Tensor | None) -> Any:  # noqa: ANN401 - any state
+    """Read state out of a checkpoint, laid out and in shards as its parameter where it can be."""
+    if isinstance(value, StoredTensor):
         if parameter is None or value.shape != parameter.shape or not value.shape:
             return value[...].clone()
         copy = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
         fill(copy, value)
         return copy
     if isinstance(value, dict):
-        return {key: _copied(item, parameter) for key, item in value.items()}
+        return {key: _read(item, parameter) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_copied(item, parameter) for item in value)
+        return type(value)(_read(item, parameter) for item in value)
     return value
 
 
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    """List an optimizer's parameters in the order of its `state_dict` indices."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+def _named_parameters(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """List an optimizer's parameters by plain name, in the order of its `state_dict` indices.
 
-
-def _parameter_names(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
+    Raises:
+        ValueError: it has a parameter that is not the model's.
+    """
     names = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
-    parameters = _parameters(optimizer)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if any(id(parameter) not in names for parameter in parameters):
         raise ValueError("the optimizer holds a parameter that is not the model's")
-    return {index: names[id(parameter)] for index, parameter in enumerate(parameters)}
+    return {names[id(parameter)]: parameter for parameter in parameters}
 
 
-def _members(group: Mapping[str, Any], names: Mapping[int, str]) -> list[str]:
-    return sorted(names[index] for index in group["params"])
+def _named_groups(optimizer: Optimizer, names: Sequence[str]) -> list[dict[str, Any]]:
+    """List the groups of an optimizer with the names of their parameters."""
+    return [
+        {**group, "params": [names[index] for index in group["params"]]}
+        for group in optimizer.state_dict()["param_groups"]
+    ]
 
 
-def _sizes(groups: Sequence[Sequence[str]]) -> str:
+def _sizes(groups: list[list[str]]) -> str:
     return f"groups of {' + '.join(str(len(group)) for group in groups)} parameters"
 
 
@@ -344,18 +337,15 @@ def _random_states() -> dict[str, Any]:
     """Take the state of every global generator of this process."""
     version, words, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state()
-    words_of_numpy = torch.from_numpy(np.asarray(keys).astype(np.int64))
+    numpy_words = torch.from_numpy(np.asarray(keys).astype(np.int64))
+    # Only where this process has touched a GPU; asking for states would start the driver.
+    uses_cuda = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
     return {
         "python": [version, torch.tensor(words, dtype=torch.int64), gauss],
-        "numpy": [name, words_of_numpy, position, has_gauss, cached],
+        "numpy": [name, numpy_words, position, has_gauss, cached],
         "cpu": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if _uses_cuda() else [],
+        "cuda": torch.cuda.get_rng_state_all() if uses_cuda else [],
     }
-
-
-def _uses_cuda() -> bool:
-    """Whether this process has touched a GPU; asking for states would start the driver."""
-    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
 def _restore_random_states(states: Mapping[str, Any]) -> None:
@@ -367,21 +357,3 @@ def _restore_random_states(states: Mapping[str, Any]) -> None:
     num_devices = torch.cuda.device_count() if states["cuda"] else 0
     for device, state in enumerate(states["cuda"][:num_devices]):
         torch.cuda.set_rng_state(state.clone(), device)
-
-
-def _all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether all are finite: a fused maximum per dtype, one answer per device."""
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for tensor in tensors:
-        values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        values = values.float() if values.dtype.itemsize == 1 else values  # no norms in 8 bits
-        groups.setdefault((values.device, values.dtype), []).append(values)
-    verdicts: dict[torch.device, list[Tensor]] = {}
-    for (device, _), group in groups.items():
-        largest = torch.stack(torch._foreach_norm(group, float("inf")))
-        verdicts.setdefault(device, []).append(torch.isfinite(largest).all())
-    return all(bool(torch.stack(answers).all()) for answers in verdicts.values())
-
-
-def _kind(tensor: Source) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

@@ -1,4 +1,4 @@
-"""`status.json`: how a run is doing and how it ended, for scripts to read."""
+"""Tell in `status.json` how a run is doing and how it ended, for scripts to read."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, final
 
-from trainer.checkpoint.lock import is_held
+from trainer.checkpoint.lock import is_locked
 from trainer.config.secrets import without_secrets
 from trainer.core import durable
 
@@ -38,10 +38,10 @@ class Status:
 def read_status(run: Path) -> dict[str, Any]:
     """Read `status.json`; empty where there is none.
 
-    A run whose process was killed could not say so: it counts as failed once nobody holds it.
+    A run whose process was killed could not say so: it counts as failed once nobody uses it.
     """
     content = durable.read_json(run / FILE_NAME)
-    if content.get("state") == "running" and not is_held(run):
+    if content.get("state") == "running" and not is_locked(run):
         content |= {"state": "failed", "reason": "its process was killed"}
     return content
 

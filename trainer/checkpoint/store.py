@@ -1,16 +1,15 @@
-"""The checkpoints of one run: saved all or not at all, verified before anything of them is used.
+"""Save the checkpoints of a run all or not at all, and verify one before anything of it is used.
 
 Save: everything goes into a folder `.tmp-step-<n>-<uuid>`, each file durable, the manifest last;
 then the folder durable, renamed to `step-<n>`, its parent durable; only then are older ones
 pruned, each renamed to `.trash-...` before it is deleted. So at every instant a name `step-<n>`
 shows a whole checkpoint or does not exist, and nothing is ever overwritten.
 
-Load: newest first; the exact set of files, their sizes and SHA-256, and the exact set of tensors
-are checked. A damaged checkpoint is set aside as `damaged-step-<n>`, and the next older one is
-taken.
+Load: newest first; the exact set of files, their sizes and SHA-256 are checked. A damaged
+checkpoint is set aside as `damaged-step-<n>`, and the next older one is taken.
 
-One run may write, the one that holds the folder (`trainer.checkpoint.lock`); any may read. Of a
-run on several ranks each rank writes the rows it holds, and the main one all else; each verifies
+One run may write, the one that has the folder locked (`trainer.checkpoint.lock`); any may read. Of
+a run on several ranks each rank writes the rows it holds, and the main one all else; each verifies
 a share of the files, and reads the rows it needs.
 """
 
@@ -20,36 +19,43 @@ import logging
 import os
 import re
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, final
 
 from torch import Tensor
 
-from trainer.checkpoint import manifest as manifests
-from trainer.checkpoint import tensor_files
-from trainer.checkpoint.integrity import share, verify
-from trainer.checkpoint.manifest import DamagedError, Entry, Manifest, NewerFormatError, Slice
-from trainer.checkpoint.rank_pieces import Piece, aliases_of, num_bytes, pieces
-from trainer.checkpoint.tensor_reader import Stored, Whole, same_bits, stored_in
+from trainer.checkpoint.manifest import (
+    FILE_NAME,
+    FORMAT_VERSION,
+    DamagedError,
+    FileDigest,
+    Manifest,
+    NewerFormatError,
+    dump,
+    verify,
+)
+from trainer.checkpoint.shards import FileTensors, assign_files
+from trainer.checkpoint.tensor_files import StoredTensor, open_tensors, write_tensors
 from trainer.config.messages import first_of
 from trainer.core import durable
-from trainer.core.durable import Written
 from trainer.core.errors import NoCheckpointError, SaveError
 from trainer.core.world import World
+
+CHECKPOINTS = "checkpoints"
+"""Folder in a run folder."""
+
+MODEL = "model."
+"""Begins the names of weights and buffers in a checkpoint."""
 
 _logger = logging.getLogger(__name__)
 
 _STEP_NAME = re.compile(r"step-(\d{8,})")
-_DAMAGED = "damaged-"
-_DAMAGE, _GONE, _NEWER, _UNREADABLE = "damaged", "gone", "newer", "unreadable"
+_DAMAGED, _NEWER, _UNREADABLE = "damaged", "newer", "unreadable"
 
 _ALONE = World()
-
-_Signature = frozenset[tuple[str, int, int, int]]
 
 
 @final
@@ -59,24 +65,40 @@ class Loaded:
 
     Attributes:
         step: optimizer steps taken.
-        stored: the tensors by name, unread; aliases of tied weights are the same object.
-        aliases: further names of tensors, each with the name that is stored.
-        meta: everything that is not a tensor, as JSON.
+        tensors: by name, unread.
+        meta: everything that is not a tensor, as JSON; what it consists of depends on the format.
         path: its folder.
+        format_version: of its manifest.
         messages: one line for each newer checkpoint that could not be used.
     """
 
     step: int
-    stored: Mapping[str, Stored]
-    aliases: Mapping[str, str]
+    tensors: Mapping[str, StoredTensor]
     meta: Mapping[str, Any]
     path: Path
+    format_version: int = FORMAT_VERSION
     messages: tuple[str, ...] = ()
 
     @property
-    def tensors(self) -> Mapping[str, Tensor]:
-        """The tensors by name, on the CPU; each is read whole when it is asked for."""
-        return Whole(self.stored)
+    def weights(self) -> dict[str, StoredTensor]:
+        """The model's weights and buffers by plain name, a tied one under its first."""
+        return {n.removeprefix(MODEL): t for n, t in self.tensors.items() if n.startswith(MODEL)}
+
+    def read(self, name: str) -> Tensor:
+        """Read a whole tensor."""
+        return self.tensors[name][...]
+
+    def check_format(self) -> None:
+        """Refuse an earlier format, of which only the weights can be used.
+
+        Raises:
+            NoCheckpointError: it is of one.
+        """
+        if self.format_version != FORMAT_VERSION:
+            raise NoCheckpointError(
+                f"{self.path}: format {self.format_version} of an earlier version, which only gives"
+                f" weights: start a new run from them with init={self.path}"
+            )
 
 
 @final
@@ -86,18 +108,14 @@ class CheckpointStore:
     Args:
         folder: `RUN/checkpoints`; made when something is saved.
         keep: how many intact ones are kept, at least 1; `None` keeps all.
-        shard_bytes: largest safetensors file, where it holds several tensors.
     """
 
-    def __init__(
-        self, folder: Path, keep: int | None = None, *, shard_bytes: int = tensor_files.SHARD_BYTES
-    ) -> None:
+    def __init__(self, folder: Path, keep: int | None = None) -> None:
         if keep is not None and keep < 1:
             raise ValueError(f"keep must be at least 1, not {keep}")
         self.folder = folder
         self._keep = keep
-        self._shard_bytes = shard_bytes
-        self._intact: dict[int, _Signature] = {}
+        self._intact: set[int] = set()  # steps that this process wrote or verified
 
     def path(self, step: int) -> Path:
         """Name the folder of a step's checkpoint."""
@@ -107,25 +125,21 @@ class CheckpointStore:
         """List the steps that have a checkpoint, intact or not, ascending."""
         if not self.folder.is_dir():
             return []
-        found = {path.name: _STEP_NAME.fullmatch(path.name) for path in self.folder.iterdir()}
-        steps = [int(match[1]) for match in found.values() if match]
-        return sorted({step for step in steps if self.path(step).name in found})
-
-    def clean(self) -> None:
-        """Delete what earlier crashes left unfinished. Only for who holds the run."""
-        durable.clean(self.folder)
+        matches = [(path, _STEP_NAME.fullmatch(path.name)) for path in self.folder.iterdir()]
+        steps = [(path, int(match[1])) for path, match in matches if match]
+        return sorted(step for path, step in steps if path == self.path(step))
 
     def save(
         self,
         step: int,
-        tensors: Mapping[str, Tensor | Piece],
+        tensors: Mapping[str, Tensor],
         meta: Mapping[str, Any],
         world: World = _ALONE,
     ) -> Path:
         """Write a checkpoint; when this returns it survives a power cut. Collective.
 
-        A checkpoint of the same step and state that is already there stands; a damaged one is set
-        aside.
+        A checkpoint of the same step with the same weights and moments that is already there
+        stands; a damaged one is set aside.
 
         Args:
             step: optimizer steps taken.
@@ -142,17 +156,32 @@ class CheckpointStore:
             TypeError: something is no tensor that can be stored, or no JSON.
             ValueError: `meta` holds NaN or infinity.
         """
-        final_path = self.path(step)
-        unfinished = self.folder / world.on_main(lambda: self._begin(final_path))
+        return self.save_files(step, assign_files(tensors, world.rank), meta, world)
+
+    def save_files(
+        self, step: int, files: FileTensors, meta: Mapping[str, Any], world: World = _ALONE
+    ) -> Path:
+        """Write a checkpoint of what `assign_files` gave on each rank. Collective.
+
+        Raises:
+            SaveError: as `save` does.
+            TypeError: likewise.
+            ValueError: likewise.
+        """
+        unfinished = self.folder / world.on_main(lambda: self._begin(step))
         try:
-            own = pieces(tensors, world.rank)
-            parts = world.on_all(lambda: self._write(step, unfinished, own, world.rank))
-            world.on_main(lambda: self._commit(step, unfinished, _manifest(step, own, parts, meta)))
+            written = world.on_all(lambda: self._write(step, unfinished, files))
+            manifest = Manifest(
+                step=step,
+                files={name: each for part in written for name, each in part.items()},
+                meta=dict(meta),
+            )
+            world.on_main(lambda: self._commit(unfinished, manifest))
         except (SaveError, TypeError, ValueError):
             if world.is_main:
                 durable.discard(unfinished)
             raise
-        return final_path
+        return self.path(step)
 
     def load(
         self, step: int | None = None, *, set_aside: bool = True, world: World = _ALONE
@@ -168,236 +197,152 @@ class CheckpointStore:
             NoCheckpointError: there is none; the text says what is wrong with those there are.
         """
         steps = world.on_main(self.steps)
+        if not steps or (step is not None and step not in steps):
+            which = f" of step {step}; has {', '.join(map(str, steps))}" if steps else " here"
+            raise NoCheckpointError(f"{self.folder}: no checkpoint{which}")
         messages: list[str] = []
-        was_pruned = False
-        for candidate in reversed(steps) if step is None else [step] * (step in steps):
-            loaded, fault = self._read(candidate, tuple(messages), world)
+        for candidate in reversed(steps) if step is None else [step]:
+            loaded, fault = self._read(candidate, world)
             faults = [each for each in world.collect(fault) if each is not None]
             if loaded is not None and not faults:
-                self._intact[candidate] = _signature(loaded.path)
-                return loaded
+                self._intact.add(candidate)
+                return replace(loaded, messages=tuple(messages))
             kind, text = min(faults)  # in order of the alphabet: damage counts most
             if kind == _NEWER:
                 raise NoCheckpointError(
                     f"{self.path(candidate)}: written by a newer version ({text}): upgrade"
                 )
-            was_pruned |= kind == _GONE
-            aside = set_aside and kind == _DAMAGE
-            tell = partial(self._report, candidate, kind, text, set_aside=aside)
-            messages.append(world.on_main(tell))
-        if was_pruned:  # by the process that trains, which has saved newer ones since
-            return self.load(step, set_aside=set_aside, world=world)
-        raise self._none(step, steps, messages)
+            message = f"{self.path(candidate)}: {kind}: {text}"
+            if set_aside and kind == _DAMAGED:
+                message += world.on_main(partial(_set_aside, self.path(candidate)))
+            messages.append(message)
+        # The process that trains may have saved newer ones since, and pruned those listed.
+        if not set_aside and world.on_main(self.steps) != steps:
+            return self.load(step, set_aside=False, world=world)
+        raise NoCheckpointError(
+            f"no intact checkpoint: {first_of(messages, '; ')}: start anew, or put a copy back"
+        )
 
-    def _begin(self, final_path: Path) -> str:
+    def _begin(self, step: int) -> str:
         """Make the folder that is written into.
 
         Raises:
             SaveError: the disk refused.
         """
-        name = f"{durable.UNFINISHED}{final_path.name}-{uuid.uuid4().hex}"
-        with _refused(final_path):
+        name = f"{durable.UNFINISHED}{self.path(step).name}-{uuid.uuid4().hex}"
+        with durable.as_save_error(self.path(step)):
             durable.make_folders(self.folder)
-            self.clean()
+            durable.clean(self.folder)
             durable.make_folder(self.folder / name)
         return name
 
-    def _write(
-        self, step: int, unfinished: Path, own: Mapping[str, Piece], rank: int
-    ) -> dict[str, Any]:
-        """Write what one rank stores, and tell what that is, in JSON.
+    def _write(self, step: int, unfinished: Path, files: FileTensors) -> dict[str, Any]:
+        """Write one rank's files.
+
+        Returns:
+            Size and digest of each, by its name.
 
         Raises:
             SaveError: the disk refused.
         """
-        with _refused(self.path(step), num_bytes(own)):
-            part = tensor_files.write(unfinished, own, rank=rank, shard_bytes=self._shard_bytes)
-        return asdict(part)
+        needed = sum(each.nbytes for tensors in files.values() for each in tensors.values())
+        with durable.as_save_error(self.path(step), needed):
+            written = {file: write_tensors(unfinished / file, files[file]) for file in files}
+        return {file: {"size": size, "sha256": digest} for file, (size, digest) in written.items()}
 
-    def _commit(self, step: int, unfinished: Path, manifest: Manifest) -> None:
+    def _commit(self, unfinished: Path, manifest: Manifest) -> None:
         """Give a checkpoint that all ranks have written its name, and prune older ones.
 
         Raises:
             SaveError: the disk refused, or the name is taken.
         """
-        final_path = self.path(step)
-        with _refused(final_path):
-            durable.write_file(unfinished / manifests.FILE_NAME, [manifests.dump(manifest)])
-            if os.path.lexists(final_path) and self._stands(step, unfinished, manifest):
+        path = self.path(manifest.step)
+        with durable.as_save_error(path):
+            durable.write_file(unfinished / FILE_NAME, [dump(manifest)])
+            if os.path.lexists(path) and self._is_same(path, manifest):
                 durable.discard(unfinished)
             else:
-                durable.publish(unfinished, final_path)
-                self._intact[step] = _signature(final_path)
+                durable.publish(unfinished, path)
+        self._intact.add(manifest.step)
         self._prune()
 
-    def _stands(self, step: int, unfinished: Path, manifest: Manifest) -> bool:
-        """Whether the step has an intact checkpoint of the same state; damaged ones make room.
+    def _is_same(self, path: Path, manifest: Manifest) -> bool:
+        """Whether an intact checkpoint of the step is the same; a damaged one makes room.
+
+        Random states may have moved on since (an evaluation), so weights and moments are compared.
 
         Raises:
-            SaveError: it has one of another state.
+            SaveError: it holds another state.
         """
         try:
-            same = _same_training(self.path(step), step, unfinished, manifest)
+            there = verify(path, manifest.step)
         except DamagedError as damage:
-            report = self._report(step, _DAMAGE, str(damage), set_aside=True)
-            _logger.warning("%s", report)
+            _logger.warning("%s: damaged: %s%s", path, damage, _set_aside(path))
             return False
         except NewerFormatError:
-            same = False
-        if not same:
+            there = None
+        if there is None or _trained_files(there) != _trained_files(manifest):
             raise SaveError(
-                f"{self.path(step)}: holds another state of this step, and is never overwritten: "
-                "move it away, or use another run folder"
+                f"{path}: holds another state of this step, and is never overwritten: move it "
+                "away, or use another run folder"
             )
         return True
 
-    def _read(
-        self, step: int, messages: tuple[str, ...], world: World
-    ) -> tuple[Loaded | None, tuple[str, str] | None]:
-        """Verify this rank's share of a checkpoint and open it, or tell what is wrong with it."""
+    def _read(self, step: int, world: World) -> tuple[Loaded | None, tuple[str, str] | None]:
+        """Verify this rank's share of a checkpoint and open it, or say what is wrong with it."""
         path = self.path(step)
         try:
-            manifest = verify(path, step, rank=world.rank, size=world.size)
-            stored, files = stored_in(path, manifest.tensors, manifest.aliases)
-            for name in share(manifest, world.rank, world.size):
-                files.open(name)
+            manifest = verify(path, step, rank=world.rank, num_ranks=world.size)
+            tensors = open_tensors(path / name for name in sorted(manifest.files))
         except DamagedError as damage:
-            return None, (_DAMAGE, str(damage))
+            return None, (_DAMAGED, str(damage))
         except NewerFormatError as error:
             return None, (_NEWER, str(error))
         except OSError as error:
-            kind = _UNREADABLE if os.path.lexists(path) else _GONE
-            return None, (kind, str(error.strerror))
+            return None, (_UNREADABLE, str(error.strerror))
         loaded = Loaded(
             step=step,
-            stored=stored,
-            aliases=manifest.aliases,
+            tensors=tensors,
             meta=manifest.meta,
             path=path,
-            messages=messages,
+            format_version=manifest.format_version,
         )
         return loaded, None
 
     def _prune(self) -> None:
         """Delete what is older than the `keep` newest intact ones; damaged ones do not count."""
-        if self._keep is None:
-            return
         num_intact = 0
-        for step in reversed(self.steps()):
+        for step in reversed(self.steps() if self._keep is not None else []):
             try:
-                if num_intact >= self._keep:
+                if num_intact == self._keep:
                     durable.remove(self.path(step))
-                    self._intact.pop(step, None)
                 else:
                     num_intact += self._is_intact(step)
             except OSError as error:
                 _logger.warning("%s: could not be pruned: %s", self.path(step), error.strerror)
 
     def _is_intact(self, step: int) -> bool:
-        """Verify, unless nothing changed since this process wrote or verified it."""
-        path = self.path(step)
-        if self._intact.get(step) == _signature(path):
-            return True
-        try:
-            verify(path, step)
-        except (DamagedError, NewerFormatError):
-            return False
-        self._intact[step] = _signature(path)
+        """Verify a checkpoint, unless this process wrote or verified it."""
+        if step not in self._intact:
+            try:
+                verify(self.path(step), step)
+            except (DamagedError, NewerFormatError):
+                return False
+            self._intact.add(step)
         return True
 
-    def _report(self, step: int, kind: str, text: str, *, set_aside: bool) -> str:
-        path = self.path(step)
-        message = f"{path}: {_UNREADABLE if kind == _GONE else kind}: {text}"
-        if not set_aside:
-            return message
-        aside = self._free_name(path)
-        try:
-            durable.rename(path, aside)
-        except OSError as error:
-            return f"{message}; could not be set aside: {error.strerror}"
-        return f"{message}; set aside as {aside.name}"
 
-    def _free_name(self, path: Path) -> Path:
-        aside = path.with_name(f"{_DAMAGED}{path.name}")
-        if os.path.lexists(aside):
-            aside = aside.with_name(f"{aside.name}-{uuid.uuid4().hex}")
-        return aside
-
-    def _none(self, step: int | None, steps: list[int], messages: list[str]) -> NoCheckpointError:
-        if messages:
-            return NoCheckpointError(
-                f"no intact checkpoint: {first_of(messages, '; ')}: start anew, or put a copy back"
-            )
-        if step is not None and steps:
-            there = ", ".join(map(str, steps))
-            return NoCheckpointError(f"{self.folder}: no checkpoint of step {step}; has {there}")
-        return NoCheckpointError(f"{self.folder}: no checkpoint here")
+def _trained_files(manifest: Manifest) -> dict[str, FileDigest]:
+    return {name: each for name, each in manifest.files.items() if not name.startswith("state")}
 
 
-def _manifest(
-    step: int, own: Mapping[str, Piece], parts: Sequence[Mapping[str, Any]], meta: Mapping[str, Any]
-) -> Manifest:
-    """Put together what all ranks wrote."""
-    aliases = aliases_of(own)
-    found: dict[str, list[Slice]] = {name: [] for name in own if name not in aliases}
-    for part in parts:
-        for name, told in part["slices"].items():
-            found[name].append(Slice(**told))
-    return Manifest(
-        step=step,
-        files={name: Written(**told) for part in parts for name, told in part["files"].items()},
-        tensors={
-            name: Entry(
-                tuple(own[name].shape),
-                tensor_files.DTYPES[own[name].dtype],
-                tuple(sorted(slices, key=lambda each: each.start)),
-            )
-            for name, slices in found.items()
-        },
-        aliases=aliases,
-        meta=meta,
-    )
-
-
-@contextmanager
-def _refused(path: Path, needed: int | None = None) -> Iterator[None]:
-    """Say in one line why a checkpoint cannot be written.
-
-    Yields:
-        Nothing.
-
-    Raises:
-        SaveError: the disk refused, or the ranks wrote what does not fit together.
-    """
+def _set_aside(path: Path) -> str:
+    """Rename a damaged checkpoint, and return how that went as the end of a message."""
+    aside = path.with_name(f"damaged-{path.name}")
+    if os.path.lexists(aside):
+        aside = aside.with_name(f"{aside.name}-{uuid.uuid4().hex}")
     try:
-        yield
-    except DamagedError as error:
-        raise SaveError(f"{path}: could not be written: {error}") from error
+        durable.rename(path, aside)
     except OSError as error:
-        failure = durable.save_error(error, path, needed)
-        raise failure from error
-
-
-def _signature(path: Path) -> _Signature:
-    return frozenset(
-        (entry.name, status.st_size, status.st_mtime_ns, status.st_ino)
-        for entry in path.iterdir()
-        for status in [entry.lstat()]
-    )
-
-
-def _same_training(path: Path, step: int, unfinished: Path, manifest: Manifest) -> bool:
-    """Whether two checkpoints hold what the steps determine alike, on however many ranks written.
-
-    Random states may have moved on since (an evaluation).
-    """
-    other = verify(path, step)
-    names, theirs = (
-        {name for name in each.tensors if name.startswith(("model.", "optimizer."))}
-        for each in (manifest, other)
-    )
-    return names == theirs and same_bits(
-        stored_in(unfinished, manifest.tensors, {})[0],
-        stored_in(path, other.tensors, {})[0],
-        names,
-    )
+        return f"; could not be set aside: {error.strerror}"
+    return f"; set aside as {aside.name}"

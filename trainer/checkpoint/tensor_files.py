@@ -1,32 +1,28 @@
-"""Tensors as safetensors files, written piece by piece.
+"""Write tensors into safetensors files, and read them again, no more rows than are asked for.
 
 The format (https://github.com/huggingface/safetensors#format): eight bytes of header length, a
 JSON header, then the tensors' bytes without gaps. It is written here, straight from the tensors'
 own memory through the durable seam, since a serialised copy of the weights may be what no longer
-fits; reading (`trainer.checkpoint.tensor_reader`) is the library's, so every checkpoint passes two
-implementations.
+fits; reading is the library's, so every checkpoint passes two implementations.
 """
 
 from __future__ import annotations
 
 import json
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import EllipsisType
 from typing import Any, final
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from trainer.checkpoint.dtensors import Source
-from trainer.checkpoint.manifest import Slice
-from trainer.checkpoint.rank_pieces import Piece, aliases_of
+from trainer.checkpoint.manifest import DamagedError
 from trainer.core import durable
 from trainer.core.bits import bits_of
-from trainer.core.durable import Bytes, Written
-
-SHARD_BYTES = 4 << 30
+from trainer.core.durable import Bytes
 
 DTYPES: Mapping[torch.dtype, str] = {
     torch.float64: "F64",
@@ -48,116 +44,106 @@ DTYPES: Mapping[torch.dtype, str] = {
 }
 """Every dtype that can be stored, in safetensors' spelling."""
 
+_BY_SPELLING = {spelling: dtype for dtype, spelling in DTYPES.items()}
+
 
 @final
-@dataclass(frozen=True, kw_only=True)
-class Part:
-    """What one rank wrote of a checkpoint.
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredTensor:
+    """A tensor on disk, of which only what is asked for is read.
 
     Attributes:
-        files: all of them.
-        slices: by name of the tensor, the rows that one of them holds.
+        shape: sizes of its dimensions.
+        dtype: type of its elements.
+        parts: safetensors' slices, whose rows follow each other; they keep the file mapped, so
+            that a reader survives the deletion of what it reads.
     """
 
-    files: Mapping[str, Written]
-    slices: Mapping[str, Slice]
+    shape: torch.Size
+    dtype: torch.dtype
+    parts: tuple[Any, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.shape.numel() * self.dtype.itemsize
+
+    def __getitem__(self, rows: slice | EllipsisType) -> Tensor:
+        """Read some rows, from one number up to another, or everything with `...`.
+
+        Returns:
+            On the CPU; the file's own memory where they lie in one, not to be written into.
+        """
+        if len(self.parts) == 1:
+            whole: Tensor = self.parts[0][rows]
+            return whole
+        start, stop = (0, self.shape[0]) if rows is ... else (rows.start, rows.stop)
+        found, first = [], 0
+        for part in self.parts:
+            last = first + part.get_shape()[0]
+            if start < last and first < stop:
+                found.append(part[max(start - first, 0) : min(stop, last) - first])
+            first = last
+        return torch.cat(found) if found else torch.empty((0, *self.shape[1:]), dtype=self.dtype)
 
 
-def write(
-    folder: Path,
-    pieces: Mapping[str, Piece],
-    *,
-    rank: int = 0,
-    shard_bytes: int = SHARD_BYTES,
-) -> Part:
-    """Write what a rank stores into `model`, `optimizer` and `state` shards, durably.
-
-    Rows go into files that are named after the rank, apart from whole tensors.
+def write_tensors(path: Path, tensors: Mapping[str, Tensor | StoredTensor]) -> tuple[int, str]:
+    """Write one new safetensors file, durably; one tensor after the other is read for it.
 
     Args:
-        folder: an existing folder of the run's own.
-        pieces: by name; the first word of a name decides on the file. Any layout in memory, any
-            device, any dtype of `DTYPES`, any size including none; tied ones are stored once.
-        rank: this one.
-        shard_bytes: a file is split before it exceeds this, where it holds several tensors.
+        path: a name that is not taken.
+        tensors: by name, dense and of dtypes in `DTYPES`; any layout in memory, any device, any
+            size including none.
+
+    Returns:
+        Size in bytes, and SHA-256 in hex.
 
     Raises:
-        TypeError: something is no dense tensor of such a dtype; nothing was written.
         OSError: the disk refused.
     """
-    aliases = aliases_of(pieces)
-    own: dict[str, Tensor] = {}
-    for name, piece in pieces.items():
-        if piece.rows is not None and name not in aliases:
-            _check_storable(name, piece.rows)
-            own[name] = piece.rows
-    partial = {name for name in own if not pieces[name].is_whole}
-    groups = {
-        "": {name: rows for name, rows in own.items() if name not in partial},
-        f"-rank-{rank:05d}": {name: rows for name, rows in own.items() if name in partial},
-    }
-    files: dict[str, Written] = {}
-    slices: dict[str, Slice] = {}
-    for suffix, tensors in groups.items():
-        for file, names in _files(tensors, shard_bytes, suffix).items():
-            files[file] = write_shard(folder / file, {name: tensors[name] for name in names})
-            slices |= {name: _slice(pieces[name], file) for name in names}
-    return Part(files=files, slices=slices)
-
-
-def write_shard(path: Path, tensors: Mapping[str, Source]) -> Written:
-    """Write one new safetensors file, durably; one tensor after the other is read for it."""
     # Wide dtypes first keep every tensor aligned to its own width.
     names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
-    return durable.write_file(path, _bytes({name: tensors[name] for name in names}))
+    return durable.write_file(path, _pieces({name: tensors[name] for name in names}))
 
 
-def _slice(piece: Piece, file: str) -> Slice:
-    num_rows = piece.rows.shape[0] if piece.rows is not None and piece.rows.dim() else 1
-    return Slice(file, piece.start, piece.start + num_rows)
+def open_tensors(paths: Iterable[Path]) -> dict[str, StoredTensor]:
+    """List the tensors of safetensors files, unread.
+
+    Args:
+        paths: the files. The rows of a tensor that lies in several follow each other as they do.
+
+    Raises:
+        DamagedError: one is no such file, or parts of a tensor do not fit together.
+        OSError: one cannot be read.
+    """
+    parts: dict[str, list[Any]] = {}
+    for path in paths:
+        try:
+            file: Any = safe_open(path, "pt")
+        except (SafetensorError, ValueError, KeyError) as error:
+            raise DamagedError(f"{path.name} is not a safetensors file: {error}") from error
+        for name in file.keys():  # noqa: SIM118 - no mapping
+            parts.setdefault(name, []).append(file.get_slice(name))
+    return {name: _join(name, found) for name, found in parts.items()}
 
 
-def _check_storable(name: str, tensor: Tensor) -> None:
-    if tensor.layout != torch.strided or tensor.dtype not in DTYPES or tensor.is_meta:
-        raise TypeError(
-            f"{name}: {tensor.dtype}, {tensor.layout}, {tensor.device} cannot be stored; "
-            f"a checkpoint holds dense tensors of {', '.join(sorted(DTYPES.values()))}"
-        )
+def _join(name: str, parts: list[Any]) -> StoredTensor:
+    spelling, shape = parts[0].get_dtype(), parts[0].get_shape()
+    if spelling not in _BY_SPELLING:
+        raise DamagedError(f"{name!r:.80} is of type {spelling!r:.80}")
+    if len(parts) > 1:
+        kinds = {(part.get_dtype(), *part.get_shape()[1:]) for part in parts}
+        if len(kinds) > 1 or not all(part.get_shape() for part in parts):
+            raise DamagedError(f"{name!r:.80} lies in parts that do not fit together")
+        shape = [sum(part.get_shape()[0] for part in parts), *shape[1:]]
+    return StoredTensor(torch.Size(shape), _BY_SPELLING[spelling], tuple(parts))
 
 
-def _files(tensors: Mapping[str, Tensor], shard_bytes: int, suffix: str) -> dict[str, list[str]]:
-    """Deal tensors to files, in order."""
-    groups: dict[str, list[str]] = defaultdict(list)
-    for name in tensors:
-        head = name.partition(".")[0]
-        groups[head if head in {"model", "optimizer"} else "state"].append(name)
-    files: dict[str, list[str]] = {}
-    for group, names in groups.items():
-        shards = _split(names, tensors, shard_bytes)
-        for index, shard in enumerate(shards, start=1):
-            part = "" if len(shards) == 1 else f"-{index:05d}-of-{len(shards):05d}"
-            files[f"{group}{suffix}{part}.safetensors"] = shard
-    return files
-
-
-def _split(names: list[str], tensors: Mapping[str, Tensor], shard_bytes: int) -> list[list[str]]:
-    shards: list[list[str]] = [[]]
-    room = shard_bytes
-    for name in names:
-        size = tensors[name].nbytes
-        if size > room and shards[-1]:
-            shards.append([])
-            room = shard_bytes
-        shards[-1].append(name)
-        room -= size
-    return shards
-
-
-def _bytes(tensors: Mapping[str, Source]) -> Iterator[Bytes]:
+def _pieces(tensors: Mapping[str, Tensor | StoredTensor]) -> Iterator[Bytes]:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     start = 0
     for name, tensor in tensors.items():
-        end = start + tensor.shape.numel() * tensor.dtype.itemsize
+        end = start + tensor.nbytes
         header[name] = {
             "dtype": DTYPES[tensor.dtype],
             "shape": list(tensor.shape),
@@ -168,9 +154,5 @@ def _bytes(tensors: Mapping[str, Source]) -> Iterator[Bytes]:
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
     for tensor in tensors.values():
-        if tensor.shape.numel() > 0:
-            yield _memory(tensor[...])
-
-
-def _memory(tensor: Tensor) -> memoryview:
-    return bits_of(tensor.cpu()).numpy().data
+        if tensor.nbytes > 0:
+            yield bits_of(tensor[...].cpu()).numpy().data

@@ -76,7 +76,7 @@ def start(
 
     Raises:
         TrainError: as raised by `work`.
-        RunHeldError: the run to go on with is in use; nothing was written.
+        RunInUseError: the run to go on with is in use; nothing was written.
         _unwritable: a `SaveError`: Hydra could not write its records.
     """
     config, folder, composed = ready.job.config, ready.job.folder, ready.job.composed

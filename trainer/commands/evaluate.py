@@ -7,8 +7,8 @@ from pathlib import Path
 
 from trainer.build.parts import assemble, check_alike
 from trainer.build.prepare import held_out, prepare_on_main
-from trainer.checkpoint.store import CheckpointStore, Loaded
-from trainer.checkpoint.weights import CHECKPOINTS, take_weights
+from trainer.checkpoint.store import CHECKPOINTS, CheckpointStore, Loaded
+from trainer.checkpoint.weights import take_weights
 from trainer.config.run_config import RunConfig
 from trainer.core.durable import write_record
 from trainer.core.errors import DataError

@@ -9,8 +9,8 @@ from typing import Any
 
 from trainer.build.instantiate import look_up
 from trainer.build.parts import assemble
-from trainer.checkpoint.store import CheckpointStore, Loaded
-from trainer.checkpoint.weights import CHECKPOINTS, export, take_weights
+from trainer.checkpoint.store import CHECKPOINTS, CheckpointStore, Loaded
+from trainer.checkpoint.weights import export, take_weights
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError
 from trainer.core.world import World

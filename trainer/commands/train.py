@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from trainer.build.checkpoint_fields import check_reach, kept
 from trainer.build.choose_parallel import choose_parallel
 from trainer.build.choose_sync import choose_sync
 from trainer.build.instantiate import construct
@@ -27,17 +26,18 @@ from trainer.build.prepare import (
 )
 from trainer.build.resume import (
     ALLOWED_FILE,
-    agreed,
+    check_position,
+    check_terms,
     differ,
-    remembered,
-    settled,
+    read_allowed,
+    read_run_state,
     terms_of,
 )
 from trainer.build.summary import summarize
-from trainer.checkpoint.async_writer import AsyncSaver, DirectSaver
 from trainer.checkpoint.state import restore
-from trainer.checkpoint.store import CheckpointStore, Loaded
-from trainer.checkpoint.weights import CHECKPOINTS, load_weights
+from trainer.checkpoint.store import CHECKPOINTS, CheckpointStore, Loaded
+from trainer.checkpoint.weights import load_weights
+from trainer.checkpoint.writer import CheckpointWriter
 from trainer.commands.closing import summarize_end
 from trainer.config.contract import config_hash, contract_diff
 from trainer.config.durations import parse_time
@@ -59,7 +59,7 @@ from trainer.report.reporter import Hook, Reporter, RunReporter, SilentReporter
 from trainer.report.run_status import publish, to_go_on
 from trainer.report.wandb import WandbMirror
 from trainer.training.batches import Feed
-from trainer.training.checkpointing import Saves
+from trainer.training.checkpointing import Checkpointer
 from trainer.training.loop import Run, Trained, train
 from trainer.training.step import Kit
 from trainer.tune.network import network_of
@@ -88,7 +88,7 @@ def train_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], 
     with _told_how(config, folder, begins=True):
         _poll(world, stop())
         loaded = None if config.resume is None else store.load(world=world)
-        extra = {} if loaded is None else kept(loaded)
+        extra = {} if loaded is None else read_run_state(loaded)
         parts = _assembled(config, world, begins=loaded is None and not config.init)
         terms = _terms(parts, folder, loaded, extra)
         prepared = _settled(parts, extra, interruptible(stop))
@@ -100,9 +100,9 @@ def train_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], 
     reporter = _reporter(config, folder, loaded, extra) if world.is_main else SilentReporter()
     with _told_how(config, folder), closing(reporter), ExitStack() as left:
         run = _run(prepared, kit, store, reporter, stop, extra, terms)
-        left.callback(run.saves.release)
+        left.callback(run.checkpointer.release)
         left.callback(run.feed.close)
-        run.saves.newest = None if loaded is None else loaded.path
+        run.checkpointer.newest = None if loaded is None else loaded.path
         if loaded is None:
             _tell_bad_records(parts.train_set, reporter)
         reporter.start(_start(config, folder, unsaid, loaded))
@@ -137,7 +137,7 @@ def _record_begin(
     """
     if terms["allowed"] != extra.get("allowed", []):
         path = folder / ALLOWED_FILE
-        write_record(path, remembered(folder, terms, extra["cursor"]["step"]))
+        write_record(path, {**read_json(path), str(extra["cursor"]["step"]): dict(terms)})
     publish(folder)
     write_record(folder / PLAN_FILE, plan.to_json())
 
@@ -214,10 +214,10 @@ def _terms(
     if loaded is None:
         return {**now, "allowed": []}
     if now["fingerprint"] == extra["fingerprint"]:
-        check_reach(extra, parts.source.order, loaded.path)
-    known = parts.world.on_main(lambda: agreed(folder, loaded.step))
+        check_position(extra, parts.source.order, loaded.path)
+    known = parts.world.on_main(lambda: read_allowed(folder, loaded.step))
     begun = {**extra, **known} if known and differ(extra, now) else extra
-    return settled(now, begun, parts.config.resume_allow, loaded.step)
+    return check_terms(now, begun, parts.config.resume_allow, loaded.step)
 
 
 def _kit(
@@ -294,10 +294,10 @@ def _run(
     )
     every = config.checkpoint.every
     steps_between = None if isinstance(every, str) else parts.every(every)
-    saves = Saves(
+    checkpointer = Checkpointer(
         kit=kit,
         feed=feed,
-        saver=(AsyncSaver if config.checkpoint.asynchronous else DirectSaver)(store, parts.world),
+        writer=CheckpointWriter(store, parts.world, asynchronous=config.checkpoint.asynchronous),
         reporter=reporter,
         constants={
             **terms,
@@ -318,8 +318,8 @@ def _run(
         feed=feed,
         held_out=held_out(prepared),
         reporter=reporter,
-        saves=saves,
-        must_stop=lambda: saves.poll(stop()),
+        checkpointer=checkpointer,
+        must_stop=lambda: checkpointer.poll(stop()),
         is_thrashing=_is_thrashing(parts.world),
         was_asked=stop,
         eval_every=parts.every(config.eval.every),

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from trainer.build.parts import Parts, assemble
 from trainer.build.prepare import Prepared, prepare
-from trainer.checkpoint.store import CheckpointStore
-from trainer.checkpoint.weights import CHECKPOINTS, load_weights, take_weights
+from trainer.checkpoint.store import CHECKPOINTS, CheckpointStore
+from trainer.checkpoint.weights import load_weights, take_weights
 from trainer.config.run_config import RunConfig
 from trainer.core.durable import write_record
 from trainer.core.errors import NotExactError

@@ -1,6 +1,6 @@
-"""Every durable write of the program: bytes that must survive a crash go through this module.
+"""Write bytes that must survive a crash; every durable write of the program goes through here.
 
-One seam, `FileSystem`, holds the dozen operations that change a disk. Tests put another one in its
+One seam, `FileSystem`, holds the ten operations that change a disk. Tests put another one in its
 place (`use`) and so stop, tear or refuse any write of the program. What is built on it keeps two
 promises: a name never shows half a content, and what a function returned from is on the disk.
 
@@ -19,13 +19,12 @@ import os
 import shutil
 import stat
 import uuid
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 from trainer.core.errors import SaveError
+from trainer.core.format import size as shown_size
 
 Bytes = bytes | memoryview
 
@@ -35,63 +34,18 @@ UNFINISHED = ".tmp-"
 TRASH = ".trash-"
 """Begins the name of what is being deleted."""
 
-_PIECE_BYTES = 4 << 20  # hashed and written while it is still in the cache
+_CHUNK_BYTES = 4 << 20  # hashed and written while it is still in the cache
 
-_MOST_JSON_BYTES = 16 << 20
+_MAX_JSON_BYTES = 16 << 20
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
-class FileSystem(ABC):
+class FileSystem:
     """The operations that change a disk. All raise `OSError`; none retries."""
 
-    @abstractmethod
     def make_folder(self, path: Path) -> None:
         """Make one folder whose parent exists; `FileExistsError` if the name is taken."""
-
-    @abstractmethod
-    def create(self, path: Path) -> int:
-        """Open a new file for writing; `FileExistsError` if the name is taken."""
-
-    @abstractmethod
-    def open_append(self, path: Path) -> int:
-        """Open a file, new or not, for writing at its end."""
-
-    @abstractmethod
-    def write(self, handle: int, data: memoryview) -> int:
-        """Write some of `data`, and say how many bytes."""
-
-    @abstractmethod
-    def sync(self, handle: int) -> None:
-        """Make the bytes of an open file durable."""
-
-    @abstractmethod
-    def close(self, handle: int) -> None:
-        """Close an open file."""
-
-    @abstractmethod
-    def sync_folder(self, path: Path) -> None:
-        """Make the names in a folder durable."""
-
-    @abstractmethod
-    def rename(self, source: Path, target: Path) -> None:
-        """Give a file or folder another name in one step, replacing a file of that name."""
-
-    @abstractmethod
-    def unlink(self, path: Path) -> None:
-        """Remove one file, or a link itself."""
-
-    @abstractmethod
-    def remove_folder(self, path: Path) -> None:
-        """Remove one empty folder."""
-
-
-@final
-class Posix(FileSystem):
-    """The operating system's own operations."""
-
-    def make_folder(self, path: Path) -> None:
-        """Make one folder."""
         path.mkdir()
 
     def create(self, path: Path) -> int:
@@ -99,11 +53,11 @@ class Posix(FileSystem):
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
 
     def open_append(self, path: Path) -> int:
-        """Open a file for writing at its end; never one that a link leads to."""
+        """Open a file, new or not, for writing at its end; never one that a link leads to."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
 
     def write(self, handle: int, data: memoryview) -> int:
-        """Write some of `data`."""
+        """Write some of `data`, and return how many bytes."""
         return os.write(handle, data)
 
     def sync(self, handle: int) -> None:
@@ -131,11 +85,11 @@ class Posix(FileSystem):
             os.close(handle)
 
     def rename(self, source: Path, target: Path) -> None:
-        """Give a file or folder another name."""
+        """Give a file or folder another name in one step, replacing a file of that name."""
         source.rename(target)
 
     def unlink(self, path: Path) -> None:
-        """Remove one file."""
+        """Remove one file, or a link itself."""
         path.unlink()
 
     def remove_folder(self, path: Path) -> None:
@@ -143,7 +97,7 @@ class Posix(FileSystem):
         path.rmdir()
 
 
-_in_use: list[FileSystem] = [Posix()]
+_in_use: list[FileSystem] = [FileSystem()]
 
 
 @contextlib.contextmanager
@@ -156,38 +110,31 @@ def use(file_system: FileSystem) -> Iterator[None]:
         _in_use.remove(file_system)
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Written:
-    """What a file holds: its size in bytes and the SHA-256 of them, in hex."""
-
-    size: int
-    sha256: str
-
-
-def write_file(path: Path, pieces: Iterable[Bytes]) -> Written:
+def write_file(path: Path, pieces: Iterable[Bytes]) -> tuple[int, str]:
     """Write a new file piece by piece and make its bytes durable, but not yet its name.
 
     Args:
         path: a name that is not taken.
-        pieces: one-dimensional buffers of bytes; each is let go before the next is asked for.
+        pieces: one-dimensional buffers of bytes; each is released before the next is asked for.
 
     Returns:
-        Size and digest, taken from the bytes on their way to the disk.
+        Size in bytes, and SHA-256 in hex, both taken from the bytes on their way to the disk.
     """
     disk = _in_use[-1]
     digest, size = hashlib.sha256(), 0
     handle = disk.create(path)
     try:
         for piece in pieces:
-            for part in _parts(piece):
-                digest.update(part)
-                _write_all(disk, handle, part)
-                size += len(part)
+            view = memoryview(piece)
+            for start in range(0, len(view), _CHUNK_BYTES):
+                chunk = view[start : start + _CHUNK_BYTES]
+                digest.update(chunk)
+                _write_all(disk, handle, chunk)
+            size += len(view)
         disk.sync(handle)
     finally:
         disk.close(handle)
-    return Written(size, digest.hexdigest())
+    return size, digest.hexdigest()
 
 
 def write_file_atomic(path: Path, data: Bytes) -> None:
@@ -228,11 +175,8 @@ def write_record(path: Path, content: Mapping[str, Any]) -> None:
     Raises:
         SaveError: the disk refused.
     """
-    try:
+    with as_save_error(path):
         write_json(path, content)
-    except OSError as error:
-        failure = save_error(error, path)
-        raise failure from error
 
 
 def parsed(text: bytes) -> Any:  # noqa: ANN401 - any JSON value
@@ -249,7 +193,7 @@ def read_json(path: Path) -> dict[str, Any]:
         if not path.is_file():  # a pipe would never end
             return {}
         with path.open("rb") as file:
-            content = parsed(file.read(_MOST_JSON_BYTES))
+            content = parsed(file.read(_MAX_JSON_BYTES))
     except OSError:
         return {}
     return content if isinstance(content, dict) else {}
@@ -342,28 +286,38 @@ def clean(folder: Path) -> None:
             discard(path)
 
 
+@contextlib.contextmanager
+def as_save_error(path: Path, needed: int | None = None) -> Iterator[None]:
+    """Turn what the disk refuses inside into one line; see `save_error`.
+
+    Raises:
+        SaveError: the disk refused.
+    """
+    try:
+        yield
+    except OSError as error:
+        failure = save_error(error, path, needed)
+        raise failure from error
+
+
 def save_error(error: OSError, path: Path, needed: int | None = None) -> SaveError:
-    """Say in one line which write failed, why, and what to do.
+    """Put into one line which write failed, why, and what to do.
 
     Args:
-        error: what the system said.
+        error: what the system answered.
         path: what could not be written.
         needed: its size in bytes, where known.
     """
     why = error.strerror or str(error) or type(error).__name__
     if error.errno not in _FULL:
         return SaveError(f"{path}: could not be written: {why}")
-    size = "" if needed is None else f"needs {_readable(needed)}, "
+    folder = next((each for each in path.parents if each.is_dir()), Path("/"))
+    room = f"{shown_size(shutil.disk_usage(folder).free)} free"
+    need = "" if needed is None else f"needs {shown_size(needed)}, "
     return SaveError(
-        f"{path}: could not be written: {why} ({size}{_readable(_free_bytes(path))} free): make "
-        "room, lower checkpoint.keep, or set outputs to another disk; nothing older was touched"
+        f"{path}: could not be written: {why} ({need}{room}): make room, lower checkpoint.keep, "
+        "or set outputs to another disk; nothing older was touched"
     )
-
-
-def _parts(piece: Bytes) -> Iterator[memoryview]:
-    view = memoryview(piece)
-    for start in range(0, len(view), _PIECE_BYTES):
-        yield view[start : start + _PIECE_BYTES]
 
 
 def _write_all(disk: FileSystem, handle: int, data: memoryview) -> None:
@@ -375,7 +329,7 @@ def _write_all(disk: FileSystem, handle: int, data: memoryview) -> None:
 
 
 def _remove_tree(path: Path) -> None:
-    """Delete a file, a link (not what it points to), or a folder with all it holds."""
+    """Delete a file, a link (not what it points to), or a folder with all it contains."""
     disk = _in_use[-1]
     if not stat.S_ISDIR(path.lstat().st_mode):
         disk.unlink(path)
@@ -383,15 +337,3 @@ def _remove_tree(path: Path) -> None:
     for inner in sorted(path.iterdir()):
         _remove_tree(inner)
     disk.remove_folder(path)
-
-
-def _free_bytes(path: Path) -> int:
-    for folder in path.parents:
-        if folder.is_dir():
-            return shutil.disk_usage(folder).free
-    return 0
-
-
-def _readable(size: int) -> str:
-    gib = size / 2**30
-    return f"{gib:.2f} GiB" if gib >= 1 else f"{size / 2**20:.2f} MiB"

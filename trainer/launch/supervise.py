@@ -187,8 +187,7 @@ def _restarting(team: Team) -> None:
 
 def _newest_step(folder: Path) -> int | None:
     """Find the step to go on from; None, with the metrics begun anew, where nothing is saved."""
-    from trainer.checkpoint.store import CheckpointStore  # noqa: PLC0415 - imports torch
-    from trainer.checkpoint.weights import CHECKPOINTS  # noqa: PLC0415 - likewise
+    from trainer.checkpoint.store import CHECKPOINTS, CheckpointStore  # noqa: PLC0415 - imports torch
 
     steps = CheckpointStore(folder / CHECKPOINTS).steps()
     if steps:

@@ -1,4 +1,4 @@
-"""How a run goes and how it ended, in its status.json. Imports no torch."""
+"""Record how a run goes and how it ended, in its status.json. Imports no torch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def staged(folder: Path) -> Iterator[Path]:
         Where new records are to be written, each under its path in the run folder.
 
     Raises:
-        RunHeldError: another process holds the run; nothing was written.
+        RunInUseError: another process holds the run; nothing was written.
         SaveError: the folder cannot be written to.
     """
     with hold_early(folder):
@@ -56,16 +56,14 @@ def publish(folder: Path) -> None:
     """Let staged records be the run's, now that it goes on; nothing where none are staged.
 
     Raises:
-        save_error: a `SaveError`: the disk refused.
+        SaveError: the disk refused.
     """
     new = folder / STAGED
-    try:
+    with durable.as_save_error(folder):
         for path in _files(new):
             target = folder / path.relative_to(new)
             durable.make_folders(target.parent)
             durable.rename(path, target)
-    except OSError as error:
-        raise durable.save_error(error, folder) from error
 
 
 @contextmanager

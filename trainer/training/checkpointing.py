@@ -1,4 +1,4 @@
-"""When and how the state of a run reaches the disk, and what a failure to write does to the run."""
+"""Save the state of a run, and decide what a failure to write does to the run."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, Literal, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from trainer.checkpoint.async_writer import Saver
 from trainer.checkpoint.state import assert_finite, capture, not_finite, plain_name
+from trainer.checkpoint.writer import CheckpointWriter
 from trainer.core.errors import SaveError
 from trainer.plan.cut import Cut
 from trainer.report.reporter import Reporter
@@ -23,14 +23,14 @@ from trainer.training.step import Kit
 
 @final
 @dataclass(kw_only=True)
-class Saves:
+class Checkpointer:
     """Saves the state of a run.
 
     Attributes:
         kit: holds model and optimizer.
         feed: holds the position and the cut.
-        saver: writes at once or behind the next steps.
-        reporter: hears of every checkpoint.
+        writer: writes at once or behind the next steps.
+        reporter: is told of every checkpoint.
         constants: what does not change over the run: contract, fingerprint, tuned constants.
         describe_cut: gives what a resumed run needs to cut as this one does.
         on_full: whether a checkpoint that could not be written stops the run.
@@ -42,7 +42,7 @@ class Saves:
 
     kit: Kit
     feed: Feed
-    saver: Saver
+    writer: CheckpointWriter
     reporter: Reporter
     constants: Mapping[str, Any]
     describe_cut: Callable[[Cut], Mapping[str, Any]]
@@ -53,12 +53,13 @@ class Saves:
     masks: Mapping[str, Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
-        buffers = _buffers(self.kit.model.module)
+        named = self.kit.model.module.named_buffers()
+        buffers = {f"model.{plain_name(name)}": buffer for name, buffer in named}
         self._saved_at = time.monotonic()
         self.masks = {name: buffers[name].clone() for name in not_finite(buffers)}
 
     def save(self, tokens: int, failures: int, *, is_last: bool = False) -> None:
-        """Save the state after the last step.
+        """Save the state after the last step. Collective.
 
         Args:
             tokens: real input positions consumed so far.
@@ -70,26 +71,23 @@ class Saves:
             NonFiniteError: a weight, a moment or a buffer became not finite.
         """
         if is_last:
-            self._note(self.saver.wait)
+            self._report(self.writer.wait)
             self.on_full = "stop"
-        self.kit.world.note("saving")
-        self._attempt(lambda: self.kit.world.on_main(self.reporter.flush))
-        cursor = self.feed.cursor
-        tensors, meta = capture(
-            self.kit.model.module,
-            self.kit.optimizer,
-            extra={
-                **self.constants,
-                "cursor": asdict(cursor),
-                "tokens": tokens,
-                "failures": failures,
-                "cut": dict(self.describe_cut(self.feed.cut)),
-            },
-        )
+        world, cursor = self.kit.world, self.feed.cursor
+        world.note("saving")
+        self._attempt(lambda: world.on_main(self.reporter.flush))
+        extra = {
+            **self.constants,
+            "cursor": asdict(cursor),
+            "tokens": tokens,
+            "failures": failures,
+            "cut": dict(self.describe_cut(self.feed.cut)),
+        }
+        tensors, meta = capture(self.kit.model.module, self.kit.optimizer, extra=extra)
         changing = {n: tensor for n, tensor in tensors.items() if not self._is_mask(n, tensor)}
-        self.kit.world.on_all(lambda: assert_finite(changing))
-        self._attempt(lambda: self.saver.save(cursor.step, tensors, meta))
-        self._note(self.saver.check)
+        world.on_all(lambda: assert_finite(changing))
+        self._attempt(lambda: self.writer.save(cursor.step, tensors, meta))
+        self._report(self.writer.take_saved)
         self.is_due, self._saved_at = False, time.monotonic()
 
     def poll(self, claim: bool) -> bool:
@@ -108,41 +106,44 @@ class Saves:
         """
         passed_s = time.monotonic() - self._saved_at
         is_due = self.kit.world.is_main and self.every_s is not None and passed_s >= self.every_s
-        asked = [float(claim), float(self.saver.has_news), float(is_due)]
+        asked = [float(claim), float(self.writer.has_news), float(is_due)]
         claims, news, due = self.kit.world.sum_numbers(asked)
         self.is_due = due > 0
         if news:
-            self._note(self.saver.wait)
+            self._report(self.writer.wait)
         return claims > 0
 
     def close(self) -> None:
-        """Wait for what is being written.
+        """Wait for what is being written. Collective.
 
         Raises:
             SaveError: it could not be written; a run does not end well without its state.
         """
         self.on_full = "stop"
-        self._note(self.saver.close)
+        self._report(self.writer.close)
 
     def release(self) -> None:
         """Let what is being written come to its end, when the run ended for another reason."""
         # Ranks that are gone end a collective with what PyTorch raises for it.
         with suppress(SaveError, RuntimeError):
-            self.saver.close()
+            self.writer.close()
 
     def _is_mask(self, name: str, tensor: Tensor) -> bool:
         """Whether a tensor is a mask, as it was at the beginning."""
         mask = self.masks.get(name)
         return mask is not None and bool(torch.allclose(tensor, mask, 0.0, 0.0, equal_nan=True))
 
-    def _note(self, ask: Callable[[], Path | None]) -> None:
-        self._attempt(lambda: self._tell(ask()))
+    def _report(self, find: Callable[[], Path | None]) -> None:
+        """Report a checkpoint that is found to be on disk; what was found failed counts as such."""
 
-    def _tell(self, path: Path | None) -> None:
-        if path is not None:
-            self.newest = path
-            step = int(path.name.rpartition("-")[2])
-            self.kit.world.on_main(lambda: self.reporter.checkpoint(step, path))
+        def report() -> None:
+            path = find()
+            if path is not None:
+                self.newest = path
+                step = int(path.name.rpartition("-")[2])
+                self.kit.world.on_main(lambda: self.reporter.checkpoint(step, path))
+
+        self._attempt(report)
 
     def _attempt(self, write: Callable[[], None]) -> None:
         """Write something that fails on all ranks or on none.
@@ -156,8 +157,3 @@ class Saves:
             if self.on_full == "stop":
                 raise
             self.reporter.warn(f"{error}; going on without saving")
-
-
-def _buffers(model: nn.Module) -> dict[str, Tensor]:
-    """List the buffers of a model as a checkpoint names them."""
-    return {f"model.{plain_name(name)}": buffer for name, buffer in model.named_buffers()}

@@ -17,7 +17,7 @@ from trainer.report.breakdown import Effort
 from trainer.report.records import EvalRecord, StepRecord
 from trainer.report.reporter import Reporter
 from trainer.training.batches import Feed, PlannedBatch
-from trainer.training.checkpointing import Saves
+from trainer.training.checkpointing import Checkpointer
 from trainer.training.evaluation import HeldOut, evaluate
 from trainer.training.step import NOT_FINITE, Kit, StepReport, train_step
 from trainer.tune.memory_limit import peak_bytes
@@ -26,13 +26,13 @@ from trainer.tune.memory_limit import peak_bytes
 @final
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run, composed once; cadences are in optimizer steps, `saves` may add one in seconds.
+    """A run, composed once; cadences are in optimizer steps.
 
     Attributes:
         tokens: real input positions consumed before this process began.
         failures: steps that were not finite, in a row, when this process began.
         evaluation: metrics of an evaluation that was made at the cursor before this process began.
-        saves: writes checkpoints. Collective.
+        checkpointer: saves checkpoints, and may add a cadence in seconds. Collective.
         must_stop: whether a signal asked any rank to stop; hears of checkpoints that were written
             behind the steps, too. Collective.
         was_asked: whether a signal asked this rank to stop.
@@ -44,7 +44,7 @@ class Run:
     feed: Feed
     held_out: HeldOut | None
     reporter: Reporter
-    saves: Saves
+    checkpointer: Checkpointer
     must_stop: Callable[[], bool]
     was_asked: Callable[[], bool]
     is_thrashing: Callable[[], bool]
@@ -116,14 +116,14 @@ def train(run: Run) -> Trained:
             _end(run, progress, end)
         if _due(progress.step, run.eval_every):
             _evaluate(run, progress)
-        if _due(progress.step, run.checkpoint_every) or run.saves.is_due:
+        if _due(progress.step, run.checkpoint_every) or run.checkpointer.is_due:
             _save(run, progress)
             _stop_if_asked(run, progress)
     if progress.saved_at != progress.step:
         _save(run, progress, is_last=True)
     if progress.evaluated_at != progress.step:
         _evaluate(run, progress)
-    run.saves.close()
+    run.checkpointer.close()
     return progress
 
 
@@ -182,7 +182,7 @@ def _catch_up(run: Run, progress: Trained) -> None:
     """
     if run.evaluation is not None:
         progress.evaluation, progress.evaluated_at = run.evaluation, progress.step
-    if run.saves.newest is not None:
+    if run.checkpointer.newest is not None:
         progress.saved_at = progress.step
     _stop_if_asked(run, progress)
     is_due = progress.step > 0 and _due(progress.step, run.eval_every)
@@ -198,7 +198,7 @@ def _end(run: Run, progress: Trained, end: TrainError) -> NoReturn:
     """
     if progress.saved_at != progress.step:
         _save(run, progress, is_last=True)
-    run.saves.close()
+    run.checkpointer.close()
     settle()
     raise end
 
@@ -223,7 +223,7 @@ def _due(step: int, every: int | None) -> bool:
 
 
 def _save(run: Run, progress: Trained, *, is_last: bool = False) -> None:
-    run.saves.save(progress.total_tokens, progress.failures, is_last=is_last)
+    run.checkpointer.save(progress.total_tokens, progress.failures, is_last=is_last)
     progress.saved_at = progress.step
 
 

@@ -1,0 +1,149 @@
+"""Weights without the rest: exports, and what a new run may start from."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from trainer.checkpoint.state import capture
+from trainer.checkpoint.store import CheckpointStore, Loaded
+from trainer.checkpoint.weights import export, load_weights
+from trainer.core import durable
+from trainer.core.errors import ConfigError, NoCheckpointError, SaveError
+
+
+class Tied(nn.Module):
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.head = nn.Linear(width, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run with two checkpoints of different weights, and two unreadable ones."""
+    store = CheckpointStore(tmp_path / "run" / "checkpoints")
+    for step in (1, 2):
+        torch.manual_seed(step)
+        model = Tied()
+        model.norm.running_mean.normal_()
+        optimizer = torch.optim.SGD(model.parameters())
+        store.save(step, *capture(model, optimizer, extra={}))
+    return tmp_path / "run"
+
+
+def newest(run: Path) -> Loaded:
+    return CheckpointStore(run / "checkpoints").load()
+
+
+def weights_of(step: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(step)
+    model = Tied()
+    model.norm.running_mean.normal_()
+    return dict(model.state_dict())
+
+
+def assert_has(model: nn.Module, step: int) -> None:
+    for name, tensor in weights_of(step).items():
+        assert torch.equal(model.state_dict()[name], tensor), name
+
+
+def test_an_export_holds_plain_names_and_tied_weights_under_each(run: Path, tmp_path: Path) -> None:
+    to = export(newest(run), tmp_path / "out" / "model", {"width": 4})
+    assert sorted(path.name for path in to.iterdir()) == ["config.json", "model.safetensors"]
+    assert json.loads((to / "config.json").read_bytes()) == {"width": 4}
+    weights = load_file(to / "model.safetensors")
+    assert weights.keys() == weights_of(2).keys()
+    for name in ("embed.weight", "head.weight"):
+        assert torch.equal(weights[name], weights_of(2)["embed.weight"])
+
+
+def test_an_export_takes_an_empty_folder_and_no_other(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    export(newest(run), tmp_path / "empty", {})
+    with pytest.raises(ConfigError, match=r"export\.to: .*empty is not empty"):
+        export(newest(run), tmp_path / "empty", {})
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"export\.to"):
+        export(newest(run), tmp_path / "file", {})
+
+
+def test_an_export_that_fails_leaves_nothing(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(disk: durable.FileSystem, handle: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(durable.FileSystem, "sync", refuse)
+    with pytest.raises(SaveError, match="model: could not be written: Input/output error"):
+        export(newest(run), tmp_path / "out" / "model", {})
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize("form", ["run", "checkpoint", "export", "file"])
+def test_weights_are_taken_from_a_run_a_checkpoint_an_export_or_a_file(
+    form: str, run: Path, tmp_path: Path
+) -> None:
+    exported = export(newest(run), tmp_path / "exported", {})
+    path = {
+        "run": run,
+        "checkpoint": run / "checkpoints" / "step-00000001",
+        "export": exported,
+        "file": exported / "model.safetensors",
+    }[form]
+    model = Tied()
+    load_weights(model, path)
+    assert_has(model, 1 if form == "checkpoint" else 2)
+    assert model.head.weight is model.embed.weight
+
+
+def test_a_tied_weight_is_found_under_either_name(tmp_path: Path) -> None:
+    weights = weights_of(2)
+    del weights["embed.weight"]
+    save_file(weights, tmp_path / "w.safetensors")
+    model = Tied()
+    load_weights(model, tmp_path / "w.safetensors")
+    assert_has(model, 2)
+
+
+def test_a_damaged_newest_checkpoint_gives_way_and_is_left_in_place(run: Path) -> None:
+    os.truncate(run / "checkpoints" / "step-00000002" / "model.safetensors", 10)
+    model = Tied()
+    assert load_weights(model, run).name == "step-00000001"
+    assert_has(model, 1)
+    assert (run / "checkpoints" / "step-00000002").is_dir()
+
+
+def test_weights_of_another_model_are_refused_with_names(run: Path) -> None:
+    text = r"different embed.weight \(float32 \[7, 4\] in the checkpoint, float32 \[7, 5\] in the"
+    with pytest.raises(NoCheckpointError, match=text):
+        load_weights(Tied(width=5), run)
+    with pytest.raises(NoCheckpointError, match=r"missing bias, weight; unexpected embed\.weight"):
+        load_weights(nn.Linear(2, 2), run)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda path: None,
+        lambda path: path.mkdir(),
+        lambda path: path.write_bytes(b"no tensors"),
+        lambda path: (path / "checkpoints").mkdir(parents=True),
+        lambda path: (path / "checkpoints" / "step-00000001").mkdir(parents=True),
+    ],
+    ids=["nothing", "empty folder", "other file", "no checkpoint", "empty checkpoint"],
+)
+def test_a_path_without_weights_is_one_line(make: object, tmp_path: Path) -> None:
+    assert callable(make)
+    make(tmp_path / "it")
+    with pytest.raises(NoCheckpointError, match="it") as refusal:
+        load_weights(Tied(), tmp_path / "it")
+    assert "\n" not in str(refusal.value)

@@ -1,0 +1,24 @@
+"""Writes that survive a crash; their harnesses are in `tests/reliability`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from trainer.core import durable
+
+
+def test_json_holds_null_for_what_is_not_finite(tmp_path: Path) -> None:
+    content = {"loss": float("nan"), "more": [float("inf"), (1.5, "text")], "deep": {"x": -1e400}}
+    durable.write_json(tmp_path / "result.json", content)
+    assert json.loads((tmp_path / "result.json").read_bytes()) == {
+        "loss": None,
+        "more": [None, [1.5, "text"]],
+        "deep": {"x": None},
+    }
+
+
+def test_a_log_grows_by_whole_lines(tmp_path: Path) -> None:
+    for line in (b"1\n", b"2\n"):
+        durable.append(tmp_path / "log", line, durable=line == b"2\n")
+    assert (tmp_path / "log").read_bytes() == b"1\n2\n"
