@@ -30,7 +30,7 @@ def plan_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], b
     """
     prepared = prepare(choose_parallel(assemble(config, world)))
     plan = summarize(choose_sync(prepared, None, None, time.perf_counter))
-    write_record(folder / PLAN_FILE, plan.to_json())
+    write_record(folder / PLAN_FILE, plan)
     screen = Screen(folder)
     screen.show(plan_block(plan, folder / PLAN_FILE))
     screen.close()

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,11 +50,10 @@ from trainer.core.world import World
 from trainer.data.samples import Samples
 from trainer.parallel.base import Parallel
 from trainer.plan.order import Cursor
-from trainer.report.breakdown import told
 from trainer.report.console import Screen
 from trainer.report.environment import environment
 from trainer.report.metrics import evaluation_at, step_seconds_at
-from trainer.report.records import PlanSummary, StartSummary
+from trainer.report.records import Record
 from trainer.report.reporter import Hook, Reporter, RunReporter, SilentReporter
 from trainer.report.run_status import publish, to_go_on
 from trainer.report.wandb import WandbMirror
@@ -95,7 +94,7 @@ def train_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], 
     parts = prepared.parts
     kit = _kit(parts, loaded, extra, terms)
     plan = _timed_before(summarize(prepared), folder, loaded)
-    unsaid = plan if loaded is None else _unsaid(plan, folder)
+    shown = plan if loaded is None else without_repeated_warnings(plan, folder)
     world.on_main(lambda: _record_begin(folder, plan, terms, extra))
     reporter = _reporter(config, folder, loaded, extra) if world.is_main else SilentReporter()
     with _told_how(config, folder), closing(reporter), ExitStack() as left:
@@ -105,30 +104,30 @@ def train_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], 
         run.checkpointer.newest = None if loaded is None else loaded.path
         if loaded is None:
             _tell_bad_records(parts.train_set, reporter)
-        reporter.start(_start(config, folder, unsaid, loaded))
+        reporter.start(shown, name=config.name, threads=torch.get_num_threads())
         _tell_choices(run, parts, extra)
         trained = train(run)
-        _finish(prepared, kit.model, trained, folder, reporter, started)
+        _finish(prepared, kit.model, trained, plan, folder, reporter, started)
     return 0
 
 
-def _timed_before(plan: PlanSummary, folder: Path, loaded: Loaded | None) -> PlanSummary:
+def _timed_before(plan: Record, folder: Path, loaded: Loaded | None) -> Record:
     """Let the steps that a resumed run has behind it tell how long a step takes."""
     took = None if loaded is None else step_seconds_at(folder, loaded.step)
     if took is None:
         return plan
-    return replace(plan, step_seconds=took, time_note="as measured before")
+    return {**plan, "step_seconds": took, "time_note": "as measured before"}
 
 
-def _unsaid(plan: PlanSummary, folder: Path) -> PlanSummary:
+def without_repeated_warnings(plan: Record, folder: Path) -> Record:
     """Leave out the warnings that an earlier start of the run gave; its plan.json holds them."""
     before = read_json(folder / PLAN_FILE).get("warnings")
-    said = before if isinstance(before, list) else ()
-    return replace(plan, warnings=tuple(line for line in plan.warnings if line not in said))
+    given = before if isinstance(before, list) else ()
+    return {**plan, "warnings": [line for line in plan["warnings"] if line not in given]}
 
 
 def _record_begin(
-    folder: Path, plan: PlanSummary, terms: Mapping[str, Any], extra: Mapping[str, Any]
+    folder: Path, plan: Record, terms: Mapping[str, Any], extra: Mapping[str, Any]
 ) -> None:
     """Let the records say how the run goes on, and on what terms, now that nothing refuses it.
 
@@ -139,7 +138,7 @@ def _record_begin(
         path = folder / ALLOWED_FILE
         write_record(path, {**read_json(path), str(extra["cursor"]["step"]): dict(terms)})
     publish(folder)
-    write_record(folder / PLAN_FILE, plan.to_json())
+    write_record(folder / PLAN_FILE, plan)
 
 
 def _settled(parts: Parts, extra: Mapping[str, Any], clock: Clock) -> Prepared:
@@ -333,18 +332,6 @@ def _run(
     )
 
 
-def _start(
-    config: RunConfig, folder: Path, plan: PlanSummary, loaded: Loaded | None
-) -> StartSummary:
-    return StartSummary(
-        plan=plan,
-        folder=folder,
-        name=config.name,
-        threads=torch.get_num_threads() if plan.device == "cpu" else None,
-        resumed_step=None if loaded is None else loaded.step,
-    )
-
-
 def _is_thrashing(world: World) -> Callable[[], bool]:
     """Ask the allocators of all ranks, where there are any that count; else nothing is sent."""
     if world.device.type != "cuda":
@@ -379,17 +366,18 @@ def _finish(
     prepared: Prepared,
     model: Parallel,
     trained: Trained,
+    plan: Record,
     folder: Path,
     reporter: Reporter,
     started: float,
 ) -> None:
     world = prepared.parts.world
     world.note("end")
-    ranks = world.collect(told(world.times.spending(), trained.effort))
+    spendings = world.collect(world.times.spending())
     model.gather()  # the sample is written on one rank, without a collective
     if world.is_main:
         seconds = time.perf_counter() - started
-        summary = summarize_end(prepared, trained, folder, seconds, ranks)
-        write_record(folder / RESULT_FILE, summary.to_json())
-        reporter.finish(summary)
+        end = summarize_end(prepared, trained, plan, folder, seconds, spendings)
+        write_record(folder / RESULT_FILE, end.result)
+        reporter.finish(end)
     model.release()

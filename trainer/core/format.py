@@ -1,4 +1,4 @@
-"""How a number, a duration or a piece of text reads on a screen. Pure functions."""
+"""Write numbers, durations and pieces of text as a person reads them. Pure functions."""
 
 from __future__ import annotations
 
@@ -68,11 +68,6 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f}%"
 
 
-def slower(behind: float) -> str:
-    """Write how far one is behind another: `30.0% slower than`, `101x as long as`."""
-    return f"{percent(behind)} slower than" if behind < 1 else f"{short(1 + behind)}x as long as"
-
-
 def duration(seconds: float | None) -> str:
     """Write a duration in words: `420 ms`, `8.4 s`, `2 min 8 s`, `3 h 20 min`, `4 d 7 h`."""
     if seconds is None or not math.isfinite(seconds):
@@ -91,7 +86,7 @@ def duration(seconds: float | None) -> str:
     return f"{whole // DAY_S} d {whole % DAY_S // HOUR_S} h"
 
 
-def alike(seconds: Sequence[float]) -> list[str]:
+def durations(seconds: Sequence[float]) -> list[str]:
     """Write durations in one unit, that of the longest: `1,240 ms`, `0.21 ms`."""
     longest = max(seconds, default=0.0)
     unit, factor = ("ms", 1e3) if longest < 1 else ("s", 1.0)

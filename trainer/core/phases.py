@@ -1,4 +1,4 @@
-"""Seconds a rank spends in each phase of its steps, added up where one phase gives way to the next.
+"""Add up the seconds that a rank spends in each phase of its steps.
 
 Nothing is sent and nothing waited for: an entry costs a microsecond. On an accelerator kernels run
 behind the host, so phases are marked on its stream and read when they have passed.
@@ -8,25 +8,26 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Protocol, Self, final
+from typing import Any, Protocol, final
 
 import torch
 
 from trainer.core.rank_progress import Phase
 
-WARM = 2
-"""The first step that counts where there are so many."""
+WARM_STEP = 2
+"""The first step that counts where there are so many: the one before fills caches and compiles."""
+
+Mark = Any
+"""A moment, as its clock has it."""
 
 
 class Clock(Protocol):
-    """Marks moments, and tells how far apart two of them are."""
+    """Marks moments, and measures how far apart two of them are."""
 
-    def mark(self) -> Any:  # noqa: ANN401 - what a moment is, only its clock knows
+    def mark(self) -> Mark:
         """Mark the present moment of the work that was launched so far."""
 
-    def between(self, before: Any, after: Any) -> float | None:  # noqa: ANN401
+    def between(self, before: Mark, after: Mark) -> float | None:
         """Give the seconds between two marks; None while the later one lies ahead."""
 
 
@@ -60,101 +61,43 @@ class StreamClock:
 
 
 @final
-@dataclass(slots=True)
-class Spent:
-    """What one phase took.
-
-    Attributes:
-        seconds: in all.
-        times: how often it was entered.
-        least: seconds of the shortest.
-    """
-
-    seconds: float = 0.0
-    times: int = 0
-    least: float = float("inf")
-
-    def add(self, seconds: float) -> None:
-        """Count it once more."""
-        self.seconds += seconds
-        self.times += 1
-        self.least = min(self.least, seconds)
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class Spending:
-    """What the phases of some steps took on one rank.
-
-    Attributes:
-        steps: counted.
-        phases: by name; those never entered are missing.
-        in_flight: seconds in which at least one collective travelled.
-        waited: seconds in which nothing else was done meanwhile.
-    """
-
-    steps: int
-    phases: Mapping[Phase, Spent]
-    in_flight: float = 0.0
-    waited: float = 0.0
-
-    def seconds(self, *phases: Phase) -> float:
-        """Give the seconds of some phases together."""
-        return sum(self.phases[phase].seconds for phase in phases if phase in self.phases)
-
-    def to_json(self) -> dict[str, Any]:
-        """Give what `from_json` takes."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, told: Mapping[str, Any]) -> Self:
-        """Take what `to_json` gave."""
-        phases = {phase: Spent(**spent) for phase, spent in told["phases"].items()}
-        return cls(**{**told, "phases": phases})
-
-
-@final
 class PhaseTimes:
-    """Adds up what each phase of a rank's steps takes.
-
-    A step begins with the phase `data`. The first one warms caches, allocators and compilers up,
-    and counts only in a run that has no second.
+    """Adds up what each phase of a rank's steps takes. A step begins with the phase `data`.
 
     Args:
         clock: of the device that computes.
+
+    Attributes:
+        phase: the present one.
     """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self.phase: Phase = "start"
         self._since = clock.mark()
-        self._ahead: deque[tuple[Phase, Any, Any]] = deque()
-        self._flights: deque[tuple[int, Any, Any, Any]] = deque()
-        self._landed: Any = None
+        self._ahead: deque[tuple[Phase, Mark, Mark]] = deque()
+        self._flights: deque[tuple[int, Mark, Mark, Mark]] = deque()
+        self._landed: Mark = None
         self._flown_step = 0
-        self._spent: dict[Phase, Spent] = {}
+        self._phases: dict[Phase, dict[str, float]] = {}
         self._in_flight = self._waited = 0.0
         self._begun = self._steps = 0
 
     def enter(self, phase: Phase) -> Phase:
-        """End the present phase, and begin another.
-
-        Returns:
-            The one that ended.
-        """
+        """End the present phase, begin another, and return the one that ended."""
         now, ended = self._clock.mark(), self.phase
         self._ahead.append((ended, self._since, now))
         self.phase, self._since = phase, now
         if phase == "data":
             self._begun += 1
-            self._settle()
+            self._add_up()
         return ended
 
-    def mark(self) -> Any:  # noqa: ANN401 - as its clock has it
+    def mark(self) -> Mark:
         """Mark the present moment."""
         return self._clock.mark()
 
-    def flew(self, launched: Any, asked: Any) -> None:  # noqa: ANN401 - marks
+    def flew(self, launched: Mark, asked: Mark) -> None:
         """Count a collective that has landed, in order of launch.
 
         One that had landed before anyone asked for it counts as on its way until then.
@@ -165,19 +108,25 @@ class PhaseTimes:
         """
         self._flights.append((self._begun, launched, asked, self._clock.mark()))
 
-    def spending(self) -> Spending:
-        """Tell what the steps so far took, the present phase left out."""
-        self._settle()
-        return Spending(
-            steps=max(1, self._steps - 1),
-            phases=dict(self._spent),
-            in_flight=self._in_flight,
-            waited=self._waited,
-        )
+    def spending(self) -> dict[str, Any]:
+        """Give what the steps so far took, the present phase left out, as JSON has it.
 
-    def _settle(self) -> None:
-        """Add up what has passed."""
-        self._settle_flights()
+        Returns:
+            `steps` counted; `phases`, by name `seconds` in all, `times` entered and `least`, the
+            seconds of the shortest; `in_flight`, seconds in which at least one collective
+            travelled, and `waited`, those in which nothing else was done meanwhile.
+        """
+        self._add_up()
+        return {
+            "steps": max(1, self._steps - 1),
+            "phases": {name: dict(spent) for name, spent in self._phases.items()},
+            "in_flight": self._in_flight,
+            "waited": self._waited,
+        }
+
+    def _add_up(self) -> None:
+        """Add what has passed."""
+        self._add_up_flights()
         while self._ahead:
             phase, before, after = self._ahead[0]
             seconds = self._clock.between(before, after)
@@ -186,14 +135,16 @@ class PhaseTimes:
             self._ahead.popleft()
             if phase == "data":
                 self._steps += 1
-                if self._steps <= WARM:
-                    self._spent = {}
-            if phase not in self._spent:
-                self._spent[phase] = Spent()
-            self._spent[phase].add(seconds)
+                if self._steps <= WARM_STEP:
+                    self._phases = {}
+            new = {"seconds": 0.0, "times": 0, "least": seconds}
+            spent = self._phases.setdefault(phase, new)
+            spent["seconds"] += seconds
+            spent["times"] += 1
+            spent["least"] = min(spent["least"], seconds)
 
-    def _settle_flights(self) -> None:
-        """Add up what has landed; time in which several travelled counts once."""
+    def _add_up_flights(self) -> None:
+        """Add what has landed; time in which several travelled counts once."""
         between = self._clock.between
         while self._flights:
             step, launched, asked, landed = self._flights[0]
@@ -201,7 +152,7 @@ class PhaseTimes:
             if travelled is None or waited is None:
                 return
             self._flights.popleft()
-            if self._flown_step < step <= WARM:
+            if self._flown_step < step <= WARM_STEP:
                 self._in_flight = self._waited = 0.0
             self._flown_step = step
             if self._landed is not None:

@@ -1,4 +1,4 @@
-"""The screen of a run: lines and blocks, a progress bar on a terminal, and train.log.
+"""Show a run on the screen: lines and blocks, a progress bar on a terminal, and train.log.
 
 Everything printed goes to train.log as well, without colour. On a terminal the figures of the
 current step stand in two live lines at the bottom; elsewhere each due step is a line.
@@ -6,16 +6,15 @@ current step stand in two live lines at the bottom; elsewhere each due step is a
 
 from __future__ import annotations
 
+import math
 import os
-import time
 from io import TextIOWrapper
 from pathlib import Path
 from typing import TextIO, final
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
+from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
 from trainer.config.secrets import without_secrets
@@ -28,7 +27,6 @@ from trainer.core.format import (
     rate,
     short,
 )
-from trainer.report.blocks import step_line, step_of
 from trainer.report.journal import Entry
 from trainer.report.metrics import metrics_of
 from trainer.report.records import Noun
@@ -67,6 +65,13 @@ class Screen:
         self._log = None if folder is None else _plain_console(folder / LOG_FILE)
         self._live: Live | None = None
         self._progress: Progress | None = None
+        self._figures = Text()
+        self._noun: Noun = "token"
+
+    @property
+    def progress(self) -> RenderableType:
+        """What is drawn on a terminal: the bar, and the figures of the last step below it."""
+        return Group(*([self._progress] if self._progress else []), self._figures)
 
     def show(self, block: RenderableType) -> None:
         """Print a block, wrapped to the width at hand."""
@@ -93,10 +98,23 @@ class Screen:
             steps: of the whole run.
             noun: what speed counts.
         """
-        self._progress = Progress(step, steps, noun)
+        self._noun = noun
+        self._figures = Text(no_wrap=True, overflow="ellipsis")
+        # Drawn below, with the figures; evaluations take their part in the time that is left.
+        self._progress = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(None, complete_style="cyan"),
+            TextColumn("{task.percentage:.0f}%  {task.fields[left]}"),
+            console=self._console,
+            expand=True,
+            speed_estimate_period=math.inf,
+        )
+        self._progress.add_task(
+            step_of(step, steps), total=steps, completed=step, left="first step"
+        )
         if self._may_show_bar:
             self._live = Live(
-                self._progress,
+                self.progress,
                 console=self._console,
                 transient=True,
                 refresh_per_second=REFRESHES_PER_SECOND,
@@ -114,10 +132,16 @@ class Screen:
         """
         if self._progress is None:
             return
-        self._progress.advance(entry)
+        (task,) = self._progress.tasks
+        step, steps = entry["step"], int(task.total or 0)
+        self._progress.update(task.id, completed=step, description=step_of(step, steps))
+        # The first step is not typical (it compiles, it warms up), and a guess until the next.
+        left_s = task.time_remaining
+        left_s = entry["seconds"] * (steps - step) if left_s is None else left_s
+        self._progress.update(task.id, left=f"{clock(left_s)} left")
+        self._figures.plain = "  ".join(figures(entry, self._noun))
         if is_due:
-            progress = self._progress
-            line = f"{step_line(entry, progress.steps, progress.left_s(), progress.noun)}\n"
+            line = f"{step_line(entry, steps, left_s, self._noun)}\n"
             _write(None if self._live else self._console, line)
             _write(self._log, line)
 
@@ -187,73 +211,24 @@ def _fall_silent(console: Console, error: BaseException) -> None:
         lead_nowhere(console.file)  # type: ignore[arg-type] # of text, as rich writes
 
 
-@final
-class Progress:
-    """How far a run is: two lines, drawn anew by a thread while a bar is shown.
+def step_of(step: int, steps: int) -> str:
+    """Write a step so that those of a run are equally wide: `step  7/60`."""
+    return f"step {step:>{len(str(steps))}}/{steps}"
 
-    Args:
-        step: the last one done.
-        steps: of the whole run.
-        noun: what speed counts.
-    """
 
-    def __init__(self, step: int, steps: int, noun: Noun = "token") -> None:
-        self.steps = steps
-        self.noun = noun
-        self._entry: Entry | None = None
-        self._step = step
-        self._first: tuple[int, float] | None = None
-        self._latest_s = 0.0
+def step_line(entry: Entry, steps: int, left_s: float | None, noun: Noun = "token") -> str:
+    """Write one step's figures on one line, aligned with those of other steps."""
+    step = step_of(entry["step"], steps)
+    return "  ".join((step, *figures(entry, noun), f"{clock(left_s):>5} left"))
 
-    def advance(self, entry: Entry) -> None:
-        """Take in a step."""
-        self._entry, self._step = entry, entry["step"]
-        self._latest_s = time.monotonic()
-        if self._first is None:
-            self._first = (self._step, self._latest_s)
 
-    def left_s(self) -> float | None:
-        """Predict the seconds left, evaluation included; None before the first step.
-
-        The first step is not typical (it compiles, it warms up), so that the mean is over the
-        steps after it, where there are any.
-        """
-        if self._entry is None or self._first is None:
-            return None
-        first_step, first_s = self._first
-        done = self._step - first_step
-        seconds = (self._latest_s - first_s) / done if done else self._entry["seconds"]
-        return float(seconds * (self.steps - self._step))
-
-    def __rich__(self) -> RenderableType:
-        """Draw the bar and, below it, the figures."""
-        done = self._step / self.steps if self.steps else 1.0
-        bar = Table.grid(padding=(0, 2), expand=True)
-        bar.add_column(no_wrap=True)
-        bar.add_column(ratio=1)
-        bar.add_column(no_wrap=True, justify="right")
-        left = f"{clock(self.left_s())} left" if self._entry else "first step"
-        bar.add_row(
-            Text(step_of(self._step, self.steps), "bold"),
-            ProgressBar(total=max(1, self.steps), completed=self._step, complete_style="cyan"),
-            f"{100 * done:.0f}%  {left}",
-        )
-        return Group(bar, self._figures())
-
-    def _figures(self) -> Text:
-        entry = self._entry
-        if entry is None:
-            return Text("")
-        figures = (
-            ("loss", loss(entry["loss"])),
-            *((name, loss(value)) for name, value in metrics_of(entry).items()),
-            ("", f"{short(entry['tokens_per_second'])} {self.noun}s/s"),
-            ("padding", percent(entry["padding"])),
-            ("grad norm", rate(entry["grad_norm"])),
-            ("lr", f"{entry['lr']:.2e}"),
-        )
-        text = Text(no_wrap=True, overflow="ellipsis")
-        for name, figure in figures:
-            text.append(f"{name} " if name else "", "dim")
-            text.append(f"{figure}   ")
-        return text
+def figures(entry: Entry, noun: Noun) -> tuple[str, ...]:
+    """Write the figures of a step, each as wide as those of other steps."""
+    return (
+        f"loss {loss(entry['loss']):>8}",
+        *(f"{name} {loss(value)}" for name, value in metrics_of(entry).items()),
+        f"{short(entry['tokens_per_second']):>5} {noun}s/s",
+        f"padding {percent(entry['padding']):>5}",
+        f"grad norm {rate(entry['grad_norm']):>5}",
+        f"lr {entry['lr']:.2e}",
+    )

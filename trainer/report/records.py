@@ -1,23 +1,25 @@
-"""What the rooms above tell the report: plain frozen records, numbers and words only."""
+"""Record what happened: plain values, numbers and words only.
+
+plan.json and result.json are mappings that are written as they are, and printed from.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any, Literal, final
 
 from torch import Tensor
 
-from trainer.plan.traffic import Network, Traffic
-from trainer.report.breakdown import Breakdown
+Record = Mapping[str, Any]
+"""What plan.json or result.json holds."""
 
 Value = Tensor | float
 Noun = Literal["token", "sample"]
 Verdict = Literal["exact", "exact_without_dropout", "not_exact", "not_proven"]
 
 EVAL_SECONDS = "eval_seconds"
-"""What tells an evaluation in metrics.jsonl from a step: its wall time."""
+"""Wall time; evaluations in metrics.jsonl have it, and steps have not."""
 
 
 @final
@@ -41,7 +43,8 @@ class StepRecord:
         memory_bytes: peak so far; None where it is not counted.
         skipped: why nothing was updated, or None.
         replays: how often memory ran out and the step was computed again.
-        metrics: more numbers of the step by name, such as `noise_scale`.
+        metrics: more numbers of the step by name, which appear in metrics.jsonl, on the screen and
+            in W&B as they are.
     """
 
     step: int
@@ -87,275 +90,32 @@ class EvalRecord:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MicroBatchShape:
-    """One micro-batch of the first step.
-
-    Attributes:
-        rank: where it is computed.
-        num_samples: samples in it.
-        length: positions each sample is padded to; under packing, positions of the row.
-        packed: whether the samples lie end to end in one row.
-    """
-
-    rank: int
-    num_samples: int
-    length: int
-    packed: bool = False
-
-    @property
-    def positions(self) -> int:
-        """Computed positions."""
-        return self.length if self.packed else self.num_samples * self.length
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """One cap the planner weighed: a row of the table that `train plan` prints.
-
-    Attributes:
-        max_tokens: the cap, in padded tokens of a micro-batch.
-        micro_batches: of one step, over all ranks.
-        padding: share of computed positions that hold no token.
-        predicted_bytes: peak of tensor memory on one rank; None when not predicted.
-        predicted_seconds: of one step; None when nothing was timed.
-        fits: whether the peak is within the limit.
-        is_chosen: whether the run uses it.
-        recomputes: whether activation checkpointing is on.
-    """
-
-    max_tokens: int
-    micro_batches: int
-    padding: float
-    predicted_bytes: int | None = None
-    predicted_seconds: float | None = None
-    fits: bool = True
-    is_chosen: bool = False
-    recomputes: bool = False
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanSummary:
-    """The whole arithmetic of a run: what plan.json holds and `train plan` prints.
-
-    Numbers of micro-batches and the padding are those of step 1.
-
-    Attributes:
-        global_batch: samples or tokens behind one optimizer step, over all ranks.
-        unit: what `global_batch` counts.
-        world_size: data-parallel ranks.
-        accum_steps: micro-batches of the busiest rank.
-        micro_batches: per step, over all ranks.
-        max_tokens: largest micro-batch allowed, in padded tokens; None without a cap.
-        padding: share of computed positions that hold no token.
-        predicted_peak_bytes: tensors of one rank; None when not predicted.
-        memory_limit_bytes: what one rank has left for tensors; None when not known.
-        sync: policy.
-        parallel: mechanism.
-        steps: optimizer steps of the run.
-        steps_per_epoch: of the first epoch.
-        normalizer: what the summed loss is divided by.
-        tail: what becomes of the short last global batch of an epoch.
-        tail_size: its samples; 0 when there is none.
-        epochs: passes over the data in all, fractional.
-        model: its name.
-        num_parameters: trained ones.
-        num_frozen: parameters that are not.
-        groups: what each of `optimizer.groups` matched, one line each; empty without them.
-        data: its name.
-        num_samples: to train on.
-        num_held_out: to evaluate on.
-        num_tokens: of the training samples, once each; None when not known.
-        num_cut_tokens: of documents that are too long, left out; not among `num_tokens`.
-        optimizer: its name.
-        lr: peak learning rate.
-        scheduler: its name.
-        warmup_steps: of the learning rate.
-        device: e.g. `cpu`, or `cuda (not here)` in a plan for another machine.
-        precision: e.g. `fp32`.
-        num_workers: loading processes per rank.
-        shapes: micro-batches of step 1 in the order they run.
-        epoch_means: of a sampled epoch, where cuts vary: `micro_batches`, `padding`, ...
-        memory_parts: predicted bytes by part (`parameters`, `gradients`, ...).
-        memory_note: what the prediction is worth, where it is for another machine; None for this.
-        candidates: caps that were weighed.
-        cap_source: how the cap was found, in words.
-        step_seconds: predicted time of one step; None when not known.
-        time_note: how it was predicted, or why it is not known.
-        cadences: every how many optimizer steps something happens, by name, or after what time;
-            None is never.
-        defaults: `key=value` of what nobody set, where it matters most.
-        warnings: what the user should know, one line each.
-        parallel_why: what `parallel=auto` weighed, in a line; None where it was not asked.
-        sync_why: what `sync=auto` weighed, in a line; None where it was not asked.
-        sync_table: what every sync policy would cost; empty on one rank.
-        network: between the ranks; None where it was not measured.
-    """
-
-    global_batch: int
-    unit: Literal["samples", "tokens"]
-    world_size: int
-    accum_steps: int
-    micro_batches: int
-    max_tokens: int | None
-    padding: float
-    predicted_peak_bytes: int | None
-    memory_limit_bytes: int | None
-    sync: str
-    parallel: str
-    steps: int
-    steps_per_epoch: int
-    normalizer: str = "tokens"
-    tail: str = "keep"
-    tail_size: int = 0
-    epochs: float | None = None
-    model: str | None = None
-    num_parameters: int | None = None
-    num_frozen: int = 0
-    groups: tuple[str, ...] = ()
-    data: str | None = None
-    num_samples: int | None = None
-    num_held_out: int | None = None
-    num_tokens: int | None = None
-    num_cut_tokens: int = 0
-    optimizer: str | None = None
-    lr: float | None = None
-    scheduler: str | None = None
-    warmup_steps: int = 0
-    device: str | None = None
-    precision: str | None = None
-    num_workers: int = 0
-    shapes: tuple[MicroBatchShape, ...] = ()
-    epoch_means: Mapping[str, float] = field(default_factory=dict)
-    memory_parts: Mapping[str, int] = field(default_factory=dict)
-    memory_note: str | None = None
-    candidates: tuple[Candidate, ...] = ()
-    cap_source: str | None = None
-    step_seconds: float | None = None
-    time_note: str | None = None
-    cadences: Mapping[str, int | str | None] = field(default_factory=dict)
-    defaults: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
-    parallel_why: str | None = None
-    sync_why: str | None = None
-    sync_table: tuple[Traffic, ...] = ()
-    network: Network | None = None
-
-    @property
-    def noun(self) -> Noun:
-        """What lengths count, for a person: samples where each is one token of length one."""
-        is_one_each = self.num_tokens is not None and self.num_tokens == self.num_samples
-        return "sample" if is_one_each else "token"
-
-    def to_json(self) -> dict[str, Any]:
-        """Give plan.json: the agreed keys first, then everything else that is known."""
-        return asdict(self)
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StartSummary:
-    """What is known when training begins.
-
-    Attributes:
-        plan: the arithmetic.
-        folder: where the output goes.
-        name: the user's word for the run.
-        threads: of one rank on a CPU; None where they do not matter.
-        resumed_step: the checkpoint's step, or None in a fresh run.
-    """
-
-    plan: PlanSummary
-    folder: Path
-    name: str | None = None
-    threads: int | None = None
-    resumed_step: int | None = None
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunSummary:
+class RunEnd:
     """How a run ended.
 
     Attributes:
-        step: the last one done.
+        result: of result.json.
         steps: that were asked for.
-        epochs: that were asked for; None where it was steps.
-        taken: steps taken by this process; None where it took all.
+        taken: by this process.
         noun: what speed counts, for a person.
-        loss: of the last step; nats; None when no step was done.
-        metrics: of the last evaluation by name, `loss` among them; empty when there was none.
-        seconds: wall time of this process, from its start.
-        tokens_per_second: over the steps of this process, evaluation not counted.
-        folder: where the output is.
-        state: `preempted` saved before it was done and can be resumed.
-        baselines: held-out losses of simple models by name, in nats (`byte unigram`, ...).
-        sample: text the model generated, any characters; None where it `is_raw`, too.
-        peak_bytes: measured peak of memory on rank 0.
-        peak_of: what was measured: `tensors`, or `the whole process`.
-        skipped_steps: steps without an update.
-        replays: times a step ran out of memory and was computed again.
-        trust: what has to be typed for classes and options of the user's own.
-        goes_on: the command that goes on with the run.
+        peak_of: whose memory was measured: `tensors`, or `the whole process`.
         unit: of the held-out loss; None where an objective of the user's own does not say.
-        time: where it went; None where no step was taken.
-        advice: what cost more than it should have, one line each.
+        sample: text the model generated, any characters; None where there is none to show.
+        commands: to look further with.
     """
 
-    step: int
+    result: Record
     steps: int
-    loss: float | None
-    metrics: Mapping[str, float]
-    seconds: float
-    tokens_per_second: float | None
-    folder: Path
-    goes_on: str
-    epochs: int | None = None
-    state: Literal["completed", "preempted"] = "completed"
-    taken: int | None = None
+    taken: int
     noun: Noun = "token"
-    baselines: Mapping[str, float] = field(default_factory=dict)
-    sample: str | None = None
-    peak_bytes: int | None = None
     peak_of: str = "tensors"
-    skipped_steps: int = 0
-    replays: int = 0
-    trust: tuple[str, ...] = ()
     unit: str | None = "nats"
-    time: Breakdown | None = None
-    advice: tuple[str, ...] = ()
-
-    @property
-    def eval_loss(self) -> float | None:
-        """The held-out loss of the last evaluation."""
-        return self.metrics.get("loss", self.metrics.get("eval_loss"))
-
-    @property
-    def is_raw(self) -> bool:
-        """Whether every simple model is better: what it generates is noise."""
-        return is_raw(self.eval_loss, self.baselines)
-
-    def to_json(self) -> dict[str, Any]:
-        """Give result.json."""
-        return {
-            "step": self.step,
-            "loss": self.loss,
-            "eval_loss": self.eval_loss,
-            "tokens_per_second": self.tokens_per_second,
-            "seconds": round(self.seconds, 3),
-            "metrics": dict(self.metrics),
-            "baselines": dict(self.baselines),
-            "peak_bytes": self.peak_bytes,
-            "skipped_steps": self.skipped_steps,
-            "replays": self.replays,
-            "time": None if self.time is None else self.time.to_json(),
-            "advice": list(self.advice),
-        }
+    sample: str | None = None
+    commands: tuple[str, ...] = ()
 
 
-def is_raw(eval_loss: float | None, baselines: Mapping[str, float]) -> bool:
-    """Whether a held-out loss is worse than that of every simple model there is."""
+def is_noise(eval_loss: float | None, baselines: Mapping[str, float]) -> bool:
+    """Whether every simple model has a better held-out loss: what this one generates is noise."""
     return eval_loss is not None and any(baselines) and eval_loss > max(baselines.values())
 
 

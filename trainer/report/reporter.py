@@ -1,35 +1,34 @@
-"""The one face the training loop knows: what happened goes in, files and screen come out."""
+"""Report a run: what happened goes in; files, screen, W&B and hooks come out."""
 
 from __future__ import annotations
 
 import os
-from abc import ABC, abstractmethod
+from abc import ABC
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 from trainer.checkpoint.status import Status, write_status
 from trainer.config.secrets import without_secrets
 from trainer.core.errors import SaveError
 from trainer.core.format import duration
-from trainer.report.blocks import start_block, step_of
-from trainer.report.closing import end_block, further
-from trainer.report.console import Screen
+from trainer.report.blocks import noun_of, start_block
+from trainer.report.closing import end_block
+from trainer.report.console import Screen, step_of
 from trainer.report.journal import Entry
 from trainer.report.metrics import MetricsLog
-from trainer.report.records import EvalRecord, RunSummary, StartSummary, StepRecord
+from trainer.report.records import EvalRecord, Record, RunEnd, StepRecord
 from trainer.report.wandb import WandbMirror
 
 Ids = Iterable[int]
 
-
 WATCHED = ("on_step", "on_eval", "on_checkpoint")
-"""What a hook may be told of."""
+"""Methods that a hook may have."""
 
 
-class Hook(ABC):  # noqa: B024 - told by its methods
-    """Whatever has a method of `WATCHED`; it is told what happened, and cannot change it."""
+class Hook(ABC):  # noqa: B024 - known by its methods
+    """Whatever has a method of `WATCHED`; it sees what happened, and cannot change it."""
 
     @classmethod
     def __subclasshook__(cls, kind: type) -> bool:
@@ -37,116 +36,8 @@ class Hook(ABC):  # noqa: B024 - told by its methods
         return any(callable(getattr(kind, event, None)) for event in WATCHED)
 
 
-class Reporter(ABC):
-    """Takes what happens in a run. The loop calls it alike on every rank."""
-
-    @property
-    @abstractmethod
-    def wandb_id(self) -> str | None:
-        """The id of W&B's run; None where this rank mirrors none."""
-
-    @abstractmethod
-    def start(self, summary: StartSummary) -> None:
-        """Show what is about to happen, and begin to show progress."""
-
-    @abstractmethod
-    def passed_over(self, count: int, records: Sequence[str]) -> None:
-        """Take note of records of the data that could not be read and are no samples.
-
-        Args:
-            count: of them.
-            records: the first of them, each with place and reason.
-        """
-
-    @abstractmethod
-    def step(self, record: StepRecord, ids: Ids = (), skipped_ids: Ids = ()) -> None:
-        """Take an optimizer step.
-
-        Args:
-            record: what it did.
-            ids: samples behind it, for the ledger.
-            skipped_ids: those of them that changed nothing.
-        """
-
-    @abstractmethod
-    def evaluation(self, record: EvalRecord) -> None:
-        """Take an evaluation."""
-
-    @abstractmethod
-    def flush(self) -> None:
-        """Bring every step so far to the disk; called before a checkpoint is written.
-
-        Raises:
-            SaveError: metrics cannot be written.
-        """
-
-    @abstractmethod
-    def checkpoint(self, step: int, path: Path) -> None:
-        """Take note of a checkpoint that has been written."""
-
-    @abstractmethod
-    def line(self, text: str) -> None:
-        """Print a line."""
-
-    @abstractmethod
-    def warn(self, text: str) -> None:
-        """Print a warning."""
-
-    @abstractmethod
-    def finish(self, summary: RunSummary) -> None:
-        """Show how the run ended. `close` follows."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Write and release everything, however the run ended. Closing twice does nothing.
-
-        Raises:
-            SaveError: metrics cannot be written.
-        """
-
-
 @final
-class SilentReporter(Reporter):
-    """Says nothing: for every rank but the first."""
-
-    @property
-    def wandb_id(self) -> str | None:
-        """Give none."""
-        return None
-
-    def start(self, summary: StartSummary) -> None:
-        """Do nothing."""
-
-    def passed_over(self, count: int, records: Sequence[str]) -> None:
-        """Do nothing."""
-
-    def step(self, record: StepRecord, ids: Ids = (), skipped_ids: Ids = ()) -> None:
-        """Do nothing."""
-
-    def evaluation(self, record: EvalRecord) -> None:
-        """Do nothing."""
-
-    def flush(self) -> None:
-        """Do nothing."""
-
-    def checkpoint(self, step: int, path: Path) -> None:
-        """Do nothing."""
-
-    def line(self, text: str) -> None:
-        """Do nothing."""
-
-    def warn(self, text: str) -> None:
-        """Do nothing."""
-
-    def finish(self, summary: RunSummary) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-@final
-class RunReporter(Reporter):
+class RunReporter:
     """Reports a run into its folder, onto the screen, to W&B and to the user's hooks.
 
     Hooks are objects with any of the methods `on_step`, `on_eval` and `on_checkpoint`. Each takes
@@ -181,7 +72,8 @@ class RunReporter(Reporter):
         self._failed_hooks: set[str] = set()
         self._steps = 0
         self._noted_step = resumed_step or 0
-        self._summary: dict[str, Any] | None = None
+        self._resumed_step = resumed_step
+        self._summary: Record | None = None
         self._metrics = MetricsLog(
             folder, screen.warn, resumed_step=resumed_step, keep_samples=keep_samples
         )
@@ -190,17 +82,31 @@ class RunReporter(Reporter):
 
     @property
     def wandb_id(self) -> str | None:
-        """See the base class."""
+        """The id of W&B's run; None where none is mirrored."""
         return self._wandb.run_id
 
-    def start(self, summary: StartSummary) -> None:
-        """Show what is about to happen, and begin to show progress."""
-        self._steps = summary.plan.steps
-        self._screen.show(start_block(summary))
-        self._screen.begin(summary.resumed_step or 0, self._steps, summary.plan.noun)
+    def start(self, plan: Record, *, name: str | None = None, threads: int | None = None) -> None:
+        """Show what is about to happen, and begin to show progress.
+
+        Args:
+            plan: of plan.json.
+            name: the user's word for the run.
+            threads: of this rank.
+        """
+        self._steps, resumed_step = plan["steps"], self._resumed_step
+        start = start_block(
+            plan, self._folder, name=name, threads=threads, resumed_step=resumed_step
+        )
+        self._screen.show(start)
+        self._screen.begin(resumed_step or 0, self._steps, noun_of(plan))
 
     def passed_over(self, count: int, records: Sequence[str]) -> None:
-        """Take note of records that are no samples."""
+        """Take note of records of the data that could not be read and are no samples.
+
+        Args:
+            count: of them.
+            records: the first of them, each with place and reason.
+        """
         records = [without_secrets(record, os.environ) for record in records]
         noun = "record is" if count == 1 else "records are"
         first = "" if not records else f"; the first: {records[0]}"
@@ -208,19 +114,24 @@ class RunReporter(Reporter):
         self._metrics.passed_over(count, records)
 
     def step(self, record: StepRecord, ids: Ids = (), skipped_ids: Ids = ()) -> None:
-        """Take an optimizer step; on an accelerator it is shown when the next one comes."""
+        """Take an optimizer step; on an accelerator it is shown when the next one comes.
+
+        Args:
+            record: what it did.
+            ids: samples behind it, for the ledger.
+            skipped_ids: those of them that changed nothing.
+        """
         if record.replays:
             self.line(
                 f"{self._at(record.step)}  out of memory: computed again, in "
                 f"{record.micro_batches} micro-batches; nothing is lost or counted twice"
             )
         self._metrics.consumed(record.step, ids, skipped_ids)
-        for entry in self._metrics.step(record):
-            self._tell_step(entry)
+        self._show(self._metrics.step(record))
 
     def evaluation(self, record: EvalRecord) -> None:
         """Take an evaluation."""
-        self._tell_steps(self._metrics.flush())
+        self._show(self._metrics.flush())
         entry = self._metrics.evaluation(record)
         figures = "  ".join(f"{name} {value:.4f}" for name, value in record.metrics.items())
         took = duration(record.seconds)
@@ -229,12 +140,16 @@ class RunReporter(Reporter):
         self._call("on_eval", entry)
 
     def flush(self) -> None:
-        """Bring every step so far to the disk."""
-        self._tell_steps(self._metrics.sync())
+        """Bring every step so far to the disk; called before a checkpoint is written.
+
+        Raises:
+            SaveError: metrics cannot be written.
+        """
+        self._show(self._metrics.sync())
 
     def checkpoint(self, step: int, path: Path) -> None:
         """Take note of a checkpoint that has been written."""
-        self._tell_steps(self._metrics.flush())
+        self._show(self._metrics.flush())
         shown = path.relative_to(self._folder) if path.is_relative_to(self._folder) else path
         self._screen.line(f"{self._at(step)}  saved {shown}", "dim")
         self._note(step)
@@ -248,20 +163,24 @@ class RunReporter(Reporter):
         """Print a warning."""
         self._screen.warn(text)
 
-    def finish(self, summary: RunSummary) -> None:
-        """Show how the run ended."""
-        self._tell_steps(self._metrics.flush())
+    def finish(self, end: RunEnd) -> None:
+        """Show how the run ended. `close` follows."""
+        self._show(self._metrics.flush())
         self._screen.end_progress()
-        self._summary = summary.to_json()
-        self._screen.show(end_block(summary))
-        for command in further(summary):
-            self._screen.line(command, "cyan")
+        self._summary = end.result
+        self._screen.show(end_block(end))
+        for command in end.commands:  # unwrapped, so that they can be copied
+            self._screen.line(f"  {command}", "cyan")
 
     def close(self) -> None:
-        """Write and release everything."""
+        """Write and release everything, however the run ended. Closing twice does nothing.
+
+        Raises:
+            SaveError: metrics cannot be written.
+        """
         self._screen.end_progress()
         try:
-            self._tell_steps(self._metrics.sync())
+            self._show(self._metrics.sync())
         finally:
             self._wandb.close(self._summary)
             self._screen.close()
@@ -276,17 +195,14 @@ class RunReporter(Reporter):
     def _at(self, step: int) -> str:
         return step_of(step, self._steps) if self._steps else f"step {step}"
 
-    def _tell_steps(self, entries: Sequence[Entry]) -> None:
+    def _show(self, entries: Sequence[Entry]) -> None:
+        """Show steps that have been written."""
         for entry in entries:
-            self._tell_step(entry)
-
-    def _tell_step(self, entry: Entry) -> None:
-        step = entry["step"]
-        if "skipped" in entry:
-            self._screen.warn(f"step {step} updated nothing: {entry['skipped']}")
-        is_due = step % self._log_every == 0 or step in {1, self._steps}
-        self._screen.step(entry, is_due=is_due)
-        if self._hooks:
+            step = entry["step"]
+            if "skipped" in entry:
+                self._screen.warn(f"step {step} updated nothing: {entry['skipped']}")
+            is_due = step % self._log_every == 0 or step in {1, self._steps}
+            self._screen.step(entry, is_due=is_due)
             self._call("on_step", entry)
 
     def _call(self, event: str, values: Entry) -> None:
@@ -304,3 +220,44 @@ class RunReporter(Reporter):
                     self._screen.warn(
                         f"hook {call} failed, this is said once: {type(error).__name__}: {error}"
                     )
+
+
+@final
+class SilentReporter:
+    """Shows and writes nothing: for every rank but the first."""
+
+    wandb_id = None
+
+    def start(self, plan: Record, *, name: str | None = None, threads: int | None = None) -> None:
+        """Do nothing."""
+
+    def passed_over(self, count: int, records: Sequence[str]) -> None:
+        """Do nothing."""
+
+    def step(self, record: StepRecord, ids: Ids = (), skipped_ids: Ids = ()) -> None:
+        """Do nothing."""
+
+    def evaluation(self, record: EvalRecord) -> None:
+        """Do nothing."""
+
+    def flush(self) -> None:
+        """Do nothing."""
+
+    def checkpoint(self, step: int, path: Path) -> None:
+        """Do nothing."""
+
+    def line(self, text: str) -> None:
+        """Do nothing."""
+
+    def warn(self, text: str) -> None:
+        """Do nothing."""
+
+    def finish(self, end: RunEnd) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+Reporter = RunReporter | SilentReporter
+"""The loop calls it in the same way on every rank."""

@@ -13,7 +13,6 @@ from trainer.config.messages import first_of
 from trainer.core.errors import NonFiniteError, Preempted, TrainError
 from trainer.core.signals import settle
 from trainer.plan.order import Order
-from trainer.report.breakdown import Effort
 from trainer.report.records import EvalRecord, StepRecord
 from trainer.report.reporter import Reporter
 from trainer.training.batches import Feed, PlannedBatch
@@ -71,7 +70,7 @@ class Trained:
         skipped_steps: steps without an update.
         replays: times a step ran out of memory and was computed again.
         failures: steps in a row, up to the last one, that were not finite.
-        effort: what this rank computed.
+        taken: optimizer steps taken in this process.
     """
 
     step: int
@@ -85,7 +84,7 @@ class Trained:
     skipped_steps: int = 0
     replays: int = 0
     failures: int = 0
-    effort: Effort = field(default_factory=Effort)
+    taken: int = 0
 
     def add(self, report: StepReport[PlannedBatch], seconds: float) -> None:
         """Count a step."""
@@ -97,7 +96,7 @@ class Trained:
         self.skipped_steps += report.skipped is not None
         self.replays += report.replays
         self.failures = self.failures + 1 if report.skipped == NOT_FINITE else 0
-        self.effort.add(report.batch.micro_batches)
+        self.taken += 1
 
 
 def train(run: Run) -> Trained:

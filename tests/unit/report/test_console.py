@@ -9,7 +9,7 @@ import os
 from rich.panel import Panel
 from rich.text import Text
 
-from trainer.report.console import LOG_FILE, Progress, Screen
+from trainer.report.console import LOG_FILE, Screen
 
 
 def test_a_screen_that_is_gone_does_not_stop_a_run(tmp_path):
@@ -49,13 +49,14 @@ def test_brackets_are_text_not_markup():
     assert file.getvalue() == "[red]x[/red] :smile:\n"
 
 
-def test_time_left_is_the_mean_of_the_steps_after_the_first(monkeypatch):
-    now = iter([100.0, 102.0, 104.0])
-    monkeypatch.setattr("trainer.report.console.time.monotonic", lambda: next(now))
-    progress = Progress(0, 10)
-    assert progress.left_s() is None
-    progress.advance({"step": 1, "seconds": 30.0})
-    assert progress.left_s() == 270.0
-    progress.advance({"step": 2, "seconds": 1.0})
-    progress.advance({"step": 3, "seconds": 1.0})
-    assert progress.left_s() == 14.0
+def test_time_left_is_the_mean_of_the_steps_after_the_first():
+    now, file = [100.0], io.StringIO()
+    screen = Screen(file=file)
+    screen._console.get_time = lambda: now[0]
+    screen.begin(0, 10)
+    figures = {"tokens_per_second": 1.0, "padding": 0.0, "grad_norm": 1.0, "lr": 1.0, "loss": 1.0}
+    for step, seconds in ((1, 30.0), (2, 1.0), (3, 1.0)):
+        screen.step({"step": step, "seconds": seconds, **figures}, is_due=True)
+        now[0] += 2.0
+    left = [line.split("  ")[-1].strip() for line in file.getvalue().splitlines()]
+    assert left == ["4:30 left", "0:16 left", "0:14 left"]

@@ -1,0 +1,121 @@
+"""Where the time of a run went, as result.json and the screen have it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.lib.ranks_support import Ranks
+from tests.lib.run_support import go, read_json
+from trainer.core.world import World
+from trainer.report.time_table import PARTS
+from trainer.tune.network import network_of
+
+ROOT = Path(__file__).parents[2]
+
+
+def measure(world: World) -> list[Any]:
+    first = network_of(world)
+    assert first is not None
+    saved = {"ranks": world.size, "latency_s": 1.0} | dict.fromkeys(
+        ("all_reduce", "all_gather", "reduce_scatter"), 2.0
+    )
+    others = [network_of(world, saved), network_of(world, saved | {"ranks": 7})]
+    return [first, *others, network_of(world, saved, shard=2) if world.size > 2 else None]
+
+
+def test_every_rank_knows_the_same_network_and_a_resumed_run_the_one_it_began_with():
+    group = Ranks()
+    try:
+        mine, theirs = group.run(2, measure)
+        four = group.run(4, measure)
+    finally:
+        group.close()
+    assert mine == theirs
+    assert all(each == four[0] for each in four)
+    assert four[0][-1].shard == 2, "within copies and between them, each on its own"
+    assert min(four[0][-1].across_latency_s, four[0][-1].all_reduce) > 0
+    assert four[0][0].across_latency_s is None
+    measured, saved, again, _ = mine
+    rates = (measured.all_reduce, measured.all_gather, measured.reduce_scatter)
+    assert min(*rates, measured.latency_s) > 0
+    assert saved.latency_s == 1.0
+    assert again.ranks == 2
+    assert network_of(World()) is None
+
+
+def ended(line: str) -> dict[str, Any]:
+    """What result.json says of a run of slow toys on one rank."""
+    toys = "tests.lib.slow_toys"
+    named = f"model._target_={toys}.SlowNet data._target_={toys}.SlowRows objective=classify"
+    run = go(f"{named} eval.every=null log.samples=false {line}")
+    return read_json(run.folder / "result.json")
+
+
+def test_a_run_says_where_its_time_went_and_a_healthy_one_nothing_else():
+    result = ended("+model.sample=0.01")
+    assert result["advice"] == []
+    time = result["time"]
+    assert set(time["seconds"]) == set(PARTS)
+    assert sum(time["share"].values()) == pytest.approx(1, abs=1e-3)
+    assert time["steps"] == 5
+    assert time["share"]["compute"] > 0.8
+    assert time["seconds"]["waiting"] == time["seconds"]["sync"] == 0
+
+
+@pytest.mark.nightly
+def test_a_run_whose_data_are_slow_is_told_so(capfd):
+    result = ended("+data.pause=0.03")
+    (line,) = result["advice"]
+    assert line.startswith("data: ")
+    assert result["time"]["share"]["data"] > 0.5
+    assert "-> data: " in capfd.readouterr().out
+
+
+def on_two_ranks(folder: Path, *typed: str) -> dict[str, Any]:
+    """What result.json says of a run of slow toys on two ranks, as a user starts it."""
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "lib")])
+    environ = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    words = (
+        "model._target_=slow_toys.SlowNet data._target_=slow_toys.SlowRows objective=classify "
+        "batch.global=16 accum=fixed accum.micro=8 steps=6 parallel.ranks=2 wandb.mode=disabled "
+        "eval.every=null"
+    )
+    subprocess.run(
+        [sys.executable, "-m", "trainer", *words.split(), f"hydra.run.dir={folder}", *typed],
+        cwd=folder.parent,
+        env=environ,
+        check=True,
+        capture_output=True,
+    )
+    return read_json(folder / "result.json")
+
+
+def test_a_run_with_a_slow_rank_is_told_which(tmp_path):
+    result = on_two_ranks(tmp_path / "run", "+model.pause=0.15", "+model.behind=1.5")
+    (line,) = result["advice"]
+    assert line.startswith("waiting: ")
+    assert "mostly for rank 1, which computes" in line
+    first, second = result["time"]["waiting_by_rank"]
+    assert first > 0.1 > second
+
+
+@pytest.mark.nightly
+def test_a_run_whose_reductions_are_slow_is_told_so(tmp_path):
+    result = on_two_ranks(tmp_path / "run", "+model.pause=0.1", "+model.carry=0.2")
+    (line,) = result["advice"]
+    assert line.startswith("sync: ")
+    assert ", predicted " in line
+    plan = read_json(tmp_path / "run" / "plan.json")
+    assert plan["network"]["ranks"] == 2
+    assert [row["policy"] for row in plan["sync_table"]] == ["deferred", "immediate"]
+    assert plan["sync_why"].startswith("sync=auto takes deferred: one reduction a step")
+    assert plan["parallel_why"].startswith("parallel=auto takes ddp: a whole copy on every rank")
+    assert 0 <= result["time"]["hidden_share"] <= 1
+    assert result["time"]["in_flight_seconds"] > 0
+    assert result["time"]["overlap"].startswith("sync=deferred reduces when all micro-batches")

@@ -1,0 +1,154 @@
+"""Where the time of a step went, and the setting named for a part that is too long."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.core.phases import HostClock, PhaseTimes
+from trainer.report.time_table import PARTS, advice, split, time_table
+
+STEP = ("data", "weigh", "gather", "compute", "agree", "reduce", "update", "report")
+ROWS = [
+    {"policy": "deferred", "within": 1.5e8, "across": 0.0, "fits": True, "seconds": 0.15},
+    {"policy": "immediate", "within": 1.8e9, "across": 0.0, "fits": True, "seconds": 1.2},
+]
+PLAN: dict[str, Any] = {"num_workers": 0, "sync": "deferred", "sync_table": ROWS}
+WEIGHED = {"compute": 1.0, "reduce": 0.05, "update": 0.05, "data": 0.01}
+
+
+def spending(steps: int = 100, **seconds: float) -> dict[str, Any]:
+    """What a rank spent in a mean step, phase by phase."""
+    phases = {
+        name: {"seconds": steps * each, "times": steps, "least": min(each, 0.001)}
+        for name, each in (dict.fromkeys(STEP, 0.0) | WEIGHED | seconds).items()
+    }
+    return {"steps": steps, "phases": phases, "in_flight": 0.0, "waited": 0.0}
+
+
+def advised(
+    *ranks: dict[str, float], steps: int = 100, cut: str = "auto", **plan: Any
+) -> list[str]:
+    spendings = [spending(steps, **seconds) for seconds in ranks]
+    return advice(split(spendings), time_table(spendings, None), PLAN | plan, cut)
+
+
+def test_a_healthy_run_and_what_costs_less_than_half_a_second_in_all_are_not_worth_a_line():
+    assert advised({}, {}) == []
+    assert advised({"data": 0.5}, {"data": 0.5})
+    assert advised({"data": 0.4, "compute": 0.3}, steps=1) == []
+
+
+def test_data_that_are_late_ask_for_workers_and_name_the_rank():
+    (line,) = advised({"data": 0.5})
+    assert line.startswith("data: 31.2% of a step (500 ms) is waiting for samples: num_workers=2 ")
+    (line,) = advised({"weigh": 0.6}, {"data": 0.6}, {"weigh": 0.6}, num_workers=3)
+    assert "600 ms of them on rank 1: num_workers=6" in line
+
+
+def test_ranks_that_wait_name_the_slowest_and_what_evens_the_work_out():
+    ranks = {"agree": 0.3}, {"agree": 0.3}, {"compute": 1.3}, {"agree": 0.3}
+    (line,) = advised(*ranks)
+    assert "mostly for rank 2, which computes 1.3 s where others take 1.0 s" in line
+    assert "raise batch.global" in line
+    (line,) = advised(*ranks, cut="fixed")
+    assert "accum=auto deals samples out by what they cost" in line
+    (line,) = advised(*ranks, sync="immediate")
+    assert "sync=deferred lets ranks take different numbers" in line
+
+
+def test_traffic_states_its_bytes_and_the_policy_that_sends_less():
+    (line,) = advised({"reduce": 1.9}, {"reduce": 1.9}, sync="immediate")
+    assert "is traffic, 1.68 GiB sent, predicted 1.2 s" in line
+    assert "sync=deferred sends 143 MiB, in one reduction a step" in line
+    (line,) = advised({"reduce": 1.9}, {"reduce": 1.9})
+    assert "a larger batch.global sends gradients less often" in line
+    assert advised({"reduce": 1.9}, {"reduce": 1.9}, sync="own"), "one of the user's own has no row"
+
+
+class Late:
+    """A clock whose marks lie ahead until they are let pass, as events of a stream do."""
+
+    def __init__(self, passed: float = float("inf")) -> None:
+        self.now, self.passed = 0.0, passed
+
+    def mark(self) -> float:
+        self.now += 1.0
+        return self.now
+
+    def between(self, before: float, after: float) -> float | None:
+        return after - before if after <= self.passed else None
+
+
+def test_what_a_rank_waits_for_is_not_hidden_and_what_travels_meanwhile_is():
+    times = PhaseTimes(Late())
+    for _ in range(3):
+        for phase in ("data", "compute", "reduce"):
+            times.enter(phase)
+        first, second = times.mark(), times.mark()  # two at once
+        times.flew(first, times.mark())
+        times.flew(second, times.mark())
+    times.enter("data")
+    found = times.spending()
+    assert found["steps"] == 2, "the first warms up"
+    # One lands after 3 s, the other 2 s later; either is waited for in its last second.
+    assert (found["in_flight"], found["waited"]) == (2 * 5, 2 * 2)
+    assert time_table([found, found], "why")["hidden_share"] == 0.6
+    assert time_table([found], None)["hidden_share"] is None, "alone, there is nothing to hide"
+
+
+def test_a_phase_counts_when_its_end_has_passed_on_the_device_and_not_before():
+    clock = Late(passed=0.0)
+    times = PhaseTimes(clock)
+    for phase in STEP * 3:
+        times.enter(phase)
+    assert times.spending()["phases"] == {}
+    clock.passed = clock.now
+    found = times.spending()
+    assert found["steps"] == 2
+    assert {name: spent["seconds"] for name, spent in found["phases"].items()} == {
+        **dict.fromkeys(STEP, 2.0),
+        "report": 1.0,
+    }
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 5])
+def test_the_first_step_warms_up_and_counts_only_where_there_is_no_other(num_steps):
+    times = PhaseTimes(Late())
+    for phase in (*STEP * num_steps, "end"):
+        times.enter(phase)
+    found, counted = times.spending(), max(1, num_steps - 1)
+    assert found["steps"] == counted
+    assert found["phases"]["compute"] == {"seconds": counted, "times": counted, "least": 1.0}
+    real = PhaseTimes(HostClock())
+    real.enter("data")
+    real.enter("end")
+    assert 0 <= real.spending()["phases"]["data"]["seconds"] < 1
+
+
+SECONDS = st.floats(0, 10)
+
+
+@given(st.lists(st.tuples(*[SECONDS] * len(STEP)), min_size=1, max_size=5), st.integers(1, 9))
+def test_the_parts_of_every_rank_add_up_to_its_step(ranks, steps):
+    spendings = [
+        {
+            "steps": steps,
+            "phases": {
+                name: {"seconds": each, "times": steps, "least": each / steps}
+                for name, each in zip(STEP, seconds, strict=True)
+            },
+            "in_flight": 0.0,
+            "waited": 0.0,
+        }
+        for seconds in ranks
+    ]
+    for parts, seconds in zip(split(spendings), ranks, strict=True):
+        assert sum(parts[name] for name in PARTS) == pytest.approx(sum(seconds) / steps)
+        assert min(parts["waiting"], parts["late"], parts["sync"]) >= -1e-9
+    table = time_table(spendings, None)
+    whole = sum(map(sum, ranks)) / steps / len(ranks)
+    assert table["step_seconds"] == pytest.approx(whole, abs=1e-5)

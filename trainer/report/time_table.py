@@ -1,0 +1,180 @@
+"""Split the time of a run's steps into a table, and name the setting that shortens a long part.
+
+Ranks meet twice a step in a small collective: before gradients are computed (`weigh`), and after
+(`agree`). Whoever comes last pays nothing but the collective; whatever the others spend there
+beyond the shortest time ever seen is waiting.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from trainer.core.format import duration, percent, size
+from trainer.core.rank_progress import Phase
+
+MEETINGS: tuple[Phase, Phase] = ("weigh", "agree")
+TRANSFERS: tuple[Phase, Phase] = ("gather", "reduce")
+PARTS = ("data", "compute", "sync", "optimizer", "waiting", "rest")
+
+TOO_MUCH = 0.1
+"""Share of a step beyond which a part is worth a line."""
+
+LEAST_S = 0.5
+"""Of a whole run; nobody changes a setting for less."""
+
+NEVER = {"seconds": 0.0, "times": 0, "least": 0.0}
+"""What a phase took that was never entered."""
+
+Split = dict[str, float]
+"""Seconds of one rank's mean step: by `PARTS`, and `late` (waiting for the data of others),
+`in_flight` (a collective of parameters or gradients travelled), `unhidden` (and nothing else was
+done meanwhile)."""
+
+
+def split(spendings: Sequence[Mapping[str, Any]]) -> list[Split]:
+    """Split the mean step of every rank.
+
+    Args:
+        spendings: of `PhaseTimes`, rank by rank; all counted the same steps.
+    """
+
+    def seconds(spending: Mapping[str, Any], *phases: Phase) -> float:
+        return math.fsum(spending["phases"].get(phase, NEVER)["seconds"] for phase in phases)
+
+    def met(spending: Mapping[str, Any], phase: Phase) -> float:
+        return shortest[phase] * float(spending["phases"].get(phase, NEVER)["times"])
+
+    shortest = {
+        phase: min(float(s["phases"].get(phase, NEVER)["least"]) for s in spendings)
+        for phase in MEETINGS
+    }
+    travelled = min(seconds(spending, *TRANSFERS) for spending in spendings)
+    splits = []
+    for spending in spendings:
+        met_before, met_after = (met(spending, phase) for phase in MEETINGS)
+        late = seconds(spending, "weigh") - met_before
+        behind = seconds(spending, *TRANSFERS) - travelled
+        parts = {
+            "data": seconds(spending, "data"),
+            "compute": seconds(spending, "compute"),
+            "sync": travelled + met_before + met_after,
+            "optimizer": seconds(spending, "update"),
+            "waiting": late + seconds(spending, "agree") - met_after + behind,
+            "rest": seconds(spending, "report"),
+            "late": late,
+            "in_flight": spending["in_flight"],
+            "unhidden": spending["waited"],
+        }
+        if len(spendings) == 1:  # nobody to meet, nowhere to send to
+            parts["rest"] += seconds(spending, *MEETINGS, *TRANSFERS)
+            parts |= dict.fromkeys(("sync", "waiting", "late", "in_flight", "unhidden"), 0.0)
+        splits.append({name: total / spending["steps"] for name, total in parts.items()})
+    return splits
+
+
+def time_table(spendings: Sequence[Mapping[str, Any]], overlap: str | None) -> dict[str, Any]:
+    """Say where the time of a run's steps went: `time` of result.json.
+
+    Args:
+        spendings: as for `split`.
+        overlap: why as much as was measured of the communication is hidden; None on one rank.
+
+    Returns:
+        `seconds` and `share` of the mean step by part, over all ranks, and what else was measured.
+        Evaluation and saving stand beside the steps, and are the first rank's.
+    """
+    splits = split(spendings)
+    parts = {name: fmean(each[name] for each in splits) for name in PARTS}
+    whole, in_flight = sum(parts.values()), fmean(each["in_flight"] for each in splits)
+    hidden = 1 - fmean(each["unhidden"] for each in splits) / in_flight if in_flight else None
+    phases = spendings[0]["phases"]
+    beside = {
+        f"{name}_seconds": round(phases[name]["seconds"], 3) if name in phases else 0.0
+        for name in ("evaluation", "saving")
+    }
+    return {
+        "steps": spendings[0]["steps"],
+        "step_seconds": round(whole, 6),
+        "seconds": {name: round(seconds, 6) for name, seconds in parts.items()},
+        "share": {n: round(seconds / (whole or 1.0), 4) for n, seconds in parts.items()},
+        "in_flight_seconds": round(in_flight, 6),
+        "hidden_share": None if hidden is None else round(max(0.0, hidden), 4),
+        "overlap": overlap,
+        "waiting_by_rank": [round(each["waiting"], 6) for each in splits],
+        **beside,
+    }
+
+
+def advice(
+    splits: Sequence[Split], time: Mapping[str, Any], plan: Mapping[str, Any], cut: str
+) -> list[str]:
+    """Name what took more than a tenth of a step, with its figure and a setting, the largest first.
+
+    Args:
+        splits: rank by rank.
+        time: of result.json.
+        plan: of plan.json.
+        cut: the option of `accum`.
+    """
+    found: list[tuple[float, str]] = []
+    for rule in (_data(splits, plan), _waiting(splits, plan, cut), _sync(time, plan)):
+        for seconds, what, remedy in rule:
+            share = seconds / (time["step_seconds"] or 1.0)
+            if share > TOO_MUCH and seconds * time["steps"] > LEAST_S:
+                head, tail = what.split(":", 1)
+                line = f"{head}: {percent(share)} of a step ({duration(seconds)}){tail}: {remedy}"
+                found.append((seconds, line))
+    return [line for _, line in sorted(found, reverse=True)]
+
+
+Rule = Iterator[tuple[float, str, str]]
+"""Seconds of a step; the part and, behind a colon, what it is; the setting."""
+
+
+def _data(splits: Sequence[Split], plan: Mapping[str, Any]) -> Rule:
+    workers = plan["num_workers"]
+    whose = ""
+    if len(splits) > 1:
+        slowest = max(range(len(splits)), key=lambda rank: splits[rank]["data"])
+        whose = f", {duration(splits[slowest]['data'])} of them on rank {slowest}"
+    yield (
+        fmean(each["data"] + each["late"] for each in splits),
+        f"data: is waiting for samples{whose}",
+        f"num_workers={2 * workers or 2} loads them beside the training (now {workers})",
+    )
+
+
+def _waiting(splits: Sequence[Split], plan: Mapping[str, Any], cut: str) -> Rule:
+    if len(splits) == 1:
+        return
+    waits = [each["waiting"] - each["late"] for each in splits]
+    slowest = min(range(len(waits)), key=waits.__getitem__)
+    others = fmean(each["compute"] for rank, each in enumerate(splits) if rank != slowest)
+    yield (
+        fmean(waits),
+        f"waiting: ranks wait, mostly for rank {slowest}, which computes "
+        f"{duration(splits[slowest]['compute'])} where others take {duration(others)}",
+        "sync=deferred lets ranks take different numbers of micro-batches"
+        if plan["sync"] != "deferred"
+        else "accum=auto deals samples out by what they cost"
+        if cut != "auto"
+        else "look what else runs on its machine, or raise batch.global to even the work out",
+    )
+
+
+def _sync(time: Mapping[str, Any], plan: Mapping[str, Any]) -> Rule:
+    rows = {row["policy"]: row for row in plan["sync_table"]}
+    row, deferred = rows.get(plan["sync"]), rows.get("deferred")
+    what, remedy = "sync: is traffic", "a larger batch.global sends gradients less often"
+    if row is not None:
+        what += f", {size(round(row['within'] + row['across']))} sent"
+        what += f", predicted {duration(row['seconds'])}" if row["seconds"] else ""
+    if time["hidden_share"] is not None:
+        what += f", {percent(time['hidden_share'])} of its time hidden"
+    if deferred is not None and row is not deferred and deferred["fits"]:
+        sent = size(round(deferred["within"] + deferred["across"]))
+        remedy = f"sync=deferred sends {sent}, in one reduction a step"
+    yield time["seconds"]["sync"], what, remedy
