@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from trainer.accumulate.model_state import Registered
+from trainer.accumulate.model_state import ModelState
 from trainer.build.parallel import ParallelSetup
 from trainer.core.errors import ConfigError, DoesNotFitError
 from trainer.core.launcher import membership
@@ -278,24 +278,24 @@ def test_a_saved_buffer_whose_shape_changes_is_refused_and_a_cache_is_not():
     module = Fickle()
     module.register_buffer("cache", torch.zeros(1), persistent=False)
     module.register_buffer("seen", torch.zeros(1))
-    registered = Registered(module, World(size=2))
-    registered.watch()
+    state = ModelState(module, World(size=2))
+    state.watch()
     module.cache = torch.zeros(2)
-    assert list(registered.moved()) == [False]
+    assert list(state.moved()) == [False]
     module.seen = torch.zeros(2)
     with pytest.raises(ConfigError, match="seen changes its shape in forward"):
-        registered.moved()
+        state.moved()
 
 
 def test_a_buffer_that_moves_is_refused_where_bits_are_to_be_those_of_every_layout():
     module = Fickle()
     module.register_buffer("seen", torch.zeros(1))
-    registered = Registered(module, World(), is_ordered=True)
-    registered.watch()
-    registered.meet(registered.moved())
+    state = ModelState(module, World(), is_ordered=True)
+    state.watch()
+    state.copy_from_main(state.moved())
     module.seen.add_(1)
     with pytest.raises(ConfigError, match="deterministic=layout: forward writes into seen"):
-        registered.meet(registered.moved())
+        state.copy_from_main(state.moved())
 
 
 def test_a_process_alone_starts_its_own_ranks():

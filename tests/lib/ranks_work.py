@@ -199,7 +199,7 @@ def moved_each(world: World, cases: list[Case]) -> list[tuple[Arrays, list[list[
         bench, news = bench_of(world, case, Moving), []
         for _ in range(case.steps):
             train_step(bench.kit, bench.feed.next())
-            news.append(sorted(bench.kit.registered.news()))
+            news.append(sorted(bench.kit.model_state.news()))
         bench.feed.close()
         found.append(({n: plain(b.double()) for n, b in bench.module.named_buffers()}, news))
     return found

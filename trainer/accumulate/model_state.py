@@ -23,7 +23,7 @@ WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
 @final
-class Registered:
+class ModelState:
     """Keeps the registered state that forwards move the same on all ranks.
 
     Running statistics, counters and codebooks move by what a rank's own forwards saw. After a step
@@ -64,7 +64,7 @@ class Registered:
         """Give what `moved` gives where nothing did."""
         return [False] * len(self._parts)
 
-    def meet(self, moved: Sequence[bool]) -> None:
+    def copy_from_main(self, moved: Sequence[bool]) -> None:
         """Take what has ever moved from the main rank. Collective where anything has.
 
         Args:

@@ -49,7 +49,7 @@ from trainer.plan.cuts import Budget
 from trainer.plan.order import Order
 from trainer.training.batches import Source
 from trainer.training.evaluation import HeldOut
-from trainer.training.step import Kit
+from trainer.training.kit import Kit
 from trainer.tune.layout import layout_for, packs
 
 OURS = "trainer."

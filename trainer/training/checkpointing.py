@@ -18,7 +18,7 @@ from trainer.core.errors import SaveError
 from trainer.plan.cut import Cut
 from trainer.report.reporter import Reporter
 from trainer.training.batches import Feed
-from trainer.training.step import Kit
+from trainer.training.kit import Kit
 
 
 @final

@@ -18,7 +18,8 @@ from trainer.report.reporter import Reporter
 from trainer.training.batches import Feed, PlannedBatch
 from trainer.training.checkpointing import Checkpointer
 from trainer.training.evaluation import HeldOut, evaluate
-from trainer.training.step import NOT_FINITE, Kit, StepReport, train_step
+from trainer.training.kit import Kit
+from trainer.training.step import NOT_FINITE, StepReport, train_step
 from trainer.tune.memory_limit import peak_bytes
 
 
@@ -155,7 +156,7 @@ def _ease(run: Run, batch: PlannedBatch) -> None:
 
 def _tell_moved(run: Run) -> None:
     """Warn of state that ranks move apart within a step, when it first shows."""
-    names = run.kit.registered.news()
+    names = run.kit.model_state.news()
     if names:
         run.reporter.warn(
             f"forward writes into {first_of(names)}: each rank into its own, by the "

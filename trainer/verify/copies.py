@@ -25,7 +25,7 @@ from trainer.objectives.base import Objective, weights_of
 from trainer.parallel.base import Replicated
 from trainer.plan.cut import IntArray
 from trainer.training.batches import PlannedBatch
-from trainer.training.step import Kit
+from trainer.training.kit import Kit
 from trainer.verify.hooks import UNCARRIED, carry
 
 Gradient = Mapping[str, Tensor]

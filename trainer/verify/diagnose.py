@@ -16,7 +16,7 @@ from trainer.accumulate.normalizer import Kind
 from trainer.accumulate.sum import Sum
 from trainer.core.micro_batch import MicroBatch
 from trainer.core.out_of_memory import AllocationGuard
-from trainer.training.step import Kit
+from trainer.training.kit import Kit
 from trainer.verify.comparison import EXACT, MARGIN, Case, Errors
 from trainer.verify.copies import Gradient, Scratch
 from trainer.verify.find_module import (

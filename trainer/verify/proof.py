@@ -20,7 +20,7 @@ from trainer.objectives.base import IGNORED
 from trainer.objectives.model_loss import ModelLoss
 from trainer.report.records import Verdict, VerifyReport
 from trainer.training.batches import PlannedBatch
-from trainer.training.step import Kit
+from trainer.training.kit import Kit
 from trainer.verify.comparison import Case, Errors
 from trainer.verify.copies import Gradient, Groups, Scratch
 from trainer.verify.diagnose import LOW, low_precision, proves_nothing, short, suspects
