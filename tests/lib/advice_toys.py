@@ -78,14 +78,6 @@ class Hooked(Net):
         self.head.weight.register_post_accumulate_grad_hook(lambda _: None)
 
 
-class Captured(Net):
-    """Holds a function that is compiled into CUDA graphs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.activation = torch.compile(torch.relu, mode="reduce-overhead")
-
-
 class Recurrent(Net):
     """Takes document boundaries, and holds a layer that cannot."""
 

@@ -1,8 +1,7 @@
-"""What a user should know before training: one line for each thing that may surprise them."""
+"""Warn before training: one line for each thing that may surprise a user."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from statistics import fmean
 
@@ -10,7 +9,6 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.dropout import _DropoutNd
 
-from trainer.build.parallel import planned_device
 from trainer.build.prepare import Prepared
 from trainer.config.durations import warmup_steps
 from trainer.models.statistics import batch_statistics
@@ -29,9 +27,6 @@ MOST = 0.5
 NEARLY_ALL = 0.9
 """Share that any number of samples may leave out unmentioned."""
 
-CUDA_GRAPHS = "triton.cudagraphs"
-"""The option of torch's compiler behind `mode="reduce-overhead"` and `"max-autotune"`."""
-
 
 def advice(prepared: Prepared) -> Iterator[str]:
     """Say what a user should know before training.
@@ -48,9 +43,7 @@ def advice(prepared: Prepared) -> Iterator[str]:
         _draws,
         _statistics,
         _boundaries,
-        _graphs,
         _precision,
-        _optimizer,
         _memory,
     ):
         yield from of(prepared)
@@ -73,8 +66,8 @@ def _clock(prepared: Prepared) -> Iterator[str]:
 
 def _sizes(prepared: Prepared) -> Iterator[str]:
     parts = prepared.parts
-    held, unit = parts.source.lengths, parts.config.batch.unit
-    there = int(held.sum()) if unit == "tokens" else len(held)
+    lengths, unit = parts.source.lengths, parts.config.batch.unit
+    there = int(lengths.sum()) if unit == "tokens" else len(lengths)
     if parts.global_size > there:
         of = f"{there} {unit}" if there > 1 else f"one {unit.removesuffix('s')}"
         yield (
@@ -84,16 +77,16 @@ def _sizes(prepared: Prepared) -> Iterator[str]:
 
 
 def _documents(prepared: Prepared) -> Iterator[str]:
-    """Tell what a data set leaves out that a user may think is in it.
+    """Name what a data set leaves out that a user may think is in it.
 
     Yields:
         A line for what is left out, and one where nothing is held out.
     """
     parts = prepared.parts
-    held, cut = parts.source.lengths, int(getattr(parts.train_set, "num_cut", 0))
+    lengths, cut = parts.source.lengths, int(getattr(parts.train_set, "num_cut", 0))
     given = parts.config.data.params
-    share = cut / (cut + float(held.sum()))
-    if share > (MOST if len(held) < parts.global_size else NEARLY_ALL):
+    share = cut / (cut + float(lengths.sum()))
+    if share > (MOST if len(lengths) < parts.global_size else NEARLY_ALL):
         yield (
             f"data.overlong={given.get('overlong')} leaves out {share:.1%} of the tokens, beyond "
             f"data.max_length={given.get('max_length')}: type data.overlong=chunk, or a larger "
@@ -101,7 +94,7 @@ def _documents(prepared: Prepared) -> Iterator[str]:
         )
     asked = given.get("holdout")
     if parts.held_out is None and asked:
-        samples = "one sample" if len(held) == 1 else f"{len(held)} samples"
+        samples = "one sample" if len(lengths) == 1 else f"{len(lengths)} samples"
         hint = "; a blank line ends a document" if parts.config.data.name == "text" else ""
         yield (
             f"nothing is held out: data.holdout={asked} of {samples} is no whole document, so "
@@ -117,7 +110,7 @@ def _draws(prepared: Prepared) -> Iterator[str]:
 
 
 def _statistics(prepared: Prepared) -> Iterator[str]:
-    """Tell whose statistics BatchNorm normalises with.
+    """Say whose statistics BatchNorm normalises with.
 
     Yields:
         One line.
@@ -130,20 +123,15 @@ def _statistics(prepared: Prepared) -> Iterator[str]:
     whose = f"each micro-batch ({_span(sizes)} samples)"
     if parts.world.size > 1:
         whose += " of each rank, whose running statistics are its own"
-    if parts.config.batchnorm == "micro":
-        yield (
-            f"{norm} is BatchNorm, normalised over {whose}: the step changes with accum.micro, "
-            "accum.steps and the number of ranks"
-        )
-    else:
-        yield (
-            f"{norm} is BatchNorm, normalised over {whose}, so the step changes with these; to "
-            "say that you mean it, type batchnorm=micro"
-        )
+    meant = "; to say that you mean it, type batchnorm=micro"
+    yield (
+        f"{norm} is BatchNorm, normalised over {whose}, so the step changes with these"
+        f"{meant * (parts.config.batchnorm != 'micro')}"
+    )
 
 
 def _boundaries(prepared: Prepared) -> Iterator[str]:
-    """Tell what lets one document of a row see another.
+    """Say what lets one document of a row see another.
 
     Yields:
         A line for boundaries that nobody reads, and one for a layer that cannot know them.
@@ -166,49 +154,10 @@ def _boundaries(prepared: Prepared) -> Iterator[str]:
 
 
 def _reads_along_the_row(module: nn.Module) -> bool:
-    """Whether a layer mixes neighbouring positions, and cannot be told where a document ends."""
+    """Whether a layer mixes neighbouring positions, and cannot know where a document ends."""
     if isinstance(module, _ConvNd):
         return any(size > 1 for size in module.kernel_size)
     return isinstance(module, nn.RNNBase)
-
-
-def _graphs(prepared: Prepared) -> Iterator[str]:
-    """Tell what CUDA graphs, which are captured for one shape each, make of many shapes.
-
-    Yields:
-        A line for layers that capture, else one for `compile=true`, which does not.
-    """
-    parts = prepared.parts
-    if planned_device(parts.config, parts.world).type != "cuda":
-        return
-    shapes = {
-        (1 if plan.packed else len(plan.ranks[r][s]), plan.padded_lengths[r][s])
-        for plan in prepared.plans
-        for r, s in plan.slots()
-    }
-    lengths = {length for _, length in shapes}
-    name = next((n for n, m in parts.module.named_modules() if _captures(m)), None)
-    if name is not None and len(shapes) > 1:
-        yield (
-            f"{name or type(parts.module).__name__} captures CUDA graphs, one for each of "
-            f"{len(shapes)} shapes of micro-batches and each with memory of its own that is not "
-            'predicted: compile it without mode="reduce-overhead", or type compile=true instead'
-        )
-    elif parts.config.compile and len(shapes) > 1:
-        yield (
-            f"compile=true captures no CUDA graphs: micro-batches have {len(shapes)} shapes (at "
-            f"most {parts.layout.max_shapes or len(parts.layout.shapes)} lengths in the whole run, "
-            f"{_span(lengths)}), and a graph holds for one; the number of samples is dynamic"
-        )
-
-
-def _captures(module: nn.Module) -> bool:
-    """Whether torch's compiler was asked for CUDA graphs of a module or a function it holds."""
-    for compiled in (module, *vars(module).values()):
-        config = vars(compiled).get("get_compiler_config") if hasattr(compiled, "__dict__") else 0
-        if callable(config) and (config() or {}).get(CUDA_GRAPHS):
-            return True
-    return False
 
 
 def _precision(prepared: Prepared) -> Iterator[str]:
@@ -219,24 +168,6 @@ def _precision(prepared: Prepared) -> Iterator[str]:
         yield (
             f"gradients in {', '.join(sorted(low))} are summed over {count} micro-batches and lose "
             "about 1 %: build the model with fp32 weights and type precision=bf16"
-        )
-
-
-def _optimizer(prepared: Prepared) -> Iterator[str]:
-    """Tell of temporaries that only a GPU's way to update needs, which nobody predicted.
-
-    Yields:
-        One line.
-    """
-    parts, options = prepared.parts, prepared.parts.config.optimizer.params
-    is_away = planned_device(parts.config, parts.world).type != parts.world.device.type
-    kind = getattr(parts.spec, "kind", None)
-    if not is_away or kind is None or options.get("fused") or options.get("foreach") is False:
-        return
-    if "foreach" in inspect.signature(kind).parameters:
-        yield (
-            f"{kind.__name__} updates all weights at once on a GPU, with temporaries of their size "
-            "that are not predicted: optimizer.fused=true has none"
         )
 
 
@@ -257,11 +188,11 @@ def _mean_of_means(plans: tuple[Plan, ...]) -> str:
     """
     errors, low, high = [], 1.0, 1.0
     for plan in plans:
-        held = [float(plan.lengths[plan.ranks[r][s]].sum()) for r, s in plan.slots()]
-        held = [tokens for tokens in held if tokens]
-        total = sum(held)
-        factors = [total / (len(held) * tokens) for tokens in held]
-        errors.append(sum(t * abs(f - 1) for t, f in zip(held, factors, strict=True)) / total)
+        counts = [float(plan.lengths[plan.ranks[r][s]].sum()) for r, s in plan.slots()]
+        counts = [tokens for tokens in counts if tokens]
+        total = sum(counts)
+        factors = [total / (len(counts) * tokens) for tokens in counts]
+        errors.append(sum(t * abs(f - 1) for t, f in zip(counts, factors, strict=True)) / total)
         low, high = min(low, *factors), max(high, *factors)
     return (
         "batch.normalizer=micro_batches is a mean of means: on these data a token weighs "

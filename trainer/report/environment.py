@@ -1,10 +1,11 @@
-"""What a run ran on: versions, source revision, hardware. Plain values, for the run's records."""
+"""Describe what a run ran on: versions, source revision, hardware, as plain values."""
 
 from __future__ import annotations
 
 import os
 import platform
 import subprocess
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ import torch
 
 GIT_TIMEOUT_S = 2.0
 PACKAGES = ("torch", "hydra-core", "omegaconf", "numpy", "safetensors", "wandb")
-CGROUPS = Path("/sys/fs/cgroup")
 
 
 def environment() -> dict[str, Any]:
@@ -26,13 +26,8 @@ def environment() -> dict[str, Any]:
 
 def versions() -> dict[str, str | None]:
     """Name the version of Python, of this program and of the packages that shape a result."""
-    found = {name: _version(name) for name in PACKAGES}
-    return {
-        "python": platform.python_version(),
-        "trainer": _version("step-trainer"),
-        **found,
-        "cuda": torch.version.cuda,
-    }
+    found = {"trainer": _version("step-trainer")} | {name: _version(name) for name in PACKAGES}
+    return {"python": platform.python_version(), **found, "cuda": torch.version.cuda}
 
 
 def git_revisions() -> dict[str, dict[str, Any] | None]:
@@ -62,16 +57,13 @@ def git_revision(folder: Path) -> dict[str, Any] | None:
 
 def hardware() -> dict[str, Any]:
     """Describe processors, memory and accelerators; memory in bytes."""
-    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    count = torch.cuda.device_count()
     return {
         "host": platform.node(),
         "system": platform.platform(),
         "cpu": cpu_model(),
         "cores": num_cores(),
-        "memory_bytes": pages,
-        "cgroup_limit_bytes": cgroup_limit(),
-        "gpus": [torch.cuda.get_device_name(index) for index in range(count)],
+        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
     }
 
 
@@ -84,32 +76,12 @@ def num_cores() -> int:
 
 def cpu_model() -> str:
     """Name the processor."""
-    info = _read(Path("/proc/cpuinfo")) or ""
-    for line in info.splitlines():
-        name, _, value = line.partition(":")
-        if name.strip() == "model name":
-            return value.strip()
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
     return platform.processor() or platform.machine()
-
-
-def cgroup_limit() -> int | None:
-    """Find the memory limit of this process's control group, the tightest of its ancestors.
-
-    Returns:
-        Bytes, or None where there is no limit.
-    """
-    limits = []
-    for line in (_read(Path("/proc/self/cgroup")) or "").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers in {"", "memory"}:
-            version_1 = controllers == "memory"
-            root = CGROUPS / "memory" if version_1 else CGROUPS
-            name = "memory.limit_in_bytes" if version_1 else "memory.max"
-            folder = root / path.lstrip("/")
-            limits += [_read(place / name) for place in (folder, *folder.parents)]
-    found = [int(limit) for limit in limits if limit and limit.strip().isdigit()]
-    # Version 1 writes "no limit" as a number near 2**63.
-    return min((limit for limit in found if limit < 2**60), default=None)
 
 
 def _version(package: str) -> str | None:
@@ -134,10 +106,3 @@ def _git(folder: Path, *arguments: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return answer.stdout.decode(errors="replace").strip() if answer.returncode == 0 else None
-
-
-def _read(path: Path) -> str | None:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None

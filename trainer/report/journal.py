@@ -1,10 +1,11 @@
-"""Files of JSON lines that only grow: written whole lines at a time, mended after a crash."""
+"""Write files of JSON lines that only grow, whole lines at a time; mend them after a crash."""
 
 from __future__ import annotations
 
 import io
 import json
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
 from operator import methodcaller
 from pathlib import Path
@@ -35,12 +36,12 @@ def to_line(entry: Mapping[str, Any]) -> bytes:
 class Journal:
     """Appends JSON lines; each is handed to the operating system before `write` returns.
 
-    A line that cannot be written (a full disk, a lost mount) never stops training: it is kept in
-    memory and tried again with the next one.
+    A line that cannot be written (a full disk, a lost mount) never stops training: it waits in
+    memory and is tried again with the next one.
 
     Args:
         path: made with the first line when missing, appended to when not.
-        warn: told once when a line could not be written.
+        warn: called once when a line could not be written.
     """
 
     def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
@@ -75,8 +76,10 @@ class Journal:
         try:
             if self._size is None:
                 self._size = _size_of(self._path)
-            if self._is_torn:
-                self._go_on(self._size)
+            if self._is_torn and self._path.exists():
+                # What a failed write left behind goes; that takes no room on the disk.
+                self._size = min(self._size, _size_of(self._path))
+                os.truncate(self._path, self._size)
             append(self._path, self._unwritten, durable=durable)
         except OSError as error:
             self._is_torn = True
@@ -84,21 +87,6 @@ class Journal:
         self._size += len(self._unwritten)
         self._unwritten, self._is_torn = b"", False
         return None
-
-    def _go_on(self, size: int) -> None:
-        """Pass over what a failed write left behind `size`, the end of the last good one.
-
-        Nothing is rewritten: there may be no room to, and others follow the file.
-        """
-        there = _size_of(self._path)
-        with _opened(self._path) as file:
-            file.seek(min(size, there))
-            left = file.read()
-        if there >= size and self._unwritten.startswith(left):
-            self._size, self._unwritten = there, self._unwritten[len(left) :]
-        else:  # the file is another: a mount that was lost came back
-            truncate_after(self._path)
-            self._size = _size_of(self._path)
 
 
 def _size_of(path: Path) -> int:
@@ -151,13 +139,13 @@ def truncate_after(path: Path, step: float = math.inf) -> None:
     if not path.exists():
         return
     content = path.read_bytes()
-    kept = b"".join(
+    whole = b"".join(
         line.rstrip(b"\n") + b"\n"
         for line in content.splitlines(keepends=True)
         if (entry := _parse(line)) is not None and entry["step"] <= step
     )
-    if kept != content:
-        write_file_atomic(path, kept)
+    if whole != content:
+        write_file_atomic(path, whole)
 
 
 def _parse(line: bytes) -> Entry | None:

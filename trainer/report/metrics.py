@@ -6,16 +6,14 @@ Numbers that JSON does not know (NaN, infinities) are written as null.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import final
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
 
-from trainer.core.durable import save_error
-from trainer.core.errors import SaveError
+from trainer.core.durable import as_save_error
 from trainer.report.journal import METRICS_FILE, Entry, Journal, read, truncate_after
 from trainer.report.records import EVAL_SECONDS, EvalRecord, StepRecord, Value
 
@@ -32,16 +30,8 @@ RECENT_STEPS = 50
 """Whose time tells how long the next ones take."""
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class _OnTheWay:
-    """A step whose numbers are being copied from an accelerator.
-
-    Attributes:
-        record: of the step.
-        numbers: `(values,)` in pinned host memory, valid once `copied` has happened.
-        copied: the end of the copy on its stream.
-    """
+class _OnTheWay(NamedTuple):
+    """A step whose numbers are being copied from an accelerator, and are there after `copied`."""
 
     record: StepRecord
     numbers: Tensor
@@ -58,7 +48,7 @@ class MetricsLog:
 
     Args:
         folder: the run folder.
-        warn: told once when a line could not be written.
+        warn: called once when a line could not be written.
         resumed_step: entries beyond it are cut before the first is added; None in a fresh run,
             which cuts all that one without a checkpoint left there.
         keep_samples: whether to write samples.jsonl.
@@ -76,7 +66,8 @@ class MetricsLog:
         keep_samples: bool = False,
     ) -> None:
         for name in (METRICS_FILE, SAMPLES_FILE):
-            _cut(folder / name, -1 if resumed_step is None else resumed_step)
+            with as_save_error(folder / name):
+                truncate_after(folder / name, -1 if resumed_step is None else resumed_step)
         self._metrics = Journal(folder / METRICS_FILE, warn)
         self._samples = Journal(folder / SAMPLES_FILE, warn) if keep_samples else None
         self._waiting: _OnTheWay | None = None
@@ -100,7 +91,7 @@ class MetricsLog:
         return written
 
     def consumed(self, step: int, ids: Iterable[int], skipped: Iterable[int] = ()) -> None:
-        """Enter the sample ids behind a step into the ledger, if one is kept."""
+        """Enter the sample ids behind a step into the ledger, if there is one."""
         if self._samples is not None:
             entry: Entry = {"step": step, "ids": list(ids)}
             if bad := list(skipped):
@@ -108,7 +99,7 @@ class MetricsLog:
             self._samples.write(entry)
 
     def passed_over(self, count: int, records: Iterable[str]) -> None:
-        """Enter records that are no samples into the ledger, if one is kept, at step 0."""
+        """Enter records that are no samples into the ledger, if there is one, at step 0."""
         if self._samples is not None:
             entry: Entry = {"step": 0, "ids": [], "bad_records": count, "records": list(records)}
             self._samples.write(entry)
@@ -150,19 +141,6 @@ class MetricsLog:
         entry = _entry(record, numbers)
         self._metrics.write(entry)
         return entry
-
-
-def _cut(path: Path, last: int) -> None:
-    """Cut a log behind a step.
-
-    Raises:
-        SaveError: the disk refused.
-    """
-    try:
-        truncate_after(path, last)
-    except OSError as error:
-        failure: SaveError = save_error(error, path)
-        raise failure from error
 
 
 def evaluation_at(folder: Path, step: int) -> dict[str, float] | None:

@@ -218,7 +218,7 @@ class RunReporter:
                 if call not in self._failed_hooks:
                     self._failed_hooks.add(call)
                     self._screen.warn(
-                        f"hook {call} failed, this is said once: {type(error).__name__}: {error}"
+                        f"hook {call} failed (reported once): {type(error).__name__}: {error}"
                     )
 
 
@@ -228,35 +228,11 @@ class SilentReporter:
 
     wandb_id = None
 
-    def start(self, plan: Record, *, name: str | None = None, threads: int | None = None) -> None:
+    def _pass(self, *_: object, **__: object) -> None:
         """Do nothing."""
 
-    def passed_over(self, count: int, records: Sequence[str]) -> None:
-        """Do nothing."""
-
-    def step(self, record: StepRecord, ids: Ids = (), skipped_ids: Ids = ()) -> None:
-        """Do nothing."""
-
-    def evaluation(self, record: EvalRecord) -> None:
-        """Do nothing."""
-
-    def flush(self) -> None:
-        """Do nothing."""
-
-    def checkpoint(self, step: int, path: Path) -> None:
-        """Do nothing."""
-
-    def line(self, text: str) -> None:
-        """Do nothing."""
-
-    def warn(self, text: str) -> None:
-        """Do nothing."""
-
-    def finish(self, end: RunEnd) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
+    start = passed_over = step = evaluation = flush = checkpoint = _pass
+    line = warn = finish = close = _pass
 
 
 Reporter = RunReporter | SilentReporter

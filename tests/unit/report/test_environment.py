@@ -54,8 +54,3 @@ def test_a_git_that_hangs_or_is_missing_is_passed_over(tmp_path, monkeypatch):
     assert time.monotonic() - started < 5
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
     assert environment.git_revision(tmp_path) is None
-
-
-def test_a_memory_limit_is_a_number_or_none():
-    limit = environment.cgroup_limit()
-    assert limit is None or limit > 0
