@@ -26,10 +26,11 @@ from tests.lib.cli_support import (
 )
 from trainer.cli.argv import COMMANDS, split
 from trainer.cli.main import _composer
-from trainer.cli.prepare import prepare_run, prepare_sweep
+from trainer.cli.overrides import quote, read
+from trainer.cli.prepare import prepare_run
 from trainer.cli.python_api import literal, overrides_of
-from trainer.cli.settings import quote, read
-from trainer.cli.sweep import report
+from trainer.cli.sweep import prepare_sweep
+from trainer.cli.sweep_report import report
 from trainer.config.components import GROUPS, OWN
 from trainer.config.keys import KEYS, data_dir
 from trainer.config.run_config import RunConfig

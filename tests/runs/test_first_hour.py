@@ -12,11 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from tests.lib.cli_support import CHECKOUT, OWN_CLASSES, OWN_RUN
 from trainer.build.summary import _more_memory
-from trainer.cli.existing_runs import about
 from trainer.cli.exit_messages import piped
 from trainer.commands.train import PLAN_FILE, without_repeated_warnings
 from trainer.core.errors import DataError
@@ -42,12 +40,6 @@ def test_memory_that_is_not_there_is_one_warning() -> None:
     (line,) = said(1 << 50)
     assert line.startswith("accum.memory=1024 TiB is more than the ")
     assert said(1 << 20) == said(1 << 50, is_here=False) == []
-
-
-def test_only_faults_of_what_was_typed_stand_beside_a_missing_folder_of_options() -> None:
-    typed = OverridesParser.create().parse_overrides(["batch.golbal=3", "steps=4"])
-    faults = ["batch.golbal: unknown setting", "model=mine: no such option", "model.x: unknown"]
-    assert about(faults, typed) == faults[:1]
 
 
 def test_a_field_that_the_first_record_lacks_is_answered_with_those_it_has(tmp_path: Path) -> None:

@@ -14,9 +14,10 @@ import yaml
 
 from tests.lib.cli_support import OWN_RUN, faults, in_process, in_subprocess, make_own_folder
 from trainer.cli.argv import split
-from trainer.cli.existing_runs import newest
 from trainer.cli.main import _composer
-from trainer.cli.prepare import Ready, Sweep, prepare_run, prepare_sweep
+from trainer.cli.prepare import Ready, prepare_run
+from trainer.cli.saved_runs import newest
+from trainer.cli.sweep import Sweep, prepare_sweep
 from trainer.config.consent import ONLY_TYPED
 from trainer.config.run_config import to_plain
 from trainer.core.errors import ConfigError, NoCheckpointError

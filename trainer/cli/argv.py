@@ -1,4 +1,4 @@
-"""The command line before anything is composed: the command word, Hydra's flags, the overrides.
+"""Split the command line into command word, Hydra's flags, and overrides.
 
 Text in, text out. Hydra 1.3 takes its flags only before or after all overrides; here they may
 stand anywhere.
@@ -40,8 +40,13 @@ _VALUED: Mapping[str, str] = {
     "-i": "--info",
     "--experimental-rerun": "--experimental-rerun",
 }
-_INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
-_CFG = ("job", "hydra", "all")
+_BY_SHORT = {**_SWITCHES, **_VALUED}
+_FLAGS = {**_BY_SHORT, **{name: name for name in _BY_SHORT.values()}}
+_WORDS: Mapping[str, Sequence[str]] = {
+    "--info": ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath"),
+    "--cfg": ("job", "hydra", "all"),
+}
+"""What some flags take."""
 
 
 @final
@@ -65,16 +70,9 @@ class Request:
         return [*([] if self.command is None else [f"command={self.command}"]), *self.overrides]
 
     @property
-    def is_sweep(self) -> bool:
-        """Whether `-m` was typed."""
-        return "--multirun" in self.flags
-
-    @property
     def only_shows(self) -> bool:
         """Whether Hydra is asked for something about itself, which no config can spoil."""
-        return not self.flags.keys().isdisjoint(
-            {"--hydra-help", "--shell-completion", "--info", "--version"}
-        )
+        return not self.flags.keys().isdisjoint({"--hydra-help", "--shell-completion", "--info"})
 
     def hydra_flags(self) -> list[str]:
         """Write the flags as Hydra's own parser reads them."""
@@ -106,55 +104,40 @@ def split(argv: Sequence[str]) -> Request:
             overrides.append(token)
         else:
             words.append(token)
-    faults += _word_faults(words)
-    if faults:
-        raise ConfigError(*faults)
+    unknown = [_unknown_word(word) for word in words if word not in COMMANDS]
+    if len(words) > 1 and not unknown:
+        unknown = [f"{words[1]}: {words[0]} is already the command; one run does one thing"]
+    if faults or unknown:
+        raise ConfigError(*faults, *unknown)
     return Request(command=words[0] if words else None, flags=flags, overrides=tuple(overrides))
 
 
 def _take_flag(token: str, waiting: list[str], flags: dict[str, str]) -> list[str]:
     """Read one flag, with its value where it has one, and return its faults."""
-    name, _, value = token.partition("=")
-    valued = _long_name(name, _VALUED)
-    if valued is None:
-        switch = _long_name(name, _SWITCHES)
-        if switch is None or "=" in token:
-            is_pair = "=" not in token and bool(waiting) and _is_value(waiting[-1])
-            return [_unknown_flag(token, waiting.pop() if is_pair else "VALUE")]
-        flags[switch] = ""
-        return []
-    if not value and valued == "--info":
-        value = waiting.pop() if waiting and waiting[-1] in _INFO else "all"
-    if not value:
-        if not waiting:
+    name, equals, value = token.partition("=")
+    flag = _FLAGS.get(name)
+    if flag is None or (equals and flag in _SWITCHES.values()):
+        after = waiting[-1] if waiting and not equals else "="
+        is_value = after not in COMMANDS and not after.startswith("-") and "=" not in after
+        return [_unknown_flag(token, waiting.pop() if is_value else "VALUE")]
+    words = _WORDS.get(flag, ())
+    if flag in _VALUED.values() and not value:
+        if flag == "--info":
+            value = waiting.pop() if waiting and waiting[-1] in words else "all"
+        elif not waiting:
             return [f"{name}: needs a value"]
-        value = waiting.pop()
-    flags[valued] = value
-    return _flag_value_faults(valued, value)
-
-
-def _flag_value_faults(flag: str, value: str) -> list[str]:
+        else:
+            value = waiting.pop()
+    flags[flag] = value
     if flag == "--experimental-rerun":
         return [f"{flag}: would unpickle a file, which runs code in it; use resume=RUN"]
-    choices = {"--info": _INFO, "--cfg": _CFG}.get(flag)
-    if choices is not None and value not in choices:
-        return [f"{flag}={value}: no such view.{did_you_mean(value, choices)} {_among(choices)}"]
+    if words and value not in words:
+        return [f"{flag}={value}: no such view.{did_you_mean(value, words)} {_among(words)}"]
     return []
 
 
-def _long_name(name: str, table: Mapping[str, str]) -> str | None:
-    if name in table:
-        return table[name]
-    return name if name in table.values() else None
-
-
-def _is_value(token: str) -> bool:
-    """Whether a word after a flag that nobody knows is its value, and no setting or command."""
-    return token not in COMMANDS and not token.startswith("-") and "=" not in token
-
-
 def _unknown_flag(token: str, after: str) -> str:
-    """Say what is meant by a flag that is none.
+    """Name what is meant by a flag that is none.
 
     Args:
         token: as typed.
@@ -162,28 +145,20 @@ def _unknown_flag(token: str, after: str) -> str:
     """
     from trainer.config.keys import KEYS  # noqa: PLC0415 - a flag that is one needs no schema
 
-    bare, equals, value = token.lstrip("-").partition("=")
-    same = bare.replace("-", "_")
-    key = same if "." in same or same in KEYS else key_of(bare)
+    word, equals, value = token.lstrip("-").partition("=")
+    same = word.replace("-", "_")
+    key = same if "." in same or same in KEYS else key_of(word)
     if key is not None:
         typed = f"{key}={value if equals else after}"
         return clip(f"{token}: settings are written without dashes: {typed}")
-    known = [*_SWITCHES.values(), *_VALUED.values()]
-    near = did_you_mean(token.partition("=")[0], known)
+    near = did_you_mean(token.partition("=")[0], [*_BY_SHORT.values()])
     return clip(f"{token}: unknown flag.{near} See train --help")
 
 
-def _word_faults(words: Sequence[str]) -> list[str]:
-    faults = [_unknown_word(word) for word in words if word not in COMMANDS]
-    if len(words) > 1 and not faults:
-        return [f"{words[1]}: {words[0]} is already the command; one run does one thing"]
-    return faults
-
-
 def _unknown_word(word: str) -> str:
+    key, colon, value = word.partition(":")
     if word == "help":
         return "help: unknown command. Did you mean --help?"
-    key, colon, value = word.partition(":")
     if word.endswith((".yaml", ".yml")):
         return f"{word}: unknown command. Did you mean recipe={word}?"
     if colon and "/" not in word:

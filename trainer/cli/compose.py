@@ -1,4 +1,4 @@
-"""Overrides -> a valid `RunConfig`: the search path, Hydra's composition, and every fault at once.
+"""Compose overrides into a valid `RunConfig`, or name every fault at once.
 
 Hydra composes the options; the values are then set as if each had its `++`, so that the schema
 alone says which keys exist. What Hydra would stop at one by one is thus answered in one go, in one
@@ -7,7 +7,6 @@ wording for `key=`, `+key=` and `++key=`, and the options alone stay at hand as 
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,23 +26,15 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from trainer.cli.overrides import RECIPE, TARGET, Classified, Groups, classify, dotted
 from trainer.cli.referenced_files import refuse_missing
-from trainer.cli.settings import (
-    RECIPE,
-    TARGET,
-    Groups,
-    Told,
-    climbs,
-    dotted,
-    tell_apart,
-)
+from trainer.cli.trust import consented_components, trust_faults, typed_values
 from trainer.config import recipes
-from trainer.config.components import COMPONENTS, OWN, SHARED, targets_in
+from trainer.config.components import COMPONENTS, OWN, SHARED
 from trainer.config.consent import consent_faults
 from trainer.config.keys import KEYS, data_dir
-from trainer.config.messages import ancestors, clip, did_you_mean, flat, lookup
+from trainer.config.messages import clip, did_you_mean, flat, lookup
 from trainer.config.run_config import RunConfig
-from trainer.config.secrets import leaked
 from trainer.config.validate import validate
 from trainer.core.errors import ConfigError
 
@@ -52,8 +43,7 @@ VERSION_BASE = "1.3"
 PRESET = "preset"
 """The folder of values that suit a model on certain data: chosen by both, and never typed."""
 
-_FOLDER_KEYS = ("hydra.run.dir", "hydra.sweep.dir")
-
+_FOLDER_KEYS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.output_subdir", "hydra.job.name")
 _UNKNOWN_TO_HYDRA = re.compile(r"Could not override '([\w./]+)'")
 
 ComposeError = (HydraException, OmegaConfBaseException, yaml.YAMLError, ConfigError, ValueError)
@@ -62,7 +52,7 @@ ComposeError = (HydraException, OmegaConfBaseException, yaml.YAMLError, ConfigEr
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class CheckedRun:
     """One run, checked.
 
     Attributes:
@@ -80,16 +70,6 @@ class Job:
     sweep_folder: Path
     known: frozenset[str]
     composed: DictConfig
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class Outlook:
-    """Where a run would go, before it is checked."""
-
-    folder: Path
-    outputs: Path
-    name: str | None
 
 
 @final
@@ -166,88 +146,93 @@ class Composer:
         sources = [s for s in loader.get_sources() if s.provider not in ("hydra", "schema")]
         return sorted({name for s in sources if s.is_group(path) for name in s.list(path, kind)})
 
-    def compose(self, lines: Sequence[str]) -> DictConfig:
+    def compose(self, lines: Sequence[str], values: Iterable[Override] = ()) -> DictConfig:
         """Compose a config with its `hydra` node.
 
+        Args:
+            lines: settings of Hydra, and choices of options.
+            values: set afterwards.
+
         Raises:
-            ConfigError: Hydra could not; in one line.
+            ConfigError: Hydra could not; in one line, or one per value that cannot be set.
         """
         try:
-            return compose(self.config_name, overrides=list(lines), return_hydra_config=True)
+            full = compose(self.config_name, overrides=list(lines), return_hydra_config=True)
         except ComposeError as error:
             raise ConfigError(*explain(error)) from error
+        _apply(values, full)
+        return full
 
     def check(
         self,
         overrides: Sequence[Override],
         groups: Groups,
-        replayed: Iterable[Override] = (),
-        consented: Collection[tuple[str, str]] = (),
-    ) -> Job:
+        replayed: Collection[Override] = (),
+        signed: Collection[tuple[str, str]] = (),
+    ) -> CheckedRun:
         """Compose one run and check it whole.
 
         Args:
             overrides: one value each.
             groups: what is on the search path.
             replayed: those of them that come from a run folder, which is no consent to run code.
-            consented: classes that the user signed with that run, each with its dotted key.
+            signed: classes of that run, if the user signed it, each with its dotted key.
 
         Raises:
             ConfigError: one line per fault.
             TrainError: what the config names is not there; see `refuse_missing`.
         """
-        told = tell_apart(overrides, groups)
-        faults = list(told.faults)
-        typed = frozenset(dotted(o) for o in overrides if not o.is_hydra_override())
-        own_words = _said(overrides, replayed)
+        parts = classify(overrides, groups)
+        faults = list(parts.faults)
+        keys = frozenset(dotted(o) for o in overrides if not o.is_hydra_override())
+        typed = typed_values(overrides, replayed)
         try:
-            full = self.compose([*told.hydra, *told.choices])
-            bare = self.compose(_examples(full, told)) if told.has_recipe else full
-            examples = plain_of(bare)
-            _drop_replaced_classes(told.choices, full, bare)
-            _apply(told.values, full)
+            full, examples = self._compose_with_examples(parts)
             tree = plain_of(full)
-            _drop_foreign_arguments(tree, typed)
-            faults += _folder_faults(full, tree, typed)
-            faults += consent_faults(tree, examples, own_words)
+            _drop_foreign_arguments(tree, keys)
+            faults += [*_folder_faults(full, tree, keys), *consent_faults(tree, examples, typed)]
             config = validate(
                 tree,
                 examples,
-                typed_targets=_typed_targets(full, tree, own_words, consented),
+                typed_targets=consented_components(full, tree, typed, signed),
                 choices=dict(full.hydra.runtime.choices),
-                typed_keys=typed,
+                typed_keys=keys,
                 config_dir=None if self.own_folder is None else str(self.own_folder),
             )
+            faults += trust_faults(config)
         except ConfigError as error:
-            raise ConfigError(*_unique([*faults, *error.faults])) from None
-        faults += _trust_faults(config)
+            raise ConfigError(*dict.fromkeys([*faults, *error.faults])) from None
         if faults:
-            raise ConfigError(*_unique(faults))
+            raise ConfigError(*dict.fromkeys(faults))
         refuse_missing(config)
         known = flat(examples)
-        return Job(
+        return CheckedRun(
             config=config,
-            lines=(*told.hydra, *told.choices, *told.value_lines(known)),
+            lines=(*parts.hydra, *parts.choices, *parts.value_lines(known)),
             folder=Path(str(full.hydra.run.dir)).absolute(),
             sweep_folder=Path(str(full.hydra.sweep.dir)).absolute(),
             known=frozenset(known),
             composed=full,
         )
 
-    def look_ahead(self, overrides: Sequence[Override], groups: Groups) -> Outlook:
-        """See where a run would go.
-
-        Raises:
-            ConfigError: it cannot even be composed.
-        """
-        told = tell_apart(overrides, groups)
-        full = self.compose([*told.hydra, *told.choices])
-        _apply(told.values, full)
-        return Outlook(
-            folder=Path(str(full.hydra.run.dir)).absolute(),
-            outputs=Path(str(full.outputs)).absolute(),
-            name=None if full.name is None else str(full.name),
-        )
+    def _compose_with_examples(self, parts: Classified) -> tuple[DictConfig, dict[str, Any]]:
+        """Compose a config, and its options without any value, of a recipe or typed."""
+        full = self.compose([*parts.hydra, *parts.choices])
+        options = full
+        if any(line.startswith(f"{RECIPE}=") for line in parts.choices):
+            choices = full.hydra.runtime.choices.items()
+            own = [(g, o) for g, o in choices if not g.startswith("hydra/") and "@" not in g]
+            chosen = [f"{g}={o}" for g, o in own if g != RECIPE and o is not None]
+            options = self.compose([*parts.hydra, *chosen])
+        examples = plain_of(options)
+        # Where an option was typed, the class goes that a recipe names in its place.
+        for group, _, option in (line.partition("=") for line in parts.choices):
+            path = group.replace("/", ".")
+            targets = [OmegaConf.select(tree, f"{path}.{TARGET}") for tree in (full, options)]
+            if path in COMPONENTS and option != OWN and targets[0] != targets[1]:
+                OmegaConf.update(full, path, OmegaConf.select(options, path), merge=False)
+        _apply(parts.values, full)
+        return full, examples
 
 
 def explain(error: BaseException) -> list[str]:
@@ -270,21 +255,6 @@ def explain(error: BaseException) -> list[str]:
         near = did_you_mean(name, options)
         return [clip(f"{group}={name}: no such option.{near} Choices: {', '.join(options)}")]
     return [clip(str(error).partition("See https://")[0])]
-
-
-def _examples(full: DictConfig, told: Told) -> list[str]:
-    """The lines that compose the options of a config without the values of its recipe."""
-    choices = full.hydra.runtime.choices.items()
-    own = [(group, option) for group, option in choices if not group.startswith("hydra/")]
-    chosen = [f"{g}={o}" for g, o in own if g != RECIPE and "@" not in g and o is not None]
-    return [*told.hydra, *chosen]
-
-
-def _said(overrides: Iterable[Override], replayed: Iterable[Override]) -> dict[str, Any]:
-    """What was typed, by dotted key, what is inside a mapping one by one."""
-    foreign = {dotted(override) for override in replayed}
-    typed = [o for o in overrides if not o.is_delete() and dotted(o) not in foreign]
-    return {k: value for o in typed for k, value in flat({dotted(o): o.value()}).items()}
 
 
 def _apply(values: Iterable[Override], composed: DictConfig) -> None:
@@ -315,12 +285,12 @@ def _apply(values: Iterable[Override], composed: DictConfig) -> None:
 
 
 def _remove(composed: DictConfig, key: str) -> None:
-    path, _, leaf = key.rpartition(".")
+    path, _, last = key.rpartition(".")
     parent = OmegaConf.select(composed, path)
-    if leaf not in parent:
+    if last not in parent:
         raise KeyError(*(f"{path}.{known}" for known in parent))
     with open_dict(parent):
-        del parent[leaf]
+        del parent[last]
 
 
 def plain_of(composed: DictConfig) -> dict[str, Any]:
@@ -341,108 +311,27 @@ def plain_of(composed: DictConfig) -> dict[str, Any]:
     return tree
 
 
-def _drop_replaced_classes(choices: Iterable[str], full: DictConfig, bare: DictConfig) -> None:
-    """Where an option was typed, take away the class that a recipe names in its place."""
-    for group, _, option in (line.partition("=") for line in choices):
-        path = group.replace("/", ".")
-        target = OmegaConf.select(bare, f"{path}.{TARGET}")
-        is_replaced = target != OmegaConf.select(full, f"{path}.{TARGET}")
-        if path in COMPONENTS and option != OWN and is_replaced:
-            OmegaConf.update(full, path, OmegaConf.select(bare, path), merge=False)
-
-
 def _drop_foreign_arguments(tree: dict[str, Any], typed: frozenset[str]) -> None:
     """Where a class was typed, take away what a recipe set for the one it replaces, in place."""
-    for path in COMPONENTS:
-        if f"{path}.{TARGET}" not in typed:
-            continue
-        shared = SHARED.get(path, {})
+    for path in (path for path in COMPONENTS if f"{path}.{TARGET}" in typed):
+        ours = KEYS.keys() - {f"{path}.{name}" for name in SHARED.get(path, ())}
         section = lookup(tree, path)
         for name in list(section):
             key = f"{path}.{name}"
-            is_ours = any(k == key or k.startswith(f"{key}.") for k in KEYS) and name not in shared
-            if not (is_ours or any(k == key or k.startswith(f"{key}.") for k in typed)):
+            if not any(k == key or k.startswith(f"{key}.") for k in (*ours, *typed)):
                 del section[name]
-
-
-def _typed_targets(
-    full: DictConfig,
-    tree: Mapping[str, Any],
-    own_words: Mapping[str, Any],
-    consented: Collection[tuple[str, str]],
-) -> frozenset[str]:
-    """The components whose classes, of their arguments too, the user typed or consented to."""
-    named = tree.get("hooks")
-    listed = named if isinstance(named, list) else []
-    hooks = [hook if isinstance(hook, Mapping) else {TARGET: hook} for hook in listed]
-    typed = {"hooks" for key in own_words if key.partition(".")[0] == "hooks"}
-    typed |= {"hooks"} if set(targets_in("hooks", hooks)) <= set(consented) else set()
-    for path in COMPONENTS:
-        own = {*consented, *targets_in(path, _own_option(full, path))}
-        found = targets_in(path, lookup(tree, path))
-        mine = [pair for pair in found if pair[0] == path or pair[0] not in COMPONENTS]
-        if mine and all(pair in own or _is_typed(pair[0], path, own_words) for pair in mine):
-            typed.add(path)
-    return frozenset(typed)
-
-
-def _is_typed(place: str, path: str, own_words: Mapping[str, Any]) -> bool:
-    """Whether the user typed the class at a place in a component, or the list that it is in."""
-    lists = (key for key in (place, *ancestors(place)) if key.startswith(f"{path}."))
-    return f"{place}.{TARGET}" in own_words or any(
-        isinstance(own_words.get(key), list) for key in lists
-    )
-
-
-def _own_option(full: DictConfig, path: str) -> object:
-    """Read the option of a component from the user's own folder; None where it is not theirs."""
-    sources = [s for s in full.hydra.runtime.config_sources if s.schema == "file"]
-    group = path.replace(".", "/")
-    name = f"{group}/{full.hydra.runtime.choices.get(group)}.yaml"
-    folders = sorted(sources, key=lambda source: source.provider != "main")
-    found = next((s for s in folders if (Path(s.path) / name).is_file()), None)
-    if found is None or found.provider == "main":
-        return None
-    return yaml.safe_load((Path(found.path) / name).read_text())
-
-
-def _trust_faults(config: RunConfig) -> list[str]:
-    """Say in one line which classes nobody consented to, before a module could be imported."""
-    unknown = {
-        place: target
-        for place, target in config.own_classes(typed=False)
-        if target.partition(".")[0] not in config.trust
-    }
-    if not unknown:
-        return []
-    (path, target), *others = unknown.items()
-    more = f" ({', '.join(other for other, _ in others)} too)" if others else ""
-    packages = dict.fromkeys(each.partition(".")[0] for each in unknown.values())
-    remedy = f"type 'trust=[{','.join(packages)}]'"
-    named = f"{path}.{TARGET}={target}{more}: named by a recipe or a run, not by you"
-    return [clip(f"{named}; {remedy}")]
 
 
 def _folder_faults(full: DictConfig, tree: Mapping[str, Any], typed: frozenset[str]) -> list[str]:
     """Check where a run would write."""
     outputs = str(tree.get("outputs"))
-    folders = {key: str(OmegaConf.select(full, key)) for key in _FOLDER_KEYS}
+    folders = {key: OmegaConf.select(full, key) for key in _FOLDER_KEYS}
     faults = [
         clip(f"{key}={folder}: must not lead upwards with ..")
         for key, folder in folders.items()
-        if climbs(folder) and not climbs(outputs)
+        if ".." in Path(str(folder)).parts and ".." not in Path(outputs).parts
     ]
-    faults += [f"{key}=: names no folder" for key, folder in folders.items() if not folder]
-    records = OmegaConf.select(full, "hydra.output_subdir")
-    if records is not None and (climbs(records) or Path(str(records)).is_absolute()):
-        faults.append(clip(f"hydra.output_subdir={records}: must stay below the run folder"))
-    job = OmegaConf.select(full, "hydra.job.name")  # names the log file
-    if "/" in str(job) and not leaked(job, os.environ):
-        faults.append(clip(f"hydra.job.name={job}: names the log file; must hold no /"))
+    faults += [f"{key}=: names no folder" for key, folder in folders.items() if folder == ""]
     if "outputs" not in typed and Path(outputs).is_absolute():
         faults.append(clip(f"outputs={outputs}: an absolute folder has to be typed by you"))
     return faults
-
-
-def _unique(faults: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(faults))

@@ -1,4 +1,4 @@
-"""How an end is said: on stderr, one line per fault; a crash in full in the run folder."""
+"""Print how a command ended: on stderr, one line per fault; a crash in full in the run folder."""
 
 from __future__ import annotations
 
@@ -26,54 +26,48 @@ FULL_ERROR = "HYDRA_FULL_ERROR"
 _SHOWN_FRAMES = 3
 
 
-def rank() -> int:
-    """This process among those that torchrun or a cluster started; 0 where we start our own."""
-    return task()
+def is_follower(config: RunConfig) -> bool:
+    """Whether another process of the same command makes the run folder, and names it to this."""
+    return task() > 0 or node_of(config.parallel.node, config.parallel.nodes) > 0
 
 
-def is_led(config: RunConfig) -> bool:
-    """Whether another process of the same command makes the run folder, and tells this one."""
-    parallel = config.parallel
-    return rank() > 0 or node_of(parallel.node, parallel.nodes) > 0
-
-
-def complain(error: TrainError) -> int:
-    """Say what is wrong, one line per fault, on the rank that is to say it: the first, mostly.
+def print_error(error: TrainError) -> int:
+    """Print what is wrong, one line per fault, on the rank that is to do so: the first, mostly.
 
     Returns:
         The exit code.
     """
     if os.environ.get(FULL_ERROR) == "1":
-        _say("".join(traceback.format_exception(error)))
-    if rank() == 0 or error.is_own:
+        _print("".join(traceback.format_exception(error)))
+    if task() == 0 or error.is_own:
         for line in str(error).splitlines() or [type(error).__name__]:
-            _say(f"train: {'' if isinstance(error, Preempted) else 'error: '}{line}\n")
+            _print(f"train: {'' if isinstance(error, Preempted) else 'error: '}{line}\n")
     return error.exit_code
 
 
-def say_crash(error: Exception, folder: Path | None = None) -> int:
-    """Show the end of a traceback, and write the whole into the run folder, if there is one.
+def print_crash(error: Exception, folder: Path | None = None) -> int:
+    """Print the end of a traceback, and write the whole into the run folder, if there is one.
 
     Returns:
         The exit code.
     """
     if os.environ.get(FULL_ERROR) == "1":
-        _say("".join(traceback.format_exception(error)))
+        _print("".join(traceback.format_exception(error)))
     frames = traceback.format_list(traceback.extract_tb(error.__traceback__)[-_SHOWN_FRAMES:])
-    _say(f"train: error: {type(error).__name__}: {error}\n{''.join(frames)}")
+    _print(f"train: error: {type(error).__name__}: {error}\n{''.join(frames)}")
     if folder is None or not folder.is_dir():
-        _say(f"train: error: {FULL_ERROR}=1 shows the whole traceback\n")
+        _print(f"train: error: {FULL_ERROR}=1 shows the whole traceback\n")
         return 1
     from trainer.report.run_status import keep_traceback  # noqa: PLC0415 - where it is needed at all
 
-    path = keep_traceback(error, folder, rank())
+    path = keep_traceback(error, folder, task())
     if path is not None:
-        _say(f"train: error: the whole traceback is in {path}\n")
+        _print(f"train: error: the whole traceback is in {path}\n")
     return 1
 
 
-def tell(text: str) -> None:
-    """Write to stdout; a run goes on though nobody reads what it says."""
+def print_out(text: str) -> None:
+    """Write to stdout; a run goes on though nobody reads what it prints."""
     with suppress(OSError):
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -105,24 +99,22 @@ def piped() -> Iterator[None]:
         signal.signal(signal.SIGPIPE, before)
 
 
-def hold_on() -> None:
+def reopen_std_streams() -> None:
     """Lead to nowhere the streams that were closed when this process started, as by `>&-`.
 
-    Else the next file that is opened takes a stream's number, and is written over by whoever,
-    a library or a child, still writes to that.
+    Else the next file that is opened takes a stream's number, and a library or a child that still
+    writes to that overwrites it.
     """
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         if getattr(sys, name) is None:
             null = os.open(os.devnull, os.O_RDWR)
             os.dup2(null, number)
-            if null != number:
-                os.close(null)
             os.set_inheritable(number, True)
             setattr(sys, name, os.fdopen(number, mode))
 
 
-def let_go() -> None:
-    """Send nowhere what nobody reads any more, so that Python does not complain when it ends."""
+def flush_std_streams() -> None:
+    """Write what is left, or lead it nowhere, so that Python does not complain when it ends."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -130,7 +122,7 @@ def let_go() -> None:
             lead_nowhere(stream)
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     """Write to stderr; an error may quote what stands in the environment, or a file's odd name."""
     with suppress(OSError):
         sys.stderr.write(printable_lines(without_secrets(text, os.environ)))

@@ -1,4 +1,4 @@
-"""From Python objects to overrides, so that a run from a notebook is the run of a command line.
+"""Write Python objects as overrides, so that a run from a notebook is the run of a command line.
 
 The overrides are what the run folder keeps; a run from Python is thus resumed and evaluated like
 any other.
@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-import yaml
 from omegaconf import OmegaConf
 
 from trainer.cli.argv import split
 from trainer.cli.compose import Composer, plain_of
-from trainer.cli.settings import NOT_TEXT, TARGET, Groups, quote
+from trainer.cli.overrides import NOT_TEXT, TARGET, quote
 from trainer.config.components import COMPONENTS
+from trainer.config.keys import options_of
 from trainer.config.messages import flat, lookup
 from trainer.core.errors import ConfigError
 
@@ -48,8 +47,9 @@ def overrides_of(config: Mapping[str, Any] | Sequence[str], composer: Composer) 
             raise ConfigError(f"train(...): {name} is for the command line, or an argument by name")
         return request.lines
     tree = {str(key): value for key, value in config.items() if key not in ("hydra", "unset")}
-    chosen = dict(tree.pop("choices", None) or _choices(config.get("hydra")))
-    chosen = chosen or _recognised(tree, composer.config_folder)
+    # Hydra notes the options in its own node, if that is there.
+    chosen = dict(tree.pop("choices", None) or lookup(config, "hydra.runtime.choices") or ())
+    chosen = chosen or _recognised(tree)
     with composer.open():
         groups = composer.groups()
         lines = [
@@ -57,54 +57,28 @@ def overrides_of(config: Mapping[str, Any] | Sequence[str], composer: Composer) 
             for path, option in chosen.items()
             if path in groups.options and isinstance(option, str)
         ]
-        lines += _choice_lines(tree, groups)
+        named_options = ((path, lookup(tree, key)) for key, path in groups.paths.items())
+        lines += [f"{path}={quote(o)}" for path, o in named_options if isinstance(o, str)]
         known = flat(plain_of(composer.compose(lines)))
     named = {line.partition("=")[0].replace("/", ".") for line in lines}
     return [*lines, *_value_lines(tree, "", named, known)]
 
 
-def _choices(hydra: object) -> Mapping[str, Any]:
-    """The options that Hydra noted in its own node, if it is there."""
-    found: object = hydra
-    for key in ("runtime", "choices"):
-        found = found.get(key) if isinstance(found, Mapping) else None
-    return found if isinstance(found, Mapping) else {}
-
-
-def _recognised(tree: Mapping[str, Any], conf: Path) -> dict[str, str]:
+def _recognised(tree: Mapping[str, Any]) -> dict[str, str]:
     """The options that whole components of a composed config were read from."""
     chosen = {}
     for path in COMPONENTS:
         section = lookup(tree, path)
         if not isinstance(section, Mapping) or TARGET not in section:
             continue
-        group = path.replace(".", "/")
-        options = {file.stem: _load(file) for file in sorted((conf / group).glob("*.yaml"))}
-        alike = {
+        num_equal = {
             name: sum(section.get(key) == value for key, value in option.items())
-            for name, option in options.items()
+            for name, option in options_of(path).items()
             if option.get(TARGET) == section[TARGET] and option.keys() <= section.keys()
         }
-        if alike:
-            chosen[group] = max(alike, key=lambda name: alike[name])
+        if num_equal:
+            chosen[path.replace(".", "/")] = max(num_equal, key=lambda name: num_equal[name])
     return chosen
-
-
-def _load(file: Path) -> Mapping[str, Any]:
-    content = yaml.safe_load(file.read_text())
-    return content if isinstance(content, Mapping) else {}
-
-
-def _choice_lines(tree: Mapping[str, Any], groups: Groups) -> Iterator[str]:
-    """Give one override for every group that a mapping names an option of.
-
-    Yields:
-        `group/path=option`.
-    """
-    for key, path in groups.paths.items():
-        option = lookup(tree, key)
-        if isinstance(option, str):
-            yield f"{path}={quote(option)}"
 
 
 def _value_lines(

@@ -1,4 +1,4 @@
-"""Starts a checked run: its records, its folder, Hydra's surroundings, then `launch`."""
+"""Start a checked run: its records, its folder, Hydra's surroundings, then the command itself."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from hydra.core.utils import run_job
 from hydra.types import HydraContext
 from omegaconf import DictConfig, open_dict
 
-from trainer.cli import existing_runs
+from trainer.cli import saved_runs
 from trainer.cli.compose import Composer
-from trainer.cli.exit_messages import complain, say_crash, tell
+from trainer.cli.exit_messages import print_crash, print_error, print_out
 from trainer.cli.prepare import Ready
 from trainer.config.run_config import RunConfig, to_plain
 from trainer.config.secrets import mask_logs
@@ -25,17 +25,8 @@ from trainer.launch import start as room
 from trainer.report.run_status import CONSENT_FILE, staged
 
 
-def launch(config: RunConfig, folder: Path) -> int:
-    """Run one command to its end; torch is imported here and not before.
-
-    Returns:
-        The exit code.
-    """
-    return room.run(config, folder)
-
-
-def launch_and_tell(config: RunConfig, folder: Path) -> int:
-    """Run one command to its end, and say on stderr how it failed, if it did.
+def run_and_report(config: RunConfig, folder: Path) -> int:
+    """Run one command to its end, and print on stderr how it failed, if it did.
 
     Returns:
         The exit code.
@@ -44,19 +35,19 @@ def launch_and_tell(config: RunConfig, folder: Path) -> int:
         ConfigError: left to the caller, who may take the folder back.
     """
     try:
-        return launch(config, folder)
+        return room.run(config, folder)
     except ConfigError:
         raise
     except TrainError as error:
-        return complain(error)
+        return print_error(error)
     except Exception as error:
-        return say_crash(error, folder)
+        return print_crash(error, folder)
 
 
 def start(
     ready: Ready,
     composer: Composer,
-    work: Callable[[RunConfig, Path], int] = launch_and_tell,
+    work: Callable[[RunConfig, Path], int] = run_and_report,
     *,
     sets_up_logging: bool = True,
 ) -> int:
@@ -80,25 +71,26 @@ def start(
         _unwritable: a `SaveError`: Hydra could not write its records.
     """
     config, folder, composed = ready.job.config, ready.job.folder, ready.job.composed
-    if ready.note is not None:
-        tell(f"{ready.note}\n")
+    print_out(ready.note and f"{ready.note}\n")
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     codes: list[int] = []
-
     goes_on = ready.makes_folder and must_stage(config, folder)
 
     def task(cfg: DictConfig) -> None:
         if sets_up_logging:
             mask_logs()
-        codes.append(_recorded_work(ready, records, work))
+        if ready.makes_folder:
+            write_config(config, records, folder)
+        codes.append(work(config, folder))
 
     with (
         staged(folder) if goes_on else nullcontext(folder) as records,
         composer.open(),
         room.listening(config),
     ):
-        if goes_on:
-            _stage_hydra(composed, records)
+        if goes_on and composed.hydra.output_subdir is not None:
+            with open_dict(composed.hydra):  # Hydra's records wait beside ours
+                composed.hydra.output_subdir = f"{records.name}/{composed.hydra.output_subdir}"
         callbacks = Callbacks(composed)
         callbacks.on_run_start(config=composed, config_name=composer.config_name)
         loader = GlobalHydra.instance().config_loader()
@@ -115,36 +107,36 @@ def start(
             raise _unwritable(failure, config, folder) from failure
         callbacks.on_run_end(config=composed, config_name=composer.config_name, job_return=ended)
     error = ended._return_value
-    if isinstance(error, ConfigError) and made and not _is_worth_keeping(folder):
+    if isinstance(error, ConfigError):
         _take_back(made)
     if isinstance(error, Exception):
         raise error
     return codes[0]
 
 
-def _recorded_work(ready: Ready, records: Path, work: Callable[[RunConfig, Path], int]) -> int:
-    if ready.makes_folder:
-        write_config(ready.job.config, records, ready.job.folder)
-    return work(ready.job.config, ready.job.folder)
-
-
 def _unwritable(failure: OSError, config: RunConfig, folder: Path) -> SaveError:
-    """Name the setting that says where a run goes, which is what can be changed."""
+    """Name the setting that chooses where a run goes, which is what can be changed."""
     is_below = folder.is_relative_to(Path(config.outputs).absolute())
-    key, value = ("outputs", config.outputs) if is_below else ("hydra.run.dir", folder)
-    return SaveError(f"{key}={value}: {durable.save_error(failure, folder)}")
+    where = f"outputs={config.outputs}" if is_below else f"hydra.run.dir={folder}"
+    return SaveError(f"{where}: {durable.save_error(failure, folder)}")
+
+
+def _take_back(made: Sequence[Path]) -> None:
+    """Delete a folder that this start made and nothing was saved in, and those above it if empty.
+
+    Args:
+        made: the folder, and those above it that were made with it.
+    """
+    if made and not any((made[0] / name).exists() for name in ("checkpoints", "errors")):
+        durable.discard(made[0])
+        with suppress(OSError):
+            for parent in made[1:]:
+                parent.rmdir()
 
 
 def must_stage(config: RunConfig, folder: Path) -> bool:
     """Whether a run's own records are in the folder already, to stay until it goes on."""
     return config.command == "train" and (folder / "config.yaml").exists()
-
-
-def _stage_hydra(composed: DictConfig, records: Path) -> None:
-    """Send Hydra's records where they wait."""
-    if composed.hydra.output_subdir is not None:
-        with open_dict(composed.hydra):
-            composed.hydra.output_subdir = f"{records.name}/{composed.hydra.output_subdir}"
 
 
 def write_config(config: RunConfig, folder: Path, run: Path) -> None:
@@ -164,21 +156,7 @@ def write_config(config: RunConfig, folder: Path, run: Path) -> None:
         durable.make_folders(folder)
         durable.write_file_atomic(path, content)
         if config.command == "train":
-            durable.write_json(
-                folder / CONSENT_FILE, {"hmac_sha256": existing_runs.sign(run, folder)}
-            )
+            signature = saved_runs.sign_run(run, folder)
+            durable.write_json(folder / CONSENT_FILE, {"hmac_sha256": signature})
     except OSError as error:
         raise durable.save_error(error, path, len(content)) from error
-
-
-def _is_worth_keeping(folder: Path) -> bool:
-    """Whether a run has saved anything, or has a traceback to read: what is refused may be late."""
-    return any((folder / name).exists() for name in ("checkpoints", "errors"))
-
-
-def _take_back(made: Sequence[Path]) -> None:
-    """Delete the folder that this start made, and those above it if nothing else is in them."""
-    durable.discard(made[0])
-    with suppress(OSError):
-        for folder in made[1:]:
-            folder.rmdir()

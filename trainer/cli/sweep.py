@@ -1,262 +1,256 @@
-"""The end of a sweep: what its jobs became, as a table on screen, a CSV file and a plot.
-
-Everything is read from the job folders, so it does not matter which launcher or process ran a
-job, or whether the sweep was stopped half-way.
-"""
+"""Prepare and run a sweep: every job is checked before the first starts."""
 
 from __future__ import annotations
 
-import csv
-import io
-import itertools
-import logging
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import os
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
-import yaml
+from hydra.core.hydra_config import HydraConfig
 from rich.console import Console
-from rich.table import Table
 
-from trainer.checkpoint.status import read_status
-from trainer.cli.existing_runs import COMPLETED
-from trainer.config.messages import show
-from trainer.core import durable
-from trainer.core.format import duration
+from trainer.cli import saved_runs
+from trainer.cli.compose import CheckedRun, Composer
+from trainer.cli.exit_messages import print_error, print_out
+from trainer.cli.hydra_main import run_hydra, variable
+from trainer.cli.overrides import (
+    Classified,
+    Groups,
+    classify,
+    expand,
+    is_of,
+    parse,
+    quote,
+    value_of,
+    without,
+)
+from trainer.cli.prepare import READING, Ready, after, parse_typed, search_path, word_of
+from trainer.cli.start import must_stage, run_and_report, write_config
+from trainer.cli.sweep_report import job_line, report
+from trainer.config.messages import line as fault
+from trainer.config.run_config import RunConfig
+from trainer.core.durable import read_json
+from trainer.core.errors import INTERRUPTED, ConfigError, Preempted, TrainError
+from trainer.core.format import shown_path
+from trainer.core.signals import unheard
+from trainer.report.console import BRIEF, LOG_FILE
+from trainer.report.run_status import staged
 
-_TOLD = (("step", "step"), ("loss", "loss"), ("eval_loss", "held-out loss"))
-"""What one line says of a result, and how it calls it."""
-
-NOT_STARTED = "not started"
-
-_STYLES = ("o-", "x--", "s:", "+-.")
-"""Of the lines of the plot, so that one shows where it lies under another, as equal cuts do."""
-
-_MEASURED = ("step", "loss", "eval_loss", "tokens_per_second", "seconds")
+_BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
+_LOGGING = "hydra/hydra_logging"
+_ERASE = "\x1b[2K"
+"""What a terminal takes for: empty this line."""
 
 
 @final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """One run of a sweep.
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """A checked sweep.
 
     Attributes:
-        number: its place in the sweep, from 0.
-        overrides: what it ran with, or is to run with, by key.
-        folder: its run folder; `None` if it never started.
-        state: as in status.json, or `not started`.
-        exit_code: as in status.json.
-        result: as in result.json; empty where the job did not get that far.
-    """
-
-    number: int
-    overrides: Mapping[str, str]
-    folder: Path | None
-    state: str
-    exit_code: int | None
-    result: Mapping[str, Any]
-
-    @property
-    def is_completed(self) -> bool:
-        """Whether the run ended as it should."""
-        return self.state == COMPLETED
-
-    @property
-    def eval_loss(self) -> float | None:
-        """The held-out loss at the end, where there is a finite one."""
-        value = self.result.get("eval_loss")
-        return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
-
-
-def collect(folder: Path, planned: Sequence[Sequence[str]]) -> list[Job]:
-    """Read what became of every job of a sweep.
-
-    Args:
+        ready: its jobs in order; `job.lines` are the overrides that Hydra will give each.
+        lines: the overrides Hydra gets, several values in some of them.
         folder: the sweep folder.
-        planned: overrides of the jobs that were to run, in order; none where the sweeper chooses
-            as it goes.
-
-    Returns:
-        The jobs in order of their numbers.
+        is_planned: its jobs are those that run; not so where a sweeper chooses as it goes.
     """
-    found = {_number(path.parent): path.parent for path in folder.glob("*/.hydra")}
-    numbers = sorted({*range(len(planned)), *found})
-    return [_job(number, found.get(number), planned) for number in numbers]
+
+    ready: tuple[Ready, ...]
+    lines: tuple[str, ...]
+    folder: Path
+    is_planned: bool
 
 
-def report(folder: Path, planned: Sequence[Sequence[str]], console: Console) -> list[Job]:
-    """Show the table of a sweep, and write `sweep.csv` and, with matplotlib, `sweep.png`.
+def prepare_sweep(lines: Sequence[str], composer: Composer) -> Sweep:
+    """Prepare every job of a sweep from overrides as typed.
+
+    Raises:
+        ConfigError: one line per fault, of whichever job.
+    """
+    overrides, faults = parse_typed(lines)
+    with composer.open(), after(faults):
+        groups = composer.groups(search_path(overrides))
+        parts = classify(without(overrides, "resume"), groups)
+        resume = value_of(overrides, "resume")
+        goes_on = resume == saved_runs.AUTO
+        with after(parts.faults):
+            if resume is not None and not goes_on:
+                text = "every job of a sweep has its own folder; use resume=auto"
+                raise ConfigError(fault("resume", resume, text))
+            is_reading = word_of(overrides, "command") in READING
+            if is_reading or any(is_of(each, "run") for each in overrides):
+                text = "jobs of a sweep make runs and read none; leave -m out, once for each run"
+                raise ConfigError(f"-m: {text}")
+            checked = _check_all(parts, composer, groups)
+        return _placed(parts, checked, groups, goes_on=goes_on)
+
+
+def _check_all(parts: Classified, composer: Composer, groups: Groups) -> list[CheckedRun]:
+    """Check every combination of swept values.
+
+    Raises:
+        ConfigError: all faults of all jobs.
+    """
+    hydra, _ = parse(parts.hydra)
+    checked: list[CheckedRun] = []
+    faults: list[str] = []
+    for lines in expand([*parts.choices, *parts.value_lines(())], groups):
+        try:
+            checked.append(composer.check([*hydra, *parse(lines)[0]], groups))
+        except ConfigError as error:
+            faults += error.faults
+    if faults:
+        raise ConfigError(*dict.fromkeys(faults))
+    return checked
+
+
+def _placed(
+    parts: Classified, checked: Sequence[CheckedRun], groups: Groups, *, goes_on: bool
+) -> Sweep:
+    first = checked[0]
+    is_planned = first.composed.hydra.sweeper._target_ == _BASIC_SWEEPER
+    if goes_on and not is_planned:
+        raise ConfigError("resume=auto: this sweeper chooses its jobs anew; leave resume out")
+    swept = (*parts.choices, *parts.value_lines(first.known))
+    folder = first.sweep_folder
+    if goes_on:
+        outputs = Path(first.config.outputs).absolute()
+        folder = saved_runs.newest_sweep(outputs, swept) or folder
+    ready = tuple(
+        _place(job, tuple(lines), folder / str(number), goes_on=goes_on)
+        for number, (job, lines) in enumerate(zip(checked, expand(swept, groups), strict=True))
+    )
+    subfolder = saved_runs.next_subfolder(*(r.job.folder for r in ready if r.is_resumed))
+    hydra = [line for line in parts.hydra if not line.startswith("hydra.sweep.dir=")]
+    hydra += [f"hydra.sweep.dir={quote(folder)}", f"hydra.output_subdir={subfolder}"]
+    return Sweep(ready=ready, lines=(*hydra, *swept), folder=folder, is_planned=is_planned)
+
+
+def _place(job: CheckedRun, lines: tuple[str, ...], folder: Path, *, goes_on: bool) -> Ready:
+    """Place a checked job in the sweep folder, where it may have been before."""
+    is_resumed = goes_on and saved_runs.has_checkpoint(folder)
+    done = None
+    config = job.config
+    if is_resumed:
+        saved_runs.refuse_another_step(folder, config)
+        config = config.model_copy(update={"resume": str(folder)})
+        done = f"{folder} is done" if saved_runs.is_finished(folder, config) else None
+    if config.wandb.group is None:
+        wandb = config.wandb.model_copy(update={"group": folder.parent.name})
+        config = config.model_copy(update={"wandb": wandb})
+    placed = replace(job, config=config, folder=folder, lines=lines)
+    return Ready(job=placed, is_resumed=is_resumed, done=done)
+
+
+def run_sweep(lines: Sequence[str], flags: Sequence[str], composer: Composer) -> int:
+    """Run every job of a sweep, and report them all.
 
     Args:
-        folder: the sweep folder; nothing is written if it does not exist.
-        planned: as for `collect`.
-        console: where the table goes.
+        lines: overrides as typed.
+        flags: of Hydra.
+        composer: the search path.
 
     Returns:
-        The jobs.
+        The exit code.
+
+    Raises:
+        ConfigError: one line per fault, of whichever job; none was started.
     """
-    jobs = collect(folder, planned)
-    if not jobs:
-        return jobs
-    keys = _varied(jobs)
-    console.print(_table(jobs, keys))
-    if folder.is_dir():
-        durable.write_file_atomic(folder / "sweep.csv", _csv(jobs, keys).encode())
-        written = ["sweep.csv", *(["sweep.png"] if _plot(folder / "sweep.png", jobs, keys) else [])]
-        console.print(f"[dim]{' and '.join(written)} in[/] {folder}", soft_wrap=True)
-    return jobs
-
-
-def job_line(folder: Path) -> str:
-    """Say in a few words what became of a job; its train.log says it in full."""
-    status, result = read_status(folder), durable.read_json(folder / "result.json")
-    words = [str(status.get("state", "failed"))]
-    if status.get("exit_code"):
-        words.append(f"exit code {status['exit_code']}")
-    words += [f"{name} {_figure(result[key], key)}" for key, name in _TOLD if result.get(key)]
-    seconds = result.get("seconds")
-    return ", ".join([*words, *([duration(seconds)] if isinstance(seconds, int | float) else [])])
-
-
-def _job(number: int, folder: Path | None, planned: Sequence[Sequence[str]]) -> Job:
-    record = None if folder is None else folder / ".hydra" / "overrides.yaml"
-    typed = yaml.safe_load(record.read_text()) if record is not None and record.is_file() else None
-    status = {} if folder is None else read_status(folder)
-    result = {} if folder is None else durable.read_json(folder / "result.json")
-    return Job(
-        number=number,
-        overrides=_by_key(typed or (planned[number] if number < len(planned) else ())),
-        folder=folder,
-        state=NOT_STARTED if folder is None else str(status.get("state", "failed")),
-        exit_code=status.get("exit_code"),
-        result={"step": status.get("step"), **result},
-    )
-
-
-def _number(folder: Path) -> int:
-    head = folder.name.split("-")[0].split("_")[0]
-    return int(head) if head.isdecimal() else 0
-
-
-def _by_key(overrides: Sequence[str]) -> dict[str, str]:
-    pairs = (line.lstrip("+").partition("=") for line in overrides)
-    return {key.replace("/", "."): value for key, _, value in pairs}
-
-
-def _varied(jobs: Sequence[Job]) -> list[str]:
-    """The keys that differ between jobs, in the order they were typed."""
-    keys = list(dict.fromkeys(key for job in jobs for key in job.overrides))
-    return [key for key in keys if len({job.overrides.get(key) for job in jobs}) > 1]
-
-
-def _best(jobs: Sequence[Job]) -> Job | None:
-    measured = [job for job in jobs if job.is_completed and job.eval_loss is not None]
-    return min(measured, key=lambda job: job.eval_loss or 0.0, default=None)
-
-
-def _table(jobs: Sequence[Job], keys: Sequence[str]) -> Table:
-    best = _best(jobs)
-    table = Table(title="sweep", title_justify="left", title_style="bold", box=None, pad_edge=False)
-    for key in ("job", *keys):
-        table.add_column(key.replace(".", ".\n"), justify="right", no_wrap=True)
-    for column in ("state", "step", "loss", "held-out\nloss", "tokens/s", "seconds"):
-        table.add_column(column, justify="left" if column == "state" else "right", no_wrap=True)
-    for job in jobs:
-        style = "bold green" if job is best else ("" if job.is_completed else "red")
-        table.add_row(
-            str(job.number),
-            *(job.overrides.get(key, "") for key in keys),
-            job.state,
-            *(_figure(job.result.get(name), name) for name in _MEASURED),
-            style=style,
+    if "LOCAL_RANK" in os.environ or os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ConfigError("-m: a sweep starts its own ranks; run it without torchrun")
+    with unheard():
+        sweep = prepare_sweep(lines, composer)
+    has_launcher = any("hydra/launcher=" in line for line in sweep.lines)
+    if not has_launcher and any(ready.job.config.parallel.nodes > 1 for ready in sweep.ready):
+        raise ConfigError(
+            "-m: jobs over several nodes need a launcher that starts them there, such as "
+            "hydra/launcher=submitit_slurm"
         )
-    return table
-
-
-def _figure(value: object, name: str) -> str:
-    if not isinstance(value, int | float):
-        return "-"
-    if name in {"loss", "eval_loss"}:
-        return f"{value:.4f}"
-    return f"{value:,.1f}" if name == "seconds" else f"{value:,.0f}"
-
-
-def _csv(jobs: Sequence[Job], keys: Sequence[str]) -> str:
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["job", *keys, "state", "exit_code", *_MEASURED, "folder"])
-    for job in jobs:
-        writer.writerow(
-            [
-                job.number,
-                *(job.overrides.get(key, "") for key in keys),
-                job.state,
-                "" if job.exit_code is None else job.exit_code,
-                *(_cell(job.result.get(name)) for name in _MEASURED),
-                job.folder or "",
-            ]
-        )
-    return text.getvalue()
-
-
-def _cell(value: object) -> str:
-    return "" if value is None else show(value)
-
-
-def _plot(path: Path, jobs: Sequence[Job], keys: Sequence[str]) -> bool:
-    """Draw the held-out loss over the swept key; says whether there was anything to draw with."""
-    measured = [job for job in jobs if job.eval_loss is not None]
-    if not measured:
-        return False
-    logging.getLogger("matplotlib").setLevel(logging.WARNING)
+    codes: list[int] = []
+    quiet = [] if any(_LOGGING in line for line in sweep.lines) else [f"{_LOGGING}=none"]
+    own = [flag for flag in flags if flag != "--multirun"]
+    interrupted = False
     try:
-        from matplotlib.figure import Figure  # noqa: PLC0415 - optional, and slow to import
-    except ImportError:
-        return False
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
-    axes = figure.add_subplot()
-    key = next((key for key in keys if _is_axis(key, measured)), None)
-    if key is None:
-        names = [_label(job, keys) for job in measured]
-        axes.barh(names, [job.eval_loss or 0.0 for job in measured])
-        axes.invert_yaxis()
-        axes.set_xlabel("held-out loss")
-    else:
-        _draw_lines(axes, measured, key, [other for other in keys if other != key])
-    image = io.BytesIO()
-    figure.savefig(image, format="png", dpi=144)
-    durable.write_file_atomic(path, image.getvalue())
-    return True
+        run_hydra([*own, "--multirun", *quiet, *sweep.lines], _job_of(sweep, composer, codes))
+    except KeyboardInterrupt:
+        interrupted = True
+    finally:
+        all_done = True
+        if sweep.ready[0].job.config.command == "train":
+            planned = [ready.job.lines for ready in sweep.ready] if sweep.is_planned else []
+            jobs = report(sweep.folder, planned, Console())
+            all_done = all(job.is_completed for job in jobs)
+    if interrupted:
+        return Preempted.exit_code if Preempted.exit_code in codes else INTERRUPTED
+    return 1 if any(codes) or not all_done else 0
 
 
-def _draw_lines(axes: Any, jobs: Sequence[Job], key: str, others: Sequence[str]) -> None:  # noqa: ANN401 - matplotlib is optional
-    """One line per setting of the other keys, the held-out loss over `key`."""
-    lines: dict[str, list[tuple[float, float]]] = {}
-    for job in jobs:
-        point = (float(job.overrides[key]), job.eval_loss or 0.0)
-        lines.setdefault(_label(job, others), []).append(point)
-    styles = itertools.cycle(_STYLES)
-    for (label, points), style in zip(lines.items(), styles, strict=False):
-        axes.plot(*zip(*sorted(points), strict=True), style, label=label)
-    values = sorted(point[0] for points in lines.values() for point in points)
-    if values[0] > 0 and values[-1] / values[0] >= 4:  # noqa: PLR2004 - two doublings
-        axes.set_xscale("log")
-    axes.set_xlabel(key)
-    axes.set_ylabel("held-out loss")
-    if others:
-        axes.legend()
+def _job_of(sweep: Sweep, composer: Composer, codes: list[int]) -> Callable[[Any], float]:
+    """Make the task that Hydra runs for every job of a sweep.
+
+    It gives the held-out loss, which sweepers minimise; infinity for a job that failed.
+    """
+    known = {ready.job.lines: ready for ready in sweep.ready}
+    common = set.intersection(*(set(lines) for lines in known)) if len(known) > 1 else set()
+
+    def job(_: object) -> float:
+        record = HydraConfig.get()
+        folder = Path(record.runtime.output_dir)
+        lines = tuple(record.overrides.task)
+        number = f"{record.job.num} of {len(known)}" if sweep.is_planned else record.job.num
+        label = f"job {number}: {' '.join(line for line in lines if line not in common)}"
+        running = f"{label}: running, see {shown_path(folder / LOG_FILE)}"
+        is_watched = sys.stdout.isatty()
+        # A line that wraps cannot be written over.
+        goes_away = is_watched and len(running) < shutil.get_terminal_size().columns
+        print_out(running + ("\r" if goes_away else "\n") if is_watched else "")
+        code = _run_job(lines, folder, known.get(lines), composer)
+        print_out(f"{_ERASE if goes_away else ''}{label}: {job_line(folder)}\n")
+        codes.append(code)
+        if code == Preempted.exit_code:
+            raise KeyboardInterrupt
+        loss = read_json(folder / "result.json").get("eval_loss")
+        return float(loss) if code == 0 and loss is not None else math.inf
+
+    return job
 
 
-def _label(job: Job, keys: Sequence[str]) -> str:
-    words = [f"{key}={job.overrides.get(key, '')}" for key in keys]
-    return " ".join(words) or f"job {job.number}"
+def _run_job(lines: Sequence[str], folder: Path, ready: Ready | None, composer: Composer) -> int:
+    """Run one job of a sweep in its folder, which Hydra made.
 
+    Args:
+        lines: its overrides.
+        folder: of the job.
+        ready: the checked job; `None` where the sweeper chooses as it goes.
+        composer: to check it now.
 
-def _is_axis(key: str, jobs: Sequence[Job]) -> bool:
-    """Whether every job has a number for `key`."""
+    Returns:
+        The exit code.
+    """
+    if ready is not None and ready.done is not None:
+        return 0
     try:
-        return all(math.isfinite(float(job.overrides[key])) for job in jobs)
-    except (KeyError, ValueError):
-        return False
+        config = ready.job.config if ready else _check_chosen(lines, folder, composer)
+        with staged(folder) if must_stage(config, folder) else nullcontext(folder) as records:
+            write_config(config, records, folder)
+            with variable(BRIEF, "1" if config.command == "train" else None):
+                return run_and_report(config, folder)
+    except TrainError as error:
+        return print_error(error)
+
+
+def _check_chosen(lines: Sequence[str], folder: Path, composer: Composer) -> RunConfig:
+    """Check one job of a sweeper that chooses as it goes.
+
+    Raises:
+        ConfigError: one line per fault.
+    """
+    overrides, faults = parse(lines)
+    with composer.open(), after(faults):
+        job = composer.check(overrides, composer.groups(search_path(overrides)))
+        return _place(job, tuple(lines), folder, goes_on=False).job.config

@@ -1,6 +1,6 @@
-"""Overrides as Hydra reads them: parsed, told apart, checked for what Hydra lets pass.
+"""Parse overrides as Hydra does, sort them by what they set, and refuse what Hydra lets pass.
 
-Hydra accepts a misspelt key behind a `+`, keeps the last of two values for one key, and answers a
+Hydra accepts a misspelt key behind a `+`, takes the last of two values for one key, and answers a
 number where an option's name is due with a traceback. Here each of these is a line of text.
 """
 
@@ -26,25 +26,13 @@ from trainer.config.validate import secret_fault
 
 TARGET = "_target_"
 RECIPE = "recipe"
-
-_QUOTED_KEY = re.compile(r"""(?<=[{,])\s*(["'])([\w./*?+@-]+)\1\s*:""")
-_KEY = re.compile(r"[~+]*[\w./@-]+", re.ASCII)
-_QUOTE = "quote special characters: '{}=\"...\"'"
-_PLAIN = re.compile(r"[A-Za-z/][\w./-]*", re.ASCII)
 NOT_TEXT = frozenset({"null", "true", "false", "nan", "inf"})
 """Words that are something else without quotes."""
 
-_PATHS = frozenset(
-    {"data.path", "init", "resume", "run", "recipe", "outputs", "export.to"}
-    | {"hydra.run.dir", "hydra.sweep.dir"}
-)
-_NAME_ENDS = re.compile(r"[/,\[\]'\"]")
-_NAME_LIMIT = 255
-_PATH_LIMIT = 3000  # of the 4096 bytes that Linux takes, some are the current folder's
-_NESTING = {"[": 1, "{": 1, "]": -1, "}": -1}
-_DEPTH_LIMIT = 50
+_QUOTED_KEY = re.compile(r"""(?<=[{,])\s*(["'])([\w./*?+@-]+)\1\s*:""")
+_PLAIN = re.compile(r"[A-Za-z/][\w./-]*", re.ASCII)
 
-# What somebody who writes accum=8 probably means.
+# What somebody who types accum=8 probably means.
 _NUMBER_KEYS: Mapping[str, tuple[str, ...]] = {
     "accum": ("accum.steps", "accum.micro"),
     "batch": ("batch.global",),
@@ -79,8 +67,8 @@ class Groups:
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Told:
-    """Overrides told apart.
+class Classified:
+    """Overrides by what they set.
 
     Attributes:
         hydra: settings of Hydra itself, as typed.
@@ -94,11 +82,6 @@ class Told:
     values: tuple[Override, ...]
     faults: tuple[str, ...]
 
-    @property
-    def has_recipe(self) -> bool:
-        """Whether a recipe lies over the defaults."""
-        return any(line.startswith(f"{RECIPE}=") for line in self.choices)
-
     def value_lines(self, known: Collection[str]) -> list[str]:
         """Write the values for Hydra, which wants `++` before a key that the options lack.
 
@@ -107,11 +90,12 @@ class Told:
         Args:
             known: dotted keys of the options.
         """
+        plain = [(value, (value.input_line or "").lstrip("+")) for value in self.values]
         return [
-            line(value)
+            line
             if value.is_delete() or (dotted(value) in known and not isinstance(value.value(), dict))
-            else f"++{line(value)}"
-            for value in self.values
+            else f"++{line}"
+            for value, line in plain
         ]
 
 
@@ -126,7 +110,7 @@ def read(line: str) -> Override:
 
 
 def parse(lines: Iterable[str]) -> tuple[list[Override], list[str]]:
-    """Parse overrides.
+    """Parse overrides; keys of a mapping may stand in quotes, which Hydra does not take.
 
     Returns:
         What could be read, and one fault for each that could not.
@@ -134,31 +118,31 @@ def parse(lines: Iterable[str]) -> tuple[list[Override], list[str]]:
     overrides, faults = [], []
     for line in lines:
         try:
-            override = _read_typed(line)
+            try:
+                override = read(line)
+            except HydraException:
+                override = read(_QUOTED_KEY.sub(r"\2:", line))
         except (HydraException, ValueError, RecursionError) as error:
             faults.append(_grammar_fault(line, error))
             continue
-        fault = _size_fault(override)
-        if fault is None:
+        if override.key_or_group:
             overrides.append(override)
         else:
-            faults.append(fault)
+            faults.append(clip(f"{line}: needs a key, as in batch.global=512"))
     return overrides, faults
 
 
-def _read_typed(line: str) -> Override:
-    """Parse one override; keys of a mapping may stand in quotes, which Hydra does not take.
-
-    Raises:
-        HydraException: the line is not in Hydra's override grammar.
-    """
-    try:
-        return read(line)
-    except HydraException:
-        bare = _QUOTED_KEY.sub(r"\2:", line)
-        if bare == line:
-            raise
-        return read(bare)
+def _grammar_fault(line: str, error: Exception) -> str:
+    reason = str(error).splitlines()[0]
+    key, equals, value = line.partition("=")
+    if not equals:
+        return clip(f"{line}: needs a value, as in {line}=VALUE")
+    if len(line) > 1 and line[0] == line[-1] and line[0] in "\"'`":
+        return clip(f"{line}: the quotes are part of it; type {line[1:-1]}")
+    why = "" if "Exception" in reason or "parsing override" in reason else f" ({reason})"
+    is_quoted = value[:1] in {"'", '"'}
+    remedy = "look at its quotes" if is_quoted else f"quote special characters: '{key}=\"...\"'"
+    return clip(f"{line}: cannot be read{why}; {remedy}")
 
 
 def dotted(override: Override) -> str:
@@ -171,13 +155,8 @@ def text(override: Override) -> str:
     return (override.input_line or "").partition("=")[2]
 
 
-def line(override: Override) -> str:
-    """An override without `+` or `++`: what it sets, whether or not the key was there before."""
-    return (override.input_line or "").lstrip("+")
-
-
-def tell_apart(overrides: Sequence[Override], groups: Groups) -> Told:
-    """Tell settings of Hydra, choices of options and values apart, and check what can be.
+def classify(overrides: Sequence[Override], groups: Groups) -> Classified:
+    """Sort overrides into settings of Hydra, choices of options and values; check what can be.
 
     A class named over an option (`model._target_=pkg.Net`) chooses the group's empty option.
     """
@@ -193,15 +172,20 @@ def tell_apart(overrides: Sequence[Override], groups: Groups) -> Told:
         elif override.is_hydra_override():
             hydra.append(override.input_line or "")
         elif key in groups.paths:
-            wrong = choice_faults(override, groups)
+            wrong = _choice_faults(override, groups)
             faults += wrong
-            choices |= {} if wrong else {key: _chosen(override, groups)}
+            # Hydra's own glob would find the empty option, for classes typed.
+            is_glob = isinstance(override._value, Glob)
+            option = ",".join(values_of(override, groups)) if is_glob else text(override)
+            choices |= {} if wrong else {key: option}
         else:
             values.append(override)
     typed = {dotted(override) for override in overrides}
     choices |= {path: OWN for path in COMPONENTS if f"{path}.{TARGET}" in typed}
     chosen = tuple(f"{groups.paths[key]}={option}" for key, option in choices.items())
-    return Told(hydra=tuple(hydra), choices=chosen, values=tuple(values), faults=tuple(faults))
+    return Classified(
+        hydra=tuple(hydra), choices=chosen, values=tuple(values), faults=tuple(faults)
+    )
 
 
 def quote(value: str | Path) -> str:
@@ -212,7 +196,7 @@ def quote(value: str | Path) -> str:
     return QuotedString(text=shown, quote=QuoteMark.single).with_quotes()
 
 
-def values(override: Override, groups: Groups) -> list[str]:
+def values_of(override: Override, groups: Groups) -> list[str]:
     """The values an override stands for, each in Hydra's grammar.
 
     Of an interval, which no list can hold, its two ends.
@@ -229,7 +213,7 @@ def values(override: Override, groups: Groups) -> list[str]:
     return list(override.sweep_string_iterator())
 
 
-def jobs(lines: Sequence[str], groups: Groups) -> list[list[str]]:
+def expand(lines: Sequence[str], groups: Groups) -> list[list[str]]:
     """Expand a sweep: every combination of the values of every swept override.
 
     Args:
@@ -240,19 +224,16 @@ def jobs(lines: Sequence[str], groups: Groups) -> list[list[str]]:
         Per job its overrides, written as Hydra's basic sweeper writes them.
     """
     columns = []
-    for line in lines:
-        override = read(line)
-        key = override.get_key_element()
-        if override.is_sweep_override():
-            columns.append([f"{key}={value}" for value in values(override, groups)])
-        else:
-            columns.append([f"{key}={override.get_value_element_as_str()}"])
+    for override in map(read, lines):
+        is_swept = override.is_sweep_override()
+        values = values_of(override, groups) if is_swept else [override.get_value_element_as_str()]
+        columns.append([f"{override.get_key_element()}={value}" for value in values])
     return [list(job) for job in itertools.product(*columns)]
 
 
-def is_of(override: Override, key: str) -> bool:
-    """Whether an override is of this very key."""
-    return override.key_or_group == key and override.package is None
+def is_of(override: Override, *keys: str) -> bool:
+    """Whether an override is of one of these very keys."""
+    return override.key_or_group in keys and override.package is None
 
 
 def value_of(overrides: Sequence[Override], key: str) -> Any:  # noqa: ANN401 - settings hold any value
@@ -261,14 +242,9 @@ def value_of(overrides: Sequence[Override], key: str) -> Any:  # noqa: ANN401 - 
     return found[-1] if found else None
 
 
-def renamed(override: Override, old: str, new: str) -> Override:
-    """Give an override of one key to another."""
-    return read(f"{new}={text(override)}") if is_of(override, old) else override
-
-
 def without(overrides: Sequence[Override], *keys: str) -> list[Override]:
     """Leave out the overrides of some keys."""
-    return [o for o in overrides if not any(is_of(o, key) for key in keys)]
+    return [override for override in overrides if not is_of(override, *keys)]
 
 
 def repeated(overrides: Iterable[Override]) -> list[str]:
@@ -278,48 +254,22 @@ def repeated(overrides: Iterable[Override]) -> list[str]:
         key = f"{dotted(override)}@{override.package}" if override.package else dotted(override)
         seen.setdefault(key, []).append(override.input_line or "")
     return [
-        clip(f"{key}: given {len(lines)} times ({', '.join(lines)}); keep one")
+        clip(f"{key}: given {len(lines)} times ({', '.join(lines)}); type one")
         for key, lines in seen.items()
         if len(lines) > 1
     ]
 
 
-def climbs(value: object) -> bool:
-    """Whether a path holds `..`."""
-    return ".." in re.split(r"[/\\]", str(value))
-
-
-def _chosen(override: Override, groups: Groups) -> str:
-    """Write a choice of option; Hydra's own glob would find the empty one, for classes typed."""
-    is_glob = isinstance(override._value, Glob)
-    return ",".join(values(override, groups)) if is_glob else text(override)
-
-
-def choice_faults(override: Override, groups: Groups) -> list[str]:
-    """Check a choice of option (`accum=auto`) against the options there are.
-
-    Args:
-        override: its key is a group's.
-        groups: what is on the search path.
-
-    Returns:
-        One fault for every value that is no option of the group.
-    """
+def _choice_faults(override: Override, groups: Groups) -> list[str]:
+    """Check a choice of option (`accum=auto`) against the options there are."""
     key = dotted(override)
     if override.is_delete():
         return [f"~{key}: a run needs this group; choose an option with {key}=NAME"]
-    return [
-        fault
-        for value in values(override, groups)
-        for name in _names(value, key)
-        if (fault := _choice_fault(key, name, groups)) is not None
-    ]
-
-
-def _names(value: str, key: str) -> list[Any]:
-    """The option names in one value: several where recipes are stacked."""
-    parsed = read(f"x={value}").value()
-    return parsed if isinstance(parsed, list) and key == RECIPE else [parsed]
+    names: list[Any] = []
+    for value in values_of(override, groups):
+        parsed = read(f"x={value}").value()
+        names += parsed if isinstance(parsed, list) and key == RECIPE else [parsed]
+    return [fault for name in names if (fault := _choice_fault(key, name, groups)) is not None]
 
 
 def _choice_fault(key: str, name: object, groups: Groups) -> str | None:
@@ -328,63 +278,28 @@ def _choice_fault(key: str, name: object, groups: Groups) -> str | None:
     if (name is None and key == RECIPE) or (name == OWN and key != RECIPE):
         return None
     if not isinstance(name, str):
-        means = [f"{other}={show(name)}" for other in _NUMBER_KEYS.get(key, ())]
-        hint = f" Did you mean {' or '.join(means)}?" if means and _is_number(name) else ""
+        is_number = type(name) in (int, float)
+        means = [f"{other}={show(name)}" for other in _NUMBER_KEYS.get(key, ()) if is_number]
+        hint = f" Did you mean {' or '.join(means)}?" if means else ""
         return clip(f"{key}={show(name)}: takes the name of an option.{hint} {listed}")
-    if climbs(name):
+    if ".." in re.split(r"[/\\]", name):
         return clip(f"{key}={name}: an option's name may not climb with `..`")
     if name in options or (key == RECIPE and Path(name).is_absolute()):
         return None
     return clip(f"{key}={name}: no such option.{did_you_mean(name, options)} {listed}")
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _grammar_fault(line: str, error: Exception) -> str:
-    reason = str(error).splitlines()[0]
-    key, equals, value = line.partition("=")
-    if not equals:
-        return clip(f"{line}: needs a value, as in {line}=VALUE")
-    if len(line) > 1 and line[0] == line[-1] and line[0] in "\"'`":
-        return clip(f"{line}: the quotes are part of it; type {line[1:-1]}")
-    why = "" if "Exception" in reason or "parsing override" in reason else f" ({reason})"
-    is_quoted = value[:1] in {"'", '"'}
-    remedy = "look at its quotes" if is_quoted or not _KEY.fullmatch(key) else _QUOTE.format(key)
-    return clip(f"{line}: cannot be read{why}; {remedy}")
-
-
-def _size_fault(override: Override) -> str | None:
-    """Say what no program could take: no key, a path or a nesting beyond what systems hold."""
-    line, key = override.input_line or "", dotted(override)
-    if not key:
-        return clip(f"{line}: needs a key, as in batch.global=512")
-    names = _NAME_ENDS.split(text(override)) if key in _PATHS else []
-    if any(len(name.encode(errors="replace")) > _NAME_LIMIT for name in names):
-        return clip(f"{key}: a name of more than {_NAME_LIMIT} bytes is no path: {line}")
-    if sum(len(name) + 1 for name in names) > _PATH_LIMIT:
-        return clip(f"{key}: more than {_PATH_LIMIT} characters are no path: {line}")
-    if max(itertools.accumulate(_NESTING.get(c, 0) for c in line)) > _DEPTH_LIMIT:
-        return clip(f"{key}: nested deeper than {_DEPTH_LIMIT} levels: {line}")
-    return None
-
-
 def _shape_fault(override: Override, groups: Groups) -> str | None:
     """Say why an override can be neither a choice nor a value, or `None`."""
-    key = dotted(override)
+    key, line = dotted(override), override.input_line
     if override.is_hydra_override() or key in groups.paths:
-        package = f"{override.input_line}: a group has one place here; write {key}=NAME"
-        return clip(package) if override.package is not None else None
+        has_package = override.package is not None
+        return clip(f"{line}: takes no @; type {key}=NAME") if has_package else None
     if "/" in override.key_or_group or override.package is not None:
         return clip(f"{override.key_or_group}: unknown group.{did_you_mean(key, groups.paths)}")
-    return _removal_fault(key) if override.is_delete() else None
-
-
-def _removal_fault(key: str) -> str | None:
-    """Only constructor arguments can be left out; the program needs all of its own settings."""
-    if key in KEYS:
-        return f"~{key}: a setting cannot be removed; write {key}=null or another value"
-    if not any(key.startswith(f"{path}.") for path in COMPONENTS):
+    # Only constructor arguments can be left out; the program needs all of its own settings.
+    if override.is_delete() and key in KEYS:
+        return f"~{key}: a setting cannot be removed; type {key}=null or another value"
+    if override.is_delete() and not any(key.startswith(f"{path}.") for path in COMPONENTS):
         return clip(f"~{key}: unknown setting.{did_you_mean(key, KEYS)}")
     return None
