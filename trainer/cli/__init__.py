@@ -1,4 +1,4 @@
-"""Turn a command line into checked jobs and start them. The only `hydra.main` is in `main.py`.
+"""Turn a command line into checked jobs and start them.
 
-Read `main.py` first.
+The only `hydra.main` is in `hydra_main.py`. Read `main.py` first, then `prepare.py`.
 """

@@ -51,7 +51,7 @@ _WORDS: Mapping[str, Sequence[str]] = {
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class CommandLine:
     """What was typed.
 
     Attributes:
@@ -79,7 +79,7 @@ class Request:
         return [f"{flag}={value}" if value else flag for flag, value in self.flags.items()]
 
 
-def split(argv: Sequence[str]) -> Request:
+def split(argv: Sequence[str]) -> CommandLine:
     """Tell command word, flags and overrides apart.
 
     Args:
@@ -109,7 +109,7 @@ def split(argv: Sequence[str]) -> Request:
         unknown = [f"{words[1]}: {words[0]} is already the command; one run does one thing"]
     if faults or unknown:
         raise ConfigError(*faults, *unknown)
-    return Request(command=words[0] if words else None, flags=flags, overrides=tuple(overrides))
+    return CommandLine(command=words[0] if words else None, flags=flags, overrides=tuple(overrides))
 
 
 def _take_flag(token: str, waiting: list[str], flags: dict[str, str]) -> list[str]:

@@ -26,7 +26,7 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from trainer.cli.overrides import RECIPE, TARGET, Classified, Groups, classify, dotted
+from trainer.cli.overrides import RECIPE, TARGET, Classified, ConfigGroups, classify, dotted
 from trainer.cli.referenced_files import refuse_missing
 from trainer.cli.trust import consented_components, trust_faults, typed_values
 from trainer.config import recipes
@@ -43,7 +43,7 @@ VERSION_BASE = "1.3"
 PRESET = "preset"
 """The folder of values that suit a model on certain data: chosen by both, and never typed."""
 
-_FOLDER_KEYS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.output_subdir", "hydra.job.name")
+_PATHS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.output_subdir", "hydra.job.name")
 _UNKNOWN_TO_HYDRA = re.compile(r"Could not override '([\w./]+)'")
 
 ComposeError = (HydraException, OmegaConfBaseException, yaml.YAMLError, ConfigError, ValueError)
@@ -116,7 +116,7 @@ class Composer:
         finally:
             state.hydra = before
 
-    def groups(self, searchpath: Sequence[str] = ()) -> Groups:
+    def groups(self, searchpath: Sequence[str] = ()) -> ConfigGroups:
         """List groups and options on the search path.
 
         Args:
@@ -132,7 +132,7 @@ class Composer:
             options = self._list(parent, ObjectType.CONFIG, searchpath) if parent else []
             if options:
                 found[parent] = options
-        return Groups(found)
+        return ConfigGroups(found)
 
     def _list(self, path: str, kind: ObjectType, searchpath: Sequence[str]) -> list[str]:
         loader = GlobalHydra.instance().config_loader()
@@ -166,7 +166,7 @@ class Composer:
     def check(
         self,
         overrides: Sequence[Override],
-        groups: Groups,
+        groups: ConfigGroups,
         replayed: Collection[Override] = (),
         signed: Collection[tuple[str, str]] = (),
     ) -> CheckedRun:
@@ -325,13 +325,15 @@ def _drop_foreign_arguments(tree: dict[str, Any], typed: frozenset[str]) -> None
 def _folder_faults(full: DictConfig, tree: Mapping[str, Any], typed: frozenset[str]) -> list[str]:
     """Check where a run would write."""
     outputs = str(tree.get("outputs"))
-    folders = {key: OmegaConf.select(full, key) for key in _FOLDER_KEYS}
+    folders = {key: OmegaConf.select(full, key) for key in _PATHS}
     faults = [
         clip(f"{key}={folder}: must not lead upwards with ..")
         for key, folder in folders.items()
         if ".." in Path(str(folder)).parts and ".." not in Path(outputs).parts
     ]
     faults += [f"{key}=: names no folder" for key, folder in folders.items() if folder == ""]
+    if "/" in str(folders["hydra.job.name"]):
+        faults.append(clip(f"hydra.job.name={full.hydra.job.name}: names a file; must hold no /"))
     if "outputs" not in typed and Path(outputs).is_absolute():
         faults.append(clip(f"outputs={outputs}: an absolute folder has to be typed by you"))
     return faults

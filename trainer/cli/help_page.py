@@ -1,4 +1,4 @@
-"""The page of `train --help`: commands, groups with their options, every key, the flags.
+"""Print the page of `train --help`: commands, groups with their options, every key, the flags.
 
 Keys come from the schema and options from the folders, so the page cannot fall behind them.
 """
@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-import yaml
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
@@ -18,8 +17,8 @@ from rich.text import Text
 
 from trainer.cli.argv import COMMANDS
 from trainer.config.components import COMPONENTS, GROUPS, OWN
-from trainer.config.keys import KEYS, data_dir
-from trainer.config.messages import show as shown
+from trainer.config.keys import KEYS, data_dir, default_options
+from trainer.config.messages import show as show_value
 from trainer.config.recipes import GROUP, available
 
 _WIDTH = 100  # of a file or a pipe
@@ -63,7 +62,7 @@ def show(own_folder: str | None = None) -> None:
     _print(console, "groups  (the default first)", _groups(folders))
     where = f"{folders[0]}/GROUP/OPTION.yaml"
     console.print(f"keys of one option, as model.width, are in {where}\n", markup=False)
-    for title, rows in _sections(folders[0]):
+    for title, rows in _sections():
         _print(console, title, rows)
     _print(console, "flags", _FLAGS)
 
@@ -84,11 +83,11 @@ def _groups(folders: Sequence[Path]) -> Iterator[tuple[str, Text]]:
     Yields:
         Dotted key and options.
     """
-    defaults = _defaults(folders[0])
+    defaults = default_options(folders[0])
     for group in GROUPS:
         path = group.replace(".", "/")
         names = {file.stem for folder in folders for file in (folder / path).glob("*.yaml")}
-        default = defaults.get(path, "")
+        default = defaults.get(group, "")
         others = sorted(names - {default, OWN})
         line = Text(default, style="bold")
         line.append(f"{'  ' if others else ''}{'  '.join(others)}", style="not bold")
@@ -98,46 +97,22 @@ def _groups(folders: Sequence[Path]) -> Iterator[tuple[str, Text]]:
     yield GROUP, Text("  ".join([*available(), "path/to/file.yaml"]))
 
 
-def _sections(conf: Path) -> Iterator[tuple[str, list[tuple[str, Text]]]]:
+def _sections() -> Iterator[tuple[str, list[tuple[str, Text]]]]:
     """Give the keys by section, with what they mean and their defaults.
 
     Yields:
         Title and rows.
     """
-    defaults = _default_values(conf)
     rows: dict[str, list[tuple[str, Text]]] = {}
     for key, entry in KEYS.items():
         if key in GROUPS:
             continue
         head, _, tail = key.partition(".")
         line = Text(entry.doc)
-        default = defaults.get(key, entry.default)
         words = entry.choices if len(entry.choices) > 1 else ()
-        if default not in (None, (), [], {}):
-            line.append(f"  [{'|'.join(dict.fromkeys((shown(default), *words)))}]", style="dim")
+        if entry.default not in (None, [], {}):
+            shown = dict.fromkeys((show_value(entry.default), *words))
+            line.append(f"  [{'|'.join(shown)}]", style="dim")
         rows.setdefault(head if tail else "run", []).append((key, line))
     yield "keys  (in brackets: the default|other words)", rows.pop("run")
     yield from rows.items()
-
-
-def _default_values(conf: Path) -> dict[str, object]:
-    """The values of the default options by dotted key, read from their files."""
-    values: dict[str, object] = {}
-    for path, option in _defaults(conf).items():
-        for name, value in _load(conf / path / f"{option}.yaml").items():
-            values[f"{path.replace('/', '.')}.{name}"] = value
-    return values
-
-
-def _defaults(conf: Path) -> dict[str, str]:
-    """The default option of every group."""
-    entries = _load(conf / "config.yaml").get("defaults")
-    if not isinstance(entries, list):
-        return {}
-    pairs = [pair for entry in entries if isinstance(entry, Mapping) for pair in entry.items()]
-    return {str(group): str(option) for group, option in pairs if option is not None}
-
-
-def _load(file: Path) -> Mapping[str, object]:
-    content = yaml.safe_load(file.read_text()) if file.is_file() else {}
-    return content if isinstance(content, Mapping) else {}

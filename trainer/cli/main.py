@@ -1,4 +1,4 @@
-"""Run a command line: argv, checked jobs, launch. The only `hydra.main`.
+"""Run a command line: argv, checked jobs, launch.
 
 Nothing heavy is imported until it is needed: `--help` imports neither Hydra nor torch, and torch
 waits until every job of the command line has been checked.
@@ -6,6 +6,7 @@ waits until every job of the command line has been checked.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from trainer import __version__
-from trainer.cli.argv import Request, split
+from trainer.cli.argv import CommandLine, split
 from trainer.cli.exit_messages import (
     flush_std_streams,
     is_follower,
@@ -106,7 +107,7 @@ def train(config: Mapping[str, Any] | Sequence[str] = (), **hydra_flags: str) ->
 
     _make_importable(Path.cwd())
     flags = {f"--{name.replace('_', '-')}": value for name, value in hydra_flags.items()}
-    composer = _composer(Request(command=None, flags=flags, overrides=()))
+    composer = _composer(CommandLine(command=None, flags=flags, overrides=()))
     ready = prepare_run(overrides_of(config, composer), composer)
     folder = ready.job.folder
     code = 0
@@ -144,7 +145,7 @@ def _run(argv: Sequence[str]) -> int:
     return _run_single(request, composer)
 
 
-def _run_single(request: Request, composer: Composer) -> int:
+def _run_single(request: CommandLine, composer: Composer) -> int:
     with unheard():
         from trainer.cli.prepare import prepare_run  # noqa: PLC0415
         from trainer.cli.start import run_and_report, start  # noqa: PLC0415
@@ -164,7 +165,7 @@ def _run_single(request: Request, composer: Composer) -> int:
     return start(ready, composer)
 
 
-def _composer(request: Request) -> Composer:
+def _composer(request: CommandLine) -> Composer:
     from trainer.cli.compose import CONFIG_NAME, Composer  # noqa: PLC0415
     from trainer.config.keys import data_dir  # noqa: PLC0415
 

@@ -45,7 +45,7 @@ _NUMBER_KEYS: Mapping[str, tuple[str, ...]] = {
 
 @final
 @dataclass(frozen=True)
-class Groups:
+class ConfigGroups:
     """The config groups on the search path.
 
     Attributes:
@@ -155,7 +155,7 @@ def text(override: Override) -> str:
     return (override.input_line or "").partition("=")[2]
 
 
-def classify(overrides: Sequence[Override], groups: Groups) -> Classified:
+def classify(overrides: Sequence[Override], groups: ConfigGroups) -> Classified:
     """Sort overrides into settings of Hydra, choices of options and values; check what can be.
 
     A class named over an option (`model._target_=pkg.Net`) chooses the group's empty option.
@@ -196,7 +196,7 @@ def quote(value: str | Path) -> str:
     return QuotedString(text=shown, quote=QuoteMark.single).with_quotes()
 
 
-def values_of(override: Override, groups: Groups) -> list[str]:
+def values_of(override: Override, groups: ConfigGroups) -> list[str]:
     """The values an override stands for, each in Hydra's grammar.
 
     Of an interval, which no list can hold, its two ends.
@@ -213,7 +213,7 @@ def values_of(override: Override, groups: Groups) -> list[str]:
     return list(override.sweep_string_iterator())
 
 
-def expand(lines: Sequence[str], groups: Groups) -> list[list[str]]:
+def expand(lines: Sequence[str], groups: ConfigGroups) -> list[list[str]]:
     """Expand a sweep: every combination of the values of every swept override.
 
     Args:
@@ -260,7 +260,7 @@ def repeated(overrides: Iterable[Override]) -> list[str]:
     ]
 
 
-def _choice_faults(override: Override, groups: Groups) -> list[str]:
+def _choice_faults(override: Override, groups: ConfigGroups) -> list[str]:
     """Check a choice of option (`accum=auto`) against the options there are."""
     key = dotted(override)
     if override.is_delete():
@@ -272,7 +272,7 @@ def _choice_faults(override: Override, groups: Groups) -> list[str]:
     return [fault for name in names if (fault := _choice_fault(key, name, groups)) is not None]
 
 
-def _choice_fault(key: str, name: object, groups: Groups) -> str | None:
+def _choice_fault(key: str, name: object, groups: ConfigGroups) -> str | None:
     options = [option for option in groups.options[groups.paths[key]] if option != OWN]
     listed = f"Choices: {', '.join(options)}"
     if (name is None and key == RECIPE) or (name == OWN and key != RECIPE):
@@ -289,7 +289,7 @@ def _choice_fault(key: str, name: object, groups: Groups) -> str | None:
     return clip(f"{key}={name}: no such option.{did_you_mean(name, options)} {listed}")
 
 
-def _shape_fault(override: Override, groups: Groups) -> str | None:
+def _shape_fault(override: Override, groups: ConfigGroups) -> str | None:
     """Say why an override can be neither a choice nor a value, or `None`."""
     key, line = dotted(override), override.input_line
     if override.is_hydra_override() or key in groups.paths:

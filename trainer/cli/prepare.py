@@ -20,7 +20,7 @@ from trainer.cli import saved_runs
 from trainer.cli.compose import CheckedRun, Composer
 from trainer.cli.exit_messages import is_follower
 from trainer.cli.overrides import (
-    Groups,
+    ConfigGroups,
     classify,
     dotted,
     is_of,
@@ -94,7 +94,7 @@ class Preparation:
     """
 
     composer: Composer
-    groups: Groups
+    groups: ConfigGroups
 
     def single(self, overrides: Sequence[Override]) -> Ready:
         """Prepare one run.
@@ -173,19 +173,12 @@ class Preparation:
         asked, old = without(overrides, "hydra.run.dir"), saved_runs.saved_overrides(run)
         typed = {dotted(override) for override in asked}
         merged = saved_runs.merge(old, asked, self.groups)
-        try:
-            return self.composer.check(
-                [*merged, *more],
-                self.groups,
-                replayed=[override for override in merged if dotted(override) not in typed],
-                signed=saved_runs.signed_classes(run),
-            )
-        except ConfigError as error:
-            own = saved_runs.own_folder(run)
-            if own is None or self.composer.own_folder is not None:
-                raise
-            hint = f"--config-dir: the run was started with --config-dir={own}; type it again"
-            raise ConfigError(clip(hint), *error.faults) from None
+        return self.composer.check(
+            [*merged, *more],
+            self.groups,
+            replayed=[override for override in merged if dotted(override) not in typed],
+            signed=saved_runs.signed_classes(run),
+        )
 
     def _reading(self, overrides: Sequence[Override], named: str) -> Ready:
         """Prepare a command that reads a run which is there."""
@@ -254,10 +247,12 @@ def parse_typed(lines: Sequence[str]) -> tuple[list[Override], list[str]]:
             placed.append(override)
             continue
         try:
-            values = values_of(override, Groups({})) or [text(override)]
+            values = values_of(override, ConfigGroups({})) or [text(override)]
             placed.append(read(f"{recipes.GROUP}={','.join(map(_place_recipe, values))}"))
         except ConfigError as error:
             faults += error.faults
+        except OSError as error:  # a path that is too long
+            faults.append(clip(f"{override.input_line}: {error.strerror}"))
     return placed, faults
 
 

@@ -14,7 +14,7 @@ import yaml
 from hydra.core.override_parser.types import Override
 
 from trainer.checkpoint.status import read_status
-from trainer.cli.overrides import Groups, dotted, parse, text
+from trainer.cli.overrides import ConfigGroups, dotted, parse, text
 from trainer.cli.referenced_files import refuse_odd_files
 from trainer.cli.trust import is_signed, sign
 from trainer.config.components import targets_in
@@ -110,8 +110,8 @@ def newest_to_read(outputs: Path, name: str | None) -> Path:
     Raises:
         NoCheckpointError: there is none.
     """
-    named = (run for run in _runs(outputs) if name in (None, saved_config(run).get("name")))
-    found = [run for run in named if has_checkpoint(run)]
+    begun = [run for run in _runs(outputs) if has_checkpoint(run)]
+    found = [run for run in begun if name in (None, saved_config(run).get("name"))]
     if not found:
         called = "run" if name is None else f"run named {name}"
         raise NoCheckpointError(f"run=auto: no {called} below {outputs} has a checkpoint")
@@ -263,15 +263,6 @@ def signed_classes(run: Path) -> frozenset[tuple[str, str]]:
     return frozenset(found if is_own else ())
 
 
-def own_folder(run: Path) -> str | None:
-    """The `--config-dir` that a run was started with, if it had one."""
-    try:
-        listed = _read_yaml(run / SUBFOLDER / "hydra.yaml")["hydra"]["runtime"]["config_sources"]
-        return next((str(s["path"]) for s in listed if s["provider"] == "command-line"), None)
-    except _UNREADABLE:
-        return None
-
-
 class _Loader(yaml.SafeLoader):
     """Reads YAML without aliases, ten levels of which stand for ten billion values."""
 
@@ -299,7 +290,7 @@ def _read_yaml(path: Path) -> Any:  # noqa: ANN401 - any YAML
     return yaml.load(content, _Loader)
 
 
-def merge(old: Sequence[Override], new: Sequence[Override], groups: Groups) -> list[Override]:
+def merge(old: Sequence[Override], new: Sequence[Override], groups: ConfigGroups) -> list[Override]:
     """Put what is typed now over what a run was started with.
 
     A new value replaces the old one of its key, a new option also the old values inside its

@@ -21,7 +21,7 @@ from trainer.cli.exit_messages import print_error, print_out
 from trainer.cli.hydra_main import run_hydra, variable
 from trainer.cli.overrides import (
     Classified,
-    Groups,
+    ConfigGroups,
     classify,
     expand,
     is_of,
@@ -39,7 +39,6 @@ from trainer.core.durable import read_json
 from trainer.core.errors import INTERRUPTED, ConfigError, Preempted, TrainError
 from trainer.core.format import shown_path
 from trainer.core.signals import unheard
-from trainer.report.console import BRIEF, LOG_FILE
 from trainer.report.run_status import staged
 
 _BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
@@ -90,7 +89,7 @@ def prepare_sweep(lines: Sequence[str], composer: Composer) -> Sweep:
         return _placed(parts, checked, groups, goes_on=goes_on)
 
 
-def _check_all(parts: Classified, composer: Composer, groups: Groups) -> list[CheckedRun]:
+def _check_all(parts: Classified, composer: Composer, groups: ConfigGroups) -> list[CheckedRun]:
     """Check every combination of swept values.
 
     Raises:
@@ -110,7 +109,7 @@ def _check_all(parts: Classified, composer: Composer, groups: Groups) -> list[Ch
 
 
 def _placed(
-    parts: Classified, checked: Sequence[CheckedRun], groups: Groups, *, goes_on: bool
+    parts: Classified, checked: Sequence[CheckedRun], groups: ConfigGroups, *, goes_on: bool
 ) -> Sweep:
     first = checked[0]
     is_planned = first.composed.hydra.sweeper._target_ == _BASIC_SWEEPER
@@ -199,6 +198,8 @@ def _job_of(sweep: Sweep, composer: Composer, codes: list[int]) -> Callable[[Any
     common = set.intersection(*(set(lines) for lines in known)) if len(known) > 1 else set()
 
     def job(_: object) -> float:
+        from trainer.report.console import LOG_FILE  # noqa: PLC0415 - imports torch
+
         record = HydraConfig.get()
         folder = Path(record.runtime.output_dir)
         lines = tuple(record.overrides.task)
@@ -232,6 +233,8 @@ def _run_job(lines: Sequence[str], folder: Path, ready: Ready | None, composer: 
     Returns:
         The exit code.
     """
+    from trainer.report.console import BRIEF  # noqa: PLC0415 - imports torch
+
     if ready is not None and ready.done is not None:
         return 0
     try:

@@ -29,29 +29,25 @@ from trainer.core.format import duration
 _SHOWN = (("step", "step"), ("loss", "loss"), ("eval_loss", "held-out loss"))
 """Figures of a result that one line shows, and their names there."""
 
-NOT_STARTED = "not started"
-
+_MEASURED = ("step", "loss", "eval_loss", "tokens_per_second", "seconds")
+_TITLES = ("state", "step", "loss", "held-out\nloss", "tokens/s", "seconds")
 _STYLES = ("o-", "x--", "s:", "+-.")
 """Of the lines of the plot, so that one shows where it is below another, as equal cuts are."""
-
-_MEASURED = ("step", "loss", "eval_loss", "tokens_per_second", "seconds")
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class SweptJob:
     """One run of a sweep.
 
     Attributes:
-        number: its place in the sweep, from 0.
         overrides: what it ran with, or is to run with, by key.
         folder: its run folder; `None` if it never started.
         state: as in status.json, or `not started`.
         exit_code: as in status.json.
-        result: as in result.json; empty where the job did not get that far.
+        result: as in result.json, the step of status.json where it did not get that far.
     """
 
-    number: int
     overrides: Mapping[str, str]
     folder: Path | None
     state: str
@@ -64,45 +60,33 @@ class Job:
         return self.state == COMPLETED
 
     @property
-    def eval_loss(self) -> float | None:
-        """The held-out loss at the end, where there is a finite one."""
+    def eval_loss(self) -> float:
+        """The held-out loss at the end; infinite where there is none."""
         value = self.result.get("eval_loss")
-        return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+        return float(value) if isinstance(value, int | float) else math.inf
 
 
-def collect(folder: Path, planned: Sequence[Sequence[str]]) -> list[Job]:
-    """Read what became of every job of a sweep.
+def report(folder: Path, planned: Sequence[Sequence[str]], console: Console) -> list[SweptJob]:
+    """Show the table of a sweep, and write `sweep.csv` and, with matplotlib, `sweep.png`.
 
     Args:
-        folder: the sweep folder.
+        folder: the sweep folder; nothing is written if it does not exist.
         planned: overrides of the jobs that were to run, in order; none where the sweeper chooses
             as it goes.
+        console: where the table goes.
 
     Returns:
         The jobs in order of their numbers.
     """
     found = {_number(path.parent): path.parent for path in folder.glob("*/.hydra")}
-    numbers = sorted({*range(len(planned)), *found})
-    return [_job(number, found.get(number), planned) for number in numbers]
-
-
-def report(folder: Path, planned: Sequence[Sequence[str]], console: Console) -> list[Job]:
-    """Show the table of a sweep, and write `sweep.csv` and, with matplotlib, `sweep.png`.
-
-    Args:
-        folder: the sweep folder; nothing is written if it does not exist.
-        planned: as for `collect`.
-        console: where the table goes.
-
-    Returns:
-        The jobs.
-    """
-    jobs = collect(folder, planned)
-    if not jobs:
-        return jobs
-    keys = _varied(jobs)
-    console.print(_table(jobs, keys))
-    if folder.is_dir():
+    count = max([len(planned), *(number + 1 for number in found)])
+    jobs = [_job(found.get(n), planned[n] if n < len(planned) else ()) for n in range(count)]
+    # The keys that differ between jobs, in the order they were typed.
+    keys = list(dict.fromkeys(key for job in jobs for key in job.overrides))
+    keys = [key for key in keys if len({job.overrides.get(key) for job in jobs}) > 1]
+    if jobs:
+        console.print(_table(jobs, keys))
+    if jobs and folder.is_dir():
         durable.write_file_atomic(folder / "sweep.csv", _csv(jobs, keys).encode())
         written = ["sweep.csv", *(["sweep.png"] if _plot(folder / "sweep.png", jobs, keys) else [])]
         console.print(f"[dim]{' and '.join(written)} in[/] {folder}", soft_wrap=True)
@@ -120,18 +104,20 @@ def job_line(folder: Path) -> str:
     return ", ".join([*words, *([duration(seconds)] if isinstance(seconds, int | float) else [])])
 
 
-def _job(number: int, folder: Path | None, planned: Sequence[Sequence[str]]) -> Job:
-    record = None if folder is None else folder / ".hydra" / "overrides.yaml"
-    typed = yaml.safe_load(record.read_text()) if record is not None and record.is_file() else None
-    status = {} if folder is None else read_status(folder)
-    result = {} if folder is None else durable.read_json(folder / "result.json")
-    return Job(
-        number=number,
-        overrides=_by_key(typed or (planned[number] if number < len(planned) else ())),
+def _job(folder: Path | None, planned: Sequence[str]) -> SweptJob:
+    if folder is None:
+        return SweptJob(
+            overrides=_by_key(planned), folder=None, state="not started", exit_code=None, result={}
+        )
+    record = folder / ".hydra" / "overrides.yaml"
+    typed = yaml.safe_load(record.read_text()) if record.is_file() else None
+    status = read_status(folder)
+    return SweptJob(
+        overrides=_by_key(typed or planned),
         folder=folder,
-        state=NOT_STARTED if folder is None else str(status.get("state", "failed")),
+        state=str(status.get("state", "failed")),
         exit_code=status.get("exit_code"),
-        result={"step": status.get("step"), **result},
+        result={"step": status.get("step"), **durable.read_json(folder / "result.json")},
     )
 
 
@@ -145,32 +131,19 @@ def _by_key(overrides: Sequence[str]) -> dict[str, str]:
     return {key.replace("/", "."): value for key, _, value in pairs}
 
 
-def _varied(jobs: Sequence[Job]) -> list[str]:
-    """The keys that differ between jobs, in the order they were typed."""
-    keys = list(dict.fromkeys(key for job in jobs for key in job.overrides))
-    return [key for key in keys if len({job.overrides.get(key) for job in jobs}) > 1]
-
-
-def _best(jobs: Sequence[Job]) -> Job | None:
-    measured = [job for job in jobs if job.is_completed and job.eval_loss is not None]
-    return min(measured, key=lambda job: job.eval_loss or 0.0, default=None)
-
-
-def _table(jobs: Sequence[Job], keys: Sequence[str]) -> Table:
-    best = _best(jobs)
+def _table(jobs: Sequence[SweptJob], keys: Sequence[str]) -> Table:
+    best = min(jobs, key=lambda job: job.eval_loss if job.is_completed else math.inf)
     table = Table(title="sweep", title_justify="left", title_style="bold", box=None, pad_edge=False)
-    for key in ("job", *keys):
-        table.add_column(key.replace(".", ".\n"), justify="right", no_wrap=True)
-    for column in ("state", "step", "loss", "held-out\nloss", "tokens/s", "seconds"):
-        table.add_column(column, justify="left" if column == "state" else "right", no_wrap=True)
-    for job in jobs:
-        style = "bold green" if job is best else ("" if job.is_completed else "red")
+    for title in ("job", *(key.replace(".", ".\n") for key in keys), *_TITLES):
+        table.add_column(title, justify="left" if title == "state" else "right", no_wrap=True)
+    for number, job in enumerate(jobs):
+        is_best = job is best and job.is_completed and math.isfinite(job.eval_loss)
         table.add_row(
-            str(job.number),
+            str(number),
             *(job.overrides.get(key, "") for key in keys),
             job.state,
             *(_figure(job.result.get(name), name) for name in _MEASURED),
-            style=style,
+            style="bold green" if is_best else ("" if job.is_completed else "red"),
         )
     return table
 
@@ -183,31 +156,21 @@ def _figure(value: object, name: str) -> str:
     return f"{value:,.1f}" if name == "seconds" else f"{value:,.0f}"
 
 
-def _csv(jobs: Sequence[Job], keys: Sequence[str]) -> str:
+def _csv(jobs: Sequence[SweptJob], keys: Sequence[str]) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["job", *keys, "state", "exit_code", *_MEASURED, "folder"])
-    for job in jobs:
-        writer.writerow(
-            [
-                job.number,
-                *(job.overrides.get(key, "") for key in keys),
-                job.state,
-                "" if job.exit_code is None else job.exit_code,
-                *(_cell(job.result.get(name)) for name in _MEASURED),
-                job.folder or "",
-            ]
-        )
+    for number, job in enumerate(jobs):
+        values = (job.exit_code, *(job.result.get(name) for name in _MEASURED))
+        typed = (job.overrides.get(key, "") for key in keys)
+        cells = ("" if value is None else show(value) for value in values)
+        writer.writerow([number, *typed, job.state, *cells, job.folder or ""])
     return text.getvalue()
 
 
-def _cell(value: object) -> str:
-    return "" if value is None else show(value)
-
-
-def _plot(path: Path, jobs: Sequence[Job], keys: Sequence[str]) -> bool:
+def _plot(path: Path, jobs: Sequence[SweptJob], keys: Sequence[str]) -> bool:
     """Draw the held-out loss over the swept key; says whether there was anything to draw with."""
-    measured = [job for job in jobs if job.eval_loss is not None]
+    measured = [job for job in jobs if math.isfinite(job.eval_loss)]
     if not measured:
         return False
     logging.getLogger("matplotlib").setLevel(logging.WARNING)
@@ -219,8 +182,8 @@ def _plot(path: Path, jobs: Sequence[Job], keys: Sequence[str]) -> bool:
     axes = figure.add_subplot()
     key = next((key for key in keys if _is_axis(key, measured)), None)
     if key is None:
-        names = [_label(job, keys) for job in measured]
-        axes.barh(names, [job.eval_loss or 0.0 for job in measured])
+        labels = [_label(job, keys) for job in measured]
+        axes.barh(labels, [job.eval_loss for job in measured])
         axes.invert_yaxis()
         axes.set_xlabel("held-out loss")
     else:
@@ -231,14 +194,13 @@ def _plot(path: Path, jobs: Sequence[Job], keys: Sequence[str]) -> bool:
     return True
 
 
-def _draw_lines(axes: Any, jobs: Sequence[Job], key: str, others: Sequence[str]) -> None:  # noqa: ANN401 - matplotlib is optional
+def _draw_lines(axes: Any, jobs: Sequence[SweptJob], key: str, others: Sequence[str]) -> None:  # noqa: ANN401 - matplotlib is optional
     """One line per setting of the other keys, the held-out loss over `key`."""
     lines: dict[str, list[tuple[float, float]]] = {}
     for job in jobs:
-        point = (float(job.overrides[key]), job.eval_loss or 0.0)
+        point = (float(job.overrides[key]), job.eval_loss)
         lines.setdefault(_label(job, others), []).append(point)
-    styles = itertools.cycle(_STYLES)
-    for (label, points), style in zip(lines.items(), styles, strict=False):
+    for (label, points), style in zip(lines.items(), itertools.cycle(_STYLES), strict=False):
         axes.plot(*zip(*sorted(points), strict=True), style, label=label)
     values = sorted(point[0] for points in lines.values() for point in points)
     if values[0] > 0 and values[-1] / values[0] >= 4:  # noqa: PLR2004 - two doublings
@@ -249,12 +211,11 @@ def _draw_lines(axes: Any, jobs: Sequence[Job], key: str, others: Sequence[str])
         axes.legend()
 
 
-def _label(job: Job, keys: Sequence[str]) -> str:
-    words = [f"{key}={job.overrides.get(key, '')}" for key in keys]
-    return " ".join(words) or f"job {job.number}"
+def _label(job: SweptJob, keys: Sequence[str]) -> str:
+    return " ".join(f"{key}={job.overrides.get(key, '')}" for key in keys)
 
 
-def _is_axis(key: str, jobs: Sequence[Job]) -> bool:
+def _is_axis(key: str, jobs: Sequence[SweptJob]) -> bool:
     """Whether every job has a number for `key`."""
     try:
         return all(math.isfinite(float(job.overrides[key])) for job in jobs)

@@ -44,7 +44,7 @@ class Batch(Section):
     tail: Literal["keep", "drop"]
 
 
-class Parallel(Section):
+class ParallelSection(Section):
     """The ranks of a run."""
 
     mode: Literal["auto", "none", "ddp", "fsdp", "hsdp"]
@@ -110,7 +110,7 @@ class RunConfig(Section):
     batch: Batch
     accum: Accum
     sync: Component
-    parallel: Parallel
+    parallel: ParallelSection
     model: Component
     data: Data
     objective: Component

@@ -1,4 +1,4 @@
-"""The schema, the option files, and what a mistake is answered with."""
+"""Configs: the schema, the option files, and what a mistake is answered with."""
 
 from __future__ import annotations
 
@@ -456,6 +456,113 @@ def test_nothing_heavy_is_imported():
 )
 def test_a_mistake_is_one_line_with_the_key_first(values, choices, line):
     assert faults_of(values, *choices) == [line]
+
+
+LINES = {
+    "acum=auto": "acum: unknown setting. Did you mean accum?",
+    "accum.mirco=8": "accum.mirco: unknown setting. Did you mean accum.micro?",
+    "batch_size=8": "batch_size: unknown setting. Did you mean batch.global?",
+    "gradient_accumulation_steps=4": "Did you mean accum.steps?",
+    "choices=3": "choices: unknown setting",
+    "BATCH.GLOBAL=8": "BATCH.GLOBAL: unknown setting. Did you mean batch.global?",
+    "optimizer.betas=0.9": "optimizer.betas=0.9: must be two shares",
+    "weight_decay=0.1": "Did you mean optimizer.weight_decay?",
+    "max_steps=10": "Did you mean steps?",
+    "epoch=3": "Did you mean epochs?",
+    "data.path=book.txt": "not a setting of data=stdlib; type data=text data.path=book.txt",
+    "model.layers=4": "Did you mean model.num_layers?",
+    "log=true": "log=true: is a section, not a value; it has every, samples",
+    "wandb=online": "wandb=online: is a section, not a value; it has mode",
+    "compile=flase": "compile=flase: must be true or false. Did you mean false?",
+    "batch.global=0": "batch.global=0: must be",
+    "batch.unit=words": "batch.unit=words: must be samples or tokens",
+    "batch.tail=drp": "Did you mean drop?",
+    "accum.memory=80Gib": "accum.memory=80Gib: must be",
+    "model.width=abc": "model.width=abc: must be",
+    "model._target_=": "must be the import path of a class",
+    "data.holdout=2": "data.holdout=2: must be",
+    "data.on_bad=ignore": "data.on_bad=ignore: must be stop or skip",
+    "optimizer.lr=abc": "optimizer.lr=abc: must be",
+    "scheduler.warmup=1.5": "scheduler.warmup=1.5: must be",
+    "steps=0": "steps=0: must be",
+    "precision=bf61": "precision=bf61: must be fp32 or bf16. Did you mean bf16?",
+    "compile=maybe": "compile=maybe: must be true or false",
+    "wandb.mode=off": "Did you mean disabled?",
+    "eval.every=0": "eval.every=0: must be",
+    "num_workers=-1": "num_workers=-1: must be",
+    "wandb.mode=ofline": "Did you mean offline?",
+    "wandb.tags=3": "wandb.tags=3: must be a list",
+    "hooks=3": "hooks=3: must be a list",
+    "resume_allow=3": "resume_allow=3: must be a list",
+    "command=trian": "Did you mean train?",
+    "optimizer.lr=-0.1": "optimizer.lr=-0.1: must be a number, 0 or more",
+    "epochs=1.5": "epochs=1.5: must be a whole number of at least 1 or null",
+    "steps=ten": "steps=ten: must be a whole number",
+    "seed=None": "seed=None: must be a whole number",
+    "hooks=mine.Watch": "Did you mean hooks=[mine.Watch]?",
+    "device=cuda:1": "Did you mean cuda?",
+    "deterministic=full": "must be true, false or layout",
+    "accum.memory=-1": "accum.memory=-1: must be a size such as 80GiB",
+    "accum.max_tokens=100": "not a setting of accum=auto; type accum=budget",
+    "parallel.ranks=two": "parallel.ranks=two: must be auto or a whole number",
+    "parallel.timeout_s=0": "parallel.timeout_s=0: must be a number above 0",
+    "parallel.max_restarts=-1": "parallel.max_restarts=-1: must be a whole number, 0 or more",
+    "parallel.shard=3": "parallel.shard=3: counts only with parallel=hsdp",
+    "checkpoint.every=soon": "must be a time, a number of steps or a share of the run",
+    "checkpoint.every=nan": "checkpoint.every=NaN: must be a time",
+    "eval.every=nan": "eval.every=NaN: must be a whole number of steps",
+    "scheduler.warmup=nan": "scheduler.warmup=NaN: must be a",
+    "scheduler.warmup=50": "is more than steps=32; the largest valid value is 32",
+    "model.width=0": "model.width=0: must be a whole number of at least 1",
+    "model.dropout=1.5": "model.dropout=1.5: must be a share of at least 0 and below 1",
+    "model.mlp=gleu": "model.mlp=gleu: must be swiglu or gelu. Did you mean gelu?",
+    "data.max_length=1": "must be a whole number of at least 2: a token and the next",
+    "data=tokens data.path=.": "model.vocab_size: token files do not say",
+    "objective.label_smoothing=1": "label_smoothing=1: must be a share of at least 0 and below 1",
+    "objective=classify objective.class_weights=[-1,2]": "a list of numbers, 0 or more, one per",
+    "objective=model_loss objective.reduction=max": "must be sum or mean",
+    "optimizer.betas=[0.9]": "optimizer.betas=[0.9]: must be two shares",
+    "optimizer.betas=[0.9,1]": "must be two shares of at least 0 and below 1, e.g. [0.9,0.95]",
+    "optimizer=sgd optimizer.nesterov=true optimizer.momentum=0": "type optimizer.momentum=0.9",
+    "scheduler.scale=linear": "scheduler.reference_batch: scheduler.scale=linear needs the global",
+    "scheduler=wsd scheduler.decay=0.9 scheduler.warmup=16": "the largest valid value is 0.5",
+    "parallel=hsdp parallel.ranks=4 parallel.shard=3": "parallel.shard=2 parallel.replicate=2",
+    "checkpoint.keep=0": "checkpoint.keep=0: must be a whole number of at least 1",
+    "checkpoint.on_full=ignore": "must be stop or continue",
+    "accum=budget accum.max_tokens=900 activation_checkpointing=auto": "type accum=auto, or",
+    "data.max_length=0": "data.max_length=0: must be a whole number of at least 2",
+    "data=text data.path=x data.holdout=1.0": "data.holdout=1.0: must be a share",
+    "model._target_=net:Net": "must be the import path of a class: package.Class",
+    "batchnorm=layer": "batchnorm=layer: must be micro or null",
+    "accum=budget": "accum=budget needs",
+    "accum=auto accum.steps=8": "accum.steps=8: not a setting of accum=auto; type accum=fixed",
+    "accum=fixed accum.micro=7 accum.steps=3 batch.global=22": "nearest sizes that agree",
+    "batchnorm=micro": "type accum=fixed accum.micro=8",
+    "export.to=weights": "export.to=weights: written by train export run=RUN alone",
+    "batch.schedule=null": "batch.schedule: unknown setting",
+    "batchnorm=ghost": "batchnorm=ghost: must be micro or null",
+    "bs=64": "bs: unknown setting. Did you mean batch.global?",
+}
+"""Lines as they are typed, with what the answer holds."""
+
+
+def typed(line: str) -> tuple[dict[str, Any], list[str]]:
+    """Values and choices of options of a line."""
+    values: dict[str, Any] = {}
+    choices = []
+    for word in line.split():
+        key, _, value = word.partition("=")
+        if key in GROUPS:
+            choices.append(f"{key.replace('.', '/')}={value}")
+        else:
+            values[key] = float("nan") if value == "nan" else yaml.safe_load(value or '""')
+    return values, choices
+
+
+@pytest.mark.parametrize(("line", "text"), LINES.items(), ids=LINES)
+def test_what_is_wrong_is_answered_with_what_to_type(line, text):
+    values, choices = typed(line)
+    assert any(text in fault for fault in faults_of(values, *choices))
 
 
 @pytest.mark.parametrize("cut", ["accum=fixed", "accum=auto", "accum=budget"])
