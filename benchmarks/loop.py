@@ -46,7 +46,7 @@ from trainer.report.console import Screen
 from trainer.report.reporter import RunReporter
 from trainer.training.batches import Feed, Source
 from trainer.training.kit import Kit
-from trainer.training.loop import record_of
+from trainer.training.progress import record_of
 from trainer.training.step import train_step
 
 VOCABULARY, LENGTH, MICRO = 258, 32, 8

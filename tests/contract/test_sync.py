@@ -25,7 +25,7 @@ from trainer.parallel.fake_mesh import fake_mesh
 from trainer.parallel.fsdp import Sharded
 from trainer.parallel.sync import Deferred, Immediate, SyncPolicy
 from trainer.plan.cut import Layout
-from trainer.plan.layout_invariant import Leaves
+from trainer.plan.layout_invariant import LayoutInvariant
 from trainer.plan.traffic import Bulk, Moves, Network, Work
 
 GIGA = 2**30
@@ -170,8 +170,8 @@ def test_a_policy_of_one_s_own_brings_its_row_of_the_table():
 )
 def test_micro_batches_of_a_layout_do_not_depend_on_the_ranks(size, micro, ranks, seed, packed):
     lengths = np.random.default_rng(seed).integers(1, 40, size).astype(np.int64)
-    alone = Leaves(micro=micro).cut(lengths, Layout(packed=packed))
-    spread = Leaves(micro=micro).cut(lengths, Layout(world_size=ranks, packed=packed))
+    alone = LayoutInvariant(micro=micro).cut(lengths, Layout(packed=packed))
+    spread = LayoutInvariant(micro=micro).cut(lengths, Layout(world_size=ranks, packed=packed))
     spread.check(Layout(world_size=ranks, packed=packed))
     for plan in (alone, spread):
         assert max(len(slot) for slots in plan.ranks for slot in slots) <= micro
@@ -182,7 +182,7 @@ def test_micro_batches_of_a_layout_do_not_depend_on_the_ranks(size, micro, ranks
 
 def test_fixed_micro_batches_are_not_cut_smaller():
     lengths = np.ones(4, dtype=np.int64)
-    leaves = Leaves(micro=2)
+    leaves = LayoutInvariant(micro=2)
     with pytest.raises(DoesNotFitError, match=r"lower accum\.micro"):
         leaves.smaller(leaves.cut(lengths, Layout()))
 

@@ -58,7 +58,7 @@ class Odd(Squared):
 
 
 class Sometimes(Squared):
-    """Leaves a second term out where a micro-batch holds short rows only."""
+    """LayoutInvariant a second term out where a micro-batch holds short rows only."""
 
     def __init__(self, method: str, longest: int = 8) -> None:
         super().__init__()

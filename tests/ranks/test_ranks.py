@@ -29,7 +29,7 @@ from tests.lib.ranks_work import (
 from tests.lib.support import EXACT, WRONG
 from trainer.core.world import World
 from trainer.plan.cuts import Budget, Fixed
-from trainer.plan.layout_invariant import Leaves
+from trainer.plan.layout_invariant import LayoutInvariant
 from trainer.training.step import NOT_FINITE
 
 LAYOUTS = [("ddp", 2), ("ddp", 3), ("ddp", 4), ("fsdp", 2), ("fsdp", 3), ("fsdp", 4), ("hsdp", 4)]
@@ -246,7 +246,7 @@ def test_plain_objects_are_refused_by_name_where_fsdp2_cannot_see_into_them(rank
 
 
 SAME = Case(
-    Leaves(micro=2),
+    LayoutInvariant(micro=2),
     "ordered",
     "exact",
     dtype=torch.float32,
@@ -272,7 +272,7 @@ def test_without_it_the_bits_differ(ranks):
 
 
 def test_sums_of_integers_are_the_whole_batch_gradient_to_their_rounding(ranks):
-    case = Case(Leaves(micro=2), "ordered", "exact")
+    case = Case(LayoutInvariant(micro=2), "ordered", "exact")
     expected = run_steps(World(), Case(Fixed(steps=1)))
     for told in ranks.run(2, run_steps, case):
         assert error(told["gradient"], expected["gradient"]) <= EXACT[torch.float64]

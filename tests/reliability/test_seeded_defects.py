@@ -32,7 +32,7 @@ from trainer.data import loader
 from trainer.parallel import base as parallel
 from trainer.plan.order import Cursor
 from trainer.report import metrics
-from trainer.training import checkpointing, loop, step
+from trainer.training import checkpointing, loop, progress, step
 from trainer.training.batches import Feed
 
 Patch = pytest.MonkeyPatch
@@ -164,12 +164,12 @@ def the_clock_begins_again(patch: Patch) -> None:
 
 
 def tokens_are_counted_anew(patch: Patch) -> None:
-    init = loop.Trained.__init__
+    init = progress.Trained.__init__
 
     def forget(trained: Any, **fields: Any) -> None:
         init(trained, **{**fields, "total_tokens": 0})
 
-    patch.setattr(loop.Trained, "__init__", forget)
+    patch.setattr(progress.Trained, "__init__", forget)
 
 
 def metrics_are_not_cut(patch: Patch) -> None:

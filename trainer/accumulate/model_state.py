@@ -88,9 +88,9 @@ class ModelState:
         tensors = [tensor for part in self._parts if part.moves for tensor in part.tensors()]
         if not tensors:
             return
-        told = torch.cat([bits_of(tensor) for tensor in tensors])
-        self._world.copy_from_main(told)
-        pieces = torch.split(told, [tensor.nbytes for tensor in tensors])
+        values = torch.cat([bits_of(tensor) for tensor in tensors])
+        self._world.copy_from_main(values)
+        pieces = torch.split(values, [tensor.nbytes for tensor in tensors])
         with torch.no_grad():
             for tensor, piece in zip(tensors, pieces, strict=True):
                 # A copy begins where its type may.
@@ -125,7 +125,7 @@ class _Part:
 
     Attributes:
         prefix: name of the module, with a dot.
-        held: what it has registered, by name.
+        entries: what it has registered, by name.
         shapes: of the tensors, by name.
         seen: the tensors and PyTorch's counts of writes, before a step.
         marks: sums of their bits before the first step, which see what `.data` hides.
@@ -133,7 +133,7 @@ class _Part:
     """
 
     prefix: str
-    held: Any
+    entries: Any
     shapes: dict[str, torch.Size]
     seen: list[tuple[Tensor, int]] = field(default_factory=list)
     marks: list[int] = field(default_factory=list)
@@ -144,7 +144,7 @@ class _Part:
         return [self.prefix + name for name in self.shapes]
 
     def tensors(self) -> list[Tensor]:
-        return [self.held[name] for name in self.shapes]
+        return [self.entries[name] for name in self.shapes]
 
     def watch(self, *, by_value: bool) -> None:
         self.seen = [(tensor, tensor._version) for tensor in self.tensors()]
@@ -152,7 +152,7 @@ class _Part:
 
     def has_moved(self) -> bool:
         for name, shape in self.shapes.items():
-            if getattr(self.held.get(name), "shape", None) != shape:
+            if getattr(self.entries.get(name), "shape", None) != shape:
                 raise ConfigError(
                     f"model: {self.prefix}{name} changes its shape in forward, so ranks may "
                     "differ in it: if it is a cache, register it with persistent=False"
@@ -177,13 +177,13 @@ def _registered(model: nn.Module) -> Iterator[_Part]:
     """
     for name, part in model.named_modules():
         cached, prefix = part._non_persistent_buffers_set, f"{name}.".lstrip(".")
-        for held in (part._buffers, part._parameters):
-            kept = ((n, t) for n, t in held.items() if t is not None and n not in cached)
-            shapes = {n: t.shape for n, t in kept if _is_watched(t)}
+        for entries in (part._buffers, part._parameters):
+            saved = ((n, t) for n, t in entries.items() if t is not None and n not in cached)
+            shapes = {n: t.shape for n, t in saved if _is_watched(t)}
             if isinstance(part, _BatchNorm) and shapes:
-                yield _Part(prefix, held, shapes)
+                yield _Part(prefix, entries, shapes)
             else:
-                yield from (_Part(prefix, held, {n: shape}) for n, shape in shapes.items())
+                yield from (_Part(prefix, entries, {n: shape}) for n, shape in shapes.items())
 
 
 def _is_watched(tensor: Tensor) -> bool:

@@ -42,5 +42,5 @@ def divisors(
         return whole, [{name: m.weights[name] * count for name in terms} for m in micro_batches]
     divisor = whole
     if kind == "samples":
-        divisor = {name: samples if held else 0.0 for name, held in whole.items()}
+        divisor = {name: samples if weight else 0.0 for name, weight in whole.items()}
     return whole, [divisor] * len(micro_batches)

@@ -24,7 +24,7 @@ from trainer.parallel.sync import POLICIES, Deferred, Exact, SyncPolicy
 from trainer.plan import traffic
 from trainer.plan.cut import Cut
 from trainer.plan.cuts import Fixed
-from trainer.plan.layout_invariant import Leaves
+from trainer.plan.layout_invariant import LayoutInvariant
 from trainer.plan.traffic import Bulk, Network, Traffic, Work
 from trainer.tune.memory_limit import memory_limit
 
@@ -244,7 +244,7 @@ def layout_invariant_cut(cut: Cut, config: RunConfig) -> Cut:
             "deterministic=layout: needs micro-batches that stay the same for every layout; "
             "say accum=fixed accum.micro=8"
         )
-    return Leaves(micro=cut.micro)
+    return LayoutInvariant(micro=cut.micro)
 
 
 def _limit_bytes(config: RunConfig, world: World) -> int:

@@ -25,7 +25,7 @@ from trainer.data.samples import original_ids
 from trainer.models.recompute import checkpoint_blocks
 from trainer.plan.cut import Cost, Cut, IntArray, Plan
 from trainer.plan.cuts import Auto, Budget, Fixed
-from trainer.plan.layout_invariant import Leaves
+from trainer.plan.layout_invariant import LayoutInvariant
 from trainer.plan.memory import Shape, corner_shapes
 from trainer.plan.partition import pad
 from trainer.plan.traffic import MOST_OF_MEMORY
@@ -427,7 +427,7 @@ def _dearest_shapes(parts: Parts, plans: tuple[Plan, ...]) -> tuple[tuple[Shape,
         return corner_shapes(
             cut.max_tokens, longest, shortest, min(whole, cut.micro or whole)
         ), None
-    if not isinstance(cut, Fixed | Budget | Leaves):
+    if not isinstance(cut, Fixed | Budget | LayoutInvariant):
         most, row = max(_held(plan, *at) for plan in plans for at in plan.slots())[::-1]
     elif not layout.packed:
         return (Shape(most, longest),), None

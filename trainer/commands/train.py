@@ -60,7 +60,8 @@ from trainer.report.wandb import WandbMirror
 from trainer.training.batches import Feed
 from trainer.training.checkpointing import Checkpointer
 from trainer.training.kit import Kit
-from trainer.training.loop import Run, Trained, train
+from trainer.training.loop import Run, train
+from trainer.training.progress import Trained
 from trainer.tune.network import network_of
 from trainer.tune.speed import Clock
 

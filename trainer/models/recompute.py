@@ -41,11 +41,11 @@ def blocks_of(model: nn.Module) -> tuple[nn.Module, ...]:
 def separable_blocks(model: nn.Module) -> tuple[nn.Module, ...]:
     """Find the repeated blocks that share no parameter with anything outside of themselves."""
     blocks = blocks_of(model)
-    held = [{id(p) for p in block.parameters()} for block in blocks]
+    owned = [{id(p) for p in block.parameters()} for block in blocks]
     # A module counts as often as it has owners; `modules()` would give it once.
-    times = Counter(chain(*held, {id(p) for p in _parameters_outside(model, set(blocks))}))
+    times = Counter(chain(*owned, {id(p) for p in _parameters_outside(model, set(blocks))}))
     return tuple(
-        block for block, own in zip(blocks, held, strict=True) if all(times[p] == 1 for p in own)
+        block for block, own in zip(blocks, owned, strict=True) if all(times[p] == 1 for p in own)
     )
 
 

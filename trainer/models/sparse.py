@@ -48,8 +48,8 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     Yields:
         Names and tensors.
     """
-    for held in (module._parameters, module._buffers, vars(module)):
-        yield from ((name, it) for name, it in held.items() if isinstance(it, Tensor))
+    for entries in (module._parameters, module._buffers, vars(module)):
+        yield from ((name, it) for name, it in entries.items() if isinstance(it, Tensor))
 
 
 def _of_gradient(name: str) -> str:

@@ -29,10 +29,10 @@ def unmoved(model: nn.Module) -> Iterator[None]:
         Nothing.
     """
     owners = [part._buffers for part in model.modules()]
-    held = [(o, n, b, b.clone()) for o in owners for n, b in o.items() if b is not None]
+    entries = [(o, n, b, b.clone()) for o in owners for n, b in o.items() if b is not None]
     yield
     with torch.no_grad():
-        for owner, name, buffer, copy in held:
+        for owner, name, buffer, copy in entries:
             if not torch.equal(buffer, copy):
                 buffer.copy_(copy)
             owner[name] = buffer

@@ -192,12 +192,12 @@ class Plan:
 
     def _shortest_of(self, cut: IntArray, sizes: IntArray) -> int | None:
         """Find the first micro-batch, over all ranks, that is shorter than what it holds."""
-        held = np.flatnonzero(sizes)
-        begins = np.cumsum(sizes)[held] - sizes[held]
+        filled = np.flatnonzero(sizes)
+        begins = np.cumsum(sizes)[filled] - sizes[filled]
         combine = np.add if self.packed else np.maximum
-        needed = combine.reduceat(self.lengths[cut], begins) if len(held) else held
+        needed = combine.reduceat(self.lengths[cut], begins) if len(filled) else filled
         given = np.array([length for slots in self.padded_lengths for length in slots])
-        too_short = held[needed > given[held]] if len(held) else held
+        too_short = filled[needed > given[filled]] if len(filled) else filled
         return int(too_short[0]) if len(too_short) else None
 
     @staticmethod

@@ -80,10 +80,10 @@ class Fixed(Cut):
         if layout.lockstep:
             busiest = max(len(slots) for slots in ranks)
             ranks = [slots + (groups[:0],) * (busiest - len(slots)) for slots in ranks]
-        held = tuple(
+        samples = tuple(
             tuple(samples_of_groups(slot, size, num_samples) for slot in slots) for slots in ranks
         )
-        return padded_apart(held, lengths, layout)
+        return padded_apart(samples, lengths, layout)
 
     def smaller(self, plan: Plan) -> Fixed | None:
         """Halve the samples per micro-batch; see `Cut.smaller`."""

@@ -46,5 +46,5 @@ def samples_of_groups(groups: IntArray, group_size: int, num_samples: int) -> In
     if group_size == 1:
         return groups
     samples = np.sort(groups)[:, None] * group_size + np.arange(group_size)
-    held: IntArray = samples[samples < num_samples]
-    return held
+    found: IntArray = samples[samples < num_samples]
+    return found

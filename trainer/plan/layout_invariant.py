@@ -15,7 +15,7 @@ from trainer.plan.partition import even_starts, padded_apart, split
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Leaves(Cut):
+class LayoutInvariant(Cut):
     """The global batch in sample order, cut into micro-batches, which are then dealt to ranks.
 
     Where a cut for ranks first would give each rank its share and cut that, here the micro-batches
@@ -32,9 +32,9 @@ class Leaves(Cut):
     def cut(self, lengths: IntArray, layout: Layout) -> Plan:
         """Cut one global batch; see `Cut.cut`."""
         everyone = np.arange(len(lengths), dtype=np.int64)
-        leaves = split(everyone, np.arange(0, len(lengths), self.micro, dtype=np.int64))
-        first = [*map(int, even_starts(len(leaves), layout.world_size)), len(leaves)]
-        ranks = tuple(tuple(leaves[begin:end]) for begin, end in pairwise(first))
+        pieces = split(everyone, np.arange(0, len(lengths), self.micro, dtype=np.int64))
+        first = [*map(int, even_starts(len(pieces), layout.world_size)), len(pieces)]
+        ranks = tuple(tuple(pieces[begin:end]) for begin, end in pairwise(first))
         return padded_apart(ranks, lengths, layout)
 
     def smaller(self, plan: Plan) -> NoReturn:

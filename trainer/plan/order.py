@@ -68,7 +68,7 @@ class Order:
 
     Epoch `e` is the stable argsort of raw Philox draws keyed by `(seed, e)`: a stream that NumPy
     keeps across versions, unlike those of its distributions. A global batch never crosses an
-    epoch. One epoch's permutation is held at a time: 8 bytes per sample, 16 under
+    epoch. One epoch's permutation is in memory at a time: 8 bytes per sample, 16 under
     `unit="tokens"`.
 
     Args:
@@ -152,11 +152,11 @@ class Order:
         if self._lengths is None:
             return min(self.global_size, self.num_samples)
         counts = np.bincount(self._lengths)
-        held = np.cumsum(counts * np.arange(len(counts)))
-        longest = int(np.searchsorted(held, self.global_size))
+        total = np.cumsum(counts * np.arange(len(counts)))
+        longest = int(np.searchsorted(total, self.global_size))
         if longest >= len(counts):
             return self.num_samples
-        missing = self.global_size - int(held[longest - 1])
+        missing = self.global_size - int(total[longest - 1])
         return int(counts[:longest].sum()) - (-missing // longest)
 
     def num_steps(self, epochs: int) -> int:
@@ -193,10 +193,10 @@ class Order:
     def _refuse_empty(self, unit: str) -> None:
         if self.num_samples < 1:
             raise DataError("data: the training split holds no samples")
-        held = self.num_samples if self._lengths is None else int(self._lengths.sum())
-        if not self.keeps_tail and held < self.global_size:
+        total = self.num_samples if self._lengths is None else int(self._lengths.sum())
+        if not self.keeps_tail and total < self.global_size:
             raise DataError(
-                f"batch.tail=drop leaves no step: an epoch holds {held} {unit}, fewer than "
+                f"batch.tail=drop leaves no step: an epoch holds {total} {unit}, fewer than "
                 f"batch.global={self.global_size}; use batch.tail=keep or a smaller batch.global"
             )
 

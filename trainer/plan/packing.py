@@ -44,20 +44,20 @@ def pack(lengths: IntArray, layout: Layout, cap: int, max_micro: int | None = No
         The plan, dearest row first in every rank.
     """
     size, num_samples = layout.group_size, len(lengths)
-    held = totals_of_groups(np.maximum(lengths, 1), size)
-    order = np.argsort(-held, kind="stable")
+    totals = totals_of_groups(np.maximum(lengths, 1), size)
+    order = np.argsort(-totals, kind="stable")
     costs = _costs(lengths, layout)[order]
-    limit = max(1, max_micro // size) if max_micro else len(held)
+    limit = max(1, max_micro // size) if max_micro else len(totals)
     ranks: list[list[IntArray]] = []
     if layout.lockstep:
-        rows = pack_rows(held[order], costs, cap, limit, multiple_of=layout.world_size)
+        rows = pack_rows(totals[order], costs, cap, limit, multiple_of=layout.world_size)
         for share in deal_in_snake(len(rows), layout.world_size):
             ranks.append([order[rows[index]] for index in share])
     else:
         dearest_first = np.argsort(-costs, kind="stable") if size > 1 else np.arange(len(costs))
         for share in deal_by_cost(costs[dearest_first], layout.world_size):
             mine = np.sort(dearest_first[share])
-            rows = pack_rows(held[order[mine]], costs[mine], cap, limit)
+            rows = pack_rows(totals[order[mine]], costs[mine], cap, limit)
             ranks.append([order[mine[row]] for row in rows])
     samples = [[samples_of_groups(row, size, num_samples) for row in rows] for rows in ranks]
     padded = iter(_row_lengths(lengths, [row for rows in samples for row in rows], layout, cap))
@@ -107,7 +107,7 @@ def _totals(values: npt.NDArray[Number], sizes: Sequence[int]) -> npt.NDArray[Nu
 def pack_rows(
     lengths: IntArray, costs: FloatArray, cap: int, max_micro: int, multiple_of: int = 1
 ) -> list[IntArray]:
-    """Pack documents sorted longest first into rows of at most `cap` tokens, alike in cost.
+    """Pack documents sorted longest first into rows of at most `cap` tokens, nearly equal in cost.
 
     The number of rows is that of best fit decreasing, rounded up to the multiple: at most
     `11/9 OPT + 4` (Johnson 1974; usually the lower bound `ceil(sum / cap)`) where `max_micro` does
@@ -130,10 +130,10 @@ def pack_rows(
     rows = _balanced(lengths.tolist(), costs.tolist(), cap, max_micro, count) or _halved(
         rows, count
     )
-    held = np.fromiter(chain.from_iterable(rows), dtype=np.int64, count=len(lengths))
+    order = np.fromiter(chain.from_iterable(rows), dtype=np.int64, count=len(lengths))
     sizes = [len(row) for row in rows]
-    packed = split(held, [0, *np.cumsum(sizes)[:-1]])
-    dearest_first = np.argsort(-_totals(costs[held], sizes), kind="stable")
+    packed = split(order, [0, *np.cumsum(sizes)[:-1]])
+    dearest_first = np.argsort(-_totals(costs[order], sizes), kind="stable")
     return [packed[index] for index in dearest_first]
 
 

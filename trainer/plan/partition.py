@@ -55,11 +55,11 @@ def partition(lengths: IntArray, layout: Layout, cap: int, max_micro: int | None
     longest_first = np.argsort(-padded, kind="stable")
     cap, limit = cap // size, max(1, max_micro // size) if max_micro else len(padded)
     ranks = _cut_ranks(longest_first, padded, per_group(layout), cap, limit)
-    held = tuple(
+    samples = tuple(
         tuple(samples_of_groups(slot, size, len(lengths)) for slot in slots) for slots in ranks
     )
     return Plan(
-        ranks=held,
+        ranks=samples,
         lengths=lengths,
         padded_lengths=tuple(
             tuple(int(padded[slot[0]]) if len(slot) else 0 for slot in slots) for slots in ranks
@@ -110,10 +110,10 @@ def padded_apart(ranks: Sequence[Sequence[IntArray]], lengths: IntArray, layout:
     step = layout.pad_multiple
     padded = lengths if layout.packed else pad(lengths, layout)
 
-    def length(held: IntArray) -> int:
-        if not len(held):
+    def length(own: IntArray) -> int:
+        if not len(own):
             return 0
-        return -(-max(1, int(held.sum())) // step) * step if layout.packed else int(held.max())
+        return -(-max(1, int(own.sum())) // step) * step if layout.packed else int(own.max())
 
     return Plan(
         ranks=tuple(map(tuple, ranks)),
@@ -168,12 +168,12 @@ def ladder(lengths: IntArray, max_shapes: int, cost: Cost) -> tuple[int, ...]:
         tops = tops[np.linspace(0, len(tops) - 1, MAX_CANDIDATES).astype(np.int64)]
     below = np.searchsorted(np.sort(lengths), np.concatenate([[0], tops]), side="right")
     # waste[i, j]: everything above top i - 1 and up to top j is padded to top j.
-    held = np.maximum(below[None, 1:] - below[:-1, None], 0)
-    waste = held * cost.per_sample(tops)[None, :]
+    counts = np.maximum(below[None, 1:] - below[:-1, None], 0)
+    waste = counts * cost.per_sample(tops)[None, :]
     best, choices = waste[0], []
     for _ in range(max_shapes - 1):
         before = np.concatenate([[0.0], best[:-1]])
-        total = np.where(held > 0, before[:, None] + waste, np.inf)
+        total = np.where(counts > 0, before[:, None] + waste, np.inf)
         choices.append(total.argmin(axis=0))
         best = total.min(axis=0)
     chosen, top = [len(tops) - 1], len(tops) - 1
@@ -257,8 +257,8 @@ def _evened(starts: Sequence[int], lengths: Sequence[int]) -> list[int]:
     lengths they began in. Called once per rank, where lists cost a third of arrays.
     """
     evened: list[int] = []
-    for _, alike in groupby(starts, key=lengths.__getitem__):
-        run = list(alike)
+    for _, equal in groupby(starts, key=lengths.__getitem__):
+        run = list(equal)
         first = len(evened)
         end = starts[first + len(run)] if first + len(run) < len(starts) else len(lengths)
         size, count = end - run[0], len(run)
@@ -272,7 +272,7 @@ def even_starts(num_samples: int, num_groups: int) -> IntArray:
 
 
 def deal_by_cost(costs: FloatArray, world_size: int) -> list[IntArray]:
-    """Deal samples to ranks so that the ranks' totals are alike: longest processing time first.
+    """Deal samples to ranks of nearly equal totals: longest processing time first.
 
     The largest total is at most `4/3 - 1/(3 W)` of the best possible (Graham 1969) and at most
     `mean + (1 - 1/W) max`. Karmarkar-Karp costs ten times as much and is not measurably better.

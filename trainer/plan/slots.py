@@ -101,23 +101,23 @@ def _fill_levels(
     """
     rest, slots = np.arange(len(costs)), list[Slot]()
     while len(rest):
-        held = costs[rest]
-        before = np.concatenate([[0.0], np.cumsum(held)])
-        if len(rest) < 2 * world_size or before[-1] <= ENDING * world_size * held[0]:
-            last = _fill_evenly(held, most[rest], world_size, fixed, to_beat - _total(slots))
+        remaining = costs[rest]
+        before = np.concatenate([[0.0], np.cumsum(remaining)])
+        if len(rest) < 2 * world_size or before[-1] <= ENDING * world_size * remaining[0]:
+            last = _fill_evenly(remaining, most[rest], world_size, fixed, to_beat - _total(slots))
             if last is None:
                 return None
             return slots + [Slot(rest[slot.samples], slot.starts, slot.cost) for slot in last]
-        begins, sizes = _whole_groups(held, most[rest])
-        waste = 1.0 - (before[begins + sizes] - before[begins]) / held[0]
-        waste[held[begins] >= (1.0 - fall) * held[0]] = -1.0
+        begins, sizes = _whole_groups(remaining, most[rest])
+        waste = 1.0 - (before[begins + sizes] - before[begins]) / remaining[0]
+        waste[remaining[begins] >= (1.0 - fall) * remaining[0]] = -1.0
         chosen = np.sort(np.argsort(waste, kind="stable")[:world_size])
         if len(chosen) < world_size:
             return None
         begins, sizes = begins[chosen], sizes[chosen]
         starts = np.cumsum(sizes) - sizes
         taken = np.repeat(begins - starts, sizes) + np.arange(sizes.sum())
-        dearest = float((sizes * held[begins]).max())
+        dearest = float((sizes * remaining[begins]).max())
         slots.append(Slot(rest[taken], starts, fixed + dearest))
         if _total(slots) >= to_beat:
             return None
@@ -171,9 +171,9 @@ def _fill_evenly(
 def _slots(starts: list[int], tops: list[float], world_size: int, num_samples: int) -> list[Slot]:
     """Turn starts of consecutive micro-batches into slots."""
     bounds = [*starts[::world_size], num_samples]
-    held = np.asarray(starts, dtype=np.int64).reshape(-1, world_size)
+    rows = np.asarray(starts, dtype=np.int64).reshape(-1, world_size)
     return [
-        Slot(np.arange(bounds[turn], bounds[turn + 1]), held[turn] - bounds[turn], top)
+        Slot(np.arange(bounds[turn], bounds[turn + 1]), rows[turn] - bounds[turn], top)
         for turn, top in enumerate(tops)
     ]
 

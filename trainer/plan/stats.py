@@ -63,10 +63,10 @@ def micro_batch_cost(plan: Plan, rank: int, slot: int, cost: Cost) -> float:
     An empty slot costs what does not depend on size. A packed row pays for attention document by
     document.
     """
-    held, length = plan.ranks[rank][slot], plan.padded_lengths[rank][slot]
+    samples, length = plan.ranks[rank][slot], plan.padded_lengths[rank][slot]
     if not plan.packed:
-        return cost.tokens(len(held), length)
-    lengths = plan.lengths[held]
+        return cost.tokens(len(samples), length)
+    lengths = plan.lengths[samples]
     return cost.fixed + length - int(lengths.sum()) + float(cost.per_sample(lengths).sum())
 
 

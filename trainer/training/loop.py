@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NoReturn, final
-
-from torch import Tensor
 
 from trainer.config.messages import first_of
 from trainer.core.errors import NonFiniteError, Preempted, TrainError
 from trainer.core.signals import settle
 from trainer.plan.order import Order
-from trainer.report.records import EvalRecord, StepRecord
+from trainer.report.records import EvalRecord
 from trainer.report.reporter import Reporter
 from trainer.training.batches import Feed, PlannedBatch
 from trainer.training.checkpointing import Checkpointer
 from trainer.training.evaluation import HeldOut, evaluate
 from trainer.training.kit import Kit
-from trainer.training.step import NOT_FINITE, StepReport, train_step
-from trainer.tune.memory_limit import peak_bytes
+from trainer.training.progress import Trained, record_of
+from trainer.training.step import train_step
 
 
 @final
@@ -54,50 +52,6 @@ class Run:
     tokens: int = 0
     failures: int = 0
     evaluation: Mapping[str, float] | None = None
-
-
-@final
-@dataclass(kw_only=True)
-class Trained:
-    """How far the loop has come.
-
-    Attributes:
-        step: optimizer steps taken, from the start of the run.
-        total_tokens: real input positions consumed, from the start of the run.
-        tokens: likewise, in this process.
-        seconds: spent on steps in this process; evaluation and saving do not count.
-        loss: of the last step, 0-d.
-        evaluation: the last one's metrics by name.
-        skipped_steps: steps without an update.
-        replays: times a step ran out of memory and was computed again.
-        failures: steps in a row, up to the last one, that were not finite.
-        taken: optimizer steps taken in this process.
-    """
-
-    step: int
-    total_tokens: int
-    tokens: int = 0
-    seconds: float = 0.0
-    loss: Tensor | None = None
-    evaluation: Mapping[str, float] = field(default_factory=dict)
-    evaluated_at: int | None = None
-    saved_at: int | None = None
-    skipped_steps: int = 0
-    replays: int = 0
-    failures: int = 0
-    taken: int = 0
-
-    def add(self, report: StepReport[PlannedBatch], seconds: float) -> None:
-        """Count a step."""
-        self.step = report.batch.step
-        self.total_tokens += report.batch.num_tokens
-        self.tokens += report.batch.num_tokens
-        self.seconds += seconds
-        self.loss = report.loss
-        self.skipped_steps += report.skipped is not None
-        self.replays += report.replays
-        self.failures = self.failures + 1 if report.skipped == NOT_FINITE else 0
-        self.taken += 1
 
 
 def train(run: Run) -> Trained:
@@ -246,35 +200,3 @@ def _evaluate(run: Run, progress: Trained) -> None:
     seconds = time.perf_counter() - started
     run.reporter.evaluation(EvalRecord(step=progress.step, metrics=metrics, seconds=seconds))
     progress.evaluation = metrics
-
-
-def record_of(
-    order: Order, report: StepReport[PlannedBatch], tokens: int, seconds: float
-) -> StepRecord:
-    """Give the record of a step.
-
-    Args:
-        order: of the samples.
-        report: what the step did.
-        tokens: consumed so far, from the start of the run.
-        seconds: of the step.
-    """
-    batch = report.batch
-    return StepRecord(
-        step=batch.step,
-        epoch=order.fractional_epoch(batch.samples.after),
-        samples=batch.samples.after.samples,
-        tokens=tokens,
-        loss=report.loss,
-        lr=report.lr,
-        grad_norm=report.grad_norm,
-        accum_steps=batch.plan.accum_steps,
-        micro_batches=batch.plan.num_micro_batches,
-        padding=batch.plan.padding,
-        seconds=seconds,
-        step_tokens=batch.num_tokens,
-        memory_bytes=peak_bytes(report.loss.device),
-        skipped=report.skipped,
-        replays=report.replays,
-        metrics=report.metrics,
-    )

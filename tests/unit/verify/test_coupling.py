@@ -270,7 +270,7 @@ class HalfLow(HandCast):
 
 @dataclass
 class AsBuilt(Bench):
-    """Leaves the model in the precision that it was built in."""
+    """LayoutInvariant the model in the precision that it was built in."""
 
     def __post_init__(self) -> None:
         build = self.model
