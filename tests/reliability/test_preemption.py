@@ -108,7 +108,7 @@ def _text(folder: Path) -> tuple[str, ...]:
 
 
 def _while_indexing(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(text, "_checked", _after(_once(signal.SIGTERM), text._checked))
+    patch.setattr(text, "_document", _after(_once(signal.SIGTERM), text._document))
 
 
 def _while_measuring(patch: pytest.MonkeyPatch) -> None:

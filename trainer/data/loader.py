@@ -20,8 +20,8 @@ from trainer.core.micro_batch import Fields
 from trainer.core.out_of_memory import is_out_of_memory
 from trainer.core.world import rng_key
 from trainer.data.collate import IGNORED_LABEL, INPUT_IDS, LABELS, Sample, aligned_fields, pack, pad
+from trainer.data.files import progress
 from trainer.data.limits import Limits, check_length, limits_of, states_lengths
-from trainer.data.progress import progress
 from trainer.data.samples import (
     Samples,
     draws_randomness,

@@ -17,10 +17,10 @@ import numpy as np
 from trainer.core.errors import DataError
 from trainer.core.world import World
 from trainer.data.collate import INPUT_IDS, Sample, pad
+from trainer.data.files import progress
 from trainer.data.index import LISTED_SKIPS, SKIP_CAP
 from trainer.data.limits import check_length
 from trainer.data.loader import lengths_of
-from trainer.data.progress import progress
 from trainer.data.samples import Samples, Selection, isolated_rng, name_of, offered, read_sample
 from trainer.data.split import fingerprint_of
 from trainer.plan.cut import IntArray

@@ -57,19 +57,6 @@ class Selection(Dataset[Mapping[str, Any]]):
         return getattr(self.dataset, name)
 
 
-@contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Say of a file that cannot be read that it is the data's.
-
-    Raises:
-        DataError: in place of an OSError.
-    """
-    try:
-        yield
-    except OSError as error:
-        raise DataError(f"data: cannot read {path}: {error.strerror or error}") from error
-
-
 def origin_of(dataset: Samples) -> Samples:
     """Give the data set that the user wrote, of which this one may be a part."""
     while isinstance(dataset, Selection):

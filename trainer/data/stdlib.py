@@ -18,8 +18,8 @@ from typing import Any, final
 
 from trainer.core.errors import DataError
 from trainer.data.documents import ByteDocuments, Overlong
+from trainer.data.files import progress
 from trainer.data.index import LISTED_SKIPS, Add, Index, cached_index
-from trainer.data.progress import progress
 
 _LEFT_OUT = frozenset(
     {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}

@@ -1,20 +1,18 @@
-"""One's own text: a file, a folder of files, or JSON lines."""
+"""Read documents from text of one's own: a file, a folder of files, or JSON lines."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, final
 
 from trainer.core.errors import ConfigError, DataError
 from trainer.data.documents import ByteDocuments, Overlong
-from trainer.data.folder import files_at
+from trainer.data.files import files_at, progress, reading
 from trainer.data.index import LISTED_SKIPS, SKIP_CAP, Add, Index, cached_index
-from trainer.data.progress import progress
-from trainer.data.samples import reading
 
 _JSON_LINES = frozenset({".jsonl", ".ndjson"})
 _BOM = b"\xef\xbb\xbf"
@@ -75,85 +73,61 @@ class Text(ByteDocuments):
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Record:
-    """One document or one fault, and where it stands; `fields` hold text in place of the asked."""
-
-    place: str
-    document: bytes = b""
-    fault: str = ""
-    fields: tuple[str, ...] = ()
-
-
-@dataclass(slots=True)
-class _Tally:
-    """Counts good and bad records, and stops where bad ones are not to be passed over."""
-
-    skips: bool
-    num_documents: int = 0
-    num_skipped: int = 0
-    skipped: list[str] = field(default_factory=list)
-
-    def refuse(self, record: _Record) -> None:
-        """Note a bad record.
-
-        Raises:
-            DataError: bad records are not to be skipped.
-        """
-        reason = f"{record.place}: {record.fault}"
-        if record.fields and not self.num_documents + self.num_skipped:
-            meant = " or ".join(f"data.field={name}" for name in record.fields)
-            raise DataError(f"data: {reason}; type {meant}")
-        if not self.skips:
-            raise DataError(f"data: {reason}; mend it, or set data.on_bad=skip")
-        self.num_skipped += 1
-        if len(self.skipped) < LISTED_SKIPS:
-            self.skipped.append(reason)
-
-    def check_share(self) -> None:
-        """Hold the skipped records against the cap.
-
-        Raises:
-            DataError: there are too many.
-        """
-        total = self.num_documents + self.num_skipped
-        if self.num_skipped > max(1, SKIP_CAP * total):
-            raise DataError(
-                f"data: {self.num_skipped} of {total} records are bad, more than the "
-                f"{SKIP_CAP:.0%} that data.on_bad=skip passes over; the first: {self.skipped[0]}"
-            )
-
-
 def _text_index(path: Path, name: str, skips: bool) -> Index:
     with reading(path):
         files = _files(path)
         states = [file.stat() for file in files]
     key = hashlib.sha256(f"{path}|{name}|{skips}".encode())
+    place = key.hexdigest()[:12]
     total = sum(status.st_size for status in states)
     for file, status in zip(files, states, strict=True):
         key.update(f"|{file}|{status.st_size}|{status.st_mtime_ns}".encode())
 
     def build(add: Add) -> Mapping[str, Any]:
         with progress(f"indexing {path}, {total:,} bytes", total) as advance:
-            tally = _build(_records(path, files, name, advance), add, skips)
-        if tally.num_documents == 0:
-            raise DataError(f"data.path={path}: holds no documents")
-        return {"num_skipped": tally.num_skipped, "skipped": tally.skipped}
+            return _build(path, files, name, skips, add, advance)
 
-    place = hashlib.sha256(f"{path}|{name}|{skips}".encode()).hexdigest()[:12]
     return cached_index(f"text-{place}", key.hexdigest(), build)
 
 
-def _build(records: Iterator[_Record], add: Add, skips: bool) -> _Tally:
-    tally = _Tally(skips)
-    for record in records:
-        if record.fault:
-            tally.refuse(record)
+def _build(
+    path: Path,
+    files: list[Path],
+    name: str,
+    skips: bool,
+    add: Add,
+    advance: Callable[[int], None],
+) -> Mapping[str, Any]:
+    """Add every document, and count what is bad.
+
+    Raises:
+        DataError: a record is bad and must not be skipped, too many are, or nothing is left.
+    """
+    total, num_bad, bad = 0, 0, list[str]()
+    for file, number, record in _records(path, files):
+        advance(len(record))
+        total += 1
+        try:
+            document = _document(file, record, name)
+        except ValueError as error:
+            fault = _fault(file, number, error)
+            if total == 1 and isinstance(error, _NoFieldError) and error.fields:
+                meant = " or ".join(f"data.field={field}" for field in error.fields)
+                raise DataError(f"data: {fault}; type {meant}") from error
+            if not skips:
+                raise DataError(f"data: {fault}; fix it, or use data.on_bad=skip") from error
+            num_bad += 1
+            bad = bad if num_bad > LISTED_SKIPS else [*bad, fault]
         else:
-            add(record.document, record.document)
-            tally.num_documents += 1
-    tally.check_share()
-    return tally
+            add(document, document)
+    if num_bad > max(1, SKIP_CAP * total):
+        raise DataError(
+            f"data: {num_bad} of {total} records are bad, more than the {SKIP_CAP:.0%} that "
+            f"data.on_bad=skip passes over; the first: {bad[0]}"
+        )
+    if num_bad == total:
+        raise DataError(f"data.path={path}: holds no documents")
+    return {"num_skipped": num_bad, "skipped": bad}
 
 
 def _files(path: Path) -> list[Path]:
@@ -170,105 +144,72 @@ def _files(path: Path) -> list[Path]:
     return files
 
 
-def _records(
-    path: Path, files: list[Path], name: str, advance: Callable[[int], None]
-) -> Iterator[_Record]:
+def _records(path: Path, files: list[Path]) -> Iterator[tuple[Path, int, bytes]]:
+    """Divide files into what should be documents.
+
+    Yields:
+        File, number of the first line, and bytes.
+    """
     for file in files:
         with reading(file):
-            if file.suffix in _JSON_LINES:
-                yield from _json_lines(file, name, advance)
-            elif file == path:
-                yield from _paragraphs(file, advance)
-            else:
-                yield from _whole(file, advance)
+            if file.suffix not in _JSON_LINES and file != path:
+                yield file, 1, file.read_bytes().removeprefix(_BOM)
+                continue
+            for is_blank, run in groupby(_lines(file), lambda line: not line[1].strip()):
+                if not is_blank and file.suffix in _JSON_LINES:
+                    yield from ((file, number, line) for number, line in run)
+                elif not is_blank:
+                    numbers, paragraph = zip(*run, strict=True)
+                    yield file, numbers[0], b"".join(paragraph)
 
 
-def _lines(file: Path, advance: Callable[[int], None]) -> Iterator[tuple[int, bytes]]:
+def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
-            advance(len(line))
             yield number, line.removeprefix(_BOM) if number == 1 else line
 
 
-def _json_lines(file: Path, name: str, advance: Callable[[int], None]) -> Iterator[_Record]:
-    for number, line in _lines(file, advance):
-        if line.strip():
-            place = f"{file}:{number}"
-            try:
-                yield _Record(place, document=_text_of(line, name))
-            except _NoFieldError as error:
-                yield _Record(place, fault=str(error), fields=error.fields)
-            except ValueError as error:
-                yield _Record(place, fault=str(error))
-
-
 class _NoFieldError(ValueError):
-    """A record lacks the field; says which it has, and knows which of them hold text."""
+    """A record lacks the field; names some that hold text."""
 
     def __init__(self, name: str, record: Mapping[str, Any]) -> None:
         super().__init__(f"no field {name!r}; it has {', '.join(map(repr, record)) or 'none'}")
         self.fields = tuple(key for key, value in record.items() if isinstance(value, str))[:3]
 
 
-def _text_of(line: bytes, name: str) -> bytes:
-    """Take the text out of one JSON record.
+def _document(file: Path, record: bytes, name: str) -> bytes:
+    """Take the text out of a record, in UTF-8.
 
     Raises:
         ValueError: it is bad; says how.
         _NoFieldError: it lacks the field.
     """
+    if file.suffix not in _JSON_LINES:
+        record.decode()
+        if not record.strip():
+            raise ValueError("the document is empty")
+        return record.rstrip(b"\r\n")
     try:
-        record = json.loads(line.decode())
-    except UnicodeDecodeError as error:
-        raise ValueError(_not_utf8(error)) from error
+        fields = json.loads(record.decode())
     except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"not JSON ({error})") from error
-    if not isinstance(record, dict):
-        raise ValueError(f"not a JSON object but of type {type(record).__name__}")
-    if name not in record:
-        raise _NoFieldError(name, record)
-    text = record[name]
+    if not isinstance(fields, dict):
+        raise ValueError(f"not a JSON object but of type {type(fields).__name__}")
+    if name not in fields:
+        raise _NoFieldError(name, fields)
+    text = fields[name]
     if not isinstance(text, str):
         raise ValueError(f"field {name!r} is of type {type(text).__name__}, not a string")
     if not text.strip():
         raise ValueError(f"field {name!r} is empty")
-    try:
-        return text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"field {name!r} holds half a surrogate pair") from error
+    return text.encode()
 
 
-def _paragraphs(file: Path, advance: Callable[[int], None]) -> Iterator[_Record]:
-    paragraph: list[bytes] = []
-    begin = 1
-    for number, line in _lines(file, advance):
-        if line.strip():
-            begin = begin if paragraph else number
-            paragraph.append(line)
-        elif paragraph:
-            yield _checked(file, begin, b"".join(paragraph))
-            paragraph = []
-    if paragraph:
-        yield _checked(file, begin, b"".join(paragraph))
-
-
-def _whole(file: Path, advance: Callable[[int], None]) -> Iterator[_Record]:
-    contents = file.read_bytes()
-    advance(len(contents))
-    yield _checked(file, 1, contents.removeprefix(_BOM))
-
-
-def _checked(file: Path, first_line: int, document: bytes) -> _Record:
-    """Check the encoding, and name the line of the first byte that breaks it."""
-    try:
-        document.decode()
-    except UnicodeDecodeError as error:
-        line = first_line + document.count(b"\n", 0, error.start)
-        return _Record(f"{file}:{line}", fault=_not_utf8(error))
-    if not document.strip():
-        return _Record(f"{file}:{first_line}", fault="the document is empty")
-    return _Record(f"{file}:{first_line}", document=document.rstrip(b"\r\n"))
-
-
-def _not_utf8(error: UnicodeDecodeError) -> str:
-    return f"not UTF-8 (byte 0x{error.object[error.start]:02x})"
+def _fault(file: Path, number: int, error: ValueError) -> str:
+    """Name file and line of a bad record, and what is wrong with it."""
+    if isinstance(error, UnicodeEncodeError):
+        return f"{file}:{number}: its text holds half a surrogate pair"
+    if isinstance(error, UnicodeDecodeError):
+        number += error.object.count(b"\n", 0, error.start)
+        return f"{file}:{number}: not UTF-8 (byte 0x{error.object[error.start]:02x})"
+    return f"{file}:{number}: {error}"

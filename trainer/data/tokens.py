@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from trainer.core.errors import ConfigError, DataError
-from trainer.data.folder import files_at
+from trainer.data.files import files_at, reading
 from trainer.data.holdout import HELD_OUT, TRAIN, check_split, held_out_count
-from trainer.data.samples import reading
 from trainer.plan.cut import IntArray
 
 _DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from trainer.core.errors import ConfigError, DataError
-from trainer.data import progress
+from trainer.data import files
 from trainer.data.documents import BOS, EOS
 from trainer.data.stdlib import StdlibText, top_level_definitions
 
@@ -274,7 +274,7 @@ def test_a_pickled_data_set_maps_its_index_anew(library):
 
 
 def test_off_a_terminal_building_says_one_plain_line(library, capsys, monkeypatch):
-    monkeypatch.setattr(progress, "LONG_S", -1.0)
+    monkeypatch.setattr(files, "LONG_S", -1.0)
     StdlibText(root=str(library))
     assert capsys.readouterr().err == (
         "train: indexing the Python standard library, 8 modules ...\n"

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import Dataset
 
 from trainer.core.errors import ConfigError, DataError
-from trainer.data import progress
+from trainer.data import files
 from trainer.data.limits import Limits
 from trainer.data.loader import Loader, Request, lengths_of
 from trainer.data.split import fingerprint_of, split_by_seed
@@ -377,7 +377,7 @@ def test_lengths_of_its_own_are_taken():
 
 
 def test_lengths_are_measured_once_where_a_data_set_has_none(capsys, monkeypatch):
-    monkeypatch.setattr(progress, "LONG_S", -1.0)
+    monkeypatch.setattr(files, "LONG_S", -1.0)
     dataset = Listed([{"input_ids": list(range(n))} for n in LENGTHS])
     assert lengths_of(dataset).tolist() == LENGTHS
     reads = dataset.num_reads
