@@ -147,7 +147,7 @@ def our_loop(data: Rows, num_micro: int, folder: Path) -> Iterator[float]:
         world=world,
     )
     with (folder / "screen.txt").open("w") as screen:
-        shown = Screen(folder, bar=False, file=screen)
+        shown = Screen(folder, file=screen)
         shown.begin(0, kit.total_steps)
         reporter = RunReporter(folder, shown, keep_samples=True)
         tokens = 0

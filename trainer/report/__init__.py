@@ -1,6 +1,5 @@
-"""What a run tells the world: metrics, console, W&B. The only place with `.item()`.
+"""Tell what happens in a run: files, screen, W&B. The only room with `.item()`.
 
-`records` say what happened, `figures` how a number reads, `blocks` what a person sees at once,
-`console` puts it on the screen and into train.log, `metrics` writes the truth (metrics.jsonl),
-`wandb` mirrors it, and `reporter` is the one face that the training loop knows.
+`records` is what happened, `blocks` and `closing` what a person sees of it at once, `console` the
+screen and train.log; `metrics` writes metrics.jsonl, `wandb` mirrors it. Read `reporter` first.
 """

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from trainer.core.format import duration, number, percent, plural, short, shown_path, size
@@ -322,46 +321,23 @@ def _amount(plan: Record, steps: int) -> str:
 
 
 def _shapes(plan: Record, file: Path | None) -> RenderableType:
-    """List the shapes, the first to run first; equal ones share a row.
-
-    Of several ranks with too many shapes for the screen, the work of each is listed instead.
-    """
+    """List the shapes, the first to run first; equal ones share a row."""
     groups = Counter(
         (shape["rank"], shape["num_samples"], shape["length"], _positions(shape))
         for shape in plan["shapes"]
     )
-    if plan["world_size"] > 1 and len(groups) > MAX_SHAPE_ROWS:
-        return _ranks(plan, file)
     table = plain_table(">rank", ">count", ">samples", f">length, {noun_of(plan)}s", ">positions")
     for (rank, *figures), count in [*groups.items()][:MAX_SHAPE_ROWS]:
         table.add_row(*map(number, (rank, count, *figures)))
-    return _continued(table, len(groups), file)
+    left = len(groups) - MAX_SHAPE_ROWS
+    place = "plan.json" if file is None else shown_path(file)
+    more = [Text(f"and {number(left)} more; all are in {place}", "dim")] if left > 0 else []
+    return indented(Group(table, *more))
 
 
 def _positions(shape: Record) -> int:
     """Count the computed positions of a micro-batch; under packing it is one row."""
     return int(shape["length"] * (1 if shape["packed"] else shape["num_samples"]))
-
-
-def _ranks(plan: Record, file: Path | None) -> RenderableType:
-    """List what each rank computes; the shares are even where the positions are."""
-    of_ranks: dict[int, list[Record]] = {}
-    for shape in plan["shapes"]:
-        of_ranks.setdefault(shape["rank"], []).append(shape)
-    table = plain_table(">rank", ">micro-batches", ">samples", ">positions", ">largest")
-    for rank, shapes in sorted(of_ranks.items())[:MAX_SHAPE_ROWS]:
-        samples = sum(shape["num_samples"] for shape in shapes)
-        positions = [_positions(shape) for shape in shapes]
-        table.add_row(*map(number, (rank, len(shapes), samples, sum(positions), max(positions))))
-    return _continued(table, len(of_ranks), file)
-
-
-def _continued(table: Table, num_rows: int, file: Path | None) -> RenderableType:
-    """Say below a table where the rows are that it leaves out."""
-    left = num_rows - MAX_SHAPE_ROWS
-    place = "plan.json" if file is None else shown_path(file)
-    more = [Text(f"and {number(left)} more; all are in {place}", "dim")] if left > 0 else []
-    return indented(Group(table, *more))
 
 
 def _candidates(candidates: Sequence[Record], noun: Noun) -> RenderableType:

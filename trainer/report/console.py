@@ -46,19 +46,16 @@ class Screen:
     Args:
         folder: the run folder, for train.log; None writes no log. With one, and `BRIEF` in the
             environment, nothing is printed.
-        bar: whether a progress bar may be shown; it is shown on a terminal only.
         file: where to print; None is standard output.
     """
 
-    def __init__(
-        self, folder: Path | None = None, *, bar: bool = True, file: TextIO | None = None
-    ) -> None:
+    def __init__(self, folder: Path | None = None, *, file: TextIO | None = None) -> None:
         is_brief = folder is not None and os.environ.get(BRIEF) == "1"
         self._console = Console(
             file=file, highlight=False, markup=False, emoji=False, quiet=is_brief
         )
-        bar = bar and not is_brief
-        self._may_show_bar = bar and self._console.is_interactive and self._console.file.isatty()
+        is_terminal = self._console.is_interactive and self._console.file.isatty()
+        self._may_show_bar = is_terminal and not is_brief
         if isinstance(self._console.file, TextIOWrapper):
             # A generated sample or a path may hold what the terminal's encoding does not.
             self._console.file.reconfigure(errors="backslashreplace")
@@ -205,7 +202,7 @@ def _write(console: Console | None, lines: str) -> None:
 
 
 def _fall_silent(console: Console, error: BaseException) -> None:
-    """Print nothing more; nor may what is still held break whoever ends the process."""
+    """Print nothing more; what is still in a buffer must not break the end of the process."""
     console.quiet = True
     if isinstance(error, BrokenPipeError):
         lead_nowhere(console.file)  # type: ignore[arg-type] # of text, as rich writes

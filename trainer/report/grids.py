@@ -1,6 +1,6 @@
-"""What the blocks of the screen are made of: titles, grids of label and text, plain tables.
+"""Make the parts of the screen's blocks: titles, grids of label and text, plain tables.
 
-A grid of a dim label and its text reads alike at 80 columns, at 120, without colour and in a file.
+A grid of a label and its text reads the same at 80 columns, at 120, without colour, in a file.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""metrics.jsonl, the truth about a run, and samples.jsonl, the ledger of what it consumed.
+"""Write metrics.jsonl, the truth about a run, and samples.jsonl, the ledger of its samples.
 
 Numbers that JSON does not know (NaN, infinities) are written as null.
 """

@@ -248,12 +248,6 @@ def test_a_cadence_counts_what_its_steps_really_consume(changes, lines, monkeypa
     assert all(line in " ".join(text.split()) for line in lines), text
 
 
-def test_the_work_of_many_ranks_is_summed_by_rank(monkeypatch):
-    shapes = [shape(2, n, rank=n % 2) for n in range(1, 21)]
-    text = shown(plan_block(PLAN | {"world_size": 2, "shapes": shapes}), monkeypatch, 120)
-    assert re.search(r"0 +10 +20 +220 +40\n.*1 +10 +20 +200 +38\n", text), text
-
-
 def test_verify_names_the_culprits(monkeypatch):
     report = VerifyReport(
         verdict="not_exact",
@@ -313,16 +307,6 @@ def test_a_terminal_shows_a_bar_and_the_log_the_same_lines_without_colour(tmp_pa
     assert "step 20/60  loss   4.8000" in log
     assert "step 30/60  held out: loss 4.5000  (1.0 s)" in log
     assert seen().rfind("\x1b[?25h") > seen().rfind("\x1b[?25l"), "the cursor stays visible"
-
-
-def test_no_bar_is_shown_in_a_sweep(tmp_path, terminal):
-    file, seen = terminal
-    reporter = RunReporter(tmp_path, Screen(tmp_path, bar=False, file=file))
-    reporter.start(PLAN)
-    reporter.step(record(1))
-    reporter.close()
-    assert "step  1/60  loss" in re.sub(r"\x1b\[[0-9;?]*[a-z]", "", seen())
-    assert "\x1b[?25" not in seen()
 
 
 def test_the_log_of_a_resumed_run_goes_on_in_the_same_file(tmp_path):
