@@ -31,7 +31,7 @@ from trainer.tune.layout import (
     takes_boundaries,
     unused_boundaries,
 )
-from trainer.tune.predict import predictor_for
+from trainer.tune.predict import Predictor
 from trainer.tune.workload import Tiled
 
 CPU = torch.device("cpu")
@@ -115,7 +115,7 @@ def test_packed_shapes_are_rehearsed_as_rows_with_boundaries():
     work = workload(gpt(), Tiled(example, 8))
     with pytest.raises(CannotRunFake):
         predict_peak(work, Shape(2, 8))
-    predictor = predictor_for(work, Shape(1, 64))
+    predictor = Predictor(work, Shape(1, 64))
     assert "real probes" in predictor.method
     measured = measured_peak(work, Shape(8, 64)).peak_bytes
     assert predictor(Shape(8, 64)).peak_bytes == pytest.approx(measured, rel=0.05)

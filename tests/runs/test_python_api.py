@@ -15,7 +15,7 @@ from trainer.optim.schedules import Constant
 from trainer.plan.cuts import Fixed
 from trainer.plan.memory import Shape
 from trainer.training.step import train_step
-from trainer.tune.predict import predictor_for
+from trainer.tune.predict import Predictor
 from trainer.tune.workload import Tiled, Workload
 
 
@@ -37,7 +37,7 @@ def test_a_shape_that_cannot_run_fake_is_probed_even_if_smaller_ones_can():
         make_optimizer=lambda model: torch.optim.AdamW(model.parameters()),
         make_fields=Tiled({"input_ids": ids, "labels": ids}, 8),
     )
-    predict = predictor_for(work, Shape(1, 8))
+    predict = Predictor(work, Shape(1, 8))
     assert predict(Shape(4, 8)).peak_bytes > predict(Shape(1, 8)).peak_bytes
 
 

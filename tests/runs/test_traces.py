@@ -38,7 +38,7 @@ from trainer.data.loader import Request
 from trainer.plan.cuts import Fixed
 from trainer.plan.memory import Shape
 from trainer.training.step import train_step
-from trainer.tune.predict import predictor_for
+from trainer.tune.predict import Predictor
 from trainer.tune.speed import rehearsal
 from trainer.tune.workload import Tiled, Workload
 from trainer.verify.proof import verify
@@ -135,7 +135,7 @@ def test_a_model_of_transformers_is_left_as_after_one_forward(head: Head) -> Non
         make_optimizer=lambda model: torch.optim.SGD(model.parameters()),
         make_fields=Tiled(fields, length),
     )
-    predictor_for(work, Shape(2, length))
+    Predictor(work, Shape(2, length))
     with rehearsal(work, recompute=False) as prepare:
         prepare(Shape(2, length))()
     assert_as_after_one_forward(head, bench.module, fields)

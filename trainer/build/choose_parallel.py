@@ -21,10 +21,10 @@ from trainer.parallel.sync import SyncPolicy
 from trainer.plan.cuts import Auto
 from trainer.plan.memory import Shape
 from trainer.plan.partition import pad
-from trainer.tune.cache import Notebook
+from trainer.tune.cache import Facts, TuningCache
 from trainer.tune.fake import CannotRunFake, predict_peak
 from trainer.tune.memory_limit import MemoryLimit
-from trainer.tune.predict import FakeRuns
+from trainer.tune.predict import BY_FAKE_RUNS
 from trainer.tune.workload import Workload
 
 IN_WORDS = {
@@ -127,31 +127,36 @@ def _need(parts: Parts, mode: str, limit: MemoryLimit) -> tuple[int, int]:
     found = parallel_setup(config, alone, parts.module, _policy(parts))
     layout = replace(parts.layout, lockstep=found.sync.lockstep)
     there = replace(parts, config=config, world=alone, parallel=found, layout=layout)
-    work, shapes, book = _least(there)
+    work, shapes, cache = _least(there)
     asked = config.activation_checkpointing
-    recomputes = (False, True) if asked == "auto" else (asked is True,)
+    known = [
+        cache.facts(recompute=each)
+        for each in ((False, True) if asked == "auto" else (asked is True,))
+    ]
     trained = sum(p.nbytes for p in work.model.parameters() if p.requires_grad)
     try:
-        needs = [max(_peak(work, shape, book, r) for shape in shapes) for r in recomputes]
+        needs = [
+            max(_peak(work, shape, facts, facts is cache.recomputed) for shape in shapes)
+            for facts in known
+        ]
     except CannotRunFake:
         needs = [2 * trained * found.replicas // alone.size]
     finally:
-        book.save()
+        cache.save()
     needed = min(needs)
-    ratio = book.ratios.get(recomputes[needs.index(needed)], 1.0)
+    ratio = known[needs.index(needed)].ratio
     return needed, limit.for_tensors(ratio, work.resident_bytes)
 
 
-def _peak(work: Workload, shape: Shape, book: Notebook, recompute: bool) -> int:
+def _peak(work: Workload, shape: Shape, facts: Facts, recompute: bool) -> int:
     """Predict a peak, or look it up; the tuner finds it there in turn."""
-    key = shape, recompute
-    if key not in book.peaks:
-        book.peaks[key] = predict_peak(work, shape, recompute=recompute)
-        book.methods[recompute] = FakeRuns(work, recompute).method
-    return book.peaks[key].peak_bytes
+    if shape not in facts.peaks:
+        facts.peaks[shape] = predict_peak(work, shape, recompute=recompute)
+        facts.method = BY_FAKE_RUNS
+    return facts.peaks[shape].peak_bytes
 
 
-def _least(parts: Parts) -> tuple[Workload, tuple[Shape, ...], Notebook]:
+def _least(parts: Parts) -> tuple[Workload, tuple[Shape, ...], TuningCache]:
     """Name shapes of which one needs the most memory, in the smallest step there may be."""
     work = workload(parts)
     if not isinstance(parts.cut, Auto):
@@ -159,4 +164,4 @@ def _least(parts: Parts) -> tuple[Workload, tuple[Shape, ...], Notebook]:
         return dearest(parts, work, plans)
     longest = int(pad(np.array([parts.source.lengths.max()]), parts.layout)[0])
     count = min(parts.layout.group_size, parts.source.order.most_samples)
-    return work, (Shape(count, longest),), Notebook.open(situation(parts, work))
+    return work, (Shape(count, longest),), TuningCache.open(situation(parts, work))

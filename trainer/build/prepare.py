@@ -31,12 +31,12 @@ from trainer.plan.partition import pad
 from trainer.plan.traffic import MOST_OF_MEMORY
 from trainer.training.batches import PREFETCH_LIMIT_BYTES
 from trainer.training.evaluation import HeldOut
-from trainer.tune.cache import Notebook, describe
+from trainer.tune.cache import TuningCache, describe
 from trainer.tune.layout import BOUNDARIES
 from trainer.tune.memory_limit import MemoryLimit, memory_limit
-from trainer.tune.predict import predictor_for
+from trainer.tune.predict import Predictor
 from trainer.tune.ragged import look
-from trainer.tune.restored import untouched
+from trainer.tune.restored import restoring
 from trainer.tune.speed import Clock, meter_for
 from trainer.tune.tensors import MemoryEstimate
 from trainer.tune.tuner import tune
@@ -352,8 +352,8 @@ def _tune(
         num_steps=parts.total_steps,
         longest_id=int(original_ids(parts.train_set, [lengths.argmax()])[0]),
     )
-    book = Notebook.open(situation(parts, work))
-    return tune(question, book, clock or time.perf_counter, meter_for(work.device))
+    cache = TuningCache.open(situation(parts, work))
+    return tune(question, cache, clock or time.perf_counter, meter_for(work.device))
 
 
 def _predicted_or_why(
@@ -375,35 +375,35 @@ def _seen(parts: Parts, work: Workload, unknown: str | None) -> tuple[str, ...]:
 
 def _predicted(parts: Parts, work: Workload, plans: tuple[Plan, ...]) -> MemoryEstimate:
     """Predict the peak of the dearest micro-batch of any step."""
-    work, shapes, book = dearest(parts, work, plans)
+    work, shapes, cache = dearest(parts, work, plans)
     recompute = parts.config.activation_checkpointing is True
-    unknown = [shape for shape in shapes if (shape, recompute) not in book.peaks]
+    facts = cache.facts(recompute=recompute)
+    unknown = [shape for shape in shapes if shape not in facts.peaks]
     if unknown:
         # One that the run has, not one sample alone: BatchNorm of single values needs two.
         smallest = min(shapes, key=lambda shape: shape.num_samples)
-        with untouched(parts.module, parts.objective):
-            predictor = predictor_for(work, smallest, recompute=recompute)
-            book.peaks.update({(shape, recompute): predictor(shape) for shape in unknown})
-        book.methods[recompute] = predictor.method
-        book.save()
-    peaks = [book.peaks[shape, recompute] for shape in shapes]
-    return max(peaks, key=lambda peak: peak.peak_bytes)
+        with restoring(parts.module, parts.objective):
+            predictor = Predictor(work, smallest, recompute=recompute)
+            facts.peaks.update({shape: predictor(shape) for shape in unknown})
+        facts.method = predictor.method
+        cache.save()
+    return max((facts.peaks[shape] for shape in shapes), key=lambda peak: peak.peak_bytes)
 
 
 def dearest(
     parts: Parts, work: Workload, plans: tuple[Plan, ...]
-) -> tuple[Workload, tuple[Shape, ...], Notebook]:
+) -> tuple[Workload, tuple[Shape, ...], TuningCache]:
     """Name shapes of which one needs the most memory of all steps.
 
     Returns:
-        What makes them, the shapes, and the notebook of their peaks.
+        What makes them, the shapes, and the cache of their peaks.
     """
     shapes, row = _dearest_shapes(parts, plans)
     facts = situation(parts, work)
     if row is not None and isinstance(work.make_fields, Tiled):
         work = replace(work, make_fields=replace(work.make_fields, row=row))
         facts["row"] = row
-    return work, shapes, Notebook.open(facts)
+    return work, shapes, TuningCache.open(facts)
 
 
 def _dearest_shapes(parts: Parts, plans: tuple[Plan, ...]) -> tuple[tuple[Shape, ...], int | None]:

@@ -17,7 +17,7 @@ from trainer.data.loader import Request
 from trainer.objectives.base import IGNORED, Objective, sums_of, weights_of
 from trainer.objectives.model_loss import REDUCTIONS, ModelLoss
 from trainer.plan.cut import IntArray
-from trainer.tune.restored import untouched
+from trainer.tune.restored import restoring
 from trainer.tune.workload import Workload
 from trainer.verify.hooks import hooked
 
@@ -173,7 +173,7 @@ def _added(parts: Parts, objective: ModelLoss) -> Iterator[str]:
 
 
 def _loss(parts: Parts, objective: ModelLoss, fields: Fields) -> float:
-    with untouched(parts.module, objective), torch.no_grad():
+    with restoring(parts.module, objective), torch.no_grad():
         parts.module.eval()
         sums = sums_of(objective, parts.call, to_device(fields, parts.world.device), None)
     return float(sums.losses["model_loss"])
@@ -202,7 +202,7 @@ def _together_and_apart(
     if objective.scope != "sample" or len(groups[0]) < 2 * objective.group_size:
         groups = groups[1:2]
     longest = int(parts.source.lengths[groups[0]].max())
-    with untouched(parts.module, objective), torch.no_grad():
+    with restoring(parts.module, objective), torch.no_grad():
         parts.module.eval()
         together, *apart = [_sums(parts, objective, group) for group in groups]
         padded = [_sums(parts, objective, group, longest) for group in groups[1:]]

@@ -1,4 +1,4 @@
-"""Predicts the peak of a step by running it on fake tensors: no memory, no failure, no trace.
+"""Predict the peak of a step by running it on fake tensors: no memory, no failure, no trace.
 
 Fake tensors have shapes, types and storages of a size, and no data, so a step of any size runs in
 a fraction of a second anywhere. Every allocation PyTorch would make is seen: where attention
@@ -7,10 +7,12 @@ scores are materialised, a line through two real probes is up to 51 % off and th
 
 from __future__ import annotations
 
+import hashlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -19,16 +21,20 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
 from trainer.config.messages import clip
+from trainer.core.world import World
 from trainer.models.duplicate import duplicate
+from trainer.parallel.base import Parallel, Replicated
 from trainer.plan.memory import Shape
-from trainer.tune.restored import untouched
+from trainer.tune.restored import restoring
 from trainer.tune.tensors import MemoryEstimate, PeakBytes
-from trainer.tune.workload import LayOut, Workload, forward_bytes, rehearse, rehearse_laid_out
+from trainer.tune.workload import LayOut, Workload, fullest_steps
 
 
-class CannotRunFake(Exception):  # noqa: N818 - an answer, not a fault: real probes follow
+class CannotRunFake(Exception):  # noqa: N818 - an answer, not a fault: a real probe follows
     """The model needs values, not only shapes.
 
     Attributes:
@@ -41,13 +47,13 @@ class CannotRunFake(Exception):  # noqa: N818 - an answer, not a fault: real pro
 
 
 @contextmanager
-def fake_copy(work: Workload) -> Iterator[tuple[FakeTensorMode, Workload, LayOut | None]]:
+def fake_copy(work: Workload) -> Iterator[tuple[FakeTensorMode, Workload, LayOut]]:
     """Lend a workload around a copy of its model and objective whose every tensor is a fake.
 
     On a copy, nothing that a forward leaves behind, such as a cache, makes the model hold fakes.
 
     Yields:
-        The mode, entered; the copy; and what lays it out over ranks that are not there, if asked.
+        The mode, entered; the copy; and what lays it out as one rank of the run has it.
 
     Raises:
         CannotRunFake: the model cannot be copied, or the block asked for a value.
@@ -56,7 +62,13 @@ def fake_copy(work: Workload) -> Iterator[tuple[FakeTensorMode, Workload, LayOut
     device = work.device if work.fake_ranks is None else torch.device("cpu")
     tensors = [*work.model.parameters(), *work.model.buffers()]
     memo: dict[int, object] = {id(tensor): _fake_of(tensor, mode, device) for tensor in tensors}
-    with _answering(), untouched(nn.Module()), (work.fake_ranks or nullcontext)() as lay_out:
+
+    def alone(model: nn.Module) -> Parallel:
+        trained = [p for p in model.parameters() if p.requires_grad]
+        return Replicated(model, work.bind(model), trained, World(device=device))
+
+    ranks = nullcontext(alone) if work.fake_ranks is None else work.fake_ranks()
+    with _answering(), restoring(nn.Module()), ranks as lay_out:
         model, objective = duplicate((work.model, work.objective), memo, mode.from_tensor)
         for parameter in model.parameters():
             parameter.grad = None
@@ -67,9 +79,6 @@ def fake_copy(work: Workload) -> Iterator[tuple[FakeTensorMode, Workload, LayOut
 @contextmanager
 def _answering() -> Iterator[None]:
     """Turn what ends a fake run into an answer, without a word of PyTorch's own.
-
-    Yields:
-        Nothing.
 
     Raises:
         CannotRunFake: it ended.
@@ -100,6 +109,24 @@ def _fake_of(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Tens
         return nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
 
 
+@contextmanager
+def fake_micro_batch(
+    work: Workload, shape: Shape, *, recompute: bool = False
+) -> Iterator[tuple[Workload, Mapping[str, Tensor], LayOut]]:
+    """Lend a fake copy of a workload, and a micro-batch of a shape.
+
+    Yields:
+        The copy, the fields, and what lays the copy out.
+
+    Raises:
+        CannotRunFake: the model needs values, not only shapes.
+    """
+    fields = work.make_fields(*shape)
+    with fake_copy(work) as (mode, theirs, lay_out), theirs.variant(recompute=recompute):
+        fakes = {name: mode.from_tensor(f).to(theirs.device) for name, f in fields.items()}
+        yield theirs, fakes, lay_out
+
+
 def predict_peak(work: Workload, shape: Shape, *, recompute: bool = False) -> MemoryEstimate:
     """Predict the peak of a step whose largest micro-batch has this shape.
 
@@ -114,26 +141,49 @@ def predict_peak(work: Workload, shape: Shape, *, recompute: bool = False) -> Me
     Raises:
         CannotRunFake: the model needs values, not only shapes.
     """
-    fields, peak = work.make_fields(*shape), PeakBytes()
-    with fake_copy(work) as (mode, theirs, lay_out), theirs.variant(recompute=recompute):
-        fakes = {name: mode.from_tensor(f).to(theirs.device) for name, f in fields.items()}
-        if lay_out is None:
-            with peak:
-                rehearse(theirs, fakes, peak)
-        else:
-            model = lay_out(theirs.model)
-            with peak:
-                rehearse_laid_out(theirs, model, fakes, peak)
+    peak = PeakBytes()
+    with fake_micro_batch(work, shape, recompute=recompute) as (theirs, fields, lay_out):
+        model = lay_out(theirs.model)
+        with peak:
+            fullest_steps(theirs, model, peak, fields)
     return peak.estimate
 
 
-def fake_forward_bytes(work: Workload, shape: Shape, *, recompute: bool = False) -> int:
-    """Count what the forward of a micro-batch of this shape would hold, on fake tensors.
+@final
+class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call] # untyped in torch
+    """Hashes the operators that run while it is entered, and everything they are given."""
 
-    Raises:
-        CannotRunFake: the model needs values, not only shapes.
-    """
-    fields = work.make_fields(*shape)
-    with fake_copy(work) as (mode, theirs, _), theirs.variant(recompute=recompute):
-        fakes = {name: mode.from_tensor(f).to(theirs.device) for name, f in fields.items()}
-        return forward_bytes(theirs, fakes)
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call] # untyped in torch
+        self.digest = hashlib.blake2b(digest_size=16)
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - whatever the operation gives
+        given = tree_map(_written, (args, dict(kwargs or {})))
+        self.digest.update(f"{func} {given}".encode())
+        return func(*args, **(kwargs or {}))
+
+
+def _written(value: object) -> str:
+    """Write an argument alike in every process."""
+    if isinstance(value, Tensor):
+        return f"{tuple(value.shape)} {value.dtype}"
+    return (
+        repr(value) if isinstance(value, int | float | str | torch.dtype) else type(value).__name__
+    )
+
+
+def operators_of(work: Workload, shape: Shape) -> str | None:
+    """Hash the operators of a micro-batch's forward; None where the model cannot run fake."""
+    seen = _Operators()
+    try:
+        with fake_micro_batch(replace(work, fake_ranks=None), shape) as (theirs, fields, _), seen:
+            theirs.objective.sums(theirs.call, fields)
+    except CannotRunFake:
+        return None
+    return seen.digest.hexdigest()

@@ -1,4 +1,4 @@
-"""What is known of a model's memory with, or without, activation checkpointing."""
+"""Find what fits by what is known of a model's memory, predicting the rest while time allows."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy as np
 
 from trainer.core import signals
 from trainer.plan.memory import Shape, candidate_caps, corner_shapes, largest_cap
-from trainer.tune.cache import Notebook
-from trainer.tune.predict import Predictor, predictor_for
+from trainer.tune.cache import Facts
+from trainer.tune.predict import Predictor
 from trainer.tune.speed import Stopwatch, positions
 from trainer.tune.tensors import MemoryEstimate
 from trainer.tune.tuning import Question
@@ -27,23 +27,24 @@ class TimeIsUpError(Exception):
 
 
 @final
-@dataclass(frozen=True)
+@dataclass
 class Variant:
     """Predicted peaks with, or without, activation checkpointing, as far as time allows.
 
     Attributes:
-        predictor: at most one; made when the notebook does not know a shape.
+        facts: what is known; gets what is found.
+        predictor: made when the facts lack a shape.
         caps_run: whose peaks were asked for, in bytes.
-        took: seconds of each prediction; the first sets things up, too.
+        quickest: seconds of a prediction; the first sets things up, too.
     """
 
     question: Question
-    book: Notebook
+    facts: Facts
     watch: Stopwatch
     recompute: bool = field(kw_only=True)
-    predictor: list[Predictor] = field(default_factory=list)
+    predictor: Predictor | None = None
     caps_run: dict[int, int] = field(default_factory=dict)
-    took: list[float] = field(default_factory=list)
+    quickest: float | None = None
 
     @property
     def single(self) -> Shape:
@@ -71,7 +72,7 @@ class Variant:
 
         What this machine's allocator costs on top says nothing about another machine.
         """
-        return self.book.ratios.get(self.recompute, 1.0) if self.question.timed else 1.0
+        return self.facts.ratio if self.question.timed else 1.0
 
     def peak(self, shape: Shape, *, is_needed: bool = False) -> MemoryEstimate:
         """Predict the peak of a step whose largest micro-batch has this shape.
@@ -83,19 +84,19 @@ class Variant:
         Raises:
             TimeIsUpError: it is not known, and there is no time to find out.
         """
-        key = shape, self.recompute
-        if key not in self.book.peaks:
+        if shape not in self.facts.peaks:
             signals.check()
-            if not is_needed and not self.watch.has_room_for(min(self.took, default=0.0)):
+            if not is_needed and not self.watch.has_room_for(self.quickest or 0.0):
                 raise TimeIsUpError
             started = self.watch.clock()
-            if not self.predictor:
+            if self.predictor is None:
                 work = self.question.work
-                self.predictor.append(predictor_for(work, self.single, recompute=self.recompute))
-                self.book.methods[self.recompute] = self.predictor[0].method
-            self.book.peaks[key] = self.predictor[0](shape)
-            self.took.append(self.watch.clock() - started)
-        return self.book.peaks[key]
+                self.predictor = Predictor(work, self.single, recompute=self.recompute)
+            self.facts.peaks[shape] = self.predictor(shape)
+            self.facts.method = self.predictor.method
+            took = self.watch.clock() - started
+            self.quickest = took if self.quickest is None else min(took, self.quickest)
+        return self.facts.peaks[shape]
 
     def peak_under(self, cap: int) -> MemoryEstimate:
         """Predict the peak of a step under a cap: that of its worst corner."""
@@ -124,8 +125,6 @@ class Variant:
 
         Peaks are affine in the cap as long as the same corner is the worst.
         """
-        if cap in self.caps_run:
-            return self.caps_run[cap]
         caps = sorted(self.caps_run)
         return int(np.interp(cap, caps, [self.caps_run[c] for c in caps]))
 
@@ -160,6 +159,5 @@ class Variant:
             return fits[-1]
 
     def remember_ratio(self, ratio: float | None) -> None:
-        """Keep what a byte of tensors costs, at the worst that was seen."""
-        if ratio is not None:
-            self.book.ratios[self.recompute] = max(ratio, self.book.ratios.get(self.recompute, 1.0))
+        """Remember what a byte of tensors costs, at the worst that was seen."""
+        self.facts.ratio = max(ratio or 1.0, self.facts.ratio)

@@ -1,119 +1,41 @@
-"""Predictors of the peak of a step, from the best that the model allows."""
+"""Predict the peak of a step: by a fake run, or from a measured probe where none is possible."""
 
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from typing import Protocol, final
-
-import torch
-from torch import nn
+from dataclasses import dataclass, replace
+from typing import final
 
 from trainer.accumulate.rollback import Snapshot
 from trainer.core.errors import ConfigError
 from trainer.core.out_of_memory import is_out_of_memory
+from trainer.core.world import World
 from trainer.models.duplicate import duplicate
-from trainer.parallel.base import Parallel
+from trainer.parallel.base import Replicated
 from trainer.parallel.sync import Deferred
 from trainer.plan.cut import FloatArray
 from trainer.plan.memory import Shape
-from trainer.tune.fake import (
-    CannotRunFake,
-    fake_copy,
-    fake_forward_bytes,
-    predict_peak,
-)
+from trainer.tune.fake import CannotRunFake, fake_copy, fake_micro_batch, predict_peak
 from trainer.tune.fit import fit_shapes, terms
-from trainer.tune.restored import untouched
+from trainer.tune.restored import restoring
 from trainer.tune.tensors import MemoryEstimate, PeakBytes
-from trainer.tune.workload import (
-    Workload,
-    forward_bytes,
-    gradients,
-    state_of,
-    update_laid_out,
-)
+from trainer.tune.workload import Workload, forward_bytes, fullest_steps, gradients
 
+BY_FAKE_RUNS = "memory by fake runs"
 
-class Predictor(Protocol):
-    """Predicts the peak of a step by the shape of its largest micro-batch."""
+COMPARED_TOKENS = 32
+"""Longest sample of the micro-batch that is run both ways."""
 
-    @property
-    def method(self) -> str:
-        """How, for a person to read."""
+CLOSE = 0.05
+"""How far a fake forward's bytes may be from the real one's."""
 
-    def __call__(self, shape: Shape) -> MemoryEstimate:
-        """Predict."""
+PROBE_TOKENS = 128
+"""Longest sample of a probe; long enough for activations to outweigh temporaries of weights."""
 
 
 @final
-@dataclass(frozen=True)
-class FakeRuns:
-    """Runs each shape itself on fake tensors.
-
-    Attributes:
-        work: what to compute.
-        recompute: under activation checkpointing.
-        known: what was run already.
-    """
-
-    work: Workload
-    recompute: bool
-    known: dict[Shape, MemoryEstimate] = field(default_factory=dict)
-
-    @property
-    def method(self) -> str:
-        """See `Predictor`."""
-        return "memory by fake runs"
-
-    def __call__(self, shape: Shape) -> MemoryEstimate:
-        """See `Predictor`; a shape that cannot run fake, where others can, is probed."""
-        if shape not in self.known:
-            self.known[shape] = self._run(shape)
-        return self.known[shape]
-
-    def _run(self, shape: Shape) -> MemoryEstimate:
-        try:
-            return predict_peak(self.work, shape, recompute=self.recompute)
-        except CannotRunFake as answer:
-            reason = f"cannot run fake: {answer.reason}"
-        probes = probe_peak(self.work, shape, reason=reason, recompute=self.recompute)
-        return probes(shape)
-
-
-@final
-@dataclass(frozen=True)
-class Probes:
-    """Extrapolates activations from real probes of small shapes.
-
-    Attributes:
-        resting: what is there whatever the shape: weights, gradients, optimizer state; with the
-            temporaries of the optimizer's step as activations.
-        coefficients: bytes of activations per term of `fit.terms`.
-        reason: why it is not run on fake tensors.
-    """
-
-    resting: MemoryEstimate
-    coefficients: FloatArray
-    reason: str
-
-    @property
-    def method(self) -> str:
-        """See `Predictor`."""
-        return f"memory by real probes of small shapes ({self.reason})"
-
-    def __call__(self, shape: Shape) -> MemoryEstimate:
-        """See `Predictor`."""
-        fitted = int(sum(c * t for c, t in zip(self.coefficients, terms(shape), strict=True)))
-        activations = max(fitted, self.resting.activations)
-        grown = activations - self.resting.activations
-        return replace(
-            self.resting, activations=activations, peak_bytes=self.resting.peak_bytes + grown
-        )
-
-
-def predictor_for(work: Workload, smallest: Shape, *, recompute: bool = False) -> Predictor:
-    """Choose how to predict: by fake runs, or by real probes.
+class Predictor:
+    """Predicts the peak of a step by the shape of its largest micro-batch.
 
     Probes are for models that need values, and for those with a kernel that takes memory its fake
     knows nothing of, as recurrent layers have on a CPU.
@@ -126,24 +48,43 @@ def predictor_for(work: Workload, smallest: Shape, *, recompute: bool = False) -
     Raises:
         ConfigError: the model computes more samples, and not as few as these.
     """
-    try:
-        least = predict_peak(work, smallest, recompute=recompute)
-        reason = _unlike(work, smallest, recompute=recompute)
-    except CannotRunFake as answer:
-        reason = f"cannot run fake: {answer.reason}"
-    if reason is not None:
-        return probe_peak(work, smallest, reason=reason, recompute=recompute)
-    return FakeRuns(work, recompute, {smallest: least})
+
+    def __init__(self, work: Workload, smallest: Shape, *, recompute: bool = False) -> None:
+        self._work = work
+        self._recompute = recompute
+        self._known: dict[Shape, MemoryEstimate] = {}
+        self._probe: Probe | None = None
+        self.method = BY_FAKE_RUNS
+        try:
+            self._known[smallest] = predict_peak(work, smallest, recompute=recompute)
+            reason = _difference(work, smallest, recompute=recompute)
+        except CannotRunFake as answer:
+            reason = f"cannot run fake: {answer.reason}"
+        if reason is not None:
+            self._known.clear()
+            self._fall_back(smallest, reason)
+
+    def __call__(self, shape: Shape) -> MemoryEstimate:
+        """Predict; once a shape cannot run fake, that and all later ones are probed."""
+        if shape not in self._known:
+            self._known[shape] = self._predict(shape)
+        return self._known[shape]
+
+    def _predict(self, shape: Shape) -> MemoryEstimate:
+        if self._probe is None:
+            try:
+                return predict_peak(self._work, shape, recompute=self._recompute)
+            except CannotRunFake as answer:
+                self._fall_back(shape, f"cannot run fake: {answer.reason}")
+        assert self._probe is not None
+        return self._probe(shape)
+
+    def _fall_back(self, smallest: Shape, reason: str) -> None:
+        self.method = f"memory by real probes of small shapes ({reason})"
+        self._probe = probe_peak(self._work, smallest, recompute=self._recompute)
 
 
-COMPARED_TOKENS = 32
-"""Longest sample of the micro-batch that is run both ways."""
-
-LIKE = 0.05
-"""How far a fake forward's bytes may be from the real one's."""
-
-
-def _unlike(work: Workload, smallest: Shape, *, recompute: bool) -> str | None:
+def _difference(work: Workload, smallest: Shape, *, recompute: bool) -> str | None:
     """Run the forward of a small micro-batch for real, and compare its bytes with its fake's.
 
     Returns:
@@ -160,24 +101,45 @@ def _unlike(work: Workload, smallest: Shape, *, recompute: bool) -> str | None:
         # What fails here fails again, in full, in the step; BatchNorm needs more than one value.
         with (
             suppress(Exception),
-            untouched(work.model, work.objective),
+            restoring(work.model, work.objective),
             work.variant(recompute=recompute),
         ):
             real = forward_bytes(work, work.fields(*shape))
             break
     else:
         return None
-    fake = fake_forward_bytes(work, shape, recompute=recompute)
-    if abs(real - fake) <= LIKE * real:
+    with fake_micro_batch(work, shape, recompute=recompute) as (theirs, fields, _):
+        fake = forward_bytes(theirs, fields)
+    if abs(real - fake) <= CLOSE * real:
         return None
     return f"a fake forward holds {fake / real:.0%} of what a real one does"
 
 
-PROBE_TOKENS = 128
-"""Longest sample of a probe; long enough for activations to outweigh temporaries of weights."""
+@final
+@dataclass(frozen=True)
+class Probe:
+    """Extrapolates activations from real forward and backward passes of small shapes.
+
+    Attributes:
+        resting: what is there whatever the shape: weights, gradients, optimizer state; with the
+            temporaries of the optimizer's step as activations.
+        coefficients: bytes of activations per term of `fit.terms`.
+    """
+
+    resting: MemoryEstimate
+    coefficients: FloatArray
+
+    def __call__(self, shape: Shape) -> MemoryEstimate:
+        """Predict."""
+        fitted = int(sum(c * t for c, t in zip(self.coefficients, terms(shape), strict=True)))
+        activations = max(fitted, self.resting.activations)
+        grown = activations - self.resting.activations
+        return replace(
+            self.resting, activations=activations, peak_bytes=self.resting.peak_bytes + grown
+        )
 
 
-def probe_peak(work: Workload, smallest: Shape, *, reason: str, recompute: bool = False) -> Probes:
+def probe_peak(work: Workload, smallest: Shape, *, recompute: bool = False) -> Probe:
     """Fit the activations of real forward and backward passes on small shapes.
 
     Three terms: constant, per position, and per pair of positions of one sample, where attention
@@ -186,7 +148,6 @@ def probe_peak(work: Workload, smallest: Shape, *, reason: str, recompute: bool 
     Args:
         work: what to compute.
         smallest: a shape that the run has, of few samples and the greatest length.
-        reason: why it is not run on fake tensors.
         recompute: under activation checkpointing.
 
     Raises:
@@ -195,11 +156,11 @@ def probe_peak(work: Workload, smallest: Shape, *, reason: str, recompute: bool 
     length = min(smallest.length, PROBE_TOKENS)
     lengths = (length, max(1, length // 2))
     measured: dict[Shape, float] = {}
-    with work.filled(), untouched(work.model, work.objective), work.variant(recompute=recompute):
+    with work.filled(), restoring(work.model, work.objective), work.variant(recompute=recompute):
         count = _least_count(work, smallest.num_samples, lengths[-1])
         for shape in (Shape(n * count, t) for t in dict.fromkeys(lengths) for n in (1, 2, 4)):
             measured[shape] = _activations(work, shape)
-    return Probes(_resting(work), fit_shapes(measured), reason)
+    return Probe(_resting(work), fit_shapes(measured))
 
 
 def _least_count(work: Workload, most: int, length: int) -> int:
@@ -259,44 +220,19 @@ def _resting(work: Workload) -> MemoryEstimate:
     peak = PeakBytes()
     try:
         with fake_copy(work) as (_, theirs, lay_out):
-            if lay_out is None:
-                _update(theirs, theirs.model, peak)
-            else:
-                _update_laid_out(theirs, lay_out(theirs.model), peak)
+            model = lay_out(theirs.model)
+            # Without a window a rank in shards has no more than in one.
+            with peak:
+                fullest_steps(replace(theirs, sync=Deferred()), model, peak)
     except CannotRunFake:
         peak = PeakBytes()
         with work.filled():
-            _update(work, duplicate(work.model), peak)
+            copy = duplicate(work.model)
+            trained = [p for p in copy.parameters() if p.requires_grad]
+            with peak:
+                fullest_steps(
+                    replace(work, fake_ranks=None),
+                    Replicated(copy, work.call, trained, World()),
+                    peak,
+                )
     return peak.estimate
-
-
-def _update_laid_out(work: Workload, model: Parallel, peak: PeakBytes) -> None:
-    """Update a model in shards within a window, in which a rank holds more than without one."""
-    module, sync = model.module, Deferred()
-    with peak:
-        peak.assign("parameters", module.parameters())
-        peak.assign("buffers", module.buffers())
-        optimizer = work.make_optimizer(module)
-        for _ in range(2):
-            peak.reset()
-            sync.gather(model)
-            peak.assign("parameters", module.parameters())
-            for parameter in module.parameters():
-                parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-            peak.assign("gradients", gradients(module))
-            update_laid_out(sync, model, optimizer, peak)
-
-
-def _update(work: Workload, model: nn.Module, peak: PeakBytes) -> None:
-    trained = [p for p in model.parameters() if p.requires_grad]
-    with peak:
-        peak.assign("parameters", model.parameters())
-        peak.assign("buffers", model.buffers())
-        optimizer = work.make_optimizer(model)
-        for _ in range(2):
-            peak.reset()
-            for parameter in trained:
-                parameter.grad = torch.zeros_like(parameter)
-            peak.assign("gradients", gradients(model))
-            optimizer.step()
-            peak.assign("optimizer_state", state_of(optimizer))

@@ -1,4 +1,4 @@
-"""Which dimensions of a sample's fields follow its length, and which have a length of their own."""
+"""Find which dimensions of samples follow their length, and which have a length of their own."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ class Dims:
                 for dim, found in enumerate(sizes)
                 if dim and dim not in follows and len(set(found)) > 1
             }
-        is_told = len(set(lengths)) > 1
-        return cls(sequence if is_told else None, {n: dims for n, dims in own.items() if dims})
+        differ = len(set(lengths)) > 1
+        return cls(sequence if differ else None, {n: dims for n, dims in own.items() if dims})
 
 
 def look(lengths: IntArray, load: Callable[[int], Fields | None]) -> Dims:

@@ -14,7 +14,7 @@ from trainer.accumulate.rollback import Snapshot
 
 
 @contextmanager
-def untouched(model: nn.Module, *others: object) -> Iterator[None]:
+def restoring(model: nn.Module, *others: object) -> Iterator[None]:
     """Put a model's declared state and the random generators back when the block ends.
 
     Covers `.grad`, whether modules train or evaluate, what a step's `Snapshot` does, and the random

@@ -24,7 +24,7 @@ from trainer.core.out_of_memory import AllocationGuard
 from trainer.plan.cut import Cost, FloatArray, Plan
 from trainer.plan.memory import Shape
 from trainer.tune.fit import fit_shapes, terms
-from trainer.tune.restored import untouched
+from trainer.tune.restored import restoring
 from trainer.tune.workload import Workload
 
 Clock = Callable[[], float]
@@ -160,7 +160,7 @@ def rehearsal(work: Workload, *, recompute: bool) -> Iterator[Prepare]:
 
         return run
 
-    with work.filled(), untouched(work.model, work.objective), work.variant(recompute=recompute):
+    with work.filled(), restoring(work.model, work.objective), work.variant(recompute=recompute):
         yield prepare
 
 

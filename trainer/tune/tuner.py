@@ -16,7 +16,7 @@ from trainer.core.format import size
 from trainer.models.recompute import can_recompute
 from trainer.plan.cut import Cost, Plan
 from trainer.plan.memory import Shape, candidate_caps, largest_cap
-from trainer.tune.cache import Notebook
+from trainer.tune.cache import TuningCache
 from trainer.tune.known_memory import TimeIsUpError, Variant
 from trainer.tune.memory_limit import ASKED, MEBI, resident_growth, resident_ratio
 from trainer.tune.speed import (
@@ -58,13 +58,13 @@ QUADRATIC_TOKENS = 2048
 
 def tune(
     question: Question,
-    notebook: Notebook | None = None,
+    cache: TuningCache | None = None,
     clock: Clock = time.perf_counter,
     meter: Clock | None = None,
 ) -> Tuning:
     """Find the cap, the time model and whether to recompute.
 
-    Not collective: one rank does it, before the model is wrapped for several, and tells the
+    Not collective: one rank does it, before the model is wrapped for several, and sends it to the
     others. The model, its gradients and buffers and the random generators are left bit for bit
     as they were. Activation checkpointing is weighed only where memory holds the cap down:
     elsewhere it costs a second forward and buys nothing. Where predictions and timings together
@@ -72,29 +72,29 @@ def tune(
 
     Args:
         question: what is to be tuned.
-        notebook: what is known already; gets what is found.
+        cache: what is known already; gets what is found.
         clock: seconds that tuning takes.
         meter: seconds that a micro-batch takes; the clock's unless given.
 
     Raises:
         DoesNotFitError: even one sample exceeds the memory.
     """
-    book, watch = notebook or Notebook(), Stopwatch(clock, meter or clock)
+    cache, watch = cache or TuningCache(), Stopwatch(clock, meter or clock)
     explored: list[_Explored] = []
     if question.recompute != "always":
-        explored.append(_explore(Variant(question, book, watch, recompute=False), watch))
+        explored.append(_explore(Variant(question, cache.plain, watch, recompute=False), watch))
     if question.recompute == "always" or (
         question.recompute == "auto"
         and explored[0].wants_memory
         and can_recompute(question.work.model)
         and (not explored[0].rows or watch.has_room_for(0.0))
     ):
-        explored.append(_explore(Variant(question, book, watch, recompute=True), watch))
+        explored.append(_explore(Variant(question, cache.recomputed, watch, recompute=True), watch))
     best, row = _best_of(explored)
     # The chosen shape itself is run, whatever the rows of the table were interpolated from.
     predicted = best.variant.best_known_under(row.max_tokens)
-    book.save()
-    return _told(explored, best, row, predicted)
+    cache.save()
+    return _tuning_of(explored, best, row, predicted)
 
 
 @final
@@ -176,7 +176,7 @@ def _doublings(smallest: int, largest: int) -> tuple[int, ...]:
 
 
 def _timed(variant: Variant, fits: int, watch: Stopwatch) -> tuple[SpeedModel, str, float]:
-    """Time what the notebook does not know, and learn what tensors cost in resident memory.
+    """Time what is not known yet, and learn what tensors cost in resident memory.
 
     Returns:
         The time model, where it is from, and by how much steps must differ to be compared.
@@ -184,33 +184,31 @@ def _timed(variant: Variant, fits: int, watch: Stopwatch) -> tuple[SpeedModel, s
     Raises:
         DoesNotFitError: even the smallest size ran out of memory.
     """
-    book, recompute = variant.book, variant.recompute
+    facts = variant.facts
     sizes, others = _shapes_to_time(variant, fits)
     asked, how = [*sizes, *others], "timed in an earlier run"
-    known = {s: book.seconds[s, recompute] for s in asked if (s, recompute) in book.seconds}
-    is_told = len({positions(shape) for shape in known}) >= min(TELLING_SIZES, len(sizes))
+    known = {shape: facts.seconds[shape] for shape in asked if shape in facts.seconds}
+    is_enough = len({positions(shape) for shape in known}) >= min(TELLING_SIZES, len(sizes))
     if not any(shape in known for shape in sizes) or (
-        not book.is_settled(recompute)
-        and (not is_told or _is_worth_timing(variant.question, known))
+        facts.tries_left and (not is_enough or _is_worth_timing(variant.question, known))
     ):
         before = watch.elapsed()
         timings = _measure(variant, sizes, others, watch)
         spent = watch.elapsed() - before
         count = len(timings.seconds)
         how = f"timed {count} {'shape' if count == 1 else 'shapes'} in {spent:.1f} s"
-        book.note(timings.seconds, recompute=recompute, noise=timings.noise)
-    known = {s: book.seconds[s, recompute] for s in asked if (s, recompute) in book.seconds}
-    if not any(shape in known for shape in sizes):
+        facts.add_timings(timings.seconds, timings.noise)
+    known = {shape: facts.seconds[shape] for shape in asked if shape in facts.seconds}
+    of_sizes = {shape: known.pop(shape) for shape in sizes if shape in known}
+    if not of_sizes:
         raise DoesNotFitError(_does_not_fit(variant))
-    of_sizes = {shape: s for shape, s in known.items() if shape in sizes}
-    speed = fit_speed(of_sizes, {s: known[s] for s in known if s not in of_sizes})
-    if len({positions(shape) for shape in known}) < TELLING_SIZES:
+    speed = fit_speed(of_sizes, known)
+    if len({positions(shape) for shape in (*of_sizes, *known)}) < TELLING_SIZES:
         return speed, how, math.inf
-    noise = book.noise.get(recompute, math.inf)
-    if noise > QUIET:
-        how += ", disturbed by other programs" if math.isfinite(noise) else ", once each"
-    margin = NOISES * (noise if math.isfinite(noise) else UNKNOWN_NOISE)
-    return speed, how, max(NEAR_BEST, margin)
+    is_repeated = math.isfinite(facts.noise)
+    if facts.noise > QUIET:
+        how += ", disturbed by other programs" if is_repeated else ", once each"
+    return speed, how, max(NEAR_BEST, NOISES * (facts.noise if is_repeated else UNKNOWN_NOISE))
 
 
 def _is_worth_timing(question: Question, known: Mapping[Shape, float]) -> bool:
@@ -276,8 +274,8 @@ def _plans(question: Question, cap: int, cost: Cost) -> list[Plan]:
 
 def _padding(plans: Sequence[Plan]) -> float:
     computed = sum(plan.num_positions for plan in plans)
-    held = sum(int(plan.lengths.sum()) for plan in plans)
-    return 1.0 - held / computed if computed else 0.0
+    tokens = sum(int(plan.lengths.sum()) for plan in plans)
+    return 1.0 - tokens / computed if computed else 0.0
 
 
 def _best(found: Sequence[_Explored]) -> tuple[_Explored, Candidate]:
@@ -313,12 +311,12 @@ def _best_of(explored: Sequence[_Explored]) -> tuple[_Explored, Candidate]:
     return _best(found)
 
 
-def _told(
+def _tuning_of(
     explored: Sequence[_Explored], best: _Explored, row: Candidate, predicted: MemoryEstimate
 ) -> Tuning:
     """Put the choice into words and numbers."""
     variant, question = best.variant, best.variant.question
-    method = [variant.book.methods[variant.recompute], best.how, question.limit.source]
+    method = [variant.facts.method, best.how, question.limit.source]
     if variant.watch.was_short:
         method.append(
             f"out of time after {variant.watch.elapsed():.0f} s: the rest scaled up from one sample"
@@ -346,8 +344,8 @@ def _told(
 def _does_not_fit(variant: Variant) -> str:
     question, there = variant.question, variant.limit_bytes
     sample = "" if question.longest_id is None else f" {question.longest_id}"
-    held = question.limit.inputs
-    inputs = f", {size(held)} for inputs" if held else ""
+    waiting = question.limit.inputs
+    inputs = f", {size(waiting)} for inputs" if waiting else ""
     needed = variant.peak(variant.single, is_needed=True).peak_bytes
     fits = _longest_that_fits(variant)
     remedies = ["use a smaller model"]

@@ -1,4 +1,4 @@
-"""What the tuner is asked, and what it answers."""
+"""Say what the tuner is asked, and what it answers."""
 
 from __future__ import annotations
 
@@ -164,9 +164,9 @@ class Question:
     def typical(self) -> int:
         """The length below which samples hold half of all tokens, padded."""
         ascending = sorted(int(length) for lengths in self.batches for length in lengths)
-        half, held = sum(ascending) / 2, 0
+        half, tokens = sum(ascending) / 2, 0
         for length in ascending:
-            held += length
-            if held >= half:
+            tokens += length
+            if tokens >= half:
                 return self.padded(length)
         return self.padded(self.longest)

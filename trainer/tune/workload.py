@@ -1,4 +1,4 @@
-"""What one rank computes, as far as time and memory are concerned: a rehearsal of a step."""
+"""Compute what one rank of a run does, as far as time and memory are concerned."""
 
 from __future__ import annotations
 
@@ -129,77 +129,53 @@ def forward_bytes(work: Workload, fields: Fields) -> int:
     return peak.estimate.activations
 
 
-def rehearse(work: Workload, fields: Fields, peak: PeakBytes) -> None:
-    """Bring a model into the fullest state of training, and leave the peak of what follows.
+def fullest_steps(
+    work: Workload, model: Parallel, peak: PeakBytes, fields: Fields | None = None
+) -> None:
+    """Take two steps on one rank, from gathering to the update, and leave the peak of both.
 
-    Once the first step has made the optimizer's state, and a micro-batch the gradients, no later
-    moment needs more than one more micro-batch and the update after it. Changes the weights, so
-    it is for fake tensors or copies.
+    Once the first has made the optimizer's state, and an earlier micro-batch the gradients, no
+    later moment needs more than one more micro-batch and the update after it. Changes the weights,
+    so it is for fake tensors or copies.
 
     Args:
         work: what to compute.
-        fields: the micro-batch, computed twice.
+        model: its model, laid out.
         peak: counts; already entered.
+        fields: of the micro-batch; None updates alone.
     """
-    model = work.model
-    peak.assign("parameters", model.parameters())
-    peak.assign("buffers", model.buffers())
-    peak.assign("activations", fields.values())
-    optimizer, snapshot = work.make_optimizer(model), Snapshot(model)
-    peak.reset()
-    # The first step has no state of the optimizer yet.
-    for _ in range(2):
-        snapshot.take()
-        work.backward(fields)
-        peak.assign("gradients", gradients(model))
-        optimizer.step()
-        peak.assign("optimizer_state", state_of(optimizer))
-
-
-def rehearse_laid_out(work: Workload, model: Parallel, fields: Fields, peak: PeakBytes) -> None:
-    """Do the same on a rank that holds shards: whole steps, from gathering to the update.
-
-    Args:
-        work: what to compute; its model is laid out in `model`.
-        model: over ranks that are not there.
-        fields: of every micro-batch.
-        peak: counts; already entered.
-    """
-    module, sync = model.module, work.sync
+    module, sync = model.module, Deferred() if work.fake_ranks is None else work.sync
     peak.assign("parameters", module.parameters())
     peak.assign("buffers", module.buffers())
-    peak.assign("activations", fields.values())
+    peak.assign("activations", (fields or {}).values())
     optimizer, snapshot = work.make_optimizer(module), Snapshot(module)
-    for count in (1, 2):  # the second micro-batch meets the first one's gradient
-        peak.reset()
+    peak.reset()
+    for has_gradients in (fields is None, True):
         snapshot.take()
         sync.gather(model)
         peak.assign("parameters", module.parameters())
-        for index in range(count):
-            with sync.micro_batch(model, is_last=index == count - 1):
+        for parameter in module.parameters():
+            if has_gradients and parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+        peak.assign("gradients", gradients(module))
+        if fields is not None:
+            with sync.micro_batch(model, is_last=True):
                 replace(work, model=module, bind=lambda _: model.call).backward(fields)
             peak.assign("gradients", gradients(module))
-        update_laid_out(sync, model, optimizer, peak)
-
-
-def update_laid_out(
-    sync: SyncPolicy, model: Parallel, optimizer: torch.optim.Optimizer, peak: PeakBytes
-) -> None:
-    """End a step whose gradients are there."""
-    used = model.used()
-    model.make_room()
-    sync.reduce(model, used)
-    peak.assign("gradients", gradients(model.module))
-    model.scale_gradients(model.gradient_norm())
-    optimizer.step()
-    peak.assign("optimizer_state", state_of(optimizer))
-    optimizer.zero_grad(set_to_none=True)
+        used = model.used()
+        model.make_room()
+        sync.reduce(model, used)
+        peak.assign("gradients", gradients(module))
+        model.scale_gradients(model.gradient_norm())
+        optimizer.step()
+        peak.assign("optimizer_state", state_of(optimizer))
+        optimizer.zero_grad(set_to_none=True)
 
 
 def state_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """List the tensors an optimizer keeps between steps."""
-    kept = [values for values in optimizer.state.values() if isinstance(values, Mapping)]
-    return [value for values in kept for value in values.values() if isinstance(value, Tensor)]
+    states = [values for values in optimizer.state.values() if isinstance(values, Mapping)]
+    return [value for values in states for value in values.values() if isinstance(value, Tensor)]
 
 
 def gradients(model: nn.Module) -> list[Tensor]:

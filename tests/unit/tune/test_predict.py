@@ -31,7 +31,7 @@ from trainer.tune.memory_limit import (
     resident_growth,
     resident_ratio,
 )
-from trainer.tune.predict import predictor_for, probe_peak
+from trainer.tune.predict import Predictor, probe_peak
 from trainer.tune.tensors import MemoryEstimate, PeakBytes
 from trainer.tune.workload import Workload
 
@@ -126,7 +126,7 @@ def test_a_model_that_needs_values_says_which_operation_asked():
 def test_a_model_that_needs_values_is_probed_for_real_and_its_state_is_put_back():
     work = workload(Stubborn())
     before = traces(work.model, runs=True)
-    predict = predictor_for(work, Shape(1, 64))
+    predict = Predictor(work, Shape(1, 64))
     assert "real probes" in predict.method
     assert "DataDependentOutputException" in predict.method
     assert_same(traces(work.model, runs=True), before)
@@ -138,7 +138,7 @@ def test_a_model_that_needs_values_is_probed_for_real_and_its_state_is_put_back(
 
 def test_probes_count_the_optimizer_even_where_its_step_is_the_peak():
     work = workload(nn.Sequential(nn.Linear(64, 64)), images())
-    probes = probe_peak(workload(Encoder(width=64, num_blocks=1)), Shape(1, 2), reason="asked to")
+    probes = probe_peak(workload(Encoder(width=64, num_blocks=1)), Shape(1, 2))
     measured = measured_peak(workload(Encoder(width=64, num_blocks=1)), Shape(1, 2))
     assert probes(Shape(1, 2)).peak_bytes == pytest.approx(measured.peak_bytes, rel=0.1)
     assert work.resident_bytes == 4 * (64 * 64 + 64)

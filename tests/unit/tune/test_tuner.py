@@ -29,7 +29,7 @@ from trainer.plan.cut import Layout
 from trainer.plan.cuts import Auto
 from trainer.plan.memory import Shape
 from trainer.tune import tuner
-from trainer.tune.cache import Notebook, describe, structure
+from trainer.tune.cache import BUSY_TRIES, Facts, TuningCache, describe
 from trainer.tune.fake import predict_peak
 from trainer.tune.memory_limit import MemoryLimit
 from trainer.tune.tuning import Question, Tuning
@@ -50,7 +50,7 @@ def one_thread():
 @pytest.fixture(scope="module")
 def book():
     """What is predicted for `Encoder()`, which depends on no budget: each shape runs once."""
-    return Notebook()
+    return TuningCache()
 
 
 def question(model: nn.Module | None = None, limit: int = 10**9, **changes) -> Question:
@@ -224,7 +224,7 @@ def test_a_model_too_slow_for_two_timings_gets_a_usual_cap_and_says_that_it_is_a
 
 
 def test_a_guess_is_not_kept_as_a_measurement():
-    model, book = Paced(best=10**6), Notebook()
+    model, book = Paced(best=10**6), TuningCache()
     asked = question(model, timed=True, num_steps=1, longest=512, batches=[np.full(8, 512)])
     assert "is a guess" in tune(asked, book, clock=lambda: 1000 * model.clock()).method
     later = tune(asked, book, clock=model.clock)
@@ -299,7 +299,7 @@ def test_recomputing_is_chosen_where_it_is_all_that_fits():
     recomputed = predict_peak(asked.work, single, recompute=True).peak_bytes
     assert recomputed < plain
     between = MemoryLimit(bytes=(recomputed + plain) // 2, source="a simulated budget")
-    book = Notebook()
+    book = TuningCache()
     assert tune(replace(asked, limit=between), book).activation_checkpointing
     with pytest.raises(DoesNotFitError):
         tune(replace(asked, limit=between, recompute="never"), book)
@@ -322,29 +322,28 @@ def test_a_tuning_survives_json(book):
     assert Tuning.from_dict(json.loads(json.dumps(found.to_dict()))) == found
 
 
-def test_a_second_run_finds_everything_in_the_notebook(tmp_path):
+def test_a_second_run_finds_everything_in_the_cache(tmp_path):
     model = Paced()
     asked = question(model, timed=True)
     facts = describe(asked.work, asked.longest, "fp32")
-    first = tune(asked, Notebook.open(facts, tmp_path), clock=model.clock)
+    first = tune(asked, TuningCache.open(facts, tmp_path), clock=model.clock)
     untouchable = question(nn.Identity(), timed=True, work=replace(asked.work, bind=None))
-    again = tune(untouchable, Notebook.open(facts, tmp_path))
+    again = tune(untouchable, TuningCache.open(facts, tmp_path))
     assert again.max_tokens == first.max_tokens
     assert again.candidates == first.candidates
     assert "earlier run" in again.method
 
 
-def test_timings_of_a_busy_machine_are_taken_again_and_the_quickest_are_kept():
-    book = Notebook()
-    for seconds in (3.0, 5.0, 2.0):
-        assert not book.is_settled(recompute=False)
-        book.note({Shape(1, 8): seconds}, recompute=False, noise=math.inf)
-    assert book.is_settled(recompute=False)
-    assert book.seconds == {(Shape(1, 8), False): 2.0}
-    quiet = Notebook()
-    quiet.note({Shape(1, 8): 1.0}, recompute=True, noise=0.0)
-    assert quiet.is_settled(recompute=True)
-    assert not quiet.is_settled(recompute=False)
+def test_timings_of_a_busy_machine_are_taken_again_and_the_quickest_are_used():
+    facts = Facts()
+    for number, seconds in enumerate((3.0, 5.0, 2.0)):
+        assert facts.tries_left == BUSY_TRIES - number
+        facts.add_timings({Shape(1, 8): seconds}, noise=math.inf)
+    assert facts.tries_left == 0
+    assert facts.seconds == {Shape(1, 8): 2.0}
+    facts = Facts()
+    facts.add_timings({Shape(1, 8): 1.0}, noise=0.0)
+    assert facts.tries_left == 0
 
 
 def test_samples_longer_than_the_best_size_are_alone():
@@ -385,25 +384,27 @@ def test_many_short_samples_that_take_more_than_the_longest_do_not_keep_it_from_
         measured_peak(tight.work, shape, limit=tight.limit.bytes)
 
 
-@pytest.mark.parametrize("damage", ["", "{", "[]", '{"peaks": {"1x2": 3}}', '{"peaks": 7}'])
-def test_a_damaged_notebook_is_an_empty_one(tmp_path, damage):
+@pytest.mark.parametrize(
+    "damage", ["", "{", "[]", '{"plain": {"peaks": {"1x2": 3}}}', '{"plain": 7}']
+)
+def test_a_damaged_cache_is_an_empty_one(tmp_path, damage):
     work = workload(Encoder())
-    book = Notebook.open(describe(work, 8, "fp32"), tmp_path)
-    book.seconds[Shape(1, 8), False] = 0.5
+    book = TuningCache.open(describe(work, 8, "fp32"), tmp_path)
+    book.plain.seconds[Shape(1, 8)] = 0.5
     book.save()
-    assert Notebook.open(describe(work, 8, "fp32"), tmp_path).seconds == book.seconds
+    assert TuningCache.open(describe(work, 8, "fp32"), tmp_path).plain == book.plain
     book.path.write_text(damage)
-    assert not Notebook.open(describe(work, 8, "fp32"), tmp_path).seconds
+    assert not TuningCache.open(describe(work, 8, "fp32"), tmp_path).plain.seconds
 
 
-def test_a_notebook_that_cannot_be_written_is_no_failure(tmp_path):
+def test_a_cache_that_cannot_be_written_is_no_failure(tmp_path):
     (tmp_path / "file").write_text("in the way")
-    Notebook.open({}, tmp_path / "file" / "below").save()
+    TuningCache.open({}, tmp_path / "file" / "below").save()
 
 
-def test_a_notebook_belongs_to_one_model_precision_and_class_of_optimizer(tmp_path):
+def test_a_cache_belongs_to_one_model_precision_and_class_of_optimizer(tmp_path):
     def path(work, precision="fp32", longest=8):
-        return Notebook.open(describe(work, longest, precision), tmp_path).path
+        return TuningCache.open(describe(work, longest, precision), tmp_path).path
 
     torch.manual_seed(1)
     base = workload(Encoder())
@@ -414,42 +415,30 @@ def test_a_notebook_belongs_to_one_model_precision_and_class_of_optimizer(tmp_pa
     assert len({path(base), path(plainer), *others}) == 5
 
 
-def test_freezing_a_weight_or_changing_a_dropout_is_another_structure():
-    frozen = Encoder()
+class Repeated(Encoder):
+    """Says in an attribute alone what it computes."""
+
+    def __init__(self, repeats: int = 1, **settings) -> None:
+        super().__init__(**settings)
+        self.repeats = repeats
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        return sum(
+            super(Repeated, self).forward(input_ids, attention_mask) for _ in range(self.repeats)
+        )
+
+
+def test_what_a_model_computes_is_part_of_the_key_whoever_says_it():
+    def key(model: nn.Module) -> str:
+        return json.dumps(describe(workload(model), 8, "fp32"))
+
+    frozen = Repeated()
     frozen.head.requires_grad_(requires_grad=False)
-    assert len({structure(m) for m in (Encoder(), frozen, Encoder(dropout=0.5))}) == 3
+    assert key(Repeated()) == key(Repeated())
+    others = [frozen, Repeated(2), Repeated(dropout=0.5), Encoder(), Stubborn()]
+    assert len({key(model) for model in (Repeated(), *others)}) == 6
 
 
-def test_what_only_an_attribute_or_a_base_class_says_is_another_structure():
-    class Repeated(Encoder):
-        def __init__(self, repeats: int, modes: tuple[str, ...] = ("a",)) -> None:
-            super().__init__()
-            self.repeats, self.modes = repeats, modes
-
-    one = structure(Repeated(1))
-    assert structure(Repeated(1)) == one
-    assert structure(Repeated(40)) != one
-    assert structure(Repeated(1, ("b",))) != one
-
-
-def test_the_attention_of_a_configuration_is_part_of_the_structure():
-    class Configuration:
-        def __init__(self, kernel: str, layers: int = 2) -> None:
-            self._attn_implementation, self.layers = kernel, layers
-
-        def to_dict(self) -> dict[str, int]:
-            return {"layers": self.layers}
-
-    def built(*settings) -> str:
-        model = Encoder()
-        model.config = Configuration(*settings)
-        return structure(model)
-
-    assert built("sdpa") == built("sdpa")
-    assert built("sdpa") != built("eager")
-    assert built("sdpa") != built("sdpa", 3)
-
-
-def test_notebooks_lie_in_the_cache_of_the_program(monkeypatch, tmp_path):
+def test_caches_lie_in_the_cache_of_the_program(monkeypatch, tmp_path):
     monkeypatch.setenv("TRAIN_CACHE", str(tmp_path))
-    assert Notebook.open({}).path.parent == tmp_path / "tune"
+    assert TuningCache.open({}).path.parent == tmp_path / "tune"

@@ -53,7 +53,7 @@ def test_a_stated_cut_that_cannot_be_predicted_is_planned_with_a_note(monkeypatc
     def fail(*_, **__):
         raise ValueError("no such shape")
 
-    monkeypatch.setattr("trainer.build.prepare.predictor_for", fail)
+    monkeypatch.setattr("trainer.build.prepare.Predictor", fail)
     plan = planned(*VALUES, *STATED, f"model._target_={OWN}.Normalised")
     assert plan["predicted_peak_bytes"] is None
     said = " ".join("".join(capsys.readouterr()).split())
@@ -80,7 +80,7 @@ def test_probes_are_of_as_few_samples_as_the_model_computes():
 
     counts: list[int] = []
     example = {"x": torch.ones(1, 8), "labels": torch.zeros(1, dtype=torch.long)}
-    probe_peak(workload(Paired(), Tiled(example, 1)), Shape(6, 1), reason="asked to")
+    probe_peak(workload(Paired(), Tiled(example, 1)), Shape(6, 1))
     assert set(counts) == {1, 2, 6, 12, 24}
 
 
