@@ -15,7 +15,8 @@ import numpy as np
 from trainer.build.instantiate import construct
 from trainer.build.parallel import is_undecided, parallel_setup, with_mode
 from trainer.build.parts import Parts, bind_run, build_model
-from trainer.build.prepare import dearest, limit_of, sampled, situation, workload
+from trainer.build.prepare import dearest, sampled
+from trainer.build.workload import limit_of, situation, workload
 from trainer.core.format import size
 from trainer.parallel.sync import SyncPolicy
 from trainer.plan.cuts import Auto

@@ -1,4 +1,4 @@
-"""Whether all ranks hold the same data, the same code and the same model before the first step.
+"""Refuse ranks that do not begin with the same data and the same model.
 
 Replicas that begin apart stay apart, and no later step shows it: gradients are summed all the same.
 """
@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from itertools import chain
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -31,32 +28,24 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By the bytes of an element, what its bits are read as."""
 
 
-def check_data(world: World, data_sets: Sequence[Samples], *, modules: Iterable[str]) -> None:
-    """Refuse ranks that read other samples, or run other code. Collective.
+def check_data(world: World, data_sets: Sequence[Samples]) -> None:
+    """Refuse ranks that read other samples. Collective.
 
     Args:
         world: all ranks.
         data_sets: what is trained and evaluated on.
-        modules: names of the modules whose classes take part; a rank's own files hold them.
 
     Raises:
         DataError: a rank reads other samples than the first, or cannot read one.
-        ConfigError: a rank runs other code than the first.
     """
     if world.patient is None:
         return
     with unread() as faults:
-        told = [_hash(fingerprint_of(d), lengths_of(d).astype("<i8").tobytes()) for d in data_sets]
-    answers = world.collect({"data": told, "faults": faults[:1], "code": _sources(modules)})
+        mine = [_hash(fingerprint_of(d), lengths_of(d).astype("<i8").tobytes()) for d in data_sets]
+    answers = world.collect({"data": mine, "faults": faults[:1]})
     for rank, answer in enumerate(answers):
         if answer["data"] != answers[0]["data"]:
             raise DataError(_other_samples(rank, answer["faults"], answers[0]["faults"]))
-        different = _first_difference(answer["code"], answers[0]["code"])
-        if different is not None:
-            raise ConfigError(
-                f"code: rank {rank} runs another version of {different} than rank 0: give every "
-                "rank the same code"
-            )
 
 
 def _other_samples(rank: int, faults: Sequence[str], faults_0: Sequence[str]) -> str:
@@ -84,14 +73,14 @@ def check_model(
     if world.patient is None:
         return
     forms, values = _forms(module), _values(module, weights) if begins else {}
-    whole = [_hash(json.dumps(list(told.items()))) for told in (forms, values)]
+    whole = [_hash(json.dumps(list(each.items()))) for each in (forms, values)]
     answers = world.collect(whole)
     different = next((rank for rank, each in enumerate(answers) if each != answers[0]), None)
     if different is None:
         return
     # Long lists travel only where they are read.
-    told = world.collect([list(forms.items()), list(values.items())])
-    (forms_0, values_0), (forms_n, values_n) = told[0], told[different]
+    lists = world.collect([list(forms.items()), list(values.items())])
+    (forms_0, values_0), (forms_n, values_n) = lists[0], lists[different]
     if forms_n != forms_0:
         pairs = zip(forms_0, forms_n, strict=False)
         name = next((mine[0] for first, mine in pairs if first != mine), "fewer or more")
@@ -130,16 +119,6 @@ def _digest(tensor: Tensor) -> str:
     rows = words[:full].view(-1, WHOLE)
     sums = [rows.sum(dim, dtype=torch.int64) for dim in (0, 1)]
     return _hash(*(part.cpu().numpy().tobytes() for part in (*sums, words[full:])))
-
-
-def _sources(modules: Iterable[str]) -> dict[str, str]:
-    """Hash the files that hold modules."""
-    found = {}
-    for name in sorted(set(modules)):
-        file = getattr(sys.modules.get(name), "__file__", None)
-        with suppress(OSError):
-            found[name] = _hash(Path(file).read_bytes()) if file else ""
-    return found
 
 
 def _first_difference(mine: Mapping[str, str], theirs: Mapping[str, str]) -> str | None:

@@ -188,27 +188,19 @@ def assemble(config: RunConfig, world: World) -> Parts:
     return parts
 
 
-def check_alike(parts: Parts, *, begins: bool) -> None:
-    """Refuse ranks that do not hold the same data, code and model. Collective.
+def check_consistency(parts: Parts, *, begins: bool) -> None:
+    """Refuse ranks that do not hold the same data and model. Collective.
 
     Args:
         parts: of this rank.
         begins: whether the model's values count; if not, they are to be loaded.
 
     Raises:
-        ConfigError: the code or the models differ.
+        ConfigError: the models differ.
         DataError: the data do.
     """
-    config, held = parts.config, parts.held_out
-    targets = (c.target for c in (config.model, config.data, config.objective, config.accum))
-    check_data(
-        parts.world,
-        [parts.train_set, *([] if held is None else [held.loader.dataset])],
-        modules=[
-            *(target.rpartition(".")[0] for target in targets),
-            *(type(part).__module__ for part in parts.module.modules()),
-        ],
-    )
+    evaluated = [] if parts.held_out is None else [parts.held_out.loader.dataset]
+    check_data(parts.world, [parts.train_set, *evaluated])
     check_model(parts.world, parts.module, parts.weights, begins=begins)
 
 

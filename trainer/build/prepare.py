@@ -1,24 +1,19 @@
-"""From parts to a cut that is ready: tuning, restored constants, and what memory they need."""
+"""Make a cut ready: tune it, or restore it from a checkpoint, and predict what memory it needs."""
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any, final
 
 import numpy as np
-import torch
 
-from trainer.build.parallel import is_sharded, planned_device
-from trainer.build.parts import Parts, bind_run
+from trainer.build.parts import Parts
 from trainer.build.trial_run import rehearse_own
+from trainer.build.workload import limit_of, situation, workload
 from trainer.config.messages import clip
-from trainer.core.errors import DataError, NoCheckpointError, Preempted
-from trainer.core.micro_batch import Fields
+from trainer.core.errors import NoCheckpointError, Preempted
 from trainer.core.signals import UNBEGUN
 from trainer.data.loader import Request
 from trainer.data.samples import original_ids
@@ -29,13 +24,10 @@ from trainer.plan.layout_invariant import LayoutInvariant
 from trainer.plan.memory import Shape, corner_shapes
 from trainer.plan.partition import pad
 from trainer.plan.traffic import MOST_OF_MEMORY
-from trainer.training.batches import PREFETCH_LIMIT_BYTES
 from trainer.training.evaluation import HeldOut
-from trainer.tune.cache import TuningCache, describe
-from trainer.tune.layout import BOUNDARIES
-from trainer.tune.memory_limit import MemoryLimit, memory_limit
+from trainer.tune.cache import TuningCache
+from trainer.tune.memory_limit import MemoryLimit
 from trainer.tune.predict import Predictor
-from trainer.tune.ragged import look
 from trainer.tune.restored import restoring
 from trainer.tune.speed import Clock, meter_for
 from trainer.tune.tensors import MemoryEstimate
@@ -111,8 +103,8 @@ def prepare_on_main(
         found.append(prepare(parts, saved, clock))
         return describe_cut(found[0], found[0].cut)
 
-    told = parts.world.on_main(find)
-    return found[0] if found else prepare(parts, told)
+    answer = parts.world.on_main(find)
+    return found[0] if found else prepare(parts, answer)
 
 
 def prepare(
@@ -134,9 +126,8 @@ def prepare(
         cut, tuning, how = known
     elif isinstance(parts.cut, Auto):
         assert limit is not None  # a machine that is not here has what accum.memory says
-        can_time = is_here and _fits_whole(parts, limit)
         with parts.source.loader.naming_samples(_longest(parts)):
-            tuning = _tune(parts, parts.cut, work, limit, batches, clock if can_time else None)
+            tuning = _tune(parts, parts.cut, work, limit, batches, clock if is_here else None)
         cut = parts.cut.tuned(tuning.max_tokens, tuning.cost, tuning.alone)
         how = tuning.method
     else:
@@ -157,7 +148,7 @@ def prepare(
         limit_bytes=tuning.limit_bytes if tuning is not None else limit and limit.bytes,
         how=how,
         is_here=is_here,
-        seen=_seen(parts, work, unknown) if parts.world.is_main else (),
+        seen=_seen(parts, work, unknown),
         evaluation_tokens=(
             max(plan.max_positions for plan in plans)
             if known is None or saved is None
@@ -170,114 +161,6 @@ def _longest(parts: Parts) -> Request:
     """Ask for the sample that tuning makes its shapes out of."""
     lengths = parts.source.lengths
     return Request((int(lengths.argmax()),), 0, int(lengths.max()))
-
-
-def limit_of(parts: Parts, work: Workload) -> tuple[MemoryLimit | None, bool]:
-    """Find the memory of one rank, if anyone knows it, and whether it is that of this machine.
-
-    `train plan` takes `accum.memory` at its word, for a machine that is not here too. A run cannot
-    have more than there is.
-    """
-    asked = parts.cut.memory if isinstance(parts.cut, Auto) else None
-    device, world = planned_device(parts.config, parts.world), parts.world
-
-    def find(device: torch.device, asked: int | None = None) -> MemoryLimit:
-        limit = memory_limit(
-            device,
-            resident_bytes=work.resident_bytes,
-            asked=asked,
-            local_ranks=world.local_size,
-        )
-        # A GPU holds one micro-batch of inputs, which the prediction counts.
-        held = _inputs_bytes(parts) if device.type == "cpu" else 0
-        return replace(limit, bytes=max(0, limit.bytes - held), inputs=held)
-
-    if device.type != world.device.type:
-        return None if asked is None else find(device, asked=asked), False
-    there = find(device)
-    if asked is None:
-        return there, True
-    said = find(device, asked=asked)
-    if said.bytes <= there.bytes:
-        return said, True
-    return (said, False) if parts.config.command == "plan" else (there, True)
-
-
-def _inputs_bytes(parts: Parts) -> int:
-    """Count the inputs of one rank's step, and of the next where that is loaded ahead."""
-    lengths = parts.source.lengths
-    per_token = sum(field.nbytes for field in parts.example.values()) / float(lengths.max())
-    is_in_tokens = parts.config.batch.unit == "tokens"
-    tokens = parts.global_size * (1.0 if is_in_tokens else float(lengths.mean()))
-    step = int(per_token * tokens / parts.world.size)
-    return step * (2 if step <= PREFETCH_LIMIT_BYTES else 1)
-
-
-def workload(parts: Parts) -> Workload:
-    """Give what tuning rehearses: model, loss, optimizer, and micro-batches of any shape."""
-    call_of = partial(bind_run, config=parts.config, world=parts.world)
-    return Workload(
-        model=parts.module,
-        bind=call_of,
-        objective=parts.objective,
-        make_optimizer=parts.spec.build,
-        make_fields=_tiled(parts),
-        device=parts.world.device,
-        weights=parts.weights,
-        sync=parts.parallel.sync,
-        fake_ranks=partial(parts.parallel.fake_ranks, parts.world.size, call_of)
-        if is_sharded(parts.config, parts.world)
-        else None,
-    )
-
-
-def _tiled(parts: Parts) -> Tiled:
-    """Make shapes out of the longest sample; others tell which dimensions follow."""
-    example, lengths, packed = _rehearsed(parts), parts.source.lengths, parts.layout.packed
-    if BOUNDARIES in example:
-        return Tiled(example, int(lengths.max()))
-
-    def load(i: int) -> Fields | None:
-        # What cannot be read is told, or passed over, where its step needs it.
-        with suppress(DataError):
-            return parts.source.loader.load(Request((i,), 0, int(lengths[i]), packed))
-        return None
-
-    return Tiled(example, int(lengths.max()), look(lengths, load))
-
-
-def _rehearsed(parts: Parts) -> Fields:
-    """Give the fields that shapes are rehearsed with.
-
-    The kernel that takes all documents of a packed row at once is a GPU's. Where that is not here,
-    documents side by side, which take as much, stand in for it.
-    """
-    is_away = planned_device(parts.config, parts.world).type != parts.world.device.type
-    boundaries = inspect.signature(parts.module.forward).parameters.get(BOUNDARIES)
-    if not is_away or boundaries is None or boundaries.default is inspect.Parameter.empty:
-        return parts.example
-    own = {BOUNDARIES, "position_ids"}
-    return {name: field for name, field in parts.example.items() if name not in own}
-
-
-def _fits_whole(parts: Parts, limit: MemoryLimit) -> bool:
-    """Whether one rank can hold a model that is to be sharded whole, to time it.
-
-    A window holds as much; a model that is only ever gathered block by block may be too large.
-    """
-    whole = 2 * sum(p.nbytes for p in parts.module.parameters())
-    return parts.weights is None or whole <= limit.bytes * MOST_OF_MEMORY
-
-
-def situation(parts: Parts, work: Workload) -> dict[str, Any]:
-    """List everything that measurements and predictions depend on."""
-    facts = describe(work, int(parts.source.lengths.max()), parts.config.precision)
-    model = parts.config.model
-    facts["own lengths"] = repr(getattr(work.make_fields, "dims", None))
-    facts["component"] = [model.target, repr(sorted(model.params.items()))]
-    if work.fake_ranks is None:
-        return facts
-    return {**facts, "shards": [parts.world.size, parts.parallel.replicas, work.sync.lockstep]}
 
 
 def describe_cut(prepared: Prepared, cut: Cut) -> dict[str, Any]:
@@ -323,8 +206,8 @@ def sampled(parts: Parts) -> list[IntArray]:
             cursor = samples.after
             batches.append(lengths[samples.ids])
         return batches
-    spread = [step * order.steps_per_epoch // num_steps for step in range(num_steps)]
-    return [lengths[order.next(order.at(step)).ids] for step in spread]
+    steps = [step * order.steps_per_epoch // num_steps for step in range(num_steps)]
+    return [lengths[order.next(order.at(step)).ids] for step in steps]
 
 
 def _tune(
@@ -337,6 +220,10 @@ def _tune(
 ) -> Tuning:
     """Tune; without a clock, for a machine that is not here."""
     lengths, config = parts.source.lengths, parts.config
+    # A window holds a sharded model whole, so it can be timed where that fits; one that is only
+    # ever gathered block by block may be too large.
+    whole = 2 * sum(p.nbytes for p in parts.module.parameters())
+    fits = parts.weights is None or whole <= limit.bytes * MOST_OF_MEMORY
     question = Question(
         work=work,
         batches=batches,
@@ -348,7 +235,7 @@ def _tune(
         largest_batch=parts.source.order.most_samples,
         max_samples=cut.micro,
         recompute=RECOMPUTE[config.activation_checkpointing],
-        timed=clock is not None,
+        timed=clock is not None and fits,
         num_steps=parts.total_steps,
         longest_id=int(original_ids(parts.train_set, [lengths.argmax()])[0]),
     )
@@ -368,9 +255,9 @@ def _predicted_or_why(
 
 
 def _seen(parts: Parts, work: Workload, unknown: str | None) -> tuple[str, ...]:
-    """Gather what showed when the user's own code ran."""
-    seen = tuple(rehearse_own(parts, work))
-    return seen if unknown is None else (unknown, *seen)
+    """Gather what showed when the user's own code ran, on the main rank."""
+    notes = () if unknown is None else (unknown,)
+    return (*notes, *rehearse_own(parts, work)) if parts.world.is_main else ()
 
 
 def _predicted(parts: Parts, work: Workload, plans: tuple[Plan, ...]) -> MemoryEstimate:
@@ -428,7 +315,7 @@ def _dearest_shapes(parts: Parts, plans: tuple[Plan, ...]) -> tuple[tuple[Shape,
             cut.max_tokens, longest, shortest, min(whole, cut.micro or whole)
         ), None
     if not isinstance(cut, Fixed | Budget | LayoutInvariant):
-        most, row = max(_held(plan, *at) for plan in plans for at in plan.slots())[::-1]
+        most, row = max(_size(plan, *at) for plan in plans for at in plan.slots())[::-1]
     elif not layout.packed:
         return (Shape(most, longest),), None
     else:
@@ -437,7 +324,7 @@ def _dearest_shapes(parts: Parts, plans: tuple[Plan, ...]) -> tuple[tuple[Shape,
     return (Shape(most, -(-row // most)),), row if layout.packed else None
 
 
-def _held(plan: Plan, rank: int, slot: int) -> tuple[int, int]:
+def _size(plan: Plan, rank: int, slot: int) -> tuple[int, int]:
     """Count the positions and the samples of a micro-batch."""
     return plan.positions(rank, slot), max(1, len(plan.ranks[rank][slot]))
 

@@ -1,4 +1,4 @@
-"""What shows only when the user's own objective and optimizer run, once, before training."""
+"""Run the user's own objective and optimizer once, for what shows only then, before training."""
 
 from __future__ import annotations
 

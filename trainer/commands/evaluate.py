@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from trainer.build.parts import assemble, check_alike
+from trainer.build.parts import assemble, check_consistency
 from trainer.build.prepare import held_out, prepare_on_main
 from trainer.checkpoint.store import CHECKPOINTS, CheckpointStore, Loaded
 from trainer.checkpoint.weights import take_weights
@@ -35,7 +35,7 @@ def evaluate_run(config: RunConfig, folder: Path, world: World, stop: Callable[[
     store = CheckpointStore(folder / CHECKPOINTS)
     loaded = store.load(config.checkpoint_step, set_aside=False, world=world)
     parts = assemble(config, world)
-    check_alike(parts, begins=False)
+    check_consistency(parts, begins=False)
     take_weights(parts.module, loaded)
     prepared = prepare_on_main(parts)
     data = held_out(prepared)

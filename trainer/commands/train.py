@@ -16,7 +16,7 @@ import torch
 from trainer.build.choose_parallel import choose_parallel
 from trainer.build.choose_sync import choose_sync
 from trainer.build.instantiate import construct
-from trainer.build.parts import Parts, assemble, check_alike
+from trainer.build.parts import Parts, assemble, check_consistency
 from trainer.build.prepare import (
     Prepared,
     describe_cut,
@@ -195,7 +195,7 @@ def _assembled(config: RunConfig, world: World, *, begins: bool) -> Parts:
         parts.append(assemble(config, world))
     _poll(world, not parts)
     settled_parts = choose_parallel(parts[0])
-    check_alike(settled_parts, begins=begins)
+    check_consistency(settled_parts, begins=begins)
     return settled_parts
 
 

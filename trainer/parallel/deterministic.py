@@ -1,4 +1,4 @@
-"""Gradients whose bits do not depend on how micro-batches are divided over ranks and steps.
+"""Sum gradients to the same bits however micro-batches are divided over ranks and steps.
 
 Floating-point sums depend on their order; sums of integers do not. The exponents of fp64 are
 grouped by 32 into bins. The largest bin that a micro-batch needs for an element of the gradient is

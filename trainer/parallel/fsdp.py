@@ -25,9 +25,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import Fields
 from trainer.core.world import World
-from trainer.parallel.base import Parallel, drop_unused, total_norm
+from trainer.parallel.base import Parallel, drop_unused, reduce_scatter, total_norm
 from trainer.parallel.block_order import BlockOrder
-from trainer.parallel.timing import reduce_scatter, time_collectives
+from trainer.parallel.timing import time_collectives
 
 
 @final

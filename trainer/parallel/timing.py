@@ -15,13 +15,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from trainer.core.phases import PhaseTimes
 from trainer.core.rank_progress import Phase
+from trainer.parallel.base import all_gather, reduce_scatter
 
 OF_STEPS: tuple[Phase, ...] = ("gather", "compute", "reduce")
 """Phases in which gradients are computed and reduced."""
-
-# Their older names end in `_tensor`, and are deprecated where the newer ones are.
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def time_collectives(

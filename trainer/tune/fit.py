@@ -1,4 +1,4 @@
-"""Fits sums of known terms with coefficients that cannot be negative: times and bytes."""
+"""Fit sums of known terms with coefficients that cannot be negative: times and bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the hardware, the model and the data ask of every cut: padding, shapes, packing."""
+"""Choose what hardware, model and data ask of every cut: padding, shapes, packing."""
 
 from __future__ import annotations
 

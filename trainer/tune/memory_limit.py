@@ -1,4 +1,4 @@
-"""How much memory there is, and how much of it tensors can have."""
+"""Find how much memory there is, and how much of it tensors can have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measures what a collective takes between the ranks of a run, in a fraction of a second."""
+"""Measure what a collective takes between the ranks of a run, in a fraction of a second."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.core.world import World
+from trainer.parallel.base import all_gather, reduce_scatter
 from trainer.plan.traffic import Network
 
 SMALL_BYTES = 64
@@ -50,7 +51,7 @@ def network_of(
             in shards: the network within them, and between them, are measured each on its own.
 
     Returns:
-        The same numbers on every rank; None on one rank, or where several are only imagined.
+        The same numbers on every rank; None on one rank, or where the others are not there.
     """
     if world.size == 1 or world.patient is None:
         return None
@@ -75,13 +76,11 @@ def _all_reduce(whole: Tensor, part: Tensor, group: dist.ProcessGroup | None) ->
 
 
 def _all_gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup | None) -> None:
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(whole, part, group=group)
+    all_gather(whole, part, group=group)
 
 
 def _reduce_scatter(whole: Tensor, part: Tensor, group: dist.ProcessGroup | None) -> None:
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    scatter(part, whole, group=group)
+    reduce_scatter(part, whole, group=group)
 
 
 @final
@@ -116,11 +115,11 @@ class _Level:
         return times * size * (self.size - 1) / self.size / max(took - latency, took / 2)
 
     def _seconds(self, collective: Collective, size: int, most: float) -> float:
-        """Time one collective, a few times or as long as is allowed; all hear the first rank."""
+        """Time one collective, a few times or as long as is allowed, by the first rank's clock."""
         device = self.world.device
-        held = -(-size // torch.float32.itemsize // self.size)
-        part = torch.zeros(held, device=device)
-        whole = torch.zeros(held * self.size, device=device)
+        count = -(-size // torch.float32.itemsize // self.size)
+        part = torch.zeros(count, device=device)
+        whole = torch.zeros(count * self.size, device=device)
         best, spent = float("inf"), 0.0
         for _ in range(ROUNDS):
             self.world.barrier()

@@ -1,4 +1,4 @@
-"""Times a few micro-batches and says what any step would take.
+"""Time a few micro-batches and say what any step would take.
 
 A line through two shapes says how time grows while kernels are small. On a CPU it bends: beyond
 some thousand tokens activations leave the cache, and the largest micro-batch that fits may run at

@@ -1,4 +1,4 @@
-"""Counts the bytes of live tensors, real and fake alike, and says what they belong to."""
+"""Count the bytes of live tensors, real and fake alike, and says what they belong to."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def forward_bytes(work: Workload, fields: Fields) -> int:
 def fullest_steps(
     work: Workload, model: Parallel, peak: PeakBytes, fields: Fields | None = None
 ) -> None:
-    """Take two steps on one rank, from gathering to the update, and leave the peak of both.
+    """Take two steps on one rank, from gathering to the update, and leave the second's peak.
 
     Once the first has made the optimizer's state, and an earlier micro-batch the gradients, no
     later moment needs more than one more micro-batch and the update after it. Changes the weights,
@@ -149,8 +149,8 @@ def fullest_steps(
     peak.assign("buffers", module.buffers())
     peak.assign("activations", (fields or {}).values())
     optimizer, snapshot = work.make_optimizer(module), Snapshot(module)
-    peak.reset()
     for has_gradients in (fields is None, True):
+        peak.reset()
         snapshot.take()
         sync.gather(model)
         peak.assign("parameters", module.parameters())
