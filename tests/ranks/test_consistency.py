@@ -1,4 +1,4 @@
-"""Ranks begin with the same data, code and model, or not at all; and a model can be laid out."""
+"""Ranks begin with the same data and model, or not at all; and a model can be laid out."""
 
 from __future__ import annotations
 
