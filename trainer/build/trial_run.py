@@ -50,7 +50,7 @@ def rehearse_own(parts: Parts, work: Workload) -> Iterator[str]:
         yield (
             f"{name} has a hook on its gradient ({method}), which runs for every micro-batch, not "
             "once a step: what does more than scale by a constant, an optimizer's step above all, "
-            "makes the step depend on its cut; train verify tells"
+            "makes the step depend on its cut; train verify proves nothing with it"
         )
     kind = getattr(parts.spec, "kind", type(parts.spec))
     if kind.__module__.partition(".")[0] not in {"trainer", "torch"}:

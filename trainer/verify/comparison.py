@@ -1,4 +1,4 @@
-"""One comparison: a planned step's gradient against the same samples grouped beyond doubt."""
+"""Compare a planned step's gradient with that of the same samples grouped beyond doubt."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ it is the limit. Rounding in float32 depends on the model (1e-7 to 5e-5 measured
 the limit of each parameter is what is measured for it, and this only bounds it."""
 
 MARGIN = 8.0
-"""How many times the measured spread of rounding a difference may be. Over 40 models, conv nets,
+"""How many times the measured rounding a difference may be. Over 40 models, conv nets,
 GPTs and Hugging Face heads, it was at most 4 times the largest of two moves."""
 
 NOTHING = 0.25
@@ -155,7 +155,7 @@ def compared(found: Gradient, expected: Gradient, dtype: torch.dtype, rounding: 
 @final
 @dataclass(frozen=True)
 class _Scale:
-    """What a difference is held against.
+    """What a difference is compared with.
 
     Attributes:
         dtype: of the comparison.
@@ -172,7 +172,7 @@ class _Scale:
         if self.dtype == torch.float64 or not size:
             return EXACT[self.dtype]
         eps = torch.finfo(self.dtype).eps
-        noise = max(self.rounding.spread(eps).get(name, 0.0), eps * size)
+        noise = max(self.rounding.measure(eps).get(name, 0.0), eps * size)
         return min(EXACT[self.dtype], MARGIN * noise / size)
 
     def cancelling(self, name: str, distance: float, size: float) -> float:
@@ -180,10 +180,10 @@ class _Scale:
         eps, least = torch.finfo(self.dtype).eps, EXACT[self.dtype] * self.largest
         if not min(distance, size) <= least:  # not a number, maybe
             return 0.0
-        noise = self.rounding.spread(eps).get(name, 0.0)
+        noise = self.rounding.measure(eps).get(name, 0.0)
         if distance <= min(MARGIN * noise, least):
             return min(noise / eps, self.largest)
-        changed = self.rounding.spread(math.sqrt(eps)).get(name, 0.0)
+        changed = self.rounding.measure(math.sqrt(eps)).get(name, 0.0)
         if size <= least and changed > NOTHING * size:
             return min(max(noise, changed, size) / eps, self.largest)
         return 0.0

@@ -1,4 +1,4 @@
-"""A scratch copy of a run: the same step in another precision and in other groups of samples."""
+"""Copy a run to scratch: the same step in another precision and in other groups of samples."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from trainer.accumulate.normalizer import Kind, divisors
 from trainer.accumulate.rollback import own_generators
-from trainer.core.micro_batch import Fields, MicroBatch
+from trainer.core.micro_batch import MicroBatch
 from trainer.core.world import World
 from trainer.data.loader import Loader, Request
 from trainer.models.bind import bind
@@ -26,7 +24,6 @@ from trainer.parallel.base import Replicated
 from trainer.plan.cut import IntArray
 from trainer.training.batches import PlannedBatch
 from trainer.training.kit import Kit
-from trainer.verify.hooks import UNCARRIED, carry
 
 Gradient = Mapping[str, Tensor]
 """A step's gradient by parameter name; what no micro-batch uses is left out."""
@@ -36,8 +33,6 @@ NARROWING = {
     Tensor.half: torch.float16,
     Tensor.bfloat16: torch.bfloat16,
 }
-
-LOW_COMPLEX = frozenset({torch.complex64, torch.complex32})
 
 ORDER_SEED = 0
 """Of the order in which a reference takes the samples: the same for every verification."""
@@ -79,58 +74,26 @@ class Widened(TorchFunctionMode):
         return _matching(torch.float64, value)
 
 
-@final
-class OnlyDouble(TorchDispatchMode):  # type: ignore[no-untyped-call] # untyped in torch
-    """Refuses what is computed in less than float64, so that no such step hides in a comparison."""
-
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 - whatever the operation gives
-        """Run an operation, and look at the precision of what it gives.
-
-        Raises:
-            RuntimeError: it is lower.
-        """
-        given = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(given):
-            if not isinstance(tensor, Tensor):
-                continue
-            is_low = tensor.is_floating_point() and tensor.dtype != torch.float64
-            if is_low or tensor.dtype in LOW_COMPLEX:
-                raise RuntimeError(f"{func} computes in {tensor.dtype}")
-        return given
-
-
 def _matching(dtype: torch.dtype, of: torch.dtype) -> torch.dtype:
-    """Give a precision to real and to complex numbers alike."""
+    """Give a precision to real and to complex numbers."""
     return dtype.to_complex() if of.is_complex else dtype
 
 
-def _converted(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Put a model into a precision; `nn.Module.to` would drop imaginary parts."""
-
-    def convert(tensor: Tensor) -> Tensor:
-        has_precision = tensor.is_floating_point() or tensor.is_complex()
-        return tensor.to(_matching(dtype, tensor.dtype)) if has_precision else tensor
-
-    module._apply(convert)  # type: ignore[no-untyped-call] # untyped in torch
-    return module
+def _in_precision(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Convert what has a precision; `nn.Module.to` would drop imaginary parts."""
+    if dtype is None or not (tensor.is_floating_point() or tensor.is_complex()):
+        return tensor
+    return tensor.to(_matching(dtype, tensor.dtype))
 
 
-def _plain(module: nn.Module) -> Iterator[str]:
-    """Name the tensors that modules hold and have not registered, but for computed ones.
-
-    Yields:
-        The way to each.
-    """
-    for name, part in module.named_modules():
-        for key, value in vars(part).items():
-            if isinstance(value, Tensor) and value.is_leaf:
-                yield f"{name}.{key}".lstrip(".")
+def _plain(module: nn.Module) -> set[str]:
+    """Name the tensors that modules hold and have not registered, but for computed ones."""
+    return {
+        f"{name}.{key}".lstrip(".")
+        for name, part in module.named_modules()
+        for key, value in vars(part).items()
+        if isinstance(value, Tensor) and value.is_leaf
+    }
 
 
 @final
@@ -140,49 +103,38 @@ class Scratch:
 
     Attributes:
         kit: the run's, around the copy, on this rank alone.
-        dtype: of the copy's parameters and fields; None leaves both as they are.
-        widens: whether hand-written casts to fewer bits are undone.
+        dtype: of the copy's parameters and fields; None leaves both as they are. In float64,
+            hand-written casts to fewer bits are undone.
         undone: what they asked for.
         plain: tensors that were found in plain attributes of modules after a pass.
-        uncarried: parameters that the copy does not stand for, each with the reason.
     """
 
     kit: Kit
     dtype: torch.dtype | None
-    widens: bool = False
     undone: set[torch.dtype] = field(default_factory=set)
     plain: set[str] = field(default_factory=set)
-    uncarried: tuple[tuple[str, str], ...] = ()
 
     @classmethod
-    def of(
-        cls,
-        kit: Kit,
-        dtype: torch.dtype | None,
-        *,
-        widens: bool = False,
-        shared: Iterable[object] = (),
-    ) -> Scratch:
+    def of(cls, kit: Kit, dtype: torch.dtype | None, shared: Iterable[object] = ()) -> Scratch:
         """Copy the model and the objective of a run, in another precision where one is given.
+
+        Hooks on parameters are not copied, and functions that hold the model go on holding it:
+        what these reach is compared with nothing, and named.
 
         Args:
             kit: of the run, or of a copy.
             dtype: of the copy's parameters and fields.
-            widens: whether hand-written casts to fewer bits are undone.
             shared: objects that the copy holds too.
         """
         memo: dict[int, Any] = {id(it): it for it in shared}
         module, objective = duplicate(kit.model.module, memo), kit.objective
         with suppress(Exception):  # one that holds a lock, say, is shared
             objective = duplicate(objective, memo)
-        if dtype is not None:
-            module = _converted(module, dtype)
-        uncarried = tuple((n, UNCARRIED) for n in carry(kit.model.module, module, memo))
+        module._apply(lambda tensor: _in_precision(tensor, dtype))  # type: ignore[no-untyped-call] # untyped in torch
         parameters = [p for p in module.parameters() if p.requires_grad]
         world = World(device=kit.world.device)
         model = Replicated(module, bind(module), parameters, world)
-        kit = replace(kit, model=model, objective=objective, world=world)
-        return cls(kit=kit, dtype=dtype, widens=widens, uncarried=uncarried)
+        return cls(kit=replace(kit, model=model, objective=objective, world=world), dtype=dtype)
 
     @property
     def module(self) -> nn.Module:
@@ -199,8 +151,7 @@ class Scratch:
         Yields:
             The copy.
         """
-        generators = own_generators(self.module, self.kit.objective)
-        run = Scratch.of(self.kit, self.dtype, widens=self.widens, shared=generators)
+        run = Scratch.of(self.kit, self.dtype, own_generators(self.module, self.kit.objective))
         default = torch.get_default_dtype()
         try:
             with ExitStack() as stack:
@@ -209,10 +160,7 @@ class Scratch:
                 stack.enter_context(torch.backends.cudnn.flags(enabled=False))
                 if self.dtype == torch.float64:
                     torch.set_default_dtype(torch.float64)
-                if self.widens:
                     stack.enter_context(Widened(self.undone))
-                elif self.dtype == torch.float64:
-                    stack.enter_context(OnlyDouble())  # type: ignore[no-untyped-call] # torch
                 yield run
         finally:
             torch.set_default_dtype(default)
@@ -235,16 +183,9 @@ class Scratch:
 
     def cast(self, micro_batch: MicroBatch) -> MicroBatch:
         """Put a micro-batch onto the copy's device, in its precision."""
-        fields = self._in_precision(micro_batch.fields)
+        fields = {n: _in_precision(f, self.dtype) for n, f in micro_batch.fields.items()}
         cast = replace(micro_batch, fields=fields, weights=weights_of(self.kit.objective, fields))
         return cast.to(self.kit.world.device)
-
-    def _in_precision(self, fields: Fields) -> Fields:
-        if self.dtype is None:
-            return fields
-        has_precision = [n for n, f in fields.items() if f.is_floating_point() or f.is_complex()]
-        cast = {n: fields[n].to(_matching(self.dtype, fields[n].dtype)) for n in has_precision}
-        return {**fields, **cast}
 
 
 @final
@@ -265,7 +206,7 @@ class Groups:
         return np.concatenate([slot for rank in self.batch.plan.ranks for slot in rank])
 
     def lengths(self, positions: IntArray) -> IntArray:
-        """Tokens of samples, alike in shape."""
+        """Tokens of samples, in the shape of their positions."""
         return self.batch.plan.lengths[positions]
 
     def units(self) -> list[IntArray]:
@@ -300,7 +241,7 @@ class Groups:
 
     @property
     def shuffled(self) -> IntArray:
-        """Positions in an order of their own, alike in shape; what must stay together does.
+        """Positions in an order of their own, `(samples,)`; what must stay together does.
 
         In the order of the plan, or of the samples, a loss that couples neighbours couples the
         same ones as the micro-batches do, and would be exact by accident.

@@ -1,4 +1,4 @@
-"""Why a step is not exact: puts one suspect after another right, and compares what remains.
+"""Find why a step is not exact: put one suspect after another right, and compare what remains.
 
 So every culprit is named, and none for another's fault.
 """
@@ -14,23 +14,21 @@ from torch import nn
 
 from trainer.accumulate.normalizer import Kind
 from trainer.accumulate.sum import Sum
-from trainer.core.micro_batch import MicroBatch
 from trainer.core.out_of_memory import AllocationGuard
 from trainer.training.kit import Kit
 from trainer.verify.comparison import EXACT, MARGIN, Case, Errors
 from trainer.verify.copies import Gradient, Scratch
 from trainer.verify.find_module import (
+    EITHER,
     UNREPEATABLE,
     Culprits,
     Draws,
-    Found,
     Way,
-    described,
+    describe,
     find,
     pick,
     silence,
 )
-from trainer.verify.hooks import SHARED, UNCARRIED, drop_hooks, hooked
 from trainer.verify.rounding import Rounding
 from trainer.verify.trace import OUTSIDE
 
@@ -41,15 +39,23 @@ LOUD = (
     "but for that cannot be told; draw where `self.training` is true alone"
 )
 
+HOOKED = (
+    "runs for every micro-batch and is not copied with the model, so nothing is proven: do what it "
+    "does once a step, in the optimizer's step, or take it off"
+)
+
+SHARED = (
+    "got a gradient from the copy that this compares, through a function or a scripted module that "
+    "cannot be copied with the model, so nothing is proven: write it as a method of the module"
+)
+
 AMPLIFIED = "no cut is to blame and none can be cleared"
 
-UNPROVEN = (DRAWS, UNREPEATABLE, UNCARRIED, SHARED, AMPLIFIED)
+UNPROVEN = (DRAWS, UNREPEATABLE, HOOKED, SHARED, AMPLIFIED)
 """Words of the reasons by which a step is neither exact nor known to depend on its cut."""
 
 LOW = (torch.bfloat16, torch.float16)
 """Precisions in which adding up micro-batches loses bits."""
-
-NEIGHBOURS_OR_PADDING = "its micro-batch"
 
 NUDGE = 0.01
 """Deviation of what is added to weights; a residual's gate at zero then lets through as much."""
@@ -65,14 +71,16 @@ class Blame:
 
     Attributes:
         culprits: never empty, what the model adds to its loss first.
-        is_modular: whether only modules are among them, so that one micro-batch per step would
-            be exact.
         is_exact_without: whether the step is exact with all that draws at random switched off.
     """
 
     culprits: Culprits
-    is_modular: bool
     is_exact_without: bool = False
+
+
+def proves_nothing(culprits: Culprits) -> bool:
+    """Tell whether no reason among them is one by which the step depends on its cut."""
+    return all(any(words in reason for words in UNPROVEN) for _, reason in culprits)
 
 
 def low_precision(kit: Kit) -> torch.dtype | None:
@@ -81,7 +89,12 @@ def low_precision(kit: Kit) -> torch.dtype | None:
     return next((dtype for dtype in LOW if dtype in dtypes), None)
 
 
-def suspects(
+def short(dtype: torch.dtype | None) -> str:
+    """Write a type without its module: `float64`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def diagnose(
     case: Case, kit: Kit, planned: Gradient, expected: Gradient, *, traces_whole: bool
 ) -> Blame:
     """Name the culprits of a step that is not exact.
@@ -95,61 +108,50 @@ def suspects(
     """
     culprits, errors = _settings(case, kit, planned, expected)
     if errors.is_exact:
-        return Blame(culprits, is_modular=False)
-    whole, ways = pick(case.groups)
-    draws = silence(case.scratch, whole)
+        return Blame(culprits)
+    draws = silence(case.scratch, pick(case.groups)[0])
     if draws:
         expected = case.expected()
         errors = case.errors(case.planned(_kind(kit)), expected)
+        is_exact_without = errors.is_exact and not culprits and not draws.loud
         culprits += _drawing(case.scratch, draws, errors)
         if errors.is_exact:
-            is_modular = not _has_settings(kit)
-            return Blame(culprits, is_modular, is_exact_without=is_modular and not draws.loud)
-    found_hooks, errors, expected = _hooks(case, kit, errors, expected)
-    culprits += found_hooks
-    if errors.is_exact:
-        return Blame(culprits, is_modular=not _has_settings(kit))
+            return Blame(culprits, is_exact_without)
     amplified = _amplified(case, errors)
     if amplified:
-        return Blame([*culprits, *amplified], is_modular=False)
-    found, strategy = _located(case, kit, expected, (whole, ways), draws, traces_whole=traces_whole)
-    named = [*found.all, *strategy]
-    if not named and not draws.loud:
+        return Blame([*culprits, *amplified])
+    added, named = _located(case, kit, expected, draws, traces_whole=traces_whole)
+    if not (added or named or draws.loud):
         named = [_unexplained(errors)]
-    is_modular = named == [*found.auxiliary, *found.modules] and not _has_settings(kit)
-    culprits = [*found.auxiliary, *culprits]
-    return Blame([*culprits, *(c for c in named if c not in culprits)], is_modular)
-
-
-def proves_nothing(culprits: Culprits) -> bool:
-    """Tell whether no reason among them is one by which the step depends on its cut."""
-    return all(any(words in reason for words in UNPROVEN) for _, reason in culprits)
+    culprits = [*added, *culprits]
+    return Blame([*culprits, *(c for c in named if c not in culprits)])
 
 
 def _located(
-    case: Case,
-    kit: Kit,
-    expected: Gradient,
-    picked: tuple[MicroBatch, list[Way]],
-    draws: Draws,
-    *,
-    traces_whole: bool,
-) -> tuple[Found, Culprits]:
-    """Search a few samples, then the step itself, then both with weights a little elsewhere."""
-    packed = case.batch.plan.packed
-    found = find(case.scratch, *picked, packed=packed, excused=draws.loud)
-    strategy = [] if found else _strategy(case, kit, expected)
-    if not (found or strategy or draws.loud):
-        found = _search_step(case, traces_whole=traces_whole)
-    if not (found or strategy or draws.loud):
+    case: Case, kit: Kit, expected: Gradient, draws: Draws, *, traces_whole: bool
+) -> tuple[Culprits, Culprits]:
+    """Search a few samples, then the step itself, then both with weights a little elsewhere.
+
+    Returns:
+        What the model adds to its loss, and everything else.
+    """
+    (whole, ways), packed = pick(case.groups), case.batch.plan.packed
+    found = find(case.scratch, whole, ways, packed=packed, excused=draws.loud)
+    if found.all or draws.loud:
+        return found.added, [*found.modules, *found.sums, *found.data]
+    if (
+        not isinstance(kit.strategy, Sum)
+        and kit.objective.scope in Sum.scopes
+        and case.errors(case.planned(_kind(kit), Sum()), expected).is_exact
+    ):
+        name = type(kit.strategy).__name__
+        reason = f"{name} makes of the pieces' gradients another one than their sum, which is exact"
+        return [], [("accum.gradient", reason)]
+    culprits = _search_step(case, traces_whole=traces_whole)
+    if not culprits:
         _nudge(case.scratch.module)
-        found = find(case.scratch, *picked, packed=packed)
-        found = found or _search_step(case, traces_whole=traces_whole)
-    return found, strategy
-
-
-def _has_settings(kit: Kit) -> bool:
-    return kit.normalizer == "micro_batches" or low_precision(kit) is not None
+        culprits = find(case.scratch, whole, ways, packed=packed).all
+    return [], culprits or _search_step(case, traces_whole=traces_whole)
 
 
 def _kind(kit: Kit) -> Kind:
@@ -163,7 +165,7 @@ def _settings(
     errors = case.errors(planned, expected)
     culprits: Culprits = []
     if low_precision(kit) is not None:
-        culprits.append(_precision(case, kit, expected, errors))
+        culprits.append(("parameters", _precision(case, kit, expected, errors)))
     if kit.normalizer == "micro_batches" and not errors.is_exact:
         errors = case.errors(case.planned(_kind(kit)), expected)
         reason = "a mean of means: a token's share depends on its micro-batch; use tokens"
@@ -171,25 +173,21 @@ def _settings(
     return culprits, errors
 
 
-def _precision(case: Case, kit: Kit, expected: Gradient, errors: Errors) -> tuple[str, str]:
+def _precision(case: Case, kit: Kit, expected: Gradient, errors: Errors) -> str:
     """Tell what low-precision weights cost, and what of it is due to the cut."""
-    low = short(low_precision(kit))
-    measured = ""
+    low, measured = short(low_precision(kit)), ""
     if errors.is_exact:
         as_is = replace(case, scratch=Scratch.of(kit, None))
-        split, single = (
-            case.errors(gradient, expected).largest
-            for gradient in (as_is.planned(), as_is.expected())
-        )
+        split = case.errors(as_is.planned(), expected).largest
+        single = case.errors(as_is.expected(), expected).largest
         measured = (
             f" (off by {split:.0e}; {case.reference}, in {low} too: {single:.0e}; the plan in "
             f"{short(case.scratch.dtype)}: {errors.largest:.0e})"
         )
-    reason = (
+    return (
         f"{low} weights: their gradients lose bits as micro-batches accumulate{measured}; keep "
         "fp32 weights and use precision=bf16"
     )
-    return "parameters", reason
 
 
 def _drawing(scratch: Scratch, draws: Draws, errors: Errors) -> Culprits:
@@ -201,43 +199,10 @@ def _drawing(scratch: Scratch, draws: Draws, errors: Errors) -> Culprits:
     quiet = f"{DRAWS}, equal in distribution only: the step is {outcome}"
     reasons = dict.fromkeys(draws.quiet, quiet) | dict.fromkeys(draws.loud, LOUD)
     outside = reasons.pop(OUTSIDE, None)
-    culprits = described(dict(scratch.module.named_modules()), reasons)
+    culprits = describe(dict(scratch.module.named_modules()), reasons)
     if outside is not None:
         culprits.append((f"objective {type(scratch.kit.objective).__name__}", outside))
     return culprits
-
-
-def _hooks(
-    case: Case, kit: Kit, errors: Errors, expected: Gradient
-) -> tuple[Culprits, Errors, Gradient]:
-    """Take the hooks off all gradients, and charge those without which less is wrong.
-
-    Returns:
-        Them, the errors that are left, and the reference without hooks.
-    """
-    hooks = hooked(case.scratch.module)
-    if not hooks:
-        return [], errors, expected
-    drop_hooks(case.scratch.module)
-    expected = case.expected()
-    left = case.errors(case.planned(_kind(kit)), expected)
-    mended = {n for n in errors.by_name if _is_wrong(errors, n) and not _is_wrong(left, n)}
-    # A hook may also move the gradients of others.
-    charged = (hooks.keys() & mended or hooks.keys()) if mended else set[str]()
-    culprits = [(name, hook_reason(hooks[name])) for name in sorted(charged)]
-    return culprits, left, expected
-
-
-def _is_wrong(errors: Errors, name: str) -> bool:
-    return name in errors.by_name and errors.by_name[name] > errors.limits[name]
-
-
-def hook_reason(method: str) -> str:
-    """Say why a hook on a gradient makes a step depend on its cut."""
-    return (
-        f"a hook on its gradient ({method}) runs for every micro-batch, and not once for the "
-        "step's: do it once a step, in the optimizer's step, or let it only scale by a constant"
-    )
 
 
 def _amplified(case: Case, errors: Errors) -> Culprits:
@@ -249,51 +214,39 @@ def _amplified(case: Case, errors: Errors) -> Culprits:
     if errors.largest > math.sqrt(EXACT[dtype]):
         return []
     rounding = Rounding(case.scratch.module, case.planned)
-    noise = rounding.spread(torch.finfo(dtype).eps)
+    noise = rounding.measure(torch.finfo(dtype).eps)
     wrong = [name for name, error in errors.by_name.items() if error > errors.limits[name]]
     blurs = {n: noise.get(n, 0.0) / (errors.sizes.get(n) or math.inf) for n in wrong}
     is_rounding = all(errors.by_name[n] <= MARGIN * blur for n, blur in blurs.items())
-    if not is_rounding or any(rounding.spread(0.0).values()):
+    # Weights that are not moved at all show whether something else differs each time.
+    if not is_rounding or any(rounding.measure(0.0).values()):
         return []
     reason = (
         f"the model amplifies it: weights moved by their last bit move the gradient by up to "
-        f"{max(blurs.values()):.0e} too, so that {AMPLIFIED}; look "
-        "for large numbers that cancel"
+        f"{max(blurs.values()):.0e} too, so that {AMPLIFIED}; look for large numbers that cancel"
     )
     return [("rounding", reason)]
 
 
-def _strategy(case: Case, kit: Kit, expected: Gradient) -> Culprits:
-    """Tell whether the pieces are right and putting them together is wrong."""
-    if isinstance(kit.strategy, Sum) or kit.objective.scope not in Sum.scopes:
-        return []
-    if not case.errors(case.planned(_kind(kit), Sum()), expected).is_exact:
-        return []
-    name = type(kit.strategy).__name__
-    reason = f"{name} makes of the pieces' gradients another one than their sum, which is exact"
-    return [("accum.gradient", reason)]
-
-
-def _search_step(case: Case, *, traces_whole: bool) -> Found:
+def _search_step(case: Case, *, traces_whole: bool) -> Culprits:
     """Take the planned micro-batches themselves apart: a few samples may be too few."""
     groups, packed = case.groups, case.batch.plan.packed
     planned = [m for m in case.batch.micro_batches if m.ids]
-    found = Found()
+    culprits: Culprits = []
     with AllocationGuard():
         if traces_whole and len(planned) > 1:
-            way = Way(planned, NEIGHBOURS_OR_PADDING)
-            found = find(case.scratch, groups.group(groups.positions), [way], packed=packed)
+            way = Way(planned, EITHER)
+            culprits = find(case.scratch, groups.group(groups.positions), [way], packed=packed).all
     start, unit = 0, case.batch.plan.group_size
     for micro_batch in planned[:MAX_TRACED]:
         positions = groups.positions[start : start + len(micro_batch.ids)]
         start += len(positions)
-        if not found and len(positions) > unit:
+        if not culprits and len(positions) > unit:
             with AllocationGuard():
                 starts = range(0, len(positions), unit)
-                alone = [groups.group(positions[i : i + unit]) for i in starts]
-                way = Way(alone, NEIGHBOURS_OR_PADDING)
-                found = find(case.scratch, micro_batch, [way], packed=packed)
-    return found
+                way = Way([groups.group(positions[i : i + unit]) for i in starts], EITHER)
+                culprits = find(case.scratch, micro_batch, [way], packed=packed).all
+    return culprits
 
 
 def _nudge(module: nn.Module) -> None:
@@ -315,8 +268,3 @@ def _unexplained(errors: Errors) -> tuple[str, str]:
         "state kept outside of buffers"
     )
     return owner, reason
-
-
-def short(dtype: torch.dtype | None) -> str:
-    """Write a type without its module: `float64`."""
-    return str(dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""Proof on the user's own model and data: the planned step equals the whole-batch step.
+"""Prove on the user's own model and data that the planned step equals the whole-batch step.
 
 The gradient of one planned step is compared with that of the whole global batch in one piece, in
 float64, where a wrong normalizer or a coupled layer stands out by ten orders of magnitude. A model
@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from torch import nn
 
 from trainer.config.messages import first_of
 from trainer.core.errors import ConfigError, DoesNotFitError, TrainError
@@ -23,12 +22,18 @@ from trainer.training.batches import PlannedBatch
 from trainer.training.kit import Kit
 from trainer.verify.comparison import Case, Errors
 from trainer.verify.copies import Gradient, Groups, Scratch
-from trainer.verify.diagnose import LOW, low_precision, proves_nothing, short, suspects
-from trainer.verify.find_module import Culprits, objective_faults
-from trainer.verify.hooks import SHARED
-
-PRECISIONS = ((torch.float64, True), (torch.float64, False), (torch.float32, False))
-"""What is tried in turn: dtype, and whether hand-written casts to fewer bits are undone."""
+from trainer.verify.diagnose import (
+    HOOKED,
+    LOW,
+    SHARED,
+    diagnose,
+    low_precision,
+    proves_nothing,
+    short,
+)
+from trainer.verify.find_module import Culprits, check_objective
+from trainer.verify.hooks import hooked
+from trainer.verify.trace import OUTSIDE
 
 MAX_WORST = 10
 ERROR_CHARACTERS = 120
@@ -37,8 +42,8 @@ ERROR_CHARACTERS = 120
 def verify(kit: Kit, batch: PlannedBatch, loader: Loader, *, whole_fits: bool) -> VerifyReport:
     """Compare the gradient of a planned step with the whole batch's.
 
-    A step planned as one micro-batch is compared with its samples one by one, which proves more.
-    Where they differ through its modules alone, it is the whole batch's step all the same.
+    A step planned as one micro-batch is compared with its samples one by one, which proves more;
+    where they differ through its modules alone, it is the whole batch's step all the same.
 
     Args:
         kit: the run's; its model is copied, and the generators are put back.
@@ -57,52 +62,59 @@ def verify(kit: Kit, batch: PlannedBatch, loader: Loader, *, whole_fits: bool) -
     devices = [kit.world.device] if kit.world.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         try:
-            return _compared(kit, batch, loader, whole_fits=whole_fits)
+            return _verify(kit, batch, loader, whole_fits=whole_fits)
         finally:
             kit.model.drop_gradients()  # of a copy that shares weights with it
 
 
-def _compared(kit: Kit, batch: PlannedBatch, loader: Loader, *, whole_fits: bool) -> VerifyReport:
+def _verify(kit: Kit, batch: PlannedBatch, loader: Loader, *, whole_fits: bool) -> VerifyReport:
     case, planned, notes = _highest(kit, batch, loader)
+    unproven = _uncopied(kit)
     is_one_piece = case.batch.plan.num_micro_batches == 1
     case, expected = _referred(case, whole_first=whole_fits and not is_one_piece)
+    errors, low = case.errors(planned, expected), low_precision(kit)
     why = _why(case, is_one_piece=is_one_piece, whole_fits=whole_fits)
-    notes += why
-    errors = case.errors(planned, expected)
-    low = low_precision(kit)
     if low is not None:
         as_is = replace(case, scratch=Scratch.of(kit, None))
         errors = case.errors(as_is.planned(), expected)
-        notes.append(f"the planned step in {short(low)}, as the weights are")
-    if errors.is_exact:
-        return _cleared(case, errors, notes)
-    found = suspects(case, kit, planned, expected, traces_whole=whole_fits)
-    if is_one_piece and found.is_modular:
-        untouched = Scratch.of(kit, case.scratch.dtype, widens=case.scratch.widens)
-        untouched = replace(untouched, uncarried=case.scratch.uncarried)
-        whole = replace(case, scratch=untouched, size=len(case.groups.positions))
+        why.append(f"the planned step in {short(low)}, as the weights are")
+    elif is_one_piece and not errors.is_exact:
+        whole = replace(
+            case, size=len(case.groups.positions), scratch=Scratch.of(kit, case.scratch.dtype)
+        )
         whole_errors = whole.errors(planned, whole.one_piece())
         if whole_errors.is_exact:
-            return _cleared(whole, whole_errors, [n for n in notes if n not in why])
-    if not found.is_exact_without:
-        return _report(case, errors, found.culprits, notes)
-    faults, _ = objective_faults(case.scratch, case.groups, packed=case.batch.plan.packed)
-    report = _report(case, errors, [*found.culprits, *(faults or [])], notes)
-    is_exact = not (faults or case.scratch.uncarried)
-    return replace(report, verdict="exact_without_dropout") if is_exact else report
+            faults, more = _objective(whole, is_exact=True)
+            if not faults:
+                return _report(whole, whole_errors, unproven, [*notes, *more])
+    culprits, notes = Culprits(), notes + why
+    is_exact_without = False
+    if not errors.is_exact:
+        found = diagnose(case, kit, planned, expected, traces_whole=whole_fits)
+        culprits, is_exact_without = found.culprits, found.is_exact_without
+    if errors.is_exact or is_exact_without:
+        faults, more = _objective(case, is_exact=errors.is_exact)
+        culprits, notes = [*culprits, *faults], notes + more
+        is_exact_without = is_exact_without and not faults
+    report = _report(case, errors, [*culprits, *unproven], notes)
+    if is_exact_without and not unproven:
+        return replace(report, verdict="exact_without_dropout")
+    return report
 
 
-def _cleared(case: Case, errors: Errors, notes: list[str]) -> VerifyReport:
-    """Report a step without an error, unless that is an accident of this cut and this batch."""
-    faults, draws = objective_faults(case.scratch, case.groups, packed=case.batch.plan.packed)
-    if draws:
-        drawn = first_of(draws.names)
-        notes = [*notes, f"{drawn}: draws at random, without effect here; another step may differ"]
+def _objective(case: Case, *, is_exact: bool) -> tuple[Culprits, list[str]]:
+    """Check that a step without an error is none by accident of this cut and this batch."""
+    faults, draws = check_objective(case.scratch, case.groups, packed=case.batch.plan.packed)
+    notes = list[str]()
+    if draws and is_exact:
+        names = {OUTSIDE: "the objective", "": "the model itself"}
+        drawn = first_of([names.get(name, name) for name in (*draws.quiet, *draws.loud)])
+        notes.append(f"{drawn}: draws at random, without effect here; another step may differ")
     if faults is None:
-        notes = [*notes, "the loss sums were not checked on their own: not two samples fit"]
-    elif faults:
-        notes = [*notes, "the gradients agree by accident: another cut or batch would differ"]
-    return _report(case, errors, faults or [], notes)
+        notes.append("the loss sums were not checked on their own: not two samples fit")
+    elif faults and is_exact:
+        notes.append("the gradients agree by accident: another cut or batch would differ")
+    return faults or [], notes
 
 
 def _highest(kit: Kit, batch: PlannedBatch, loader: Loader) -> tuple[Case, Gradient, list[str]]:
@@ -112,21 +124,19 @@ def _highest(kit: Kit, batch: PlannedBatch, loader: Loader) -> tuple[Case, Gradi
         The comparison to be, one side of it, and what a reader of the verdict must know.
     """
     groups, refusal = Groups(batch, loader, kit.objective), ""
-    for dtype, widens in PRECISIONS:
+    for dtype in (torch.float64, torch.float32):
         try:
             with fatal(f"copying the model in {short(dtype)}, for train verify"):
-                scratch = Scratch.of(kit, dtype, widens=widens)
+                scratch = Scratch.of(kit, dtype)
             size = len(groups.positions)
             case = Case(scratch=scratch, batch=batch, groups=groups, size=size)
             case, planned = _fitting(case)
-            reached = _reached(kit.model.module)
             break
         except Exception as error:  # a model that fixes its precision may raise anything
             if isinstance(error, TrainError) or dtype == torch.float32:
                 raise
-            refusal = refusal or _text(error)
-    scratch = replace(case.scratch, uncarried=(*case.scratch.uncarried, *reached))
-    case, notes = replace(case, scratch=scratch), []
+            refusal = _text(error)
+    notes = []
     if dtype == torch.float32:
         notes.append(
             f"the model does not run in float64 ({refusal}), so this proves what float32 can: "
@@ -144,10 +154,16 @@ def _highest(kit: Kit, batch: PlannedBatch, loader: Loader) -> tuple[Case, Gradi
     return case, planned, notes
 
 
-def _reached(module: nn.Module) -> Culprits:
-    """Name the weights of the run's own model that have got a gradient from its copy."""
-    reached = [name for name, p in module.named_parameters() if p.grad is not None]
-    return [(first_of(reached), SHARED)] if reached else []
+def _uncopied(kit: Kit) -> Culprits:
+    """Name the weights of the run's own model whose hooks, or gradients, a copy does not show."""
+    named = dict(kit.model.module.named_parameters())
+    culprits = [
+        (name, f"has a hook on its gradient ({method}), which {HOOKED}")
+        for name, method in hooked(kit.model.module).items()
+        if named[name].requires_grad
+    ]
+    reached = [name for name, parameter in named.items() if parameter.grad is not None]
+    return culprits + ([(first_of(reached), SHARED)] if reached else [])
 
 
 def _fitting(case: Case) -> tuple[Case, Gradient]:
@@ -223,12 +239,11 @@ def _why(case: Case, *, is_one_piece: bool, whole_fits: bool) -> list[str]:
         return []
     if is_one_piece:
         return ["the plan is the whole batch in one piece; compared with less, which proves more"]
-    held = "ran out of memory" if whole_fits else "is not sure to fit into memory"
-    return [f"the whole batch in one piece {held} in {short(case.scratch.dtype)}"]
+    fault = "ran out of memory" if whole_fits else "is not sure to fit into memory"
+    return [f"the whole batch in one piece {fault} in {short(case.scratch.dtype)}"]
 
 
 def _report(case: Case, errors: Errors, culprits: Culprits, notes: list[str]) -> VerifyReport:
-    culprits = [*culprits, *case.scratch.uncarried]
     verdict: Verdict = "not_proven" if proves_nothing(culprits) else "not_exact"
     return VerifyReport(
         verdict="exact" if errors.is_exact and not culprits else verdict,
@@ -252,7 +267,8 @@ def _unseen(case: Case) -> list[str]:
         notes.append("no sample of this batch has a loss term, so it shows nothing: take another")
     fields = [m.fields["labels"] for m in case.batch.micro_batches if "labels" in m.fields]
     rows = [labels for labels in fields if labels.dim() > 1]
-    may_shift = isinstance(objective, ModelLoss) or not _is_ours(objective)
+    is_ours = type(objective).__module__.startswith("trainer.")
+    may_shift = isinstance(objective, ModelLoss) or not is_ours
     if rows and may_shift and not any((labels[:, 0] != IGNORED).any() for labels in rows):
         notes.append(
             "no row of this batch has a label at its first position, the one that a loss which "
@@ -265,10 +281,6 @@ def _unseen(case: Case) -> list[str]:
             "it, make it a buffer (register_buffer)"
         )
     return notes
-
-
-def _is_ours(objective: object) -> bool:
-    return type(objective).__module__.startswith("trainer.")
 
 
 def _cancelled(errors: Errors) -> list[str]:

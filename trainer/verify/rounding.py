@@ -1,4 +1,4 @@
-"""How far rounding alone moves a gradient: measured, by moving every weight by its last bit.
+"""Measure how far rounding alone moves a gradient, by moving every weight by its last bit.
 
 A gradient computed twice in other groups of samples differs by rounding, and how much that is
 depends on the model: it is `eps` times the size of the terms that are added up, and these may
@@ -37,20 +37,20 @@ class Rounding:
     def __init__(self, module: nn.Module, gradient: Callable[[], Gradient]) -> None:
         self._module = module
         self._gradient = gradient
-        self._spreads: dict[float, Mapping[str, float]] = {}
+        self._found: dict[float, Mapping[str, float]] = {}
 
-    def spread(self, amount: float) -> Mapping[str, float]:
+    def measure(self, amount: float) -> Mapping[str, float]:
         """Measure how far the gradient spreads, largest element by parameter.
 
         Args:
             amount: of every weight's move, relative: `eps` shows rounding alone; its root changes
                 a gradient by a root of `eps` too, unless there is nothing in it but rounding.
         """
-        if amount not in self._spreads:
-            self._spreads[amount] = self._measured(amount)
-        return self._spreads[amount]
+        if amount not in self._found:
+            self._found[amount] = self._measure(amount)
+        return self._found[amount]
 
-    def _measured(self, amount: float) -> Mapping[str, float]:
+    def _measure(self, amount: float) -> Mapping[str, float]:
         low: dict[str, Tensor] = {}
         high: dict[str, Tensor] = {}
         for seed in range(NUM_DRAWS):

@@ -1,4 +1,4 @@
-"""What every module takes and gives: recorded once, then compared with other groups of samples.
+"""Record what every module takes and gives, and compare it with other groups of samples.
 
 A module is to blame when what goes into it agrees and what comes out does not. Its output is then
 put right and the pass goes on, so that one pass names every module that is at fault, innermost
@@ -28,6 +28,9 @@ from trainer.verify.copies import Scratch
 OUTSIDE = "\x00outside"
 """Stands for code that runs in no module of the model: the objective's."""
 
+MAX_CHARACTERS = 190
+"""Of what a model raised."""
+
 CallKey = tuple[str, int]
 """A module and how often it was called before."""
 
@@ -56,14 +59,14 @@ class Seen:
         for path in tracked:
             # A hook on the tensor and not `retain_grad`: it means this version of the tensor,
             # also where a later module works in place.
-            tensors[path].register_hook(seen._keeper(path))  # type: ignore[no-untyped-call] # torch
+            tensors[path].register_hook(seen._storing(path))  # type: ignore[no-untyped-call] # torch
         return seen
 
-    def _keeper(self, path: str) -> Callable[[Tensor], None]:
-        def keep(gradient: Tensor) -> None:
+    def _storing(self, path: str) -> Callable[[Tensor], None]:
+        def store(gradient: Tensor) -> None:
             self.gradients[path] = gradient.detach()
 
-        return keep
+        return store
 
     def relevant(self, path: str) -> Tensor | None:
         """Tell which elements the loss depends on; None where that cannot be known."""
@@ -106,14 +109,14 @@ class Trace:
 
 
 @final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Difference:
     """One pass over some of the samples of a trace.
 
     Attributes:
         blamed: modules whose inputs agree and outputs do not, in order.
         sums: what the objective gave once those were put right; None where the pass failed.
-        failure: the module that raised, and what.
+        failure: the module that raised, and in words what.
     """
 
     blamed: tuple[str, ...]
@@ -129,7 +132,7 @@ def record(scratch: Scratch, micro_batch: MicroBatch) -> Trace:
             parameter.requires_grad_(parameter.requires_grad or parameter.is_floating_point())
         with _hooked(run.module, recorder.enter, recorder.leave):
             sums = _forward(run, micro_batch, recorder.begin)
-            recorder.settle()
+            recorder.charge()
         total = sum_of(list(sums.losses.values()))
         if total.requires_grad:
             total.backward()  # type: ignore[no-untyped-call] # untyped in torch
@@ -159,9 +162,10 @@ def compare(scratch: Scratch, trace: Trace, part: MicroBatch, share: Share) -> D
             if is_out_of_memory(error):
                 raise
             name = comparer.running or OUTSIDE
-            text = " ".join(f"{type(error).__name__}: {error}".split())[:160]
-            return Difference(blamed=tuple(comparer.blamed), sums=None, failure=(name, text))
-    return Difference(blamed=tuple(comparer.blamed), sums=_detached(sums))
+            samples = "one sample" if len(part.ids) == 1 else f"{len(part.ids)} samples"
+            text = " ".join(f"cannot run on {samples}: {type(error).__name__}: {error}".split())
+            return Difference(tuple(comparer.blamed), None, (name, text[:MAX_CHARACTERS]))
+    return Difference(tuple(comparer.blamed), _detached(sums))
 
 
 def repeat(scratch: Scratch, trace: Trace, other: MicroBatch) -> tuple[list[str], list[str]]:
@@ -259,7 +263,7 @@ class _Recorder:
     def begin(self) -> None:
         self._state = _generators()
 
-    def settle(self) -> None:
+    def charge(self) -> None:
         """Charge what was drawn since the last event to the module that was running."""
         state = _generators()
         if state != self._state:
@@ -267,13 +271,13 @@ class _Recorder:
         self._state = state
 
     def enter(self, name: str, taken: dict[str, Tensor]) -> None:
-        self.settle()
+        self.charge()
         key = name, self._counts[name]
         self._counts[name] += 1
         self._stack.append((key, Seen.of(taken), torch.is_grad_enabled()))
 
     def leave(self, given: dict[str, Tensor]) -> None:
-        self.settle()
+        self.charge()
         key, inputs, is_traced = self._stack.pop()
         self.calls[key] = Call(inputs, Seen.of(given), is_traced)
 

@@ -106,32 +106,14 @@ def test_a_loss_over_pairs_is_named_though_every_micro_batch_holds_whole_pairs()
     assert list(named(Bench(cut, objective=Paired()))) == ["objective Paired"]
 
 
-class Mean(Counting):
-    """A mean over its micro-batch, as a `training_step` returns it."""
-
-    def sums(self, model, fields):
-        logits, targets = terms_of(model, fields)
-        return Sums(losses={"loss": F.cross_entropy(logits, targets)})
-
-
 class Uniform(RaggedText):
-    """Samples of one length: counts of them cannot be told apart."""
+    """Samples of one length."""
 
     def __init__(self) -> None:
         super().__init__()
         self.lengths = np.full_like(self.lengths, 6)
         self.samples = [torch.arange(6) + i % 5 for i in range(len(self.lengths))]
         self.masked = set()
-
-
-def test_counts_that_these_samples_cannot_tell_apart_are_all_named():
-    culprits = named(Bench(Fixed(micro=5), objective=Mean(), dataset=Uniform()))
-    reason = culprits["objective Mean"]
-    assert "it already divides, by the loss terms of its micro-batch (or the number" in reason
-    assert reason.count("(or ") == 1
-    ragged = named(Bench(Fixed(micro=5), objective=Mean()))["objective Mean"]
-    assert "it already divides, by the loss terms of its micro-batch" in ragged
-    assert "number of samples" not in ragged
 
 
 # Draws, wherever they are

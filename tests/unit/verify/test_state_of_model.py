@@ -141,10 +141,10 @@ class Patched(TinyLM):
 
 @pytest.mark.parametrize("couples", [False, True])
 @pytest.mark.parametrize("at", ["model", "module", "hook"])
-def test_functions_that_hold_the_model_hold_its_copy_in_a_copy(at, couples):
+def test_a_function_that_holds_the_model_itself_proves_nothing_and_is_named(at, couples):
     report = verified(lambda: Patched(at, couples), dtype=torch.float32)
-    assert report.exact != couples
-    assert (report.dtype, report.num_parameters) == ("float64", 9)
+    assert report.verdict in ({"not_proven", "not_exact"} if couples else {"not_proven"})
+    assert "nothing is proven" in report.culprits[-1][1]
 
 
 class Keeping(TinyLM):
