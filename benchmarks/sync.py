@@ -254,7 +254,9 @@ def be_rank(options: argparse.Namespace) -> None:
         timeout=timedelta(seconds=600),
     )
     torch.manual_seed(0)
-    compare(World(rank=options.rank, size=options.ranks, patient=dist.new_group()), options)
+    compare(
+        World(rank=options.rank, size=options.ranks, long_timeout_group=dist.new_group()), options
+    )
     gc.collect()  # models that outlive their groups abort the process
     dist.barrier()
     dist.destroy_process_group()

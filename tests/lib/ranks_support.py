@@ -34,7 +34,7 @@ def joined(rank: int, size: int, store: Path, timeout_s: float = 30) -> Iterator
         timeout=timedelta(seconds=timeout_s),
     )
     try:
-        yield World(rank=rank, size=size, local_size=size, patient=dist.new_group())
+        yield World(rank=rank, size=size, local_size=size, long_timeout_group=dist.new_group())
         gc.collect()
         dist.barrier()
     finally:

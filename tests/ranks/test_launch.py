@@ -8,9 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -287,23 +285,40 @@ def test_a_lost_rank_is_restarted_and_the_run_ends_where_an_undisturbed_one_does
     assert_same_run(folder, alone)
 
 
-def test_ranks_that_torchrun_started_join_one_run(tmp_path, alone):
+def test_two_torchrun_agents_make_one_run_that_takes_the_same_steps(tmp_path, alone):
+    """As on two machines with one rank each, which share a file system."""
     folder = tmp_path / "run"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
-    shared |= {"LOCAL_WORLD_SIZE": "2", "LOUD": "1"}
+    agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
+    agent += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
+    agent += ["--rdzv-id=job", "--local-addr=127.0.0.1"]
+    line = [*agent, "-m", "trainer", *TYPED, "steps=12", f"hydra.run.dir={folder}"]
     running = [
-        start(folder, "steps=12", RANK=str(r), LOCAL_RANK=str(r), **shared) for r in range(2)
+        subprocess.Popen(
+            line, cwd=tmp_path, env=environment(LOUD="1"), stderr=subprocess.PIPE, text=True
+        )
+        for _ in range(2)
     ]
-    (first, said), second = (each.end() for each in running)
-    assert (first, set(said), second) == (0, {"rank 0 is built"}, (0, []))
+    errors = [each.communicate(timeout=200)[1] for each in running]
+    assert [each.returncode for each in running] == [0, 0], errors
     assert_same_run(folder, alone)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     assert [path.name for path in (folder / "ranks").iterdir()] == ["rank1.log"]
     filed = (folder / "ranks" / "rank1.log").read_text().splitlines()
     assert set(filed) == {"rank 1 is built"}
+    plan = json.loads((folder / "plan.json").read_text())
+    assert plan["world_size"] == 2
+
+
+def start_joined(folder: Path, *typed: str) -> list[Started]:
+    """Start two ranks as torchrun or a cluster's job would."""
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    return [start(folder, *typed, RANK=rank, LOCAL_RANK=rank, **shared) for rank in "01"]
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 @pytest.mark.parametrize(
@@ -320,14 +335,7 @@ def test_ranks_that_torchrun_started_join_one_run(tmp_path, alone):
 )
 def test_the_first_of_ranks_that_joined_names_the_one_that_failed(tmp_path, fault, code, says):
     folder = tmp_path / "run"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
-    first, second = (
-        start(folder, f"model.fault={fault}", RANK=str(rank), LOCAL_RANK=str(rank), **shared)
-        for rank in range(2)
-    )
+    first, second = start_joined(folder, f"model.fault={fault}")
     ended, errors = first.end()
     assert (ended, second.end()) == (code, (-9 if fault == "SIGKILL" else code, []))
     assert len(errors) == 1
@@ -339,55 +347,33 @@ def test_the_first_of_ranks_that_joined_names_the_one_that_failed(tmp_path, faul
 
 
 @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.nightly)])
-def test_a_constructor_that_hangs_on_a_rank_that_joined_ends_all_with_one_line(tmp_path, rank):
+def test_a_rank_that_joined_and_hangs_ends_all_with_one_line(tmp_path, rank):
     folder = tmp_path / "run"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
-    typed = ("model.fault=hang", "model.at=0", f"model.rank={rank}", "parallel.timeout_s=3")
-    first, second = (start(folder, *typed, RANK=str(r), LOCAL_RANK=str(r), **shared) for r in "01")
+    typed = ("model.fault=hang", f"model.rank={rank}", "parallel.timeout_s=3")
+    first, second = start_joined(folder, *typed)
     code, errors = first.end()
-    assert (code, second.end()) == (7, (7, []))
+    assert (code, second.end()[0]) == (7, 7)
     stacks = folder / "errors" / f"rank{rank}.txt"
     assert errors == [
-        f"train: error: rank {rank} did not answer for 3 s (parallel.timeout_s), at the start; "
-        f"what it was doing is in {stacks}"
+        f"train: error: rank {rank} did not answer for 3 s (parallel.timeout_s), at step 2 "
+        f"(compute, micro-batch 2); what it was doing is in {stacks}"
     ]
     assert "in happen" in stacks.read_text()
     assert (status(folder)["exit_code"], status(folder)["state"]) == (7, "failed")
     assert not list(folder.glob(".tmp-*"))
 
 
-@pytest.mark.parametrize(
-    ("answer", "says"),
-    [
-        (b"", "it never says what it is"),
-        pytest.param(b"HTTP/1.1 400 Bad Request", "Ping failed", marks=pytest.mark.nightly),
-    ],
-)
-def test_a_stranger_where_ranks_are_to_meet_is_named_in_time(tmp_path, answer, says):
-    heard = []
-
-    def serve() -> None:
-        with suppress(OSError):
-            while True:
-                heard.append(server.accept()[0])
-                heard[-1].sendall(answer)
-
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        threading.Thread(target=serve, daemon=True).start()
-        port = server.getsockname()[1]
-        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-        code, errors = start(tmp_path / "run", RANK="1", TRAIN_MEETING_S="10", **shared).end()
-    for each in heard:
-        each.close()
-    assert code == 7
-    assert len(errors) == 1
-    assert errors[0].startswith(
-        f"train: error: rank 1: something else than rank 0 answers at 127.0.0.1:{port} "
-        f"(MASTER_ADDR and MASTER_PORT): {says}"
-    )
+def test_ranks_that_were_given_another_config_are_refused_with_one_line(tmp_path):
+    folder = tmp_path / "run"
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    ended = [
+        start(folder, f"seed={rank}", RANK=rank, LOCAL_RANK=rank, **shared).process for rank in "01"
+    ]
+    errors = [each.communicate(timeout=200)[1] for each in ended]
+    assert [each.returncode for each in ended] == [2, 2]
+    line = "train: error: seed: rank 1 was given another value than rank 0; type the same command"
+    assert errors[0].startswith(line)
+    assert errors[1] == ""
 
 
 def test_one_rank_and_several_contradict_before_anything_starts(tmp_path):
@@ -467,15 +453,7 @@ def test_several_ranks_hear_within_a_step_of_a_write_behind_them_that_failed(tmp
     assert 3 <= status(folder)["step"] <= 5
 
 
-@pytest.mark.nightly
-def test_torchrun_starts_ranks_that_join_and_refuses_a_sweep_with_one_line(tmp_path, alone):
-    folder = tmp_path / "run"
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    line = [*run, "-m", "trainer", *TYPED, "steps=12", f"hydra.run.dir={folder}"]
-    ended = subprocess.run(line, cwd=tmp_path, env=environment(), capture_output=True, check=False)
-    assert ended.returncode == 0, ended.stderr
-    assert_same_run(folder, alone)
-    sweep = [*run, "-m", "trainer", "-m", *TYPED, "steps=2", "seed=0,1"]
-    ended = subprocess.run(sweep, cwd=tmp_path, env=environment(), capture_output=True, check=False)
-    own = [text for text in ended.stderr.decode().splitlines() if text.startswith("train:")]
-    assert own == ["train: error: -m: a sweep starts its own ranks; run it without torchrun"]
+def test_a_sweep_under_torchrun_is_refused_with_one_line(tmp_path):
+    code, errors = start(tmp_path / "run", "-m", "seed=0,1", RANK="0", LOCAL_RANK="0").end()
+    assert code == 2
+    assert errors == ["train: error: -m: a sweep starts its own ranks; run it without torchrun"]

@@ -130,7 +130,6 @@ RECIPES = {
     "aliases without end": "a: &a [1,1]\nb: &b [*a,*a]\nc: [*b,*b]",
     "another output folder": "outputs: /tmp",
     "another export": "export: {to: ../../x}",
-    "another machine": "parallel: {rendezvous: '127.0.0.1:9', nodes: 2, node: 1}",
     "another W&B's team by reference": "name: evil\nwandb: {entity: '${name}'}",
     "another run": "init: ../../run",
     "a name that climbs": "name: ../../x",

@@ -124,7 +124,7 @@ def _need(parts: Parts, mode: str, limit: MemoryLimit) -> tuple[int, int]:
     and gradients are all that is counted.
     """
     # One rank asks while the others wait.
-    alone, config = replace(parts.world, patient=None), with_mode(parts.config, mode)
+    alone, config = replace(parts.world, long_timeout_group=None), with_mode(parts.config, mode)
     found = parallel_setup(config, alone, parts.module, _policy(parts))
     layout = replace(parts.layout, lockstep=found.sync.lockstep)
     there = replace(parts, config=config, world=alone, parallel=found, layout=layout)

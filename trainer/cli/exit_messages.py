@@ -10,15 +10,11 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from trainer.config.secrets import without_secrets
 from trainer.core.errors import Preempted, SaveError, TrainError
 from trainer.core.format import lead_nowhere, printable_lines
-from trainer.core.launcher import node_of, task
-
-if TYPE_CHECKING:
-    from trainer.config.run_config import RunConfig
+from trainer.core.launcher import global_rank
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
 """Environment variable, as Hydra has it: 1 shows full tracebacks."""
@@ -26,9 +22,9 @@ FULL_ERROR = "HYDRA_FULL_ERROR"
 _SHOWN_FRAMES = 3
 
 
-def is_follower(config: RunConfig) -> bool:
+def is_follower() -> bool:
     """Whether another process of the same command makes the run folder, and names it to this."""
-    return task() > 0 or node_of(config.parallel.node, config.parallel.nodes) > 0
+    return global_rank() > 0
 
 
 def print_error(error: TrainError) -> int:
@@ -39,7 +35,7 @@ def print_error(error: TrainError) -> int:
     """
     if os.environ.get(FULL_ERROR) == "1":
         _print("".join(traceback.format_exception(error)))
-    if task() == 0 or error.is_own:
+    if global_rank() == 0 or error.is_own:
         for line in str(error).splitlines() or [type(error).__name__]:
             _print(f"train: {'' if isinstance(error, Preempted) else 'error: '}{line}\n")
     return error.exit_code
@@ -60,7 +56,7 @@ def print_crash(error: Exception, folder: Path | None = None) -> int:
         return 1
     from trainer.report.run_status import keep_traceback  # noqa: PLC0415 - where it is needed at all
 
-    path = keep_traceback(error, folder, task())
+    path = keep_traceback(error, folder, global_rank())
     if path is not None:
         _print(f"train: error: the whole traceback is in {path}\n")
     return 1

@@ -159,7 +159,7 @@ def _run_single(request: CommandLine, composer: Composer) -> int:
     if ready.done is not None:
         print_out(f"{ready.done}\n")
         return 0
-    if is_follower(ready.job.config):
+    if is_follower():
         # The first rank makes the folder, and sends its name to the others.
         return run_and_report(ready.job.config, ready.job.folder)
     return start(ready, composer)

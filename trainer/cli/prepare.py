@@ -121,7 +121,7 @@ class Preparation:
             return Ready(job=_place(job, job.folder)) if is_own else _goes_on(run, job)
         job = self.composer.check(rest, self.groups)
         begins_again = typed == saved_runs.AUTO and not saved_runs.can_go_on(job.folder)
-        is_there = (job.folder / "config.yaml").exists() and not is_follower(job.config)
+        is_there = (job.folder / "config.yaml").exists() and not is_follower()
         if is_there and not begins_again:
             remedy = f"resume={job.folder} goes on with it"
             raise ConfigError(clip(f"hydra.run.dir={job.folder}: holds a run; {remedy}"))

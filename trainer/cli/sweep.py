@@ -164,12 +164,6 @@ def run_sweep(lines: Sequence[str], flags: Sequence[str], composer: Composer) ->
         raise ConfigError("-m: a sweep starts its own ranks; run it without torchrun")
     with unheard():
         sweep = prepare_sweep(lines, composer)
-    has_launcher = any("hydra/launcher=" in line for line in sweep.lines)
-    if not has_launcher and any(ready.job.config.parallel.nodes > 1 for ready in sweep.ready):
-        raise ConfigError(
-            "-m: jobs over several nodes need a launcher that starts them there, such as "
-            "hydra/launcher=submitit_slurm"
-        )
     codes: list[int] = []
     quiet = [] if any(_LOGGING in line for line in sweep.lines) else [f"{_LOGGING}=none"]
     own = [flag for flag in flags if flag != "--multirun"]

@@ -7,8 +7,6 @@ from typing import Any
 
 from trainer.config.messages import ancestors, clip, flat, show
 
-_MACHINES = "it chooses the machines"
-
 ONLY_TYPED: Mapping[str, str] = {
     "hydra": "Hydra's own settings can start programs",
     "trust": "it lets code run",
@@ -22,9 +20,6 @@ ONLY_TYPED: Mapping[str, str] = {
     "export": "it chooses where weights are written",
     "wandb.mode": "it chooses where metrics go",
     "wandb.entity": "it chooses where metrics go",
-    "parallel.rendezvous": _MACHINES,
-    "parallel.nodes": _MACHINES,
-    "parallel.node": _MACHINES,
 }
 """Keys, whole sections among them, with the reason."""
 

@@ -11,7 +11,6 @@ from trainer.config.components import AUTO_CUT, FIXED_CUT
 from trainer.config.messages import clip, line, lookup
 from trainer.config.sizes import complete_sizes, num_replicas
 from trainer.core.errors import ConfigError
-from trainer.core.launcher import node_of, rendezvous_of
 
 DEFAULT_GLOBAL = 512
 """`batch.global` of `conf/batch/samples.yaml`, which gives way to two other sizes."""
@@ -38,7 +37,6 @@ def rule_faults(tree: Tree, choices: Mapping[str, Any]) -> Iterator[str]:
     yield from _clock(tree)
     yield from _cut(tree, choices)
     yield from _ranks(tree, choices)
-    yield from _nodes(tree)
     yield from _device(tree)
     yield from _sizes(tree)
     yield from _command(tree)
@@ -88,7 +86,7 @@ def _ranks(tree: Tree, choices: Mapping[str, Any]) -> Iterator[str]:
     mode, ranks = lookup(tree, "parallel.mode"), lookup(tree, "parallel.ranks")
     if mode == "none" and _is_count(ranks) and ranks > 1:
         yield line("parallel.ranks", ranks, "parallel=none is one rank; use parallel=ddp")
-    world_size, nodes = _known_ranks(tree), lookup(tree, "parallel.nodes")
+    world_size = _known_ranks(tree)
     if choices.get("sync") == "hierarchical" and mode != "hsdp" and (world_size or 1) > 1:
         yield "sync=hierarchical: needs copies of the model; use parallel=hsdp"
     shard, replicate = lookup(tree, "parallel.shard"), lookup(tree, "parallel.replicate")
@@ -96,39 +94,15 @@ def _ranks(tree: Tree, choices: Mapping[str, Any]) -> Iterator[str]:
         for key, value in (("shard", shard), ("replicate", replicate)):
             if value not in ("auto", None):
                 yield line(f"parallel.{key}", value, "counts only with parallel=hsdp")
-    elif (
-        world_size not in (1, None)
-        and _is_count(nodes)
-        and all(size == "auto" or _is_count(size) for size in (shard, replicate))
+    elif world_size not in (1, None) and all(
+        size == "auto" or _is_count(size) for size in (shard, replicate)
     ):
+        local = os.environ.get("LOCAL_WORLD_SIZE", "")
+        local_size = int(local) if local.isdecimal() else world_size
         try:
-            num_replicas(world_size, max(1, world_size // nodes), shard, replicate)
+            num_replicas(world_size, local_size, shard, replicate)
         except ConfigError as error:
             yield from map(clip, error.faults)
-
-
-def _nodes(tree: Tree) -> Iterator[str]:
-    """Check that this machine knows its place among several, and where they meet.
-
-    Yields:
-        One line per fault.
-    """
-    nodes, node = lookup(tree, "parallel.nodes"), lookup(tree, "parallel.node")
-    address = lookup(tree, "parallel.rendezvous")
-    if not _is_count(nodes):
-        return
-    if nodes == 1:
-        for key, value, unset in (("node", node, "auto"), ("rendezvous", address, None)):
-            if value != unset:
-                yield line(f"parallel.{key}", value, "counts only with parallel.nodes of 2 or more")
-        return
-    if lookup(tree, "parallel.mode") == "none":
-        yield line("parallel.nodes", nodes, "parallel=none is one rank; use parallel=ddp")
-    try:
-        node_of(node, nodes)
-        rendezvous_of(address)
-    except ConfigError as error:
-        yield from map(clip, error.faults)
 
 
 def _known_ranks(tree: Tree) -> int | None:
@@ -137,10 +111,9 @@ def _known_ranks(tree: Tree) -> int | None:
     if os.environ.get("WORLD_SIZE", "").isdecimal():
         return int(os.environ["WORLD_SIZE"])
     if _is_count(ranks):
-        return int(ranks) * int(lookup(tree, "parallel.nodes") or 1)
+        return int(ranks)
     no_gpu = tree.get("device") == "cpu" or not _may_have_gpu()
-    one = lookup(tree, "parallel.nodes") in (1, None)
-    return 1 if (one and no_gpu) or lookup(tree, "parallel.mode") == "none" else None
+    return 1 if no_gpu or lookup(tree, "parallel.mode") == "none" else None
 
 
 def _may_have_gpu() -> bool:

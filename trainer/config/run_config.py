@@ -16,7 +16,6 @@ from trainer.config.components import COMPONENTS, FIXED_CUT, LIBRARIES, Accum, C
 from trainer.config.sizes import complete_sizes
 from trainer.config.types import (
     HIDDEN,
-    Address,
     Auto,
     Cadence,
     CadenceOrTime,
@@ -49,9 +48,6 @@ class ParallelSection(Section):
 
     mode: Literal["auto", "none", "ddp", "fsdp", "hsdp"]
     ranks: Auto | Count
-    nodes: Count
-    node: Auto | Natural
-    rendezvous: Address | None
     timeout_s: Positive
     shard: Auto | Count
     replicate: Auto | Count

@@ -127,11 +127,6 @@ Word = Annotated[
     Field(pattern=r"^\w[\w.-]{0,99}$"),
     Kind("one word of letters, digits, -, _ and ."),
 ]
-Address = Annotated[
-    str,
-    Field(pattern=r"^(\[[0-9A-Fa-f:.%]+\]|[\w.-]+):\d{1,5}$"),
-    Kind("host:port, e.g. 10.0.0.1:29500"),
-]
 Words = Annotated[
     tuple[str, ...], BeforeValidator(_as_list), Field(strict=False), Kind("a list, e.g. [a,b]")
 ]

@@ -1,11 +1,12 @@
-"""Where each rank is, in a few bytes of shared memory, legible even when the rank cannot speak.
+"""Record per-rank progress in shared memory, readable after a crash.
 
-A rank notes its step and phase on its board; whoever started the ranks reads the boards when one
-of them was killed or hangs. Writing takes about a microsecond and never waits.
+A rank notes its step and phase on its board; what watches it reads the board to see that it hangs,
+or where it was when it was killed. Writing takes about a microsecond and never waits.
 """
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import struct
@@ -32,8 +33,12 @@ Phase = Literal[
 ]
 """What a rank can be at; a step goes from `data` to `report`."""
 
+FIRST_STEP = 10
+"""How many times longer a place in the first step may take: it compiles and allocates."""
+
 _PHASES: tuple[Phase, ...] = get_args(Phase)
-_LAYOUT = struct.Struct("<qqqqqd")
+_OUTSIDE: tuple[Phase, ...] = ("start", "evaluation", "saving", "end")
+_LAYOUT = struct.Struct("<qqqqqqd")
 
 
 @final
@@ -47,6 +52,7 @@ class Place:
         phase: of the step.
         micro_batch: the one it computes, from 1; 0 outside of `compute`.
         waits: whether it waits, outside of a step, for what another rank does alone.
+        is_first: whether the step is the first one that this process takes.
         since: when it came there, by the machine's monotonic clock.
     """
 
@@ -55,7 +61,25 @@ class Place:
     phase: Phase = "start"
     micro_batch: int = 0
     waits: bool = False
+    is_first: bool = False
     since: float = 0.0
+
+    def limit_s(self, timeout_s: float) -> float:
+        """Give the seconds that a rank may stay here; without end outside of steps.
+
+        There one rank may tune, save or evaluate for long, and the others' collectives have their
+        own, longer limit.
+
+        Args:
+            timeout_s: `parallel.timeout_s`.
+        """
+        if self.phase in _OUTSIDE:
+            return math.inf
+        return FIRST_STEP * timeout_s if self.is_first else timeout_s
+
+    def is_overdue(self, timeout_s: float) -> bool:
+        """Tell, on the machine of the rank, whether it has been here for longer than it may."""
+        return time.monotonic() - self.since > self.limit_s(timeout_s)
 
     def __str__(self) -> str:
         """Say it in words."""
@@ -83,28 +107,27 @@ class Board:
 
     def read(self) -> Place:
         """Tell where the rank is."""
-        pid, step, phase, micro_batch, waits, since = _LAYOUT.unpack_from(self._memory)
+        numbers = _LAYOUT.unpack_from(self._memory)
+        pid, step, phase, micro_batch, waits, is_first, since = numbers
         return Place(
             pid=pid,
             step=step,
             phase=_PHASES[phase],
             micro_batch=micro_batch,
             waits=bool(waits),
+            is_first=bool(is_first),
             since=since,
         )
 
     def write(self, place: Place) -> None:
         """Note where the rank is; `since` becomes now."""
         numbers = place.pid, place.step, _PHASES.index(place.phase), place.micro_batch
-        _LAYOUT.pack_into(self._memory, 0, *numbers, place.waits, time.monotonic())
+        flags = place.waits, place.is_first
+        _LAYOUT.pack_into(self._memory, 0, *numbers, *flags, time.monotonic())
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Note that the rank waits for others; one that fails in it is left there.
-
-        Yields:
-            Nothing.
-        """
+        """Note that the rank waits for others; one that fails in it is left there."""
         self.write(replace(self.read(), waits=True))
         yield
         self.write(replace(self.read(), waits=False))

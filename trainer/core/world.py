@@ -23,8 +23,9 @@ from trainer.core.rank_progress import Board, Phase
 
 Value = TypeVar("Value")
 
-PATIENCE = timedelta(hours=2)
-"""How long ranks wait while one of them tunes, or writes a checkpoint. If it dies, they know."""
+LONG_TIMEOUT = timedelta(hours=2)
+"""How long a collective waits, e.g. while one rank tunes or saves. If it dies, the others know;
+within steps `parallel.timeout_s` ends ranks that do not go on long before."""
 
 
 @final
@@ -37,8 +38,8 @@ class World:
         size: number of ranks.
         local_size: ranks on this machine, which share its memory and its cores.
         device: where this rank computes.
-        patient: process group for what one rank does while the others wait, with a time limit of
-            its own; None on one rank, and where one process works out what several would do.
+        long_timeout_group: CPU process group for what one rank does while the others wait; None on
+            one rank, and where one process works out what several would do.
         board: where this rank notes what it is doing; None where nobody would look.
         times: what its phases took.
     """
@@ -47,7 +48,7 @@ class World:
     size: int = 1
     local_size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    patient: dist.ProcessGroup | None = None
+    long_timeout_group: dist.ProcessGroup | None = None
     board: Board | None = None
     times: PhaseTimes = field(default_factory=lambda: PhaseTimes(HostClock()), compare=False)
 
@@ -86,7 +87,7 @@ class World:
 
     def is_same(self, text: str) -> bool:
         """Tell whether all ranks hold the same text. Collective: one number, on the CPU."""
-        if self.patient is None:
+        if self.long_timeout_group is None:
             return True
         own = torch.tensor([rng_key(text)])
         each = [torch.zeros_like(own) for _ in range(self.size)]
@@ -115,13 +116,14 @@ class World:
     def collect(self, value: Any) -> list[Any]:  # noqa: ANN401 - any JSON
         """Give every rank the values of all ranks, in order of rank. Collective.
 
-        The values travel as JSON, so nothing that arrives can run anything. Waits patiently.
+        The values travel as JSON, so nothing that arrives can run anything. Waits for up to
+        `LONG_TIMEOUT`.
 
         Args:
             value: anything that JSON holds.
         """
         text = json.dumps(value).encode()
-        if self.patient is None:
+        if self.long_timeout_group is None:
             return [json.loads(text)]
         with nullcontext() if self.board is None else self.board.waiting():
             return self._collected(text)
@@ -129,11 +131,11 @@ class World:
     def _collected(self, text: bytes) -> list[Any]:
         own = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(sizes, torch.tensor([len(own)]), group=self.patient)
+        dist.all_gather(sizes, torch.tensor([len(own)]), group=self.long_timeout_group)
         longest = int(torch.cat(sizes).max())
         texts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
         padded = torch.nn.functional.pad(own, (0, longest - len(own)))
-        dist.all_gather(texts, padded, group=self.patient)
+        dist.all_gather(texts, padded, group=self.long_timeout_group)
         return [
             json.loads(bytes(text[: int(size)].tolist()))
             for text, size in zip(texts, sizes, strict=True)
@@ -149,7 +151,7 @@ class World:
             TrainError: the main rank did, and so every rank does.
             heard: that error, on the other ranks.
         """
-        if self.patient is None:
+        if self.long_timeout_group is None:
             return work()
         told: dict[str, Any] = {}
         if self.is_main:
@@ -188,23 +190,19 @@ class World:
 
     def apart(self) -> World:
         """Make a world for another thread, whose messages never meet this one's. Collective."""
-        if self.patient is None:
+        if self.long_timeout_group is None:
             return self
-        return replace(self, patient=dist.new_group(backend="gloo", timeout=PATIENCE), board=None)
+        group = dist.new_group(backend="gloo", timeout=LONG_TIMEOUT)
+        return replace(self, long_timeout_group=group, board=None)
 
     def note(self, phase: Phase, *, step: int | None = None) -> None:
         """Note what this rank does now, for whoever may ask why it does not answer."""
         self.times.enter(phase)
         if self.board is not None:
             place = self.board.read()
-            self.board.write(
-                replace(
-                    place,
-                    phase=phase,
-                    micro_batch=0,
-                    step=place.step if step is None else step,
-                )
-            )
+            if step is not None and step != place.step:
+                place = replace(place, step=step, is_first=place.step == 0)
+            self.board.write(replace(place, phase=phase, micro_batch=0))
 
     def note_micro_batch(self) -> None:
         """Note that the next micro-batch of the step begins."""

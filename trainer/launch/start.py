@@ -1,4 +1,4 @@
-"""Starts a run: in this process, among ranks that a launcher started, or with ranks of its own.
+"""Start a run: in this process, among ranks that a launcher started, or with ranks of its own.
 
 Imports torch only where this process computes, so that a supervisor is light.
 """
@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from trainer.config.run_config import RunConfig
-from trainer.core.launcher import membership, node_of
+from trainer.core.launcher import membership
 from trainer.core.signals import StopFlag, stop_signals
 
 SEVERAL = ("train", "evaluate")
@@ -22,8 +22,8 @@ def run(config: RunConfig, folder: Path) -> int:
 
     Args:
         config: composed and valid.
-        folder: the run folder; it exists, except on other machines than the first, and on ranks
-            that torchrun or srun started beside the first.
+        folder: the run folder; it exists, except on ranks that torchrun or srun started beside
+            the first.
 
     Returns:
         The process's exit code.
@@ -37,23 +37,20 @@ def run(config: RunConfig, folder: Path) -> int:
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     with listening(config) as stop:
-        num_nodes = config.parallel.nodes
-        member = membership() if num_nodes == 1 else None
-        if member is None and config.command in SEVERAL:
-            num_ranks = local_ranks(config)
-            if num_ranks * num_nodes > 1:
-                from trainer.launch.supervise import supervise  # noqa: PLC0415 - only where used
-
-                node = node_of(config.parallel.node, num_nodes)
-                return supervise(config, folder, num_ranks, node)
+        member = membership()
         if member is not None:
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
             from trainer.launch.join import join  # noqa: PLC0415 - imports torch
 
             return join(config, folder, stop, member)
-        from trainer.launch.session import run_session  # noqa: PLC0415 - imports torch
+        num_ranks = _num_ranks(config) if config.command in SEVERAL else 1
+        if num_ranks > 1:
+            from trainer.launch.supervise import supervise  # noqa: PLC0415 - only where used
 
-        return run_session(config, folder, stop)
+            return supervise(config, folder, num_ranks)
+        from trainer.launch.session import run_alone  # noqa: PLC0415 - imports torch
+
+        return run_alone(config, folder, stop)
 
 
 def listening(config: RunConfig) -> AbstractContextManager[StopFlag]:
@@ -64,8 +61,10 @@ def listening(config: RunConfig) -> AbstractContextManager[StopFlag]:
     return stop_signals() if config.command == "train" else nullcontext(StopFlag())
 
 
-def local_ranks(config: RunConfig) -> int:
-    """Resolve `parallel.ranks` on this machine."""
-    from trainer.launch.session import local_ranks as resolve  # noqa: PLC0415 - imports torch
+def _num_ranks(config: RunConfig) -> int:
+    """Resolve `parallel.ranks`, without torch where it is typed."""
+    if config.parallel.ranks != "auto":
+        return config.parallel.ranks
+    from trainer.launch.session import local_ranks  # noqa: PLC0415 - imports torch
 
-    return resolve(config) if config.parallel.ranks == "auto" else config.parallel.ranks
+    return local_ranks(config)

@@ -122,18 +122,8 @@ def to_go_on(config: RunConfig, folder: Path, *, begins: bool = False) -> str:
     entity = [f"wandb.entity={wandb.entity}"] if wandb.entity else []
     init = [f"init={config.init}"] if begins and config.init else []
     init += [f"step={config.step}"] if init and config.checkpoint_step is not None else []
-    place = [*trusting(config, folder), *_machines(config), *online, *entity, *init]
+    place = [*trusting(config, folder), *online, *entity, *init]
     return " ".join(["train", f"resume={shown_path(folder)}", *place])
-
-
-def _machines(config: RunConfig) -> list[str]:
-    """Give what this machine was told of the others; what Slurm says it says again."""
-    parallel = config.parallel
-    if parallel.nodes == 1:
-        return []
-    node = [] if parallel.node == "auto" else [f"parallel.node={parallel.node}"]
-    address = [f"parallel.rendezvous={parallel.rendezvous}"] if parallel.rendezvous else []
-    return [f"parallel.nodes={parallel.nodes}", *node, *address]
 
 
 def keep_traceback(error: BaseException, folder: Path, rank: int) -> Path | None:

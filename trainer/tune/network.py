@@ -53,7 +53,7 @@ def network_of(
     Returns:
         The same numbers on every rank; None on one rank, or where the others are not there.
     """
-    if world.size == 1 or world.patient is None:
+    if world.size == 1 or world.long_timeout_group is None:
         return None
     if saved is not None and (saved["ranks"], saved.get("shard")) == (world.size, shard):
         return Network(**saved)
