@@ -1,21 +1,22 @@
-"""What a comparison must put back or carry along, so that its two sides are the run's own model."""
+"""What a comparison must put back, and what a copy of a model cannot show."""
 
 from __future__ import annotations
 
 import random
-import threading
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.lib.support import EXACT, WRONG, Bench, TinyLM
+from tests.lib.support import EXACT, VOCABULARY, WRONG, Bench, TinyLM
 from trainer.objectives.base import Sums
 from trainer.objectives.next_token import NextToken
-from trainer.plan.cuts import Budget
+from trainer.plan.cut import Cut
+from trainer.plan.cuts import Budget, Fixed
 from trainer.report.records import VerifyReport
 from trainer.verify.proof import verify
 
@@ -23,8 +24,8 @@ SORTED = Budget(max_tokens=60)
 WIDTH = 8
 
 
-def verified(model: Callable[[], nn.Module], **settings) -> VerifyReport:
-    bench = Bench(SORTED, model=model, **settings)
+def verified(model: Callable[[], nn.Module], cut: Cut = SORTED, **settings) -> VerifyReport:
+    bench = Bench(cut, model=model, **settings)
     before = bench.parameters()
     report = verify(bench.kit, bench.feed.next(), bench.loader, whole_fits=True)
     assert all(torch.equal(value, before[name]) for name, value in bench.parameters().items())
@@ -40,19 +41,6 @@ class Mixed(TinyLM):
 
     def mixed(self, hidden: Tensor) -> Tensor:
         return hidden
-
-
-class FirstMean(Mixed):
-    """Centres by the mean of the first micro-batch that it sees."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mean: Tensor | None = None
-
-    def mixed(self, hidden: Tensor) -> Tensor:
-        if self.mean is None:
-            self.mean = hidden.detach().mean((0, 1))
-        return hidden - self.mean
 
 
 class FirstScale(Mixed):
@@ -80,7 +68,21 @@ class Alternating(Mixed):
         return hidden if self.calls % 2 else hidden.flip(-1)
 
 
-@pytest.mark.parametrize("model", [FirstMean, FirstScale, Alternating])
+class InObject(nn.Module):
+    """State in a plain helper."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.tracker = SimpleNamespace(mean=torch.zeros(WIDTH))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        hidden = self.embed(input_ids)
+        self.tracker.mean = 0.9 * self.tracker.mean + 0.1 * hidden.detach().mean((0, 1))
+        return self.head(hidden - self.tracker.mean)
+
+
+@pytest.mark.parametrize("model", [FirstScale, Alternating, InObject])
 def test_state_that_the_first_micro_batches_leave_behind_is_no_common_ground(model):
     report = verified(model)
     assert not report.exact
@@ -147,6 +149,29 @@ def test_a_function_that_holds_the_model_itself_proves_nothing_and_is_named(at, 
     assert "nothing is proven" in report.culprits[-1][1]
 
 
+def with_hook(kind: str) -> nn.Module:
+    """A hook of one kind on the gradient of the head."""
+    model = TinyLM(WIDTH)
+    weight = model.head.weight
+    if kind == "before":
+        weight.register_hook(lambda gradient: gradient / (1e-9 + gradient.norm()))
+    else:
+        sgd = torch.optim.SGD([weight], lr=0.1)
+        weight.register_post_accumulate_grad_hook(lambda _: sgd.step())
+    return model
+
+
+@pytest.mark.parametrize("cut", [SORTED, Fixed(micro=16)], ids=["cut", "one piece"])
+@pytest.mark.parametrize(("kind", "method"), [("before", "register_hook"), ("after", "post_acc")])
+def test_a_hook_on_a_gradient_proves_nothing_and_is_named(kind, method, cut):
+    report = verified(lambda: with_hook(kind), cut)
+    assert report.verdict == "not_proven"
+    [(name, reason)] = report.culprits
+    assert name == "head.weight"
+    assert method in reason
+    assert "nothing is proven" in reason
+
+
 class Keeping(TinyLM):
     """Keeps tensors in plain attributes."""
 
@@ -165,40 +190,6 @@ def test_tensors_in_plain_attributes_are_named_once():
     (note,) = [note for note in report.notes if "plain attribute" in note]
     assert note.startswith("last, scale: ")
     assert not verified(TinyLM).notes
-
-
-class Stats:
-    """Counts, and cannot be copied."""
-
-    def __init__(self) -> None:
-        self.lock, self.calls = threading.Lock(), 0
-
-
-class Sharing(TinyLM):
-    """Has two hooks that share what one of them writes, and an object that cannot be copied."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        stats, taken = Stats(), torch.empty(0)
-
-        def before(_module: nn.Module, args: tuple[Tensor]) -> None:
-            nonlocal taken
-            (taken,) = args
-
-        def after(_module: nn.Module, _args: tuple[Tensor], given: Tensor) -> Tensor:
-            return given + taken.mean(-1, keepdim=True)
-
-        def count(*_args: object) -> None:
-            stats.calls += 1
-
-        self.head.register_forward_pre_hook(before)
-        self.head.register_forward_hook(after)
-        self.embed.register_forward_pre_hook(lambda *_args: count())
-        self.norm.register_forward_pre_hook(lambda *_args: count())
-
-
-def test_hooks_share_in_a_copy_what_they_share_in_the_model():
-    assert verified(Sharing).exact
 
 
 class Unfit(nn.Module):
