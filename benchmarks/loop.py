@@ -156,7 +156,7 @@ def our_loop(data: Rows, num_micro: int, folder: Path) -> Iterator[float]:
                 started = time.perf_counter()
                 batch = feed.next()
                 feed.prefetch()
-                report = train_step(kit, batch)
+                report = train_step(kit, batch, feed)
                 tokens += batch.num_tokens
                 seconds = time.perf_counter() - started
                 reporter.step(record_of(order, report, tokens, seconds), batch.samples.ids.tolist())

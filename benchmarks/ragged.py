@@ -169,7 +169,7 @@ def train_ours(setting: Setting, task: Task, *, packed: bool = False) -> None:
         for _ in range(task.num_steps):
             batch = feed.next()
             feed.prefetch()
-            float(train_step(kit, batch).loss)
+            float(train_step(kit, batch, feed).loss)
     finally:
         # The loader is the setting's, and goes on.
         feed.close()

@@ -88,7 +88,7 @@ def gradient_and_loss(bench: Bench) -> tuple[dict[str, Tensor], float]:
         kept.update({n: p.grad.clone() for n, p in bench.module.named_parameters()})
 
     handle = bench.kit.optimizer.register_step_pre_hook(keep)
-    report = train_step(bench.kit, bench.feed.next())
+    report = train_step(bench.kit, bench.feed.next(), bench.feed)
     handle.remove()
     return kept, float(report.loss)
 
@@ -167,7 +167,7 @@ def test_a_term_without_weight_adds_nothing_and_the_others_still_train():
 def test_a_step_without_any_weight_changes_nothing_and_is_named():
     bench = Bench(CUTS["micro 3"], objective=NextToken(z_loss=1e-2), dataset=HalfLabelled())
     before = bench.parameters()
-    report = train_step(bench.kit, bench.feed.next())
+    report = train_step(bench.kit, bench.feed.next(), bench.feed)
     assert report.skipped == NO_LOSS_TERMS
     assert relative_error(bench.parameters(), before) == 0
 
@@ -203,7 +203,7 @@ def test_a_metric_with_weight_makes_no_step_of_losses_without():
     before = {name: value.clone() for name, value in bench.module.state_dict().items()}
     batch = bench.feed.next()
     assert sum(m.weights["accuracy"] for m in batch.micro_batches) > 0
-    assert train_step(bench.kit, batch).skipped == NO_LOSS_TERMS
+    assert train_step(bench.kit, batch, bench.feed).skipped == NO_LOSS_TERMS
     assert not bench.kit.optimizer.state
     after = bench.module.state_dict()
     assert all(torch.equal(after[name], value) for name, value in before.items())

@@ -198,7 +198,7 @@ def moved_each(world: World, cases: list[Case]) -> list[tuple[Arrays, list[list[
     for case in cases:
         bench, news = bench_of(world, case, Moving), []
         for _ in range(case.steps):
-            train_step(bench.kit, bench.feed.next())
+            train_step(bench.kit, bench.feed.next(), bench.feed)
             news.append(sorted(bench.kit.model_state.news()))
         bench.feed.close()
         found.append(({n: plain(b.double()) for n, b in bench.module.named_buffers()}, news))
@@ -254,7 +254,7 @@ def run_steps(world: World, case: Case) -> dict[str, Any]:
         )
     bench.kit.optimizer.register_step_pre_hook(keep)
     for _ in range(case.steps):
-        report = train_step(bench.kit, bench.feed.next())
+        report = train_step(bench.kit, bench.feed.next(), bench.feed)
         told["loss"].append(float(report.loss))
         told["norm"].append(float(report.grad_norm))
         told["ids"].append(report.batch.samples.ids.tolist())
@@ -393,10 +393,10 @@ class Collectives(TorchDispatchMode):
 def count_collectives(world: World, case: Case) -> dict[str, int]:
     """Collectives of the second step."""
     bench = bench_of(world, case)
-    train_step(bench.kit, bench.feed.next())
+    train_step(bench.kit, bench.feed.next(), bench.feed)
     batch = bench.feed.next()
     with Collectives() as counter:
-        train_step(bench.kit, batch)
+        train_step(bench.kit, batch, bench.feed)
     bench.feed.close()
     return {**counter.counts, "micro_batches": len(batch.micro_batches)}
 
@@ -425,7 +425,7 @@ def evaluate_cramped(world: World, mode: str) -> tuple[dict[str, float], bool]:
     cut = bench.feed.cut
     metrics = evaluate(bench.kit.model, bench.objective, held_out, world)
     again = evaluate(bench.kit.model, bench.objective, held_out, world)
-    train_step(bench.kit, bench.feed.next())
+    train_step(bench.kit, bench.feed.next(), bench.feed)
     bench.feed.close()
     return metrics, metrics == again and bench.feed.cut == cut
 
@@ -438,7 +438,7 @@ def evaluate_some(world: World, mode: str, num_held_out: int) -> tuple[dict[str,
     held_out = HeldOut(loader=bench.loader, lengths=lengths, layout=layout, max_tokens=30)
     seen = [i for request in held_out.requests(world.rank) for i in request.ids]
     metrics = evaluate(bench.kit.model, bench.objective, held_out, world)
-    train_step(bench.kit, bench.feed.next())
+    train_step(bench.kit, bench.feed.next(), bench.feed)
     bench.feed.close()
     return metrics, seen
 

@@ -97,7 +97,7 @@ def measured(world: World, load: Load) -> MemoryEstimate:
         peak.assign("parameters", bench.module.parameters())
         peak.assign("buffers", bench.module.buffers())
         for _ in range(2):
-            train_step(bench.kit, bench.feed.next())
+            train_step(bench.kit, bench.feed.next(), bench.feed)
     bench.feed.close()
     return peak.estimate
 
@@ -244,7 +244,7 @@ def trained(world: World, sync: str) -> tuple[list[float], dict[str, Any]]:
         sync=POLICIES[sync](),
         optimizer=torch.optim.SGD,
     )
-    losses = [float(train_step(bench.kit, bench.feed.next()).loss) for _ in range(3)]
+    losses = [float(train_step(bench.kit, bench.feed.next(), bench.feed).loss) for _ in range(3)]
     bench.feed.close()
     return losses, {name: plain(p) for name, p in bench.module.named_parameters()}
 

@@ -32,7 +32,7 @@ def trained(world: World, variant: str, sync: str) -> dict[str, np.ndarray]:
         # Everything that a compiler sees of FSDP2, without the minutes its code generation takes.
         bench.module.compile(dynamic=True, backend="aot_eager")
     for _ in range(STEPS):
-        train_step(bench.kit, bench.feed.next())
+        train_step(bench.kit, bench.feed.next(), bench.feed)
     bench.feed.close()
     return {name: plain(p) for name, p in bench.module.named_parameters()}
 

@@ -193,7 +193,7 @@ def test_augmentation_is_the_same_for_every_cut_worker_and_replay(num_workers):
 def test_a_replay_reads_the_same_augmented_samples():
     bench = Bench(Budget(max_tokens=100), dataset=Augmented(), global_size=12)
     batch = bench.feed.next()
-    again = batch.smaller()
+    again = bench.feed.smaller(batch)
     assert again is not None
 
     def tokens(planned):

@@ -49,7 +49,7 @@ class OutOfMemory(GradientStrategy):
 def test_a_mean_of_means_is_never_replayed_in_other_pieces():
     bench = Bench(Fixed(micro=4), normalizer="micro_batches", strategy=OutOfMemory())
     with pytest.raises(DoesNotFitError, match="a mean of means changes with the cut"):
-        train_step(bench.kit, bench.feed.next())
+        train_step(bench.kit, bench.feed.next(), bench.feed)
 
 
 @pytest.mark.parametrize("settings", [{"scale": "lineer"}, {"reference_batch": 0}], ids=str)

@@ -139,10 +139,13 @@ def test_a_model_of_transformers_is_left_as_after_one_forward(head: Head) -> Non
     with rehearsal(work, recompute=False) as prepare:
         prepare(Shape(2, length))()
     assert_as_after_one_forward(head, bench.module, fields)
-    report = verify(bench.kit, bench.feed.next(), bench.loader, whole_fits=True)
+    report = verify(bench.kit, bench.feed.next(), bench.feed, whole_fits=True)
     assert report.exact or all("BatchNorm" in reason for _, reason in report.culprits)
     assert_as_after_one_forward(head, bench.module, fields)
-    assert train_step(replace(bench.kit, strategy=strategy), bench.feed.next()).replays == 1
+    assert (
+        train_step(replace(bench.kit, strategy=strategy), bench.feed.next(), bench.feed).replays
+        == 1
+    )
     assert_as_after_one_forward(head, bench.module, fields)
 
 

@@ -118,9 +118,9 @@ def test_the_weights_that_are_named_are_the_ones_verified(key, monkeypatch):
     trained = go("steps=2")
     seen = {}
 
-    def spied(kit, batch, loader, *, whole_fits):
+    def spied(kit, batch, feed, *, whole_fits):
         seen.update((n, p.detach().clone()) for n, p in kit.model.module.named_parameters())
-        return verify(kit, batch, loader, whole_fits=whole_fits)
+        return verify(kit, batch, feed, whole_fits=whole_fits)
 
     monkeypatch.setattr("trainer.commands.verify.verify", spied)
     lines = overrides("") if key == "init" else ["trust=[tests]"]

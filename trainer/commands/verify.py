@@ -39,9 +39,9 @@ def verify_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
     """
     parts = assemble(config, world)
     prepared = prepare(parts)
-    batch, loader = _of_all_ranks(prepared), parts.source.loader
-    with batch.feed.naming_samples(batch):
-        report = verify(_kit(parts), batch, loader, whole_fits=_whole_fits(prepared))
+    batch, feed = _of_all_ranks(prepared)
+    with feed.naming_samples(batch):
+        report = verify(_kit(parts), batch, feed, whole_fits=_whole_fits(prepared))
     report = replace(report, notes=(*_asides(config, world), *report.notes))
     write_record(folder / VERIFY_FILE, report.to_json())
     screen = Screen(folder)
@@ -88,7 +88,7 @@ def _asides(config: RunConfig, world: World) -> list[str]:
     return asides
 
 
-def _of_all_ranks(prepared: Prepared) -> PlannedBatch:
+def _of_all_ranks(prepared: Prepared) -> tuple[PlannedBatch, Feed]:
     """Take the first step with the micro-batches of every rank, for one process to compute."""
     parts = prepared.parts
     batches = []
@@ -105,7 +105,8 @@ def _of_all_ranks(prepared: Prepared) -> PlannedBatch:
             batches.append(feed.next())
         finally:
             feed.close()
-    return replace(batches[0], micro_batches=tuple(m for b in batches for m in b.micro_batches))
+    micro_batches = tuple(m for batch in batches for m in batch.micro_batches)
+    return replace(batches[0], micro_batches=micro_batches), feed
 
 
 def _whole_fits(prepared: Prepared) -> bool:

@@ -48,42 +48,19 @@ class PlannedBatch:
         samples: the global batch.
         plan: how it is cut, for every rank.
         micro_batches: this rank's.
+        sample_ids: of the global batch, in the user's own data set.
     """
 
     step: int
     samples: GlobalBatch
     plan: Plan
     micro_batches: tuple[MicroBatch, ...]
-    feed: Feed
-
-    def smaller(self) -> PlannedBatch | None:
-        """Cut the same global batch into smaller micro-batches; None at one sample each.
-
-        Every later step is cut as finely.
-        """
-        return self.feed.cut_smaller(self)
-
-    def smaller_setting(self) -> str | None:
-        """Name a setting that cuts smaller than this; None at one sample each."""
-        cut = self.feed.cut.smaller(self.plan)
-        if cut is None:
-            return None
-        settings = vars(cut)
-        if settings.get("lowered"):
-            longest = max(length for rank in self.plan.padded_lengths for length in rank)
-            return f"accum=budget accum.max_tokens={max(settings['lowered'], longest)}"
-        key = "micro" if settings.get("micro") else "steps"
-        return f"accum.{key}={settings[key]}" if settings.get(key) else "a finer cut"
+    sample_ids: tuple[int, ...]
 
     def largest_sample(self) -> tuple[int, int]:
         """Name the longest sample: its id and its length in tokens."""
         position = int(self.plan.lengths.argmax())
-        return self.original_ids()[position], int(self.plan.lengths[position])
-
-    def original_ids(self) -> list[int]:
-        """Name the samples of the global batch by their ids in the user's own data set."""
-        ids: list[int] = original_ids(self.feed.dataset, self.samples.ids).tolist()
-        return ids
+        return self.sample_ids[position], int(self.plan.lengths[position])
 
     @property
     def num_tokens(self) -> int:
@@ -146,7 +123,7 @@ class Feed:
         self._order = source.order
         self._lengths = source.lengths
         self.dataset = source.loader.dataset
-        self._loader = source.loader
+        self.loader = source.loader
         self._objective = source.objective
         self._world = world
         self._seed = seed
@@ -161,7 +138,7 @@ class Feed:
 
     def next(self) -> PlannedBatch:
         """Take the next global batch and move the cursor behind it."""
-        if self._loader.num_workers:
+        if self.loader.num_workers:
             batch = self._from_workers()
         elif self._ahead:
             batch = self._ahead.popleft().result()
@@ -174,7 +151,7 @@ class Feed:
     def prefetch(self) -> None:
         """Begin to plan and load the next global batches while the caller computes."""
         light = self._last_bytes <= PREFETCH_LIMIT_BYTES
-        if light and self._loader.loads_in_thread and not self._ahead:
+        if light and self.loader.loads_in_thread and not self._ahead:
             self._ahead_cursor = self.cursor
             fitting = max(1, BURST_BYTES // max(1, self._last_bytes))
             for _ in range(min(BURST_STEPS, fitting)):
@@ -218,23 +195,39 @@ class Feed:
             Nothing.
         """
         ids, longest = tuple(batch.samples.ids.tolist()), int(batch.plan.lengths.max())
-        with self._loader.naming_samples(Request(ids, batch.samples.epoch, longest), self.settle):
+        with self.loader.naming_samples(Request(ids, batch.samples.epoch, longest), self.pause):
             yield
 
-    def settle(self) -> None:
+    def pause(self) -> None:
         """Prepare nothing but what has begun, and wait for it: nothing else then reads the data."""
         while self._ahead and self._ahead[-1].cancel():
             self._ahead.pop()
         wait(self._ahead)
 
-    def cut_smaller(self, batch: PlannedBatch) -> PlannedBatch | None:
-        """Cut a global batch and all that follow it into smaller micro-batches."""
+    def smaller(self, batch: PlannedBatch) -> PlannedBatch | None:
+        """Cut a global batch, and all that follow it, into smaller micro-batches.
+
+        Returns:
+            None where it holds one sample per micro-batch already.
+        """
         cut = self.cut.smaller(batch.plan)
         if cut is None:
             return None
         self.use(cut)
         plan = cut.cut(batch.plan.lengths, self.layout)
         return self._load(self._with_requests(batch.step, batch.samples, plan))
+
+    def smaller_setting(self, batch: PlannedBatch) -> str | None:
+        """Name a setting that cuts smaller than a batch is cut; None at one sample each."""
+        cut = self.cut.smaller(batch.plan)
+        if cut is None:
+            return None
+        settings = vars(cut)
+        if settings.get("lowered"):
+            longest = max(length for rank in batch.plan.padded_lengths for length in rank)
+            return f"accum=budget accum.max_tokens={max(settings['lowered'], longest)}"
+        key = "micro" if settings.get("micro") else "steps"
+        return f"accum.{key}={settings[key]}" if settings.get(key) else "a finer cut"
 
     def ease(self, batch: PlannedBatch) -> bool:
         """Cut all that follows smaller than this one; not where counts were stated by the user.
@@ -250,7 +243,7 @@ class Feed:
     def use(self, cut: Cut) -> None:
         """Cut every later global batch with `cut`, and drop what was prepared with another."""
         self.cut = cut
-        self.settle()
+        self.pause()
         self._ahead.clear()
         self._stream = None
         self._queue.clear()
@@ -260,7 +253,7 @@ class Feed:
         """Stop the thread and the loading processes."""
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._stream = None
-        self._loader.close()
+        self.loader.close()
 
     def _prepare(self, cursor: Cursor) -> PlannedBatch:
         return self._load(self._planned(cursor))
@@ -272,11 +265,11 @@ class Feed:
         return batch
 
     def _load(self, planned: _Planned) -> PlannedBatch:
-        return self._filled(planned, map(self._loader.load, planned.requests))
+        return self._filled(planned, map(self.loader.load, planned.requests))
 
     def _from_workers(self) -> PlannedBatch:
         if self._stream is None:
-            self._stream = self._loader.stream(self._requests_from(self.cursor))
+            self._stream = self.loader.stream(self._requests_from(self.cursor))
         while not self._queue:
             self._loaded.append(next(self._stream))
         planned = self._queue.popleft()
@@ -334,7 +327,7 @@ class Feed:
             samples=planned.samples,
             plan=plan,
             micro_batches=micro_batches,
-            feed=self,
+            sample_ids=tuple(original_ids(self.dataset, planned.samples.ids).tolist()),
         )
 
 

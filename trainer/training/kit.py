@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, Self, TypeVar, final
+from typing import Protocol, TypeVar, final
 
 import torch
 
@@ -31,17 +31,21 @@ class StepBatch(Protocol):
     def micro_batches(self) -> Sequence[MicroBatch]:
         """This rank's micro-batches."""
 
-    def smaller(self) -> Self | None:
-        """Cut the same global batch into smaller micro-batches; None at one sample each."""
-
-    def smaller_setting(self) -> str | None:
-        """Name a setting that cuts smaller than this; None at one sample each."""
-
     def largest_sample(self) -> tuple[int, int]:
         """Name the sample that needs most memory: its id and its length in tokens."""
 
 
 Batch = TypeVar("Batch", bound=StepBatch)
+
+
+class Replanner(Protocol[Batch]):
+    """Cuts a global batch smaller after an allocation failed."""
+
+    def smaller(self, batch: Batch) -> Batch | None:
+        """Cut the same global batch into smaller micro-batches; None at one sample each."""
+
+    def smaller_setting(self, batch: Batch) -> str | None:
+        """Name a setting that cuts smaller than this; None at one sample each."""
 
 
 @final

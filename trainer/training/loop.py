@@ -88,12 +88,12 @@ def _take_step(run: Run, progress: Trained) -> None:
     batch = run.feed.next()
     run.feed.prefetch()
     with run.feed.naming_samples(batch):
-        report = train_step(run.kit, batch)
+        report = train_step(run.kit, batch, run.feed)
     run.kit.world.note("report")
     seconds = time.perf_counter() - started
     progress.add(report, seconds)
     record = record_of(run.order, report, progress.total_tokens, seconds)
-    ids = batch.original_ids()
+    ids = batch.sample_ids
     run.reporter.step(record, ids, skipped_ids=() if report.skipped is None else ids)
     _tell_moved(run)
     _ease(run, report.batch)
@@ -192,7 +192,7 @@ def _evaluate(run: Run, progress: Trained) -> None:
         return
     started = time.perf_counter()
     kit = run.kit
-    run.feed.settle()
+    run.feed.pause()
     try:
         metrics = evaluate(kit.model, kit.objective, run.held_out, kit.world, run.was_asked)
     except Preempted:

@@ -24,7 +24,7 @@ from trainer.core.errors import DoesNotFitError
 from trainer.core.out_of_memory import fatal, release_memory
 from trainer.models.statistics import batch_statistics
 from trainer.optim.schedules import apply_factor
-from trainer.training.kit import Batch, Kit
+from trainer.training.kit import Batch, Kit, Replanner
 from trainer.training.window import AT_BEGINNING, agree, check_names, compute, gather, reduce
 
 NO_LOSS_TERMS = "no loss terms"
@@ -55,12 +55,17 @@ class StepReport(Generic[Batch]):
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-def train_step(kit: Kit, batch: Batch) -> StepReport[Batch]:
+def train_step(kit: Kit, batch: Batch, replanner: Replanner[Batch]) -> StepReport[Batch]:
     """Turn one global batch into one update of the weights. Collective.
 
     A step whose loss or gradient is not finite, or that holds no loss term, updates nothing: not
     the weights, the optimizer's moments or the buffers. It still counts, as does its learning
     rate, which is a pure function of the step.
+
+    Args:
+        kit: what a step is made of.
+        batch: the global batch.
+        replanner: cuts it smaller where memory runs out.
 
     Raises:
         ConfigError: the objective or the strategy does not do what it must.
@@ -77,12 +82,12 @@ def train_step(kit: Kit, batch: Batch) -> StepReport[Batch]:
             nothing = torch.zeros((), device=kit.world.device)
             return report(loss=nothing, grad_norm=nothing, skipped=NO_LOSS_TERMS)
         gather(kit, batch.step)
-        agreed = agree(kit, compute(kit, batch, parts), weights)
+        agreed = agree(kit, compute(kit, batch, parts, replanner), weights)
         if not agreed.has_failed:
             break
         _roll_back(kit)
         release_memory()
-        batch, replays = _cut_for_replay(kit, batch, replays), replays + 1
+        batch, replays = _cut_for_replay(kit, batch, replanner, replays), replays + 1
     reduce(kit, agreed)
     kit.world.note("update")
     norm = kit.model.gradient_norm()
@@ -126,7 +131,7 @@ def _update(optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad(set_to_none=True)
 
 
-def _cut_for_replay(kit: Kit, batch: Batch, replays: int) -> Batch:
+def _cut_for_replay(kit: Kit, batch: Batch, replanner: Replanner[Batch], replays: int) -> Batch:
     """Cut the same global batch smaller, or not, where the cut is a part of what is computed.
 
     Raises:
@@ -140,7 +145,7 @@ def _cut_for_replay(kit: Kit, batch: Batch, replays: int) -> Batch:
             f"step {batch.step}: out of memory twice, and {why}, so smaller pieces would be "
             "another step: lower accum.micro, or try activation_checkpointing=true"
         )
-    finer = batch.smaller()
+    finer = replanner.smaller(batch)
     if finer is None:
         sample, length = batch.largest_sample()
         raise DoesNotFitError(

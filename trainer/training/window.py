@@ -18,7 +18,7 @@ from trainer.accumulate.base import Divisors, GradientStrategy, sum_of
 from trainer.core.errors import ConfigError, DoesNotFitError
 from trainer.core.micro_batch import MicroBatch
 from trainer.core.out_of_memory import AllocationGuard, fatal, release_memory
-from trainer.training.kit import Kit, StepBatch
+from trainer.training.kit import Batch, Kit, Replanner
 
 AT_BEGINNING = "where the step begins: lower accum.max_tokens or accum.micro"
 
@@ -72,7 +72,9 @@ def gather(kit: Kit, step: int) -> None:
         kit.sync.gather(kit.model)
 
 
-def compute(kit: Kit, batch: StepBatch, parts: Sequence[Divisors]) -> Attempt:
+def compute(
+    kit: Kit, batch: Batch, parts: Sequence[Divisors], replanner: Replanner[Batch]
+) -> Attempt:
     """Run every micro-batch of this rank, and make room for the reduction.
 
     Raises:
@@ -93,7 +95,10 @@ def compute(kit: Kit, batch: StepBatch, parts: Sequence[Divisors]) -> Attempt:
         }
         return Attempt(share.detach(), used, moved, found)
     if kit.sync.lockstep and kit.world.size > 1:
-        remedies = [batch.smaller_setting() or "activation_checkpointing=true", kit.retry_with]
+        remedies = [
+            replanner.smaller_setting(batch) or "activation_checkpointing=true",
+            kit.retry_with,
+        ]
         raise DoesNotFitError(
             f"step {batch.step}: out of memory, and sync={kit.sync.name} reduces in every "
             "micro-batch, so the step cannot be repeated: type "

@@ -16,13 +16,13 @@ from trainer.accumulate.normalizer import Kind, divisors
 from trainer.accumulate.rollback import own_generators
 from trainer.core.micro_batch import MicroBatch
 from trainer.core.world import World
-from trainer.data.loader import Loader, Request
+from trainer.data.loader import Request
 from trainer.models.bind import bind
 from trainer.models.duplicate import duplicate
 from trainer.objectives.base import Objective, weights_of
 from trainer.parallel.base import Replicated
 from trainer.plan.cut import IntArray
-from trainer.training.batches import PlannedBatch
+from trainer.training.batches import Feed, PlannedBatch
 from trainer.training.kit import Kit
 
 Gradient = Mapping[str, Tensor]
@@ -197,7 +197,7 @@ class Groups:
     """
 
     batch: PlannedBatch
-    loader: Loader
+    feed: Feed
     objective: Objective
 
     @property
@@ -229,7 +229,7 @@ class Groups:
         lengths = self.lengths(positions)
         length = int(lengths.sum()) if plan.packed else pad_to or int(lengths.max())
         ids = tuple(map(int, samples.ids[positions]))
-        fields = self.loader.load(Request(ids, samples.epoch, length, plan.packed))
+        fields = self.feed.loader.load(Request(ids, samples.epoch, length, plan.packed))
         return MicroBatch(
             fields=fields,
             ids=ids,

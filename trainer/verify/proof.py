@@ -14,11 +14,10 @@ import torch
 from trainer.config.messages import first_of
 from trainer.core.errors import ConfigError, DoesNotFitError, TrainError
 from trainer.core.out_of_memory import AllocationGuard, fatal, is_out_of_memory, release_memory
-from trainer.data.loader import Loader
 from trainer.objectives.base import IGNORED
 from trainer.objectives.model_loss import ModelLoss
 from trainer.report.records import Verdict, VerifyReport
-from trainer.training.batches import PlannedBatch
+from trainer.training.batches import Feed, PlannedBatch
 from trainer.training.kit import Kit
 from trainer.verify.comparison import Case, Errors
 from trainer.verify.copies import Gradient, Groups, Scratch
@@ -39,7 +38,7 @@ MAX_WORST = 10
 ERROR_CHARACTERS = 120
 
 
-def verify(kit: Kit, batch: PlannedBatch, loader: Loader, *, whole_fits: bool) -> VerifyReport:
+def verify(kit: Kit, batch: PlannedBatch, feed: Feed, *, whole_fits: bool) -> VerifyReport:
     """Compare the gradient of a planned step with the whole batch's.
 
     A step planned as one micro-batch is compared with its samples one by one, which proves more;
@@ -48,7 +47,7 @@ def verify(kit: Kit, batch: PlannedBatch, loader: Loader, *, whole_fits: bool) -
     Args:
         kit: the run's; its model is copied, and the generators are put back.
         batch: the planned step, of all ranks.
-        loader: gives the same samples in other groups.
+        feed: gives the same samples in other groups.
         whole_fits: whether the whole batch in one piece fits into memory; if not, the reference
             is one sample per pass, summed, or the smallest groups that the model runs on.
 
@@ -62,13 +61,13 @@ def verify(kit: Kit, batch: PlannedBatch, loader: Loader, *, whole_fits: bool) -
     devices = [kit.world.device] if kit.world.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         try:
-            return _verify(kit, batch, loader, whole_fits=whole_fits)
+            return _verify(kit, batch, feed, whole_fits=whole_fits)
         finally:
             kit.model.drop_gradients()  # of a copy that shares weights with it
 
 
-def _verify(kit: Kit, batch: PlannedBatch, loader: Loader, *, whole_fits: bool) -> VerifyReport:
-    case, planned, notes = _highest(kit, batch, loader)
+def _verify(kit: Kit, batch: PlannedBatch, feed: Feed, *, whole_fits: bool) -> VerifyReport:
+    case, planned, notes = _highest(kit, batch, feed)
     unproven = _uncopied(kit)
     is_one_piece = case.batch.plan.num_micro_batches == 1
     case, expected = _referred(case, whole_first=whole_fits and not is_one_piece)
@@ -117,13 +116,13 @@ def _objective(case: Case, *, is_exact: bool) -> tuple[Culprits, list[str]]:
     return faults or [], notes
 
 
-def _highest(kit: Kit, batch: PlannedBatch, loader: Loader) -> tuple[Case, Gradient, list[str]]:
+def _highest(kit: Kit, batch: PlannedBatch, feed: Feed) -> tuple[Case, Gradient, list[str]]:
     """Compute the planned gradient in float64, or in float32 where the model fixes its precision.
 
     Returns:
         The comparison to be, one side of it, and what a reader of the verdict must know.
     """
-    groups, refusal = Groups(batch, loader, kit.objective), ""
+    groups, refusal = Groups(batch, feed, kit.objective), ""
     for dtype in (torch.float64, torch.float32):
         try:
             with fatal(f"copying the model in {short(dtype)}, for train verify"):
@@ -187,15 +186,16 @@ def _finer(case: Case) -> Case:
             f"train verify: a micro-batch does not fit into memory in {dtype}, and a mean of means "
             "changes with the cut: lower accum.micro"
         )
-    cut = batch.feed.cut.smaller(batch.plan)
+    feed = case.groups.feed
+    cut = feed.cut.smaller(batch.plan)
     if cut is None:
         sample, length = batch.largest_sample()
         raise DoesNotFitError(
             f"train verify: sample {sample} of {length} tokens does not fit into memory in "
             f"{dtype}, even alone: lower data.max_length, or verify a smaller model of its kind"
         )
-    batch.feed.use(cut)
-    batch = replace(batch, plan=cut.cut(batch.plan.lengths, batch.feed.layout))
+    feed.use(cut)
+    batch = replace(batch, plan=cut.cut(batch.plan.lengths, feed.layout))
     groups = replace(case.groups, batch=batch)
     slots = [slot for rank in batch.plan.ranks for slot in rank if len(slot)]
     batch = replace(batch, micro_batches=tuple(map(groups.group, slots)))

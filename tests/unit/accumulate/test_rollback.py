@@ -169,8 +169,8 @@ def after_three_steps(
         strategy.at, strategy.phase, strategy.done = at, phase, phase in {"none", "finer"}
         batch = bench.feed.next()
         if phase == "finer":
-            batch = batch.smaller()
-        report = step.train_step(bench.kit, batch)
+            batch = bench.feed.smaller(batch)
+        report = step.train_step(bench.kit, batch, bench.feed)
         assert report.replays == (number in strikes and phase != "finer")
     return [plain(bench.module.state_dict()), plain(bench.module.state())]
 

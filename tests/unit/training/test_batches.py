@@ -146,7 +146,7 @@ def test_a_smaller_cut_keeps_the_samples_and_counts_from_then_on(workers, data):
     source = feed(Fixed(micro=8), data(), workers=workers)
     batch = source.next()
     source.prefetch()
-    finer = batch.smaller()
+    finer = source.smaller(batch)
     assert finer is not None
     assert (batch.samples.ids == finer.samples.ids).all()
     assert source.cursor == batch.samples.after
@@ -161,7 +161,7 @@ def test_a_smaller_cut_keeps_the_samples_and_counts_from_then_on(workers, data):
 def test_nothing_is_smaller_than_one_sample():
     source = feed(Fixed(micro=1))
     batch = source.next()
-    assert batch.smaller() is None
+    assert source.smaller(batch) is None
     assert not source.ease(batch)
     source.close()
 
@@ -265,7 +265,7 @@ def test_settling_stops_a_burst_between_two_steps_and_loses_none():
     source.prefetch()
     opening = threading.Timer(0.1, data.gate.set)
     opening.start()
-    source.settle()
+    source.pause()
     opening.join()
     assert data.read_ahead <= 8
     following = [source.next() for _ in range(3)]

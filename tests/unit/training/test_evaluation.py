@@ -70,7 +70,9 @@ def test_evaluation_is_exact_for_every_cap(cap, norm):
         return TinyLM(dropout=0.3, norm=nn.BatchNorm1d(8) if norm else None)
 
     bench = Bench(Budget(max_tokens=60), model=model, objective=OBJECTIVE)
-    train_step(bench.kit, bench.feed.next())  # so that running statistics are not their defaults
+    train_step(
+        bench.kit, bench.feed.next(), bench.feed
+    )  # so that running statistics are not their defaults
     expected = by_hand(bench.module, RaggedText(num_samples=33, seed=7))
     found = evaluated(bench, held_out(cap))
     assert found.keys() == expected.keys()
@@ -145,7 +147,7 @@ def test_evaluating_between_steps_changes_no_later_step():
     def trained(*, evaluates: bool) -> dict[str, Tensor]:
         bench = Bench(Budget(max_tokens=60), model=lambda: TinyLM(dropout=0.3))
         for _ in range(3):
-            train_step(bench.kit, bench.feed.next())
+            train_step(bench.kit, bench.feed.next(), bench.feed)
             if evaluates:
                 evaluated(bench, held_out(60))
         return bench.parameters()

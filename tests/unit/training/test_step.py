@@ -39,7 +39,7 @@ def gradient(bench: Bench) -> dict[str, Tensor]:
         kept.update({n: p.grad.clone() for n, p in bench.module.named_parameters()})
 
     handle = bench.kit.optimizer.register_step_pre_hook(keep)
-    train_step(bench.kit, bench.feed.next())
+    train_step(bench.kit, bench.feed.next(), bench.feed)
     handle.remove()
     return kept
 
@@ -66,8 +66,8 @@ def test_loss_norm_and_weights_agree_for_every_cut_over_several_steps(name, clip
     whole = Bench(CUTS["whole batch"], clip_norm=clip_norm)
     other = Bench(CUTS[name], clip_norm=clip_norm)
     for _ in range(7):  # crosses the end of an epoch of 40 samples in batches of 16
-        expected = train_step(whole.kit, whole.feed.next())
-        found = train_step(other.kit, other.feed.next())
+        expected = train_step(whole.kit, whole.feed.next(), whole.feed)
+        found = train_step(other.kit, other.feed.next(), other.feed)
         assert float(found.loss) == pytest.approx(float(expected.loss), rel=1e-12)
         assert float(found.grad_norm) == pytest.approx(float(expected.grad_norm), rel=1e-11)
         assert sorted(found.batch.samples.ids) == sorted(expected.batch.samples.ids)
@@ -78,7 +78,7 @@ def test_loss_norm_and_weights_agree_for_every_cut_over_several_steps(name, clip
 def test_the_short_last_batch_has_a_normalizer_of_its_own():
     bench = Bench(Fixed(micro=4))
     for _ in range(2):
-        train_step(bench.kit, bench.feed.next())
+        train_step(bench.kit, bench.feed.next(), bench.feed)
     weights = bench.parameters()
     tail = bench.feed.next()
     assert tail.samples.is_tail
@@ -87,7 +87,7 @@ def test_the_short_last_batch_has_a_normalizer_of_its_own():
     alone.module.load_state_dict(weights)
     batch = alone.loader.load(next(bench.feed.requests(bench.feed.cursor)))
     assert batch["input_ids"].shape[0] == 4
-    report = train_step(bench.kit, tail)
+    report = train_step(bench.kit, tail, bench.feed)
     terms = sum(m.weights["cross_entropy"] for m in tail.micro_batches)
     total = 0.0
     with torch.no_grad():
@@ -102,7 +102,7 @@ def test_a_step_without_loss_terms_changes_nothing_and_is_named():
     data.masked = set(range(len(data)))
     bench = Bench(Fixed(micro=4), dataset=data)
     before = bench.parameters()
-    report = train_step(bench.kit, bench.feed.next())
+    report = train_step(bench.kit, bench.feed.next(), bench.feed)
     assert report.skipped == NO_LOSS_TERMS
     assert relative_error(bench.parameters(), before) == 0
     assert not bench.kit.optimizer.state
@@ -123,20 +123,20 @@ class Poisoned(TinyLM):
 @pytest.mark.parametrize("at", [5, 6, 8])
 def test_a_step_that_is_not_finite_changes_no_weight_moment_or_buffer(at):
     bench = Bench(Fixed(micro=4), model=lambda: Poisoned(at))
-    train_step(bench.kit, bench.feed.next())
+    train_step(bench.kit, bench.feed.next(), bench.feed)
     before = {name: value.clone() for name, value in bench.module.state_dict().items()}
     moments = {
         (index, name): value.clone()
         for index, state in enumerate(bench.kit.optimizer.state.values())
         for name, value in state.items()
     }
-    report = train_step(bench.kit, bench.feed.next())
+    report = train_step(bench.kit, bench.feed.next(), bench.feed)
     assert report.skipped == NOT_FINITE
     after = bench.module.state_dict()
     assert all(torch.equal(after[name], value) for name, value in before.items())
     for index, state in enumerate(bench.kit.optimizer.state.values()):
         assert all(torch.equal(value, moments[index, name]) for name, value in state.items())
-    assert train_step(bench.kit, bench.feed.next()).skipped is None
+    assert train_step(bench.kit, bench.feed.next(), bench.feed).skipped is None
 
 
 class Failing(GradientStrategy):
@@ -182,22 +182,22 @@ def test_running_out_of_memory_replays_the_same_batch_bit_for_bit(at, phase, dty
 
     cut = Budget(max_tokens=90)
     failing = Bench(cut, dtype, model=model, strategy=Failing(at, phase))
-    report = train_step(failing.kit, failing.feed.next())
+    report = train_step(failing.kit, failing.feed.next(), failing.feed)
     assert report.replays == 1
     finer = failing.feed.cut
     assert finer != cut
     reference = Bench(finer, dtype, model=model)
-    train_step(reference.kit, reference.feed.next())
+    train_step(reference.kit, reference.feed.next(), reference.feed)
     for _ in range(2):
-        train_step(failing.kit, failing.feed.next())
-        train_step(reference.kit, reference.feed.next())
+        train_step(failing.kit, failing.feed.next(), failing.feed)
+        train_step(reference.kit, reference.feed.next(), reference.feed)
     expected = reference.module.state_dict()
     assert all(
         torch.equal(value, expected[name]) for name, value in failing.module.state_dict().items()
     )
     coarse = Bench(cut, dtype, model=model)
     for _ in range(3):
-        train_step(coarse.kit, coarse.feed.next())
+        train_step(coarse.kit, coarse.feed.next(), coarse.feed)
     other = coarse.module.state_dict()
     assert any(not torch.equal(value, other[name]) for name, value in expected.items())
 
@@ -212,8 +212,8 @@ def test_where_statistics_are_a_micro_batch_s_own_it_is_tried_again_and_not_cut(
     failing = Bench(cut, model=model, strategy=Failing(at, phase))
     reference = Bench(cut, model=model)
     for replays in (1, 0):
-        assert train_step(failing.kit, failing.feed.next()).replays == replays
-        train_step(reference.kit, reference.feed.next())
+        assert train_step(failing.kit, failing.feed.next(), failing.feed).replays == replays
+        train_step(reference.kit, reference.feed.next(), reference.feed)
     assert failing.feed.cut == cut
     expected = reference.module.state_dict()
     assert all(
@@ -234,7 +234,7 @@ def test_draws_of_python_and_numpy_follow_from_the_seed():
         random.seed(disturbance)
         np.random.seed(disturbance)
         bench = Bench(Fixed(micro=4), model=Wild)
-        losses.append(float(train_step(bench.kit, bench.feed.next()).loss))
+        losses.append(float(train_step(bench.kit, bench.feed.next(), bench.feed).loss))
     assert losses[0] == losses[1]
 
 
@@ -245,7 +245,7 @@ def test_a_frozen_norm_does_not_bind_the_step_to_its_cut():
         strategy=Failing(0, "forward"),
     )
     bench.module.norm.eval()
-    assert train_step(bench.kit, bench.feed.next()).replays == 1
+    assert train_step(bench.kit, bench.feed.next(), bench.feed).replays == 1
     assert bench.feed.cut == Fixed(micro=2)
 
 
@@ -260,7 +260,7 @@ def test_one_sample_that_does_not_fit_is_named_with_its_length(cut):
     batch = bench.feed.next()
     sample, length = batch.largest_sample()
     with pytest.raises(DoesNotFitError, match=f"sample {sample} of {length} tokens"):
-        train_step(bench.kit, batch)
+        train_step(bench.kit, batch, bench.feed)
 
 
 @pytest.mark.parametrize(
@@ -282,7 +282,7 @@ def test_what_is_bound_to_its_cut_ends_when_memory_runs_out_twice(settings, why)
     strategy = Counted()
     bench = Bench(Fixed(micro=5), strategy=strategy, **settings)
     with pytest.raises(DoesNotFitError, match=rf"step 1: out of memory twice, and {why}.*micro"):
-        train_step(bench.kit, bench.feed.next())
+        train_step(bench.kit, bench.feed.next(), bench.feed)
     assert strategy.calls == 2
     assert bench.feed.cut == Fixed(micro=5)
 
@@ -294,7 +294,7 @@ def test_an_error_that_is_not_about_memory_is_not_swallowed():
 
     bench = Bench(Fixed(micro=4), strategy=Broken())
     with pytest.raises(RuntimeError, match="shape mismatch"):
-        train_step(bench.kit, bench.feed.next())
+        train_step(bench.kit, bench.feed.next(), bench.feed)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -304,8 +304,8 @@ def test_loading_processes_change_neither_order_nor_bits(num_workers):
     try:
         for _ in range(4):
             other.feed.prefetch()
-            train_step(reference.kit, reference.feed.next())
-            train_step(other.kit, other.feed.next())
+            train_step(reference.kit, reference.feed.next(), reference.feed)
+            train_step(other.kit, other.feed.next(), other.feed)
         expected = reference.parameters()
         assert all(torch.equal(v, expected[n]) for n, v in other.parameters().items())
     finally:
@@ -340,7 +340,7 @@ class Late(TinyLM):
 def test_a_parameter_that_no_optimizer_knows_is_refused_by_name(name):
     bench = Bench(Fixed(micro=3), model=lambda: Late(name))
     with pytest.raises(ConfigError, match=f"model: {name} is a parameter made in forward"):
-        train_step(bench.kit, bench.feed.next())
+        train_step(bench.kit, bench.feed.next(), bench.feed)
 
 
 class Turning(TinyLM):
@@ -362,7 +362,7 @@ def test_complex_gradients_are_clipped_with_the_others():
     steps = []
     for cut in (Fixed(micro=16), Budget(max_tokens=60)):
         bench = Bench(cut, model=Turning, clip_norm=1e-3)
-        report = train_step(bench.kit, bench.feed.next())
+        report = train_step(bench.kit, bench.feed.next(), bench.feed)
         steps.append(bench.parameters())
         assert report.grad_norm > WRONG
     first, second = steps

@@ -30,7 +30,7 @@ WIDTH = 8
 
 
 def checked(bench: Bench, *, whole_fits: bool = True) -> VerifyReport:
-    return verify(bench.kit, bench.feed.next(), bench.loader, whole_fits=whole_fits)
+    return verify(bench.kit, bench.feed.next(), bench.feed, whole_fits=whole_fits)
 
 
 def named(bench: Bench) -> Mapping[str, str]:

@@ -29,7 +29,7 @@ LIMIT = 1e-10
 
 
 def checked(bench: Bench, *, whole_fits: bool = True) -> VerifyReport:
-    return verify(bench.kit, bench.feed.next(), bench.loader, whole_fits=whole_fits)
+    return verify(bench.kit, bench.feed.next(), bench.feed, whole_fits=whole_fits)
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,7 @@ def checked(head: Head, objective: Any, cut: Any = None, build: Any = None) -> V
         model=build or head.build,
         objective=objective,
     )
-    return verify(bench.kit, bench.feed.next(), bench.loader, whole_fits=True)
+    return verify(bench.kit, bench.feed.next(), bench.feed, whole_fits=True)
 
 
 def by_name(head: Head) -> str:
@@ -154,7 +154,7 @@ def test_a_batch_that_cannot_show_a_wrong_shift_says_so():
         objective = ModelLoss(reduction="mean")
         settings = {"dataset": dataset("causal"), "model": HONEST[0].build}
         bench = Bench(Budget(max_tokens=45), torch.float32, 12, objective=objective, **settings)
-        report = verify(bench.kit, bench.feed.next(), bench.loader, whole_fits=True)
+        report = verify(bench.kit, bench.feed.next(), bench.feed, whole_fits=True)
         assert report.exact
         return [note for note in report.notes if "a wrong shift" in note]
 
@@ -245,7 +245,7 @@ def picture_report(build: Callable[[], nn.Module]) -> VerifyReport:
         model=lambda: Imaged(build),
         objective=ModelLoss(causal=False),
     )
-    return verify(bench.kit, bench.feed.next(), bench.loader, whole_fits=True)
+    return verify(bench.kit, bench.feed.next(), bench.feed, whole_fits=True)
 
 
 def test_a_vision_transformer_is_exact_and_a_batch_normalised_resnet_names_every_norm():

@@ -34,7 +34,7 @@ def checked(bench: Bench, *, whole_fits: bool = True) -> VerifyReport:
     state = {name: value.clone() for name, value in module.state_dict().items()}
     modes = [part.training for part in module.modules()]
     generator = torch.default_generator.get_state()
-    report = verify(bench.kit, bench.feed.next(), bench.loader, whole_fits=whole_fits)
+    report = verify(bench.kit, bench.feed.next(), bench.feed, whole_fits=whole_fits)
     assert torch.equal(torch.default_generator.get_state(), generator)
     assert modes == [part.training for part in module.modules()]
     assert all(torch.equal(value, state[n]) for n, value in module.state_dict().items())
@@ -440,7 +440,7 @@ def test_a_model_that_drops_the_count_is_named_and_exact_as_a_mean():
 def test_a_model_without_a_loss_of_its_own_is_refused_with_the_objectives_that_fit():
     bench = Bench(SORTED, objective=ModelLoss())
     with pytest.raises(ConfigError, match=r"objective=model_loss: the model gave a Tensor"):
-        verify(bench.kit, bench.feed.next(), bench.loader, whole_fits=True)
+        verify(bench.kit, bench.feed.next(), bench.feed, whole_fits=True)
     with pytest.raises(ConfigError, match=r"objective.reduction: 'avg' is not sum or mean"):
         ModelLoss(reduction="avg")
 

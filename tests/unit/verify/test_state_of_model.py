@@ -27,7 +27,7 @@ WIDTH = 8
 def verified(model: Callable[[], nn.Module], cut: Cut = SORTED, **settings) -> VerifyReport:
     bench = Bench(cut, model=model, **settings)
     before = bench.parameters()
-    report = verify(bench.kit, bench.feed.next(), bench.loader, whole_fits=True)
+    report = verify(bench.kit, bench.feed.next(), bench.feed, whole_fits=True)
     assert all(torch.equal(value, before[name]) for name, value in bench.parameters().items())
     assert all(parameter.grad is None for parameter in bench.module.parameters())
     return report
