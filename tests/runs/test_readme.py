@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import runpy
 import shlex
 import textwrap
 from pathlib import Path
@@ -89,3 +90,9 @@ def test_the_commands_of_the_readme_run_one_after_the_other(
         assert shell(shlex.join(shortened(line))) == 0, line
     assert shell("export run=auto export.to=weights") == 0
     assert Path("weights/model.safetensors").is_file()
+
+
+def test_the_reference_of_keys_is_what_the_schema_gives() -> None:
+    generated = runpy.run_path(str(CHECKOUT / "docs" / "generate.py"))["page"]()
+    page = CHECKOUT / "docs" / "configuration.md"
+    assert page.read_text() == generated, "run `python docs/generate.py`"

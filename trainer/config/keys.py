@@ -83,17 +83,17 @@ def _read_conf() -> tuple[dict[str, str], dict[str, Any]]:
     """Read docs and defaults of all keys off `conf/`, those of default options first."""
     conf = data_dir("conf")
     chosen = default_options(conf)
-    docs, defaults = _docs(conf / "config.yaml"), flat(load_yaml(conf / "config.yaml"))
+    docs, defaults = docs_of(conf / "config.yaml"), flat(load_yaml(conf / "config.yaml"))
     for group in GROUPS:
         folder = conf / group.replace(".", "/")
         first = folder / f"{chosen.get(group)}.yaml"
         defaults |= flat(load_yaml(first), f"{group}.")
         for file in (first, *sorted(folder.glob("*.yaml"))):
-            docs = _docs(file, f"{group}.") | docs
+            docs = docs_of(file, f"{group}.") | docs
     return docs, defaults
 
 
-def _docs(file: Path, prefix: str = "") -> dict[str, str]:
+def docs_of(file: Path, prefix: str = "") -> dict[str, str]:
     """Read the comment behind every key of a file."""
     docs: dict[str, str] = {}
     sections: list[str] = []
