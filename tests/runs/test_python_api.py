@@ -10,8 +10,6 @@ from tests.lib.support import VOCABULARY, Bench, TinyLM
 from trainer.accumulate.base import GradientStrategy
 from trainer.checkpoint.store import CheckpointStore
 from trainer.core.errors import ConfigError, DoesNotFitError
-from trainer.optim.optimizers import AdamW
-from trainer.optim.schedules import Constant
 from trainer.plan.cuts import Fixed
 from trainer.plan.memory import Shape
 from trainer.training.step import train_step
@@ -50,17 +48,6 @@ def test_a_mean_of_means_is_never_replayed_in_other_pieces():
     bench = Bench(Fixed(micro=4), normalizer="micro_batches", strategy=OutOfMemory())
     with pytest.raises(DoesNotFitError, match="a mean of means changes with the cut"):
         train_step(bench.kit, bench.feed.next(), bench.feed)
-
-
-@pytest.mark.parametrize("settings", [{"scale": "lineer"}, {"reference_batch": 0}], ids=str)
-def test_a_scaling_rule_that_does_not_exist_is_refused(settings):
-    with pytest.raises(ConfigError, match="scheduler"):
-        Constant(**settings)
-
-
-def test_adam_takes_two_betas():
-    with pytest.raises(ConfigError, match="must be two numbers"):
-        AdamW(lr=1e-3, betas=(0.9, 0.9, 0.9)).build(TinyLM())
 
 
 class Masked(nn.Module):

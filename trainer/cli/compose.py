@@ -332,6 +332,8 @@ def _folder_faults(full: DictConfig, tree: Mapping[str, Any], typed: frozenset[s
         if ".." in Path(str(folder)).parts and ".." not in Path(outputs).parts
     ]
     faults += [f"{key}=: names no folder" for key, folder in folders.items() if folder == ""]
+    if Path(str(folders["hydra.output_subdir"])).is_absolute():
+        faults.append("hydra.output_subdir: must stay below the run folder; type a relative path")
     if "/" in str(folders["hydra.job.name"]):
         faults.append(clip(f"hydra.job.name={full.hydra.job.name}: names a file; must hold no /"))
     if "outputs" not in typed and Path(outputs).is_absolute():

@@ -239,11 +239,13 @@ def _convert_arguments(tree: Tree, base: Tree, own: set[str]) -> Iterator[str]:
     """
     for path in COMPONENTS:
         section = lookup(tree, path)
-        types = dict(ARGUMENTS.get(str(section.get("_target_")), {}))
+        target = str(section.get("_target_"))
+        types: dict[str, Any] = {}
         if path not in own:
-            examples = lookup(base, path)
-            by_example = {name: type_like(value) for name, value in examples.items()}
-            types = by_example | dict(SHARED.get(path, {})) | types
+            types = {name: type_like(value) for name, value in lookup(base, path).items()}
+        if path not in own or target.startswith("trainer."):
+            types |= SHARED.get(path, {})
+        types |= ARGUMENTS.get(target, {})
         for name, value in section.items():
             example = lookup(base, f"{path}.{name}")
             is_default = type(value) is type(example) and value == example

@@ -322,23 +322,3 @@ def without_labels(fields: Fields) -> Fields:
 def at_least_single(logits: Tensor) -> Tensor:
     """Widen half precision to float32; wider logits are returned as they are, uncopied."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
-
-
-def check_smoothing(label_smoothing: object) -> None:
-    """Refuse a smoothing that leaves nothing of the target.
-
-    Raises:
-        ConfigError: naming the value.
-    """
-    if not (isinstance(label_smoothing, int | float) and 0.0 <= label_smoothing < 1.0):
-        raise ConfigError(f"objective.label_smoothing: {label_smoothing!r} is not in [0, 1)")
-
-
-def check_coefficient(key: str, value: object) -> None:
-    """Refuse what cannot weigh a term.
-
-    Raises:
-        ConfigError: naming the key and the value.
-    """
-    if not (isinstance(value, int | float) and 0.0 <= value < float("inf")):
-        raise ConfigError(f"{key}: {value!r} is not a coefficient (0 or more)")

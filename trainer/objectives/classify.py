@@ -17,8 +17,6 @@ from trainer.objectives.base import (
     Objective,
     Sums,
     at_least_single,
-    check_coefficient,
-    check_smoothing,
     labels_of,
     logits_of,
     shapes_named,
@@ -45,11 +43,6 @@ class Classify(Objective):
 
     class_weights: Sequence[float] | None = None
     label_smoothing: float = 0.0
-
-    def __post_init__(self) -> None:
-        check_smoothing(self.label_smoothing)
-        for weight in self.class_weights or ():
-            check_coefficient("objective.class_weights", weight)
 
     def weights(self, fields: Fields) -> Mapping[str, float]:
         """Sum the class weights of the labels for the loss, and count them for the accuracy.

@@ -45,10 +45,6 @@ class ModelLoss(Objective):
     reduction: Reduction = "sum"
     causal: bool = True
 
-    def __post_init__(self) -> None:
-        if self.reduction not in REDUCTIONS:
-            raise ConfigError(f"objective.reduction: {self.reduction!r} is not sum or mean")
-
     def weights(self, fields: Fields) -> Mapping[str, float]:
         """Count the labels that are loss terms, or the samples where there are none."""
         labels = fields.get("labels")

@@ -18,8 +18,6 @@ from trainer.objectives.base import (
     Objective,
     Sums,
     at_least_single,
-    check_coefficient,
-    check_smoothing,
     logits_of,
     sequences_of,
     shapes_named,
@@ -47,10 +45,6 @@ class NextToken(Objective):
 
     z_loss: float = 0.0
     label_smoothing: float = 0.0
-
-    def __post_init__(self) -> None:
-        check_smoothing(self.label_smoothing)
-        check_coefficient("objective.z_loss", self.z_loss)
 
     def weights(self, fields: Fields) -> Mapping[str, float]:
         """Count the tokens that have a next one, under every name."""

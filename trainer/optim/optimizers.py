@@ -21,7 +21,6 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
-from trainer.config.arguments import group_faults
 from trainer.core.errors import ConfigError
 
 Groups = Mapping[str, Mapping[str, Any]]
@@ -43,11 +42,6 @@ class OptimizerSpec(ABC):
     lr: float
     weight_decay: float = 0.0
     groups: Groups = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        check_amount("optimizer.lr", self.lr)
-        check_amount("optimizer.weight_decay", self.weight_decay)
-        check_groups(self.groups)
 
     def freeze(self, model: nn.Module) -> None:
         """Freeze what the groups say, before the model is sharded. Repeating it changes nothing.
@@ -97,13 +91,7 @@ class AdamW(OptimizerSpec):
     eps: float = 1e-8
 
     def construct(self, params: list[dict[str, Any]]) -> Optimizer:
-        """See the base class.
-
-        Raises:
-            ConfigError: `betas` are not two.
-        """
-        if len(self.betas) != 2:  # noqa: PLR2004 - Adam has two moments
-            raise ConfigError(f"optimizer.betas={list(self.betas)}: must be two numbers")
+        """See the base class."""
         beta1, beta2 = self.betas
         return without_compiler(torch.optim.AdamW)(
             params, betas=(beta1, beta2), eps=self.eps, fused=all_fuse(params)
@@ -309,35 +297,3 @@ def without_compiler(kind: type[Optimizer]) -> Callable[..., Optimizer]:
     wrapped = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
     plain: dict[str, Any] = {name: inspect.unwrap(getattr(kind, name)) for name in wrapped}
     return type(kind.__name__, (kind,), {"step": step, "__doc__": kind.__doc__} | plain)
-
-
-def check_groups(groups: Groups) -> None:
-    """Refuse settings that no group has.
-
-    Raises:
-        ConfigError: naming every fault.
-    """
-    faults = [
-        fault for pattern, settings in groups.items() for fault in group_faults(pattern, settings)
-    ]
-    if faults:
-        raise ConfigError(*faults)
-
-
-def check_amount(key: str, value: object) -> None:
-    """Refuse what is not a number from 0 up.
-
-    Raises:
-        ConfigError: naming the key and the value.
-    """
-    if not is_amount(value):
-        raise ConfigError(f"{key}: {value!r} is not a number (0 or more)")
-
-
-def is_amount(value: object) -> bool:
-    """Whether it is a finite number from 0 up."""
-    return (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and 0.0 <= value < float("inf")
-    )

@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 
-SCALES = ("none", "linear", "sqrt")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Schedule(ABC):
     """A factor for the learning rate at every step.
@@ -35,19 +32,6 @@ class Schedule(ABC):
 
     reference_batch: int | None = None
     scale: Literal["none", "linear", "sqrt"] = "none"
-
-    def __post_init__(self) -> None:
-        """Refuse a rule that does not exist, and a batch that is none.
-
-        Raises:
-            ConfigError: naming the key and the value.
-        """
-        if self.scale not in SCALES:
-            raise ConfigError(f"scheduler.scale={self.scale}: must be one of {', '.join(SCALES)}")
-        if self.reference_batch is not None and self.reference_batch < 1:
-            raise ConfigError(
-                f"scheduler.reference_batch={self.reference_batch}: must be at least 1"
-            )
 
     @abstractmethod
     def factor(self, step: int, total_steps: int) -> float:
@@ -95,10 +79,6 @@ class Constant(Schedule):
 
     warmup: float = 0
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_warmup(self.warmup)
-
     def factor(self, step: int, total_steps: int) -> float:
         """See the base class."""
         warmup = check_room(self.warmup, total_steps)
@@ -117,11 +97,6 @@ class Cosine(Schedule):
 
     warmup: float = 0
     floor: float = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_warmup(self.warmup)
-        check_share("scheduler.floor", self.floor)
 
     def factor(self, step: int, total_steps: int) -> float:
         """See the base class."""
@@ -146,12 +121,6 @@ class WSD(Schedule):
     warmup: float = 0
     decay: float = 0.2
     floor: float = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_warmup(self.warmup)
-        check_share("scheduler.decay", self.decay)
-        check_share("scheduler.floor", self.floor)
 
     def factor(self, step: int, total_steps: int) -> float:
         """See the base class.
@@ -186,30 +155,6 @@ def apply_factor(optimizer: Optimizer, base_lrs: Sequence[float], factor: float)
     """
     for group, base_lr in zip(optimizer.param_groups, base_lrs, strict=True):
         group["lr"] = base_lr * factor
-
-
-def check_warmup(warmup: object) -> None:
-    """Refuse a warm-up that is neither a number of steps nor a share of the run.
-
-    Raises:
-        ConfigError: naming the key and the value.
-    """
-    is_number = isinstance(warmup, int | float) and not isinstance(warmup, bool)
-    if not is_number or warmup < 0 or (warmup > 1 and warmup % 1):  # type: ignore[operator]
-        raise ConfigError(
-            f"scheduler.warmup: {warmup!r} is not a number of steps (0 or more), nor a share of "
-            "the run"
-        )
-
-
-def check_share(key: str, share: object) -> None:
-    """Refuse what is not a share.
-
-    Raises:
-        ConfigError: naming the key and the value.
-    """
-    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
-        raise ConfigError(f"{key}: {share!r} is not a share between 0 and 1")
 
 
 def check_room(warmup: float, total_steps: int) -> int:

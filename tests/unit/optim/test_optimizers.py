@@ -142,32 +142,6 @@ def test_a_pattern_behind_a_wider_one_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("keys", "fault"),
-    [
-        ({"lr": -1}, "optimizer.lr: -1"),
-        ({"lr": "fast"}, "optimizer.lr: 'fast'"),
-        ({"lr": float("nan")}, "optimizer.lr: nan"),
-        ({"lr": 1, "weight_decay": True}, "optimizer.weight_decay: True"),
-        ({"lr": 1, "groups": {"*": {"ls": 1}}}, "optimizer.groups['*'].ls: unknown setting. "),
-        ({"lr": 1, "groups": {"*": {"lr": -1}}}, "optimizer.groups['*'].lr=-1: must be"),
-        ({"lr": 1, "groups": {"*": {"frozen": "no"}}}, "optimizer.groups['*'].frozen=no: must be"),
-        ({"lr": 1, "groups": {"*": {"frozen": True, "lr": 1}}}, "optimizer.groups['*']: "),
-        ({"lr": 1, "groups": {"*": 0.1}}, "optimizer.groups['*']: 0.1 is not a mapping"),
-    ],
-)
-def test_a_setting_that_cannot_be_is_refused_by_its_key(keys, fault):
-    with pytest.raises(ConfigError) as caught:
-        SGD(**keys)
-    assert str(caught.value).startswith(fault)
-
-
-def test_all_faults_of_the_groups_are_named_at_once():
-    with pytest.raises(ConfigError) as caught:
-        SGD(lr=1, groups={"a": {"ls": 1}, "b": {"lr": -1, "weight_decay": "x"}})
-    assert len(caught.value.faults) == 3
-
-
-@pytest.mark.parametrize(
     ("spec", "reference"),
     [
         (

@@ -111,22 +111,6 @@ def test_a_decay_that_leaves_no_room_for_the_warmup_is_refused_with_what_fits():
         WSD(warmup=5, decay=0.8).factor(0, 10)
 
 
-@pytest.mark.parametrize(
-    ("kind", "keys", "fault"),
-    [
-        (Constant, {"warmup": -1}, "scheduler.warmup: -1"),
-        (Cosine, {"warmup": 1.5}, "scheduler.warmup: 1.5"),
-        (Cosine, {"floor": 2}, "scheduler.floor: 2"),
-        (WSD, {"decay": -0.1}, "scheduler.decay: -0.1"),
-        (WSD, {"floor": "low"}, "scheduler.floor: 'low'"),
-    ],
-)
-def test_a_value_out_of_range_is_refused_by_its_key(kind, keys, fault):
-    with pytest.raises(ConfigError) as caught:
-        kind(**keys)
-    assert str(caught.value).startswith(fault)
-
-
 def test_the_learning_rate_follows_the_batch_by_the_named_rule():
     assert Constant().batch_factor(2048) == 1.0
     assert Constant(reference_batch=512, scale="linear").batch_factor(2048) == 4.0
