@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,16 @@ def go(line: str = "", **flags: str) -> Run:
 def on(run: Run, line: str = "") -> Run:
     """Go on with a run."""
     return train([f"resume={run.folder}", "trust=[tests]", *shlex.split(line)])
+
+
+@contextmanager
+def in_use(folder: Path) -> Iterator[None]:
+    """Lock a run as another process does: `flock` belongs to an open file, not to a process."""
+    with (folder / ".lock").open("w") as file:
+        file.write(json.dumps({"pid": 1, "host": "elsewhere"}))
+        file.flush()
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
 
 
 def shell(line: str) -> int:

@@ -371,11 +371,10 @@ EXTRA: dict[str, Any] = {
         {"cursor": {**EXTRA["cursor"], "epoch": 10**9}},
         {"failures": 10**18},
         {"cut": {**CUT, "evaluation_tokens": 0}},
-        {"allowed": [[[]]]},
         {"wandb": "../../elsewhere"},
         {"wandb": "a\n"},
     ],
-    ids=range(8),
+    ids=range(7),
 )
 def test_a_place_that_the_steps_do_not_lead_to_is_refused(
     change: dict[str, Any], tmp_path: Path
@@ -395,7 +394,7 @@ def test_a_place_beyond_the_epoch_and_terms_that_are_none_are_refused(tmp_path: 
     ):
         check_position(EXTRA, Order(3, 0, 1), tmp_path)
     check_position(EXTRA, Order(4, 0, 1), tmp_path)
-    terms = {"contract": {}, "fingerprint": "x", "allowed": [[[]]]}
+    terms = {"contract": {}, "fingerprint": 3}
     (tmp_path / "allowed.json").write_text(json.dumps({"6": terms}))
     assert read_allowed(tmp_path, 5) == {}
     with pytest.raises(NoCheckpointError, match="delete it"):

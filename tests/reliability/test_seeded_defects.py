@@ -257,7 +257,7 @@ def a_last_save_may_fail(patch: Patch) -> None:
 
 
 def fingerprints_are_not_compared(patch: Patch) -> None:
-    patch.setattr(train, "check_terms", lambda now, *more: {**now, "allowed": []})
+    patch.setattr(train, "check_terms", lambda *terms: None)
 
 
 def killed_later(place: Path) -> None:

@@ -3,7 +3,7 @@
 A checkpoint keeps the contract that its steps obeyed and the fingerprint of their data. What
 `resume_allow` let a run change after a checkpoint is written into the run folder, so that a run
 that is killed before its next checkpoint goes on by the same command; checkpoints then keep the
-new terms, and list every change that was allowed.
+new terms.
 """
 
 from __future__ import annotations
@@ -61,17 +61,11 @@ class _Position(BaseModel, extra="forbid"):
     samples: _Count
 
 
-class _Allowed(BaseModel):
-    step: _Count
-    keys: list[str]
-
-
 class _Terms(BaseModel):
-    """What steps obey: the contract, the data, and the changes of both that were allowed."""
+    """What steps obey: the contract, and the data."""
 
     contract: dict[str, Any]
     fingerprint: str
-    allowed: list[_Allowed] = []
 
 
 class _RunState(_Terms):
@@ -147,9 +141,7 @@ def terms_of(parts: Parts) -> dict[str, Any]:
     }
 
 
-def check_terms(
-    now: Mapping[str, Any], begun: Mapping[str, Any], allow: Collection[str], step: int
-) -> dict[str, Any]:
+def check_terms(now: Mapping[str, Any], begun: Mapping[str, Any], allow: Collection[str]) -> None:
     """Refuse to go on with another step than the one that was begun, unless it is allowed.
 
     The run's config.yaml was compared before; it cannot know the data, nor the cut of a model that
@@ -157,12 +149,8 @@ def check_terms(
 
     Args:
         now: `terms_of` the run as it would go on.
-        begun: those it goes on from, with the changes allowed so far.
+        begun: those it goes on from.
         allow: keys that may change.
-        step: the step it goes on from.
-
-    Returns:
-        The terms now, and under `allowed` every change so far: `{"step", "keys"}`.
 
     Raises:
         DataError: the data are not the same.
@@ -175,8 +163,6 @@ def check_terms(
         )
     if faults := contract_diff(begun["contract"], now["contract"], allow):
         raise ConfigError(*faults)
-    made = [{"step": step, "keys": list(allow)}] if differ(begun, now) else []
-    return {**now, "allowed": [*begun.get("allowed", ()), *made]}
 
 
 def differ(begun: Mapping[str, Any], now: Mapping[str, Any]) -> bool:

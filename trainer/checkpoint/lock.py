@@ -21,8 +21,8 @@ FILE_NAME = ".lock"
 
 _MAX_BYTES = 4096
 
-_handles: set[int] = set()
-_reentrant: set[Path] = set()
+_handles: dict[Path, int] = {}
+"""By run folder, the lock files that this process has locked."""
 
 
 class RunInUseError(TrainError):
@@ -35,6 +35,9 @@ class RunInUseError(TrainError):
 def hold(run: Path) -> Iterator[None]:
     """Keep a run folder to this process, and clear away what an earlier crash left unfinished.
 
+    Within this process it may be held again: the command line holds a run whose records it
+    changes, and then the command does.
+
     Args:
         run: an existing run folder.
 
@@ -42,13 +45,14 @@ def hold(run: Path) -> Iterator[None]:
         RunInUseError: another process holds it; the text names that process.
         SaveError: the folder cannot be written to, or its file system knows no locks.
     """
-    if run.resolve() in _reentrant:
+    home = run.resolve()
+    if home in _handles:
         yield
         return
     path = run / FILE_NAME
     with durable.as_save_error(path):
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-    _handles.add(handle)
+    _handles[home] = handle
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -68,27 +72,10 @@ def hold(run: Path) -> Iterator[None]:
         durable.clean(run)
         yield
     finally:
-        _handles.discard(handle)
+        _handles.pop(home, None)
         with contextlib.suppress(OSError):  # where locks are not known; closing lets go of them
             fcntl.flock(handle, fcntl.LOCK_UN)
         os.close(handle)
-
-
-@contextlib.contextmanager
-def hold_early(run: Path) -> Iterator[None]:
-    """Keep a run folder before the command that will ask for it with `hold`, and gets it.
-
-    Raises:
-        RunInUseError: as `hold` does.
-        SaveError: likewise.
-    """
-    with hold(run):
-        home = run.resolve()
-        _reentrant.add(home)
-        try:
-            yield
-        finally:
-            _reentrant.discard(home)
 
 
 def is_locked(run: Path) -> bool:
@@ -117,10 +104,9 @@ def _holder(handle: int) -> str:
 
 def _close_in_child() -> None:
     """A forked child (a loader worker) that outlives its parent must not keep the run."""
-    for handle in _handles:
+    for handle in _handles.values():
         os.close(handle)
     _handles.clear()
-    _reentrant.clear()
 
 
 os.register_at_fork(after_in_child=_close_in_child)

@@ -135,7 +135,7 @@ def _record_begin(
     Raises:
         SaveError: the disk refused.
     """
-    if terms["allowed"] != extra.get("allowed", []):
+    if extra and differ(extra, terms):
         path = folder / ALLOWED_FILE
         write_record(path, {**read_json(path), str(extra["cursor"]["step"]): dict(terms)})
     publish(folder)
@@ -212,12 +212,13 @@ def _terms(
     """Refuse to go on with another step than the one that was begun. Collective."""
     now = terms_of(parts)
     if loaded is None:
-        return {**now, "allowed": []}
+        return now
     if now["fingerprint"] == extra["fingerprint"]:
         check_position(extra, parts.source.order, loaded.path)
     known = parts.world.on_main(lambda: read_allowed(folder, loaded.step))
     begun = {**extra, **known} if known and differ(extra, now) else extra
-    return check_terms(now, begun, parts.config.resume_allow, loaded.step)
+    check_terms(now, begun, parts.config.resume_allow)
+    return now
 
 
 def _kit(

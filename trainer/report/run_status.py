@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from trainer.checkpoint.lock import hold_early
+from trainer.checkpoint.lock import hold
 from trainer.checkpoint.status import FILE_NAME, Status, write_status
 from trainer.config.run_config import RunConfig
 from trainer.config.secrets import without_secrets
@@ -45,7 +45,7 @@ def staged(folder: Path) -> Iterator[Path]:
         RunInUseError: another process holds the run; nothing was written.
         SaveError: the folder cannot be written to.
     """
-    with hold_early(folder):
+    with hold(folder):
         try:
             yield folder / STAGED
         finally:
