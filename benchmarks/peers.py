@@ -22,7 +22,8 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
-from trainer.data.collate import Sample, pad
+from trainer.data.collate import pad
+from trainer.data.samples import Sample
 from trainer.objectives.base import IGNORED
 from trainer.objectives.next_token import shifted_labels
 

@@ -46,7 +46,7 @@ from trainer.cli.compose import Composer
 from trainer.cli.prepare import prepare_run
 from trainer.config.recipes import data_dir
 from trainer.core.world import World
-from trainer.data.collate import Sample
+from trainer.data.samples import Sample
 from trainer.models.recompute import checkpoint_blocks
 from trainer.training.batches import Feed
 from trainer.training.step import train_step
@@ -130,7 +130,8 @@ class Setting:
     def documents(self, step: int) -> list[Sample]:
         """Read the documents of one step, from 0, in the order of their ids."""
         order = self.parts.source.order
-        return [self.parts.train_set[int(i)] for i in order.next(order.at(step)).ids]
+        data, ids = self.parts.train_set, order.next(order.at(step)).ids
+        return [data.read(int(i), seed=0, epoch=0) for i in ids]
 
     def task(
         self, num_steps: int, dtype: torch.dtype = torch.float32, *, bf16: bool = False

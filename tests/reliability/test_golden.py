@@ -23,9 +23,9 @@ from trainer.checkpoint.manifest import FORMAT_VERSION
 from trainer.checkpoint.store import CheckpointStore
 from trainer.checkpoint.weights import export, load_weights
 from trainer.core.errors import NoCheckpointError
-from trainer.data.split import fingerprint_of
 from trainer.data.text import Text
 from trainer.data.tokens import TokenWindows
+from trainer.data.view import DataView
 
 GOLDEN_RUN = GOLDEN / f"format-{FORMAT_VERSION}"
 EARLIER = GOLDEN / "format-2" / "checkpoints"
@@ -196,4 +196,4 @@ def test_data_keep_the_fingerprint_that_older_checkpoints_know(
 ) -> None:
     """Another one would refuse every run that goes on after an upgrade."""
     monkeypatch.setenv("TRAIN_CACHE", str(tmp_path / "cache"))
-    assert fingerprint_of(data(tmp_path))[:16] == FINGERPRINTS[data]
+    assert DataView(data(tmp_path)).fingerprint[:16] == FINGERPRINTS[data]

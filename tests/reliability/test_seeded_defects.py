@@ -28,7 +28,7 @@ from trainer.accumulate import sum as summing
 from trainer.build import prepare
 from trainer.checkpoint import state, store
 from trainer.commands import train
-from trainer.data import loader
+from trainer.data.view import DataView
 from trainer.parallel import base as parallel
 from trainer.plan.order import Cursor
 from trainer.report import metrics
@@ -233,8 +233,7 @@ def a_batch_is_trained_twice(patch: Patch) -> None:
 
 
 def samples_draw_as_they_come(patch: Patch) -> None:
-    patch.setattr(loader, "draws_randomness", lambda data: False)
-    patch.setattr("trainer.data.samples.draws_randomness", lambda data: False)
+    patch.setattr(DataView, "draws_randomness", False)
 
 
 def pruning_keeps_too_little(patch: Patch) -> None:

@@ -9,6 +9,22 @@ import torch
 from torch import nn
 
 from trainer.commands.closing import sample_text
+from trainer.data.view import DataView
+
+
+class Decoding:
+    """Data that turn tokens into text."""
+
+    start_id = 0
+
+    def __init__(self, decode):
+        self.decode = decode
+
+    def __len__(self):
+        return 0
+
+    def __getitem__(self, i):
+        raise IndexError(i)
 
 
 def parts_of(logit: float, decode):
@@ -20,7 +36,7 @@ def parts_of(logit: float, decode):
         source=SimpleNamespace(lengths=torch.tensor([8])),
         config=SimpleNamespace(seed=0),
         world=SimpleNamespace(device=torch.device("cpu")),
-        train_set=SimpleNamespace(decode=decode, start_id=0),
+        train_set=DataView(Decoding(decode)),
     )
 
 

@@ -26,7 +26,7 @@ from tests.lib.run_support import (
 from tests.lib.run_toys import Net, Rows, Watch
 from tests.lib.support import PLAN_KEYS, STEP_KEYS
 from trainer.core.errors import ConfigError, DataError
-from trainer.data.split import split_by_seed
+from trainer.data.view import split_by_seed
 from trainer.optim.schedules import Cosine
 from trainer.plan.order import Order
 

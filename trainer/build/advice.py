@@ -83,7 +83,7 @@ def _documents(prepared: Prepared) -> Iterator[str]:
         A line for what is left out, and one where nothing is held out.
     """
     parts = prepared.parts
-    lengths, cut = parts.source.lengths, int(getattr(parts.train_set, "num_cut", 0))
+    lengths, cut = parts.source.lengths, int(parts.train_set.optional("num_cut") or 0)
     given = parts.config.data.params
     share = cut / (cut + float(lengths.sum()))
     if share > (MOST if len(lengths) < parts.global_size else NEARLY_ALL):

@@ -16,9 +16,7 @@ from torch import Tensor, nn
 from trainer.core.bits import bits_of
 from trainer.core.errors import ConfigError, DataError
 from trainer.core.world import World
-from trainer.data.loader import lengths_of
-from trainer.data.samples import Samples
-from trainer.data.split import fingerprint_of, unread
+from trainer.data.view import DataView
 from trainer.models.meta_start import Weights
 
 WHOLE = 4096
@@ -28,7 +26,7 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By the bytes of an element, what its bits are read as."""
 
 
-def check_data(world: World, data_sets: Sequence[Samples]) -> None:
+def check_data(world: World, data_sets: Sequence[DataView]) -> None:
     """Refuse ranks that read other samples. Collective.
 
     Args:
@@ -40,8 +38,8 @@ def check_data(world: World, data_sets: Sequence[Samples]) -> None:
     """
     if world.long_timeout_group is None:
         return
-    with unread() as faults:
-        mine = [_hash(fingerprint_of(d), lengths_of(d).astype("<i8").tobytes()) for d in data_sets]
+    mine = [_hash(d.fingerprint, d.lengths.astype("<i8").tobytes()) for d in data_sets]
+    faults = [fault for d in data_sets for fault in d.unreadable]
     answers = world.collect({"data": mine, "faults": faults[:1]})
     for rank, answer in enumerate(answers):
         if answer["data"] != answers[0]["data"]:

@@ -27,12 +27,11 @@ from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError, DataError
 from trainer.core.micro_batch import Fields
 from trainer.core.world import World, rng_key
-from trainer.data.collate import INPUT_IDS
 from trainer.data.limits import Limits
-from trainer.data.loader import Loader, Request, lengths_of
+from trainer.data.loader import Loader, Request
 from trainer.data.readable import readable
-from trainer.data.samples import Samples, check_count, faults_of, kept_generators, offered
-from trainer.data.split import split_by_seed
+from trainer.data.samples import INPUT_IDS, faults_of, preserve_generators
+from trainer.data.view import DataView, split_by_seed
 from trainer.models.bind import bind
 from trainer.models.check import bare
 from trainer.models.meta_start import Weights, build_on_meta
@@ -78,7 +77,7 @@ class Parts:
 
     config: RunConfig
     world: World
-    train_set: Samples
+    train_set: DataView
     num_workers: int
     source: Source
     held_out: HeldOut | None
@@ -153,7 +152,7 @@ def assemble(config: RunConfig, world: World) -> Parts:
         DataError: the data cannot be read, or do not fill a step.
     """
     train_set, held_set = _data_sets(config, world)
-    lengths = lengths_of(train_set)
+    lengths = train_set.lengths
     order = _order(config, lengths)
     build = partial(_component, config)
     objective = build("objective", Objective)
@@ -207,7 +206,7 @@ def check_consistency(parts: Parts, *, begins: bool) -> None:
 def _layout(
     config: RunConfig,
     world: World,
-    data: Samples,
+    data: DataView,
     loader: Loader,
     objective: Objective,
     module: nn.Module,
@@ -218,7 +217,7 @@ def _layout(
         ConfigError: `accum.packed=true`, and something cannot be packed.
         DataError: the longest sample cannot be read.
     """
-    lengths = lengths_of(data)
+    lengths = data.lengths
     longest = int(lengths.argmax())
     request = Request(ids=(longest,), epoch=0, pad_to=int(lengths[longest]))
     example, unfit = loader.load(request), None
@@ -243,11 +242,11 @@ def _layout(
 
 
 def _unfit_to_pack(
-    loader: Loader, request: Request, data: Samples, objective: Objective
+    loader: Loader, request: Request, data: DataView, objective: Objective
 ) -> str | None:
     """Say why documents cannot be laid end to end; None when they can."""
-    if offered(data, "collate") is not None:
-        return f"{type(data).__name__} collates samples itself"
+    if data.collate is not None:
+        return f"{data.kind} collates samples itself"
     if objective.scope != "sample":
         return f"an objective of scope {objective.scope} needs samples apart"
     try:
@@ -264,7 +263,7 @@ def bind_run(module: nn.Module, config: RunConfig, world: World) -> ModelCall:
 
 
 def build_model(
-    config: RunConfig, world: World, data: Samples
+    config: RunConfig, world: World, data: DataView
 ) -> tuple[nn.Module, Weights | None, tuple[str, ...]]:
     """Build the model with weights drawn from the seed, on the rank's device.
 
@@ -275,7 +274,7 @@ def build_model(
     Raises:
         ConfigError: it knows fewer tokens than the data hold, or is not to be spread over ranks.
     """
-    known = offered(data, "vocab_size")
+    known = data.optional("vocab_size")
     typed = config.model.params.get("vocab_size")
     if known and typed and typed < known:
         raise ConfigError(
@@ -296,7 +295,7 @@ def build_model(
     weights, notes = None, []
     may_shard = is_sharded(config, world)
     is_open = is_undecided(config, world)
-    with kept_generators():
+    with preserve_generators():
         if config.model.target.startswith(OURS) and (may_shard or is_open):
             module, weights = build_on_meta(build)
             if is_open and sum(p.nbytes for p in module.parameters()) <= SMALL_BYTES:
@@ -322,7 +321,7 @@ def _component(config: RunConfig, key: str, expected: type[Built]) -> Built:
     return construct(getattr(config, key), key, expected, config.trust)
 
 
-def _data_sets(config: RunConfig, world: World) -> tuple[Samples, Samples | None]:
+def _data_sets(config: RunConfig, world: World) -> tuple[DataView, DataView | None]:
     """Build the training and the held-out data; what the data class does not split, we do.
 
     Likewise what is bad in it, where it is to be passed over. Collective then.
@@ -343,13 +342,13 @@ def _data_sets(config: RunConfig, world: World) -> tuple[Samples, Samples | None
     component = component.model_copy(update={"params": params})
     given = {"on_bad": config.data.on_bad, "seed": config.seed}
     splits = [{"split": split} for split in ("train", "held_out")] if has("split") else [{}]
-    built: list[Any] = []
+    built: list[DataView] = []
     for split in splits:
         with faults_of(component.target):
-            built.append(construct(component, "data", Sized, config.trust, {**given, **split}))
-        check_count(built[-1])
+            dataset: Any = construct(component, "data", Sized, config.trust, {**given, **split})
+        built.append(DataView(dataset))
     if passes_over:
-        built = list(readable(built, config.seed, world))
+        built = readable(built, config.seed, world)
     if has("split"):
         return built[0], built[1]
     train, held = (
@@ -366,7 +365,7 @@ def _limits(module: nn.Module, objective: Objective) -> Limits:
     return Limits(tokens=tokens, labels=None if is_own else labels)
 
 
-def _loader(config: RunConfig, data: Samples, world: World, limits: Limits) -> Loader:
+def _loader(config: RunConfig, data: DataView, world: World, limits: Limits) -> Loader:
     auto = GPU_WORKERS if planned_device(config, world).type == "cuda" else CPU_WORKERS
     workers = auto if config.num_workers == "auto" else config.num_workers
     on_gpu = world.device.type == "cuda"
@@ -374,13 +373,13 @@ def _loader(config: RunConfig, data: Samples, world: World, limits: Limits) -> L
 
 
 def _held_out(
-    config: RunConfig, data: Samples | None, layout: Layout, limits: Limits
+    config: RunConfig, data: DataView | None, layout: Layout, limits: Limits
 ) -> HeldOut | None:
     if data is None or not len(data):
         return None
     return HeldOut(
         loader=Loader(data, num_workers=0, seed=config.seed, limits=limits),
-        lengths=lengths_of(data),
+        lengths=data.lengths,
         layout=replace(layout, lockstep=False),
         max_tokens=1,
         is_ordered=config.deterministic == "layout",

@@ -16,7 +16,6 @@ from trainer.config.messages import clip
 from trainer.core.errors import NoCheckpointError, Preempted
 from trainer.core.signals import UNBEGUN
 from trainer.data.loader import Request
-from trainer.data.samples import original_ids
 from trainer.models.recompute import checkpoint_blocks
 from trainer.plan.cut import Cost, Cut, IntArray, Plan
 from trainer.plan.cuts import Auto, Budget, Fixed
@@ -237,7 +236,7 @@ def _tune(
         recompute=RECOMPUTE[config.activation_checkpointing],
         timed=clock is not None and fits,
         num_steps=parts.total_steps,
-        longest_id=int(original_ids(parts.train_set, [lengths.argmax()])[0]),
+        longest_id=int(parts.train_set.original_ids([lengths.argmax()])[0]),
     )
     cache = TuningCache.open(situation(parts, work))
     return tune(question, cache, clock or time.perf_counter, meter_for(work.device))

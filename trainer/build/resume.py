@@ -20,7 +20,6 @@ from trainer.checkpoint.store import Loaded
 from trainer.config.contract import contract, contract_diff
 from trainer.core.durable import read_json
 from trainer.core.errors import ConfigError, DataError, NoCheckpointError
-from trainer.data.split import fingerprint_of
 from trainer.models.statistics import batch_statistics
 from trainer.plan.cut import Cost
 from trainer.plan.order import Order
@@ -137,7 +136,7 @@ def terms_of(parts: Parts) -> dict[str, Any]:
             has_batch_statistics=batch_statistics(parts.module) is not None,
             ranks=parts.world.size,
         ),
-        "fingerprint": fingerprint_of(parts.train_set),
+        "fingerprint": parts.train_set.fingerprint,
     }
 
 

@@ -63,7 +63,7 @@ def summarize(prepared: Prepared) -> dict[str, Any]:
         "num_samples": len(lengths),
         "num_held_out": 0 if parts.held_out is None else len(parts.held_out.lengths),
         "num_tokens": int(lengths.sum()),
-        "num_cut_tokens": int(getattr(parts.train_set, "num_cut", 0)),
+        "num_cut_tokens": int(parts.train_set.optional("num_cut") or 0),
         "optimizer": config.optimizer.name or config.optimizer.target,
         "lr": parts.spec.lr * parts.lr_scale,
         "scheduler": config.scheduler.name or config.scheduler.target,

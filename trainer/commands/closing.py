@@ -104,7 +104,7 @@ def _commands(parts: Parts, folder: Path) -> list[str]:
 
 def baselines(parts: Parts) -> Mapping[str, float]:
     """Ask the data for held-out losses of simple models, in nats per token."""
-    entropies = getattr(parts.train_set, "byte_entropies", None)
+    entropies = parts.train_set.optional("byte_entropies")
     if entropies is None or parts.held_out is None:
         return {}
     return {f"byte {name}": value for name, value in asdict(entropies()).items()}
@@ -116,8 +116,8 @@ def sample_text(parts: Parts) -> str | None:
     A run that ended well ends well: its weights may give no probabilities, the data's `decode` is
     the user's, and memory may be short.
     """
-    decode = getattr(parts.train_set, "decode", None)
-    start = getattr(parts.train_set, "start_id", None)
+    decode = parts.train_set.optional("decode")
+    start = parts.train_set.optional("start_id")
     if decode is None or start is None:
         return None
 
@@ -133,7 +133,7 @@ def sample_text(parts: Parts) -> str | None:
             SAMPLE_TOKENS,
             context=int(parts.source.lengths.max()),
             seed=parts.config.seed,
-            stop_id=getattr(parts.train_set, "stop_id", None),
+            stop_id=parts.train_set.optional("stop_id"),
             device=parts.world.device,
         )
         return str(decode(ids))

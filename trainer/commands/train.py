@@ -47,7 +47,7 @@ from trainer.core.errors import Preempted
 from trainer.core.out_of_memory import Thrash, allocator_retries
 from trainer.core.signals import UNBEGUN
 from trainer.core.world import World
-from trainer.data.samples import Samples
+from trainer.data.view import DataView
 from trainer.parallel.base import Parallel
 from trainer.plan.order import Cursor
 from trainer.report.console import Screen
@@ -199,11 +199,10 @@ def _assembled(config: RunConfig, world: World, *, begins: bool) -> Parts:
     return settled_parts
 
 
-def _tell_bad_records(data: Samples, reporter: Reporter) -> None:
+def _tell_bad_records(data: DataView, reporter: Reporter) -> None:
     """Tell which records `data.on_bad=skip` passed over, where the data count them."""
-    count = int(getattr(data, "num_skipped", 0))
-    if count:
-        reporter.passed_over(count, getattr(data, "skipped", ()))
+    if data.num_skipped:
+        reporter.passed_over(data.num_skipped, data.skipped)
 
 
 def _terms(

@@ -1,8 +1,8 @@
-"""From samples to the fields of one micro-batch: padded, stacked, or packed end to end."""
+"""Collate samples into the fields of one micro-batch: padded, stacked, or packed end to end."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 import torch
@@ -11,12 +11,11 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from trainer.core.errors import DataError
+from trainer.data.samples import INPUT_IDS, Sample
 
-Sample = Mapping[str, Tensor]
 NameOf = Callable[[int], str]
 """Names the sample at a position of the micro-batch, for messages."""
 
-INPUT_IDS = "input_ids"
 LABELS = "labels"
 ATTENTION_MASK = "attention_mask"
 IGNORED_LABEL = -100

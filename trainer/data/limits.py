@@ -1,13 +1,12 @@
-"""What a sample must keep to: the length that was stated, and the model's vocabulary and classes.
+"""Find token ids and labels that the model has no row or class for, before a device sees them.
 
-A wrong length shows only where padding to it fails, and an index out of range poisons a GPU; on
-the CPU its error names neither sample nor id. Both are found on the host, under every cut.
+An index out of range poisons a GPU, and on the CPU its error names neither sample nor id.
 """
 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import final
 
@@ -15,9 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from trainer.core.errors import DataError
-from trainer.data.collate import IGNORED_LABEL, INPUT_IDS, LABELS
-from trainer.data.samples import Samples, name_of, offered, origin_of
+from trainer.data.collate import IGNORED_LABEL, LABELS
+from trainer.data.samples import INPUT_IDS
 
 
 @final
@@ -81,27 +79,3 @@ def limits_of(error: BaseException) -> Limits | None:
             logits = frame.f_locals["input"]
             return Limits(labels=logits.shape[min(1, logits.dim() - 1)])
     return None
-
-
-def states_lengths(dataset: Samples) -> bool:
-    """Whether a data set, or the one that it is a part of, has `lengths` of its own."""
-    return offered(origin_of(dataset), "lengths") is not None
-
-
-def check_length(dataset: Samples, i: int, counts: Sequence[int], stated: int) -> None:
-    """Compare a sample with the length by which it is planned.
-
-    Args:
-        dataset: that it is of.
-        i: its id.
-        counts: its tokens, or entries of each field that has one per token; empty for neither.
-        stated: its length by `lengths`.
-
-    Raises:
-        DataError: they differ.
-    """
-    if counts and stated not in counts:
-        raise DataError(
-            f"data: {name_of(dataset, i)} has {counts[0]} tokens, and {stated} by the data set's "
-            "`lengths`, which must be the tokens of each sample"
-        )

@@ -22,7 +22,6 @@ from trainer.core.errors import DoesNotFitError
 from trainer.core.micro_batch import Fields, MicroBatch
 from trainer.core.world import World, rng_key
 from trainer.data.loader import Loader, Request
-from trainer.data.samples import original_ids
 from trainer.objectives.base import Objective, weights_of
 from trainer.plan.cut import Cut, IntArray, Layout, Plan
 from trainer.plan.cuts import SampleTooLongError
@@ -174,7 +173,7 @@ class Feed:
         try:
             plan = cut.cut(lengths, layout)
         except SampleTooLongError as error:
-            (sample,) = original_ids(self.dataset, samples.ids[[error.position]])
+            (sample,) = self.dataset.original_ids(samples.ids[[error.position]])
             raise DoesNotFitError(
                 f"sample {sample} of {error.length} tokens does not fit: "
                 f"memory allows {error.cap} in one micro-batch; lower data.max_length"
@@ -327,7 +326,7 @@ class Feed:
             samples=planned.samples,
             plan=plan,
             micro_batches=micro_batches,
-            sample_ids=tuple(original_ids(self.dataset, planned.samples.ids).tolist()),
+            sample_ids=tuple(self.dataset.original_ids(planned.samples.ids).tolist()),
         )
 
 

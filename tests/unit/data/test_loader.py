@@ -15,8 +15,8 @@ from torch.utils.data import Dataset
 from trainer.core.errors import ConfigError, DataError
 from trainer.data import files
 from trainer.data.limits import Limits
-from trainer.data.loader import Loader, Request, lengths_of
-from trainer.data.split import fingerprint_of, split_by_seed
+from trainer.data.loader import Loader, Request
+from trainer.data.view import DataView, split_by_seed
 
 LENGTHS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
 
@@ -372,33 +372,30 @@ def test_a_collate_that_fails_is_named(loader_of):
 
 
 def test_lengths_of_its_own_are_taken():
-    assert lengths_of(Ragged()).tolist() == LENGTHS
-    assert lengths_of(Ragged()).dtype == np.int64
+    assert DataView(Ragged()).lengths.tolist() == LENGTHS
+    assert DataView(Ragged()).lengths.dtype == np.int64
 
 
 def test_lengths_are_measured_once_where_a_data_set_has_none(capsys, monkeypatch):
     monkeypatch.setattr(files, "LONG_S", -1.0)
     dataset = Listed([{"input_ids": list(range(n))} for n in LENGTHS])
-    assert lengths_of(dataset).tolist() == LENGTHS
+    whole = DataView(dataset)
+    assert whole.lengths.tolist() == LENGTHS
     reads = dataset.num_reads
-    assert lengths_of(dataset).tolist() == LENGTHS
+    sides = [split_by_seed(whole, side, 0.3, 0) for side in ("train", "held_out")]
+    assert [side.lengths.tolist() for side in sides] == [[LENGTHS[i] for i in s.ids] for s in sides]
     assert dataset.num_reads == reads
     assert capsys.readouterr().err == (
         "train: measuring 10 samples of Listed, which has no `lengths` ...\n"
     )
     other = Listed([{"input_ids": [1]}] * 2)
-    assert lengths_of(other).tolist() == [1, 1]
-
-
-def test_what_is_remembered_goes_with_the_data_set():
-    for n in range(1, 30):
-        assert lengths_of(Listed([{"input_ids": list(range(n))}])).tolist() == [n]
+    assert DataView(other).lengths.tolist() == [1, 1]
 
 
 def test_samples_without_tokens_count_as_one(capsys):
-    assert lengths_of(Listed([{"row": [1.0, 2.0]}] * 3)).tolist() == [1, 1, 1]
-    assert lengths_of(Listed([{"input_ids": [[1, 2]]}] * 3)).tolist() == [1, 1, 1]
-    assert lengths_of(Listed([])).tolist() == []
+    assert DataView(Listed([{"row": [1.0, 2.0]}] * 3)).lengths.tolist() == [1, 1, 1]
+    assert DataView(Listed([{"input_ids": [[1, 2]]}] * 3)).lengths.tolist() == [1, 1, 1]
+    assert DataView(Listed([])).lengths.tolist() == []
     assert capsys.readouterr().err == ""
 
 
@@ -406,7 +403,7 @@ def test_measuring_leaves_the_generators_alone():
     dataset = Augmented()
     dataset.lengths = None
     before = rng_states()
-    assert lengths_of(dataset).tolist() == LENGTHS
+    assert DataView(dataset).lengths.tolist() == LENGTHS
     assert same_states(rng_states(), before)
 
 
@@ -422,18 +419,18 @@ def test_lengths_that_cannot_be_right_are_refused(lengths, text):
     dataset = Listed([{"input_ids": [1]}] * 2)
     dataset.lengths = lengths
     with pytest.raises(DataError, match=text):
-        lengths_of(dataset)
+        len(DataView(dataset).lengths)
 
 
 def test_samples_that_cannot_be_measured_are_named():
     with pytest.raises(DataError, match="sample 1 of Listed has length 0"):
-        lengths_of(Listed([{"input_ids": [1]}, {"input_ids": []}]))
+        len(DataView(Listed([{"input_ids": [1]}, {"input_ids": []}])).lengths)
     with pytest.raises(DataError, match="sample 1 of Listed lacks"):
-        lengths_of(Listed([{"input_ids": [1]}, {"row": [1]}]))
+        len(DataView(Listed([{"input_ids": [1]}, {"row": [1]}])).lengths)
     failing = Failing(broken)
     failing.lengths = None
     with pytest.raises(DataError, match="sample 4 of Failing: KeyError"):
-        lengths_of(failing)
+        len(DataView(failing).lengths)
 
 
 # Splits and fingerprints of data sets that bring none
@@ -475,8 +472,8 @@ def test_a_split_passes_on_what_the_data_set_offers(loader_of):
     fields = loader_of(split, 1).stream(iter([Request((0, 3), 0, 9)]))
     assert next(fields).keys() == {"sum", "noise"}
     plain = split_by_seed(Plain(), "train", 0.3, 0)
-    assert plain.vocab_size == 7
-    assert not hasattr(plain, "collate")
+    assert plain.optional("vocab_size") == 7
+    assert plain.collate is None
     assert plain.lengths.tolist() == [1] * 14
 
 
@@ -497,21 +494,25 @@ def test_splits_that_cannot_be_are_refused():
 
 def test_a_fingerprint_is_the_data_set_s_own_or_follows_class_and_lengths():
     one, two = (Listed([{"input_ids": list(range(n))}] * 3) for n in (4, 5))
-    assert fingerprint_of(one) == fingerprint_of(Listed(one.samples)) != fingerprint_of(two)
+    assert (
+        DataView(one).fingerprint
+        == DataView(Listed(one.samples)).fingerprint
+        != DataView(two).fingerprint
+    )
     two.fingerprint = "mine"
-    assert fingerprint_of(two) == "mine"
+    assert DataView(two).fingerprint == "mine"
     two.fingerprint = lambda: "called"
-    assert fingerprint_of(two) == "called"
+    assert DataView(two).fingerprint == "called"
     sides = [split_by_seed(one, side, 0.3, 0).fingerprint for side in ("train", "held_out")]
-    assert len({*sides, fingerprint_of(one)}) == 3
+    assert len({*sides, DataView(one).fingerprint}) == 3
 
 
 def test_a_fingerprint_follows_the_contents_of_data_that_draw_nothing():
     rows = [{"input_ids": [i, i + 1]} for i in range(5)]
     changed = [*rows[:4], {"input_ids": [4, 6]}]
-    assert fingerprint_of(Listed(rows)) != fingerprint_of(Listed(changed))
+    assert DataView(Listed(rows)).fingerprint != DataView(Listed(changed)).fingerprint
     ends = [Listed([{"input_ids": [first] * 2}] + rows * 99) for first in (8, 9)]
-    assert fingerprint_of(ends[0]) != fingerprint_of(ends[1])
+    assert DataView(ends[0]).fingerprint != DataView(ends[1]).fingerprint
 
 
 @pytest.mark.parametrize("own", [False, True])
@@ -525,7 +526,7 @@ def test_a_fingerprint_of_data_that_draw_at_random_is_the_same_again(own):
             return super().__getitem__(i) | {"noise": float(generator.normal())}
 
     states = torch.get_rng_state(), random.getstate()
-    found = {fingerprint_of(Drawing([{"input_ids": [1, 2]}] * 9)) for _ in range(3)}
+    found = {DataView(Drawing([{"input_ids": [1, 2]}] * 9)).fingerprint for _ in range(3)}
     assert len(found) == 1
     assert torch.equal(states[0], torch.get_rng_state())
     assert states[1] == random.getstate()
@@ -534,4 +535,4 @@ def test_a_fingerprint_of_data_that_draw_at_random_is_the_same_again(own):
 def test_a_fingerprint_is_no_place_to_stop_at_a_bad_sample():
     data = Failing(broken)
     data.lengths = np.full(len(data), 3)
-    assert fingerprint_of(data) == fingerprint_of(data)
+    assert DataView(data).fingerprint == DataView(data).fingerprint

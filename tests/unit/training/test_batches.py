@@ -17,7 +17,8 @@ from torch import Tensor
 from tests.lib.run_toys import Plain, Rows
 from trainer.core.errors import DataError, DoesNotFitError
 from trainer.core.world import World
-from trainer.data.loader import Loader, lengths_of
+from trainer.data.loader import Loader
+from trainer.data.view import DataView
 from trainer.objectives.next_token import NextToken
 from trainer.plan.cut import Cost, Cut, Layout
 from trainer.plan.cuts import Auto, Budget, Fixed
@@ -38,7 +39,7 @@ def feed(
 ) -> Feed:
     data = data or Rows()
     world = world or World()
-    lengths = lengths_of(data)
+    lengths = DataView(data).lengths
     order = Order(len(data), 0, global_size)
     loader = Loader(data, num_workers=workers, seed=0)
     return Feed(

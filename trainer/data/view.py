@@ -1,0 +1,314 @@
+"""See a data set as the trainer does: the one place that reads what a data set offers."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import cached_property
+from typing import Any, final
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from trainer.core.bits import bits_of
+from trainer.core.errors import DataError, TrainError
+from trainer.core.world import rng_key
+from trainer.data.files import progress
+from trainer.data.holdout import HELD_OUT, check_split, held_out_mask
+from trainer.data.samples import (
+    Optional,
+    Sample,
+    Samples,
+    UnfitFieldError,
+    as_tensors,
+    fault,
+    faults_of,
+    num_tokens,
+    preserve_generators,
+    seed_draws,
+)
+from trainer.plan.cut import IntArray
+
+PROBES = 64
+"""Samples that stand for the contents of a data set in its fingerprint."""
+
+
+@final
+class DataView:
+    """A data set, or some of its samples.
+
+    What `Samples` lists as optional is read here, when it is first asked for.
+
+    Args:
+        dataset: as the user wrote it, or a view that this one is a part of.
+        positions: `(samples,)`, those of `dataset` that are in it; all by default.
+        settings: what selected them, for the fingerprint.
+
+    Attributes:
+        dataset: as the user wrote it.
+        ids: `(samples,)`, indices into that.
+        kind: name of its class.
+        unreadable: why samples could not be read that the fingerprint was to be made of.
+
+    Raises:
+        DataError: `__len__` fails, or gives no count.
+    """
+
+    def __init__(
+        self, dataset: Samples | DataView, positions: IntArray | None = None, settings: str = ""
+    ) -> None:
+        self._whole = dataset if isinstance(dataset, DataView) else None
+        self._settings = settings
+        if isinstance(dataset, DataView):
+            self._positions = np.arange(len(dataset)) if positions is None else positions
+            self.dataset: Samples = dataset.dataset
+            self.ids: IntArray = dataset.ids[self._positions]
+            self.unreadable: list[str] = dataset.unreadable
+        else:
+            self.dataset, self.unreadable = dataset, []
+            self.ids = np.arange(self._count())
+        self.kind = type(self.dataset).__name__
+
+    @classmethod
+    def of(cls, dataset: Samples | DataView) -> DataView:
+        """Give a view of all of a data set; of a view itself."""
+        return dataset if isinstance(dataset, DataView) else cls(dataset)
+
+    def _count(self) -> int:
+        kind = type(self.dataset)
+        with faults_of(f"`__len__` of {kind.__name__}"):
+            count: Any = kind.__len__(self.dataset)
+        if not hasattr(count, "__index__") or count < 0:
+            raise DataError(
+                f"data: `__len__` of {kind.__name__} gives {count!r}; it must be a whole "
+                "number, 0 or more"
+            )
+        return int(count)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def optional(self, name: Optional) -> Any:  # noqa: ANN401 - whatever it is
+        """Give an optional attribute of the data set; None where it has none.
+
+        Raises:
+            DataError: reading it fails.
+        """
+        with faults_of(f"`{name}` of {self.kind}"):
+            return getattr(self.dataset, name, None)
+
+    @cached_property
+    def draws_randomness(self) -> bool:
+        """Whether reading a sample may draw from the global generators."""
+        draws = self.optional("draws_randomness")
+        return True if draws is None else bool(draws)
+
+    @property
+    def collate(self) -> Callable[[Sequence[Sample]], Any] | None:
+        """What makes fields of samples in place of padding."""
+        collate: Callable[[Sequence[Sample]], Any] | None = self.optional("collate")
+        return collate
+
+    @cached_property
+    def num_skipped(self) -> int:
+        """Bad records that were left out."""
+        return int(self.optional("num_skipped") or 0)
+
+    @cached_property
+    def skipped(self) -> Sequence[str]:
+        """The first of them, each with the reason."""
+        return tuple(self.optional("skipped") or ())
+
+    @cached_property
+    def states_lengths(self) -> bool:
+        """Whether the data set has `lengths` of its own."""
+        return self.optional("lengths") is not None
+
+    @cached_property
+    def lengths(self) -> IntArray:
+        """Tokens of each sample, `(samples,)` int64, at least 1: what planning counts.
+
+        The data set's `lengths`; else 1 each where the first sample has no one-dimensional
+        `input_ids`; else measured by reading every sample once.
+
+        Raises:
+            DataError: `lengths` does not match the data set, or a sample is empty or unreadable.
+        """
+        if self._whole is not None:
+            part: IntArray = self._whole.lengths[self._positions]
+            return part
+        lengths = self._stated() if self.states_lengths else self._measured()
+        if len(lengths) and lengths.min() < 1:
+            i = int(lengths.argmin())
+            raise DataError(
+                f"data: {self.name_of(i)} has length {lengths[i]}; at least 1 is needed"
+            )
+        return lengths.astype(np.int64, copy=False)
+
+    def _stated(self) -> IntArray:
+        with faults_of(f"`lengths` of {self.kind}"):
+            lengths = np.asarray(self.optional("lengths"))
+        if lengths.shape != (len(self),) or lengths.dtype.kind not in "iu":
+            raise DataError(
+                f"data: `lengths` of {self.kind} has shape {lengths.shape} and dtype "
+                f"{lengths.dtype}; it must be one integer for each of its {len(self)} samples"
+            )
+        return lengths
+
+    def _measured(self) -> IntArray:
+        lengths = np.ones(len(self), dtype=np.int64)
+        with self.isolated_rng():
+            if len(self) == 0 or num_tokens(self.read(0, seed=0, epoch=0)) is None:
+                return lengths
+            label = f"measuring {len(self)} samples of {self.kind}, which has no `lengths`"
+            with progress(label, len(self)) as advance:
+                for i in range(len(self)):
+                    length = num_tokens(self.read(i, seed=0, epoch=0))
+                    if length is None:
+                        raise DataError(
+                            f"data: {self.name_of(i)} lacks one-dimensional `input_ids`"
+                        )
+                    lengths[i] = length
+                    advance(1)
+        return lengths
+
+    def check_length(self, i: int, counts: Sequence[int]) -> None:
+        """Compare a sample with the length that the data set states, by which it is planned.
+
+        Args:
+            i: its position.
+            counts: its tokens, or entries of each field with one per token; empty for neither.
+
+        Raises:
+            DataError: they differ.
+        """
+        if self.states_lengths and counts and self.lengths[i] not in counts:
+            raise DataError(
+                f"data: {self.name_of(i)} has {counts[0]} tokens, and {self.lengths[i]} by the "
+                "data set's `lengths`, which must be the tokens of each sample"
+            )
+
+    def read(self, i: int, *, seed: int, epoch: int) -> dict[str, Tensor]:
+        """Read one sample, whose draws depend on (seed, epoch, position) alone.
+
+        Seeds PyTorch's CPU generator, NumPy's legacy one and Python's; callers that must not lose
+        the state of those read inside `isolated_rng`.
+
+        Args:
+            i: position of the sample in this view.
+            seed: the run's.
+            epoch: from 0.
+
+        Raises:
+            DataError: the data set failed, or the sample is no mapping from names to tensors;
+                names the sample.
+            TrainError: the data set raised one itself.
+            KeyboardInterrupt: as raised by the data set, or by a signal meanwhile.
+            fault: the same, where the host's memory ran out.
+        """
+        if self.draws_randomness:
+            seed_draws(rng_key(seed, epoch, i))
+        try:
+            sample: Any = self.dataset[int(self.ids[i])]
+            fields = dict(sample.items()) if isinstance(sample, Mapping) else None
+        except (TrainError, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # `sys.exit` would end the run as if it were done
+            raise fault(self.name_of(i), error) from error
+        if fields is None:
+            raise DataError(
+                f"data: {self.name_of(i)} is a {type(sample).__name__}; "
+                "it must be a mapping from names to tensors"
+            )
+        try:
+            return as_tensors(fields)
+        except UnfitFieldError as error:
+            raise DataError(f"data: {self.name_of(i)}: {error}") from error
+
+    @contextmanager
+    def isolated_rng(self) -> Iterator[None]:
+        """Restore the global generators at the end; costs nothing for data that draw nothing."""
+        with preserve_generators() if self.draws_randomness else nullcontext():
+            yield
+
+    def original_ids(self, positions: npt.ArrayLike) -> IntArray:
+        """Turn positions in this view into the ids that a person reads.
+
+        Those are indices of the data set as the user wrote it, before any sample was held out or
+        skipped; of a data set that splits itself the `original_ids` that it gives.
+
+        Args:
+            positions: `(samples,)`.
+        """
+        ids: IntArray = self.ids[np.asarray(positions)]
+        own = self.optional("original_ids")
+        return ids if own is None else np.asarray(own)[ids]
+
+    def name_of(self, i: int) -> str:
+        """Name a sample for a message, by its id in the data set that the user wrote."""
+        return f"sample {self.original_ids([i])[0]} of {self.kind}"
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """What a checkpoint remembers of its data: its `fingerprint`, or else what can be seen.
+
+        Without a `fingerprint` of its own, a data set counts as changed when its class name, its
+        number of samples, any of their lengths or, where reading draws nothing, the contents of
+        any of up to `PROBES` samples changes.
+        """
+        if self._whole is not None:
+            settings = f"{self._whole.fingerprint}|{self._settings}"
+            return hashlib.sha256(settings.encode()).hexdigest()
+        own, kind = self.optional("fingerprint"), type(self.dataset)
+        if own is not None:
+            with faults_of(f"`fingerprint` of {self.kind}"):
+                return str(own() if callable(own) else own)
+        digest = hashlib.sha256(f"{kind.__module__}.{kind.__qualname__}|{len(self)}|".encode())
+        digest.update(self.lengths.astype("<i8").tobytes())
+        with preserve_generators():
+            once, again = self._contents(seed=0), self._contents(seed=1)
+        # Two readings that differ draw at random, also where the data set says that they do not.
+        digest.update(once if once == again else b"")
+        return digest.hexdigest()
+
+    def _contents(self, seed: int) -> bytes:
+        """Digest samples at even distances; what cannot be read ends the run where it is used."""
+        digest = hashlib.sha256()
+        count = min(PROBES, len(self))
+        for i in np.unique(np.linspace(0, len(self) - 1, count, dtype=np.int64)).tolist():
+            try:
+                sample = self.read(i, seed=seed, epoch=0)
+            except TrainError as error:
+                self.unreadable.append(str(error))
+                continue
+            for name, tensor in sorted(sample.items()):
+                digest.update(f"{i}|{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
+                digest.update(bits_of(tensor.cpu()).numpy().data)
+        return digest.digest()
+
+
+def split_by_seed(dataset: Samples | DataView, split: str, holdout: float, seed: int) -> DataView:
+    """Take one side of a data set that brings no split: `holdout` of its samples, or the rest.
+
+    Args:
+        dataset: all samples.
+        split: `train` or `held_out`.
+        holdout: share held out, at least one sample; 0 leaves `held_out` empty.
+        seed: selects which.
+
+    Returns:
+        A view in the data set's own order; both sides of one view share its measured lengths.
+
+    Raises:
+        ConfigError: `split` or `holdout` is out of range.
+        DataError: there is no sample.
+    """
+    check_split(split, holdout)
+    whole = DataView.of(dataset)
+    if len(whole) == 0:
+        raise DataError(f"data: {whole.kind} holds no samples")
+    mask = held_out_mask(np.arange(len(whole), dtype=np.uint64), holdout, seed)
+    positions = np.flatnonzero(mask if split == HELD_OUT else ~mask)
+    return DataView(whole, positions, f"{split}|{holdout!r}|{seed}")
