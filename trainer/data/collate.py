@@ -56,17 +56,25 @@ def pad(
 
     Returns:
         Every field, `(n, ...)`: padded with -100 in `labels`, which are int64 unless they are real
-        numbers, else with 0. With `input_ids`
-        comes `attention_mask`, `(n, pad_to)` int64, 1 on tokens, unless the samples bring one.
+        numbers, else with 0. With `input_ids` comes `attention_mask`, `(n, pad_to)` int64, 1 on
+        tokens, unless the samples bring one.
 
     Raises:
         DataError: names, dtypes or shapes differ, or a sample is longer than `pad_to`; names
             field and sample.
     """
     fields = {}
-    for name in _common_names(samples, name_of):
-        columns = _column(name, samples, name_of)
-        fields[name] = _padded(name, columns, pad_to if name in aligned else 0, name_of)
+    for name, column in _columns(samples, name_of).items():
+        if len({value.shape for value in column}) == 1:
+            field = torch.stack(column)
+        else:
+            field = pad_sequence(column, batch_first=True, padding_value=_fill(name))
+        if name in aligned and pad_to:
+            if field.shape[1] > pad_to:
+                k = max(range(len(column)), key=lambda k: len(column[k]))
+                raise DataError(_too_long(f"{name_of(k)}, {len(column[k])} tokens,", pad_to))
+            field = _grow(field, pad_to, _fill(name))
+        fields[name] = field
     if INPUT_IDS in aligned and ATTENTION_MASK not in fields:
         lengths = np.array([len(sample[INPUT_IDS]) for sample in samples])
         on_tokens = np.arange(pad_to) < lengths[:, None]
@@ -97,23 +105,23 @@ def pack(
         DataError: names or dtypes differ, a field has not one entry per token, or the samples
             do not fit the row; names field and sample.
     """
-    names = _common_names(samples, name_of)
-    if others := [name for name in names if name not in aligned]:
+    columns = _columns(samples, name_of)
+    if others := [name for name in columns if name not in aligned]:
         raise DataError(
             f"data: field {others[0]!r} has not one entry per token, so samples cannot be packed "
             f"end to end; use padded micro-batches"
         )
-    lengths = [len(sample[names[0]]) for sample in samples]
+    lengths = [len(value) for value in next(iter(columns.values()))]
     spare = pad_to - sum(lengths)
     if spare < 0:
         raise DataError(_too_long(f"{len(samples)} samples from {name_of(0)} on", pad_to))
     segments = torch.tensor([*lengths, spare] if spare else lengths)
     ends = segments.cumsum(0)
     begins = ends - segments
-    fields = {}
-    for name in names:
-        row = torch.cat(_column(name, samples, name_of))
-        fields[name] = _grown(row[None], pad_to, _fill(name))
+    fields = {
+        name: _grow(torch.cat(column)[None], pad_to, _fill(name))
+        for name, column in columns.items()
+    }
     positions = torch.arange(pad_to) - begins.repeat_interleave(segments)
     fields["position_ids"] = positions[None]
     fields["cu_seqlens"] = F.pad(ends, (1, 0)).int()
@@ -124,76 +132,44 @@ def _fill(name: str) -> int:
     return IGNORED_LABEL if name == LABELS else 0
 
 
-def _common_names(samples: Sequence[Sample], name_of: NameOf) -> list[str]:
-    names = samples[0].keys()
-    for position, sample in enumerate(samples):
-        if sample.keys() != names:
-            odd = sorted(sample.keys() ^ names)
+def _columns(samples: Sequence[Sample], name_of: NameOf) -> dict[str, list[Tensor]]:
+    """Turn samples into one list per field.
+
+    Raises:
+        DataError: two samples cannot be joined, or token ids are not integers.
+    """
+    first = samples[0]
+    for k, sample in enumerate(samples):
+        if sample.keys() != first.keys():
+            odd = ", ".join(map(repr, sorted(sample.keys() ^ first.keys())))
             raise DataError(
-                f"data: {name_of(position)} and {name_of(0)} differ in the fields they have: "
-                f"{', '.join(map(repr, odd))}"
+                f"data: {name_of(k)} and {name_of(0)} differ in the fields they have: {odd}"
             )
-    return list(names)
+        for name, value in sample.items():
+            model = first[name]
+            is_same = value.dtype == model.dtype and value.dim() == model.dim()
+            if not is_same or value.shape[1:] != model.shape[1:]:
+                raise DataError(
+                    f"data: field {name!r} is {_form(value)} in {name_of(k)} but {_form(model)} in "
+                    f"{name_of(0)}; only the first dimension may differ, or give the data set a "
+                    "`collate`"
+                )
+    columns = {name: [sample[name] for sample in samples] for name in first}
+    for name in {INPUT_IDS, LABELS} & first.keys():
+        dtype = first[name].dtype
+        if not (dtype.is_floating_point or dtype.is_complex):
+            # Losses take no other integers, embeddings few, and -100 has no place in bool or uint8.
+            columns[name] = [value.long() for value in columns[name]]
+        elif name == INPUT_IDS:
+            raise DataError(f"data: field {name!r} is {dtype} in {name_of(0)}; it must be integer")
+    return columns
 
 
-def _column(name: str, samples: Sequence[Sample], name_of: NameOf) -> list[Tensor]:
-    """Take one field of every sample.
-
-    Raises:
-        DataError: dtypes differ, or token ids are not integers.
-    """
-    column = [sample[name] for sample in samples]
-    first = column[0].dtype
-    if len({value.dtype for value in column}) > 1:
-        position = next(k for k, value in enumerate(column) if value.dtype != first)
-        raise DataError(
-            f"data: field {name!r} is {column[position].dtype} in {name_of(position)} "
-            f"but {first} in {name_of(0)}"
-        )
-    if name == INPUT_IDS and (first.is_floating_point or first.is_complex):
-        raise DataError(f"data: field {name!r} is {first} in {name_of(0)}; it must be integer")
-    if name not in {INPUT_IDS, LABELS} or first.is_floating_point or first.is_complex:
-        return column
-    # Losses take no other integers, embeddings few, and -100 has no place in bool or uint8.
-    return [value.long() for value in column]
+def _form(value: Tensor) -> str:
+    return f"{value.dtype} of shape {tuple(value.shape)}"
 
 
-def _padded(name: str, column: list[Tensor], pad_to: int, name_of: NameOf) -> Tensor:
-    """Stack one field, padded to `pad_to` or, where that is 0, to the longest.
-
-    Raises:
-        DataError: the longest is longer than `pad_to`, or other dimensions than the first differ.
-    """
-    shapes = {value.shape for value in column}
-    if len(shapes) == 1:
-        stacked = torch.stack(column)
-    else:
-        if len({(len(shape), shape[1:]) for shape in shapes}) > 1:
-            raise DataError(_other_dims(name, column, name_of))
-        stacked = pad_sequence(column, batch_first=True, padding_value=_fill(name))
-    if pad_to == 0:
-        return stacked
-    if stacked.shape[1] > pad_to:
-        longest = max(range(len(column)), key=lambda position: len(column[position]))
-        raise DataError(_too_long(f"{name_of(longest)}, {len(column[longest])} tokens,", pad_to))
-    return _grown(stacked, pad_to, _fill(name))
-
-
-def _other_dims(name: str, column: list[Tensor], name_of: NameOf) -> str:
-    first = column[0].shape
-    position = next(
-        k
-        for k, value in enumerate(column)
-        if value.dim() != len(first) or value.shape[1:] != first[1:]
-    )
-    return (
-        f"data: field {name!r} has shape {tuple(column[position].shape)} in {name_of(position)} "
-        f"but {tuple(first)} in {name_of(0)}; only the first dimension may differ, or give the "
-        f"data set a `collate`"
-    )
-
-
-def _grown(field: Tensor, length: int, fill: int) -> Tensor:
+def _grow(field: Tensor, length: int, fill: int) -> Tensor:
     """Pad dimension 1 on the right to `length`."""
     missing = length - field.shape[1]
     if missing == 0:

@@ -1,4 +1,4 @@
-"""Real text without a download: the source of the running Python's standard library."""
+"""Read real text without a download: the source of the running Python's standard library."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""Text that is tokenised already: raw token files, memory-mapped."""
+"""Read text that is tokenised already: raw token files, memory-mapped."""
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, final
@@ -25,14 +24,7 @@ _ARRAY = b"\x93NUMPY"
 _HASHED_BLOCKS = 64
 _BLOCK_BYTES = 2**16
 _INSPECTED_TOKENS = 4096
-_FEWEST_TELLING = 64
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class _File:
-    path: Path
-    num_tokens: int
+_FEWEST_INSPECTED = 64
 
 
 @final
@@ -83,19 +75,23 @@ class TokenWindows(Dataset[dict[str, Tensor]]):
         self.max_length = max_length
         self.vocab_size = vocab_size
         self._dtype = _resolved(dtype, paths)
-        self._files = [_measured(file, self._dtype) for file in named or paths]
+        self._paths = named or paths
+        self._sizes = [_num_tokens(file, self._dtype) for file in self._paths]
         self._maps: dict[int, npt.NDArray[Any]] = {}
-        self._ends = np.cumsum([-(-file.num_tokens // max_length) for file in self._files])
-        total = int(self._ends[-1])
-        self._windows = range(total) if named else _share(total, split, holdout)
-        self.lengths: IntArray = self._all_lengths()[self._windows.start : self._windows.stop]
-        self.original_ids: IntArray = np.arange(self._windows.start, self._windows.stop)
+        self._ends = np.cumsum([-(-size // max_length) for size in self._sizes])
+        lengths = np.full(int(self._ends[-1]), max_length, dtype=np.int64)
+        lengths[self._ends - 1] -= [-size % max_length for size in self._sizes]
+        boundary = len(lengths) - held_out_count(len(lengths), holdout)
+        sides = {TRAIN: slice(boundary), HELD_OUT: slice(boundary, None)}
+        side = slice(None) if named else sides[split]
+        self.lengths: IntArray = lengths[side]
+        self.original_ids: IntArray = np.arange(len(lengths))[side]
         self._settings = f"{split}|{max_length}|{self._dtype}|{holdout!r}|{vocab_size}"
         if dtype == "auto":
             self._refuse_halves()
 
     def __len__(self) -> int:
-        return len(self._windows)
+        return len(self.lengths)
 
     def __getitem__(self, i: int) -> dict[str, Tensor]:
         """Give `input_ids` and `labels`, both `(length,)` int64 and the same tensor.
@@ -103,12 +99,18 @@ class TokenWindows(Dataset[dict[str, Tensor]]):
         Raises:
             DataError: the file is shorter than it was, or holds a token beyond `vocab_size`.
         """
-        window = self._windows[i]
+        window = int(self.original_ids[i])
         number = int(np.searchsorted(self._ends, window, side="right"))
         first = int(self._ends[number - 1]) if number else 0
         begin = (window - first) * self.max_length
         tokens = self._mapped(number)[begin : begin + self.max_length].astype(np.int64)
-        self._check(tokens, self._files[number].path, begin)
+        if self.vocab_size is not None and tokens.max() >= self.vocab_size:
+            position = int(tokens.argmax())
+            raise DataError(
+                f"data: {self._paths[number]}: token {tokens[position]} at position "
+                f"{begin + position} is not below data.vocab_size={self.vocab_size}; "
+                "check data.dtype"
+            )
         input_ids = torch.from_numpy(tokens)
         return {"input_ids": input_ids, "labels": input_ids}
 
@@ -124,49 +126,35 @@ class TokenWindows(Dataset[dict[str, Tensor]]):
         are read whole, of larger ones 4 MiB, divided among the files where there are many.
         """
         digest = hashlib.sha256(self._settings.encode())
-        blocks = max(_HASHED_BLOCKS // len(self._files), 1)
-        for number, file in enumerate(self._files):
+        blocks = max(_HASHED_BLOCKS // len(self._paths), 1)
+        for number, file in enumerate(self._paths):
             mapped = self._mapped(number).view(np.uint8)
-            digest.update(f"|{len(mapped)}|{file.path.name}|".encode())
+            digest.update(f"|{len(mapped)}|{file.name}|".encode())
             for begin in np.linspace(0, max(len(mapped) - _BLOCK_BYTES, 0), blocks, dtype=int):
                 digest.update(mapped[begin : begin + _BLOCK_BYTES].tobytes())
         return digest.hexdigest()
 
     def _mapped(self, number: int) -> npt.NDArray[Any]:
         if number not in self._maps:
-            file = self._files[number]
-            with reading(file.path):
-                mapped = np.asarray(np.memmap(file.path, dtype=self._dtype, mode="r"))
-            if len(mapped) != file.num_tokens:
-                raise DataError(f"data: {file.path} has changed its size while in use")
+            file = self._paths[number]
+            with reading(file):
+                mapped = np.asarray(np.memmap(file, dtype=self._dtype, mode="r"))
+            if len(mapped) != self._sizes[number]:
+                raise DataError(f"data: {file} has changed its size while in use")
             self._maps[number] = mapped
         return self._maps[number]
 
-    def _check(self, tokens: IntArray, path: Path, begin: int) -> None:
-        if self.vocab_size is not None and tokens.max() >= self.vocab_size:
-            position = int(tokens.argmax())
-            raise DataError(
-                f"data: {path}: token {tokens[position]} at position {begin + position} is not "
-                f"below data.vocab_size={self.vocab_size}; check data.dtype"
-            )
-
-    def _all_lengths(self) -> IntArray:
-        lengths = np.full(int(self._ends[-1]), self.max_length, dtype=np.int64)
-        for file, end in zip(self._files, self._ends, strict=True):
-            lengths[end - 1] -= -file.num_tokens % self.max_length
-        return lengths
-
     def _refuse_halves(self) -> None:
-        """Hold the dtype that was guessed against the data.
+        """Compare the dtype that was guessed with the data.
 
         Raises:
             DataError: it looks like uint32 read as uint16: every second number is zero.
         """
         head = self._mapped(0)[:_INSPECTED_TOKENS]
-        looks_halved = len(head) >= _FEWEST_TELLING and head.any() and not head[1::2].any()
+        looks_halved = len(head) >= _FEWEST_INSPECTED and head.any() and not head[1::2].any()
         if self._dtype == _DTYPES["uint16"] and looks_halved:
             raise DataError(
-                f"data: {self._files[0].path}: every second uint16 is 0, as if the tokens were "
+                f"data: {self._paths[0]}: every second uint16 is 0, as if the tokens were "
                 f"uint32; set data.dtype"
             )
 
@@ -201,7 +189,7 @@ def _resolved(dtype: str, paths: list[Path]) -> np.dtype[Any]:
     return _DTYPES[dtype]
 
 
-def _measured(path: Path, dtype: np.dtype[Any]) -> _File:
+def _num_tokens(path: Path, dtype: np.dtype[Any]) -> int:
     with reading(path), path.open("rb") as file:
         size = path.stat().st_size
         is_array = file.read(len(_ARRAY)) == _ARRAY
@@ -217,9 +205,4 @@ def _measured(path: Path, dtype: np.dtype[Any]) -> _File:
             f"data: {path}: {size} bytes are no whole number of {dtype.name} tokens; "
             f"the file is cut short, or data.dtype is wrong"
         )
-    return _File(path, size // dtype.itemsize)
-
-
-def _share(total: int, split: str, holdout: float) -> range:
-    boundary = total - held_out_count(total, holdout)
-    return range(boundary) if split == TRAIN else range(boundary, total)
+    return size // dtype.itemsize

@@ -458,7 +458,7 @@ def test_a_split_by_seed_holds_every_sample_once_and_moves_with_the_seed():
         sides = [split_by_seed(dataset, side, 0.25, seed) for side in ("train", "held_out")]
         assert [len(side) for side in sides] == [15, 5]
         rows = [
-            float(sample["row"]) for side in sides for sample in (side[i] for i in range(len(side)))
+            float(side.read(i, seed=0, epoch=0)["row"]) for side in sides for i in range(len(side))
         ]
         assert sorted(rows) == [float(k) for k in range(20)]
     chosen = {tuple(split_by_seed(dataset, "held_out", 0.25, seed).ids) for seed in range(5)}
