@@ -113,12 +113,16 @@ class DataView:
 
     @cached_property
     def num_skipped(self) -> int:
-        """Bad records that were left out."""
+        """Bad records that were left out of the data set, on either side of a split."""
+        if self._whole is not None:
+            return self._whole.num_skipped
         return int(self.optional("num_skipped") or 0)
 
     @cached_property
     def skipped(self) -> Sequence[str]:
         """The first of them, each with the reason."""
+        if self._whole is not None:
+            return self._whole.skipped
         return tuple(self.optional("skipped") or ())
 
     @cached_property
