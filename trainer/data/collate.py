@@ -26,7 +26,7 @@ def aligned_fields(samples: Sequence[Sample], lengths: Sequence[int]) -> frozens
     """Find the fields that hold one entry per token.
 
     Given samples of different lengths, a field that merely happens to be as long as one of them
-    (ten classes, ten tokens) is told from one that follows.
+    (ten classes, ten tokens) is not taken for one that follows.
 
     Args:
         samples: some of the data set, the shortest and the longest for choice.

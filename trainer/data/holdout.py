@@ -1,4 +1,4 @@
-"""Which samples are held out: a pure function of their keys, the share and the seed."""
+"""Choose which samples are held out: a pure function of their keys, the share and the seed."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -20,28 +20,10 @@ Sample = Mapping[str, Tensor]
 INPUT_IDS = "input_ids"
 
 
-Optional = Literal[
-    "lengths",
-    "collate",
-    "fingerprint",
-    "vocab_size",
-    "draws_randomness",
-    "original_ids",
-    "num_skipped",
-    "skipped",
-    "num_cut",
-    "decode",
-    "start_id",
-    "stop_id",
-    "byte_entropies",
-]
-"""Names of what a data set may have, as `Samples` explains them."""
-
-
 class Samples(Protocol):
     """A data set: two methods, and attributes that it may have beside them.
 
-    The attributes are optional, and `DataView` is the one place that reads them:
+    The attributes are optional, and `DataView.optional` is the one place that reads them:
 
     * `lengths`: `(samples,)` integers, the tokens of each sample; else they are measured.
     * `collate`: `collate(samples) -> fields`, in place of padding.

@@ -18,7 +18,6 @@ from trainer.core.world import rng_key
 from trainer.data.files import progress
 from trainer.data.holdout import HELD_OUT, check_split, held_out_mask
 from trainer.data.samples import (
-    Optional,
     Sample,
     Samples,
     UnfitFieldError,
@@ -90,8 +89,8 @@ class DataView:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def optional(self, name: Optional) -> Any:  # noqa: ANN401 - whatever it is
-        """Give an optional attribute of the data set; None where it has none.
+    def optional(self, name: str) -> Any:  # noqa: ANN401 - whatever it is
+        """Give an attribute of the data set that `Samples` lists as optional, or None.
 
         Raises:
             DataError: reading it fails.

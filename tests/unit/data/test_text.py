@@ -64,6 +64,17 @@ BAD = [
     (b'{"text": " "}', "field 'text' is empty"),
     (b'{"text": "\\ud800"}', "half a surrogate pair"),
     (b"[" * 100_000, "not JSON"),
+    (b'{"text": ' + b"[" * 100_000, "not JSON"),
+    (b"document", "not JSON"),
+    (b"\0" * 40, "not JSON"),
+    (b'{"text": "a"} {"text": "b"}', "not JSON"),
+    ('{"text": "document"}'.encode("utf-16"), "not UTF-8"),
+    (b"17", "not a JSON object but of type int"),
+    (b"null", "not a JSON object but of type NoneType"),
+    (b"{}", "no field 'text'; it has none"),
+    (b'{"text": null}', "field 'text' is of type NoneType, not a string"),
+    (b'{"text": ["document"]}', "field 'text' is of type list, not a string"),
+    (b'{"text": ""}', "field 'text' is empty"),
 ]
 
 
@@ -76,6 +87,7 @@ def test_a_bad_record_names_file_and_line(tmp_path, record, fault):
     assert f"{file}:3: " in text
     assert fault in text
     assert "\n" not in text
+    assert len(text) < 400
     assert caught.value.exit_code == 3
 
 
