@@ -39,7 +39,7 @@ def choose_parallel(parts: Parts) -> Parts:
     """Settle on a parallel mode where `parallel=auto` left it open. Collective.
 
     Args:
-        parts: as assembled; while the mode is open, a model that is not modest holds no weights.
+        parts: as assembled; while the mode is open, a large model holds no weights.
     """
     if not is_undecided(parts.config, parts.world):
         return parts
@@ -97,9 +97,9 @@ def _choice(parts: Parts) -> tuple[str, str]:
 def _why(mode: str, weighed: Mapping[str, tuple[int, int]], limit: MemoryLimit) -> str:
     """Say in one line which mode `parallel=auto` takes, and what speaks for it."""
     needed, there = weighed[mode]
-    said = [f"parallel=auto takes {mode}: {IN_WORDS[mode]} needs {size(needed)}"]
-    said += [f"{other} would need {size(n)}" for other, (n, _) in weighed.items() if other != mode]
-    return f"{', '.join(said)}, and {size(there)} are there ({limit.source})"
+    costs = [f"parallel=auto takes {mode}: {IN_WORDS[mode]} needs {size(needed)}"]
+    costs += [f"{other} would need {size(n)}" for other, (n, _) in weighed.items() if other != mode]
+    return f"{', '.join(costs)}, and {size(there)} are there ({limit.source})"
 
 
 def _modes(parts: Parts) -> Iterator[str]:

@@ -25,8 +25,8 @@ def restoring(model: nn.Module, *others: object) -> Iterator[None]:
         model: not wrapped for several ranks; one rank may do this alone.
         others: objects that a forward may move besides, such as the objective.
     """
-    kept = Snapshot(model, *others)
-    kept.take()
+    snapshot = Snapshot(model, *others)
+    snapshot.take()
     modes = [(module, module.training) for module in model.modules()]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     for parameter, _ in gradients:
@@ -39,7 +39,7 @@ def restoring(model: nn.Module, *others: object) -> Iterator[None]:
     finally:
         random.setstate(python_state)
         np.random.set_state(numpy_state)
-        kept.restore()
+        snapshot.restore()
         for module, trains in modes:
             module.training = trains
         for parameter, gradient in gradients:
