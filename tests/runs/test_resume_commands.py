@@ -391,9 +391,6 @@ def add_overrides(run: Path, *lines: str) -> None:
         "wandb.entity=evil",
         "wandb={mode: online, entity: evil}",
         "wandb.mode=${data.mode}",
-        "parallel.rendezvous='127.0.0.1:9'",
-        "parallel.nodes=2",
-        "+parallel.node=1",
     ],
 )
 def test_a_run_folder_does_not_say_where_anything_goes(line: str) -> None:
@@ -402,31 +399,22 @@ def test_a_run_folder_does_not_say_where_anything_goes(line: str) -> None:
     config = prepared(f"resume={run}").job.config
     assert config.export.to is None
     assert (config.wandb.mode, config.wandb.entity) == ("offline", None)
-    assert (config.parallel.rendezvous, config.parallel.nodes) == (None, 1)
     with pytest.raises(ConfigError, match=r"export\.to: train export needs a folder"):
         prepared(f"export run={run}")
     assert prepared(f"resume={run} wandb.mode=online").job.config.wandb.mode == "online"
 
 
-@pytest.mark.parametrize(
-    ("section", "planted"),
-    [
-        ("wandb", {"mode": "online", "entity": "evil", "project": "p"}),
-        ("parallel", {"mode": "ddp", "rendezvous": "127.0.0.1:9", "nodes": 2, "node": 1}),
-    ],
-)
-def test_a_recipe_says_nothing_by_reference(
-    section: str, planted: dict[str, object], tmp_path: Path
-) -> None:
+def test_a_recipe_says_nothing_by_reference(tmp_path: Path) -> None:
+    planted = {"mode": "online", "entity": "evil", "project": "p"}
     model = {"_target_": "torch.nn.ParameterDict", "parameters": planted}
     recipe = {"defaults": [{"override /model": "own"}], "model": model}
     (tmp_path / "friend.yaml").write_text(
-        yaml.safe_dump(recipe | {section: "${model.parameters}"}, sort_keys=False)
+        yaml.safe_dump(recipe | {"wandb": "${model.parameters}"}, sort_keys=False)
     )
     with pytest.raises(ConfigError) as caught:
         prepared("recipe=./friend.yaml")
-    for name in (key for key in planted if f"{section}.{key}" in ONLY_TYPED):
-        line = f"{section}.{name}={planted[name]}: comes from a recipe or a run; "
+    for name in (key for key in planted if f"wandb.{key}" in ONLY_TYPED):
+        line = f"wandb.{name}={planted[name]}: comes from a recipe or a run; "
         refused = (line, f"{tmp_path / 'friend.yaml'}: defaults: ${{model.parameters}}: is not")
         assert any(fault.startswith(refused) for fault in caught.value.faults)
 
@@ -441,17 +429,9 @@ def test_a_run_folder_says_nothing_by_reference() -> None:
 
 def test_what_is_typed_is_no_stranger_s(tmp_path: Path) -> None:
     (tmp_path / "friend.yaml").write_text("seed: 3")
-    machines = "parallel=ddp parallel.nodes=2 parallel.node=0 parallel.rendezvous=127.0.0.1:9"
     for line in ("recipe=./friend.yaml", f"resume={make_run()}"):
-        config = prepared(f"{line} {machines} wandb.mode=online wandb.entity=me").job.config
-        assert (config.parallel.nodes, config.parallel.node) == (2, 0)
+        config = prepared(f"{line} wandb.mode=online wandb.entity=me").job.config
         assert (config.wandb.mode, config.wandb.entity) == ("online", "me")
-
-
-def test_how_several_machines_go_on_is_said_in_full(tmp_path: Path) -> None:
-    machines = "parallel.nodes=2 parallel.node=1 parallel.rendezvous=127.0.0.1:9"
-    config = prepared(f"parallel=ddp {machines}").job.config
-    assert to_go_on(config, tmp_path / "a b") == f"train resume='a b' {machines}"
 
 
 @pytest.mark.parametrize(

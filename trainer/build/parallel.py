@@ -108,9 +108,8 @@ class ParallelSetup:
         parameters = [p for p in module.parameters() if p.requires_grad]
         if self.is_ordered:
             return Ordered(module, call, parameters, world)
-        if (
-            self.mode in ("none", "ddp") or world.long_timeout_group is None
-        ):  # or its ranks are not there
+        if self.mode in ("none", "ddp") or world.long_timeout_group is None:
+            # No group: this process works out what several ranks would do.
             return Replicated(module, call, parameters, world)
         from trainer.parallel.fsdp import Sharded  # noqa: PLC0415 - half a second
 

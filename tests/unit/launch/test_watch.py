@@ -184,4 +184,4 @@ def test_a_strangers_module_in_the_current_folder_is_not_taken_for_an_installed_
         check=False,
     )
     assert ended.returncode == 2
-    assert ended.stderr.startswith("train: error: model._target_=own.Other: ")
+    assert ended.stderr.splitlines()[-1].startswith("train: error: model._target_=own.Other: ")
