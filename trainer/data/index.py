@@ -144,6 +144,8 @@ def _write(path: Path, key: str, build: Callable[[Add], Mapping[str, Any]]) -> N
                 )
 
             notes = build(add)
+            file.flush()
+            os.fsync(file.fileno())  # past CHECKED_BYTES nothing would notice bytes that are lost
         arrays = np.array(offsets, dtype="<i8"), np.array(groups, dtype="<u8")
         arrays[0].tofile(folder / "offsets.bin")
         arrays[1].tofile(folder / "groups.bin")
