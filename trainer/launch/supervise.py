@@ -125,7 +125,7 @@ def _attempt(config: RunConfig, folder: Path, num_ranks: int, asked: Asked) -> N
             asked=asked,
         )
         opened.callback(processes.end, children, records, folder)
-        with _forwarding(asked, place, children, saves=config.command == "train"):
+        with _forwarding(asked, place, children, trains=config.command == "train"):
             for rank in range(num_ranks):
                 # For the user's own code, and for libraries that ask.
                 numbers = {"RANK": rank, "LOCAL_RANK": rank}
@@ -141,7 +141,7 @@ def _attempt(config: RunConfig, folder: Path, num_ranks: int, asked: Asked) -> N
 
 @contextmanager
 def _forwarding(
-    asked: Asked, place: Path, children: Sequence[Child], *, saves: bool
+    asked: Asked, place: Path, children: Sequence[Child], *, trains: bool
 ) -> Iterator[None]:
     """Pass the first signal to stop on to every rank, where there is something to save.
 
@@ -155,7 +155,7 @@ def _forwarding(
         if asked.at is not None:
             asked.at_once |= time.monotonic() > asked.at + signals.TOGETHER_S
             return
-        asked.at, asked.at_once = time.monotonic(), not saves
+        asked.at, asked.at_once = time.monotonic(), not trains
         (place / STOP_FILE).touch()
         for child in children:
             # Before it notes its process it does not listen, and will look for the file.
