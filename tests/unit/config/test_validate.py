@@ -447,6 +447,12 @@ def test_nothing_heavy_is_imported():
             (),
             "init=a: starts a new run; resume= goes on with an old one",
         ),
+        (
+            {"optimizer.groups": {"a": {"frozen": True, "lr": 1}}},
+            (),
+            "optimizer.groups['a']: frozen parameters have neither lr nor weight_decay; leave "
+            "these out",
+        ),
         ({"hooks": [3]}, (), "hooks=[3]: must be a list"),
         ({"trust": [1]}, (), "trust=[1]: must be a list, e.g. [a,b]"),
     ],
@@ -467,7 +473,6 @@ LINES = {
     "scheduler=wsd scheduler.floor=2": "scheduler.floor=2: must be a share from 0 to 1",
     "objective.z_loss=much": "objective.z_loss=much: must be a number, 0 or more",
     "optimizer.betas=[0.9,0.9,0.9]": "must be two shares",
-    "optimizer.groups={a:{frozen:true,lr:1}}": "frozen parameters have neither lr nor",
     "BATCH.GLOBAL=8": "BATCH.GLOBAL: unknown setting. Did you mean batch.global?",
     "optimizer.betas=0.9": "optimizer.betas=0.9: must be two shares",
     "weight_decay=0.1": "Did you mean optimizer.weight_decay?",
