@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, final, get_args
+from typing import Literal, final
 
 import numpy as np
 import numpy.typing as npt
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from trainer.core.errors import ConfigError, DataError
-from trainer.data.holdout import HELD_OUT, TRAIN, check_split, held_out_mask
+from trainer.core.errors import DataError
+from trainer.data.holdout import HELD_OUT, TRAIN, held_out_mask
 from trainer.data.index import Index
 from trainer.plan.cut import IntArray
 
@@ -65,7 +65,6 @@ class ByteDocuments(Dataset[dict[str, Tensor]]):
         original_ids: `(samples,)`, index of each among the samples of both splits.
 
     Raises:
-        ConfigError: `split`, `max_length`, `holdout` or `overlong` is out of range.
         DataError: no document is left to train on.
     """
 
@@ -84,13 +83,8 @@ class ByteDocuments(Dataset[dict[str, Tensor]]):
         seed: int,
         overlong: Overlong,
     ) -> None:
-        check_split(split, holdout)
-        if max_length < 2:  # noqa: PLR2004 - one token to see, one to predict
-            raise ConfigError(f"data.max_length={max_length}: must be at least 2")
         self.split = split
         self.max_length = max_length
-        if overlong not in get_args(Overlong):
-            raise ConfigError(f"data.overlong={overlong}: must be chunk, cut or drop")
         self._index = index
         # Before there was a choice, documents were cut: such checkpoints know no word for it.
         word = "" if overlong == "cut" else f"|{overlong}"

@@ -5,25 +5,12 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from trainer.core.errors import ConfigError
 from trainer.core.world import rng_key
 
 KeyArray = npt.NDArray[np.uint64]
 
 TRAIN = "train"
 HELD_OUT = "held_out"
-
-
-def check_split(split: str, holdout: float) -> None:
-    """Refuse a split that does not exist, or a share that is none.
-
-    Raises:
-        ConfigError: naming the key.
-    """
-    if split not in {TRAIN, HELD_OUT}:
-        raise ConfigError(f"data.split={split}: must be {TRAIN} or {HELD_OUT}")
-    if not 0.0 <= holdout < 1.0:
-        raise ConfigError(f"data.holdout={holdout}: must be at least 0 and below 1")
 
 
 def held_out_count(count: int, holdout: float) -> int:

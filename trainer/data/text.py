@@ -9,7 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, final
 
-from trainer.core.errors import ConfigError, DataError
+from trainer.core.errors import DataError
 from trainer.data.documents import ByteDocuments, Overlong
 from trainer.data.files import files_at, progress, reading
 from trainer.data.index import LISTED_SKIPS, SKIP_CAP, Add, Index, cached_index
@@ -44,7 +44,6 @@ class Text(ByteDocuments):
             by `num_skipped` and listed in `skipped`.
 
     Raises:
-        ConfigError: `on_bad` is neither.
         DataError: the path cannot be read, a record is bad, or there is no document; names file
             and line.
     """
@@ -60,8 +59,6 @@ class Text(ByteDocuments):
         overlong: Overlong = "chunk",
         on_bad: Literal["stop", "skip"] = "stop",
     ) -> None:
-        if on_bad not in {"stop", "skip"}:
-            raise ConfigError(f"data.on_bad={on_bad}: must be stop or skip")
         index = _text_index(Path(path).expanduser().absolute(), field, on_bad == "skip")
         super().__init__(
             index,

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from trainer.core.errors import ConfigError, DataError
+from trainer.core.errors import DataError
 from trainer.data.files import files_at, reading
-from trainer.data.holdout import HELD_OUT, TRAIN, check_split, held_out_count
+from trainer.data.holdout import HELD_OUT, TRAIN, held_out_count
 from trainer.plan.cut import IntArray
 
 _DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
@@ -50,7 +50,6 @@ class TokenWindows(Dataset[dict[str, Tensor]]):
         original_ids: `(samples,)`, number of each window in its files, held out or not.
 
     Raises:
-        ConfigError: an argument is out of range.
         DataError: no such file, an empty one, or one whose size is not a whole number of tokens.
     """
 
@@ -65,9 +64,6 @@ class TokenWindows(Dataset[dict[str, Tensor]]):
         holdout: float = 0.05,
         vocab_size: int | None = None,
     ) -> None:
-        check_split(split, holdout)
-        if max_length < 2:  # noqa: PLR2004 - one token to see, one to predict
-            raise ConfigError(f"data.max_length={max_length}: must be at least 2")
         place = Path(path).expanduser().absolute()
         with reading(place):
             paths = _token_files(place)
@@ -176,16 +172,10 @@ def _named_split(paths: list[Path], split: str) -> list[Path]:
 
 
 def _resolved(dtype: str, paths: list[Path]) -> np.dtype[Any]:
-    """Take the dtype that was typed, or the one that the first file's suffixes name.
-
-    Raises:
-        ConfigError: there is no such dtype.
-    """
+    """Take the dtype that was typed, or the one that the first file's suffixes name."""
     if dtype == "auto":
         named = [_SUFFIXES[suffix] for suffix in paths[0].suffixes if suffix in _SUFFIXES]
         dtype = named[-1] if named else "uint16"
-    if dtype not in _DTYPES:
-        raise ConfigError(f"data.dtype={dtype}: must be auto, {' or '.join(_DTYPES)}")
     return _DTYPES[dtype]
 
 

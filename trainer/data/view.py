@@ -16,7 +16,7 @@ from trainer.core.bits import bits_of
 from trainer.core.errors import DataError, TrainError
 from trainer.core.world import rng_key
 from trainer.data.files import progress
-from trainer.data.holdout import HELD_OUT, check_split, held_out_mask
+from trainer.data.holdout import HELD_OUT, held_out_mask
 from trainer.data.samples import (
     Sample,
     Samples,
@@ -305,10 +305,8 @@ def split_by_seed(dataset: Samples | DataView, split: str, holdout: float, seed:
         A view in the data set's own order; both sides of one view share its measured lengths.
 
     Raises:
-        ConfigError: `split` or `holdout` is out of range.
         DataError: there is no sample.
     """
-    check_split(split, holdout)
     whole = DataView.of(dataset)
     if len(whole) == 0:
         raise DataError(f"data: {whole.kind} holds no samples")

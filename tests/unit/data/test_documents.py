@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from trainer.core.errors import ConfigError, DataError
+from trainer.core.errors import DataError
 from trainer.data import files
 from trainer.data.documents import BOS, EOS
 from trainer.data.stdlib import StdlibText, top_level_definitions
@@ -249,21 +249,6 @@ def real_stdlib(real_cache, monkeypatch):
 def test_a_python_without_source_is_a_data_error(tmp_path):
     with pytest.raises(DataError, match="no Python source below"):
         StdlibText(root=str(tmp_path / "nowhere"))
-
-
-@pytest.mark.parametrize(
-    ("settings", "key"),
-    [
-        ({"split": "test"}, "data.split=test"),
-        ({"max_length": 1}, "data.max_length=1"),
-        ({"holdout": 1.0}, "data.holdout=1.0"),
-        ({"holdout": -0.1}, "data.holdout=-0.1"),
-        ({"overlong": "split"}, "data.overlong=split"),
-    ],
-)
-def test_settings_out_of_range_name_their_key(library, settings, key):
-    with pytest.raises(ConfigError, match=key):
-        StdlibText(root=str(library), **settings)
 
 
 def test_a_pickled_data_set_maps_its_index_anew(library):

@@ -487,8 +487,6 @@ def test_an_error_behind_a_split_names_the_sample_of_the_user_s_data_set(loader_
 def test_splits_that_cannot_be_are_refused():
     with pytest.raises(DataError, match="Listed holds no samples"):
         split_by_seed(Listed([]), "train", 0.1, 0)
-    with pytest.raises(ConfigError, match=r"data\.holdout=1\.5"):
-        split_by_seed(Plain(), "train", 1.5, 0)
     assert len(split_by_seed(Plain(), "held_out", 0.0, 0)) == 0
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.core.errors import ConfigError, DataError
+from trainer.core.errors import DataError
 from trainer.data.text import Text
 
 
@@ -145,8 +145,6 @@ def test_data_that_holds_nothing_or_is_not_there_is_a_data_error(tmp_path):
         with pytest.raises(DataError, match=fault) as caught:
             Text(str(tmp_path / name))
         assert name in str(caught.value)
-    with pytest.raises(ConfigError, match=r"data\.on_bad=ignore"):
-        Text(str(tmp_path / "blank.txt"), on_bad="ignore")
 
 
 def test_copies_of_a_document_stay_on_one_side(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.core.errors import ConfigError, DataError
+from trainer.core.errors import DataError
 from trainer.data.tokens import TokenWindows
 
 
@@ -109,21 +109,6 @@ def test_files_that_cannot_be_token_files_are_data_errors(tmp_path):
         with pytest.raises(DataError, match=fault) as caught:
             TokenWindows(str(tmp_path / name))
         assert name in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("settings", "key"),
-    [
-        ({"dtype": "int8"}, "data.dtype=int8"),
-        ({"split": "val"}, "data.split=val"),
-        ({"max_length": 1}, "data.max_length=1"),
-        ({"holdout": 2.0}, "data.holdout=2.0"),
-    ],
-)
-def test_settings_out_of_range_name_their_key(tmp_path, settings, key):
-    file = write(tmp_path / "data.bin", range(10))
-    with pytest.raises(ConfigError, match=key):
-        TokenWindows(str(file), **settings)
 
 
 def test_a_pickled_data_set_does_not_hold_the_tokens(tmp_path):
