@@ -16,7 +16,7 @@ from tests.lib.support import EXACT
 from trainer.build.parallel import _limit_bytes
 from trainer.core.errors import ConfigError
 from trainer.core.world import World
-from trainer.models.check import bare
+from trainer.models.check import check_unwrapped
 from trainer.models.recompute import separable_blocks
 from trainer.tune.memory_limit import memory_limit
 
@@ -106,9 +106,9 @@ def test_a_model_that_is_spread_already_or_unfinished_is_refused():
         (nn.Sequential(nn.LazyLinear(2)), "0.weight has no shape"),
     ):
         with pytest.raises(ConfigError, match=says):
-            bare(model)
+            check_unwrapped(model)
     whole = nn.Linear(2, 2)
-    assert bare(whole) is whole
+    assert check_unwrapped(whole) is whole
 
 
 @pytest.mark.parametrize("command", ["train", "plan"])

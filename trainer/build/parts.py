@@ -33,7 +33,7 @@ from trainer.data.readable import readable
 from trainer.data.samples import INPUT_IDS, faults_of, preserve_generators
 from trainer.data.view import DataView, split_by_seed
 from trainer.models.bind import bind
-from trainer.models.check import bare
+from trainer.models.check import check_unwrapped
 from trainer.models.meta_start import Weights, build_on_meta
 from trainer.models.recompute import checkpoint_blocks
 from trainer.models.sparse import refuse_sparse
@@ -151,7 +151,7 @@ def assemble(config: RunConfig, world: World) -> Parts:
         ConfigError: parts do not fit together, or a class is not what its place needs.
         DataError: the data cannot be read, or do not fill a step.
     """
-    train_set, held_set = _data_sets(config, world)
+    train_set, eval_set = _data_sets(config, world)
     lengths = train_set.lengths
     order = _order(config, lengths)
     build = partial(_component, config)
@@ -167,7 +167,7 @@ def assemble(config: RunConfig, world: World) -> Parts:
         train_set=train_set,
         num_workers=loader.num_workers,
         source=Source(order=order, lengths=lengths, loader=loader, objective=objective),
-        held_out=_held_out(config, held_set, layout, limits),
+        held_out=_held_out(config, eval_set, layout, limits),
         module=module,
         weights=weights,
         notes=notes,
@@ -290,7 +290,7 @@ def build_model(
 
     def build() -> nn.Module:
         seed_draws(rng_key(config.seed, "weights"), world.device)
-        return bare(construct(config.model, "model", nn.Module, config.trust, given))
+        return check_unwrapped(construct(config.model, "model", nn.Module, config.trust, given))
 
     weights, notes = None, []
     may_shard = is_sharded(config, world)
@@ -351,11 +351,11 @@ def _data_sets(config: RunConfig, world: World) -> tuple[DataView, DataView | No
         built = readable(built, config.seed, world)
     if has("split"):
         return built[0], built[1]
-    train, held = (
+    train, rest = (
         split_by_seed(built[0], split=split, holdout=holdout, seed=config.seed)  # type: ignore[arg-type]
         for split in ("train", "held_out")
     )
-    return train, held if len(held) else None
+    return train, rest if len(rest) else None
 
 
 def _limits(module: nn.Module, objective: Objective) -> Limits:

@@ -85,7 +85,7 @@ def train_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], 
     """
     started = time.perf_counter()
     store = CheckpointStore(folder / CHECKPOINTS, keep=config.checkpoint.keep)
-    with _told_how(config, folder, begins=True):
+    with _naming_the_command(config, folder, begins=True):
         _poll(world, stop())
         loaded = None if config.resume is None else store.load(world=world)
         extra = {} if loaded is None else read_run_state(loaded)
@@ -98,7 +98,7 @@ def train_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], 
     shown = plan if loaded is None else without_repeated_warnings(plan, folder)
     world.on_main(lambda: _record_begin(folder, plan, terms, extra))
     reporter = _reporter(config, folder, loaded, extra) if world.is_main else SilentReporter()
-    with _told_how(config, folder), closing(reporter), ExitStack() as left:
+    with _naming_the_command(config, folder), closing(reporter), ExitStack() as left:
         run = _run(prepared, kit, store, reporter, stop, extra, terms)
         left.callback(run.checkpointer.release)
         left.callback(run.feed.close)
@@ -152,7 +152,7 @@ def _settled(parts: Parts, extra: Mapping[str, Any], clock: Clock) -> Prepared:
 
 
 @contextmanager
-def _told_how(config: RunConfig, folder: Path, *, begins: bool = False) -> Iterator[None]:
+def _naming_the_command(config: RunConfig, folder: Path, *, begins: bool = False) -> Iterator[None]:
     """Say how a run goes on that a signal stopped.
 
     Args:

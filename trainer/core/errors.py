@@ -86,16 +86,16 @@ class Preempted(TrainError):  # noqa: N818 - not a failure: saved, and to be con
     exit_code = 75
 
 
-def said(error: TrainError) -> dict[str, Any]:
+def error_to_dict(error: TrainError) -> dict[str, Any]:
     """Write an end of the run as JSON, for another process to raise."""
     return {"error": type(error).__name__, "text": str(error), "code": error.exit_code}
 
 
-def heard(told: Mapping[str, Any]) -> TrainError:
-    """Turn what `said` wrote back into an error of the same class, text and exit code."""
-    kind = globals().get(told["error"], TrainError)
+def error_from_dict(content: Mapping[str, Any]) -> TrainError:
+    """Turn what `error_to_dict` wrote back into an error of the same class, text and exit code."""
+    kind = globals().get(content["error"], TrainError)
     if kind is ConfigError:
-        return ConfigError(*told["text"].splitlines())
-    error: TrainError = kind(told["text"])
-    error.exit_code = told["code"]
+        return ConfigError(*content["text"].splitlines())
+    error: TrainError = kind(content["text"])
+    error.exit_code = content["code"]
     return error

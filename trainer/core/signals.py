@@ -1,6 +1,6 @@
 """Whether a signal asked the run to stop.
 
-Imports nothing heavy, so that signals are heard from the moment a run has a folder, before torch is
+Imports nothing heavy, so that signals count from the moment a run has a folder, before torch is
 there. What cannot be handed the flag, reading the data for one, asks `check`.
 """
 
@@ -28,7 +28,9 @@ directly and once more through what started it."""
 UNBEGUN = "stopped before it took a step"
 """How a run ends that was asked to before it could train."""
 
-HEARD = b"\ntrain: stopping when this step is saved; once more stops at once, and saves nothing\n\n"
+STOPPING = (
+    b"\ntrain: stopping when this step is saved; once more stops at once, and saves nothing\n\n"
+)
 """With a blank line at its end: a progress bar of two lines is next drawn over the last two."""
 
 _listening: list[StopFlag] = []
@@ -89,7 +91,7 @@ def stop_signals(*, ends_at_second: bool = True) -> Iterator[StopFlag]:
             signal.signal(each, handler if ends_at_second else signal.SIG_IGN)
 
 
-def settle() -> None:
+def ignore_further() -> None:
     """Ignore signals while listening: all is saved, and how the run ended is about to be told."""
     if _listening and threading.current_thread() is threading.main_thread():
         for each in SIGNALS:
@@ -100,7 +102,7 @@ def _end_at_next() -> None:
     """Let the next signal end the process, and tell whoever sits before it."""
     if sys.stderr.isatty():
         # Not through the stream, which may be in the midst of writing.
-        os.write(sys.stderr.fileno(), HEARD)
+        os.write(sys.stderr.fileno(), STOPPING)
     time.sleep(TOGETHER_S)
     for each in SIGNALS:
         signal.signal(each, signal.SIG_DFL)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.core.errors import TrainError, heard, said
+from trainer.core.errors import TrainError, error_from_dict, error_to_dict
 from trainer.core.phases import HostClock, PhaseTimes
 from trainer.core.rank_progress import Board, Phase
 
@@ -149,20 +149,20 @@ class World:
 
         Raises:
             TrainError: the main rank did, and so every rank does.
-            heard: that error, on the other ranks.
+            error_from_dict: that error, on the other ranks.
         """
         if self.long_timeout_group is None:
             return work()
-        told: dict[str, Any] = {}
+        found: dict[str, Any] = {}
         if self.is_main:
             try:
-                told = {"value": work()}
+                found = {"value": work()}
             except TrainError as error:
-                self.collect(said(error))
+                self.collect(error_to_dict(error))
                 raise
-        answer = self.collect(told)[0]
+        answer = self.collect(found)[0]
         if "value" not in answer:
-            raise heard(answer)
+            raise error_from_dict(answer)
         value: Value = answer["value"]
         return value
 
@@ -174,18 +174,18 @@ class World:
 
         Raises:
             TrainError: a rank did, and so every rank does.
-            heard: that error, on the others.
+            error_from_dict: that error, on the others.
         """
-        told: dict[str, Any] = {}
+        found: dict[str, Any] = {}
         try:
-            told = {"value": work()}
+            found = {"value": work()}
         except TrainError as error:
-            self.collect(said(error))
+            self.collect(error_to_dict(error))
             raise
-        answers = self.collect(told)
+        answers = self.collect(found)
         for answer in answers:
             if "value" not in answer:
-                raise heard(answer)
+                raise error_from_dict(answer)
         return [answer["value"] for answer in answers]
 
     def apart(self) -> World:

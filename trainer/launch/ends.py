@@ -25,8 +25,8 @@ from trainer.core.errors import (
     DoesNotFitError,
     RankLostError,
     TrainError,
-    heard,
-    said,
+    error_from_dict,
+    error_to_dict,
 )
 from trainer.core.launcher import is_peer_failure
 from trainer.core.rank_progress import Board, Phase, Place
@@ -147,8 +147,12 @@ def describe_end(error: BaseException, folder: Path, rank: int) -> dict[str, Any
         return {"lost" if is_peer_failure(error) else "crash": text[:300], "code": 1}
     if isinstance(error, ConfigError) and error.__cause__ is not None:
         path = keep_traceback(error, folder, rank)
-        return said(error) if path is None else {**said(error), "traceback": str(path)}
-    return said(error)
+        return (
+            error_to_dict(error)
+            if path is None
+            else {**error_to_dict(error), "traceback": str(path)}
+        )
+    return error_to_dict(error)
 
 
 def verdict(ended: Mapping[int, Ended], folder: Path, timeout_s: float) -> TrainError | None:
@@ -172,7 +176,7 @@ def verdict(ended: Mapping[int, Ended], folder: Path, timeout_s: float) -> Train
             text = f"rank {first.rank}, {first.place}: {text}"
         if "traceback" in first.report:
             text += f"; its traceback is in {first.report['traceback']}"
-        return heard({**first.report, "text": text})
+        return error_from_dict({**first.report, "text": text})
     if "gone" in first.report:
         where = f"; rank 0 was at {ended[0].place}" if first.rank else ""
         return RankLostError(f"{first.report['gone']}{where}")

@@ -18,7 +18,7 @@ WRAPPERS = {
 """Classes of PyTorch that spread a model; known by name, since to import them takes long."""
 
 
-def bare(model: nn.Module) -> nn.Module:
+def check_unwrapped(model: nn.Module) -> nn.Module:
     """Give a model back that the trainer can spread over ranks itself.
 
     Raises:

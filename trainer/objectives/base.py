@@ -120,7 +120,7 @@ def sums_of(
         if not isinstance(loss, Tensor) or loss.ndim or not loss.is_floating_point():
             _refuse(f"{method}, {name}", loss, "return the sum over its terms, a 0-d float tensor")
     if torch.is_grad_enabled() and not any(loss.requires_grad for loss in losses.values()):
-        losses = _with_leaves(method, losses, weights or {})
+        losses = _with_a_backward(method, losses, weights or {})
     metrics = {}
     for name, value in sums.metrics.items():
         metric = _number(value)
@@ -132,7 +132,7 @@ def sums_of(
     return Sums(losses=losses, metrics=metrics)
 
 
-def _with_leaves(
+def _with_a_backward(
     method: str, losses: Mapping[str, Tensor], weights: Mapping[str, float]
 ) -> dict[str, Tensor]:
     """Give constants, the sums where nothing is counted, a backward as others have.

@@ -106,7 +106,7 @@ def evaluate(
     sums, weights, losses = found
     # A rank may hold none of the samples, and then knows no name.
     known: list[list[list[str]]] = world.collect([sorted(weights), list(losses)])
-    names, terms = max(known, key=lambda told: len(told[0]))
+    names, terms = max(known, key=lambda answer: len(answer[0]))
     mine = [*(sums.get(n, []) for n in names), *(weights.get(n, []) for n in names)]
     *totals, num_asked = world.sum_numbers([*map(sum, mine), float(was_asked())])
     if num_asked:

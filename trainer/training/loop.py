@@ -9,7 +9,7 @@ from typing import NoReturn, final
 
 from trainer.config.messages import first_of
 from trainer.core.errors import NonFiniteError, Preempted, TrainError
-from trainer.core.signals import settle
+from trainer.core.signals import ignore_further
 from trainer.plan.order import Order
 from trainer.report.records import EvalRecord
 from trainer.report.reporter import Reporter
@@ -153,7 +153,7 @@ def _end(run: Run, progress: Trained, end: TrainError) -> NoReturn:
     if progress.saved_at != progress.step:
         _save(run, progress, is_last=True)
     run.checkpointer.close()
-    settle()
+    ignore_further()
     raise end
 
 

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from trainer.core.format import durations
-from trainer.core.signals import HEARD
+from trainer.core.signals import STOPPING
 from trainer.report.blocks import batch_equation, plan_block, verify_block
 from trainer.report.closing import end_block
 from trainer.report.console import BRIEF, LOG_FILE, Screen
@@ -454,4 +454,4 @@ def test_the_bar_is_not_drawn_over_what_is_said_of_a_signal():
     screen = Screen(file=io.StringIO())
     screen.begin(1, 2)
     height = len(Console(width=80).render_lines(screen.progress))
-    assert HEARD.endswith(b"\n" * height)
+    assert STOPPING.endswith(b"\n" * height)
