@@ -287,7 +287,7 @@ def _read_yaml(path: Path) -> Any:  # noqa: ANN401 - any YAML
         content = file.read(_MAX_RECORD + 1)
     if len(content) > _MAX_RECORD:
         raise ValueError("too large")
-    return yaml.load(content, _Loader)
+    return _Loader(content).get_single_data()
 
 
 def merge(old: Sequence[Override], new: Sequence[Override], groups: ConfigGroups) -> list[Override]:

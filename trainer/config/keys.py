@@ -60,7 +60,7 @@ def data_dir(name: str) -> Path:
 
 def load_yaml(file: Path) -> dict[str, Any]:
     """Read one file of options; empty where it is missing, or no mapping."""
-    content = yaml.load(file.read_text(), _LOADER) if file.is_file() else None
+    content = _LOADER(file.read_text()).get_single_data() if file.is_file() else None
     return content if isinstance(content, dict) else {}
 
 

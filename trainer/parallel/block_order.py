@@ -23,6 +23,9 @@ from trainer.core.world import World
 
 END = "its end"
 
+OBJECT = "the object itself"
+"""The entry of an opened object beside its attributes."""
+
 
 @final
 class BlockOrder:
@@ -81,11 +84,12 @@ class BlockOrder:
         """
         if not self._is_forward or torch.compiler.is_compiling():
             return
-        if not is_dataclass(output) and not any(map(torch.is_tensor, tree_leaves(output))):
+        opened = open_object(None, (), output) or output
+        if not is_dataclass(output) and not any(map(torch.is_tensor, tree_leaves(opened))):
             # FSDP2 would not notice that its backward begins, and leave its gradients out.
             raise ConfigError(
-                f"model: {name or 'forward'} returns a {type(output).__name__} instead of tensors, "
-                "or a dict, list, tuple or dataclass of them: return one, or use sync=deferred"
+                f"model: {name or 'forward'} returns a {type(output).__name__} without tensors: "
+                "return tensors, or an object with tensors as attributes, or use sync=deferred"
             )
         if is_root:
             self._check(END)
@@ -104,6 +108,18 @@ class BlockOrder:
             if mine != expected:
                 _refuse("a micro-batch", mine, expected, "the first")
         self._seen.append(mine)
+
+
+def open_object(_: object, __: object, output: object) -> dict[str, object] | None:
+    """Show the tensors of a plain object, a forward hook before FSDP2's; None for a container."""
+    if torch.is_tensor(output) or isinstance(output, dict | list | tuple) or is_dataclass(output):
+        return None
+    return {**getattr(output, "__dict__", {}), OBJECT: output}
+
+
+def close_object(_: object, __: object, output: object) -> object:
+    """Give the object back that `open_object` opened, a forward hook after FSDP2's."""
+    return output[OBJECT] if isinstance(output, dict) and OBJECT in output else None
 
 
 def _refuse(who: str, mine: str, theirs: str, others: str) -> NoReturn:

@@ -26,7 +26,7 @@ from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import Fields
 from trainer.core.world import World
 from trainer.parallel.base import Parallel, drop_unused, reduce_scatter, total_norm
-from trainer.parallel.block_order import BlockOrder
+from trainer.parallel.block_order import BlockOrder, close_object, open_object
 from trainer.parallel.timing import time_collectives
 
 
@@ -74,9 +74,11 @@ class Sharded(Parallel):
         # Objectives make new tensors of what a model returns; they write into none of them.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
         mesh = mesh or _mesh(world, replicas)
-        for block in blocks:
-            fully_shard(block, mesh=mesh)
-        fully_shard(module, mesh=mesh)
+        for unit in (*blocks, module):
+            # FSDP2 looks for the tensors whose backward it waits for in containers alone.
+            unit.register_forward_hook(open_object)
+            fully_shard(unit, mesh=mesh)
+            unit.register_forward_hook(close_object)
         _give_memory(module, world.device, draw)
         self._shards = dict(module.named_parameters())
         self._whole: dict[str, nn.Parameter] = {}
