@@ -316,13 +316,10 @@ def test_torchrun_and_srun_say_which_rank_a_process_is():
 
 def test_jobs_that_share_a_port_do_not_meet_but_all_ranks_of_one_do():
     ranks = {"RANK": "0", "WORLD_SIZE": "2"} | MEETING
-    step = ranks | {"SLURM_STEP_NUM_TASKS": "2"}
     jobs = [
         ranks | {"TORCHELASTIC_RUN_ID": "a"},
         ranks | {"TORCHELASTIC_RUN_ID": "b"},
         ranks | {"TORCHELASTIC_RUN_ID": "b", "TORCHELASTIC_RESTART_COUNT": "1"},
-        step | {"SLURM_JOB_ID": "7"},
-        step | {"SLURM_JOB_ID": "8"},
         ranks,
     ]
     assert len({membership(job).attempt for job in jobs}) == len(jobs)

@@ -12,6 +12,7 @@ from tests.lib.ranks_work import plain
 from trainer.build.consistency import check_data, check_model
 from trainer.core.errors import TrainError
 from trainer.core.world import World
+from trainer.data.view import DataView
 from trainer.models.bind import bind
 from trainer.models.gpt import GPT
 from trainer.models.meta_start import build_on_meta
@@ -83,7 +84,7 @@ def told_of_data(world: World, how: str) -> str:
         data = Unreadable(range(3))
         data.is_broken = world.rank == 1
     try:
-        check_data(world, [data])
+        check_data(world, [DataView.of(data)])
     except TrainError as error:
         return f"{type(error).__name__}: {error}"
     return ""
