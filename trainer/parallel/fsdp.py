@@ -74,11 +74,12 @@ class Sharded(Parallel):
         # Objectives make new tensors of what a model returns; they write into none of them.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
         mesh = mesh or _mesh(world, replicas)
-        for unit in (*blocks, module):
+        parts: list[nn.Module] = [*blocks, module]
+        for part in parts:
             # FSDP2 looks for the tensors whose backward it waits for in containers alone.
-            unit.register_forward_hook(open_object)
-            fully_shard(unit, mesh=mesh)
-            unit.register_forward_hook(close_object)
+            part.register_forward_hook(open_object)
+            fully_shard(part, mesh=mesh)
+            part.register_forward_hook(close_object)
         _give_memory(module, world.device, draw)
         self._shards = dict(module.named_parameters())
         self._whole: dict[str, nn.Parameter] = {}
