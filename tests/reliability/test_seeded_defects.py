@@ -173,7 +173,7 @@ def tokens_are_counted_anew(patch: Patch) -> None:
 
 
 def metrics_are_not_cut(patch: Patch) -> None:
-    patch.setattr(metrics, "_cut", lambda path, last: None)
+    patch.setattr(metrics, "truncate_after", lambda path, step: None)
 
 
 def the_evaluation_is_forgotten(patch: Patch) -> None:
