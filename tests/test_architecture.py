@@ -11,7 +11,7 @@ import pytest
 
 CHECKOUT = Path(__file__).parent.parent
 ROOMS = sorted((CHECKOUT / "trainer").rglob("*.py"))
-LONGEST_FILE = 460
+LONGEST_FILE = 400
 
 TOOLS = {
     "ruff check": [sys.executable, "-m", "ruff", "check", "."],

@@ -1,19 +1,19 @@
-"""Everything a run is made of, from its config: data, model, objective, optimizer, order, cut."""
+"""Build everything a run is made of: data, model, objective, optimizer, order, cut."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sized
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import nn
 
 from trainer.accumulate.base import GradientStrategy, seed_draws
 from trainer.build.consistency import check_data, check_model
-from trainer.build.instantiate import Built, arguments_of, check_names, construct, look_up, takes
+from trainer.build.data_sets import data_sets, held_out_of, limits_of_model, make_loader
+from trainer.build.instantiate import Built, arguments_of, check_names, construct, look_up
 from trainer.build.parallel import (
     ParallelSetup,
     is_sharded,
@@ -27,18 +27,15 @@ from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError, DataError
 from trainer.core.micro_batch import Fields
 from trainer.core.world import World, rng_key
-from trainer.data.limits import Limits
 from trainer.data.loader import Loader, Request
-from trainer.data.readable import readable
-from trainer.data.samples import INPUT_IDS, faults_of, preserve_generators
-from trainer.data.view import DataView, split_by_seed
+from trainer.data.samples import INPUT_IDS, preserve_generators
+from trainer.data.view import DataView
 from trainer.models.bind import bind
 from trainer.models.check import check_unwrapped
 from trainer.models.meta_start import Weights, build_on_meta
 from trainer.models.recompute import checkpoint_blocks
 from trainer.models.sparse import refuse_sparse
 from trainer.models.statistics import batch_statistics
-from trainer.models.vocabulary import vocabulary_of
 from trainer.objectives.base import ModelCall, Objective, weights_of
 from trainer.optim.optimizers import OptimizerSpec, OwnOptimizer
 from trainer.optim.schedules import Schedule
@@ -54,9 +51,6 @@ from trainer.tune.layout import layout_for, packs
 OURS = "trainer."
 SMALL_BYTES = 2**30
 """Parameters of a model that any rank can hold whole while `parallel=auto` is open."""
-
-CPU_WORKERS = 0
-GPU_WORKERS = 4
 
 
 @final
@@ -151,14 +145,14 @@ def assemble(config: RunConfig, world: World) -> Parts:
         ConfigError: parts do not fit together, or a class is not what its place needs.
         DataError: the data cannot be read, or do not fill a step.
     """
-    train_set, eval_set = _data_sets(config, world)
+    train_set, eval_set = data_sets(config, world)
     lengths = train_set.lengths
     order = _order(config, lengths)
     build = partial(_component, config)
     objective = build("objective", Objective)
     module, weights, notes = build_model(config, world, train_set)
-    limits = _limits(module, objective)
-    loader = _loader(config, train_set, world, limits)
+    limits = limits_of_model(module, objective)
+    loader = make_loader(config, train_set, world, limits)
     layout, example = _layout(config, world, train_set, loader, objective, module)
     setup = parallel_setup(config, world, module, build("sync", SyncPolicy))
     parts = Parts(
@@ -167,7 +161,7 @@ def assemble(config: RunConfig, world: World) -> Parts:
         train_set=train_set,
         num_workers=loader.num_workers,
         source=Source(order=order, lengths=lengths, loader=loader, objective=objective),
-        held_out=_held_out(config, eval_set, layout, limits),
+        held_out=held_out_of(config, eval_set, layout, limits),
         module=module,
         weights=weights,
         notes=notes,
@@ -319,71 +313,6 @@ def build_model(
 
 def _component(config: RunConfig, key: str, expected: type[Built]) -> Built:
     return construct(getattr(config, key), key, expected, config.trust)
-
-
-def _data_sets(config: RunConfig, world: World) -> tuple[DataView, DataView | None]:
-    """Build the training and the held-out data; what the data class does not split, we do.
-
-    Likewise what is bad in it, where it is to be passed over. Collective then.
-
-    Raises:
-        ConfigError: the share to hold out is not known.
-    """
-    component = config.data
-    has = partial(takes, component, "data", config.trust)
-    passes_over = config.data.on_bad == "skip" and not has("on_bad")
-    params = dict(component.params)
-    if "holdout" in params and params["holdout"] is None and not has("holdout"):
-        raise ConfigError(
-            f"data.holdout=null: {component.target} takes no holdout, so a share is held out by "
-            "seed: type one, e.g. 0.05, or 0 for none"
-        )
-    holdout = params.get("holdout") if has("holdout") else params.pop("holdout", 0.05)
-    component = component.model_copy(update={"params": params})
-    given = {"on_bad": config.data.on_bad, "seed": config.seed}
-    splits = [{"split": split} for split in ("train", "held_out")] if has("split") else [{}]
-    built: list[DataView] = []
-    for split in splits:
-        with faults_of(component.target):
-            dataset: Any = construct(component, "data", Sized, config.trust, {**given, **split})
-        built.append(DataView(dataset))
-    if passes_over:
-        built = readable(built, config.seed, world)
-    if has("split"):
-        return built[0], built[1]
-    train, rest = (
-        split_by_seed(built[0], split=split, holdout=holdout, seed=config.seed)  # type: ignore[arg-type]
-        for split in ("train", "held_out")
-    )
-    return train, rest if len(rest) else None
-
-
-def _limits(module: nn.Module, objective: Objective) -> Limits:
-    """Find what token ids and labels must be below; labels of one's own objective mean anything."""
-    tokens, labels = vocabulary_of(module)
-    is_own = not type(objective).__module__.startswith("trainer.")
-    return Limits(tokens=tokens, labels=None if is_own else labels)
-
-
-def _loader(config: RunConfig, data: DataView, world: World, limits: Limits) -> Loader:
-    auto = GPU_WORKERS if planned_device(config, world).type == "cuda" else CPU_WORKERS
-    workers = auto if config.num_workers == "auto" else config.num_workers
-    on_gpu = world.device.type == "cuda"
-    return Loader(data, num_workers=workers, seed=config.seed, pin_memory=on_gpu, limits=limits)
-
-
-def _held_out(
-    config: RunConfig, data: DataView | None, layout: Layout, limits: Limits
-) -> HeldOut | None:
-    if data is None or not len(data):
-        return None
-    return HeldOut(
-        loader=Loader(data, num_workers=0, seed=config.seed, limits=limits),
-        lengths=data.lengths,
-        layout=replace(layout, lockstep=False),
-        max_tokens=1,
-        is_ordered=config.deterministic == "layout",
-    )
 
 
 def _order(config: RunConfig, lengths: IntArray) -> Order:
