@@ -40,8 +40,8 @@ def run_as_rank(
         config = config.model_copy(update={"resume": str(folder)})
     step = loop.train_step
 
-    def watched(kit: Any, batch: Any) -> Any:
-        report = step(kit, batch)
+    def watched(kit: Any, batch: Any, replanner: Any) -> Any:
+        report = step(kit, batch, replanner)
         stop.is_set |= batch.step == how.get("stop_after")
         if how.get("digests"):
             told.setdefault("digests", {})[batch.step] = _digest(kit)
