@@ -106,10 +106,12 @@ def curve(run: Run | Path, name: str) -> list[Any]:
 
 
 def state(run: Run | Path, step: int | None = None) -> Mapping[str, torch.Tensor]:
-    """Every tensor of a checkpoint, by default the newest, random states aside."""
+    """Every tensor of a checkpoint by all its names, by default the newest, but random states."""
     folder = run.folder if isinstance(run, Run) else run
     loaded = CheckpointStore(folder / "checkpoints").load(step, set_aside=False)
-    return {n: t[...] for n, t in loaded.tensors.items() if not n.startswith("rng.")}
+    found = {n: t[...] for n, t in loaded.tensors.items() if not n.startswith("rng.")}
+    ties = loaded.meta["model"]["ties"]
+    return found | {f"model.{alias}": found[f"model.{name}"] for alias, name in ties.items()}
 
 
 def meta(run: Run | Path) -> Mapping[str, Any]:

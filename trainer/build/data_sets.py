@@ -46,6 +46,8 @@ def data_sets(config: RunConfig, world: World) -> tuple[DataView, DataView | Non
             "seed: type one, e.g. 0.05, or 0 for none"
         )
     holdout = params.get("holdout") if has("holdout") else params.pop("holdout", 0.05)
+    if not has("holdout") and not (isinstance(holdout, int | float) and 0 <= holdout < 1):
+        raise ConfigError(f"data.holdout={holdout}: must be at least 0 and below 1")
     component = component.model_copy(update={"params": params})
     given = {"on_bad": config.data.on_bad, "seed": config.seed}
     splits = [{"split": split} for split in ("train", "held_out")] if has("split") else [{}]
