@@ -38,7 +38,7 @@ class Task:
         optimizer: over its parameters.
         documents: one global batch after the other.
         num_steps: optimizer steps.
-        global_size: documents behind each.
+        global_batch: documents behind each.
         micro: documents of a micro-batch.
         bf16: run the forward under autocast.
     """
@@ -47,14 +47,14 @@ class Task:
     optimizer: torch.optim.Optimizer
     documents: Sequence[Sample]
     num_steps: int
-    global_size: int
+    global_batch: int
     micro: int
     bf16: bool
 
     @property
     def accum_steps(self) -> int:
         """Micro-batches of a step."""
-        return self.global_size // self.micro
+        return self.global_batch // self.micro
 
     def loader(self, size: int) -> DataLoader[Any]:
         """Give batches of documents in order."""
@@ -110,7 +110,7 @@ def collate(documents: Sequence[Sample]) -> dict[str, Tensor]:
 def hand_loop(task: Task) -> None:
     """Train as one would by hand, with the exact loss: sums over the tokens of the whole step."""
     for step in range(task.num_steps):
-        mine = task.documents[step * task.global_size : (step + 1) * task.global_size]
+        mine = task.documents[step * task.global_batch : (step + 1) * task.global_batch]
         batches = [collate(mine[k : k + task.micro]) for k in range(0, len(mine), task.micro)]
         count = sum(int((shifted_labels(batch) != IGNORED).sum()) for batch in batches)
         for batch in batches:
@@ -251,7 +251,7 @@ def composer(task: Task) -> None:
 
     Trainer(
         model=Model(),
-        train_dataloader=task.loader(task.global_size),
+        train_dataloader=task.loader(task.global_batch),
         max_duration=f"{task.num_steps}ba",
         optimizers=task.optimizer,
         device="cpu",

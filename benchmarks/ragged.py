@@ -145,7 +145,7 @@ class Setting:
             optimizer=self.parts.spec.build(model),
             documents=[d for step in range(num_steps) for d in self.documents(step)],
             num_steps=num_steps,
-            global_size=GLOBAL,
+            global_batch=GLOBAL,
             micro=MICRO,
             bf16=bf16,
         )

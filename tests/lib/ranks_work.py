@@ -137,7 +137,7 @@ class Case:
     steps: int = 1
     dropout: float = 0.0
     spare: bool = False
-    global_size: int = 16
+    global_batch: int = 16
     normalizer: str = "tokens"
     clip_norm: float | None = None
     masked: tuple[int, ...] = ()
@@ -217,7 +217,7 @@ def bench_of(world: World, case: Case, model: Callable[[], nn.Module] | None = N
     return Bench(
         case.cut,
         case.dtype,
-        global_size=case.global_size,
+        global_batch=case.global_batch,
         normalizer=case.normalizer,
         dataset=data,
         model=model or (lambda: BlockLM(case.dropout, spare=case.spare, skipped=skipped)),

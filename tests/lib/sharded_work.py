@@ -85,7 +85,7 @@ def measured(world: World, load: Load) -> MemoryEstimate:
     bench = Bench(
         Fixed(micro=load.micro),
         torch.float32,
-        global_size=2 * load.micro * world.size,
+        global_batch=2 * load.micro * world.size,
         dataset=Even(),
         model=lambda: gpt(load),
         clip_norm=1.0,

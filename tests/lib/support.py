@@ -121,7 +121,7 @@ class Bench:
 
     cut: Cut
     dtype: torch.dtype = torch.float64
-    global_size: int = 16
+    global_batch: int = 16
     normalizer: str = "tokens"
     dataset: Any = field(default_factory=RaggedText)
     model: Callable[[], nn.Module] = TinyLM
@@ -142,7 +142,7 @@ class Bench:
         world = self.world
         layout = replace(self.layout, world_size=world.size, lockstep=self.sync.lockstep)
         lengths = self.dataset.lengths
-        order = Order(len(self.dataset), self.seed, self.global_size)
+        order = Order(len(self.dataset), self.seed, self.global_batch)
         self.loader = Loader(self.dataset, num_workers=self.num_workers, seed=self.seed)
         source = Source(order=order, lengths=lengths, loader=self.loader, objective=self.objective)
         self.feed = Feed(

@@ -79,7 +79,7 @@ def test_gradients_are_those_of_the_whole_batch_on_one_rank(ranks, mode, size):
 
 
 def test_a_reduction_that_averages_is_far_from_the_whole_batch(ranks):
-    case = Case(Fixed(micro=3), global_size=16)
+    case = Case(Fixed(micro=3), global_batch=16)
     expected = alone(case)["gradient"]
     for told in ranks.run(2, run_steps, replace(case, averaged=True)):
         assert error(told["gradient"], expected) > WRONG
@@ -118,8 +118,8 @@ def test_clipping_and_several_steps_agree_over_ranks(ranks, mode):
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 def test_ranks_without_weight_or_without_micro_batches_change_nothing(ranks, mode):
-    first = run_steps(World(), Case(Fixed(steps=1), global_size=3))["ids"][0]
-    few = Case(Fixed(micro=1), mode, global_size=3)
+    first = run_steps(World(), Case(Fixed(steps=1), global_batch=3))["ids"][0]
+    few = Case(Fixed(micro=1), mode, global_batch=3)
     masked = replace(few, masked=tuple(first[:1]))
     for case, size in ((few, 4), (masked, 3)):
         expected = alone(case)
@@ -205,7 +205,7 @@ LOCKSTEP = [("ddp", "immediate", 2), ("fsdp", "immediate", 3), ("hsdp", "hierarc
 def test_policies_that_reduce_in_every_micro_batch_give_the_same_gradient(ranks, mode, sync, size):
     shapes = ((Fixed(micro=3), 16), (Budget(max_tokens=40), 16), (Fixed(micro=2), 5))
     cases = [
-        Case(cut, mode, sync, dtype=dtype, global_size=size)
+        Case(cut, mode, sync, dtype=dtype, global_batch=size)
         for cut, size in shapes
         for dtype in DTYPES
     ]

@@ -56,7 +56,7 @@ def strike(ranks: Ranks, kind: tuple[str, str, int], strikes: list[tuple[str, ..
     """Compare runs that ran out of memory in the first step with one that was cut finer."""
     mode, sync, size = kind
     case = Case(
-        Fixed(micro=4), mode, sync, dropout=0.3, steps=2, dtype=torch.float32, global_size=8 * size
+        Fixed(micro=4), mode, sync, dropout=0.3, steps=2, dtype=torch.float32, global_batch=8 * size
     )
     finer = replace(case, cut=Fixed(micro=2))
     for rank, told in enumerate(ranks.run(size, strike_each, case, [(), *strikes])):
@@ -118,7 +118,7 @@ def test_memory_that_runs_out_twice_is_cut_twice(ranks, kind):
 def test_a_rank_without_micro_batches_replays_with_the_others(ranks, kind):
     mode, sync, _ = kind
     case = Case(
-        Fixed(micro=1), mode, sync, steps=2, global_size=2, normalizer="micro_batches", dropout=0.3
+        Fixed(micro=1), mode, sync, steps=2, global_batch=2, normalizer="micro_batches", dropout=0.3
     )
     counts = [told["counts"][0] for told in ranks.run(3, run_steps, case)]
     assert sorted(counts) == [0, 1, 1]

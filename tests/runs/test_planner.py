@@ -182,16 +182,16 @@ def tokens_by_sample(bench: Bench, num_steps: int = 3) -> dict[tuple[int, int], 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_augmentation_is_the_same_for_every_cut_worker_and_replay(num_workers):
     data = Augmented(num_samples=20)
-    expected = tokens_by_sample(Bench(Fixed(), dataset=data, global_size=12))
+    expected = tokens_by_sample(Bench(Fixed(), dataset=data, global_batch=12))
     assert len(expected) == 20 + 12  # two epochs, whose draws differ
     assert expected[0, 3] != expected[1, 3]
     for cut in (Fixed(micro=5), Budget(max_tokens=50)):
-        bench = Bench(cut, dataset=data, global_size=12, num_workers=num_workers)
+        bench = Bench(cut, dataset=data, global_batch=12, num_workers=num_workers)
         assert tokens_by_sample(bench) == expected
 
 
 def test_a_replay_reads_the_same_augmented_samples():
-    bench = Bench(Budget(max_tokens=100), dataset=Augmented(), global_size=12)
+    bench = Bench(Budget(max_tokens=100), dataset=Augmented(), global_batch=12)
     batch = bench.feed.next()
     again = bench.feed.smaller(batch)
     assert again is not None
@@ -210,7 +210,7 @@ def test_a_replay_reads_the_same_augmented_samples():
 
 def test_draws_of_a_micro_batch_belong_to_seed_step_and_place():
     def keys(seed=0, steps=2):
-        bench = Bench(Fixed(micro=3), dataset=RaggedText(), global_size=12, seed=seed)
+        bench = Bench(Fixed(micro=3), dataset=RaggedText(), global_batch=12, seed=seed)
         return [m.rng_key for _ in range(steps) for m in bench.feed.next().micro_batches]
 
     assert keys() == keys()

@@ -95,7 +95,7 @@ def bench_of(head: Head) -> Bench:
     return Bench(
         Fixed(micro=4),
         torch.float32,
-        global_size=8,
+        global_batch=8,
         dataset=dataset,
         model=head.build,
         objective=head.objective("sum" if head.data == "causal" else "mean"),

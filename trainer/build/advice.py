@@ -68,10 +68,10 @@ def _sizes(prepared: Prepared) -> Iterator[str]:
     parts = prepared.parts
     lengths, unit = parts.source.lengths, parts.config.batch.unit
     there = int(lengths.sum()) if unit == "tokens" else len(lengths)
-    if parts.global_size > there:
+    if parts.global_batch > there:
         of = f"{there} {unit}" if there > 1 else f"one {unit.removesuffix('s')}"
         yield (
-            f"batch.global={parts.global_size} is more than the {of} of an epoch: a step is the "
+            f"batch.global={parts.global_batch} is more than the {of} of an epoch: a step is the "
             f"whole epoch; batch.global={there} says so"
         )
 
@@ -86,7 +86,7 @@ def _documents(prepared: Prepared) -> Iterator[str]:
     lengths, cut = parts.source.lengths, int(parts.train_set.optional("num_cut") or 0)
     given = parts.config.data.params
     share = cut / (cut + float(lengths.sum()))
-    if share > (MOST if len(lengths) < parts.global_size else NEARLY_ALL):
+    if share > (MOST if len(lengths) < parts.global_batch else NEARLY_ALL):
         yield (
             f"data.overlong={given.get('overlong')} leaves out {share:.1%} of the tokens, beyond "
             f"data.max_length={given.get('max_length')}: type data.overlong=chunk, or a larger "

@@ -90,9 +90,9 @@ class Parts:
     example: Fields
 
     @property
-    def global_size(self) -> int:
+    def global_batch(self) -> int:
         """What `batch.global` came to."""
-        return self.source.order.global_size
+        return self.source.order.global_batch
 
     def every(self, cadence: float | None) -> int | None:
         """Resolve a cadence in steps, or as a share of the run; None is never."""
@@ -101,7 +101,7 @@ class Parts:
     @property
     def lr_scale(self) -> float:
         """What `scheduler.scale` multiplies every learning rate by."""
-        return self.schedule.batch_factor(self.global_size)
+        return self.schedule.batch_factor(self.global_batch)
 
     def kit(self, *, is_fresh: bool = True) -> Kit:
         """Compose the step. Builds the optimizer; the model may not be replaced after it.

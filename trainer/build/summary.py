@@ -36,7 +36,7 @@ def summarize(prepared: Prepared) -> dict[str, Any]:
     unknown = "unknown" if prepared.is_here else "unknown: nothing can be timed for another machine"
     sizes = [(p.requires_grad, p.numel()) for p in parts.module.parameters()]
     return {
-        "global_batch": parts.global_size,
+        "global_batch": parts.global_batch,
         "unit": config.batch.unit,
         "world_size": parts.world.size,
         "accum_steps": plan.accum_steps,
@@ -53,7 +53,7 @@ def summarize(prepared: Prepared) -> dict[str, Any]:
         "normalizer": config.batch.normalizer,
         "tail": config.batch.tail,
         # Of tokens, which samples are left depends on the epoch.
-        "tail_size": 0 if config.batch.unit == "tokens" else len(lengths) % parts.global_size,
+        "tail_size": 0 if config.batch.unit == "tokens" else len(lengths) % parts.global_batch,
         "epochs": parts.total_steps / order.steps_per_epoch,
         "model": config.model.name or config.model.target,
         "num_parameters": sum(count for is_trained, count in sizes if is_trained),

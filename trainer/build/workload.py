@@ -118,6 +118,6 @@ def _inputs_bytes(parts: Parts) -> int:
     lengths = parts.source.lengths
     per_token = sum(field.nbytes for field in parts.example.values()) / float(lengths.max())
     is_in_tokens = parts.config.batch.unit == "tokens"
-    tokens = parts.global_size * (1.0 if is_in_tokens else float(lengths.mean()))
+    tokens = parts.global_batch * (1.0 if is_in_tokens else float(lengths.mean()))
     step = int(per_token * tokens / parts.world.size)
     return step * (2 if step <= PREFETCH_LIMIT_BYTES else 1)

@@ -74,14 +74,14 @@ class Order:
     Args:
         num_samples: samples of the training split.
         seed: selects the permutations.
-        global_size: samples, or tokens, behind one optimizer step; at least 1.
-        unit: what `global_size` counts. With `tokens`, a step closes with the first sample that
+        global_batch: samples, or tokens, behind one optimizer step; at least 1.
+        unit: what `global_batch` counts. With `tokens`, a step closes with the first sample that
             makes the sum reach it.
         tail: what becomes of an epoch's last samples that do not fill a global batch.
         lengths: `(num_samples,)`, tokens of each sample; needed under `unit="tokens"` only.
 
     Raises:
-        ConfigError: `global_size` is below 1.
+        ConfigError: `global_batch` is below 1.
         DataError: the data cannot fill a single step.
         ValueError: `unit="tokens"` without one length per sample.
     """
@@ -90,16 +90,16 @@ class Order:
         self,
         num_samples: int,
         seed: int,
-        global_size: int,
+        global_batch: int,
         unit: Literal["samples", "tokens"] = "samples",
         tail: Literal["keep", "drop"] = "keep",
         lengths: IntArray | None = None,
     ) -> None:
-        if global_size < 1:
-            raise ConfigError(f"batch.global={global_size}: must be at least 1")
+        if global_batch < 1:
+            raise ConfigError(f"batch.global={global_batch}: must be at least 1")
         self.num_samples = num_samples
         self.seed = seed
-        self.global_size = global_size
+        self.global_batch = global_batch
         self.keeps_tail = tail == "keep"
         self._lengths: IntArray | None = None
         if unit == "tokens":
@@ -123,7 +123,7 @@ class Order:
     def next(self, cursor: Cursor) -> GlobalBatch:
         """Take the global batch that follows `cursor`.
 
-        A cursor of an order with another `global_size` is welcome: the epoch goes on from its
+        A cursor of an order with another `global_batch` is welcome: the epoch goes on from its
         offset. Costs O(global batch), and a sort where it enters another epoch.
 
         Args:
@@ -150,13 +150,13 @@ class Order:
         Under `unit="tokens"` it is what a step of the shortest samples alone would take.
         """
         if self._lengths is None:
-            return min(self.global_size, self.num_samples)
+            return min(self.global_batch, self.num_samples)
         counts = np.bincount(self._lengths)
         total = np.cumsum(counts * np.arange(len(counts)))
-        longest = int(np.searchsorted(total, self.global_size))
+        longest = int(np.searchsorted(total, self.global_batch))
         if longest >= len(counts):
             return self.num_samples
-        missing = self.global_size - int(total[longest - 1])
+        missing = self.global_batch - int(total[longest - 1])
         return int(counts[:longest].sum()) - (-missing // longest)
 
     def num_steps(self, epochs: int) -> int:
@@ -178,8 +178,8 @@ class Order:
         if self._lengths is None:
             per_epoch = self._count_steps(0)
             epoch, position = divmod(step, per_epoch)
-            offset = position * self.global_size
-            consumed = self.num_samples if self.keeps_tail else per_epoch * self.global_size
+            offset = position * self.global_batch
+            consumed = self.num_samples if self.keeps_tail else per_epoch * self.global_batch
             return Cursor(step, epoch, offset, epoch * consumed + offset)
         cursor = self.start
         while cursor.step < step:
@@ -194,10 +194,10 @@ class Order:
         if self.num_samples < 1:
             raise DataError("data: the training split holds no samples")
         total = self.num_samples if self._lengths is None else int(self._lengths.sum())
-        if not self.keeps_tail and total < self.global_size:
+        if not self.keeps_tail and total < self.global_batch:
             raise DataError(
                 f"batch.tail=drop leaves no step: an epoch holds {total} {unit}, fewer than "
-                f"batch.global={self.global_size}; use batch.tail=keep or a smaller batch.global"
+                f"batch.global={self.global_batch}; use batch.tail=keep or a smaller batch.global"
             )
 
     def _open(self, number: int) -> _Epoch:
@@ -212,11 +212,11 @@ class Order:
     def _stop(self, number: int, offset: int) -> tuple[int, bool]:
         """Find where the batch from `offset` ends, and whether the epoch cuts it short."""
         if self._lengths is None:
-            stop = offset + self.global_size
+            stop = offset + self.global_batch
         else:
             sums = self._open(number).token_sums
             before = int(sums[offset - 1]) if offset else 0
-            stop = int(np.searchsorted(sums, before + self.global_size)) + 1
+            stop = int(np.searchsorted(sums, before + self.global_batch)) + 1
         return min(stop, self.num_samples), stop > self.num_samples
 
     def _settled(self, cursor: Cursor) -> Cursor:
@@ -228,7 +228,7 @@ class Order:
 
     def _count_steps(self, number: int) -> int:
         if self._lengths is None:
-            full, rest = divmod(self.num_samples, self.global_size)
+            full, rest = divmod(self.num_samples, self.global_batch)
             return full + (1 if rest and self.keeps_tail else 0)
         if number not in self._steps_of_epoch:
             self._steps_of_epoch[number] = self._walk(number)

@@ -163,7 +163,7 @@ def test_epochs_and_seeds_have_permutations_of_their_own():
 
 
 def test_the_permutation_is_the_same_on_every_machine_and_numpy():
-    order = Order(10, seed=0, global_size=10)
+    order = Order(10, seed=0, global_batch=10)
     assert ids_of(walk(order, 2)) == PINNED
 
 

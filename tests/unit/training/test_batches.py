@@ -35,12 +35,12 @@ def feed(
     workers: int = 0,
     world: World | None = None,
     cursor: Cursor | None = None,
-    global_size: int = 8,
+    global_batch: int = 8,
 ) -> Feed:
     data = data or Rows()
     world = world or World()
     lengths = DataView(data).lengths
-    order = Order(len(data), 0, global_size)
+    order = Order(len(data), 0, global_batch)
     loader = Loader(data, num_workers=workers, seed=0)
     return Feed(
         Source(order=order, lengths=lengths, loader=loader, objective=NextToken()),
@@ -136,7 +136,7 @@ def test_a_rank_may_be_left_without_a_sample(workers):
     counts = []
     for rank in range(4):
         world = World(rank=rank, size=4)
-        source = feed(Fixed(micro=1), world=world, global_size=3, workers=workers)
+        source = feed(Fixed(micro=1), world=world, global_batch=3, workers=workers)
         counts.append([len(batch.micro_batches) for batch in walk(source, 4)])
     assert sorted(counts) == [[0] * 4, [1] * 4, [1] * 4, [1] * 4]
 
@@ -249,7 +249,7 @@ def test_light_steps_are_prepared_in_bursts_of_bounded_size(limit, steps, monkey
     monkeypatch.setattr("trainer.training.batches.BURST_BYTES", limit)
     data = Gated()
     data.gate.set()
-    source = feed(data=data, global_size=4)
+    source = feed(data=data, global_batch=4)
     source.next()
     for _ in range(2):  # the second call adds nothing to a burst that is on its way
         source.prefetch()

@@ -124,8 +124,8 @@ def test_a_loss_over_declared_groups_is_exact():
 
     layout = Layout(group_size=2)
     for cut in (Fixed(micro=4), Budget(max_tokens=90)):
-        for global_size in (16, 15):
-            bench = Bench(cut, objective=Grouped(), layout=layout, global_size=global_size)
+        for global_batch in (16, 15):
+            bench = Bench(cut, objective=Grouped(), layout=layout, global_batch=global_batch)
             assert checked(bench).exact
 
 

@@ -339,6 +339,6 @@ def test_a_model_that_runs_on_the_planned_groups_alone_is_a_mistake_in_the_model
                 raise RuntimeError("made for six")
             return self.body(input_ids)
 
-    bench = Bench(Fixed(micro=6), global_size=12, model=Four)
+    bench = Bench(Fixed(micro=6), global_batch=12, model=Four)
     with pytest.raises(ConfigError, match=r"on no group of samples .*made for six"):
         checked(bench)

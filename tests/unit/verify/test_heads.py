@@ -80,7 +80,7 @@ def checked(head: Head, objective: Any, cut: Any = None, build: Any = None) -> V
     bench = Bench(
         cut or Budget(max_tokens=45),
         torch.float32,
-        global_size=12,
+        global_batch=12,
         dataset=Examples(head.data),
         model=build or head.build,
         objective=objective,
@@ -240,7 +240,7 @@ def picture_report(build: Callable[[], nn.Module]) -> VerifyReport:
     bench = Bench(
         Fixed(micro=5),
         torch.float32,
-        global_size=12,
+        global_batch=12,
         dataset=Pictures(),
         model=lambda: Imaged(build),
         objective=ModelLoss(causal=False),
