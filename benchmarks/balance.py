@@ -31,7 +31,6 @@ from common import FOLDER, write_results
 from trainer.plan.cut import Cost, IntArray, Layout, Plan
 from trainer.plan.cuts import Budget, Fixed
 from trainer.plan.partition import cut_sorted, deal_by_cost, deal_in_snake, even_starts, split
-from trainer.plan.stats import describe
 
 COST = Cost(fixed=33.0, quadratic=0.00094)
 """Measured on two CPU cores for a model of width 256."""
@@ -169,16 +168,21 @@ def measure(
         plan = planner(lengths, layout, settings)
         elapsed = time.perf_counter() - started
         plan.check(layout)
-        stats = describe(plan, layout)
-        work = float(layout.cost.per_sample(lengths).sum()) / layout.world_size
+        costs = [
+            [layout.cost.tokens(len(ids), size) for ids, size in zip(slots, sizes, strict=True)]
+            for slots, sizes in zip(plan.ranks, plan.padded_lengths, strict=True)
+        ]
+        step = sum(map(max, zip(*costs, strict=True))) if layout.lockstep else max(map(sum, costs))
+        per_sample, totals = layout.cost.per_sample(lengths), [sum(slots) for slots in costs]
+        work = float(per_sample.sum()) / layout.world_size
         rows.append(
             {
-                "busy": work / stats.cost,
-                "of_bound": stats.efficiency,
-                "imbalance": stats.imbalance,
-                "padding": stats.padding,
-                "accum_steps": float(stats.accum_steps),
-                "max_positions": float(stats.max_positions),
+                "busy": work / step,
+                "of_bound": (layout.cost.fixed + max(work, float(per_sample.max()))) / step,
+                "imbalance": max(totals) * len(totals) / sum(totals),
+                "padding": plan.padding,
+                "accum_steps": float(plan.accum_steps),
+                "max_positions": float(plan.max_positions),
                 "plan_ms": 1e3 * elapsed,
             }
         )

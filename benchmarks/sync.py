@@ -8,7 +8,7 @@ Half of the ranks live in each namespace.
 
     s/step   the shortest of some steps; beside it, computing plus what the table says is not hidden
     MiB      sent per rank and step: counted by the network interface; 2 to 4 % of it are headers
-    held     whole parameters and gradients, the most that was alive at once; beside it, the table's
+    unsharded  whole parameters and gradients, the most alive at once; beside it, the table's
     hidden   share of the communication that computing hides: a step with almost nothing to compute
              says what all of it takes; "-" where that is too little to tell. With gloo it is
              nothing by design: its collectives run when micro-batches are done (deferred), or make
@@ -57,7 +57,7 @@ COLUMNS = (
     "predicted",
     "MiB",
     "predicted",
-    "held",
+    "unsharded",
     "predicted",
     "hidden",
 )
@@ -84,7 +84,7 @@ class Row:
 
     seconds: float
     sent: float
-    held: int
+    unsharded: int
     hidden: float | None
 
 
@@ -104,14 +104,14 @@ def step(model: Parallel, sync: SyncPolicy, rows: Tensor, num_micro_batches: int
         before = [p.grad for p in model.parameters]
         with sync.micro_batch(model, is_last=index == num_micro_batches - 1):
             model.call({"x": rows}).square().sum().backward()
-            most = max(most, held(model, before))
+            most = max(most, unsharded_bytes(model, before))
         del before
     sync.reduce(model, [True] * len(model.parameters))
     model.drop_gradients()
     return most
 
 
-def held(model: Parallel, reduced: Sequence[Tensor | None]) -> int:
+def unsharded_bytes(model: Parallel, reduced: Sequence[Tensor | None]) -> int:
     """Count the bytes of whole parameters and whole gradients that are alive."""
     tensors: list[Tensor | None] = []
     if isinstance(model, Sharded):
@@ -170,7 +170,7 @@ def measure(world: World, mode: str, sync: SyncPolicy, options: argparse.Namespa
     hidden = None
     if travelling > TELLING * seconds:
         hidden = min(1.0, max(0.0, (travelling + computing - seconds) / travelling))
-    return Row(seconds=seconds, sent=sent, held=most, hidden=hidden)
+    return Row(seconds=seconds, sent=sent, unsharded=most, hidden=hidden)
 
 
 def setup_of(mode: str, world: World, options: argparse.Namespace) -> ParallelSetup:
@@ -231,8 +231,8 @@ def compare(world: World, options: argparse.Namespace) -> None:
                 f"{computing + (row.exposed or 0):.3f}",
                 f"{seen.sent / MEBI:.1f}",
                 f"{row.sent / MEBI:.1f}",
-                f"{seen.held / MEBI:.1f}",
-                f"{row.held / MEBI:.1f}",
+                f"{seen.unsharded / MEBI:.1f}",
+                f"{row.unsharded_bytes / MEBI:.1f}",
                 "-" if seen.hidden is None else f"{100 * seen.hidden:.0f}%",
             )
         chosen = found[weighed.sync.name]

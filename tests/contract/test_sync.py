@@ -25,7 +25,7 @@ from trainer.parallel.fake_mesh import fake_mesh
 from trainer.parallel.fsdp import Sharded
 from trainer.parallel.sync import Deferred, Immediate, SyncPolicy
 from trainer.plan.cut import Layout
-from trainer.plan.layout_invariant import LayoutInvariant
+from trainer.plan.cuts import LayoutInvariant
 from trainer.plan.traffic import Bulk, Moves, Network, Work
 
 GIGA = 2**30

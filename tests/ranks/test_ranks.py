@@ -28,8 +28,7 @@ from tests.lib.ranks_work import (
 )
 from tests.lib.support import EXACT, WRONG
 from trainer.core.world import World
-from trainer.plan.cuts import Budget, Fixed
-from trainer.plan.layout_invariant import LayoutInvariant
+from trainer.plan.cuts import Budget, Fixed, LayoutInvariant
 from trainer.training.step import NOT_FINITE
 
 LAYOUTS = [("ddp", 2), ("ddp", 3), ("ddp", 4), ("fsdp", 2), ("fsdp", 3), ("fsdp", 4), ("hsdp", 4)]

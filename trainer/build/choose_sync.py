@@ -44,7 +44,7 @@ def _fitting(prepared: Prepared, setup: ParallelSetup) -> str | None:
     """Name the policy that could replay the step and whose predicted peak fits, if one does."""
     if prepared.predicted is None or prepared.limit_bytes is None or setup.bulk is None:
         return None
-    more = setup.bulk.resident(lockstep=False) - setup.bulk.resident(lockstep=True)
+    more = setup.bulk.unsharded(lockstep=False) - setup.bulk.unsharded(lockstep=True)
     fits = prepared.predicted.peak_bytes + more <= prepared.limit_bytes
     return f"sync={Deferred.name}" if fits else None
 

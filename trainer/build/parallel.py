@@ -23,8 +23,7 @@ from trainer.parallel.deterministic import Ordered
 from trainer.parallel.sync import POLICIES, Deferred, Exact, SyncPolicy
 from trainer.plan import traffic
 from trainer.plan.cut import Cut
-from trainer.plan.cuts import Fixed
-from trainer.plan.layout_invariant import LayoutInvariant
+from trainer.plan.cuts import Fixed, LayoutInvariant
 from trainer.plan.traffic import Bulk, Network, Traffic, Work
 from trainer.tune.memory_limit import memory_limit
 
@@ -268,7 +267,7 @@ def _why(best: Traffic, rows: Sequence[Traffic], summary: str, limit_bytes: int)
     parts += [f"{row.policy} would be {_costs(row)}" for row in others if row.fits]
     room = f"{traffic.MOST_OF_MEMORY:.0%} of {size(limit_bytes)}, for activations need the rest"
     parts += [
-        f"{row.policy} would hold {size(row.held)}, and may hold {room}"
+        f"{row.policy} would hold {size(row.unsharded_bytes)}, and may hold {room}"
         for row in others
         if not row.fits
     ]

@@ -18,8 +18,7 @@ from trainer.core.signals import UNBEGUN
 from trainer.data.loader import Request
 from trainer.models.recompute import checkpoint_blocks
 from trainer.plan.cut import Cost, Cut, IntArray, Plan
-from trainer.plan.cuts import Auto, Budget, Fixed
-from trainer.plan.layout_invariant import LayoutInvariant
+from trainer.plan.cuts import Auto, Budget, Fixed, LayoutInvariant
 from trainer.plan.memory import Shape, corner_shapes
 from trainer.plan.partition import pad
 from trainer.plan.traffic import MOST_OF_MEMORY

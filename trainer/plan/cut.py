@@ -176,37 +176,21 @@ class Plan:
         if len(self.ranks) != layout.world_size:
             return f"is for {len(self.ranks)} ranks, not {layout.world_size}"
         flat = [ids for slots in self.ranks for ids in slots]
-        cut = np.concatenate(flat or [self.lengths[:0]])
-        if not np.array_equal(np.sort(cut), np.arange(self.num_samples)):
+        cut = np.sort(np.concatenate(flat or [self.lengths[:0]]))
+        if not np.array_equal(cut, np.arange(self.num_samples)):
             return "does not hold every sample of the global batch exactly once"
         if layout.lockstep and len({len(slots) for slots in self.ranks}) > 1:
             return "has unequal counts over ranks that run in lockstep"
-        sizes = np.array([len(ids) for ids in flat])
-        if layout.group_size > 1 and self._divides_a_group(cut, sizes, layout.group_size):
-            return f"divides a group of {layout.group_size} samples that must stay together"
-        short = self._shortest_of(cut, sizes)
-        if short is not None:
-            rank, slot = list(self.slots())[short]
-            return f"cuts tokens off in micro-batch {slot} of rank {rank}"
+        size = layout.group_size
+        for rank, slot in self.slots():
+            ids = self.ranks[rank][slot]
+            tokens = self.lengths[ids].tolist() or [0]
+            if (sum if self.packed else max)(tokens) > self.padded_lengths[rank][slot]:
+                return f"cuts tokens off in micro-batch {slot} of rank {rank}"
+            groups = (ids[::size, None] // size * size + np.arange(size)).ravel()
+            if size > 1 and not np.array_equal(ids, groups[: len(ids)]):
+                return f"divides a group of {size} samples that must stay together"
         return None
-
-    def _shortest_of(self, cut: IntArray, sizes: IntArray) -> int | None:
-        """Find the first micro-batch, over all ranks, that is shorter than what it holds."""
-        filled = np.flatnonzero(sizes)
-        begins = np.cumsum(sizes)[filled] - sizes[filled]
-        combine = np.add if self.packed else np.maximum
-        needed = combine.reduceat(self.lengths[cut], begins) if len(filled) else filled
-        given = np.array([length for slots in self.padded_lengths for length in slots])
-        too_short = filled[needed > given[filled]] if len(filled) else filled
-        return int(too_short[0]) if len(too_short) else None
-
-    @staticmethod
-    def _divides_a_group(cut: IntArray, sizes: IntArray, group_size: int) -> bool:
-        """Tell whether a micro-batch is anything but whole groups, each in sample order."""
-        offsets = np.arange(len(cut)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-        within = offsets % group_size
-        heads = cut[np.arange(len(cut)) - within]
-        return bool((heads % group_size).any() or (cut != heads + within).any())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,15 +1,10 @@
-"""How large a micro-batch may be: arithmetic over predicted peaks.
-
-Nothing here runs a model. Whoever can predict the peak of one shape (by running it on fake tensors)
-hands that in; the answer is a cap on padded tokens.
-"""
+"""Find how large a micro-batch may be, given a prediction of the peak of any shape."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, final
 
 
@@ -19,21 +14,6 @@ class Shape(NamedTuple):
 
     num_samples: int
     length: int
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CapSearch:
-    """What a search for the largest cap found.
-
-    Attributes:
-        cap: largest candidate whose predicted peak fits, in padded tokens; `None` when not even
-            the smallest does.
-        peaks: predicted peak in bytes of every cap that was tried, ascending by cap.
-    """
-
-    cap: int | None
-    peaks: Mapping[int, int]
 
 
 def candidate_caps(longest: int, total: int, ratio: float = 1.04) -> tuple[int, ...]:
@@ -58,6 +38,9 @@ def candidate_caps(longest: int, total: int, ratio: float = 1.04) -> tuple[int, 
 
 MANY = 9 / 8
 """What a corner must have of another's samples to be a shape of its own."""
+
+LINE_STEPS = 4
+"""Predictions placed by interpolation before plain bisection takes over."""
 
 
 def corner_shapes(cap: int, longest: int, shortest: int, max_samples: int) -> tuple[Shape, ...]:
@@ -88,14 +71,10 @@ def corner_shapes(cap: int, longest: int, shortest: int, max_samples: int) -> tu
     return tuple(dict.fromkeys(corners))
 
 
-LINE_STEPS = 4
-"""Predictions placed by interpolation before plain bisection takes over."""
-
-
 def largest_cap(
     predict: Callable[[int], int], limit_bytes: int, candidates: Sequence[int]
-) -> CapSearch:
-    """Find the largest candidate cap whose predicted peak fits.
+) -> int | None:
+    """Find the largest candidate cap whose predicted peak fits; None where none does.
 
     A bisection whose first steps ask where the line through the bracket's ends crosses the limit:
     peaks are nearly affine in the cap, so four or five predictions do. For any monotone `predict`
@@ -106,26 +85,25 @@ def largest_cap(
             largest prediction over `corner_shapes`.
         limit_bytes: what the peak may not exceed.
         candidates: ascending caps, at least one.
-
-    Returns:
-        The cap and every peak that was predicted on the way.
     """
-    peaks = {cap: predict(cap) for cap in dict.fromkeys((candidates[0], candidates[-1]))}
     low, high = 0, len(candidates) - 1
-    if peaks[candidates[low]] > limit_bytes:
-        return CapSearch(cap=None, peaks=peaks)
-    if peaks[candidates[high]] <= limit_bytes:
-        return CapSearch(cap=candidates[high], peaks=peaks)
+    least = predict(candidates[low])
+    most = predict(candidates[high]) if high else least
+    if least > limit_bytes:
+        return None
+    if most <= limit_bytes:
+        return candidates[high]
     line_steps = LINE_STEPS
     while high - low > 1:
         middle = (low + high) // 2
         if line_steps:
             line_steps -= 1
             start, end = candidates[low], candidates[high]
-            share = (limit_bytes - peaks[start]) / (peaks[end] - peaks[start])
-            crossing = start + share * (end - start)
+            crossing = start + (limit_bytes - least) / (most - least) * (end - start)
             middle = min(max(bisect_right(candidates, crossing) - 1, low + 1), high - 1)
-        cap = candidates[middle]
-        peaks[cap] = predict(cap)
-        low, high = (middle, high) if peaks[cap] <= limit_bytes else (low, middle)
-    return CapSearch(cap=candidates[low], peaks=dict(sorted(peaks.items())))
+        peak = predict(candidates[middle])
+        if peak <= limit_bytes:
+            low, least = middle, peak
+        else:
+            high, most = middle, peak
+    return candidates[low]

@@ -53,16 +53,6 @@ class GlobalBatch:
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class _Epoch:
-    """One epoch's permutation, and the token sums along it (empty under `unit="samples"`)."""
-
-    number: int
-    permutation: IntArray
-    token_sums: IntArray
-
-
-@final
 class Order:
     """Cuts the permutation of every epoch into global batches.
 
@@ -106,7 +96,8 @@ class Order:
             if lengths is None or len(lengths) != num_samples:
                 raise ValueError("unit='tokens' needs one length per sample")
             self._lengths = np.asarray(lengths, dtype=np.int64)
-        self._epoch: _Epoch | None = None
+        # The epoch that is open, its permutation, and the token sums along it.
+        self._epoch: tuple[int, IntArray, IntArray] | None = None
         self._steps_of_epoch: dict[int, int] = {}
         self._refuse_empty(unit)
 
@@ -121,27 +112,16 @@ class Order:
         return self._count_steps(0)
 
     def next(self, cursor: Cursor) -> GlobalBatch:
-        """Take the global batch that follows `cursor`.
+        """Take the global batch that follows `cursor`: `start`, or `after` of the batch before.
 
         A cursor of an order with another `global_batch` is welcome: the epoch goes on from its
         offset. Costs O(global batch), and a sort where it enters another epoch.
-
-        Args:
-            cursor: `start`, or `after` of the batch before.
-
-        Returns:
-            The batch, which holds at least one sample, and the position behind it.
         """
-        cursor = self._settled(cursor)
+        cursor = self._enter(cursor)
         stop, is_tail = self._stop(cursor.epoch, cursor.offset)
-        ids = self._open(cursor.epoch).permutation[cursor.offset : stop].copy()
-        after = Cursor(
-            step=cursor.step + 1,
-            epoch=cursor.epoch,
-            offset=stop,
-            samples=cursor.samples + len(ids),
-        )
-        return GlobalBatch(ids=ids, epoch=cursor.epoch, is_tail=is_tail, after=self._settled(after))
+        ids = self._open(cursor.epoch)[0][cursor.offset : stop].copy()
+        after = Cursor(cursor.step + 1, cursor.epoch, stop, cursor.samples + len(ids))
+        return GlobalBatch(ids=ids, epoch=cursor.epoch, is_tail=is_tail, after=self._enter(after))
 
     @property
     def most_samples(self) -> int:
@@ -200,26 +180,26 @@ class Order:
                 f"batch.global={self.global_batch}; use batch.tail=keep or a smaller batch.global"
             )
 
-    def _open(self, number: int) -> _Epoch:
-        """Give an epoch's permutation; sorts only when the epoch changes."""
+    def _open(self, number: int) -> tuple[IntArray, IntArray]:
+        """Give an epoch's permutation, and its token sums if it has lengths."""
         epoch = self._epoch
-        if epoch is None or epoch.number != number:
+        if epoch is None or epoch[0] != number:  # sorts
             permutation = _permutation(self.num_samples, self.seed, number)
             lengths = permutation[:0] if self._lengths is None else self._lengths[permutation]
-            epoch = self._epoch = _Epoch(number, permutation, np.cumsum(lengths))
-        return epoch
+            epoch = self._epoch = number, permutation, np.cumsum(lengths)
+        return epoch[1:]
 
     def _stop(self, number: int, offset: int) -> tuple[int, bool]:
         """Find where the batch from `offset` ends, and whether the epoch cuts it short."""
         if self._lengths is None:
             stop = offset + self.global_batch
         else:
-            sums = self._open(number).token_sums
+            _, sums = self._open(number)
             before = int(sums[offset - 1]) if offset else 0
             stop = int(np.searchsorted(sums, before + self.global_batch)) + 1
         return min(stop, self.num_samples), stop > self.num_samples
 
-    def _settled(self, cursor: Cursor) -> Cursor:
+    def _enter(self, cursor: Cursor) -> Cursor:
         """Move a position from which its epoch offers no further step to the next epoch."""
         is_over = cursor.offset >= self.num_samples
         if not is_over and not self.keeps_tail:
@@ -231,15 +211,12 @@ class Order:
             full, rest = divmod(self.num_samples, self.global_batch)
             return full + (1 if rest and self.keeps_tail else 0)
         if number not in self._steps_of_epoch:
-            self._steps_of_epoch[number] = self._walk(number)
+            count, offset = 0, 0
+            while offset < self.num_samples:
+                offset, is_tail = self._stop(number, offset)
+                count += 1 if self.keeps_tail or not is_tail else 0
+            self._steps_of_epoch[number] = count
         return self._steps_of_epoch[number]
-
-    def _walk(self, number: int) -> int:
-        count, offset = 0, 0
-        while offset < self.num_samples:
-            offset, is_tail = self._stop(number, offset)
-            count += 1 if self.keeps_tail or not is_tail else 0
-        return count
 
 
 def _permutation(num_samples: int, seed: int, epoch: int) -> IntArray:

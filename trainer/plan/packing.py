@@ -1,4 +1,4 @@
-"""Packs the documents of one global batch into rows, end to end, without padding.
+"""Pack the documents of one global batch into rows, end to end, without padding.
 
 For models that take document boundaries. Bin packing under a hard cap comes first, balance
 second: number partitioning alone exceeds the cap.
@@ -9,17 +9,16 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from itertools import chain, islice
-from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from trainer.plan.cut import FloatArray, IntArray, Layout, Plan
-from trainer.plan.groups import samples_of_groups, totals_of_groups
-from trainer.plan.partition import deal_by_cost, deal_in_snake, split
-
-Number = TypeVar("Number", np.int64, np.float64)
+from trainer.plan.partition import (
+    deal_by_cost,
+    deal_in_snake,
+    reduce_groups,
+    samples_of_groups,
+)
 
 TRIES_PER_DOCUMENT = 1
 """Rows passed over for each document, on average, before balancing gives up."""
@@ -28,10 +27,10 @@ TRIES_PER_DOCUMENT = 1
 def pack(lengths: IntArray, layout: Layout, cap: int, max_micro: int | None = None) -> Plan:
     """Cut a global batch into packed rows, each one micro-batch.
 
-    Ranks that meet only at the end of the step: documents go to ranks by cost, each rank is packed
-    on its own. Ranks in lockstep: the batch is packed into a multiple of `world_size` rows, and
-    rows of like cost share a slot, which minimises the sum of the slots' maxima for given rows.
-    Groups of samples that must stay together are packed as one document each.
+    Ranks that wait for each other only at the end of the step: documents go to ranks by cost, each
+    rank is packed on its own. Ranks in lockstep: the batch is packed into a multiple of
+    `world_size` rows, and rows of like cost share a slot, which minimises the sum of the slots'
+    maxima for given rows. Groups of samples that must stay together are packed as one document.
 
     Args:
         lengths: `(global batch,)`, at least one document.
@@ -44,9 +43,12 @@ def pack(lengths: IntArray, layout: Layout, cap: int, max_micro: int | None = No
         The plan, dearest row first in every rank.
     """
     size, num_samples = layout.group_size, len(lengths)
-    totals = totals_of_groups(np.maximum(lengths, 1), size)
+    counted = np.maximum(lengths, 1)
+    totals = reduce_groups(np.add, counted, size)
     order = np.argsort(-totals, kind="stable")
-    costs = _costs(lengths, layout)[order]
+    # Attention pays document by document.
+    starts = np.arange(0, len(lengths), size)
+    costs: FloatArray = np.add.reduceat(layout.cost.per_sample(counted), starts)[order]
     limit = max(1, max_micro // size) if max_micro else len(totals)
     ranks: list[list[IntArray]] = []
     if layout.lockstep:
@@ -54,54 +56,29 @@ def pack(lengths: IntArray, layout: Layout, cap: int, max_micro: int | None = No
         for share in deal_in_snake(len(rows), layout.world_size):
             ranks.append([order[rows[index]] for index in share])
     else:
-        dearest_first = np.argsort(-costs, kind="stable") if size > 1 else np.arange(len(costs))
+        dearest_first = np.argsort(-costs, kind="stable")
         for share in deal_by_cost(costs[dearest_first], layout.world_size):
             mine = np.sort(dearest_first[share])
             rows = pack_rows(totals[order[mine]], costs[mine], cap, limit)
             ranks.append([order[mine[row]] for row in rows])
     samples = [[samples_of_groups(row, size, num_samples) for row in rows] for rows in ranks]
-    padded = iter(_row_lengths(lengths, [row for rows in samples for row in rows], layout, cap))
+    step = layout.pad_multiple
+    if layout.max_shapes is not None:
+        step *= -(-cap // layout.max_shapes // step)
+
+    def padded(row: IntArray) -> int:
+        """Round a row up to what the layout allows, never beyond the cap; 0 for an empty row."""
+        num_tokens = int(lengths[row].sum())
+        rounded = min(-(-max(num_tokens, 1) // step) * step, cap)
+        return max(num_tokens, rounded) if len(row) else 0
+
     return Plan(
         ranks=tuple(map(tuple, samples)),
         lengths=lengths,
-        padded_lengths=tuple(tuple(islice(padded, len(rows))) for rows in samples),
+        padded_lengths=tuple(tuple(map(padded, rows)) for rows in samples),
         packed=True,
         group_size=size,
     )
-
-
-def _costs(lengths: IntArray, layout: Layout) -> FloatArray:
-    """Give the cost of every group: attention pays document by document."""
-    costs = layout.cost.per_sample(np.maximum(lengths, 1))
-    if layout.group_size == 1:
-        return costs
-    sums: FloatArray = np.add.reduceat(costs, np.arange(0, len(costs), layout.group_size))
-    return sums
-
-
-def _row_lengths(
-    lengths: IntArray, rows: Sequence[IntArray], layout: Layout, cap: int
-) -> list[int]:
-    """Round rows up to what the layout allows, never beyond the cap; 0 for an empty row."""
-    step = layout.pad_multiple
-    if layout.max_shapes is not None:
-        part = -(-cap // layout.max_shapes)
-        step *= -(-part // step)
-    sizes = [len(row) for row in rows]
-    num_tokens = _totals(lengths[np.concatenate(rows)], sizes)
-    padded = np.minimum(-(-np.maximum(num_tokens, 1) // step) * step, cap)
-    row_lengths: list[int] = (np.maximum(num_tokens, padded) * np.minimum(sizes, 1)).tolist()
-    return row_lengths
-
-
-def _totals(values: npt.NDArray[Number], sizes: Sequence[int]) -> npt.NDArray[Number]:
-    """Sum consecutive stretches of `values`, as many of them as `sizes` says."""
-    sums = np.zeros(len(values) + 1, dtype=values.dtype)
-    np.cumsum(values, out=sums[1:])
-    counts = np.asarray(sizes, dtype=np.int64)
-    ends = np.cumsum(counts)
-    totals: npt.NDArray[Number] = sums[ends] - sums[ends - counts]
-    return totals
 
 
 def pack_rows(
@@ -126,14 +103,15 @@ def pack_rows(
         are fewer documents than rows needed.
     """
     rows = _best_fit(lengths.tolist(), cap, max_micro)
+    if not rows:
+        return []
     count = -(-len(rows) // multiple_of) * multiple_of
-    rows = _balanced(lengths.tolist(), costs.tolist(), cap, max_micro, count) or _halved(
-        rows, count
-    )
-    order = np.fromiter(chain.from_iterable(rows), dtype=np.int64, count=len(lengths))
-    sizes = [len(row) for row in rows]
-    packed = split(order, [0, *np.cumsum(sizes)[:-1]])
-    dearest_first = np.argsort(-_totals(costs[order], sizes), kind="stable")
+    balanced = _balanced(lengths.tolist(), costs.tolist(), cap, max_micro, count)
+    packed = [np.array(row, dtype=np.int64) for row in balanced or _halved(rows, count)]
+    sizes = np.array([len(row) for row in packed])
+    sums = np.concatenate([[0.0], np.cumsum(costs[np.concatenate(packed)])])
+    ends = np.cumsum(sizes)
+    dearest_first = np.argsort(sums[ends - sizes] - sums[ends], kind="stable")
     return [packed[index] for index in dearest_first]
 
 

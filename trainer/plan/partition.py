@@ -1,13 +1,16 @@
-"""Cuts one global batch into padded micro-batches, for one rank or many.
+"""Cut one global batch into padded micro-batches, for one rank or many.
 
 Samples are sorted by length, longest first, and cut into consecutive groups. For any cost that
 grows with the longest sample of a group some optimal partition is of this form: with the group
 sizes fixed, regrouping consecutively never raises the j-th largest group maximum. A dynamic
 program finds the cheapest cuts.
 
-What each function guarantees stands in its docstring. All are pure and deterministic (ties keep
-sample order; floats are added one by one or exactly, since numpy's sums depend on the processor),
-so every rank computes the same plan and nobody sends it.
+All functions are pure and deterministic (ties keep sample order; floats are added one by one or
+exactly, since numpy's sums depend on the processor), so every rank computes the same plan and
+nobody sends it.
+
+Samples that must stay together are groups: `group_size` consecutive samples in sample order. A cut
+that respects them is a cut of the groups themselves, each as long as its longest sample.
 """
 
 from __future__ import annotations
@@ -22,7 +25,6 @@ from math import fsum
 import numpy as np
 
 from trainer.plan.cut import Cost, FloatArray, IntArray, Layout, Plan
-from trainer.plan.groups import longest_of_groups, per_group, samples_of_groups
 from trainer.plan.slots import fill_slots
 
 MAX_CANDIDATES = 256
@@ -32,16 +34,13 @@ MAX_CANDIDATES = 256
 def partition(lengths: IntArray, layout: Layout, cap: int, max_micro: int | None = None) -> Plan:
     """Cut a global batch into padded micro-batches at the least cost.
 
-    One rank, or ranks that meet only at the end of the step: samples go to ranks by `deal_by_cost`
-    and each rank is cut by `cut_sorted`, optimal for what it was dealt; counts may differ and a
-    rank may have none. Ranks in lockstep: see `_cut_in_lockstep`.
-
-    Groups of samples that must stay together are cut as one sample each, as long as their longest;
-    a short last one counts as full. What is optimal holds for these.
+    One rank, or ranks that wait for each other only at the end of the step: samples go to ranks by
+    `deal_by_cost` and each rank is cut by `cut_sorted`, optimal for what it was given; counts may
+    differ and a rank may have none. Ranks in lockstep: see `_cut_in_lockstep`.
 
     Args:
         lengths: `(global batch,)`, at least one sample.
-        layout: what hardware and model ask.
+        layout: what hardware and model ask. A short last group counts as full.
         cap: most padded tokens of a micro-batch. A sample, or a group, beyond it gets a
             micro-batch of its own; who must not let that happen asks `pad` first.
         max_micro: most samples of a micro-batch; a group is never divided for it.
@@ -51,15 +50,21 @@ def partition(lengths: IntArray, layout: Layout, cap: int, max_micro: int | None
         slot first.
     """
     size = layout.group_size
-    padded = longest_of_groups(pad(lengths, layout), size)
+    padded = reduce_groups(np.maximum, pad(lengths, layout), size)
     longest_first = np.argsort(-padded, kind="stable")
     cap, limit = cap // size, max(1, max_micro // size) if max_micro else len(padded)
-    ranks = _cut_ranks(longest_first, padded, per_group(layout), cap, limit)
-    samples = tuple(
-        tuple(samples_of_groups(slot, size, len(lengths)) for slot in slots) for slots in ranks
-    )
+    # `k` groups of `G` cost `fixed + k G c`, which is `G (fixed / G + k c)`.
+    cost = replace(layout.cost, fixed=layout.cost.fixed / size)
+    if layout.lockstep and layout.world_size > 1:
+        ranks = _cut_in_lockstep(longest_first, padded, layout.world_size, cost, cap, limit)
+    else:
+        shares = deal_by_cost(cost.per_sample(padded[longest_first]), layout.world_size)
+        own = [longest_first[share] for share in shares]
+        ranks = [split(mine, cut_sorted(padded[mine], cap, cost, limit)) for mine in own]
     return Plan(
-        ranks=samples,
+        ranks=tuple(
+            tuple(samples_of_groups(slot, size, len(lengths)) for slot in slots) for slots in ranks
+        ),
         lengths=lengths,
         padded_lengths=tuple(
             tuple(int(padded[slot[0]]) if len(slot) else 0 for slot in slots) for slots in ranks
@@ -68,28 +73,26 @@ def partition(lengths: IntArray, layout: Layout, cap: int, max_micro: int | None
     )
 
 
-def _cut_ranks(
-    longest_first: IntArray, padded: IntArray, layout: Layout, cap: int, max_micro: int
-) -> list[tuple[IntArray, ...]]:
-    if layout.lockstep and layout.world_size > 1:
-        return _cut_in_lockstep(longest_first, padded, layout, cap, max_micro)
-    ranks = []
-    for share in deal_by_cost(layout.cost.per_sample(padded[longest_first]), layout.world_size):
-        mine = longest_first[share]
-        ranks.append(split(mine, cut_sorted(padded[mine], cap, layout.cost, max_micro)))
-    return ranks
+def reduce_groups(combine: np.ufunc, values: IntArray, group_size: int) -> IntArray:
+    """Combine a value of every sample to one of every group, `(groups,)`."""
+    groups: IntArray = combine.reduceat(values, np.arange(0, len(values), group_size))
+    return groups
+
+
+def samples_of_groups(groups: IntArray, group_size: int, num_samples: int) -> IntArray:
+    """List the samples of some groups, group by group; the last of all may be short."""
+    if group_size == 1:
+        return groups
+    samples = np.sort(groups)[:, None] * group_size + np.arange(group_size)
+    found: IntArray = samples[samples < num_samples]
+    return found
 
 
 def pad(lengths: IntArray, layout: Layout) -> IntArray:
-    """Round lengths up to what the layout allows: a multiple, or one of a few shapes.
+    """Round lengths, `(num_samples,)`, up to what the layout allows, and to at least 1.
 
-    Args:
-        lengths: `(num_samples,)`.
-        layout: its `pad_multiple`, `longest`, `shapes` and `max_shapes` are read. Lengths above
-            the last shape are rounded to the multiple only.
-
-    Returns:
-        `(num_samples,)`, each at least 1.
+    That is a multiple, or one of a few shapes; lengths above the last shape are rounded to the
+    multiple only.
     """
     padded, shapes = _to_multiple(lengths, layout), with_shapes(lengths, layout).shapes
     if not shapes:
@@ -100,13 +103,7 @@ def pad(lengths: IntArray, layout: Layout) -> IntArray:
 
 
 def padded_apart(ranks: Sequence[Sequence[IntArray]], lengths: IntArray, layout: Layout) -> Plan:
-    """Pad every micro-batch to its own longest sample, and a packed row to the multiple.
-
-    Args:
-        ranks: `[rank][slot]`, positions in the global batch; an empty slot has length 0.
-        lengths: `(global batch,)`.
-        layout: what hardware and model ask.
-    """
+    """Pad each micro-batch to its own longest sample, and packed rows to the multiple."""
     step = layout.pad_multiple
     padded = lengths if layout.packed else pad(lengths, layout)
 
@@ -125,12 +122,7 @@ def padded_apart(ranks: Sequence[Sequence[IntArray]], lengths: IntArray, layout:
 
 
 def with_shapes(lengths: IntArray, layout: Layout) -> Layout:
-    """Choose the few padded lengths of a global batch, where a layout bounds only their number.
-
-    Args:
-        lengths: `(num_samples,)`.
-        layout: given back as it is where it names its shapes, or needs none.
-    """
+    """Choose the few padded lengths of a global batch, where a layout bounds only their number."""
     if layout.shapes or layout.max_shapes is None or layout.packed:
         return layout
     padded = _to_multiple(lengths, layout)
@@ -253,8 +245,7 @@ def _cheapest_ends(costs: FloatArray, most: IntArray, fixed: float) -> list[int]
 def _evened(starts: Sequence[int], lengths: Sequence[int]) -> list[int]:
     """Share samples evenly among neighbouring micro-batches of one padded length.
 
-    Their cost stays, the largest shrinks, and starts only move forward, within the run of equal
-    lengths they began in. Called once per rank, where lists cost a third of arrays.
+    Their cost stays, and the largest shrinks.
     """
     evened: list[int] = []
     for _, equal in groupby(starts, key=lengths.__getitem__):
@@ -274,15 +265,16 @@ def even_starts(num_samples: int, num_groups: int) -> IntArray:
 def deal_by_cost(costs: FloatArray, world_size: int) -> list[IntArray]:
     """Deal samples to ranks of nearly equal totals: longest processing time first.
 
-    The largest total is at most `4/3 - 1/(3 W)` of the best possible (Graham 1969) and at most
-    `mean + (1 - 1/W) max`. Karmarkar-Karp costs ten times as much and is not measurably better.
+    The largest total is at most `4/3 - 1/(3 W)` of the best possible on `W` ranks (Graham 1969)
+    and at most `mean + (1 - 1/W) max`. Karmarkar-Karp costs ten times as much and is not measurably
+    better.
 
     Args:
         costs: `(num_samples,)`, not increasing.
-        world_size: ranks, `W`.
+        world_size: ranks.
 
     Returns:
-        For each rank the indices it is dealt, ascending; empty where there are too few samples.
+        Each rank's indices, ascending; empty where there are too few samples.
     """
     if world_size == 1:
         return [np.arange(len(costs), dtype=np.int64)]
@@ -296,12 +288,9 @@ def deal_by_cost(costs: FloatArray, world_size: int) -> list[IntArray]:
 
 
 def deal_in_snake(num_samples: int, world_size: int) -> list[IntArray]:
-    """Deal sorted samples to ranks in rows, every other row backwards.
+    """Deal sorted samples to ranks in rows, every other row backwards; gives each rank's indices.
 
     Counts differ by at most one, and every rank's `t`-th sample is of row `t`.
-
-    Returns:
-        For each rank the indices it is dealt, ascending.
     """
     rows = np.arange(-(-num_samples // world_size) * world_size).reshape(-1, world_size)
     rows[1::2] = rows[1::2, ::-1]
@@ -309,7 +298,7 @@ def deal_in_snake(num_samples: int, world_size: int) -> list[IntArray]:
 
 
 def _cut_in_lockstep(
-    longest_first: IntArray, padded: IntArray, layout: Layout, cap: int, max_micro: int
+    longest_first: IntArray, padded: IntArray, world_size: int, cost: Cost, cap: int, max_micro: int
 ) -> list[tuple[IntArray, ...]]:
     """Cut ranks so that all have equal counts and little to wait for: each slot costs its slowest.
 
@@ -317,21 +306,19 @@ def _cut_in_lockstep(
     ranks are cut between the same rows; the first sample of a row bounds it, so the program of
     `cut_sorted` over these is optimal among all common cuts of the deal. (A last row that is not
     full can cost more than the program thinks, by what one sample is longer than its neighbour.)
-    Filled slots: see `fill_slots`; they win where a rank has few samples that differ much, since
-    beside one long sample the other ranks compute several shorter ones. A slot is empty only where
-    a rank has fewer samples than there are slots.
+    Filled slots, `fill_slots`, win where a rank has few samples that differ much. A slot is empty
+    only where a rank has fewer samples than there are slots.
     """
-    lengths, world_size = padded[longest_first], layout.world_size
+    lengths = padded[longest_first]
     heads = lengths[::world_size].copy()
     if len(heads) > 1 and len(lengths) % world_size:
         # Ranks without a sample in the last row may have to fill a slot from the row before.
         heads[-1] = heads[-2]
-    starts = cut_sorted(heads, cap, layout.cost, max_micro)
+    starts = cut_sorted(heads, cap, cost, max_micro)
     sizes = np.diff([*starts, len(heads)])
-    common = len(starts) * layout.cost.fixed + fsum(sizes * layout.cost.per_sample(heads[starts]))
+    common = len(starts) * cost.fixed + fsum(sizes * cost.per_sample(heads[starts]))
     most = np.maximum(1, np.minimum(cap // lengths, max_micro))
-    costs = layout.cost.per_sample(lengths)
-    slots = fill_slots(costs, most, world_size, layout.cost.fixed, common)
+    slots = fill_slots(cost.per_sample(lengths), most, world_size, cost.fixed, common)
     if slots:
         # Every other slot backwards, so that no rank has the dearest of each.
         pieces = [
@@ -348,10 +335,6 @@ def _cut_in_lockstep(
 
 
 def split(samples: IntArray, starts: Sequence[int] | IntArray) -> tuple[IntArray, ...]:
-    """Split samples at the given starts, the first of which is 0.
-
-    Returns:
-        One array for each start, empty where starts coincide or lie behind the last sample.
-    """
+    """Split samples at the given starts, the first 0; empty where starts coincide or lie behind."""
     bounds = [*map(int, starts), len(samples)]
     return tuple(samples[begin:end] for begin, end in pairwise(bounds))

@@ -63,10 +63,10 @@ class Traffic:
     """One row of the table.
 
     Attributes:
-        policy: of which it tells.
+        policy: its name.
         within: bytes a rank sends per step to those that share one copy of the model.
         across: bytes it sends to other copies.
-        held: bytes of whole parameters and gradients it holds while it computes.
+        unsharded_bytes: whole parameters and gradients that it has while it computes.
         fits: whether they leave room for activations.
         seconds: its collectives take per step; None where the network was not measured.
         exposed: seconds of them that computing does not hide.
@@ -75,7 +75,7 @@ class Traffic:
     policy: str
     within: float
     across: float
-    held: int
+    unsharded_bytes: int
     fits: bool
     seconds: float | None = None
     exposed: float | None = None
@@ -125,7 +125,7 @@ class Bulk:
     limit_bytes: int
     groups: int = 1
 
-    def resident(self, *, lockstep: bool) -> int:
+    def unsharded(self, *, lockstep: bool) -> int:
         """Count the bytes of whole parameters and gradients that a rank has while it computes."""
         if not lockstep:
             return 2 * self.model_bytes
@@ -142,16 +142,7 @@ def row(
     *,
     lockstep: bool,
 ) -> Traffic:
-    """Work out what one policy costs.
-
-    Args:
-        policy: its name.
-        moves: how often it sends what.
-        bulk: what it sends.
-        work: what a rank computes beside.
-        network: what it sends over; None leaves times out.
-        lockstep: whether it reduces in every micro-batch.
-    """
+    """Work out what one policy costs; without a network, not the time."""
     shard, size = bulk.shard, bulk.model_bytes
     ring = (shard - 1) / shard
     gathered, reduced = moves.gathers * size * ring, moves.reductions * size * ring
@@ -167,28 +158,22 @@ def row(
             + reduced / network.reduce_scatter
             + across / network.all_reduce
         )
-        hides = work.overlaps and lockstep and bulk.mode != "ddp"
-        exposed = _exposed(seconds, bulk, work) if hides else seconds
-    needed = bulk.resident(lockstep=lockstep)
+        exposed = seconds
+        if work.overlaps and lockstep and bulk.mode != "ddp":
+            # The first gather and the last reduction of a step have nothing to hide behind; the
+            # rest does as far as computing takes as long.
+            edges = seconds / max(1.0, work.micro_batches) / max(1, bulk.groups)
+            exposed = max(edges, seconds - work.micro_batches * (work.seconds or 0.0))
+    unsharded = bulk.unsharded(lockstep=lockstep)
     return Traffic(
         policy=policy,
         within=gathered + reduced * (2 if work.scatters_whole else 1),
         across=across,
-        held=needed,
-        fits=needed <= bulk.limit_bytes * MOST_OF_MEMORY,
+        unsharded_bytes=unsharded,
+        fits=unsharded <= bulk.limit_bytes * MOST_OF_MEMORY,
         seconds=seconds,
         exposed=exposed,
     )
-
-
-def _exposed(seconds: float, bulk: Bulk, work: Work) -> float:
-    """Tell how much of a lockstep policy's traffic computing cannot hide.
-
-    The first gather and the last reduction of a step have nothing to hide behind; the rest does as
-    far as computing takes as long.
-    """
-    edges = seconds / max(1.0, work.micro_batches) / max(1, bulk.groups)
-    return max(edges, seconds - work.micro_batches * (work.seconds or 0.0))
 
 
 def cheapest(rows: Sequence[Traffic], lockstep: Mapping[str, bool]) -> Traffic:
@@ -197,14 +182,10 @@ def cheapest(rows: Sequence[Traffic], lockstep: Mapping[str, bool]) -> Traffic:
     A policy in lockstep cannot replay a step that runs out of memory, so it is taken only where no
     other fits. Where the network was not measured, it is the one that sends least between copies,
     then within. Where none fits, it is the one that needs least memory.
-
-    Args:
-        rows: at least one.
-        lockstep: by policy.
     """
     fitting = [each for each in rows if each.fits]
     if not fitting:
-        return min(rows, key=lambda each: each.held)
+        return min(rows, key=lambda each: each.unsharded_bytes)
     fitting = [each for each in fitting if not lockstep[each.policy]] or fitting
     if any(each.exposed is None for each in fitting):
         return min(fitting, key=lambda each: (each.across, each.within))

@@ -21,7 +21,6 @@ from trainer.plan.memory import (
     corner_shapes,
     largest_cap,
 )
-from trainer.plan.stats import describe
 
 LENGTHS = st.lists(st.integers(1, 90), min_size=1, max_size=50).map(
     lambda values: np.array(values, dtype=np.int64)
@@ -41,12 +40,12 @@ CUTS = st.one_of(
 )
 
 
-def held(plan):
+def samples_of(plan):
     return [[ids.tolist() for ids in slots] for slots in plan.ranks]
 
 
 def same(plan, other):
-    return held(plan) == held(other) and plan.padded_lengths == other.padded_lengths
+    return samples_of(plan) == samples_of(other) and plan.padded_lengths == other.padded_lengths
 
 
 @given(LENGTHS, LAYOUTS, CUTS)
@@ -62,11 +61,11 @@ def test_every_cut_gives_a_plan_that_passes_the_check(lengths, layout, cut):
 @settings(max_examples=100)
 def test_fixed_keeps_sample_order_and_counts(lengths, layout, micro):
     plan = Fixed(micro=micro).cut(lengths, layout)
-    order = [position for slots in held(plan) for ids in slots for position in ids]
+    order = [position for slots in samples_of(plan) for ids in slots for position in ids]
     assert order == list(range(len(lengths)))
-    shares = [sum(map(len, slots)) for slots in held(plan)]
+    shares = [sum(map(len, slots)) for slots in samples_of(plan)]
     assert max(shares) - min(shares) <= 1
-    for slots in held(plan):
+    for slots in samples_of(plan):
         sizes = [len(ids) for ids in slots if ids]
         assert all(size == micro for size in sizes[:-1])
         assert all(size <= micro for size in sizes)
@@ -78,33 +77,38 @@ def test_fixed_keeps_sample_order_and_counts(lengths, layout, micro):
 @settings(max_examples=100)
 def test_fixed_steps_are_as_even_as_they_can_be(lengths, layout, steps):
     plan = Fixed(steps=steps).cut(lengths, layout)
-    for slots in held(plan):
+    for slots in samples_of(plan):
         sizes = [len(ids) for ids in slots if ids]
         assert len(sizes) == min(steps, sum(sizes))
         assert not sizes or max(sizes) - min(sizes) <= 1
 
 
-def test_fixed_pads_each_micro_batch_to_its_own_longest_sample():
-    lengths = np.array([5, 3, 9, 1, 2], dtype=np.int64)
-    assert Fixed(micro=2).cut(lengths, Layout()).padded_lengths == ((5, 9, 2),)
-    assert Fixed(micro=2).cut(lengths, Layout(pad_multiple=4)).padded_lengths == ((8, 12, 4),)
-    assert Fixed(micro=2).cut(lengths, Layout(packed=True)).padded_lengths == ((8, 10, 2),)
-
-
-def test_fixed_without_sizes_is_one_micro_batch_per_rank():
-    plan = Fixed().cut(np.full(5, 3), Layout(world_size=2))
-    assert held(plan) == [[[0, 1]], [[2, 3, 4]]]
-
-
-def test_fixed_fills_the_count_of_a_rank_in_lockstep_with_an_empty_slot():
-    plan = Fixed(micro=2).cut(np.full(5, 3), Layout(world_size=2, lockstep=True))
-    assert held(plan) == [[[0, 1], []], [[2, 3], [4]]]
-    assert plan.padded_lengths == ((3, 0), (3, 3))
+@pytest.mark.parametrize(
+    ("cut", "layout", "ranks", "padded"),
+    [
+        (Fixed(micro=2), Layout(), [[[0, 1], [2, 3], [4]]], ((5, 9, 2),)),
+        (Fixed(micro=2), Layout(pad_multiple=4), [[[0, 1], [2, 3], [4]]], ((8, 12, 4),)),
+        (Fixed(micro=2), Layout(packed=True), [[[0, 1], [2, 3], [4]]], ((8, 10, 2),)),
+        (Fixed(), Layout(world_size=2), [[[0, 1]], [[2, 3, 4]]], ((5,), (9,))),
+        (
+            Fixed(micro=2),
+            Layout(world_size=2, lockstep=True),
+            [[[0, 1], []], [[2, 3], [4]]],
+            ((5, 0), (9, 2)),
+        ),
+    ],
+)
+def test_fixed_cuts_by_hand(cut, layout, ranks, padded):
+    plan = cut.cut(np.array([5, 3, 9, 1, 2], dtype=np.int64), layout)
+    assert samples_of(plan) == ranks
+    assert plan.padded_lengths == padded
 
 
 @given(LENGTHS, LAYOUTS, st.integers(96, 400), st.sampled_from([None, 4]))
 @settings(max_examples=100)
-def test_budget_and_tuned_auto_cut_alike_and_never_exceed_the_cap(lengths, layout, cap, micro):
+def test_budget_and_tuned_auto_give_the_same_plan_and_never_exceed_the_cap(
+    lengths, layout, cap, micro
+):
     plan = Budget(max_tokens=cap, micro=micro).cut(lengths, layout)
     assert plan.max_positions <= cap
     assert max(len(plan.ranks[rank][slot]) for rank, slot in plan.slots()) <= (micro or 50)
@@ -118,6 +122,11 @@ def test_auto_cuts_by_the_cost_it_was_tuned_with():
     assert dear.cut(lengths, Layout()).num_micro_batches == 1
 
 
+def test_auto_refuses_to_cut_before_it_is_tuned():
+    with pytest.raises(ValueError, match="tuned"):
+        Auto().cut(np.array([1]), Layout())
+
+
 def test_a_longer_sample_is_alone_under_a_tuned_cap_that_suits_the_short_ones():
     cut = Auto().tuned(20, Cost(), alone=30)
     plan = cut.cut(np.array([5, 30, 7, 6]), Layout())
@@ -125,11 +134,6 @@ def test_a_longer_sample_is_alone_under_a_tuned_cap_that_suits_the_short_ones():
     assert plan.max_shared_positions <= 20
     with pytest.raises(SampleTooLongError):
         cut.cut(np.array([5, 31]), Layout())
-
-
-def test_auto_refuses_to_cut_before_it_is_tuned():
-    with pytest.raises(ValueError, match="tuned"):
-        Auto().cut(np.array([1]), Layout())
 
 
 def test_a_cap_below_the_longest_sample_names_the_nearest_valid_cap():
@@ -163,9 +167,6 @@ def test_cuts_shrink_until_every_micro_batch_is_one_sample(lengths, layout, cut)
             assert largest(again) < largest(plan)
         else:
             assert 10 * again.max_shared_positions <= 7 * plan.max_shared_positions
-        # The replay is what the smaller cut gives to whoever starts with it.
-        fresh = type(smaller)(**{f.name: getattr(smaller, f.name) for f in dataclasses.fields(cut)})
-        assert same(again, fresh.cut(lengths, layout))
         cut, plan, attempts = smaller, again, attempts + 1
     assert all(len(plan.ranks[rank][slot]) <= 1 for rank, slot in plan.slots())
     assert attempts <= 20
@@ -186,21 +187,6 @@ def test_fixed_halves_the_samples_of_a_micro_batch():
     assert by_micro.smaller(by_micro.cut(lengths, Layout())) == Fixed(micro=3)
     assert by_steps.smaller(by_steps.cut(lengths, Layout())) == Fixed(steps=4)
     assert Fixed(micro=1).smaller(Fixed(micro=1).cut(lengths, Layout())) is None
-
-
-@pytest.mark.parametrize("size", [0, -1, 2.5, "8", True])
-def test_sizes_that_are_no_counts_are_refused_by_key(size):
-    with pytest.raises(ConfigError, match=r"accum\.micro: .*at least 1"):
-        Fixed(micro=size)
-    with pytest.raises(ConfigError, match=r"accum\.max_tokens: .*at least 1"):
-        Budget(max_tokens=size)
-    with pytest.raises(ConfigError, match=r"accum\.memory: .*at least 1"):
-        Auto(memory=size)
-
-
-def test_a_budget_without_a_cap_says_what_to_type():
-    with pytest.raises(ConfigError, match=r"accum\.max_tokens: needed .*accum\.max_tokens=8192"):
-        Budget(max_tokens=None)
 
 
 def test_cuts_survive_a_checkpoint():
@@ -230,17 +216,6 @@ def test_a_plan_that_would_change_the_step_or_hang_is_refused(ranks, padded, lay
         plan.check(layout)
 
 
-def test_statistics_of_a_plan_agree_with_counting_by_hand():
-    layout = Layout(world_size=2, lockstep=True, cost=Cost(fixed=10.0, quadratic=0.0))
-    stats = describe(Fixed(micro=2).cut(np.array([4, 2, 6, 1, 3]), layout), layout)
-    assert (stats.accum_steps, stats.max_positions) == (2, 12)
-    assert stats.padding == pytest.approx(1 - 16 / 23)
-    assert stats.rank_costs == (28.0, 35.0)
-    assert stats.cost == 22 + 13
-    assert stats.cost_bound == 10 + 8
-    assert stats.imbalance == pytest.approx(35 / 31.5)
-
-
 @given(st.integers(1, 500), st.integers(1, 10**6))
 def test_candidate_caps_leave_no_gap_above_four_percent(longest, total):
     caps = candidate_caps(longest, total)
@@ -261,26 +236,16 @@ def test_the_search_finds_the_largest_cap_that_fits_in_few_predictions(
 
     found = largest_cap(predict, limit, caps)
     fitting = [cap for cap in caps if 1000 + int(cap**power) <= limit]
-    assert found.cap == (fitting[-1] if fitting else None)
+    assert found == (fitting[-1] if fitting else None)
     assert len(asked) <= 3 + LINE_STEPS + np.log2(len(caps))
-    assert list(found.peaks) == sorted(set(asked))
-
-
-def test_a_straight_line_of_peaks_needs_four_predictions():
-    asked = []
-    found = largest_cap(
-        lambda cap: asked.append(cap) or 50 * cap + 7, 250_000, candidate_caps(64, 100_000)
-    )
-    assert 4800 < found.cap <= 4999
-    assert len(asked) <= 4
 
 
 @given(st.integers(1, 60), st.integers(0, 60), st.integers(1, 40), st.integers(0, 2000), st.data())
 @settings(max_examples=100)
 def test_corner_shapes_bound_the_peak_of_every_shape_under_the_cap(
-    shortest, spread, max_samples, extra, data
+    shortest, more_tokens, max_samples, extra, data
 ):
-    longest = shortest + spread
+    longest = shortest + more_tokens
     cap = longest + extra
     weights = data.draw(st.tuples(*[st.floats(0, 10)] * 3))
 
@@ -331,9 +296,9 @@ def test_all_that_binds_a_cut_holds_together_or_the_error_names_what_would_do(da
         return
     plan.check(layout)
     assert plan.max_positions <= cap
-    held = [(r, s) for r, s in plan.slots() if len(plan.ranks[r][s])]
-    assert all(len(plan.ranks[r][s]) <= (micro or len(lengths)) for r, s in held)
-    shapes = {plan.padded_lengths[r][s] for r, s in held}
+    filled = [(r, s) for r, s in plan.slots() if len(plan.ranks[r][s])]
+    assert all(len(plan.ranks[r][s]) <= (micro or len(lengths)) for r, s in filled)
+    shapes = {plan.padded_lengths[r][s] for r, s in filled}
     assert len(shapes) <= (layout.max_shapes or len(shapes))
     # A packed row of the whole cap may end anywhere.
     assert all(length % layout.pad_multiple == 0 or length == cap for length in shapes)

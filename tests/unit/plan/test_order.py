@@ -36,6 +36,8 @@ def test_keep_visits_every_sample_exactly_once_an_epoch(n, seed, size, epochs):
     for epoch in range(epochs):
         ids = [i for batch in batches if batch.epoch == epoch for i in batch.ids.tolist()]
         assert sorted(ids) == list(range(n))
+    assert all(len(batch.ids) == size for batch in batches if not batch.is_tail)
+    assert sum(batch.is_tail for batch in batches) == (epochs if n % size else 0)
     assert batches[-1].after == Cursor(len(batches), epochs, 0, epochs * n)
 
 
@@ -47,16 +49,6 @@ def test_no_step_of_any_epoch_holds_more_samples_than_the_bound(lengths, seed, s
     shortest_first = np.cumsum(np.sort(lengths))
     needed = int(np.searchsorted(shortest_first, size)) + 1 if unit == "tokens" else size
     assert order.most_samples == min(needed, len(lengths))
-
-
-@given(n=sizes, seed=seeds, size=st.integers(1, 80))
-def test_a_global_batch_is_full_unless_it_is_the_tail(n, seed, size):
-    order = Order(n, seed, size)
-    batches = walk(order, order.steps_per_epoch)
-    assert [batch.is_tail for batch in batches[:-1]] == [False] * (len(batches) - 1)
-    assert all(len(batch.ids) == size for batch in batches[:-1])
-    assert batches[-1].is_tail == (n % size != 0)
-    assert len(batches[-1].ids) == (n % size or size)
 
 
 @given(n=sizes, seed=seeds, data=st.data(), epochs=st.integers(1, 3))
@@ -82,8 +74,8 @@ def test_drop_gives_full_batches_only_and_repeats_nothing(n, seed, data, epochs)
 def test_the_position_after_a_step_does_not_depend_on_the_way_there(
     lengths, seed, size, tail, unit
 ):
-    held = len(lengths) if unit == "samples" else int(lengths.sum())
-    size = min(size, held) if tail == "drop" else size
+    total = len(lengths) if unit == "samples" else int(lengths.sum())
+    size = min(size, total) if tail == "drop" else size
 
     def fresh():
         return Order(len(lengths), seed, size, unit, tail, lengths)
@@ -121,24 +113,11 @@ def test_dropping_under_tokens_leaves_out_exactly_what_does_not_reach_the_target
     lengths, seed, data, epochs
 ):
     target = data.draw(st.integers(1, int(lengths.sum())))
-    kept = Order(len(lengths), seed, target, unit="tokens", lengths=lengths)
+    keeping = Order(len(lengths), seed, target, unit="tokens", lengths=lengths)
     dropped = Order(len(lengths), seed, target, unit="tokens", tail="drop", lengths=lengths)
-    full = [batch for batch in walk(kept, kept.num_steps(epochs)) if not batch.is_tail]
+    full = [batch for batch in walk(keeping, keeping.num_steps(epochs)) if not batch.is_tail]
     assert dropped.num_steps(epochs) == len(full)
     assert ids_of(walk(dropped, len(full))) == ids_of(full)
-
-
-@given(n=sizes, seed=seeds, size=st.integers(1, 80))
-def test_the_same_samples_under_both_units_when_every_length_is_one(n, seed, size):
-    samples = Order(n, seed, size)
-    tokens = Order(n, seed, size, unit="tokens", lengths=np.ones(n, dtype=np.int64))
-    assert samples.num_steps(3) == tokens.num_steps(3)
-    assert walk_equal(samples, tokens, 6)
-
-
-def walk_equal(left, right, num_steps):
-    both = zip(walk(left, num_steps), walk(right, num_steps), strict=True)
-    return all(a.after == b.after and (a.ids == b.ids).all() for a, b in both)
 
 
 @given(n=sizes, seed=seeds, size=st.integers(1, 80), other=st.integers(1, 80))
@@ -176,7 +155,7 @@ def test_the_fractional_epoch_counts_samples():
     assert epochs == [0.4, 0.8, 1.0, 1.4]
 
 
-def test_a_batch_that_may_be_written_to_leaves_the_order_alone():
+def test_writing_to_a_batch_does_not_change_the_order():
     order = Order(10, 0, 4)
     expected = ids_of([order.next(order.start)])
     order.next(order.start).ids[:] = -1

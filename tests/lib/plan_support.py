@@ -1,0 +1,26 @@
+"""The cost of a plan and what no plan can beat, for the tests of planning."""
+
+from __future__ import annotations
+
+from trainer.plan.cut import Cost, Layout, Plan
+
+
+def costs_of(plan: Plan, cost: Cost) -> list[list[float]]:
+    """Give the cost of every padded micro-batch, rank by rank; an empty slot costs its start."""
+    return [
+        [cost.tokens(len(ids), length) for ids, length in zip(slots, lengths, strict=True)]
+        for slots, lengths in zip(plan.ranks, plan.padded_lengths, strict=True)
+    ]
+
+
+def efficiency(plan: Plan, layout: Layout) -> float:
+    """Give the share of the time of a plan that any plan on as many ranks needs.
+
+    Without any padding the busiest rank computes at least the mean over ranks and at least the
+    longest sample, in at least one micro-batch.
+    """
+    costs, work = costs_of(plan, layout.cost), layout.cost.per_sample(plan.lengths)
+    bound = layout.cost.fixed + max(float(work.sum()) / layout.world_size, float(work.max()))
+    return bound / (
+        sum(map(max, zip(*costs, strict=True))) if layout.lockstep else max(map(sum, costs))
+    )
