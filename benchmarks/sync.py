@@ -216,8 +216,7 @@ def compare(world: World, options: argparse.Namespace) -> None:
             scatters_whole=True,  # gloo does
         )
         setup = setup_of(mode, world, options)
-        shard = setup.shard_of_copies(world.size)
-        weighed = setup.weighed(work, network if shard is None else network_of(world, shard=shard))
+        weighed = setup.weighed(work, network)
         policies = {policy.name: policy for policy in POLICIES}
         found = {
             row.policy: measure(world, mode, policies[row.policy], options) for row in weighed.rows

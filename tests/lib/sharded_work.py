@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -106,11 +106,10 @@ def predicted(world: World, load: Load) -> MemoryEstimate:
     """What the first rank predicts while the others wait."""
 
     def find() -> dict[str, int]:
-        return predict_peak(
-            workload(load, world.size), Shape(load.micro, 24), recompute=load.recompute
-        ).to_dict()
+        work = workload(load, world.size)
+        return asdict(predict_peak(work, Shape(load.micro, 24), recompute=load.recompute))
 
-    return MemoryEstimate.from_dict(world.on_main(find))
+    return MemoryEstimate(**world.on_main(find))
 
 
 def workload(load: Load, size: int) -> Workload:

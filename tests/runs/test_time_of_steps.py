@@ -25,23 +25,17 @@ def measure(world: World) -> list[Any]:
     saved = {"ranks": world.size, "latency_s": 1.0} | dict.fromkeys(
         ("all_reduce", "all_gather", "reduce_scatter"), 2.0
     )
-    others = [network_of(world, saved), network_of(world, saved | {"ranks": 7})]
-    return [first, *others, network_of(world, saved, shard=2) if world.size > 2 else None]
+    return [first, network_of(world, saved), network_of(world, saved | {"ranks": 7})]
 
 
 def test_every_rank_knows_the_same_network_and_a_resumed_run_the_one_it_began_with():
     group = Ranks()
     try:
         mine, theirs = group.run(2, measure)
-        four = group.run(4, measure)
     finally:
         group.close()
     assert mine == theirs
-    assert all(each == four[0] for each in four)
-    assert four[0][-1].shard == 2, "within copies and between them, each on its own"
-    assert min(four[0][-1].across_latency_s, four[0][-1].all_reduce) > 0
-    assert four[0][0].across_latency_s is None
-    measured, saved, again, _ = mine
+    measured, saved, again = mine
     rates = (measured.all_reduce, measured.all_gather, measured.reduce_scatter)
     assert min(*rates, measured.latency_s) > 0
     assert saved.latency_s == 1.0

@@ -135,7 +135,7 @@ def test_a_model_of_transformers_is_left_as_after_one_forward(head: Head) -> Non
         make_optimizer=lambda model: torch.optim.SGD(model.parameters()),
         make_fields=Tiled(fields, length),
     )
-    Predictor(work, Shape(2, length))
+    Predictor(work, Shape(2, length))(Shape(2, length))
     with rehearsal(work, recompute=False) as prepare:
         prepare(Shape(2, length))()
     assert_as_after_one_forward(head, bench.module, fields)

@@ -82,11 +82,6 @@ class ParallelSetup:
         why = _why(best, rows, known[best.policy].summary, self.bulk.limit_bytes)
         return replace(found, sync=known[best.policy], why=why)
 
-    def shard_of_copies(self, world_size: int) -> int | None:
-        """Count the ranks that share one of several copies in shards; None where there are none."""
-        is_both = self.mode == "hsdp" and 1 < self.replicas < world_size
-        return world_size // self.replicas if is_both else None
-
     def lay_out(
         self,
         module: nn.Module,

@@ -146,8 +146,7 @@ def _settled(parts: Parts, extra: Mapping[str, Any], clock: Clock) -> Prepared:
     """Find the cut, measure the network, and take the sync policy they speak for. Collective."""
     saved = extra.get("cut")
     prepared = prepare_on_main(parts, saved, clock)
-    found = prepared.parts.parallel
-    network = network_of(parts.world, extra.get("network"), found.shard_of_copies(parts.world.size))
+    network = network_of(parts.world, extra.get("network"))
     return choose_sync(prepared, network, saved, clock)
 
 

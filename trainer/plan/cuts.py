@@ -27,8 +27,7 @@ from trainer.plan.partition import (
     with_shapes,
 )
 
-SHRINK = (7, 10)
-"""Share of the failed size that the next attempt is cut to, as an exact fraction."""
+SHRINK = (7, 10)  # share of the failed size that the next attempt is cut to, as an exact fraction
 
 
 @final

@@ -20,15 +20,7 @@ def candidate_caps(longest: int, total: int, ratio: float = 1.04) -> tuple[int, 
     """List the caps worth trying, from one longest sample to the whole batch in one piece.
 
     Neighbours differ by at most `ratio` (or by one token), so the largest candidate that fits is
-    within `ratio - 1` of the largest cap that fits.
-
-    Args:
-        longest: padded tokens of the longest sample; a smaller cap could not hold it.
-        total: padded tokens of the global batch on one rank as one micro-batch.
-        ratio: step between neighbours, above 1.
-
-    Returns:
-        Ascending caps, the first `longest`, the last `max(longest, total)`.
+    within `ratio - 1` of the largest cap that fits. Ascending, from `longest` to at least `total`.
     """
     caps = [longest]
     while caps[-1] < total:
@@ -36,11 +28,8 @@ def candidate_caps(longest: int, total: int, ratio: float = 1.04) -> tuple[int, 
     return tuple(caps)
 
 
-MANY = 9 / 8
-"""What a corner must have of another's samples to be a shape of its own."""
-
-LINE_STEPS = 4
-"""Predictions placed by interpolation before plain bisection takes over."""
+MANY = 9 / 8  # what a corner must have of another's samples to be a shape of its own
+LINE_STEPS = 4  # predictions placed by interpolation before plain bisection takes over
 
 
 def corner_shapes(cap: int, longest: int, shortest: int, max_samples: int) -> tuple[Shape, ...]:
@@ -57,9 +46,6 @@ def corner_shapes(cap: int, longest: int, shortest: int, max_samples: int) -> tu
         longest: longest padded length in the data.
         shortest: shortest padded length in the data.
         max_samples: most samples a micro-batch can have (`accum.micro`, or the global batch).
-
-    Returns:
-        One to three shapes, the long corner first.
     """
     long = Shape(max(1, min(max_samples, cap // longest)), longest)
     least = max(1, shortest)
@@ -81,8 +67,7 @@ def largest_cap(
     at most `2 + LINE_STEPS + log2(candidates)` are made.
 
     Args:
-        predict: cap in padded tokens -> predicted peak in bytes, not decreasing. For a model, the
-            largest prediction over `corner_shapes`.
+        predict: cap in padded tokens -> predicted peak in bytes, not decreasing.
         limit_bytes: what the peak may not exceed.
         candidates: ascending caps, at least one.
     """

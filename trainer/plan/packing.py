@@ -20,8 +20,7 @@ from trainer.plan.partition import (
     samples_of_groups,
 )
 
-TRIES_PER_DOCUMENT = 1
-"""Rows passed over for each document, on average, before balancing gives up."""
+TRIES_PER_DOCUMENT = 1  # rows passed over for each document, on average, before balancing gives up
 
 
 def pack(lengths: IntArray, layout: Layout, cap: int, max_micro: int | None = None) -> Plan:
@@ -38,9 +37,6 @@ def pack(lengths: IntArray, layout: Layout, cap: int, max_micro: int | None = No
             of that many even parts of the cap, the same for a whole run.
         cap: most positions of a row. A document longer than this gets a row of its own.
         max_micro: most documents of a row.
-
-    Returns:
-        The plan, dearest row first in every rank.
     """
     size, num_samples = layout.group_size, len(lengths)
     counted = np.maximum(lengths, 1)
@@ -94,13 +90,12 @@ def pack_rows(
     Args:
         lengths: `(num_documents,)`, not increasing, each at least 1.
         costs: `(num_documents,)`, time of each.
-        cap: most tokens of a row; a longer document gets a row of its own.
+        cap: as for `pack`; so is `max_micro`.
         max_micro: most documents of a row.
         multiple_of: the number of rows is a multiple of this.
 
     Returns:
-        Rows of indices, ascending in each, dearest row first; empty rows, last, only where there
-        are fewer documents than rows needed.
+        Rows of indices, ascending in each, dearest row first and empty rows last.
     """
     rows = _best_fit(lengths.tolist(), cap, max_micro)
     if not rows:
@@ -137,10 +132,10 @@ def _best_fit(lengths: Sequence[int], cap: int, max_micro: int) -> list[list[int
 def _balanced(
     lengths: Sequence[int], costs: Sequence[float], cap: int, max_micro: int, count: int
 ) -> list[list[int]] | None:
-    """Deal documents to exactly `count` rows, each to the cheapest with room; None if it fails.
+    """Deal documents to exactly `count` rows, each to the cheapest with room.
 
-    Longest processing time first under a capacity. It is given up when the search for rows with
-    room becomes long, so that it stays `O(n log n)`.
+    Longest processing time first under a capacity. None if it fails, or the search for rows with
+    room becomes long.
     """
     rows: list[list[int]] = [[] for _ in range(count)]
     rooms = [cap] * count

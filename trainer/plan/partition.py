@@ -27,8 +27,8 @@ import numpy as np
 from trainer.plan.cut import Cost, FloatArray, IntArray, Layout, Plan
 from trainer.plan.slots import fill_slots
 
+# Lengths among which `ladder` chooses; more would cost time and save no padding to speak of
 MAX_CANDIDATES = 256
-"""Lengths among which `ladder` chooses; more would cost time and save no padding to speak of."""
 
 
 def partition(lengths: IntArray, layout: Layout, cap: int, max_micro: int | None = None) -> Plan:
@@ -147,11 +147,8 @@ def ladder(lengths: IntArray, max_shapes: int, cost: Cost) -> tuple[int, ...]:
     Args:
         lengths: `(num_samples,)`, of a global batch, or of all data for a ladder that serves a
             whole run; already multiples of what they are to be multiples of.
-        max_shapes: how many to choose, at least 1.
+        max_shapes: how many to choose at most; the last is the longest.
         cost: weighs a token of padding by the length it is in.
-
-    Returns:
-        At most `max_shapes` lengths, ascending, the last the longest.
     """
     tops = np.unique(lengths)
     if len(tops) <= max_shapes:
@@ -269,12 +266,7 @@ def deal_by_cost(costs: FloatArray, world_size: int) -> list[IntArray]:
     and at most `mean + (1 - 1/W) max`. Karmarkar-Karp costs ten times as much and is not measurably
     better.
 
-    Args:
-        costs: `(num_samples,)`, not increasing.
-        world_size: ranks.
-
-    Returns:
-        Each rank's indices, ascending; empty where there are too few samples.
+    Gives each rank's indices, ascending, of costs that do not increase.
     """
     if world_size == 1:
         return [np.arange(len(costs), dtype=np.int64)]

@@ -15,23 +15,15 @@ import numpy as np
 
 from trainer.plan.cut import FloatArray, IntArray
 
+# Shares of its level that a slot clears of long samples, so that the next one lies lower
 FALLS = (0.08, 0.03, 0.15)
-"""Shares of its level that a slot clears of long samples, so that the next one lies lower."""
-
-LAST_SLOTS = (1, 2, 3, 4, 6)
-"""Numbers of slots that are tried for what is left in the end."""
-
-SLACK = 1.05
-"""What they may cost over an even share, since samples are not divisible."""
-
+LAST_SLOTS = (1, 2, 3, 4, 6)  # numbers of slots that are tried for what is left in the end
+SLACK = 1.05  # what they may cost over an even share, since samples are not divisible
+# Samples of a rank, and so slots, beyond which common cuts are as good and nothing is tried
 MOST_SLOTS = 128
-"""Samples of a rank, and so slots, beyond which common cuts are as good and nothing is tried."""
-
+# Samples that all falls together may look at: every slot passes over what is left of them
 MOST_VISITS = 2**20
-"""Samples that all falls together may look at: every slot passes over what is left of them."""
-
-ENDING = 1.5
-"""Slots of the present level that what is left would fill, at which levels end."""
+ENDING = 1.5  # slots of the present level that what is left would fill, at which levels end
 
 
 @final

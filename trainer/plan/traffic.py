@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
+# Share of the memory that whole parameters and gradients may take; activations need the rest
 MOST_OF_MEMORY = 0.5
-"""Share of the memory that whole parameters and gradients may take; activations need the rest."""
 
 
 @final
@@ -25,9 +25,6 @@ class Network:
         all_reduce: bytes per second that a rank sends in one, if it goes round a ring.
         all_gather: likewise.
         reduce_scatter: likewise.
-        shard: ranks that share one copy of the model, where there are several copies: gathers and
-            scatters were measured among these, all-reduces between the copies.
-        across_latency_s: of an all-reduce between copies; None where there is one latency.
     """
 
     ranks: int
@@ -35,8 +32,6 @@ class Network:
     all_reduce: float
     all_gather: float
     reduce_scatter: float
-    shard: int | None = None
-    across_latency_s: float | None = None
 
 
 @final
@@ -142,7 +137,7 @@ def row(
     *,
     lockstep: bool,
 ) -> Traffic:
-    """Work out what one policy costs; without a network, not the time."""
+    """Work out what one policy costs; without a network, not its time."""
     shard, size = bulk.shard, bulk.model_bytes
     ring = (shard - 1) / shard
     gathered, reduced = moves.gathers * size * ring, moves.reductions * size * ring
@@ -150,10 +145,8 @@ def row(
     seconds = exposed = None
     if network is not None:
         calls = moves.gathers + moves.reductions if shard > 1 else 0
-        across_s = network.across_latency_s or network.latency_s
         seconds = (
-            calls * bulk.groups * network.latency_s
-            + moves.across * bulk.groups * across_s
+            (calls + moves.across) * bulk.groups * network.latency_s
             + gathered / network.all_gather
             + reduced / network.reduce_scatter
             + across / network.all_reduce

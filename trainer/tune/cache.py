@@ -1,6 +1,6 @@
 """Remember what was measured, so that the next run of the same model begins at once.
 
-Facts are kept, not decisions: predicted peaks and timed seconds by shape. Which cap follows from
+It holds facts and no decisions: predicted peaks and timed seconds by shape. Which cap follows from
 them depends on the data, the global batch and the memory of the moment, and costs nothing.
 """
 
@@ -27,14 +27,11 @@ from trainer.tune.speed import QUIET
 from trainer.tune.tensors import MemoryEstimate
 from trainer.tune.workload import Workload
 
-FORMAT = 5
-"""Raised when what a fact means changes; files of another format are not read."""
-
+FORMAT = 6  # raised when what a fact means changes; files of another format are not read
+# Runs that time again where every one of them was disturbed; then the quickest must do
 BUSY_TRIES = 3
-"""Runs that time again where every one of them was disturbed; then the quickest must do."""
-
+# Settings of an optimizer that change neither time nor memory
 RATES = {"params", "lr", "initial_lr", "weight_decay", "name"}
-"""Settings of an optimizer that change neither time nor memory."""
 
 
 @final
@@ -70,8 +67,8 @@ class Facts:
         """Give a mapping that JSON can hold; it writes infinity as null."""
         return {
             **asdict(self),
-            "peaks": {_text(shape): asdict(peak) for shape, peak in self.peaks.items()},
-            "seconds": {_text(shape): seconds for shape, seconds in self.seconds.items()},
+            "peaks": [[*shape, asdict(peak)] for shape, peak in self.peaks.items()],
+            "seconds": [[*shape, seconds] for shape, seconds in self.seconds.items()],
         }
 
     @classmethod
@@ -79,29 +76,18 @@ class Facts:
         """Read what `to_dict` gave.
 
         Raises:
-            LookupError: a part is missing.
-            ValueError: a part is none.
+            LookupError, TypeError, ValueError: it is something else.
         """
-        return cls(
-            peaks={_shape(k): MemoryEstimate.from_dict(v) for k, v in saved["peaks"].items()},
-            seconds={_shape(k): float(v) for k, v in saved["seconds"].items()},
-            tries_left=int(saved["tries_left"]),
-            noise=math.inf if saved["noise"] is None else float(saved["noise"]),
-            method=str(saved["method"]),
-            ratio=float(saved["ratio"]),
-        )
+        peaks = {Shape(n, length): MemoryEstimate(**peak) for n, length, peak in saved["peaks"]}
+        seconds = {Shape(n, length): quickest for n, length, quickest in saved["seconds"]}
+        noise = math.inf if saved["noise"] is None else saved["noise"]
+        return cls(**{**saved, "peaks": peaks, "seconds": seconds, "noise": noise})
 
 
 @final
 @dataclass
 class TuningCache:
-    """What is known of one model on one machine.
-
-    Attributes:
-        path: of the file; None is for this process only.
-        plain: as blocks compute by themselves.
-        recomputed: under activation checkpointing.
-    """
+    """What is known of one model on one machine; without a path, for this process only."""
 
     path: Path | None = None
     plain: Facts = field(default_factory=Facts)
@@ -109,16 +95,11 @@ class TuningCache:
 
     @classmethod
     def open(cls, situation: Mapping[str, Any], folder: Path | None = None) -> Self:
-        """Open the cache of a situation; an empty one if there is none or it is damaged.
-
-        Args:
-            situation: everything that a measurement depends on; `describe` gives it.
-            folder: of all caches; None is the user's.
-        """
+        """Open the cache of what `describe` gives; an empty one if none is there, or damaged."""
         text = json.dumps({"format": FORMAT, **situation}, sort_keys=True)
         name = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
         path = (folder or cache_folder() / "tune") / f"{name}.json"
-        with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
+        with suppress(OSError, ValueError, LookupError, TypeError):
             saved = json.loads(path.read_text())
             return cls(path, *(Facts.from_dict(saved[key]) for key in ("plain", "recomputed")))
         return cls(path)
@@ -139,29 +120,20 @@ class TuningCache:
 def describe(work: Workload, length: int, precision: str) -> dict[str, Any]:
     """List everything a measurement depends on.
 
-    What a class computes is told by the operators of a fake forward; an edit that changes none of
+    What a class computes shows in the operators of a fake forward; an edit that changes none of
     them changes no measurement.
-
-    Args:
-        work: what is computed.
-        length: of the longest sample.
-        precision: of the forward.
     """
     device, optimizer = work.device, work.make_optimizer(work.model)
-    options = [
-        {key: value for key, value in group.items() if key not in RATES}
-        for group in optimizer.param_groups
-    ]
+    groups = optimizer.param_groups
     parts = (*work.model.modules(), work.objective, optimizer)
     tensors = [*work.model.named_parameters(), *work.model.named_buffers()]
+    fields = work.make_fields(1, length)
     return {
         "classes": sorted({_class_of(part) for part in parts}),
         "tensors": [f"{n} {t.dtype} {tuple(t.shape)} {t.requires_grad}" for n, t in tensors],
         "operators": operators_of(work, Shape(2, length)),
-        "optimizer": str(options),
-        "fields": {
-            key: [str(f.dtype), list(f.shape)] for key, f in work.make_fields(1, length).items()
-        },
+        "optimizer": str([{k: v for k, v in group.items() if k not in RATES} for group in groups]),
+        "fields": {key: [str(field.dtype), list(field.shape)] for key, field in fields.items()},
         "length": length,
         "precision": precision,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_model(),
@@ -171,15 +143,7 @@ def describe(work: Workload, length: int, precision: str) -> dict[str, Any]:
 
 
 def _class_of(part: object) -> str:
+    """Name a class, and the version of its package."""
     kind = type(part)
     package = sys.modules.get(kind.__module__.partition(".")[0])
     return f"{kind.__module__}.{kind.__qualname__} {getattr(package, '__version__', '')}"
-
-
-def _text(shape: Shape) -> str:
-    return f"{shape.num_samples}x{shape.length}"
-
-
-def _shape(text: str) -> Shape:
-    num_samples, length = map(int, text.split("x"))
-    return Shape(num_samples, length)

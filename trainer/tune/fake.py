@@ -35,15 +35,7 @@ from trainer.tune.workload import LayOut, Workload, fullest_steps
 
 
 class CannotRunFake(Exception):  # noqa: N818 - an answer, not a fault: a real probe follows
-    """The model needs values, not only shapes.
-
-    Attributes:
-        reason: the operation or module that asked, in one line.
-    """
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
+    """The model needs more than shapes; says in one line what."""
 
 
 @contextmanager
@@ -78,7 +70,7 @@ def fake_copy(work: Workload) -> Iterator[tuple[FakeTensorMode, Workload, LayOut
 
 @contextmanager
 def _answering() -> Iterator[None]:
-    """Turn what ends a fake run into an answer, without a word of PyTorch's own.
+    """Turn what ends a fake run into an answer, and silence PyTorch's own words.
 
     Raises:
         CannotRunFake: it ended.
@@ -92,8 +84,9 @@ def _answering() -> Iterator[None]:
         # RuntimeErrors). A fault of the model's own shows again in the real run that follows.
         message = next(iter(str(error).splitlines()), "")
         asks = isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
-        what = "it computes with the values of its tensors, " if asks else ""
-        raise CannotRunFake(clip(f"{what}{type(error).__name__}: {message}")) from error
+        what = ", it computes with the values of its tensors" if asks else ""
+        text = f"cannot run fake{what}: {type(error).__name__}: {message}"
+        raise CannotRunFake(clip(text)) from error
     finally:
         log.disabled = was_disabled
 
@@ -164,18 +157,16 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call] # untyped 
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401 - whatever the operation gives
-        given = tree_map(_written, (args, dict(kwargs or {})))
-        self.digest.update(f"{func} {given}".encode())
+        self.digest.update(f"{func} {tree_map(_written, (args, kwargs or {}))}".encode())
         return func(*args, **(kwargs or {}))
 
 
 def _written(value: object) -> str:
-    """Write an argument alike in every process."""
+    """Write an argument the same way in every process, without the address of an object."""
     if isinstance(value, Tensor):
         return f"{tuple(value.shape)} {value.dtype}"
-    return (
-        repr(value) if isinstance(value, int | float | str | torch.dtype) else type(value).__name__
-    )
+    is_plain = isinstance(value, int | float | str | torch.dtype)
+    return repr(value) if is_plain else type(value).__name__
 
 
 def operators_of(work: Workload, shape: Shape) -> str | None:

@@ -12,9 +12,18 @@ from trainer.plan.memory import Shape
 
 
 def terms(shape: Shape) -> tuple[float, float, float]:
-    """Give what time and memory of a micro-batch grow with: 1, its positions, attention's pairs."""
+    """Give what time and memory of a micro-batch grow with: its positions, 1, attention's pairs.
+
+    Positions come first: one shape alone cannot tell terms apart, and no position comes for free.
+    """
     positions = float(shape.num_samples * shape.length)
-    return 1.0, positions, positions * shape.length
+    return positions, 1.0, positions * shape.length
+
+
+def fit_shapes(measured: Mapping[Shape, float]) -> FloatArray:
+    """Fit a coefficient of each term to what was measured at a few shapes."""
+    rows = np.array([terms(shape) for shape in measured])
+    return non_negative_fit(rows, np.array([*measured.values()], dtype=np.float64))
 
 
 def non_negative_fit(rows: FloatArray, values: FloatArray) -> FloatArray:
@@ -28,37 +37,20 @@ def non_negative_fit(rows: FloatArray, values: FloatArray) -> FloatArray:
     Args:
         rows: `(observations, columns)`, not negative.
         values: `(observations,)`, positive.
-
-    Returns:
-        Coefficients, `(columns,)`.
     """
     relative, ones = rows / values[:, None], np.ones(len(values))
     # Columns differ by many orders of magnitude; at scale one no small one drowns.
     scale = np.maximum(np.abs(relative).max(axis=0), np.finfo(np.float64).tiny)
     scaled = relative / scale
-    columns = range(rows.shape[1])
     best, least = np.zeros(rows.shape[1]), float(len(values))
-    for size in columns:
-        for subset in combinations(columns, size + 1):
+    for size in range(1, rows.shape[1] + 1):
+        for subset in combinations(range(rows.shape[1]), size):
             found = np.linalg.lstsq(scaled[:, subset], ones, rcond=None)[0]
             error = float(np.square(scaled[:, subset] @ found - ones).sum())
-            # An equally good fit with fewer terms is kept: two lengths cannot tell three apart.
+            # An equally good fit with fewer terms stays: two lengths cannot tell three apart.
             if (found >= 0).all() and error < least - 1e-12:
                 least = error
                 best = np.zeros(rows.shape[1])
                 best[list(subset)] = found
     coefficients: FloatArray = best / scale
-    return coefficients
-
-
-PREFERRED = [1, 0, 2]
-"""Positions first: one shape alone cannot tell terms apart, and no position comes for free."""
-
-
-def fit_shapes(measured: Mapping[Shape, float]) -> FloatArray:
-    """Fit `(constant, per position, per pair)` to what was measured at a few shapes."""
-    rows = np.array([terms(shape) for shape in measured])[:, PREFERRED]
-    coefficients = np.zeros(len(PREFERRED))
-    values = np.array([*measured.values()], dtype=np.float64)
-    coefficients[PREFERRED] = non_negative_fit(rows, values)
     return coefficients

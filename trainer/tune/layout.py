@@ -14,14 +14,10 @@ from trainer.core.errors import ConfigError
 from trainer.plan.cut import Cost, IntArray, Layout
 from trainer.plan.partition import ladder, pad
 
-GPU_MULTIPLE = 8
-"""Tokens; tensor cores take matrices whose sides are multiples of it at full speed."""
-
+GPU_MULTIPLE = 8  # tokens; tensor cores take matrices whose sides are multiples of it at full speed
+# Padded lengths of a compiled model, over a whole run; the number of samples is dynamic
 COMPILED_SHAPES = 16
-"""Padded lengths of a compiled model, over a whole run; the number of samples is dynamic."""
-
-BOUNDARIES = "cu_seqlens"
-"""The field that says where packed documents begin."""
+BOUNDARIES = "cu_seqlens"  # the field that says where packed documents begin
 
 
 def layout_for(
@@ -89,8 +85,8 @@ def packs(
         ConfigError: packing was asked for, and something cannot be packed.
     """
     if asked == "auto":
-        fast = device.type == "cuda" and precision == "bf16"
-        return fast and unfit is None and takes_boundaries(module)
+        is_fast = device.type == "cuda" and precision == "bf16"
+        return is_fast and unfit is None and takes_boundaries(module)
     if asked and not takes_boundaries(module):
         raise ConfigError(
             f"accum.packed=true: forward of {type(module).__name__} takes no {BOUNDARIES}, so "
@@ -103,8 +99,8 @@ def packs(
 
 def unused_boundaries(module: nn.Module, fields: Collection[str]) -> str | None:
     """Name a field by which the data say where documents begin, and which the model ignores."""
-    signature = inspect.signature(module.forward).parameters
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.values()):
+    taken = inspect.signature(module.forward).parameters
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in taken.values()):
         return None
     brought = [name for name in (BOUNDARIES, "document_ids", "position_ids") if name in fields]
-    return brought[0] if brought and not any(name in signature for name in brought) else None
+    return brought[0] if brought and taken.keys().isdisjoint(brought) else None

@@ -7,20 +7,22 @@ import resource
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
 import torch
 
+# Share left alone: on a GPU for fragmentation and libraries, on a CPU for the rest of the
+# machine, whose use changes while a run goes on
 RESERVE = {"cuda": 0.08, "cpu": 0.10}
-"""Share left alone: on a GPU for fragmentation and libraries, on a CPU for the rest of the machine,
-whose use changes while a run goes on."""
-
-ASKED = "accum.memory"
-"""Where a limit is from that a user typed."""
-
+ASKED = "accum.memory"  # where a limit is from that a user typed
 MEBI = 2**20
+
+# Below this, thread stacks and the scratch of a library's first call drown the ratio
+RATIO_BYTES = 32 * MEBI
+# What other threads of the process may add at most before a measurement is not believed
+LARGEST_RATIO = 3.0
 
 
 @final
@@ -41,7 +43,7 @@ class MemoryLimit:
     inputs: int = 0
 
     def for_tensors(self, ratio: float, resident_bytes: int) -> int:
-        """Tell how many bytes of tensors fit.
+        """Give the bytes of tensors that fit.
 
         Args:
             ratio: resident bytes per byte of tensors, at least 1.
@@ -52,7 +54,7 @@ class MemoryLimit:
         return resident_bytes + int((self.bytes - resident_bytes) / ratio)
 
     def whole_for(self, needed: int, ratio: float, resident_bytes: int) -> float:
-        """Tell of how many bytes of memory, with reserve and inputs, so many are for tensors."""
+        """Give the memory, with reserve and inputs, of which so many bytes are for tensors."""
         grown = max(0, needed - resident_bytes) * ratio
         return (resident_bytes + grown + self.inputs) / (1 - self.reserve)
 
@@ -74,11 +76,10 @@ def memory_limit(
         local_ranks: ranks on this machine.
         root: of the file system, where Linux shows its limits.
     """
-    keep = 1.0 - RESERVE.get(device.type, 0.10)
-    reserved = f"{1 - keep:.0%} in reserve"
+    reserve = RESERVE.get(device.type, 0.10)
     if asked is not None:
-        return MemoryLimit(bytes=int(asked * keep), source=f"{ASKED}, {reserved}", reserve=1 - keep)
-    if device.type == "cuda":
+        left, source, resident_bytes = asked, ASKED, 0
+    elif device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         # What the allocator holds without using is free to this process alone.
         idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -86,11 +87,11 @@ def memory_limit(
     else:
         left, source = min(_host_limits(root))
         left //= local_ranks
-    share = f", shared by {local_ranks} ranks" if device.type == "cpu" and local_ranks > 1 else ""
+        source += f", shared by {local_ranks} ranks" if local_ranks > 1 else ""
     return MemoryLimit(
-        bytes=resident_bytes + int(left * keep),
-        source=f"{source}{share}, {reserved}",
-        reserve=1 - keep,
+        bytes=resident_bytes + int(left * (1 - reserve)),
+        source=f"{source}, {reserve:.0%} in reserve",
+        reserve=reserve,
     )
 
 
@@ -110,33 +111,22 @@ def _host_limits(root: Path) -> Iterator[tuple[int, str]]:
     with suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
-            if not controllers:
+            if not controllers:  # version 2
+                mount = root / "sys/fs/cgroup"
                 names = "memory.max", "memory.current", "inactive_file"
-                yield from _cgroup_limits(root / "sys/fs/cgroup", path, names)
             elif "memory" in controllers.split(","):
+                mount = root / "sys/fs/cgroup/memory"
                 names = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
-                yield from _cgroup_limits(root / "sys/fs/cgroup/memory", path, names)
-
-
-def _cgroup_limits(
-    mount: Path, path: str, names: tuple[str, str, str]
-) -> Iterator[tuple[int, str]]:
-    """Walk from the process's group up to the root; inside a container only that is visible.
-
-    Yields:
-        Bytes left, and what they are.
-    """
-    limit_name, usage_name, cache_name = names
-    group = mount / path.lstrip("/")
-    for folder in (group, *group.parents):
-        if not folder.is_relative_to(mount):
-            return
-        with suppress(OSError, ValueError):  # absent, or "max": no limit at this level
-            limit = int((folder / limit_name).read_text())
-            used = int((folder / usage_name).read_text())
-            # Cached file pages are dropped under pressure, before anything is killed.
-            used -= _entries(folder / "memory.stat").get(cache_name, 0)
-            yield max(0, limit - used), "the cgroup's limit"
+            else:
+                continue
+            # From the process's group up to the root; inside a container only that is visible.
+            group = mount / path.lstrip("/")
+            for folder in (group, *group.parents)[: len(group.relative_to(mount).parts) + 1]:
+                with suppress(OSError, ValueError):  # absent, or "max": no limit at this level
+                    limit, used = (int((folder / name).read_text()) for name in names[:2])
+                    # Cached file pages are dropped under pressure, before anything is killed.
+                    used -= _entries(folder / "memory.stat").get(names[2], 0)
+                    yield max(0, limit - used), "the cgroup's limit"
 
 
 def _entries(path: Path) -> dict[str, int]:
@@ -148,83 +138,45 @@ def _entries(path: Path) -> dict[str, int]:
     return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
 
 
-@final
-@dataclass(slots=True)
-class Growth:
-    """How much the memory of this process grew at most.
-
-    Attributes:
-        bytes: None where the system does not tell.
-    """
-
-    bytes: int | None = field(default=None)
-
-
 @contextmanager
-def resident_growth(device: torch.device) -> Iterator[Growth]:
+def resident_growth(device: torch.device) -> Iterator[list[int]]:
     """Measure the highest rise of resident memory while the block runs.
 
     Yields:
-        The rise, filled in at the end of the block.
+        A list that the rise in bytes is put into at the end; empty where the system does not tell.
     """
-    growth = Growth()
+    growth: list[int] = []
     if device.type == "cuda":
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         yield growth
-        growth.bytes = torch.cuda.max_memory_reserved(device) - before
+        growth.append(torch.cuda.max_memory_reserved(device) - before)
         return
-    # The kernel's high-water mark counts from here once it is reset; where that is forbidden,
-    # the mark of the whole life of the process tells only if it is passed.
-    fresh = _reset_high_water()
-    before, mark = _status_bytes("VmRSS:"), _status_bytes("VmHWM:")
+    status = Path("/proc/self/status")
+    with suppress(OSError):  # forbidden: then the mark of the process's whole life may be passed
+        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark counts from here
+    before, mark = (_entries(status).get(name, 0) for name in ("VmRSS:", "VmHWM:"))
     yield growth
-    highest = _status_bytes("VmHWM:")
-    if fresh or highest > mark:
-        growth.bytes = max(0, highest - before)
+    highest = _entries(status).get("VmHWM:", 0)
+    if highest > mark:
+        growth.append((highest - before) * 1024)
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Tell the most memory this process has had: the device's, or resident memory on a CPU."""
+    """Give the most memory this process has had: the device's, or resident memory on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def _reset_high_water() -> bool:
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return False
-    return True
-
-
-def _status_bytes(name: str) -> int:
-    return _entries(Path("/proc/self/status")).get(name, 0) * 1024
-
-
-TELLING_BYTES = 32 * MEBI
-"""Below this, thread stacks and the scratch of a library's first call drown the ratio."""
-
-LARGEST_RATIO = 3.0
-"""What other threads of the process may add at most before a measurement is not believed."""
-
-
-def resident_ratio(growth: Growth, predicted_bytes: int) -> float | None:
+def resident_ratio(growth: int, predicted_bytes: int) -> float:
     """Compare what memory a micro-batch took with the tensors it was predicted to hold.
 
-    Allocators and scratch inside kernels add 24 to 98 % on a CPU.
-
-    Args:
-        growth: measured over one micro-batch.
-        predicted_bytes: its tensors that were not there before.
-
-    Returns:
-        Resident bytes per byte of tensors, in [1, 3]; None when the micro-batch was too small
-        to tell.
+    Allocators and scratch inside kernels add 24 to 98 % on a CPU. Gives resident bytes per byte of
+    tensors, in [1, 3]; 1 where the micro-batch was too small to tell.
     """
-    if growth.bytes is None or predicted_bytes < TELLING_BYTES:
-        return None
-    return min(LARGEST_RATIO, max(1.0, growth.bytes / predicted_bytes))
+    if predicted_bytes < RATIO_BYTES:
+        return 1.0
+    return min(LARGEST_RATIO, max(1.0, growth / predicted_bytes))

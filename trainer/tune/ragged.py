@@ -6,45 +6,16 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Self, final
+from typing import final
 
 import numpy as np
 
 from trainer.core.micro_batch import Fields
 from trainer.plan.cut import IntArray
 
-FIRST_SAMPLES = 16
-"""Looked at first; where nothing in them has a length of its own, they are all."""
-
-MOST_SAMPLES = 256
-"""Looked at where something has."""
-
-Seen = Sequence[tuple[int, Fields]]
-"""Single samples: their tokens, and their collated fields."""
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class OwnLength:
-    """The most entries of a dimension in any sample up to a length, as far as is known.
-
-    Attributes:
-        lengths: of samples, ascending.
-        most: entries of any sample up to there.
-    """
-
-    lengths: tuple[int, ...]
-    most: tuple[int, ...]
-
-    @classmethod
-    def of(cls, lengths: Sequence[int], entries: Sequence[int]) -> Self:
-        """Gather what samples have."""
-        pairs = sorted(zip(lengths, entries, strict=True))
-        return cls(tuple(n for n, _ in pairs), tuple(accumulate((m for _, m in pairs), max)))
-
-    def up_to(self, length: int) -> int:
-        """Give the most entries of a sample of up to `length` tokens."""
-        return self.most[max(0, bisect_right(self.lengths, length) - 1)]
+SAMPLES = (16, 256)  # looked at first, and where something in them has a length of its own
+Dim = tuple[str, int]
+"""A field's name, and which of its dimensions."""
 
 
 @final
@@ -53,32 +24,20 @@ class Dims:
     """The dimensions, but the first, that are not the same in every sample.
 
     Attributes:
-        sequence: by field, those with one entry per token; None where samples of one length
-            cannot tell.
-        own: by field and dimension, those with a length of their own.
+        sequence: those with one entry per token; None where samples of one length cannot tell.
+        own: those with a length of their own: lengths of samples, ascending, and the most entries
+            of any sample up to each.
     """
 
-    sequence: Mapping[str, frozenset[int]] | None = None
-    own: Mapping[str, Mapping[int, OwnLength]] = field(default_factory=dict)
+    sequence: frozenset[Dim] | None = None
+    own: Mapping[Dim, tuple[Sequence[int], Sequence[int]]] = field(default_factory=dict)
 
-    @classmethod
-    def of(cls, seen: Seen) -> Self:
-        """Compare samples; a dimension of features is the same in all of them."""
-        lengths = [length for length, _ in seen]
-        sequence: dict[str, frozenset[int]] = {}
-        own: dict[str, dict[int, OwnLength]] = {}
-        for name in set.intersection(*(set(fields) for _, fields in seen)):
-            shapes = [tuple(fields[name].shape) for _, fields in seen]
-            sizes = [list(each) for each in zip(*shapes, strict=False)]
-            follows = {dim for dim, found in enumerate(sizes) if dim and found == lengths}
-            sequence[name] = frozenset(follows)
-            own[name] = {
-                dim: OwnLength.of(lengths, found)
-                for dim, found in enumerate(sizes)
-                if dim and dim not in follows and len(set(found)) > 1
-            }
-        differ = len(set(lengths)) > 1
-        return cls(sequence if differ else None, {n: dims for n, dims in own.items() if dims})
+    def own_length(self, dim: Dim, length: int) -> int | None:
+        """Give the most entries that a sample of up to `length` tokens has; None if it has none."""
+        if dim not in self.own:
+            return None
+        lengths, most = self.own[dim]
+        return most[max(0, bisect_right(lengths, length) - 1)]
 
 
 def look(lengths: IntArray, load: Callable[[int], Fields | None]) -> Dims:
@@ -90,11 +49,25 @@ def look(lengths: IntArray, load: Callable[[int], Fields | None]) -> Dims:
     """
     ascending = lengths.argsort(kind="stable")
     dims = Dims()
-    for most in (FIRST_SAMPLES, MOST_SAMPLES):
+    for most in SAMPLES:
         places = np.unique(np.linspace(0, len(ascending) - 1, most).round().astype(np.int64))
-        ids = [int(ascending[place]) for place in places]
+        ids = ascending[places].tolist()
         seen = [(int(lengths[i]), fields) for i in ids if (fields := load(i)) is not None]
-        dims = Dims.of(seen) if seen else dims
+        dims = _compare(seen) if seen else dims
         if not dims.own:
             break
     return dims
+
+
+def _compare(seen: Sequence[tuple[int, Fields]]) -> Dims:
+    """Compare samples, the shortest first; a dimension of features is the same in all of them."""
+    lengths = tuple(length for length, _ in seen)
+    sequence, own = set[Dim](), dict[Dim, tuple[Sequence[int], Sequence[int]]]()
+    for name in sorted(set.intersection(*(set(fields) for _, fields in seen))):
+        shapes = [tuple(fields[name].shape) for _, fields in seen]
+        for dim, sizes in enumerate(zip(*shapes, strict=False)):
+            if dim and sizes == lengths:
+                sequence.add((name, dim))
+            elif dim and len(set(sizes)) > 1:
+                own[name, dim] = lengths, tuple(accumulate(sizes, max))
+    return Dims(frozenset(sequence) if len(set(lengths)) > 1 else None, own)

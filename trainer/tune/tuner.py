@@ -4,56 +4,43 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import replace
 from statistics import fmean
-from typing import final
 
 from trainer.core.errors import DoesNotFitError
 from trainer.core.format import size
 from trainer.models.recompute import can_recompute
-from trainer.plan.cut import Cost, Plan
 from trainer.plan.memory import Shape, candidate_caps, largest_cap
-from trainer.tune.cache import TuningCache
-from trainer.tune.known_memory import TimeIsUpError, Variant
+from trainer.tune.cache import Facts, TuningCache
+from trainer.tune.known_memory import NEAR_BEST, Variant
 from trainer.tune.memory_limit import ASKED, MEBI, resident_growth, resident_ratio
 from trainer.tune.speed import (
+    COMPARED_SIZES,
     LEAST_BUDGET_S,
     MOST_BUDGET_S,
     QUIET,
-    TELLING_SIZES,
+    RUN_SHARE,
     Clock,
     SpeedModel,
     Stopwatch,
-    Timings,
     fit_speed,
     measure,
     positions,
     rehearsal,
     time_budget,
 )
-from trainer.tune.tensors import MemoryEstimate
 from trainer.tune.tuning import Candidate, Question, Tuning
 
+# With and without activation checkpointing, by `Question.recompute`
+VARIANTS = {"never": (False,), "always": (True,), "auto": (False, True)}
+# Time of forward, forward again and backward (twice a forward) over forward and backward
 RECOMPUTED = 4 / 3
-"""Time of forward, forward again and backward (twice a forward) over forward and backward."""
-
+# Padded tokens of a micro-batch that is near the best as a rule, where timings cannot tell
 NEAR_BEST_TOKENS = {"cuda": 16_384, "cpu": 2048}
-"""Padded tokens of a micro-batch that is near the best as a rule, where timings cannot tell."""
-
-NEAR_BEST = 0.03
-"""Steps that differ by less count as equally fast."""
-
-NOISES = 2.0
-"""Times the noise of the timings, below which a difference between steps may be noise."""
-
-UNKNOWN_NOISE = 0.1
-"""Taken for the noise of timings that could not be repeated."""
-
-QUADRATIC_TOKENS = 2048
-"""Size at which further lengths are timed, to tell attention's share."""
+NOISES = 2.0  # times the noise of the timings, below which a difference between steps may be noise
+UNKNOWN_NOISE = 0.1  # taken for the noise of timings that could not be repeated
+QUADRATIC_TOKENS = 2048  # size at which further lengths are timed, to tell attention's share
 
 
 def tune(
@@ -80,91 +67,74 @@ def tune(
         DoesNotFitError: even one sample exceeds the memory.
     """
     cache, watch = cache or TuningCache(), Stopwatch(clock, meter or clock)
-    explored: list[_Explored] = []
-    if question.recompute != "always":
-        explored.append(_explore(Variant(question, cache.plain, watch, recompute=False), watch))
-    if question.recompute == "always" or (
-        question.recompute == "auto"
-        and explored[0].wants_memory
-        and can_recompute(question.work.model)
-        and (not explored[0].rows or watch.has_room_for(0.0))
-    ):
-        explored.append(_explore(Variant(question, cache.recomputed, watch, recompute=True), watch))
-    best, row = _best_of(explored)
+    variants: list[Variant] = []
+    for recompute in VARIANTS[question.recompute]:
+        if not variants or _may_gain_by_recomputing(variants[0]):
+            facts = cache.facts(recompute=recompute)
+            variants.append(_explore(Variant(question, facts, watch, recompute=recompute)))
+    found = [variant for variant in variants if variant.rows]
+    if not found:
+        raise DoesNotFitError(_does_not_fit(variants[-1]))
+    best, row = _best(found)
     # The chosen shape itself is run, whatever the rows of the table were interpolated from.
-    predicted = best.variant.best_known_under(row.max_tokens)
+    predicted = best.peak_under(row.max_tokens)
     cache.save()
-    return _tuning_of(explored, best, row, predicted)
+    chosen = replace(row, predicted_bytes=predicted.peak_bytes, chosen=True)
+    rows = [chosen if each is row else each for variant in variants for each in variant.rows]
+    return Tuning(
+        max_tokens=row.max_tokens,
+        alone=question.alone,
+        activation_checkpointing=row.activation_checkpointing,
+        cost=best.cost,
+        predicted=predicted,
+        limit_bytes=best.limit_bytes,
+        method=_method(best, row),
+        candidates=tuple(rows),
+    )
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class _Explored:
-    """What was found out about one variant.
-
-    Attributes:
-        variant: with or without activation checkpointing.
-        rows: caps that fit, ascending; empty when not even one sample does.
-        times: of a step, by cap: in seconds, or in tokens where nothing was timed.
-        cost: the time model.
-        how: where that is from.
-        margin: steps that differ by less count as equally fast; infinite where no choice can be
-            made by time.
-    """
-
-    variant: Variant
-    rows: tuple[Candidate, ...]
-    times: Mapping[int, float]
-    cost: Cost
-    how: str
-    margin: float
-
-    @property
-    def choosable(self) -> tuple[Candidate, ...]:
-        """The rows that may be chosen; of a device that is not here only the largest."""
-        return self.rows if self.variant.question.timed else self.rows[-1:]
-
-    @property
-    def wants_memory(self) -> bool:
-        """Whether a cap that memory forbids might have been faster."""
-        if not self.rows:
-            return True
-        largest = self.rows[-1]
-        return largest.max_tokens < self.variant.question.top and _best([self])[1] is largest
+def _may_gain_by_recomputing(plain: Variant) -> bool:
+    """Tell whether a cap that memory forbids might have been faster."""
+    if not can_recompute(plain.question.work.model):
+        return False
+    if not plain.rows:
+        return True
+    largest = plain.rows[-1]
+    wants_memory = largest.max_tokens < plain.question.top and _best([plain])[1] is largest
+    return wants_memory and plain.watch.has_room_for(0.0)
 
 
-def _explore(variant: Variant, watch: Stopwatch) -> _Explored:
-    question = variant.question
-    speed, how, margin = SpeedModel.of(question.layout.cost), "time unknown", NEAR_BEST
+def _explore(variant: Variant) -> Variant:
+    """Find the caps that fit, and what a step takes under each."""
+    question, layout = variant.question, variant.question.layout
+    speed, variant.cost = SpeedModel.of(layout.cost), layout.cost
     fits = variant.largest_fit()
     if fits is not None and question.timed:
-        speed, how, margin = _timed(variant, fits, watch)
-        watch.allow(float(speed.coefficients[1]) * question.num_positions)
+        speed = _timed(variant, fits)
+        variant.cost = speed.cost
+        run_s = float(speed.coefficients[0]) * question.num_positions
+        variant.watch.budget_s = max(MOST_BUDGET_S, RUN_SHARE * run_s)
         fits = variant.largest_fit()
-    cost = speed.cost if question.timed else question.layout.cost
-    caps = () if fits is None else _doublings(min(variant.smallest_cap, fits), fits)
-    plans = {cap: _plans(question, cap, cost) for cap in caps}
+    layout = replace(layout, cost=variant.cost)
     # Where nothing is timed, recomputing costs what arithmetic says.
     factor = RECOMPUTED if variant.recompute and not question.timed else 1.0
-    step_seconds = partial(speed.step_seconds, lockstep=question.layout.lockstep)
-    times = {cap: factor * fmean(map(step_seconds, plans[cap])) for cap in caps}
-    rows = tuple(
-        Candidate(
+    for cap in () if fits is None else _doublings(min(variant.smallest_cap, fits), fits):
+        cut = question.cut_at(cap, variant.cost, question.alone)
+        plans = [cut.cut(lengths, layout) for lengths in question.batches]
+        seconds = [speed.step_seconds(plan, lockstep=layout.lockstep) for plan in plans]
+        variant.times[cap] = factor * fmean(seconds)
+        computed = sum(plan.num_positions for plan in plans)
+        tokens = sum(int(plan.lengths.sum()) for plan in plans)
+        row = Candidate(
             max_tokens=cap,
             predicted_bytes=variant.bytes_under(cap),
-            seconds_per_step=times[cap] if question.timed else None,
-            padding=_padding(plans[cap]),
-            micro_batches=fmean(plan.num_micro_batches for plan in plans[cap]),
+            seconds_per_step=variant.times[cap] if question.timed else None,
+            padding=1.0 - tokens / computed if computed else 0.0,
+            micro_batches=fmean(plan.num_micro_batches for plan in plans),
             activation_checkpointing=variant.recompute,
         )
-        for cap in caps
-    )
-    explored = _Explored(variant=variant, rows=rows, times=times, cost=cost, how=how, margin=margin)
-    if question.timed and math.isinf(margin) and len(rows) > 1:
-        taken = _best([explored])[1].max_tokens
-        guess = f"{how}, one size only, too slow for more: a cap of {taken:,} is a guess"
-        return replace(explored, how=guess)
-    return explored
+        variant.rows.append(row)
+    return variant
 
 
 def _doublings(smallest: int, largest: int) -> tuple[int, ...]:
@@ -175,46 +145,40 @@ def _doublings(smallest: int, largest: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys((*caps, largest)))
 
 
-def _timed(variant: Variant, fits: int, watch: Stopwatch) -> tuple[SpeedModel, str, float]:
+def _timed(variant: Variant, fits: int) -> SpeedModel:
     """Time what is not known yet, and learn what tensors cost in resident memory.
-
-    Returns:
-        The time model, where it is from, and by how much steps must differ to be compared.
 
     Raises:
         DoesNotFitError: even the smallest size ran out of memory.
     """
-    facts = variant.facts
+    facts, watch = variant.facts, variant.watch
     sizes, others = _shapes_to_time(variant, fits)
-    asked, how = [*sizes, *others], "timed in an earlier run"
-    known = {shape: facts.seconds[shape] for shape in asked if shape in facts.seconds}
-    is_enough = len({positions(shape) for shape in known}) >= min(TELLING_SIZES, len(sizes))
-    if not any(shape in known for shape in sizes) or (
-        facts.tries_left and (not is_enough or _is_worth_timing(variant.question, known))
-    ):
+    known = _known(facts, [*sizes, *others])
+    is_enough = len(set(map(positions, known))) >= min(COMPARED_SIZES, len(sizes))
+    # A run that is long enough corrects the timings of a busy machine in 2 % of it.
+    rate = min((seconds / positions(shape) for shape, seconds in known.items()), default=0.0)
+    is_long = RUN_SHARE * rate * variant.question.num_positions > LEAST_BUDGET_S
+    variant.how = "timed in an earlier run"
+    if known.keys().isdisjoint(sizes) or (facts.tries_left and (is_long or not is_enough)):
         before = watch.elapsed()
-        timings = _measure(variant, sizes, others, watch)
-        spent = watch.elapsed() - before
-        count = len(timings.seconds)
-        how = f"timed {count} {'shape' if count == 1 else 'shapes'} in {spent:.1f} s"
-        facts.add_timings(timings.seconds, timings.noise)
-    known = {shape: facts.seconds[shape] for shape in asked if shape in facts.seconds}
-    of_sizes = {shape: known.pop(shape) for shape in sizes if shape in known}
+        count = _measure(variant, sizes, others)
+        shapes = "shape" if count == 1 else "shapes"
+        variant.how = f"timed {count} {shapes} in {watch.elapsed() - before:.1f} s"
+    of_sizes, of_others = _known(facts, sizes), _known(facts, others)
     if not of_sizes:
         raise DoesNotFitError(_does_not_fit(variant))
-    speed = fit_speed(of_sizes, known)
-    if len({positions(shape) for shape in (*of_sizes, *known)}) < TELLING_SIZES:
-        return speed, how, math.inf
     is_repeated = math.isfinite(facts.noise)
-    if facts.noise > QUIET:
-        how += ", disturbed by other programs" if is_repeated else ", once each"
-    return speed, how, max(NEAR_BEST, NOISES * (facts.noise if is_repeated else UNKNOWN_NOISE))
+    noise = facts.noise if is_repeated else UNKNOWN_NOISE
+    variant.margin = max(NEAR_BEST, NOISES * noise)
+    if len(set(map(positions, of_sizes | of_others))) < COMPARED_SIZES:
+        variant.margin = math.inf
+    elif facts.noise > QUIET:
+        variant.how += ", disturbed by other programs" if is_repeated else ", once each"
+    return fit_speed(of_sizes, of_others)
 
 
-def _is_worth_timing(question: Question, known: Mapping[Shape, float]) -> bool:
-    """Tell whether a run is long enough to correct the timings of a busy machine in 2 % of it."""
-    rate = min(seconds / positions(shape) for shape, seconds in known.items())
-    return 0.02 * rate * question.num_positions > LEAST_BUDGET_S
+def _known(facts: Facts, shapes: Sequence[Shape]) -> dict[Shape, float]:
+    return {shape: facts.seconds[shape] for shape in shapes if shape in facts.seconds}
 
 
 def _shapes_to_time(variant: Variant, fits: int) -> tuple[list[Shape], list[Shape]]:
@@ -234,11 +198,10 @@ def _shapes_to_time(variant: Variant, fits: int) -> tuple[list[Shape], list[Shap
     return sizes, [shape(middle, length) for length in sorted(lengths)]
 
 
-def _measure(
-    variant: Variant, sizes: Sequence[Shape], others: Sequence[Shape], watch: Stopwatch
-) -> Timings:
-    """Time shapes, and compare the memory they took with the predicted."""
-    question, work = variant.question, variant.question.work
+def _measure(variant: Variant, sizes: Sequence[Shape], others: Sequence[Shape]) -> int:
+    """Time shapes, and compare the memory they took with the predicted; gives their number."""
+    question, work, facts = variant.question, variant.question.work, variant.facts
+    watch = variant.watch
     # Predictions have taken their part of what tuning may take.
     left_s = max(LEAST_BUDGET_S, MOST_BUDGET_S - watch.elapsed())
     with (
@@ -256,102 +219,68 @@ def _measure(
             patience_s=left_s,
         )
     if timings.failed is not None:
-        # The least ratio that explains the failure, and so keeps clear of it.
+        # The least ratio that explains the failure, and so stays clear of it.
         resident = work.resident_bytes
         failed = variant.peak(timings.failed, is_needed=True).peak_bytes - resident - 1
-        variant.remember_ratio((question.limit.bytes - resident) / max(1, failed))
+        ratio = (question.limit.bytes - resident) / max(1, failed)
     else:
         peak = variant.peak(max(timings.seconds, key=positions), is_needed=True)
-        variant.remember_ratio(resident_ratio(growth, peak.activations + peak.gradients))
-    return timings
+        ratio = resident_ratio(max(growth, default=0), peak.activations + peak.gradients)
+    facts.ratio = max(ratio, facts.ratio)
+    facts.add_timings(timings.seconds, timings.noise)
+    return len(timings.seconds)
 
 
-def _plans(question: Question, cap: int, cost: Cost) -> list[Plan]:
-    """Cut the sampled global batches under a cap."""
-    cut, layout = question.cut_at(cap, cost, question.alone), replace(question.layout, cost=cost)
-    return [cut.cut(lengths, layout) for lengths in question.batches]
-
-
-def _padding(plans: Sequence[Plan]) -> float:
-    computed = sum(plan.num_positions for plan in plans)
-    tokens = sum(int(plan.lengths.sum()) for plan in plans)
-    return 1.0 - tokens / computed if computed else 0.0
-
-
-def _best(found: Sequence[_Explored]) -> tuple[_Explored, Candidate]:
+def _best(variants: Sequence[Variant]) -> tuple[Variant, Candidate]:
     """Choose among the rows as fast as any, within the noise of the timings.
 
     Of these, one that recomputes nothing, nearest to what such devices need as a rule: noise must
     not choose between sizes that it makes look different.
     """
-    pool = [(one, row) for one in found for row in one.choosable]
-    question = found[0].variant.question
+    question = variants[0].question
     usual = NEAR_BEST_TOKENS.get(question.work.device.type, NEAR_BEST_TOKENS["cpu"])
-    margin = max(one.margin for one in found)
-    enough = (1.0 + margin) * min(one.times[row.max_tokens] for one, row in pool)
-    near = [(one, row) for one, row in pool if one.times[row.max_tokens] <= enough]
+    # Of a device that is not here, only the largest cap may be chosen.
+    first = 0 if question.timed else -1
+    pool = [(variant, row) for variant in variants for row in variant.rows[first:]]
+    margin = max(variant.margin for variant in variants)
+    enough = (1.0 + margin) * min(variant.times[row.max_tokens] for variant, row in pool)
     return min(
-        near,
-        key=lambda pair: (
-            pair[1].activation_checkpointing,
-            abs(math.log2(pair[1].max_tokens / usual)),
-        ),
+        [(variant, row) for variant, row in pool if variant.times[row.max_tokens] <= enough],
+        key=lambda at: (at[0].recompute, abs(math.log2(at[1].max_tokens / usual))),
     )
 
 
-def _best_of(explored: Sequence[_Explored]) -> tuple[_Explored, Candidate]:
-    """Choose among all that fit.
-
-    Raises:
-        DoesNotFitError: nothing does.
-    """
-    found = [one for one in explored if one.rows]
-    if not found:
-        raise DoesNotFitError(_does_not_fit(explored[-1].variant))
-    return _best(found)
-
-
-def _tuning_of(
-    explored: Sequence[_Explored], best: _Explored, row: Candidate, predicted: MemoryEstimate
-) -> Tuning:
-    """Put the choice into words and numbers."""
-    variant, question = best.variant, best.variant.question
-    method = [variant.facts.method, best.how, question.limit.source]
-    if variant.watch.was_short:
-        method.append(
-            f"out of time after {variant.watch.elapsed():.0f} s: the rest scaled up from one sample"
-        )
+def _method(best: Variant, row: Candidate) -> str:
+    """Say how the choice is known, for a person to read."""
+    question, watch, how = best.question, best.watch, best.how
+    if math.isinf(best.margin) and len(best.rows) > 1:
+        how += f", one size only, too slow for more: a cap of {row.max_tokens:,} is a guess"
+    method = [best.facts.method, how, question.limit.source]
+    if watch.was_short:
+        spent = f"{watch.elapsed():.0f} s"
+        method.append(f"out of time after {spent}: the rest scaled up from one sample")
     if row.max_tokens < question.alone:
         method.insert(0, f"longer samples, of up to {question.alone:,}, are alone")
-    return Tuning(
-        max_tokens=row.max_tokens,
-        alone=question.alone,
-        activation_checkpointing=row.activation_checkpointing,
-        cost=best.cost,
-        predicted=predicted,
-        limit_bytes=variant.limit_bytes,
-        method="; ".join(method),
-        candidates=tuple(
-            replace(other, predicted_bytes=predicted.peak_bytes, chosen=True)
-            if other is row
-            else other
-            for one in explored
-            for other in one.rows
-        ),
-    )
+    return "; ".join(method)
 
 
 def _does_not_fit(variant: Variant) -> str:
+    """Say what does not fit, and what would, within 4 %."""
     question, there = variant.question, variant.limit_bytes
     sample = "" if question.longest_id is None else f" {question.longest_id}"
     waiting = question.limit.inputs
     inputs = f", {size(waiting)} for inputs" if waiting else ""
-    needed = variant.peak(variant.single, is_needed=True).peak_bytes
-    fits = _longest_that_fits(variant)
+    count, longest = variant.single
+    needed = variant.peak(variant.single).peak_bytes
+    fits = largest_cap(
+        lambda length: variant.peak(Shape(count, length)).peak_bytes,
+        there,
+        candidate_caps(1, longest),
+    )
     remedies = ["use a smaller model"]
     if question.recompute == "never":
         remedies.insert(0, "try activation_checkpointing=true")
-    if fits > 1:
+    if fits is not None and fits > 1:
         remedies.insert(0, f"shorten it, data.max_length={fits} being the longest that fits")
     if question.limit.source.startswith(ASKED):
         whole = question.limit.whole_for(needed, variant.ratio, question.work.resident_bytes)
@@ -362,15 +291,3 @@ def _does_not_fit(variant: Variant) -> str:
         f"needs {size(needed)} of tensors, and {size(there)} are there "
         f"({question.limit.source}{inputs}): {', or '.join(remedies)}"
     )
-
-
-def _longest_that_fits(variant: Variant) -> int:
-    """Find the longest sample that fits alone, within 4 %; 0 where none does, or time is up."""
-    count, longest = variant.single
-
-    def peak(length: int) -> int:
-        return variant.peak(Shape(count, length)).peak_bytes
-
-    with suppress(TimeIsUpError):
-        return largest_cap(peak, variant.limit_bytes, candidate_caps(1, longest)).cap or 0
-    return 0

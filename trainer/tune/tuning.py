@@ -7,7 +7,10 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any, Literal, Self, final
 
+import numpy as np
+
 from trainer.plan.cut import Cost, Cut, IntArray, Layout
+from trainer.plan.partition import pad
 from trainer.tune.memory_limit import MemoryLimit
 from trainer.tune.tensors import MemoryEstimate
 from trainer.tune.workload import Workload
@@ -15,8 +18,8 @@ from trainer.tune.workload import Workload
 Recompute = Literal["never", "always", "auto"]
 """Whether activation checkpointing is off, on, or to be weighed."""
 
+# Padded tokens beyond which no device gains speed; larger caps are not tried
 LARGEST_TIMED = {"cuda": 131_072, "cpu": 16_384}
-"""Padded tokens beyond which no device gains speed; larger caps are not tried."""
 
 
 @final
@@ -47,7 +50,7 @@ class Candidate:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
-    """What tuning found; rank 0's counts for all, and a checkpoint keeps it.
+    """What tuning found; rank 0's counts for all, and a checkpoint holds it.
 
     Attributes:
         max_tokens: the cap, in padded tokens of a micro-batch of several samples.
@@ -78,18 +81,14 @@ class Tuning:
         """Read what `to_dict` gave.
 
         Raises:
-            KeyError: a part is missing.
+            KeyError, TypeError: it is something else.
         """
-        return cls(
-            max_tokens=int(saved["max_tokens"]),
-            alone=int(saved.get("alone", saved["max_tokens"])),
-            activation_checkpointing=bool(saved["activation_checkpointing"]),
-            cost=Cost(**saved["cost"]),
-            predicted=MemoryEstimate.from_dict(saved["predicted"]),
-            limit_bytes=int(saved["limit_bytes"]),
-            method=str(saved["method"]),
-            candidates=tuple(Candidate(**row) for row in saved["candidates"]),
-        )
+        parts = {
+            "cost": Cost(**saved["cost"]),
+            "predicted": MemoryEstimate(**saved["predicted"]),
+            "candidates": tuple(Candidate(**row) for row in saved["candidates"]),
+        }
+        return cls(**{**saved, **parts})
 
 
 @final
@@ -143,9 +142,7 @@ class Question:
 
     def padded(self, length: int) -> int:
         """Round a length up as the layout asks."""
-        multiple = self.layout.pad_multiple
-        padded = -(-max(1, length) // multiple) * multiple
-        return min(padded, max(length, self.layout.longest or padded))
+        return int(pad(np.array([length]), self.layout)[0])
 
     @property
     def alone(self) -> int:
@@ -163,10 +160,6 @@ class Question:
     @property
     def typical(self) -> int:
         """The length below which samples hold half of all tokens, padded."""
-        ascending = sorted(int(length) for lengths in self.batches for length in lengths)
-        half, tokens = sum(ascending) / 2, 0
-        for length in ascending:
-            tokens += length
-            if tokens >= half:
-                return self.padded(length)
-        return self.padded(self.longest)
+        ascending = np.sort(np.concatenate(self.batches))
+        middle = np.searchsorted(np.cumsum(ascending), ascending.sum() / 2)
+        return self.padded(int(ascending[middle]))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Protocol, final
+from typing import final
 
 import torch
 from torch import Tensor, nn
@@ -24,21 +24,6 @@ from trainer.parallel.sync import Deferred, SyncPolicy
 from trainer.tune.ragged import Dims
 from trainer.tune.tensors import PeakBytes
 
-
-class MakeFields(Protocol):
-    """Makes the fields of a micro-batch of any shape."""
-
-    def __call__(self, num_samples: int, length: int) -> Fields:
-        """Give collated fields of `num_samples` samples, each padded to `length` tokens."""
-
-
-class MakeOptimizer(Protocol):
-    """Builds the optimizer of a run."""
-
-    def __call__(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Build it over the parameters the model has at this moment, real or fake."""
-
-
 LayOut = Callable[[nn.Module], Parallel]
 """Lays a copy of the model out over ranks, in place, and binds a call to it."""
 
@@ -52,8 +37,9 @@ class Workload:
         model: as it is before it is compiled or wrapped for several ranks; to be sharded, it may
             have its parameters on the meta device.
         objective: gives the loss sums.
-        make_optimizer: builds the run's optimizer.
-        make_fields: gives micro-batches on the CPU; draws nothing from global generators.
+        make_optimizer: builds the run's optimizer over the parameters a model has, real or fake.
+        make_fields: gives collated fields, on the CPU, of so many samples padded to so many
+            tokens; draws nothing from global generators.
         bind: makes a call of the model, or of a copy, under the run's precision.
         device: where the model computes.
         weights: what parameters on the meta device begin with.
@@ -64,8 +50,8 @@ class Workload:
 
     model: nn.Module
     objective: Objective
-    make_optimizer: MakeOptimizer
-    make_fields: MakeFields
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
+    make_fields: Callable[[int, int], Fields]
     bind: Callable[[nn.Module], ModelCall] = bind
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     weights: Weights | None = None
@@ -98,16 +84,11 @@ class Workload:
         sum_of([*losses.values()]).backward()  # type: ignore[no-untyped-call] # untyped in torch
         refuse_sparse_gradients(self.model)
 
-    @contextmanager
-    def filled(self) -> Iterator[None]:
+    def filled(self) -> AbstractContextManager[None]:
         """Have the model whole inside the block, wherever its parameters are outside of it."""
-        is_empty = any(p.is_meta for p in self.model.parameters())
-        with (
-            drawn(self.model, self.weights, self.device)
-            if is_empty and self.weights is not None
-            else nullcontext()
-        ):
-            yield
+        if self.weights is not None and any(p.is_meta for p in self.model.parameters()):
+            return drawn(self.model, self.weights, self.device)
+        return nullcontext()
 
     @contextmanager
     def variant(self, *, recompute: bool) -> Iterator[None]:
@@ -116,14 +97,18 @@ class Workload:
             self.model.train()
             yield
 
+    def count(self, peak: PeakBytes, fields: Fields) -> None:
+        """Count what is there before a forward."""
+        peak.assign("parameters", self.model.parameters())
+        peak.assign("buffers", self.model.buffers())
+        peak.assign("activations", fields.values())
+
 
 def forward_bytes(work: Workload, fields: Fields) -> int:
     """Count the most that a forward, whose backward is to follow, holds besides the model."""
     peak = PeakBytes()
     with peak:
-        peak.assign("parameters", work.model.parameters())
-        peak.assign("buffers", work.model.buffers())
-        peak.assign("activations", fields.values())
+        work.count(peak, fields)
         peak.reset()
         work.objective.sums(work.call, fields)
     return peak.estimate.activations
@@ -145,9 +130,8 @@ def fullest_steps(
         fields: of the micro-batch; None updates alone.
     """
     module, sync = model.module, Deferred() if work.fake_ranks is None else work.sync
-    peak.assign("parameters", module.parameters())
-    peak.assign("buffers", module.buffers())
-    peak.assign("activations", (fields or {}).values())
+    work = replace(work, model=module, bind=lambda _: model.call)
+    work.count(peak, fields or {})
     optimizer, snapshot = work.make_optimizer(module), Snapshot(module)
     for has_gradients in (fields is None, True):
         peak.reset()
@@ -160,7 +144,7 @@ def fullest_steps(
         peak.assign("gradients", gradients(module))
         if fields is not None:
             with sync.micro_batch(model, is_last=True):
-                replace(work, model=module, bind=lambda _: model.call).backward(fields)
+                work.backward(fields)
             peak.assign("gradients", gradients(module))
         used = model.used()
         model.make_room()
@@ -168,14 +152,10 @@ def fullest_steps(
         peak.assign("gradients", gradients(module))
         model.scale_gradients(model.gradient_norm())
         optimizer.step()
-        peak.assign("optimizer_state", state_of(optimizer))
+        states = [state for state in optimizer.state.values() if isinstance(state, Mapping)]
+        values = [value for state in states for value in state.values()]
+        peak.assign("optimizer_state", [value for value in values if isinstance(value, Tensor)])
         optimizer.zero_grad(set_to_none=True)
-
-
-def state_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """List the tensors an optimizer keeps between steps."""
-    states = [values for values in optimizer.state.values() if isinstance(values, Mapping)]
-    return [value for values in states for value in values.values() if isinstance(value, Tensor)]
 
 
 def gradients(model: nn.Module) -> list[Tensor]:
@@ -207,13 +187,10 @@ class Tiled:
     row: int | None = None
 
     def __call__(self, num_samples: int, length: int) -> Fields:
-        """See `MakeFields`."""
-        if "cu_seqlens" in self.example:
-            return self._packed(num_samples, length)
-        return {name: self._tiled(name, num_samples, length) for name in self.example}
-
-    def _packed(self, num_samples: int, length: int) -> Fields:
-        """Lay `num_samples` documents of up to `length` tokens end to end in one row."""
+        """Give collated fields of `num_samples` samples, each padded to `length` tokens."""
+        if "cu_seqlens" not in self.example:
+            return {name: self._tiled(name, num_samples, length) for name in self.example}
+        # Documents of up to `length` tokens, end to end in one row.
         positions = min(num_samples * length, self.row or num_samples * length)
         ends = torch.arange(num_samples + 1) * positions // num_samples
         index = torch.arange(positions) - ends[:-1].repeat_interleave(ends.diff())
@@ -227,20 +204,15 @@ class Tiled:
     def _tiled(self, name: str, num_samples: int, length: int) -> Tensor:
         field = self.example[name]
         for dim, size in enumerate(field.shape):
-            wanted = self._wanted(name, dim, num_samples, length)
+            wanted = self._wanted(name, dim, length) if dim else num_samples
             if not size and wanted:
                 field = field.new_zeros([*field.shape[:dim], wanted, *field.shape[dim + 1 :]])
             elif wanted != size:
                 field = field.index_select(dim, torch.arange(wanted) % size)
         return field
 
-    def _wanted(self, name: str, dim: int, num_samples: int, length: int) -> int:
-        if dim == 0:
-            return num_samples
-        size, own = self.example[name].shape[dim], self.dims.own.get(name, {})
-        if dim in own:
-            return own[dim].up_to(length)
-        is_sequence = size == self.length > 1
-        if self.dims.sequence is not None:
-            is_sequence = dim in self.dims.sequence.get(name, ())
-        return length if is_sequence else size
+    def _wanted(self, name: str, dim: int, length: int) -> int:
+        own, sequence = self.dims.own_length((name, dim), length), self.dims.sequence
+        size = self.example[name].shape[dim] if own is None else own
+        follows = size == self.length > 1 if sequence is None else (name, dim) in sequence
+        return length if follows and own is None else size

@@ -15,53 +15,9 @@ from trainer.core.errors import ConfigError
 from trainer.plan.cut import Cost, Layout, Plan
 from trainer.plan.cuts import Auto, Budget, Fixed, SampleTooLongError
 
-LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=70).map(
-    lambda lengths: np.array(lengths, dtype=np.int64)
-)
-LAYOUTS = st.builds(
-    Layout,
-    world_size=st.sampled_from([1, 2, 3]),
-    lockstep=st.booleans(),
-    packed=st.booleans(),
-    pad_multiple=st.sampled_from([1, 8]),
-    group_size=st.sampled_from([1, 2, 3, 8]),
-    cost=st.builds(Cost, fixed=st.floats(0.0, 200.0)),
-)
 MOST_LINES = 800_000
 """Lines that planning 8,192 lengths may execute, which take some 20 ms; the rest of 30 ms is for
 what arrays do (`MOST_VISITS`). Measured by `benchmarks/balance.py planning=8192`."""
-
-
-def whole_groups(plan: Plan, group_size: int) -> bool:
-    """Look for every group as one consecutive piece of one micro-batch, at a multiple of it."""
-    for slots in plan.ranks:
-        for ids in slots:
-            for at in range(0, len(ids), group_size):
-                own, first = ids[at : at + group_size], ids[at]
-                group = np.arange(first, min(first + group_size, plan.num_samples))
-                if first % group_size or not np.array_equal(own, group):
-                    return False
-    return True
-
-
-@given(LENGTHS, LAYOUTS, st.integers(0, 900))
-@settings(max_examples=150)
-def test_planned_cuts_keep_groups_whole_under_the_cap(lengths, layout, spare):
-    cap = 40 * layout.group_size + spare
-    plan = Budget(max_tokens=cap).cut(lengths, layout)
-    plan.check(layout)
-    assert whole_groups(plan, layout.group_size)
-    assert plan.max_positions <= cap
-
-
-@given(LENGTHS, LAYOUTS, st.sampled_from([Fixed(), Fixed(steps=3), Fixed(micro=24)]))
-@settings(max_examples=100)
-def test_fixed_cuts_keep_groups_whole_in_sample_order(lengths, layout, cut):
-    plan = cut.cut(lengths, layout)
-    plan.check(layout)
-    assert whole_groups(plan, layout.group_size)
-    in_order = np.concatenate([ids for slots in plan.ranks for ids in slots])
-    assert np.array_equal(in_order, np.arange(len(lengths)))
 
 
 def partitions(items):
@@ -75,12 +31,12 @@ def partitions(items):
 
 
 @given(
-    st.lists(st.integers(1, 30), min_size=12, max_size=12),
-    st.sampled_from([2, 3]),
-    st.integers(90, 400),
+    st.lists(st.integers(1, 30), min_size=8, max_size=8),
+    st.sampled_from([1, 2, 4]),
+    st.integers(120, 400),
     st.floats(0.0, 100.0),
 )
-@settings(max_examples=25)
+@settings(max_examples=40)
 def test_cuts_of_groups_are_as_cheap_as_the_best_of_all_partitions(lengths, size, cap, fixed):
     lengths, cost = np.array(lengths), Cost(fixed=fixed)
     layout = Layout(group_size=size, cost=cost)

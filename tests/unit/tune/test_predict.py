@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 
 from tests.lib.tune_support import (
+    VOCABULARY,
     ConvNet,
     Encoder,
     Stubborn,
@@ -24,8 +26,7 @@ from tests.lib.tune_support import (
 from trainer.plan.memory import Shape
 from trainer.tune.fake import CannotRunFake, predict_peak
 from trainer.tune.memory_limit import (
-    TELLING_BYTES,
-    Growth,
+    RATIO_BYTES,
     MemoryLimit,
     memory_limit,
     resident_growth,
@@ -119,14 +120,15 @@ def test_a_model_that_needs_values_says_which_operation_asked():
     work = workload(Stubborn())
     with pytest.raises(CannotRunFake) as caught:
         predict_peak(work, Shape(1, 8))
-    assert "_local_scalar_dense" in caught.value.reason
-    assert "computes with the values of its tensors" in caught.value.reason
+    assert "computes with the values of its tensors" in str(caught.value)
+    assert "_local_scalar_dense" in str(caught.value)
 
 
 def test_a_model_that_needs_values_is_probed_for_real_and_its_state_is_put_back():
     work = workload(Stubborn())
     before = traces(work.model, runs=True)
     predict = Predictor(work, Shape(1, 64))
+    predict(Shape(1, 64))
     assert "real probes" in predict.method
     assert "DataDependentOutputException" in predict.method
     assert_same(traces(work.model, runs=True), before)
@@ -134,6 +136,49 @@ def test_a_model_that_needs_values_is_probed_for_real_and_its_state_is_put_back(
     for shape in (Shape(16, 64), Shape(3, 128), Shape(48, 10)):
         measured = measured_peak(work, shape).peak_bytes
         assert predict(shape).peak_bytes == pytest.approx(measured, rel=TOLERANCE)
+
+
+class Recurrent(nn.Module):
+    """Layers whose kernel on a CPU keeps a workspace that its fake has none of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 32)
+        self.rnn = nn.LSTM(32, 32, 2, batch_first=True)
+        self.head = nn.Linear(32, VOCABULARY)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        return self.head(self.rnn(self.embedding(input_ids))[0])
+
+
+def test_a_recurrent_layer_is_predicted_with_its_workspace():
+    work, shape = workload(Recurrent(), text(16)), Shape(8, 16)
+    predict = Predictor(work, Shape(1, 16))
+    measured = measured_peak(work, shape).peak_bytes
+    assert predict(shape).peak_bytes == pytest.approx(measured, rel=0.05)
+    if predict_peak(work, shape).peak_bytes < 0.9 * measured:
+        assert "real probes" in predict.method
+        assert "a fake forward holds" in predict.method
+
+
+class Grouped(nn.Module):
+    """Asks for a kernel that refuses to run fake in single precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 8, 8))
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        rows = input_ids.flatten()[:, None].expand(-1, 8).to(self.weight.dtype)
+        ends = torch.tensor([len(rows) // 2, len(rows)], dtype=torch.int32)
+        return torch._grouped_mm(rows, self.weight, offs=ends)
+
+
+def test_a_fake_run_that_fails_says_nothing_of_its_own(capfd):
+    with pytest.raises(CannotRunFake, match="Expected"):
+        predict_peak(workload(Grouped()), Shape(2, 8))
+    assert not capfd.readouterr().err
+    assert not logging.getLogger("torch._subclasses.fake_tensor").disabled
 
 
 def test_probes_count_the_optimizer_even_where_its_step_is_the_peak():
@@ -154,14 +199,7 @@ def test_a_storage_counts_once_and_until_it_is_freed():
         peak.assign("gradients", [two])
     assert peak.estimate.peak_bytes == 4000 + two.nbytes
     peak.reset()
-    assert peak.estimate == MemoryEstimate(
-        peak_bytes=two.nbytes,
-        gradients=two.nbytes,
-        parameters=0,
-        optimizer_state=0,
-        activations=0,
-        buffers=0,
-    )
+    assert peak.estimate == MemoryEstimate(peak_bytes=two.nbytes, gradients=two.nbytes)
 
 
 def test_a_byte_budget_fails_like_a_full_device():
@@ -170,20 +208,6 @@ def test_a_byte_budget_fails_like_a_full_device():
     assert measured_peak(work, shape, limit=needed).peak_bytes == needed
     with pytest.raises(torch.OutOfMemoryError, match="exceed the limit"):
         measured_peak(work, shape, limit=needed - 1)
-
-
-def test_repeated_samples_have_the_shape_that_is_asked_for():
-    fields = text(8)(5, 20)
-    assert {name: tuple(field.shape) for name, field in fields.items()} == dict.fromkeys(
-        ("input_ids", "labels", "attention_mask"), (5, 20)
-    )
-    assert torch.equal(fields["input_ids"][:3, :8], text(8).example["input_ids"])
-    assert tuple(images(12)(7, 1)["pixels"].shape) == (7, 3, 12, 12)
-
-
-def test_an_estimate_survives_its_mapping():
-    found = predict_peak(workload(Encoder()), Shape(2, 16))
-    assert MemoryEstimate.from_dict(found.to_dict()) == found
 
 
 def machine(root: Path, files: dict[str, str]) -> Path:
@@ -228,14 +252,10 @@ def test_the_tightest_limit_of_the_machine_counts(tmp_path, files, left, source)
     assert shared.bytes == 1000 + int(left // 4 * 0.9)
 
 
-def test_a_machine_that_is_not_here_has_what_is_said_of_it():
+def test_a_machine_that_is_not_here_has_what_was_typed():
     found = memory_limit(torch.device("cuda"), asked=80 * 2**30)
     assert found.bytes == int(80 * 2**30 * 0.92)
     assert "accum.memory" in found.source
-
-
-def test_this_machine_has_memory_left():
-    assert memory_limit(torch.device("cpu")).bytes > 0
 
 
 def test_the_rise_of_resident_memory_is_seen():
@@ -243,16 +263,14 @@ def test_the_rise_of_resident_memory_is_seen():
         pytest.skip("only Linux tells")
     with resident_growth(torch.device("cpu")) as growth:
         torch.ones(16 * 2**20)
-    assert growth.bytes is not None
-    assert 60 * 2**20 < growth.bytes < 200 * 2**20
+    assert 60 * 2**20 < max(growth) < 200 * 2**20
 
 
 def test_what_tensors_cost_in_resident_memory_lowers_what_they_may_take():
-    assert resident_ratio(Growth(bytes=3 * TELLING_BYTES), 2 * TELLING_BYTES) == 1.5
-    assert resident_ratio(Growth(bytes=TELLING_BYTES), 2 * TELLING_BYTES) == 1.0
-    assert resident_ratio(Growth(bytes=99 * TELLING_BYTES), TELLING_BYTES) == 3.0
-    assert resident_ratio(Growth(bytes=TELLING_BYTES), TELLING_BYTES - 1) is None
-    assert resident_ratio(Growth(bytes=None), TELLING_BYTES) is None
+    assert resident_ratio(3 * RATIO_BYTES, 2 * RATIO_BYTES) == 1.5
+    assert resident_ratio(RATIO_BYTES, 2 * RATIO_BYTES) == 1.0
+    assert resident_ratio(99 * RATIO_BYTES, RATIO_BYTES) == 3.0
+    assert resident_ratio(3 * RATIO_BYTES, RATIO_BYTES - 1) == 1.0
     limit = MemoryLimit(bytes=1000, source="a test")
     assert limit.for_tensors(1.0, 400) == 1000
     assert limit.for_tensors(1.5, 400) == 800

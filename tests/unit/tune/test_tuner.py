@@ -15,11 +15,9 @@ from torch import Tensor, nn
 
 from tests.lib.tune_support import (
     VOCABULARY,
-    ConvNet,
     Encoder,
     Stubborn,
     assert_same,
-    images,
     measured_peak,
     traces,
     workload,
@@ -32,6 +30,7 @@ from trainer.tune import tuner
 from trainer.tune.cache import BUSY_TRIES, Facts, TuningCache, describe
 from trainer.tune.fake import predict_peak
 from trainer.tune.memory_limit import MemoryLimit
+from trainer.tune.tensors import MemoryEstimate
 from trainer.tune.tuning import Question, Tuning
 
 tune = partial(tuner.tune, clock=lambda: 0.0)
@@ -119,23 +118,12 @@ def largest_cap_by_brute_force(asked: Question, *, recompute: bool = False) -> i
     return min((n + 1) * t - 1 for t, n in bounds.items() if n < NUM_SAMPLES)
 
 
-@pytest.mark.parametrize("limit", [pytest.param(200_000, marks=pytest.mark.nightly), 400_000])
-def test_the_chosen_cap_is_within_5_percent_of_the_largest_that_fits(limit, book):
-    asked = question(limit=limit)
+def test_the_chosen_cap_is_within_5_percent_of_the_largest_that_fits(book):
+    asked = question(limit=400_000)
     found = tune(asked, book)
     largest = largest_cap_by_brute_force(asked)
     assert 0.95 * largest <= found.max_tokens <= largest
-    assert found.predicted.peak_bytes <= found.limit_bytes == limit
-
-
-def test_every_micro_batch_of_a_tuned_plan_fits_the_budget(book):
-    asked = question(limit=320_000)
-    found = tune(asked, book)
-    for lengths in asked.batches[:1]:
-        plan = asked.cut_at(found.max_tokens, found.cost).cut(lengths, asked.layout)
-        for rank, slot in plan.slots():
-            shape = Shape(len(plan.ranks[rank][slot]), plan.padded_lengths[rank][slot])
-            measured_peak(asked.work, shape, limit=asked.limit.bytes)
+    assert found.predicted.peak_bytes <= found.limit_bytes == 400_000
 
 
 def test_a_model_that_cannot_run_fake_is_tuned_by_probes_and_says_so():
@@ -144,14 +132,6 @@ def test_a_model_that_cannot_run_fake_is_tuned_by_probes_and_says_so():
     largest = largest_cap_by_brute_force(asked)
     assert 0.95 * largest <= found.max_tokens <= 1.05 * largest
     assert "real probes" in found.method
-
-
-def test_images_are_counted_in_samples():
-    work = workload(ConvNet(), images())
-    limit = measured_peak(work, Shape(10, 1)).peak_bytes
-    batches = [np.ones(NUM_SAMPLES, dtype=np.int64)]
-    found = tune(question(limit=limit, work=work, batches=batches, longest=1, shortest=1))
-    assert found.max_tokens == 10
 
 
 def test_one_sample_that_cannot_fit_is_an_error_that_names_it():
@@ -163,9 +143,9 @@ def test_one_sample_that_cannot_fit_is_an_error_that_names_it():
 @pytest.mark.parametrize("inputs", [0, 3 * 2**20])
 def test_what_cannot_fit_names_the_nearest_length_and_memory_that_do(inputs):
     asked = question(Encoder())
-    held = predict_peak(asked.work, Shape(1, 16)).peak_bytes
+    enough_for_half = predict_peak(asked.work, Shape(1, 16)).peak_bytes
     typed = MemoryLimit(
-        bytes=held, source="accum.memory, 8% in reserve", reserve=0.08, inputs=inputs
+        bytes=enough_for_half, source="accum.memory, 8% in reserve", reserve=0.08, inputs=inputs
     )
     with pytest.raises(DoesNotFitError) as caught:
         tune(replace(asked, limit=typed))
@@ -223,7 +203,7 @@ def test_a_model_too_slow_for_two_timings_gets_a_usual_cap_and_says_that_it_is_a
     assert min(times) > 0.95 * max(times)
 
 
-def test_a_guess_is_not_kept_as_a_measurement():
+def test_a_guess_is_not_cached_as_a_measurement():
     model, book = Paced(best=10**6), TuningCache()
     asked = question(model, timed=True, num_steps=1, longest=512, batches=[np.full(8, 512)])
     assert "is a guess" in tune(asked, book, clock=lambda: 1000 * model.clock()).method
@@ -252,16 +232,10 @@ def test_predictions_end_with_the_time_of_tuning_and_what_is_known_decides(secon
     assert seconds > 1 or found.max_tokens == plenty.max_tokens
 
 
-def test_memory_holds_down_what_speed_would_choose():
-    fast = Paced(best=10**6)
-    free = tune(question(fast, timed=True), clock=fast.clock)
-    tight = tune(question(fast, limit=100_000, timed=True), clock=fast.clock)
-    assert tight.max_tokens < free.max_tokens
-    assert tight.predicted.peak_bytes <= 100_000
-
-
 def test_nothing_is_timed_for_a_machine_that_is_not_here(book):
-    found = tune(question(), book)
+    found = tune(question(recompute="auto"), book)
+    assert not any(row.activation_checkpointing for row in found.candidates), "memory is plenty"
+    assert Tuning.from_dict(json.loads(json.dumps(found.to_dict()))) == found
     assert found.cost.seconds_per_token is None
     assert all(row.seconds_per_step is None for row in found.candidates)
     assert "time unknown" in found.method
@@ -305,21 +279,10 @@ def test_recomputing_is_chosen_where_it_is_all_that_fits():
         tune(replace(asked, limit=between, recompute="never"), book)
 
 
-def test_recomputing_is_not_weighed_where_memory_is_plenty(book):
-    found = tune(question(recompute="auto"), book)
-    assert not found.activation_checkpointing
-    assert not any(row.activation_checkpointing for row in found.candidates)
-
-
 def test_recomputing_that_buys_too_little_is_weighed_and_refused():
     model = Paced(best=64)
     asked = question(model, limit=100_000, timed=True, recompute="auto", num_steps=10**6)
     assert not tune(asked, clock=model.clock).activation_checkpointing
-
-
-def test_a_tuning_survives_json(book):
-    found = tune(question(), book)
-    assert Tuning.from_dict(json.loads(json.dumps(found.to_dict()))) == found
 
 
 def test_a_second_run_finds_everything_in_the_cache(tmp_path):
@@ -327,8 +290,8 @@ def test_a_second_run_finds_everything_in_the_cache(tmp_path):
     asked = question(model, timed=True)
     facts = describe(asked.work, asked.longest, "fp32")
     first = tune(asked, TuningCache.open(facts, tmp_path), clock=model.clock)
-    untouchable = question(nn.Identity(), timed=True, work=replace(asked.work, bind=None))
-    again = tune(untouchable, TuningCache.open(facts, tmp_path))
+    broken = question(nn.Identity(), timed=True, work=replace(asked.work, bind=None))
+    again = tune(broken, TuningCache.open(facts, tmp_path))
     assert again.max_tokens == first.max_tokens
     assert again.candidates == first.candidates
     assert "earlier run" in again.method
@@ -384,17 +347,15 @@ def test_many_short_samples_that_take_more_than_the_longest_do_not_keep_it_from_
         measured_peak(tight.work, shape, limit=tight.limit.bytes)
 
 
-@pytest.mark.parametrize(
-    "damage", ["", "{", "[]", '{"plain": {"peaks": {"1x2": 3}}}', '{"plain": 7}']
-)
+@pytest.mark.parametrize("damage", ["", "[]", '{"plain": {"peaks": [[1, 2]]}}', '{"plain": 7}'])
 def test_a_damaged_cache_is_an_empty_one(tmp_path, damage):
-    work = workload(Encoder())
-    book = TuningCache.open(describe(work, 8, "fp32"), tmp_path)
+    book = TuningCache.open({}, tmp_path)
     book.plain.seconds[Shape(1, 8)] = 0.5
+    book.plain.peaks[Shape(1, 8)] = MemoryEstimate(peak_bytes=3)
     book.save()
-    assert TuningCache.open(describe(work, 8, "fp32"), tmp_path).plain == book.plain
+    assert TuningCache.open({}, tmp_path).plain == book.plain
     book.path.write_text(damage)
-    assert not TuningCache.open(describe(work, 8, "fp32"), tmp_path).plain.seconds
+    assert TuningCache.open({}, tmp_path).plain == Facts()
 
 
 def test_a_cache_that_cannot_be_written_is_no_failure(tmp_path):
@@ -416,7 +377,7 @@ def test_a_cache_belongs_to_one_model_precision_and_class_of_optimizer(tmp_path)
 
 
 class Repeated(Encoder):
-    """Says in an attribute alone what it computes."""
+    """Computes what an attribute alone says."""
 
     def __init__(self, repeats: int = 1, **settings) -> None:
         super().__init__(**settings)

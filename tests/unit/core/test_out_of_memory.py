@@ -1,4 +1,4 @@
-"""A failed allocation is told from every other error, whoever failed and whatever wrapped it."""
+"""A failed allocation is recognised among all errors, whoever failed and whatever wrapped it."""
 
 from __future__ import annotations
 
@@ -80,13 +80,10 @@ def test_no_other_error_is_taken_for_one(error: BaseException) -> None:
 
 
 def test_an_error_with_a_line_of_its_own_keeps_it() -> None:
-    told = DoesNotFitError("told already")
-    told.__cause__ = MemoryError()
-    assert not is_out_of_memory(told)
+    named = DoesNotFitError("named already")
+    named.__cause__ = MemoryError()
+    assert not is_out_of_memory(named)
     assert not is_out_of_memory(None)
-
-
-def test_a_chain_of_causes_that_closes_ends() -> None:
     first, second = ValueError("a"), ValueError("b")
     first.__cause__, second.__cause__ = second, first
     assert not is_out_of_memory(first)
@@ -164,24 +161,24 @@ def test_what_failed_in_a_loading_process_did_not_fail_here() -> None:
     assert not is_out_of_memory(caught.value)
 
 
-def test_a_failed_attempt_leaves_no_tensor_behind_even_in_a_cycle() -> None:
-    class Held:
+def test_no_tensor_of_a_failed_attempt_stays_even_in_a_cycle() -> None:
+    class Cycle:
         """A tensor in a cycle, as a graph that refers to itself holds its activations."""
 
         def __init__(self) -> None:
             self.tensor, self.own = torch.ones(8), self
 
     def attempt() -> None:
-        held = Held()
-        kept.append(weakref.ref(held))
+        cycle = Cycle()
+        seen.append(weakref.ref(cycle))
         raise torch.OutOfMemoryError("injected")
 
-    kept: list[weakref.ref[Held]] = []
+    seen: list[weakref.ref[Cycle]] = []
     gc.disable()
     try:
         with AllocationGuard():
             attempt()
         release_memory()
-        assert kept[0]() is None
+        assert seen[0]() is None
     finally:
         gc.enable()
