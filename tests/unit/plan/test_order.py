@@ -109,7 +109,7 @@ def test_a_token_step_closes_with_the_first_sample_that_reaches_the_target(
 
 
 @given(lengths=ragged, seed=seeds, data=st.data(), epochs=st.integers(1, 3))
-def test_dropping_under_tokens_leaves_out_exactly_what_does_not_reach_the_target(
+def test_dropping_under_tokens_drops_exactly_what_does_not_reach_the_target(
     lengths, seed, data, epochs
 ):
     target = data.draw(st.integers(1, int(lengths.sum())))

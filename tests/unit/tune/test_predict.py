@@ -105,7 +105,7 @@ def test_the_parts_of_a_prediction_are_what_the_model_and_adam_hold():
     assert parts + found.buffers == found.peak_bytes
 
 
-def test_a_prediction_leaves_the_live_model_and_the_random_generator_bit_for_bit():
+def test_a_prediction_changes_no_bit_of_the_live_model_and_the_random_generator():
     model = Stubborn(looks=False)
     for parameter in list(model.parameters())[::2]:
         parameter.grad = torch.ones_like(parameter)

@@ -213,7 +213,7 @@ def test_the_budget_is_a_share_of_the_run_within_bounds():
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_timing_leaves_the_live_model_and_the_random_generator_bit_for_bit(recompute):
+def test_timing_changes_no_bit_of_the_live_model_and_the_random_generator(recompute):
     model = Stubborn()
     for parameter in list(model.parameters())[::2]:
         parameter.grad = torch.ones_like(parameter)

@@ -244,7 +244,7 @@ def test_a_size_that_fails_for_real_lowers_what_is_believed_to_fit():
     assert found.limit_bytes < 10**9
 
 
-def test_tuning_leaves_the_live_model_and_the_random_generator_bit_for_bit():
+def test_tuning_changes_no_bit_of_the_live_model_and_the_random_generator():
     model = Stubborn(looks=False)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
