@@ -5,6 +5,7 @@ The contract tests run over whatever files lie in `conf/`, so that a new one nee
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 
@@ -14,7 +15,17 @@ import torch
 import yaml
 
 from tests.lib.cli_support import in_subprocess
-from tests.lib.run_support import TOYS, curve, entries, go, only_run, read_json, state, steps
+from tests.lib.run_support import (
+    TOYS,
+    curve,
+    entries,
+    go,
+    only_run,
+    overrides,
+    read_json,
+    state,
+    steps,
+)
 from trainer.cli.main import Run
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -191,7 +202,26 @@ from torch import nn
 
 from trainer.accumulate.base import GradientStrategy, divided, seed_draws
 from trainer.objectives.base import Objective, Sums, logits_of
+from trainer.parallel.sync import SyncPolicy
 from trainer.plan.cut import Cut, Plan
+from trainer.plan.traffic import Moves
+
+
+class Halves(SyncPolicy):
+    name = "halves"
+    summary = "a reduction in every micro-batch"
+    lockstep = True
+
+    def __init__(self, loud=False):
+        self.loud = loud
+
+    def micro_batch(self, model, *, is_last):
+        if self.loud and model.world.is_main:
+            print("reduces", is_last)
+        return model.reducing(across=True)
+
+    def moves(self, micro_batches):
+        return Moves(gathers=micro_batches, reductions=micro_batches, across=micro_batches)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -323,6 +353,28 @@ def test_a_gradient_strategy_of_one_s_own_takes_two_files_or_its_name(way: str, 
         twice = own(mine, f"accum.gradient._target_={mine}.Backwards accum.gradient.scale=2")
     assert_same_gradient(run, whole)
     assert curve(twice, "loss")[0] == pytest.approx(2 * curve(whole, "loss")[0], rel=EXACT)
+
+
+def test_a_sync_policy_of_one_s_own_takes_two_files(mine: str, tmp_path: Path) -> None:
+    """On two ranks, where it is what reduces the gradient."""
+    whole = own(mine, "accum.micro=8")
+    (tmp_path / "my_conf" / "sync").mkdir()
+    (tmp_path / "my_conf" / "sync" / "halves.yaml").write_text(
+        f"_target_: {mine}.Halves\nloud: false\n"
+    )
+    line = OWN.format(mine.removeprefix("mine_")).replace(f"hooks=[{mine}.Watch]", "")
+    line += " sync=halves sync.loud=true parallel.ranks=2 accum.micro=2 hydra.run.dir=two"
+    done = in_subprocess(f"--config-dir my_conf {shlex.join(overrides(line))}", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert [line for line in done.stdout.splitlines() if line.startswith("reduces")] == [
+        "reduces False",
+        "reduces True",
+    ]
+    run = Run(folder=tmp_path / "two", exit_code=0, result=read_json(tmp_path / "two/result.json"))
+    assert_same_gradient(run, whole)
+    plan = read_json(run.folder / "plan.json")
+    assert plan["sync"] == "halves"
+    assert "halves" in {row["policy"] for row in plan["sync_table"]}
 
 
 def test_options_of_one_s_own_work_as_typed_in_a_shell(mine: str, tmp_path: Path) -> None:

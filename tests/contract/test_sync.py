@@ -1,4 +1,4 @@
-"""What a policy costs, how one is chosen, and how a process learns that it is one of several."""
+"""What a policy costs, how one is chosen, and what a model laid out over ranks refuses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from trainer.accumulate.model_state import ModelState
 from trainer.build.parallel import ParallelSetup
 from trainer.core.errors import ConfigError, DoesNotFitError
-from trainer.core.launcher import membership
 from trainer.core.rank_progress import Board, Place
 from trainer.core.world import World
 from trainer.models.bind import bind
@@ -29,7 +28,6 @@ from trainer.plan.cuts import LayoutInvariant
 from trainer.plan.traffic import Bulk, Moves, Network, Work
 
 GIGA = 2**30
-MEETING = {"MASTER_ADDR": "a", "MASTER_PORT": "1"}
 FAST = Network(ranks=8, latency_s=3e-5, all_reduce=3e11, all_gather=3e11, reduce_scatter=3e11)
 SLOW = Network(ranks=8, latency_s=5e-4, all_reduce=1e8, all_gather=1e8, reduce_scatter=1e8)
 ROOMY = 64 * GIGA
@@ -288,48 +286,13 @@ def test_a_buffer_that_moves_is_refused_where_bits_are_to_be_those_of_every_layo
         state.copy_from_main(state.moved())
 
 
-def test_a_process_alone_starts_its_own_ranks():
-    assert membership({}) is None
-    assert membership({"RANK": "0", "WORLD_SIZE": "1"}) is None
-    assert membership({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}) is None
-
-
-def test_torchrun_and_srun_say_which_rank_a_process_is():
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    torchrun = membership(dict(zip(names, "5824", strict=True)) | MEETING)
-    assert (torchrun.rank, torchrun.size) == (5, 8)
-    assert (torchrun.local_rank, torchrun.local_size) == (2, 4)
-    names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
-    srun = membership(dict(zip(names, ("5", "8", "1", "4(x2)"), strict=True)) | MEETING)
-    assert (srun.rank, srun.size, srun.local_rank, srun.local_size) == (5, 8, 1, 4)
-
-
-def test_jobs_that_share_a_port_do_not_meet_but_all_ranks_of_one_do():
-    ranks = {"RANK": "0", "WORLD_SIZE": "2"} | MEETING
-    jobs = [
-        ranks | {"TORCHELASTIC_RUN_ID": "a"},
-        ranks | {"TORCHELASTIC_RUN_ID": "b"},
-        ranks | {"TORCHELASTIC_RUN_ID": "b", "TORCHELASTIC_RESTART_COUNT": "1"},
-        ranks,
-    ]
-    assert len({membership(job).attempt for job in jobs}) == len(jobs)
-    # What a shell on one machine says of itself, the ranks on another need not have heard.
-    assert membership(ranks | {"SLURM_JOB_ID": "7"}).attempt == membership(ranks).attempt
-
-
-def test_a_rank_that_cannot_find_the_others_says_what_is_missing():
-    with pytest.raises(ConfigError, match="MASTER_ADDR and MASTER_PORT"):
-        membership({"RANK": "1", "WORLD_SIZE": "2"})
-
-
 def test_a_board_is_read_by_another_as_it_was_written(tmp_path: Path):
     mine, theirs = Board(tmp_path / "board"), Board(tmp_path / "board")
     assert theirs.read() == Place()
     assert str(theirs.read()) == "the start"
-    mine.write(Place(pid=7, step=3, phase="compute", micro_batch=2))
+    mine.write(Place(step=3, phase="compute", micro_batch=2))
     place = theirs.read()
     assert str(place) == "step 3 (compute, micro-batch 2)"
-    assert place.pid == 7
     assert place.since > 0
     mine.close()
     theirs.close()

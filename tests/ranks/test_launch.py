@@ -328,7 +328,7 @@ def free_port() -> int:
         pytest.param(
             "SIGKILL",
             7,
-            "rank 1 was lost at step 2 (compute, micro-batch 2): killed, or out of reach",
+            "rank 1 was killed by SIGKILL, as the system does when memory runs out, at step 2 (co",
             marks=pytest.mark.nightly,
         ),
     ],
@@ -337,7 +337,7 @@ def test_the_first_of_ranks_that_joined_names_the_one_that_failed(tmp_path, faul
     folder = tmp_path / "run"
     first, second = start_joined(folder, f"model.fault={fault}")
     ended, errors = first.end()
-    assert (ended, second.end()) == (code, (-9 if fault == "SIGKILL" else code, []))
+    assert (ended, second.end()) == (code, (code, []))
     assert len(errors) == 1
     assert errors[0].startswith(f"train: error: {says}")
     assert status(folder)["exit_code"] == code

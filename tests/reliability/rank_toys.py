@@ -76,11 +76,10 @@ def _arm(strikes: Sequence[Strike], marks: Path) -> None:
 
     def noted(world: World, phase: Phase, *, step: int | None = None) -> None:
         note(world, phase, step=step)
-        if world.board is not None:
-            at = world.board.read().step
-            for strike in strikes:
-                if strike.is_at(world.rank, phase, at):
-                    strike.happen(marks)
+        at = world.board.read().step
+        for strike in strikes:
+            if strike.is_at(world.rank, phase, at):
+                strike.happen(marks)
 
     World.note = noted  # type: ignore[method-assign]
 

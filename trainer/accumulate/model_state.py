@@ -1,8 +1,7 @@
-"""What a checkpoint saves of a model and no gradient updates, the same on all ranks."""
+"""Keep what a checkpoint saves of a model and no gradient updates the same on all ranks."""
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
@@ -15,11 +14,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from trainer.core.bits import bits_of
 from trainer.core.errors import ConfigError
 from trainer.core.world import World
-
-MARKED = 2**20
-"""Numbers of a tensor on a device that are marked at once."""
-
-WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
 @final
@@ -77,7 +71,7 @@ class ModelState:
         for part, flag in zip(self._parts, moved, strict=True):
             if flag and not part.moves:
                 part.moves = True
-                self._news += part.names
+                self._news += [part.prefix + name for name in part.shapes]
         if self._is_ordered and self._news:
             raise ConfigError(
                 f"deterministic=layout: forward writes into {self._news[0]}, by the samples that "
@@ -88,8 +82,7 @@ class ModelState:
         tensors = [tensor for part in self._parts if part.moves for tensor in part.tensors()]
         if not tensors:
             return
-        values = torch.cat([bits_of(tensor) for tensor in tensors])
-        self._world.copy_from_main(values)
+        values = self._world.copy_from_main(torch.cat([bits_of(tensor) for tensor in tensors]))
         pieces = torch.split(values, [tensor.nbytes for tensor in tensors])
         with torch.no_grad():
             for tensor, piece in zip(tensors, pieces, strict=True):
@@ -121,47 +114,46 @@ class ModelState:
 @final
 @dataclass(slots=True)
 class _Part:
-    """Tensors of a module that move together.
+    """Tensors of a module that move together."""
 
-    Attributes:
-        prefix: name of the module, with a dot.
-        entries: what it has registered, by name.
-        shapes: of the tensors, by name.
-        seen: the tensors and PyTorch's counts of writes, before a step.
-        marks: sums of their bits before the first step, which see what `.data` hides.
-        moves: whether they were seen to.
-    """
-
-    prefix: str
-    entries: Any
-    shapes: dict[str, torch.Size]
-    seen: list[tuple[Tensor, int]] = field(default_factory=list)
-    marks: list[int] = field(default_factory=list)
-    moves: bool = False
-
-    @property
-    def names(self) -> list[str]:
-        return [self.prefix + name for name in self.shapes]
+    prefix: str  # name of the module, with a dot
+    entries: Any  # what it has registered, by name
+    shapes: dict[str, torch.Size]  # of the tensors, by name
+    # Before a step: the tensors, PyTorch's counts of writes to them, and in the first step copies
+    # of buffers, which show what is written through `.data`.
+    seen: list[tuple[Tensor, int, Tensor | None]] = field(default_factory=list)
+    moves: bool = False  # whether they were seen to
 
     def tensors(self) -> list[Tensor]:
+        """List them as they are now."""
         return [self.entries[name] for name in self.shapes]
 
     def watch(self, *, by_value: bool) -> None:
-        self.seen = [(tensor, tensor._version) for tensor in self.tensors()]
-        self.marks = [_mark_of(tensor) for tensor in self.tensors()] if by_value else []
+        """Remember how they are. A frozen parameter is too large for a copy."""
+        copied = [by_value and not isinstance(each, nn.Parameter) for each in self.tensors()]
+        self.seen = [
+            (tensor, tensor._version, tensor.detach().clone() if flag else None)
+            for tensor, flag in zip(self.tensors(), copied, strict=True)
+        ]
 
     def has_moved(self) -> bool:
+        """Compare them with how they were.
+
+        Raises:
+            ConfigError: one has another shape.
+        """
         for name, shape in self.shapes.items():
             if getattr(self.entries.get(name), "shape", None) != shape:
                 raise ConfigError(
                     f"model: {self.prefix}{name} changes its shape in forward, so ranks may "
                     "differ in it: if it is a cache, register it with persistent=False"
                 )
-        now = self.tensors()
-        pairs = zip(now, self.seen, strict=True)
-        if any(tensor is not t or t._version != version for tensor, (t, version) in pairs):
-            return True
-        return bool(self.marks) and self.marks != [_mark_of(tensor) for tensor in now]
+        for now, (tensor, version, before) in zip(self.tensors(), self.seen, strict=True):
+            if now is not tensor or now._version != version:
+                return True
+            if before is not None and not torch.equal(bits_of(now), bits_of(before)):
+                return True
+        return False
 
 
 def _identities(model: nn.Module) -> dict[str, int]:
@@ -191,13 +183,3 @@ def _is_watched(tensor: Tensor) -> bool:
     if isinstance(tensor, DTensor) or tensor.is_meta or not tensor.is_leaf:
         return False
     return not tensor.requires_grad and tensor.layout == torch.strided and not tensor.is_quantized
-
-
-def _mark_of(tensor: Tensor) -> int:
-    """Reduce numbers to one, by their bits and their order."""
-    bits = bits_of(tensor, WORDS.get(tensor.element_size(), torch.int64))
-    if bits.device.type == "cpu":
-        return zlib.crc32(bits.view(torch.uint8).numpy().data)
-    weights = torch.arange(1, 2 * MARKED, 2, device=bits.device)
-    sums = [(piece.long() * weights[: len(piece)]).sum() for piece in torch.split(bits, MARKED)]
-    return hash(tuple(torch.stack(sums).tolist())) if sums else 0

@@ -18,9 +18,6 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.distributed.tensor import DTensor
 
-Copies = dict[int, tuple[Tensor, Tensor]]
-"""Tensors with their copies, by identity."""
-
 GENERATORS = (Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
@@ -40,7 +37,7 @@ class Snapshot:
     def __init__(self, model: nn.Module, *others: object) -> None:
         self._roots = (model, *others)
         self._buffers: list[tuple[dict[str, Tensor | None], str, Tensor | None]] = []
-        self._copies: Copies = {}
+        self._copies: dict[int, tuple[Tensor, Tensor]] = {}  # tensors and copies, by identity
         self._undo: list[Callable[[], object]] = []
 
     def take(self) -> None:
@@ -48,9 +45,34 @@ class Snapshot:
         modules = [part for part in _parts(*self._roots) if isinstance(part, nn.Module)]
         self._buffers = [(m._buffers, name, b) for m in modules for name, b in m._buffers.items()]
         tensors = [buffer for *_, buffer in self._buffers if buffer is not None]
-        self._copies = _copied([*tensors, *_renormalised(modules)], self._copies)
+        for table in modules:
+            if isinstance(table, nn.Embedding | nn.EmbeddingBag) and table.max_norm is not None:
+                tensors += [] if isinstance(table.weight, DTensor) else [table.weight]
+        self._copy(tensors)
         self._undo = [_undo_of(generator) for generator in own_generators(*self._roots)]
-        self._undo += [_undo_extra(m) for m in modules if _has_extra_state(m)]
+        for module in modules:
+            if type(module).get_extra_state is not nn.Module.get_extra_state:
+                self._undo.append(_undo_extra(module))
+
+    def _copy(self, tensors: list[Tensor]) -> None:
+        before, self._copies = self._copies, {}
+        pairs: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
+        for tensor in tensors:
+            # PyTorch refuses to write where several elements share memory.
+            expanded = any(
+                n > 1 and not s for n, s in zip(tensor.shape, tensor.stride(), strict=True)
+            )
+            if expanded or id(tensor) in self._copies:
+                continue
+            _, copied = before.get(id(tensor), (None, None))
+            if copied is None or (copied.shape, copied.dtype) != (tensor.shape, tensor.dtype):
+                copied = tensor.detach().clone()
+            else:
+                pairs.setdefault(tensor.dtype, []).append((copied, tensor))
+            self._copies[id(tensor)] = tensor, copied
+        with torch.no_grad():
+            for same in pairs.values():  # a few kernels, not one a buffer
+                torch._foreach_copy_([into for into, _ in same], [tensor for _, tensor in same])
 
     def restore(self) -> None:
         """Put the state back; a buffer that a forward replaced by another tensor, too."""
@@ -82,43 +104,6 @@ def own_generators(*roots: object) -> Iterator[Any]:
         yield from (value for value in values if isinstance(value, GENERATORS))
 
 
-def _renormalised(modules: list[nn.Module]) -> Iterator[Tensor]:
-    """Find the weights that a forward scales in place; shards are their mechanism's.
-
-    Yields:
-        Each.
-    """
-    tables = [part for part in modules if isinstance(part, nn.Embedding | nn.EmbeddingBag)]
-    weights = (table.weight for table in tables if table.max_norm is not None)
-    yield from (weight for weight in weights if not isinstance(weight, DTensor))
-
-
-def _copied(tensors: list[Tensor], known: Copies) -> Copies:
-    """Copy tensors: on a GPU, those that were copied before in a few kernels."""
-    copies: Copies = {}
-    pairs: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-    for tensor in tensors:
-        if id(tensor) in copies or _is_expanded(tensor):
-            continue
-        _, copied = known.get(id(tensor), (None, None))
-        if copied is not None and copied.shape == tensor.shape and copied.dtype == tensor.dtype:
-            into, of = pairs.setdefault(tensor.dtype, ([], []))
-            into.append(copied)
-            of.append(tensor)
-        else:
-            copied = tensor.detach().clone()
-        copies[id(tensor)] = tensor, copied
-    with torch.no_grad():
-        for into, of in pairs.values():
-            torch._foreach_copy_(into, of)
-    return copies
-
-
-def _is_expanded(tensor: Tensor) -> bool:
-    """Tell whether several elements share memory, into which PyTorch refuses to write."""
-    return any(not step and n > 1 for step, n in zip(tensor.stride(), tensor.shape, strict=True))
-
-
 def _undo_of(generator: Any) -> Callable[[], object]:  # noqa: ANN401 - of any kind
     """Remember the state of a random generator."""
     if isinstance(generator, np.random.Generator):
@@ -127,10 +112,6 @@ def _undo_of(generator: Any) -> Callable[[], object]:  # noqa: ANN401 - of any k
     if isinstance(generator, random.Random):
         return partial(generator.setstate, generator.getstate())
     return partial(generator.set_state, generator.get_state())
-
-
-def _has_extra_state(module: nn.Module) -> bool:
-    return type(module).get_extra_state is not nn.Module.get_extra_state
 
 
 def _undo_extra(module: nn.Module) -> Callable[[], object]:

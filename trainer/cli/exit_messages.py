@@ -14,7 +14,7 @@ from pathlib import Path
 from trainer.config.secrets import without_secrets
 from trainer.core.errors import Preempted, SaveError, TrainError
 from trainer.core.format import lead_nowhere, printable_lines
-from trainer.core.launcher import global_rank
+from trainer.launch.membership import global_rank
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
 """Environment variable, as Hydra has it: 1 shows full tracebacks."""

@@ -1,4 +1,4 @@
-"""The memory of a tensor, as integers."""
+"""View the memory of a tensor as integers."""
 
 from __future__ import annotations
 
@@ -7,14 +7,11 @@ from torch import Tensor
 
 
 def bits_of(tensor: Tensor, dtype: torch.dtype = torch.uint8) -> Tensor:
-    """View a dense tensor as integers, on its device; it is copied where its elements lie apart.
+    """View a dense tensor as a row of integers, on its device; copied where elements lie apart.
 
     Args:
         tensor: of any dtype and shape.
         dtype: an integer no wider than the tensor's elements.
-
-    Returns:
-        One-dimensional.
     """
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().flatten()
     # One element is contiguous whatever its stride, but only stride 1 takes another dtype.

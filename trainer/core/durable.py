@@ -1,11 +1,8 @@
 """Write bytes that must survive a crash; every durable write of the program goes through here.
 
-One seam, `FileSystem`, holds the ten operations that change a disk. Tests put another one in its
-place (`use`) and so stop, tear or refuse any write of the program. What is built on it keeps two
-promises: a name never shows half a content, and what a function returned from is on the disk.
-
-Both rest on POSIX: a rename within a folder is atomic, `fsync` of a file makes its bytes durable,
-`fsync` of a folder its names. Local file systems keep this; some network ones promise less.
+A name never shows half a content, and what a function returned from is on the disk. Both rest on
+POSIX: a rename within a folder is atomic, `fsync` of a file makes its bytes durable, `fsync` of a
+folder its names. Local file systems keep this; some network ones promise less.
 """
 
 from __future__ import annotations
@@ -35,14 +32,14 @@ TRASH = ".trash-"
 """Begins the name of what is being deleted."""
 
 _CHUNK_BYTES = 4 << 20  # hashed and written while it is still in the cache
-
 _MAX_JSON_BYTES = 16 << 20
-
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class FileSystem:
-    """The operations that change a disk. All raise `OSError`; none retries."""
+    """The operations that change a disk, in one place so that tests can stop, tear or refuse any.
+
+    All raise `OSError`; none retries.
+    """
 
     def make_folder(self, path: Path) -> None:
         """Make one folder whose parent exists; `FileExistsError` if the name is taken."""
@@ -120,8 +117,7 @@ def write_file(path: Path, pieces: Iterable[Bytes]) -> tuple[int, str]:
     Returns:
         Size in bytes, and SHA-256 in hex, both taken from the bytes on their way to the disk.
     """
-    disk = _in_use[-1]
-    digest, size = hashlib.sha256(), 0
+    disk, digest, size = _in_use[-1], hashlib.sha256(), 0
     handle = disk.create(path)
     try:
         for piece in pieces:
@@ -170,11 +166,7 @@ def strict(value: Any) -> Any:  # noqa: ANN401 - any JSON value
 
 
 def write_record(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON file of a run folder, as `write_json` does.
-
-    Raises:
-        SaveError: the disk refused.
-    """
+    """Write a JSON file of a run folder, as `write_json` does; `SaveError` if the disk refuses."""
     with as_save_error(path):
         write_json(path, content)
 
@@ -200,10 +192,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def append(path: Path, data: bytes, *, durable: bool = False) -> None:
-    """Add bytes to the end of a log. A crash may leave a part of them.
+    """Add whole lines to the end of a log, new or not. A crash may leave a part of them.
 
     Args:
-        path: the log; made if it does not exist.
+        path: the log.
         data: whole lines.
         durable: whether to wait until the disk holds them.
     """
@@ -241,11 +233,7 @@ def make_folders(path: Path) -> None:
 
 
 def publish(unfinished: Path, final_path: Path) -> None:
-    """Give a finished folder its name, durably: its files first, then its name.
-
-    Args:
-        unfinished: a folder whose files are durable.
-        final_path: a name in the same parent that is not taken.
+    """Give a folder whose files are durable its final name, in the same parent, durably.
 
     Raises:
         FileExistsError: the name is taken; rename would replace an empty folder in silence.
@@ -279,37 +267,34 @@ def discard(path: Path) -> None:
 
 def clean(folder: Path) -> None:
     """Delete what earlier crashes left unfinished in a folder. Only for who holds the run."""
-    if not folder.is_dir():
-        return
-    for path in sorted(folder.iterdir()):
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if path.name.startswith((UNFINISHED, TRASH)):
             discard(path)
 
 
 @contextlib.contextmanager
 def as_save_error(path: Path, needed: int | None = None) -> Iterator[None]:
-    """Turn what the disk refuses inside into one line; see `save_error`.
+    """Put what the disk refuses inside into one line.
 
     Raises:
-        SaveError: the disk refused.
+        save_error: a `SaveError`: the disk refused.
     """
     try:
         yield
     except OSError as error:
-        failure = save_error(error, path, needed)
-        raise failure from error
+        raise save_error(error, path, needed) from error
 
 
 def save_error(error: OSError, path: Path, needed: int | None = None) -> SaveError:
     """Put into one line which write failed, why, and what to do.
 
     Args:
-        error: what the system answered.
+        error: of the system.
         path: what could not be written.
         needed: its size in bytes, where known.
     """
     why = error.strerror or str(error) or type(error).__name__
-    if error.errno not in _FULL:
+    if error.errno not in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
         return SaveError(f"{path}: could not be written: {why}")
     folder = next((each for each in path.parents if each.is_dir()), Path("/"))
     room = f"{shown_size(shutil.disk_usage(folder).free)} free"

@@ -1,7 +1,4 @@
-"""Every way a run can end, each with the exit code and the one line a user sees.
-
-Importable from any room; imports nothing of them.
-"""
+"""Define every way a run can end, each with its exit code and the one line that a user sees."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ class TrainError(Exception):
 
     Attributes:
         exit_code: the process's exit status.
-        is_own: whether this process is to say it, though it is not the first of several ranks.
+        is_own: whether this process prints it, though it is not the first of several ranks.
     """
 
     exit_code: int = 1
@@ -62,7 +59,7 @@ class NonFiniteError(TrainError):
     exit_code = 6
 
 
-class RankLostError(TrainError):
+class RankFailedError(TrainError):
     """A rank died, hung or fell out of step."""
 
     exit_code = 7
@@ -88,14 +85,13 @@ class Preempted(TrainError):  # noqa: N818 - not a failure: saved, and to be con
 
 def error_to_dict(error: TrainError) -> dict[str, Any]:
     """Write an end of the run as JSON, for another process to raise."""
-    return {"error": type(error).__name__, "text": str(error), "code": error.exit_code}
+    kind, text = type(error).__name__, str(error)
+    return {"error": kind, "text": text, "code": error.exit_code, "is_own": error.is_own}
 
 
 def error_from_dict(content: Mapping[str, Any]) -> TrainError:
     """Turn what `error_to_dict` wrote back into an error of the same class, text and exit code."""
-    kind = globals().get(content["error"], TrainError)
-    if kind is ConfigError:
-        return ConfigError(*content["text"].splitlines())
-    error: TrainError = kind(content["text"])
-    error.exit_code = content["code"]
+    kind, text = globals().get(content["error"], TrainError), content["text"]
+    error: TrainError = kind(*(text.splitlines() if kind is ConfigError else [text]))
+    error.exit_code, error.is_own = content["code"], content["is_own"]
     return error

@@ -11,10 +11,7 @@ from pathlib import Path
 from typing import TextIO
 
 ROUNDS_TO_1000 = 999.5
-MINUTE_S = 60
-HOUR_S = 60 * MINUTE_S
-DAY_S = 24 * HOUR_S
-UNKNOWN = "unknown"
+HOUR_S = 3600
 
 
 def number(value: float) -> str:
@@ -32,35 +29,26 @@ def short(value: float | None) -> str:
     """Write a magnitude in at most five characters: `973`, `41.2k`, `1.24M`."""
     if value is None or not math.isfinite(value):
         return "-"
-    if abs(value) < ROUNDS_TO_1000:
-        return f"{value:.0f}"
-    for unit in ("k", "M", "B"):
-        value /= 1000
-        if abs(value) < ROUNDS_TO_1000:
-            return f"{three_digits(value)}{unit}"
-    return f"{value / 1000:.3g}T"
-
-
-def three_digits(value: float) -> str:
-    """Write a number below 1000 with three significant digits: `1.24`, `41.2`, `412`."""
-    for digits, limit in ((2, 9.995), (1, 99.95)):
-        if abs(value) < limit:
-            return f"{value:.{digits}f}"
-    return f"{value:.0f}"
+    return _scaled(value, 1000, ("", "k", "M", "B", "T"))
 
 
 def size(num_bytes: float | None) -> str:
     """Write bytes in binary units: `412 MiB`, `13.2 GiB`."""
-    if num_bytes is None:
-        return UNKNOWN
-    if abs(num_bytes) < ROUNDS_TO_1000:
-        return f"{num_bytes:.0f} B"
-    value = float(num_bytes)
-    for unit in ("KiB", "MiB", "GiB"):
-        value /= 1024
-        if abs(value) < ROUNDS_TO_1000:
-            return f"{three_digits(value)} {unit}"
-    return f"{three_digits(value / 1024)} TiB"
+    units = (" B", " KiB", " MiB", " GiB", " TiB")
+    return "unknown" if num_bytes is None else _scaled(num_bytes, 1024, units)
+
+
+def _scaled(value: float, base: int, units: Sequence[str]) -> str:
+    """Write a number in the first unit that leaves it below 1000."""
+    scaled, power = float(value), 0
+    while abs(scaled) >= ROUNDS_TO_1000 and power < len(units) - 1:
+        scaled, power = scaled / base, power + 1
+    return f"{_three_digits(scaled) if power else f'{scaled:.0f}'}{units[power]}"
+
+
+def _three_digits(value: float) -> str:
+    digits = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0  # noqa: PLR2004
+    return f"{value:.{digits}f}"
 
 
 def percent(share: float) -> str:
@@ -71,19 +59,18 @@ def percent(share: float) -> str:
 def duration(seconds: float | None) -> str:
     """Write a duration in words: `420 ms`, `8.4 s`, `2 min 8 s`, `3 h 20 min`, `4 d 7 h`."""
     if seconds is None or not math.isfinite(seconds):
-        return UNKNOWN
+        return "unknown"
     if seconds < 0.9995:  # noqa: PLR2004 - rounds to 1000 ms
         return f"{1000 * seconds:.3g} ms"
     if seconds < 9.95:  # noqa: PLR2004 - rounds to 10.0 s
         return f"{seconds:.1f} s"
     whole = round(seconds)
-    if whole < MINUTE_S:
-        return f"{whole} s"
-    if whole < HOUR_S:
-        return f"{whole // MINUTE_S} min {whole % MINUTE_S} s"
-    if whole < DAY_S:
-        return f"{whole // HOUR_S} h {whole % HOUR_S // MINUTE_S} min"
-    return f"{whole // DAY_S} d {whole % DAY_S // HOUR_S} h"
+    for unit, below, part in (("d", "h", HOUR_S), ("h", "min", 60), ("min", "s", 1)):
+        per_unit = 24 if unit == "d" else 60
+        if whole >= per_unit * part:
+            large, small = divmod(whole // part, per_unit)
+            return f"{large} {unit} {small} {below}"
+    return f"{whole} s"
 
 
 def durations(seconds: Sequence[float]) -> list[str]:
@@ -98,11 +85,10 @@ def clock(seconds: float | None) -> str:
     """Write a countdown: `0:42`, `1:02:03`, `4d 07:12`; `-:--` while it is not known."""
     if seconds is None or not math.isfinite(seconds):
         return "-:--"
-    whole = max(0, round(seconds))
-    days, hours = divmod(whole // HOUR_S, 24)
-    minutes, rest = whole % HOUR_S // MINUTE_S, whole % MINUTE_S
-    if days:
-        return f"{days}d {hours:02}:{minutes:02}"
+    minutes, rest = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours >= 24:  # noqa: PLR2004 - of a day
+        return f"{hours // 24}d {hours % 24:02}:{minutes:02}"
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
@@ -118,14 +104,11 @@ def rate(value: float | None) -> str:
     if value is None or not math.isfinite(value):
         return "-"
     ordinary = value == 0 or 0.01 <= abs(value) < ROUNDS_TO_1000  # noqa: PLR2004 - two decimals
-    return three_digits(value) if ordinary else f"{value:.2e}"
+    return _three_digits(value) if ordinary else f"{value:.2e}"
 
 
 def printable(text: str) -> str:
-    r"""Make foreign text safe to print: control characters become escapes, a newline `\n`.
-
-    A generated sample may hold any byte, terminal commands included.
-    """
+    r"""Make foreign text safe to print: control characters become escapes, a newline `\n`."""
     return "".join(
         char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
     )
@@ -137,15 +120,13 @@ def printable_lines(text: str) -> str:
 
 
 def lead_nowhere(file: TextIO) -> None:
-    """Point a file that nobody reads any more, a pipe say, at nothing; what it holds goes there."""
+    """Point a file that nobody reads any more, a pipe say, at nothing."""
     with suppress(OSError, ValueError), Path(os.devnull).open("w") as nothing:
         os.dup2(nothing.fileno(), file.fileno())
 
 
 def shown_path(path: Path) -> str:
     """Write a path as one would type it from here: relative below the current folder, quoted."""
-    try:
-        text = str(path.absolute().relative_to(Path.cwd()))
-    except (ValueError, OSError):
-        text = str(path)
-    return shlex.quote(text)
+    with suppress(ValueError, OSError):
+        path = path.absolute().relative_to(Path.cwd())
+    return shlex.quote(str(path))

@@ -19,21 +19,15 @@ class MicroBatch:
     """Samples that share one forward and backward.
 
     Attributes:
-        fields: collated tensors by name.
-        ids: sample ids, for the ledger and for messages.
-        weights: named data-only denominators, each a Python float.
-        num_tokens: real input positions.
-        num_positions: computed positions, padding counted.
-        rng_key: seed of every random draw of its forward.
         metrics: sums of the objective's metrics, which a strategy writes down as it computes them.
     """
 
-    fields: Fields
-    ids: tuple[int, ...]
-    weights: Mapping[str, float]
-    num_tokens: int
-    num_positions: int
-    rng_key: int
+    fields: Fields  # collated tensors by name
+    ids: tuple[int, ...]  # sample ids, for the ledger and for messages
+    weights: Mapping[str, float]  # named data-only denominators, each a Python float
+    num_tokens: int  # real input positions
+    num_positions: int  # computed positions, padding counted
+    rng_key: int  # seed of every random draw of its forward
     metrics: dict[str, Tensor] = field(default_factory=dict)
 
     def to(self, device: torch.device) -> MicroBatch:

@@ -1,4 +1,4 @@
-"""Running out of memory as an event: recognised exactly, and survived where it can be."""
+"""Recognise an allocation that failed, and survive it where that is possible."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import torch
 
 from trainer.core.errors import DoesNotFitError, TrainError
 
+# How the messages begin of allocators, of driver calls, and of libraries that allocate for
+# themselves, such as `CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling ...`.
 _FAILED = re.compile(
     r"(\[enforce fail.*\] .*)?DefaultCPUAllocator: (can't allocate|not enough) memory"
     r"|(CUDA|HIP) (error: )?out of memory"
@@ -20,50 +22,27 @@ _FAILED = re.compile(
     r"|std::bad_alloc$",
     re.IGNORECASE,
 )
-"""How messages begin that say so: of allocators, of driver calls, and of libraries that make room
-for themselves, such as `CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling ...`."""
-
-_NOT_INITIALIZED = re.compile(r"(CUDA|cuDNN) error: (CUBLAS|CUDNN)_STATUS_NOT_INITIALIZED")
-"""What the same libraries say when memory is too short to set themselves up, among other things."""
-
 _FROM_WORKER = re.compile(r"Caught \w+ in DataLoader worker process")
-
-SCARCE_BYTES = 256 * 2**20
-"""Free memory of a device below which a library that could not set itself up lacked memory."""
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Tell an allocation failure, of a device's allocator or the host's, from any other error.
 
-    So it is when another error was raised from it, as compilers and models do. A `TrainError` has
-    said already what it is, and what failed in a loading process failed in another's memory.
+    So it is when another error was raised from it, as compilers and models do. A `TrainError`
+    names its reason already, and what failed in a loading process failed in another's memory.
     """
     seen = set()
     while isinstance(error, Exception) and not isinstance(error, TrainError):
-        if id(error) in seen or _FROM_WORKER.match(str(error)):
+        text = str(error)
+        if id(error) in seen or _FROM_WORKER.match(text):
             return False
-        if _is_failed_allocation(error):
+        if isinstance(error, torch.OutOfMemoryError | MemoryError):
+            return True
+        if isinstance(error, RuntimeError) and _FAILED.match(text):
             return True
         seen.add(id(error))
         error = error.__cause__ or getattr(error, "inner_exception", None)
     return False
-
-
-def _is_failed_allocation(error: Exception) -> bool:
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    if not isinstance(error, RuntimeError):
-        return False
-    text = str(error)
-    return bool(_FAILED.match(text)) or (bool(_NOT_INITIALIZED.match(text)) and _is_scarce())
-
-
-def _is_scarce() -> bool:
-    """Whether the current device has next to no memory that no allocator holds."""
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # untyped in torch
-        return False
-    free, _ = torch.cuda.mem_get_info()
-    return free < SCARCE_BYTES
 
 
 @final
@@ -71,7 +50,7 @@ class AllocationGuard:
     """Ends its block quietly when an allocation fails in it; any other error passes.
 
     By the time `failed` can be read the traceback is gone, and with it every activation that the
-    failed graph held.
+    failed graph referred to.
     """
 
     def __init__(self) -> None:
@@ -113,13 +92,9 @@ def release_memory() -> None:
         torch.cuda.empty_cache()
 
 
-THRASHING = 2
-"""Steps in a row with retries that are no accident."""
-
-
 @final
 class Thrash:
-    """Hears an allocator struggle before it fails.
+    """Notices an allocator that struggles before it fails.
 
     Where a request does not fit, CUDA's caching allocator waits for the device, frees what it has
     cached and tries again. A step with such retries is slow, and the next may fail.
@@ -130,17 +105,16 @@ class Thrash:
 
     def __init__(self, num_retries: Callable[[], int]) -> None:
         self._num_retries = num_retries
-        self._seen = num_retries()
-        self._in_a_row = 0
+        self._before = num_retries()
+        self._was_short = False
 
     def __call__(self) -> bool:
         """Tell, after each step, whether this one and the one before needed retries."""
-        before, self._seen = self._seen, self._num_retries()
-        self._in_a_row = self._in_a_row + 1 if self._seen > before else 0
-        if self._in_a_row < THRASHING:
-            return False
-        self._in_a_row = 0
-        return True
+        now = self._num_retries()
+        is_short, self._before = now > self._before, now
+        thrashes = is_short and self._was_short
+        self._was_short = is_short and not thrashes
+        return thrashes
 
 
 def allocator_retries(device: torch.device) -> Callable[[], int]:

@@ -1,7 +1,6 @@
-"""Record per-rank progress in shared memory, readable after a crash.
+"""Note what a rank is doing in memory that its supervisor reads, after a crash too.
 
-A rank notes its step and phase on its board; what watches it reads the board to see that it hangs,
-or where it was when it was killed. Writing takes about a microsecond and never waits.
+Writing takes about a microsecond and never waits.
 """
 
 from __future__ import annotations
@@ -17,63 +16,37 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, final, get_args
 
-Phase = Literal[
-    "start",
-    "data",
-    "weigh",
-    "gather",
-    "compute",
-    "agree",
-    "reduce",
-    "update",
-    "report",
-    "evaluation",
-    "saving",
-    "end",
-]
-"""What a rank can be at; a step goes from `data` to `report`."""
+InStep = Literal["data", "weigh", "gather", "compute", "agree", "reduce", "update", "report"]
+Phase = Literal["start", InStep, "evaluation", "saving", "end"]
+"""What a rank can be at."""
 
 FIRST_STEP = 10
 """How many times longer a place in the first step may take: it compiles and allocates."""
 
+_IN_STEP: tuple[InStep, ...] = get_args(InStep)
 _PHASES: tuple[Phase, ...] = get_args(Phase)
-_OUTSIDE: tuple[Phase, ...] = ("start", "evaluation", "saving", "end")
-_LAYOUT = struct.Struct("<qqqqqqd")
+_LAYOUT = struct.Struct("<qqq??d")
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a rank is.
+    """Where a rank is."""
 
-    Attributes:
-        pid: its process; 0 while it has not begun to listen to signals.
-        step: optimizer step it works on, from 1; 0 before the first.
-        phase: of the step.
-        micro_batch: the one it computes, from 1; 0 outside of `compute`.
-        waits: whether it waits, outside of a step, for what another rank does alone.
-        is_first: whether the step is the first one that this process takes.
-        since: when it came there, by the machine's monotonic clock.
-    """
-
-    pid: int = 0
-    step: int = 0
+    step: int = 0  # of the optimizer, from 1; 0 before the first
     phase: Phase = "start"
-    micro_batch: int = 0
-    waits: bool = False
-    is_first: bool = False
-    since: float = 0.0
+    micro_batch: int = 0  # the one it computes, from 1; 0 outside of `compute`
+    waits: bool = False  # for what another rank does alone
+    is_first: bool = False  # the first step that this process takes
+    since: float = 0.0  # when it came there, by the machine's monotonic clock
 
     def limit_s(self, timeout_s: float) -> float:
-        """Give the seconds that a rank may stay here; without end outside of steps.
+        """Give the seconds that a rank may stay here, by `parallel.timeout_s`.
 
-        There one rank may tune, save or evaluate for long, and the others' collectives have their
-        own, longer limit.
-
-        Args:
-            timeout_s: `parallel.timeout_s`.
+        Without end outside of steps: there one rank may tune, save or evaluate for long, and the
+        others' collectives have their own, longer limit.
         """
-        if self.phase in _OUTSIDE:
+        if self.phase not in _IN_STEP:
             return math.inf
         return FIRST_STEP * timeout_s if self.is_first else timeout_s
 
@@ -82,22 +55,22 @@ class Place:
         return time.monotonic() - self.since > self.limit_s(timeout_s)
 
     def __str__(self) -> str:
-        """Say it in words."""
+        """Write it in words."""
         at = f", micro-batch {self.micro_batch}" if self.micro_batch else ""
         return f"step {self.step} ({self.phase}{at})" if self.step else f"the {self.phase}"
 
 
 @final
 class Board:
-    """One rank's board.
+    """Memory in which one rank notes its place.
 
     Args:
         path: of its file; made when it is missing. None is memory of this process alone.
     """
 
     def __init__(self, path: Path | None = None) -> None:
+        self._memory: bytearray | mmap.mmap = bytearray(_LAYOUT.size)
         if path is None:
-            self._memory = mmap.mmap(-1, _LAYOUT.size)
             return
         with path.open("a+b") as file:
             # In full: a page that finds no room on the disk later would kill whoever writes to it.
@@ -106,24 +79,21 @@ class Board:
             self._memory = mmap.mmap(file.fileno(), _LAYOUT.size)
 
     def read(self) -> Place:
-        """Tell where the rank is."""
-        numbers = _LAYOUT.unpack_from(self._memory)
-        pid, step, phase, micro_batch, waits, is_first, since = numbers
+        """Read where the rank is."""
+        step, phase, micro_batch, waits, is_first, since = _LAYOUT.unpack_from(self._memory)
         return Place(
-            pid=pid,
             step=step,
             phase=_PHASES[phase],
             micro_batch=micro_batch,
-            waits=bool(waits),
-            is_first=bool(is_first),
+            waits=waits,
+            is_first=is_first,
             since=since,
         )
 
     def write(self, place: Place) -> None:
         """Note where the rank is; `since` becomes now."""
-        numbers = place.pid, place.step, _PHASES.index(place.phase), place.micro_batch
-        flags = place.waits, place.is_first
-        _LAYOUT.pack_into(self._memory, 0, *numbers, *flags, time.monotonic())
+        at = place.step, _PHASES.index(place.phase), place.micro_batch, place.waits, place.is_first
+        _LAYOUT.pack_into(self._memory, 0, *at, time.monotonic())
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -134,4 +104,5 @@ class Board:
 
     def close(self) -> None:
         """Let go of the memory."""
-        self._memory.close()
+        if isinstance(self._memory, mmap.mmap):
+            self._memory.close()

@@ -1,4 +1,4 @@
-"""Whether a signal asked the run to stop.
+"""Turn a signal into a stop at the next step boundary.
 
 Imports nothing heavy, so that signals count from the moment a run has a folder, before torch is
 there. What cannot be handed the flag, reading the data for one, asks `check`.
@@ -28,10 +28,10 @@ directly and once more through what started it."""
 UNBEGUN = "stopped before it took a step"
 """How a run ends that was asked to before it could train."""
 
+# With a blank line at its end: a progress bar of two lines is next drawn over the last two.
 STOPPING = (
     b"\ntrain: stopping when this step is saved; once more stops at once, and saves nothing\n\n"
 )
-"""With a blank line at its end: a progress bar of two lines is next drawn over the last two."""
 
 _listening: list[StopFlag] = []
 """The flag of this process while it listens; at most one."""
@@ -53,12 +53,12 @@ class StopFlag:
 def stop_signals(*, ends_at_second: bool = True) -> Iterator[StopFlag]:
     """Let the first SIGINT, SIGTERM or SIGUSR1 set a flag, and the second one end the process.
 
-    Within another such context its flag is given. Only the main thread hears signals; elsewhere
+    Within another such context its flag is given. Signals reach the main thread only; elsewhere
     the flag stays as it is.
 
     Args:
-        ends_at_second: not so for a rank, whose supervisor hears the second one and ends it; it
-            hears no more signals afterwards.
+        ends_at_second: not so for a rank, which its supervisor ends at the second one; it ignores
+            signals afterwards.
 
     Yields:
         The flag.
@@ -72,16 +72,15 @@ def stop_signals(*, ends_at_second: bool = True) -> Iterator[StopFlag]:
         return
 
     def on_signal(number: int, frame: FrameType | None) -> None:
-        if flag.is_set:
-            return
-        flag.is_set = True
-        if ends_at_second:
-            _end_at_next()
+        if not flag.is_set:
+            flag.is_set = True
+            if ends_at_second:
+                _end_at_next()
 
     before = {each: signal.signal(each, on_signal) for each in SIGNALS}
     _listening.append(flag)
     try:
-        # A supervisor holds signals back until this process can hear them.
+        # A supervisor starts its ranks with signals blocked; one that came waits until here.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         yield flag
     finally:
@@ -92,7 +91,7 @@ def stop_signals(*, ends_at_second: bool = True) -> Iterator[StopFlag]:
 
 
 def ignore_further() -> None:
-    """Ignore signals while listening: all is saved, and how the run ended is about to be told."""
+    """Ignore signals while listening: all is saved, and how the run ended is about to be shown."""
     if _listening and threading.current_thread() is threading.main_thread():
         for each in SIGNALS:
             signal.signal(each, signal.SIG_IGN)
@@ -113,9 +112,6 @@ def unheard() -> Iterator[None]:
     """Let Ctrl-C end the process at once, silently, while there is nothing to lose.
 
     Raised as an exception it could come out of a parser as anything.
-
-    Yields:
-        Nothing.
     """
     is_ours = signal.getsignal(signal.SIGINT) in {signal.default_int_handler, signal.SIG_DFL}
     if not is_ours or threading.current_thread() is not threading.main_thread():

@@ -1,6 +1,6 @@
-"""The ranks of a run: who am I, how many are we, and sums over all of us.
+"""Say who this rank is and how many there are, and sum over all of them.
 
-The ground floor. A world of one rank needs no process group and sends nothing.
+A world of one rank needs no process group and sends nothing.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, TypeVar, final
@@ -18,39 +17,30 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.core.errors import TrainError, error_from_dict, error_to_dict
-from trainer.core.phases import HostClock, PhaseTimes
+from trainer.core.phases import PhaseTimes
 from trainer.core.rank_progress import Board, Phase
 
 Value = TypeVar("Value")
 
 LONG_TIMEOUT = timedelta(hours=2)
-"""How long a collective waits, e.g. while one rank tunes or saves. If it dies, the others know;
-within steps `parallel.timeout_s` ends ranks that do not go on long before."""
+"""How long a collective waits, e.g. while one rank tunes or saves. Connections tell at once of a
+rank that died; within steps `parallel.timeout_s` ends ranks that do not go on long before."""
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """The data-parallel ranks of one run.
+    """The data-parallel ranks of one run."""
 
-    Attributes:
-        rank: this process, from 0.
-        size: number of ranks.
-        local_size: ranks on this machine, which share its memory and its cores.
-        device: where this rank computes.
-        long_timeout_group: CPU process group for what one rank does while the others wait; None on
-            one rank, and where one process works out what several would do.
-        board: where this rank notes what it is doing; None where nobody would look.
-        times: what its phases took.
-    """
-
-    rank: int = 0
-    size: int = 1
-    local_size: int = 1
+    rank: int = 0  # this process, from 0
+    size: int = 1  # number of ranks
+    local_size: int = 1  # ranks on this machine, which share its memory and its cores
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    # On the CPU, for what one rank does while the others wait; None where nothing is sent: on one
+    # rank, and where one process works out what several would do.
     long_timeout_group: dist.ProcessGroup | None = None
-    board: Board | None = None
-    times: PhaseTimes = field(default_factory=lambda: PhaseTimes(HostClock()), compare=False)
+    board: Board = field(default_factory=Board, compare=False)
+    times: PhaseTimes = field(default_factory=PhaseTimes, compare=False)  # what its phases took
 
     @property
     def is_main(self) -> bool:
@@ -58,13 +48,13 @@ class World:
         return self.rank == 0
 
     def sum(self, values: Tensor) -> Tensor:
-        """Add a tensor over all ranks, in place. Collective; sends nothing on one rank."""
+        """Add a tensor over all ranks, in place. Collective."""
         if self.size > 1:
             dist.all_reduce(values)
         return values
 
     def max(self, values: Tensor) -> Tensor:
-        """Take the largest over all ranks, in place. Collective; sends nothing on one rank."""
+        """Take the largest over all ranks, in place. Collective."""
         if self.size > 1:
             dist.all_reduce(values, dist.ReduceOp.MAX)
         return values
@@ -85,28 +75,18 @@ class World:
 
         return wait
 
-    def is_same(self, text: str) -> bool:
-        """Tell whether all ranks hold the same text. Collective: one number, on the CPU."""
-        if self.long_timeout_group is None:
-            return True
-        own = torch.tensor([rng_key(text)])
-        each = [torch.zeros_like(own) for _ in range(self.size)]
-        dist.all_gather(each, own)
-        return all(torch.equal(number, own) for number in each)
-
     def copy_from_main(self, values: Tensor) -> Tensor:
-        """Overwrite a tensor by the main rank's, in place. Collective; nothing on one rank."""
+        """Overwrite a tensor by the main rank's, in place. Collective."""
         if self.size > 1:
             dist.broadcast(values, 0)
         return values
 
     def sum_numbers(self, numbers: Sequence[float]) -> list[float]:
-        """Add a few numbers over all ranks, in float64. Collective; sends nothing on one rank."""
+        """Add a few numbers over all ranks, in float64. Collective."""
         if self.size == 1:
             return list(numbers)
-        total: list[float] = self.sum(
-            torch.tensor(numbers, dtype=torch.float64, device=self.device)
-        ).tolist()
+        given = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        total: list[float] = self.sum(given).tolist()
         return total
 
     def any(self, claim: bool) -> bool:
@@ -118,28 +98,20 @@ class World:
 
         The values travel as JSON, so nothing that arrives can run anything. Waits for up to
         `LONG_TIMEOUT`.
-
-        Args:
-            value: anything that JSON holds.
         """
-        text = json.dumps(value).encode()
-        if self.long_timeout_group is None:
+        text, group = json.dumps(value).encode(), self.long_timeout_group
+        if group is None:
             return [json.loads(text)]
-        with nullcontext() if self.board is None else self.board.waiting():
-            return self._collected(text)
-
-    def _collected(self, text: bytes) -> list[Any]:
         own = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(sizes, torch.tensor([len(own)]), group=self.long_timeout_group)
-        longest = int(torch.cat(sizes).max())
-        texts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
-        padded = torch.nn.functional.pad(own, (0, longest - len(own)))
-        dist.all_gather(texts, padded, group=self.long_timeout_group)
-        return [
-            json.loads(bytes(text[: int(size)].tolist()))
-            for text, size in zip(texts, sizes, strict=True)
-        ]
+        with self.board.waiting():
+            sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+            dist.all_gather(sizes, torch.tensor([len(own)]), group=group)
+            counts = [int(size) for size in sizes]
+            texts = [torch.empty(max(counts), dtype=torch.uint8) for _ in counts]
+            padded = torch.nn.functional.pad(own, (0, max(counts) - len(own)))
+            dist.all_gather(texts, padded, group=group)
+        pairs = zip(texts, counts, strict=True)
+        return [json.loads(bytes(each[:count].tolist())) for each, count in pairs]
 
     def on_main(self, work: Callable[[], Value]) -> Value:
         """Do something on the main rank alone, and give every rank what came out. Collective.
@@ -149,21 +121,10 @@ class World:
 
         Raises:
             TrainError: the main rank did, and so every rank does.
-            error_from_dict: that error, on the other ranks.
         """
         if self.long_timeout_group is None:
             return work()
-        found: dict[str, Any] = {}
-        if self.is_main:
-            try:
-                found = {"value": work()}
-            except TrainError as error:
-                self.collect(error_to_dict(error))
-                raise
-        answer = self.collect(found)[0]
-        if "value" not in answer:
-            raise error_from_dict(answer)
-        value: Value = answer["value"]
+        value: Value = self.on_all(work if self.is_main else dict[str, Any])[0]  # type: ignore[assignment]
         return value
 
     def on_all(self, work: Callable[[], Value]) -> list[Value]:
@@ -176,7 +137,6 @@ class World:
             TrainError: a rank did, and so every rank does.
             error_from_dict: that error, on the others.
         """
-        found: dict[str, Any] = {}
         try:
             found = {"value": work()}
         except TrainError as error:
@@ -193,22 +153,20 @@ class World:
         if self.long_timeout_group is None:
             return self
         group = dist.new_group(backend="gloo", timeout=LONG_TIMEOUT)
-        return replace(self, long_timeout_group=group, board=None)
+        return replace(self, long_timeout_group=group, board=Board())
 
     def note(self, phase: Phase, *, step: int | None = None) -> None:
         """Note what this rank does now, for whoever may ask why it does not answer."""
         self.times.enter(phase)
-        if self.board is not None:
-            place = self.board.read()
-            if step is not None and step != place.step:
-                place = replace(place, step=step, is_first=place.step == 0)
-            self.board.write(replace(place, phase=phase, micro_batch=0))
+        place = self.board.read()
+        if step is not None and step != place.step:
+            place = replace(place, step=step, is_first=place.step == 0)
+        self.board.write(replace(place, phase=phase, micro_batch=0))
 
     def note_micro_batch(self) -> None:
         """Note that the next micro-batch of the step begins."""
-        if self.board is not None:
-            place = self.board.read()
-            self.board.write(replace(place, micro_batch=place.micro_batch + 1))
+        place = self.board.read()
+        self.board.write(replace(place, micro_batch=place.micro_batch + 1))
 
     def barrier(self) -> None:
         """Wait for every rank. Collective."""
@@ -217,16 +175,13 @@ class World:
 
 
 def rng_key(*parts: int | str) -> int:
-    """Hash the parts into a seed for one random draw.
+    """Hash the parts into a seed for one random draw, an integer in [0, 2**63).
 
     The CPU generator reads only the low 32 bits of a seed, so every part must reach them;
     BLAKE2b mixes them all. Costs about 1 us.
 
     Args:
         parts: what the draw belongs to, e.g. `(seed, step, micro_batch)`.
-
-    Returns:
-        An integer in [0, 2**63).
     """
     text = "\x1f".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1

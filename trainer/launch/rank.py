@@ -1,7 +1,7 @@
-"""Run as one local rank: `python -m trainer.launch.rank FOLDER RANK`, which the supervisor starts.
+"""Run as one rank: `python -m trainer.launch.rank FOLDER RANK`, which the supervisor starts.
 
 The folder says what to run, and takes what the supervisor wants to know: where the rank is, and how
-it ended. Nothing is printed about an end; the supervisor says it, once.
+it ended. Nothing is printed about an end; the supervisor prints it, once.
 """
 
 from __future__ import annotations
@@ -10,121 +10,148 @@ import ctypes
 import faulthandler
 import json
 import logging
-import multiprocessing
 import os
 import signal
 import sys
 import tempfile
-import threading
-import time
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn, final
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from trainer.config.run_config import RunConfig
+from trainer.config.keys import digests
+from trainer.config.run_config import RunConfig, to_plain
 from trainer.config.secrets import mask_logs
-from trainer.core.launcher import Membership
+from trainer.core import durable
+from trainer.core.errors import ConfigError
 from trainer.core.rank_progress import Board
-from trainer.core.signals import StopFlag, stop_signals
+from trainer.core.signals import stop_signals
 from trainer.launch.ends import Ended, Records, describe_end
+from trainer.launch.membership import Membership
+from trainer.launch.watch import STACKS_SIGNAL
+from trainer.report.run_status import rank_log
 from trainer.report.wandb import is_hanging
 
+if TYPE_CHECKING:
+    from trainer.core.world import World
+
 JOB_FILE = "job.json"
-STOP_FILE = "stop"
-STACKS_SIGNAL = signal.SIGUSR2
+"""What to run: `config`, `folder` (that of the first rank counts), `path` (where Python looks for
+modules), `supervisor` (its process id) and `members` by rank."""
+
+SHARED = "shared"
+"""Link to a folder that supervisors on other machines read too."""
 
 _SET_DEATH_SIGNAL = 1
 """`PR_SET_PDEATHSIG` of Linux's prctl."""
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """What a supervisor starts.
-
-    Attributes:
-        config: composed and valid, with the consent to classes of one's own.
-        folder: the run folder.
-        path: where Python looks for modules.
-        size: number of ranks.
-        supervisor: its process id; when it is gone, ranks are to go as well.
-    """
-
-    config: dict[str, Any]
-    folder: str
-    path: list[str]
-    size: int
-    supervisor: int
-
-
 def main(arguments: list[str]) -> NoReturn:
     """Run as one rank, and exit."""
     records, rank = Records(Path(arguments[0])), int(arguments[1])
-    job = Job(**json.loads((records.folder / JOB_FILE).read_bytes()))
-    _end_with(job.supervisor)
-    sys.path[:] = job.path
+    job = json.loads((records.folder / JOB_FILE).read_bytes())
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() != job["supervisor"]:
+        os._exit(1)
+    sys.path[:] = job["path"]
     stacks = records.stacks(rank).open("w")
     faulthandler.register(STACKS_SIGNAL, file=stacks)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {STACKS_SIGNAL})
     # Collectives abort the process when they find messages they did not expect.
     faulthandler.enable(file=stacks)
     logging.basicConfig(
-        filename=Path(job.folder) / "train.log" if rank == 0 else None,
+        filename=Path(job["folder"]) / "train.log" if rank == 0 else None,
         format="[%(asctime)s][%(name)s][%(levelname)s] - %(message)s",
         level=logging.INFO,
     )
     mask_logs()
-    # What loading processes talk through goes with the job, however this process ends.
-    pipes = tempfile.mkdtemp(prefix="pymp-", dir=records.folder)
-    multiprocessing.current_process()._config["tempdir"] = pipes  # type: ignore[attr-defined]
-    try:
-        with stop_signals(ends_at_second=False) as stop:
-            report: dict[str, Any] = {"code": _work(job, records, rank, stop)}
-    except BaseException as error:
-        report = describe_end(error, Path(job.folder), rank)
-    records.write(Ended.now(rank, records.place(rank), report))
+    board = Board(records.board(rank))
+    report = _work(job, Membership(**job["members"][str(rank)]), records, board)
+    records.write(Ended.now(rank, board.read(), report))
     sys.stdout.flush()
     sys.stderr.flush()
     if report["code"] or is_hanging():
-        # Frames of the traceback hold process groups, and their destructors would abort.
+        # Frames of the traceback refer to process groups, whose destructors would abort.
         logging.shutdown()
         os._exit(report["code"])
     sys.exit(0)
 
 
-def _work(job: Job, records: Records, rank: int, stop: StopFlag) -> int:
-    from trainer.launch.session import joined, run_rank  # noqa: PLC0415 - imports torch
+def _work(
+    job: Mapping[str, Any], member: Membership, records: Records, board: Board
+) -> dict[str, Any]:
+    """Run the command among the other ranks, and describe how it ended."""
+    folder = Path(job["folder"])
+    try:
+        with stop_signals(ends_at_second=False) as stop:
+            from trainer.launch.session import joined, run_rank  # noqa: PLC0415 - imports torch
 
-    board = Board(records.board(rank))
-    board.write(replace(board.read(), pid=os.getpid()))
-    # Signals that came before this rank could hear them are in the file.
-    stop.is_set |= (records.folder / STOP_FILE).exists()
-    member = Membership(
-        rank=rank,
-        size=job.size,
-        local_rank=rank,
-        local_size=job.size,
-        address=str(records.folder / "rendezvous"),
-        board=records.board(rank),
-    )
-    config = RunConfig.model_validate_json(json.dumps(job.config))
-    with joined(config, member) as world:
-        return run_rank(config, Path(job.folder), world, stop)
-
-
-def _end_with(supervisor: int) -> None:
-    """Let this process end when its supervisor does, however that ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
-    else:
-        threading.Thread(target=_poll, args=(supervisor,), daemon=True).start()
-    if os.getppid() != supervisor:
-        os._exit(1)
+            config = RunConfig.model_validate_json(json.dumps(job["config"]))
+            is_ours = member.start_timeout_s is None
+            if is_ours:
+                _redirect(rank_log(config, folder, member.rank))
+            with joined(config, member, board) as world:
+                folder = _agree(config, folder, world)
+                if not is_ours:
+                    _redirect(rank_log(config, folder, member.rank))
+                    _share(records, folder, world)
+                return {"code": run_rank(config, folder, world, stop)}
+    except BaseException as error:
+        return describe_end(error, folder, member.rank)
 
 
-def _poll(supervisor: int) -> None:
-    while os.getppid() == supervisor:
-        time.sleep(1)
-    os.kill(os.getpid(), signal.SIGKILL)
+def _redirect(log: Path | None) -> None:
+    """Send what this process and those it starts print to a file; None is the screen."""
+    if log is not None:
+        durable.make_folders(log.parent)
+        with log.open("ab") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+
+
+def _agree(config: RunConfig, folder: Path, world: World) -> Path:
+    """Take the first rank's folder, and refuse ranks that were given another config. Collective.
+
+    Raises:
+        ConfigError: the ranks differ; the line names the keys.
+    """
+    answers = world.collect({"folder": str(folder), "config": digests(to_plain(config))})
+    first = answers[0]["config"]
+    for rank, answer in enumerate(answers):
+        own = answer["config"]
+        differing = sorted(k for k in own.keys() | first.keys() if own.get(k) != first.get(k))
+        if differing:
+            raise ConfigError(
+                f"{', '.join(differing)}: rank {rank} was given another value than rank 0; type "
+                "the same command on every node"
+            )
+    return Path(answers[0]["folder"])
+
+
+def _share(records: Records, folder: Path, world: World) -> None:
+    """Make a folder in the run folder where supervisors leave ends for each other. Collective.
+
+    Raises:
+        ConfigError: the first rank's run folder is not on this machine.
+        save_error: a `SaveError`: it cannot be written to.
+    """
+
+    def make() -> str:
+        try:
+            return tempfile.mkdtemp(prefix=f"{durable.UNFINISHED}ranks-", dir=folder)
+        except OSError as error:
+            raise durable.save_error(error, folder) from error
+
+    def find() -> None:
+        if not shared.is_dir():
+            raise ConfigError(
+                f"outputs: {folder} of rank 0 is not where rank {world.rank} is; type a folder on "
+                "a file system that all nodes share"
+            )
+
+    shared = Path(world.on_main(make))
+    world.on_all(find)
+    (records.folder / SHARED).symlink_to(shared)
 
 
 if __name__ == "__main__":

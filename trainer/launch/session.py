@@ -1,14 +1,15 @@
-"""Set up one process's part in a run: its device, the ranks, the lock, how memory running out ends.
+"""Set up one process's part in a run: its device, the ranks, how memory running out ends.
 
-Commands are run here and nowhere else, whether this process is alone, a local rank or a joined one.
+Commands are run here and nowhere else, whether this process is alone or one of several ranks.
 """
 
 from __future__ import annotations
 
 import gc
 import os
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -23,14 +24,15 @@ from trainer.commands.verify import verify_run
 from trainer.config.rules import NO_GPU
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError, DoesNotFitError, TrainError
-from trainer.core.launcher import Membership
 from trainer.core.out_of_memory import is_out_of_memory
-from trainer.core.phases import PhaseTimes, clock_of
+from trainer.core.phases import PhaseTimes, stream_mark
 from trainer.core.rank_progress import Board
 from trainer.core.signals import StopFlag
 from trainer.core.world import LONG_TIMEOUT, World
 from trainer.data.samples import described
+from trainer.launch.membership import Membership
 from trainer.launch.rendezvous import open_store
+from trainer.launch.start import READING
 from trainer.report.environment import num_cores
 from trainer.report.run_status import recorded
 
@@ -41,9 +43,6 @@ COMMANDS = {
     "evaluate": evaluate_run,
     "export": export_run,
 }
-
-READING = ("evaluate", "export")
-"""Commands that read another run and leave its status alone."""
 
 SIMULATING = ("plan", "verify")
 """Commands that work out in one process what several ranks would do."""
@@ -80,9 +79,7 @@ def local_ranks(config: RunConfig) -> int:
 
 
 def run_alone(config: RunConfig, folder: Path, stop: StopFlag) -> int:
-    """Run one command in this process alone.
-
-    Holds the run folder, and leaves in `status.json` how it ended.
+    """Run one command in this process alone, with the run folder to itself.
 
     Args:
         config: composed and valid.
@@ -95,19 +92,18 @@ def run_alone(config: RunConfig, folder: Path, stop: StopFlag) -> int:
     Raises:
         TrainError: how the run ended, where it did not end well; its exit code is in status.json.
     """
-    _set_determinism(config)
     size = local_ranks(config) if config.command in SIMULATING else 1
-    device = choose_device(config)
-    times = PhaseTimes(clock_of(device))
-    world = World(size=size, local_size=size, device=device, times=times)
-    if config.command in READING:
-        return run_rank(config, folder, world, stop)
-    with hold(folder), recorded(folder):
+    device = _prepare(config)
+    world = World(size=size, local_size=size, device=device, times=_times(device))
+    with ExitStack() as opened:
+        if config.command not in READING:
+            opened.enter_context(hold(folder))
+            opened.enter_context(recorded(folder))
         return run_rank(config, folder, world, stop)
 
 
 @contextmanager
-def joined(config: RunConfig, member: Membership) -> Iterator[World]:
+def joined(config: RunConfig, member: Membership, board: Board) -> Iterator[World]:
     """Set this rank up, wait for the others, and part from them in good order. Collective.
 
     Yields:
@@ -115,16 +111,20 @@ def joined(config: RunConfig, member: Membership) -> Iterator[World]:
 
     Raises:
         ConfigError: there is no GPU for this rank, or the first one cannot listen.
-        RankLostError: a rank did not come.
+        RankFailedError: a rank did not come.
     """
-    _set_determinism(config)
-    if member.start_timeout_s is None and "OMP_NUM_THREADS" not in os.environ:
+    try:
+        device = _prepare(config, member.local_rank)
+    except ConfigError as error:
+        # Machines differ: one rank of each prints it.
+        error.is_own = member.local_rank in (0, torch.cuda.device_count())
+        raise
+    is_ours = member.start_timeout_s is None and config.deterministic != "layout"
+    if is_ours and "OMP_NUM_THREADS" not in os.environ:
         # A launcher gives each of its ranks a share of the cores; so do we.
         torch.set_num_threads(max(1, num_cores() // member.local_size))
-    device = choose_device(config, member.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    board = Board(member.board)
     with board.waiting():
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
@@ -141,7 +141,7 @@ def joined(config: RunConfig, member: Membership) -> Iterator[World]:
         device=device,
         long_timeout_group=group,
         board=board,
-        times=PhaseTimes(clock_of(device)),
+        times=_times(device),
     )
     try:
         yield world
@@ -159,7 +159,6 @@ def run_rank(config: RunConfig, folder: Path, world: World, stop: StopFlag) -> i
     Raises:
         DoesNotFitError: memory ran out where no smaller micro-batch helps.
         TrainError: a class of the user's called `sys.exit`.
-        RuntimeError: something else failed.
     """
     try:
         return COMMANDS[config.command](config.with_global_batch(world.size), folder, world, stop)
@@ -172,9 +171,14 @@ def run_rank(config: RunConfig, folder: Path, world: World, stop: StopFlag) -> i
         raise DoesNotFitError(f"out of memory outside of micro-batches: {text:.200}") from error
 
 
-def _set_determinism(config: RunConfig) -> None:
-    """Make kernels deterministic, where asked for; several threads may sum in another order."""
+def _prepare(config: RunConfig, local_rank: int = 0) -> torch.device:
+    """Choose the device; make kernels deterministic, where asked for."""
     if config.deterministic is not False:
         torch.use_deterministic_algorithms(mode=True)
     if config.deterministic == "layout":
-        torch.set_num_threads(1)
+        torch.set_num_threads(1)  # several may sum in another order
+    return choose_device(config, local_rank)
+
+
+def _times(device: torch.device) -> PhaseTimes:
+    return PhaseTimes(stream_mark if device.type == "cuda" else time.perf_counter)

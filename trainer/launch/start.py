@@ -1,4 +1,4 @@
-"""Start a run: in this process, among ranks that a launcher started, or with ranks of its own.
+"""Start a run: in this process, or in ranks that are watched from here.
 
 Imports torch only where this process computes, so that a supervisor is light.
 """
@@ -10,11 +10,15 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from trainer.config.run_config import RunConfig
-from trainer.core.launcher import membership
+from trainer.core.errors import ConfigError
 from trainer.core.signals import StopFlag, stop_signals
+from trainer.launch.membership import Membership, membership
 
 SEVERAL = ("train", "evaluate")
 """Commands that run on several ranks; the others compute what they need in one process."""
+
+READING = ("evaluate", "export")
+"""Commands that read another run and leave its status alone."""
 
 
 def run(config: RunConfig, folder: Path) -> int:
@@ -31,23 +35,17 @@ def run(config: RunConfig, folder: Path) -> int:
     Raises:
         TrainError: how the run ended, where it did not end well; its exit code is in status.json.
     """
-    # Threads that wait for each other spin for long unless told otherwise, which starves whatever
-    # shares the processors. A short spin costs nothing where a sleep triples steps of 1 ms. OpenMP
-    # reads it once, when torch is imported; ranks inherit it, and what the user set wins.
+    # Threads that wait for each other spin for long by default, which starves whatever shares the
+    # processors. A short spin costs nothing where a sleep triples steps of 1 ms. OpenMP reads it
+    # once, when torch is imported; ranks inherit it, and what the user set wins.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     with listening(config) as stop:
-        member = membership()
-        if member is not None:
-            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-            from trainer.launch.join import join  # noqa: PLC0415 - imports torch
-
-            return join(config, folder, stop, member)
-        num_ranks = _num_ranks(config) if config.command in SEVERAL else 1
-        if num_ranks > 1:
+        members = _members(config)
+        if members:
             from trainer.launch.supervise import supervise  # noqa: PLC0415 - only where used
 
-            return supervise(config, folder, num_ranks)
+            return supervise(config, folder, members, stop)
         from trainer.launch.session import run_alone  # noqa: PLC0415 - imports torch
 
         return run_alone(config, folder, stop)
@@ -61,10 +59,27 @@ def listening(config: RunConfig) -> AbstractContextManager[StopFlag]:
     return stop_signals() if config.command == "train" else nullcontext(StopFlag())
 
 
-def _num_ranks(config: RunConfig) -> int:
-    """Resolve `parallel.ranks`, without torch where it is typed."""
-    if config.parallel.ranks != "auto":
-        return config.parallel.ranks
-    from trainer.launch.session import local_ranks  # noqa: PLC0415 - imports torch
+def _members(config: RunConfig) -> list[Membership]:
+    """List the ranks that this process starts: its place in a launcher's job, or all of the run.
 
-    return local_ranks(config)
+    Raises:
+        ConfigError: the command line asks for another number of ranks.
+    """
+    ranks, joined = config.parallel.ranks, membership()
+    if joined is not None:
+        if ranks not in ("auto", joined.local_size):
+            raise ConfigError(
+                f"parallel.ranks={ranks}: whatever started this rank started "
+                f"{joined.local_size} on this machine; leave parallel.ranks out to join them"
+            )
+        return [joined]
+    if config.command not in SEVERAL:
+        return []
+    if ranks == "auto":  # torch counts the GPUs
+        from trainer.launch.session import local_ranks  # noqa: PLC0415 - imports torch
+
+        ranks = local_ranks(config)
+    if ranks > 1 and config.parallel.mode == "none":
+        raise ConfigError(f"parallel.ranks={ranks}: parallel=none is one rank; use parallel=ddp")
+    places = range(ranks) if ranks > 1 else ()
+    return [Membership(rank=r, size=ranks, local_rank=r, local_size=ranks) for r in places]

@@ -1,12 +1,14 @@
-"""Start a run's local ranks, watch over them, and say in one line why they ended.
+"""Start ranks, watch over them, and say in one line why they ended.
 
-The ranks are processes of this program, started by a command and never by a function, so that a
-notebook, joblib or a sweep can start them too. They find each other by a file in a folder of this
-attempt, and talk over the loopback interface alone.
+Each is a process of this program, started by a command and never by a function, so that a notebook,
+joblib or a sweep can start it too. Ranks of our own are all on this machine, find each other by a
+file in a folder of this attempt, and talk over the loopback interface alone. Where torchrun or srun
+started this process, it starts the one rank that it was to be, and the supervisors of all ranks
+leave word of bad ends in the run folder, which their machines share.
 
-PyTorch's own launcher is not used. Its store listens on every interface, whatever address it is
+PyTorch's own launcher does not watch: its store listens on every interface, whatever address it is
 given; it takes a rank that hangs for one that works; and it ends with code 1 for every cause and
-says so in fifty lines (torch 2.13). Ranks that torchrun or srun started are joined instead: `join`.
+says so in fifty lines (torch 2.13).
 """
 
 from __future__ import annotations
@@ -15,158 +17,182 @@ import atexit
 import gc
 import json
 import os
-import signal
+import shutil
 import sys
-import threading
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, replace
 from pathlib import Path
-from types import FrameType
 
 from trainer.checkpoint import lock
 from trainer.config.run_config import RunConfig
 from trainer.core import signals
-from trainer.core.errors import ConfigError, RankLostError
-from trainer.launch import children as processes
-from trainer.launch.attempt_folder import attempt_folder
-from trainer.launch.children import Child
-from trainer.launch.ends import Records, verdict
-from trainer.launch.rank import JOB_FILE, STOP_FILE, Job
-from trainer.launch.watch import Asked, Watch
+from trainer.core.errors import RankFailedError, TrainError
+from trainer.launch.ends import Ended, Records, verdict
+from trainer.launch.membership import Membership
+from trainer.launch.rank import JOB_FILE, SHARED
+from trainer.launch.start import READING
+from trainer.launch.watch import Watch, start
 from trainer.report import journal
-from trainer.report.run_status import rank_log, recorded, saved_step, to_go_on
+from trainer.report.run_status import drop_empty, rank_log, recorded, saved_step, to_go_on
+
+WORD_S = 2.0
+"""How long the first rank's supervisor waits for word of the cause, where its rank has none."""
+
+FIRST_S = 10.0
+"""How long those of others wait for that of the first, which then says why the run ended."""
 
 
-def supervise(config: RunConfig, folder: Path, num_ranks: int) -> int:
-    """Run one command on several ranks of this machine; after a lost rank again, where allowed.
+def supervise(
+    config: RunConfig, folder: Path, members: Sequence[Membership], stop: signals.StopFlag
+) -> int:
+    """Run one command on some ranks; after one failed again, where allowed and all are here.
 
     Args:
         config: composed and valid.
-        folder: the run folder; it exists.
-        num_ranks: how many.
+        folder: the run folder; it exists where the first rank is.
+        members: the ranks to start: all of the run, or the one that a launcher meant.
+        stop: whether a signal asked to stop.
 
     Returns:
         The exit code: 0.
 
     Raises:
-        ConfigError: the parallel mode knows one rank only.
-        RankLostError: a rank was lost more often than `parallel.max_restarts` allows.
-        TrainError: how the run ended otherwise, where it did not end well.
+        RankFailedError: a rank failed more often than `parallel.max_restarts` allows.
+        TrainError: how the run ended otherwise, where it did not end well. Of one that this
+            process is to print, though it is not the first, `is_own` is true.
     """
-    if config.parallel.mode == "none":
-        raise ConfigError(
-            f"parallel.ranks={num_ranks}: parallel=none is one rank; use parallel=ddp"
-        )
     # A last look for garbage takes long where a class of the user's own brought torch along.
     atexit.register(gc.freeze)
-    trains, asked = config.command == "train", Asked()
-    restarts_left = config.parallel.max_restarts if trains else 0
+    is_ours, trains = members[0].start_timeout_s is None, config.command == "train"
+    restarts_left = config.parallel.max_restarts if trains and is_ours else 0
     with ExitStack() as opened:
-        if trains:
+        if members[0].rank == 0 and config.command not in READING:
             opened.enter_context(lock.hold(folder))
             opened.enter_context(recorded(folder))
         while True:
             try:
-                _attempt(config, folder, num_ranks, asked)
+                _attempt(config, folder, members, stop)
                 return 0
-            except RankLostError as error:
-                if not restarts_left or asked.at is not None:
-                    step = saved_step(folder) if trains else 0
+            except RankFailedError as error:
+                if not restarts_left or stop():
+                    step = saved_step(folder) if trains and is_ours else 0
                     command = to_go_on(config, folder)
                     saved = f"; saved up to step {step}: go on with: {command}" if step else ""
-                    raise RankLostError(f"{error}{saved}") from None
+                    error.args = (f"{error}{saved}",)
+                    raise
                 restarts_left -= 1
                 config = _prepare_restart(config, folder, restarts_left, error)
 
 
 def _prepare_restart(
-    config: RunConfig, folder: Path, restarts_left: int, error: RankLostError
+    config: RunConfig, folder: Path, restarts_left: int, error: RankFailedError
 ) -> RunConfig:
     """Go on from the newest checkpoint; begin the metrics anew where nothing is saved."""
-    from trainer.checkpoint.store import CHECKPOINTS, CheckpointStore  # noqa: PLC0415 - imports torch
-
-    steps = CheckpointStore(folder / CHECKPOINTS).steps()
-    most = config.parallel.max_restarts
+    step, most = saved_step(folder), config.parallel.max_restarts
     sys.stderr.write(
-        f"train: {error}; starting again after step {steps[-1] if steps else 0} "
+        f"train: {error}; starting again after step {step} "
         f"({most - restarts_left} of {most} restarts)\n"
     )
-    if steps:
+    if step:
         return config.model_copy(update={"resume": str(folder)})
     journal.truncate_after(folder / journal.METRICS_FILE, 0)
     return config
 
 
-def _attempt(config: RunConfig, folder: Path, num_ranks: int, asked: Asked) -> None:
+def _attempt(
+    config: RunConfig, folder: Path, members: Sequence[Membership], stop: signals.StopFlag
+) -> None:
     """Start the ranks once, and wait for them.
 
     Raises:
         error: how it ended, where it did not end well.
     """
-    job = Job(
-        config=config.model_dump(mode="json", by_alias=True),
-        folder=str(folder),
-        path=sys.path,
-        size=num_ranks,
-        supervisor=os.getpid(),
-    )
     again = to_go_on(config, folder, begins=True)
-    with attempt_folder() as place, ExitStack() as opened:
-        (place / JOB_FILE).write_text(json.dumps(asdict(job)))
-        records, children = Records(place), list[Child]()
+    with tempfile.TemporaryDirectory(prefix="train-", ignore_cleanup_errors=True) as name:
+        records, is_ours = Records(Path(name)), members[0].start_timeout_s is None
+        if is_ours:
+            members = [replace(each, address=f"{name}/rendezvous") for each in members]
+        job = {
+            "config": config.model_dump(mode="json", by_alias=True),
+            "folder": str(folder),
+            "path": sys.path,
+            "supervisor": os.getpid(),
+            "members": {each.rank: asdict(each) for each in members},
+        }
+        (records.folder / JOB_FILE).write_text(json.dumps(job))
+        timeout_s, shared = config.parallel.timeout_s, Records(records.folder / SHARED)
         watch = Watch(
-            children=children,
-            size=num_ranks,
+            size=len(members),
             records=records,
-            timeout_s=config.parallel.timeout_s,
+            shared=shared,
+            timeout_s=timeout_s,
             unbegun=f"{signals.UNBEGUN}: go on with: {again}",
-            asked=asked,
+            stop=stop,
+            poll_s=0.05 if is_ours else 0.5,  # where a folder is looked at, too
         )
-        opened.callback(processes.end, children, records, folder)
-        with _forwarding(asked, place, children, trains=config.command == "train"):
-            for rank in range(num_ranks):
-                # For the user's own code, and for libraries that ask.
-                numbers = {"RANK": rank, "LOCAL_RANK": rank}
-                numbers |= {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
-                variables = {key: str(value) for key, value in numbers.items()}
-                log = rank_log(config, folder, rank)
-                children.append(processes.start(log, records, rank, variables))
+        try:
+            for member in members:
+                watch.children.append(start(records, member))
             watch.run()
-    error = verdict(watch.ended, folder, config.parallel.timeout_s)
+        finally:
+            # Where a launcher started us, the first rank's folder counts, once the ranks have met.
+            place = shared.folder.resolve().parent if shared.folder.exists() else folder
+            watch.end(place)
+            for log in filter(None, (rank_log(config, place, each.rank) for each in members)):
+                drop_empty(log)
+        if is_ours:
+            error = verdict(watch.ended, place, timeout_s)
+        else:
+            own = watch.ended[members[0].rank]
+            error = conclude(own, shared, members[0].size, place, timeout_s)
     if error is not None:
         raise error
 
 
-@contextmanager
-def _forwarding(
-    asked: Asked, place: Path, children: Sequence[Child], *, trains: bool
-) -> Iterator[None]:
-    """Pass the first signal to stop on to every rank, where there is something to save.
+def conclude(
+    own: Ended, shared: Records, size: int, folder: Path, timeout_s: float
+) -> TrainError | None:
+    """Find out why the run ended, among supervisors that know of one rank each.
 
-    The watch ends them at once where there is nothing, or a second signal came.
+    That of the lowest rank that is left says it: `is_own` of its error is true.
+
+    Args:
+        own: how the rank ended that this process started.
+        shared: where supervisors leave word; missing before the ranks have met.
+        size: number of ranks.
+        folder: the run folder.
+        timeout_s: `parallel.timeout_s`.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+    error, is_first = verdict({own.rank: own}, folder, timeout_s), own.rank == 0
+    if error is not None and not shared.folder.exists():
+        error.is_own |= own.has_reason and "error" not in own.report
+    elif error is not None:
+        shared.write(own)
+        ended = _wait_for_word(own, shared, size)
+        error = verdict(ended, folder, timeout_s) or error
+        silent = sorted(set(range(size)) - ended.keys())
+        if silent and "peer" in own.report and not any(end.has_reason for end in ended.values()):
+            error.args = (f"rank {silent[0]} died or is out of reach: {error}",)
+        error.is_own = min(ended) == own.rank and shared.folder.exists()
+    if is_first:
+        shutil.rmtree(shared.folder.resolve(), ignore_errors=True)
+    return error
 
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        if asked.at is not None:
-            asked.at_once |= time.monotonic() > asked.at + signals.TOGETHER_S
-            return
-        asked.at, asked.at_once = time.monotonic(), not trains
-        (place / STOP_FILE).touch()
-        for child in children:
-            # Before it notes its process it does not listen, and will look for the file.
-            child.signal(signal.SIGTERM)
 
-    before = {each: signal.signal(each, on_signal) for each in signals.SIGNALS}
-    if signals.was_asked():
-        asked.at = time.monotonic()
-        (place / STOP_FILE).touch()
-    try:
-        yield
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+def _wait_for_word(own: Ended, shared: Records, size: int) -> dict[int, Ended]:
+    """Read how other ranks ended, until one of them explains the end of this one.
+
+    Those beside the first need only know that the first is there to say it.
+    """
+    ended, is_first = {own.rank: own}, own.rank == 0
+    limit = time.monotonic() + (WORD_S if is_first else FIRST_S)
+    while len(ended) < size and shared.folder.exists() and time.monotonic() < limit:
+        if any(end.has_reason for end in ended.values()) if is_first else 0 in ended:
+            break
+        time.sleep(signals.TOGETHER_S)
+        found = (shared.read(rank) for rank in range(size))
+        ended |= {end.rank: end for end in found if end is not None}
+    return ended

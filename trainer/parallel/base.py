@@ -1,7 +1,17 @@
 """Lay a model out over ranks: where parameters and gradients live, and how they are reduced.
 
-A sync policy decides *when* gradients are reduced; this room knows *how*, and undoes every
-division that a reducer would make, so that the normalizer stays the weight of the global batch.
+Each rank computes the gradient of its own micro-batches, and every loss in it is divided by the
+weight of the whole *global* batch. So the gradient of a step is the plain sum of what the ranks
+have: everything here sums, and undoes the division that a reducer makes on its own. A step is
+
+    gather()               bring parameters here: nothing to do for whole copies
+    ...                    micro-batches add up in `.grad`; no collective, so counts may differ
+    used(), make_room()    then ranks agree that all succeeded, and who has which gradient
+    reduce(used)           sum `.grad` over ranks: all-reduces (whole copies), or one
+                           reduce-scatter per block that leaves each rank its shard (FSDP2)
+
+or, in lockstep, `begin_lockstep()` and every micro-batch within `reducing()`, which reduces it
+right away. A sync policy (`sync.py`) decides *when* gradients are reduced; this room knows *how*.
 """
 
 from __future__ import annotations
@@ -20,7 +30,8 @@ from trainer.core.micro_batch import Fields
 from trainer.core.world import World
 
 BUCKET_BYTES = 8 * 2**20
-"""Small gradients are packed into buckets of this size; larger ones are reduced where they lie."""
+"""Small gradients are packed into buckets of this size, since each all-reduce costs a latency
+(30 us on one machine); larger ones are reduced where they lie."""
 
 IN_FLIGHT = 2
 """Buckets that travel at a time: one is packed or unpacked while another is on its way."""
@@ -40,18 +51,26 @@ class Parallel(ABC):
         world: all ranks.
     """
 
-    module: nn.Module
-    call: Callable[[Fields], Any]
-    parameters: Sequence[nn.Parameter]
-    world: World
+    def __init__(
+        self,
+        module: nn.Module,
+        call: Callable[[Fields], Any],
+        parameters: Sequence[nn.Parameter],
+        world: World,
+    ) -> None:
+        self.module = module
+        self.call = call
+        self.parameters = parameters
+        self.world = world
+        self._live: set[int] = set()  # parameters that micro-batches gave a gradient in lockstep
 
     @abstractmethod
     def gather(self) -> None:
         """Bring the parameters of the window to this rank. Collective."""
 
-    @abstractmethod
     def release(self) -> None:
         """Let go of what `gather` brought, when no gradient is to be reduced."""
+        return
 
     @abstractmethod
     def used(self) -> Sequence[bool]:
@@ -69,24 +88,12 @@ class Parallel(ABC):
             used: which parameters have a gradient on any rank; that of the others stays None.
         """
 
-    @abstractmethod
-    def gradient_norm(self) -> Tensor:
-        """Compute the 2-norm of the whole gradient, a 0-d tensor. Collective."""
-
-    @abstractmethod
-    def scale_gradients(self, factor: Tensor) -> None:
-        """Multiply every gradient by a 0-d tensor."""
-
-    @abstractmethod
-    def drop_gradients(self) -> None:
-        """Forget every gradient of a step that is to be replayed or skipped."""
-
-    @abstractmethod
     def begin_lockstep(self) -> None:
         """Begin a step in which every micro-batch is collective, instead of `gather`. Collective.
 
         `reduce` ends it too, and sends nothing more.
         """
+        self.gather()
 
     @abstractmethod
     def reducing(self, *, across: bool) -> AbstractContextManager[None]:
@@ -96,19 +103,35 @@ class Parallel(ABC):
             across: whether over all ranks, or only within the groups that share one copy.
         """
 
+    def gradients(self) -> list[Tensor]:
+        """List the gradients that are here."""
+        return [p.grad for p in self.parameters if p.grad is not None]
+
+    def gradient_norm(self) -> Tensor:
+        """Compute the 2-norm of the whole gradient, in fp32 at least, a 0-d tensor. Collective."""
+        grads = self.gradients()
+        return total_norm(grads) if grads else torch.zeros((), device=self.world.device)
+
+    def scale_gradients(self, factor: Tensor) -> None:
+        """Multiply every gradient by a 0-d tensor."""
+        grads = self.gradients()
+        if grads:
+            torch._foreach_mul_(grads, factor)
+
+    def drop_gradients(self) -> None:
+        """Forget every gradient of a step that is to be replayed or skipped."""
+        self._live.clear()
+        for parameter in self.parameters:
+            parameter.grad = None
+
 
 @final
 class Replicated(Parallel):
-    """Every rank holds the whole model; all-reduces of its gradients end the window.
+    """Every rank has the whole model; all-reduces of its gradients end the window.
 
-    No reducer hooks the backward, so ranks may differ in their number of micro-batches and in
-    the parameters they use, and nothing is left half-finished when memory runs out.
-
-    Args:
-        module: the user's module, the same weights on every rank.
-        call: runs it.
-        parameters: those that are trained.
-        world: all ranks.
+    Unlike PyTorch's DDP, no reducer hooks the backward, so ranks may differ in their number of
+    micro-batches and in the parameters they use, and nothing is left half-finished when memory
+    runs out. Weights must be the same on every rank.
     """
 
     def __init__(
@@ -118,26 +141,17 @@ class Replicated(Parallel):
         parameters: Sequence[nn.Parameter],
         world: World,
     ) -> None:
-        self.module = module
-        self.call = call
-        self.parameters = parameters
-        self.world = world
+        super().__init__(module, call, parameters, world)
         self._staging: dict[tuple[torch.dtype, int], Tensor] = {}
         self._in_lockstep = False
-        self._live: set[int] = set()
 
     def gather(self) -> None:
         """Set memory aside for the reduction, so that it cannot run out once ranks have agreed."""
         self._in_lockstep = False
-        if self.world.size == 1:
-            return
-        for bucket in _buckets(self.parameters):
+        for bucket in _buckets(self.parameters) if self.world.size > 1 else ():
             if len(bucket) > 1 or not bucket[0].is_contiguous():
                 for slot in range(IN_FLIGHT):
                     self._stage(bucket, slot)
-
-    def release(self) -> None:
-        """Do nothing: the parameters stay here."""
 
     def used(self) -> Sequence[bool]:
         """See the base class."""
@@ -163,6 +177,7 @@ class Replicated(Parallel):
         drop_unused(self.parameters, used)
 
     def _sum(self, parameters: Sequence[nn.Parameter]) -> None:
+        """All-reduce gradients bucket by bucket, while the one before is on its way."""
         flying: deque[Callable[[], None]] = deque()
         for index, bucket in enumerate(_buckets(parameters)):
             if len(flying) == IN_FLIGHT:
@@ -188,6 +203,15 @@ class Replicated(Parallel):
 
         return land
 
+    def _stage(self, bucket: Sequence[nn.Parameter], slot: int) -> Tensor:
+        """Give memory for the gradients of a bucket; buckets of a dtype share that of a slot."""
+        size, dtype = sum(p.numel() for p in bucket), bucket[0].dtype
+        memory = self._staging.get((dtype, slot))
+        if memory is None or memory.numel() < size:
+            memory = torch.empty(size, dtype=dtype, device=self.world.device)
+            self._staging[dtype, slot] = memory
+        return memory[:size]
+
     def begin_lockstep(self) -> None:
         """See the base class."""
         self._live.clear()
@@ -211,35 +235,6 @@ class Replicated(Parallel):
             if before is not None and parameter.grad is not None:
                 parameter.grad += before
 
-    def gradient_norm(self) -> Tensor:
-        """See the base class; in fp32 at least."""
-        grads = self._gradients()
-        return total_norm(grads) if grads else torch.zeros((), device=self.world.device)
-
-    def scale_gradients(self, factor: Tensor) -> None:
-        """See the base class."""
-        grads = self._gradients()
-        if grads:
-            torch._foreach_mul_(grads, factor)
-
-    def drop_gradients(self) -> None:
-        """See the base class."""
-        self._live.clear()
-        for parameter in self.parameters:
-            parameter.grad = None
-
-    def _gradients(self) -> list[Tensor]:
-        return [p.grad for p in self.parameters if p.grad is not None]
-
-    def _stage(self, bucket: Sequence[nn.Parameter], slot: int) -> Tensor:
-        """Give memory for the gradients of a bucket; buckets of a dtype share that of a slot."""
-        size, dtype = sum(p.numel() for p in bucket), bucket[0].dtype
-        memory = self._staging.get((dtype, slot))
-        if memory is None or memory.numel() < size:
-            memory = torch.empty(size, dtype=dtype, device=self.world.device)
-            self._staging[dtype, slot] = memory
-        return memory[:size]
-
 
 def drop_unused(parameters: Sequence[nn.Parameter], used: Sequence[bool]) -> None:
     """Drop the zeros that were reduced for parameters that no rank used."""
@@ -256,8 +251,7 @@ def total_norm(grads: Sequence[Tensor]) -> Tensor:
     norms: list[Tensor] = []
     for dtype in dict.fromkeys(grad.dtype for grad in grads):
         same = [grad for grad in grads if grad.dtype == dtype]
-        wide = torch.promote_types(dtype, torch.float32)
-        norms += torch._foreach_norm(same, 2.0, dtype=wide)
+        norms += torch._foreach_norm(same, 2.0, dtype=torch.promote_types(dtype, torch.float32))
     norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return norm
 

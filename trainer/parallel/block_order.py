@@ -97,10 +97,9 @@ class BlockOrder:
 
     def _check(self, mine: str) -> None:
         if self._known is None:
-            # What does not wait longer than `parallel.timeout_s` comes first.
-            if not self._world.is_same(mine):
-                each = self._world.collect(mine)
-                other = next(rank for rank, name in enumerate(each) if name != each[0])
+            each = self._world.collect(mine)
+            other = next((rank for rank, name in enumerate(each) if name != each[0]), None)
+            if other is not None:
                 _refuse(f"rank {other}", each[other], each[0], "rank 0")
         else:
             index = len(self._seen)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from trainer.core.micro_batch import Fields
 from trainer.core.world import World
-from trainer.parallel.base import Parallel, Replicated
+from trainer.parallel.base import Parallel
 
 BITS = 32
 """Exponents of a bin; a digit has 31 bits more, so that 2^31 micro-batches can be added."""
@@ -32,7 +32,7 @@ SMALLEST = -32
 
 
 @final
-class _Sum:
+class _BinnedSum:
     """A sum of tensors of one shape, the same bits for every order.
 
     Args:
@@ -96,14 +96,7 @@ def _real(values: Tensor) -> Tensor:
 
 @final
 class Ordered(Parallel):
-    """Every rank holds the whole model; gradients are summed as integers.
-
-    Args:
-        module: the user's module, the same weights on every rank.
-        call: runs it.
-        parameters: those that are trained.
-        world: all ranks.
-    """
+    """Every rank has the whole model, with the same weights; gradients are summed as integers."""
 
     def __init__(
         self,
@@ -112,23 +105,15 @@ class Ordered(Parallel):
         parameters: Sequence[nn.Parameter],
         world: World,
     ) -> None:
-        self.module = module
-        self.call = call
-        self.parameters = parameters
-        self.world = world
-        self._plain = Replicated(module, call, parameters, world)
-        self._sums: list[_Sum] = []
+        super().__init__(module, call, parameters, world)
+        self._sums: list[_BinnedSum] = []
         self._wrong = torch.zeros(1, dtype=torch.int64, device=world.device)
-        self._live: set[int] = set()
 
     def gather(self) -> None:
         """Set the integer sums to zero."""
         if not self._sums:
-            self._sums = [_Sum(_real(p.detach())) for p in self.parameters]
+            self._sums = [_BinnedSum(_real(p.detach())) for p in self.parameters]
         self.drop_gradients()
-
-    def release(self) -> None:
-        """Do nothing: the parameters stay here."""
 
     def used(self) -> Sequence[bool]:
         """See the base class."""
@@ -148,25 +133,12 @@ class Ordered(Parallel):
                 parameter.grad = torch.empty_like(parameter)
                 _real(parameter.grad).copy_(total.value() * fault)
 
-    def gradient_norm(self) -> Tensor:
-        """See the base class."""
-        return self._plain.gradient_norm()
-
-    def scale_gradients(self, factor: Tensor) -> None:
-        """See the base class."""
-        self._plain.scale_gradients(factor)
-
     def drop_gradients(self) -> None:
         """See the base class."""
-        self._plain.drop_gradients()
-        self._live.clear()
+        super().drop_gradients()
         self._wrong.zero_()
         for total in self._sums:
             total.clear()
-
-    def begin_lockstep(self) -> None:
-        """See the base class."""
-        self.gather()
 
     @contextmanager
     def reducing(self, *, across: bool) -> Iterator[None]:

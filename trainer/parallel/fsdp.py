@@ -25,9 +25,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import Fields
 from trainer.core.world import World
-from trainer.parallel.base import Parallel, drop_unused, reduce_scatter, total_norm
+from trainer.parallel.base import Parallel, drop_unused, reduce_scatter
 from trainer.parallel.block_order import BlockOrder, close_object, open_object
-from trainer.parallel.timing import time_collectives
 
 
 @final
@@ -68,9 +67,6 @@ class Sharded(Parallel):
                 )
             # FSDP2 takes no other layout in memory; the values stay.
             parameter.data = parameter.data.contiguous()
-        self.call = call
-        self.world = world
-        self.module = module
         # Objectives make new tensors of what a model returns; they write into none of them.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
         mesh = mesh or _mesh(world, replicas)
@@ -89,17 +85,11 @@ class Sharded(Parallel):
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
             unit.set_reduce_scatter_unused_params(True)
-        self.parameters = [p for p in self._shards.values() if p.requires_grad]
-        self._live: set[int] = set()
+        super().__init__(module, call, [p for p in self._shards.values() if p.requires_grad], world)
         self._sharing = mesh.get_group(mesh.ndim - 1)
         self._copies = mesh.get_group(0) if replicas > 1 else None
-        self._in_lockstep = self._is_across = False
+        self._in_lockstep = False
         self._order: BlockOrder | None = None
-
-    @property
-    def num_groups(self) -> int:
-        """Units that are gathered and reduced each on its own."""
-        return len(self._groups)
 
     @property
     def _root(self) -> FSDPModule:
@@ -214,8 +204,6 @@ class Sharded(Parallel):
                 parameter.register_post_accumulate_grad_hook(partial(self._mark, index))  # type: ignore[no-untyped-call] # untyped in torch
             self.release()
             self._order = BlockOrder(self.module, self.world)
-            if self.world.device.type == "cpu":
-                time_collectives([*self._groups], self.world.times, self._meets_copies)
         self._live.clear()
         self._in_lockstep = True
 
@@ -230,39 +218,28 @@ class Sharded(Parallel):
         root.set_requires_gradient_sync(True)
         # Overwritten by the line above, so it comes after.
         root.set_requires_all_reduce(across)
-        self._is_across = across
         assert self._order is not None
         with self._order.micro_batch():
             yield
-
-    def _meets_copies(self) -> bool:
-        return self._copies is not None and self._is_across
 
     def _mark(self, index: int, _: Tensor) -> None:
         self._live.add(index)
 
     def gradient_norm(self) -> Tensor:
-        """See the base class; in fp32 at least."""
-        grads = [p.grad for p in self.parameters if p.grad is not None]
-        if not grads:
-            return torch.zeros((), device=self.world.device)
-        norm = total_norm(grads)
+        """See the base class."""
+        norm = super().gradient_norm()
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def scale_gradients(self, factor: Tensor) -> None:
         """See the base class."""
-        grads = [
-            grad.to_local() if isinstance(grad, DTensor) else grad
-            for grad in (p.grad for p in self.parameters)
-            if grad is not None
-        ]
+        grads = [g.to_local() if isinstance(g, DTensor) else g for g in self.gradients()]
         if grads:
             torch._foreach_mul_(grads, factor)
 
     def drop_gradients(self) -> None:
         """See the base class."""
-        self._live.clear()
-        for parameter in (*self._whole.values(), *self.parameters):
+        super().drop_gradients()
+        for parameter in self._whole.values():
             parameter.grad = None
         self._root.reset_iter_state()
 

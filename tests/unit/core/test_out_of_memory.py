@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from trainer.core.errors import DoesNotFitError
 from trainer.core.out_of_memory import (
-    SCARCE_BYTES,
     AllocationGuard,
     fatal,
     is_out_of_memory,
@@ -87,23 +86,6 @@ def test_an_error_with_a_line_of_its_own_keeps_it() -> None:
     first, second = ValueError("a"), ValueError("b")
     first.__cause__, second.__cause__ = second, first
     assert not is_out_of_memory(first)
-
-
-@pytest.mark.parametrize("free", [0, SCARCE_BYTES - 1, SCARCE_BYTES])
-@pytest.mark.parametrize(
-    "text",
-    [
-        "cuDNN error: CUDNN_STATUS_NOT_INITIALIZED",
-        "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
-    ],
-)
-def test_a_library_that_cannot_set_itself_up_lacked_memory_where_there_is_none(
-    text: str, free: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert not is_out_of_memory(RuntimeError(text)), "there is no device"
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 2**37))
-    assert is_out_of_memory(RuntimeError(text)) is (free < SCARCE_BYTES)
 
 
 class _Greedy(torch.autograd.Function):

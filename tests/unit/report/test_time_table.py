@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.core.phases import HostClock, PhaseTimes
+from trainer.core.phases import PhaseTimes
 from trainer.report.time_table import PARTS, advice, split, time_table
 
 STEP = ("data", "weigh", "gather", "compute", "agree", "reduce", "update", "report")
@@ -75,16 +76,27 @@ class Late:
     def __init__(self, passed: float = float("inf")) -> None:
         self.now, self.passed = 0.0, passed
 
-    def mark(self) -> float:
+    def mark(self) -> Event:
         self.now += 1.0
-        return self.now
+        return Event(self, self.now)
 
-    def between(self, before: float, after: float) -> float | None:
-        return after - before if after <= self.passed else None
+
+@dataclass(frozen=True)
+class Event:
+    """A mark of such a clock."""
+
+    clock: Late
+    at: float
+
+    def query(self) -> bool:
+        return self.at <= self.clock.passed
+
+    def elapsed_time(self, after: Event) -> float:
+        return 1e3 * (after.at - self.at)
 
 
 def test_what_a_rank_waits_for_is_not_hidden_and_what_travels_meanwhile_is():
-    times = PhaseTimes(Late())
+    times = PhaseTimes(Late().mark)
     for _ in range(3):
         for phase in ("data", "compute", "reduce"):
             times.enter(phase)
@@ -102,7 +114,7 @@ def test_what_a_rank_waits_for_is_not_hidden_and_what_travels_meanwhile_is():
 
 def test_a_phase_counts_when_its_end_has_passed_on_the_device_and_not_before():
     clock = Late(passed=0.0)
-    times = PhaseTimes(clock)
+    times = PhaseTimes(clock.mark)
     for phase in STEP * 3:
         times.enter(phase)
     assert times.spending()["phases"] == {}
@@ -117,13 +129,13 @@ def test_a_phase_counts_when_its_end_has_passed_on_the_device_and_not_before():
 
 @pytest.mark.parametrize("num_steps", [1, 2, 5])
 def test_the_first_step_warms_up_and_counts_only_where_there_is_no_other(num_steps):
-    times = PhaseTimes(Late())
+    times = PhaseTimes(Late().mark)
     for phase in (*STEP * num_steps, "end"):
         times.enter(phase)
     found, counted = times.spending(), max(1, num_steps - 1)
     assert found["steps"] == counted
     assert found["phases"]["compute"] == {"seconds": counted, "times": counted, "least": 1.0}
-    real = PhaseTimes(HostClock())
+    real = PhaseTimes()
     real.enter("data")
     real.enter("end")
     assert 0 <= real.spending()["phases"]["data"]["seconds"] < 1

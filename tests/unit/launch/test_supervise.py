@@ -1,0 +1,201 @@
+"""What a supervisor makes of boards, ends and signals, with processes that are no ranks."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.lib.cli_support import CHECKOUT
+from trainer.core.errors import Preempted, TrainError
+from trainer.core.rank_progress import Board, Phase, Place
+from trainer.core.signals import StopFlag
+from trainer.launch.ends import Ended, Records, is_peer_failure, verdict
+from trainer.launch.supervise import conclude
+from trainer.launch.watch import UNBEGUN_S, Child, Watch
+
+SLEEPS = "sleep 600"
+KEY = "parallel.timeout_s"
+AT = "compute, micro-batch 2"
+
+
+@pytest.fixture
+def opened() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def watching(place: Path, opened: ExitStack, *works: str, timeout_s: float = 600.0) -> Watch:
+    """A watch over ranks that do as a shell does."""
+    children = []
+    for number, work in enumerate(works):
+        process = subprocess.Popen(["sh", "-c", f"trap '' USR2; {work}"], start_new_session=True)
+        board = Board(Records(place).board(number))
+        child = Child(rank=number, process=process, board=board)
+        opened.callback(board.close)
+        opened.callback(process.wait)
+        opened.callback(child.kill)
+        children.append(child)
+    return Watch(
+        children=children,
+        stop=StopFlag(),
+        size=len(works),
+        records=Records(place),
+        shared=Records(place / "shared"),
+        timeout_s=timeout_s,
+        unbegun="nothing is saved",
+    )
+
+
+def test_a_rank_that_leaves_with_code_0_and_no_word_is_named_and_ends_the_others(
+    tmp_path: Path, opened: ExitStack
+) -> None:
+    watch, began = watching(tmp_path, opened, SLEEPS, "true"), time.monotonic()
+    watch.run()
+    assert time.monotonic() - began < 60
+    error = verdict(watch.ended, tmp_path, 600)
+    assert str(error) == "rank 1 ended with exit code 0 and without a word, at the start"
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["later", "first"])
+def test_a_step_that_one_rank_holds_up_ends_in_time_and_names_that_rank(
+    first: bool, tmp_path: Path, opened: ExitStack
+) -> None:
+    watch = watching(tmp_path, opened, SLEEPS, SLEEPS, timeout_s=0.2)
+    for child, phase in zip(watch.children, ("agree", "compute"), strict=True):
+        place = Place(step=3, phase=phase, is_first=first)  # type: ignore[arg-type] # a phase
+        child.board.write(place)
+    began = time.monotonic()
+    watch.run()
+    limit_s, key = (2, "ten times parallel.timeout_s in the first step") if first else (0.2, KEY)
+    assert time.monotonic() - began > limit_s
+    error = verdict(watch.ended, tmp_path, 0.2)
+    expected = f"rank 1 did not answer for {limit_s} s ({key}), at step 3 (compute)"
+    assert str(error) == expected
+
+
+@pytest.mark.parametrize("stopped", [False, True], ids=["asleep", "stopped"])
+def test_a_step_in_which_every_rank_hangs_ends_also_when_a_signal_asked_to_stop(
+    stopped: bool, tmp_path: Path, opened: ExitStack
+) -> None:
+    watch = watching(tmp_path, opened, SLEEPS, SLEEPS, timeout_s=0.2)
+    for child in watch.children:
+        child.board.write(Place(step=3, phase="compute", micro_batch=2))
+        if stopped:
+            child.process.send_signal(signal.SIGSTOP)
+    watch.stop.is_set, watch.stopped_at = True, time.monotonic() - UNBEGUN_S
+    watch.run()
+    error = verdict(watch.ended, tmp_path, 0.2)
+    assert str(error) == f"rank 0 did not answer for 0.2 s ({KEY}), at step 3 ({AT})"
+
+
+@pytest.mark.parametrize("phase", ["start", "saving", "evaluation", "end"])
+def test_outside_of_steps_ranks_may_take_their_time(phase: Phase) -> None:
+    for is_first in (False, True):
+        assert not Place(step=3, phase=phase, is_first=is_first).is_overdue(1e-9)
+
+
+def test_a_signal_before_the_first_step_ends_ranks_that_do_not_follow(
+    tmp_path: Path, opened: ExitStack
+) -> None:
+    watch = watching(tmp_path, opened, SLEEPS)
+    watch.stop.is_set, watch.stopped_at = True, time.monotonic() - UNBEGUN_S
+    with pytest.raises(Preempted, match="nothing is saved"):
+        watch.run()
+
+
+def test_word_of_a_bad_end_on_another_machine_ends_the_ranks_here(
+    tmp_path: Path, opened: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.launch.watch.ORDERLY_S", 0.1)
+    watch = watching(tmp_path, opened, SLEEPS)
+    watch.shared.folder.mkdir()
+    watch.shared.write(Ended.now(1, Place(), {"crash": "injected", "code": 1}))
+    watch.run()
+    assert watch.ended[0].is_killed
+
+
+PEER = {"peer": "RuntimeError: Connection closed by peer", "code": 1}
+CRASH = {"crash": "ValueError: injected", "code": 1}
+TORN = {"error": "DataError", "text": "record 7 is torn", "code": 3, "is_own": False}
+
+
+@pytest.mark.parametrize(
+    ("reports", "code", "says", "who"),
+    [
+        ((PEER, CRASH), 7, "rank 1 failed at step 2 (compute): ValueError: injected", 0),
+        ((PEER, PEER, TORN), 3, "rank 2, step 2 (compute): record 7 is torn", 0),
+        ((PEER, None), 7, "rank 1 died or is out of reach: rank 0 could not reach", 0),
+        ((None, CRASH, PEER), 7, "rank 1 failed at step 2 (compute): ValueError: injected", 1),
+    ],
+)
+def test_supervisors_that_know_of_one_rank_each_name_the_cause_and_one_of_them_says_it(
+    reports: tuple[dict[str, object] | None, ...],
+    code: int,
+    says: str,
+    who: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("trainer.launch.supervise.WORD_S", 1.0)
+    monkeypatch.setattr("trainer.launch.supervise.FIRST_S", 1.0)
+    (tmp_path / "shared").mkdir()
+    found: dict[int, TrainError | None] = {}
+
+    def end(rank: int, report: dict[str, object]) -> None:
+        own, shared = Ended.now(rank, Place(step=2, phase="compute"), report), tmp_path / "shared"
+        found[rank] = conclude(own, Records(shared), len(reports), tmp_path, 600)
+
+    threads = [
+        threading.Thread(target=end, args=each)
+        for each in enumerate(reports)
+        if each[1] is not None
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [rank for rank, error in found.items() if error is not None and error.is_own] == [who]
+    error = found[who]
+    assert error is not None
+    assert (error.exit_code, str(error)[: len(says)]) == (code, says)
+    assert (tmp_path / "shared").exists() is (who != 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_peers"),
+    [
+        ("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error: reset", True),
+        ("Gloo connectFullMesh failed with [../third_party/gloo/gloo/rendezvous/x.cc:9] no", True),
+        ("Connection closed by the label server", False),
+        ("cannot open gloo.txt", False),
+    ],
+)
+def test_a_rank_that_is_gone_is_no_other_error(text: str, is_peers: bool) -> None:
+    assert is_peer_failure(RuntimeError(text)) is is_peers
+    assert not is_peer_failure(ValueError(text))
+
+
+def test_a_strangers_module_in_the_current_folder_is_not_taken_for_an_installed_one(
+    tmp_path: Path,
+) -> None:
+    for name in ("__future__", "typing", "signal", "json", "yaml", "hydra", "torch"):
+        (tmp_path / f"{name}.py").write_text(f"raise SystemExit('{name} was taken')")
+    (tmp_path / "own.py").write_text("class Net:\n    pass\n")
+    ended = subprocess.run(
+        [sys.executable, "-m", "trainer", "model._target_=own.Other", "steps=1"],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(CHECKOUT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 2
+    assert ended.stderr.splitlines()[-1].startswith("train: error: model._target_=own.Other: ")

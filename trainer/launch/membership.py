@@ -1,0 +1,134 @@
+"""Read from the environment which rank this is, where torchrun or srun started the ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import final
+
+from trainer.core.errors import ConfigError
+
+START_TIMEOUT = "TRAIN_MEETING_S"
+"""Environment variable: seconds that ranks which were started elsewhere wait for each other."""
+
+START_TIMEOUT_S = "600"
+"""As long as torchrun's do."""
+
+_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_SRUN = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Membership:
+    """One process's place among the ranks of a run."""
+
+    rank: int  # of the process, from 0
+    size: int  # number of ranks, on all machines
+    local_rank: int  # of the process on its machine
+    local_size: int  # ranks on its machine
+    address: str = ""  # where ranks meet: a file's path on one machine, or `host:port`
+    is_hosted: bool = False  # whether something else than the first rank listens there
+    attempt: str = ""  # of which job, and which one it is of those that use the address
+    start_timeout_s: float | None = None  # to wait for the others; None is until we are ended
+
+
+def membership(environment: Mapping[str, str] = os.environ) -> Membership | None:
+    """Read the place that torchrun, a job with RANK and WORLD_SIZE, or srun gave this process.
+
+    Returns:
+        None where this process is to start its own ranks, if any.
+
+    Raises:
+        ConfigError: a number of it cannot be, or nothing says where the ranks find each other.
+            Every rank prints it, since its environment is its own.
+    """
+    names = _names(environment)
+    try:
+        return _membership(environment, names) if names[0] in environment else None
+    except ConfigError as error:
+        error.is_own = True
+        raise
+
+
+def _membership(environment: Mapping[str, str], names: tuple[str, ...]) -> Membership | None:
+    written = {name: environment[name] for name in (*names, START_TIMEOUT) if name in environment}
+    try:
+        rank, size = int(written[names[0]]), int(written.get(names[1], "1"))
+        # Slurm writes "4(x2),3" for four tasks on each of two nodes, and three on another.
+        counts = written.get(names[3], str(size)).split(",")
+        local_size = max(int(count.partition("(x")[0]) for count in counts)
+        local_rank = int(written.get(names[2], str(rank % local_size)))
+        timeout_s = int(written.get(START_TIMEOUT, START_TIMEOUT_S))
+        is_valid = 0 <= rank < size and 0 <= local_rank < local_size <= size and timeout_s > 0
+    except (ValueError, ZeroDivisionError):
+        is_valid = False
+    if not is_valid:
+        listed = " ".join(f"{name}={value}" for name, value in written.items())
+        raise ConfigError(
+            f"{listed} in the environment: no place among ranks: {names[0]} is a number from 0 "
+            f"below {names[1]}, {names[2]} one below {names[3]}, and all others are positive"
+        )
+    if size == 1:
+        return None
+    # Slurm's job is no name that all ranks share where something else started them.
+    job = environment.get("SLURM_JOB_ID", "") if names is _SRUN else ""
+    job = environment.get("TORCHELASTIC_RUN_ID", job)
+    return Membership(
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=local_size,
+        address=_address(environment, names, size),
+        is_hosted=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        attempt=f"{job}/{environment.get('TORCHELASTIC_RESTART_COUNT', '')}",
+        start_timeout_s=timeout_s,
+    )
+
+
+def global_rank(environment: Mapping[str, str] = os.environ) -> int:
+    """Give this process's number among those that a launcher started, 0 where it is alone."""
+    written = environment.get(_names(environment)[0], "")
+    return int(written) if written.isdecimal() else 0
+
+
+def first_host(listed: str) -> str:
+    """Name the first machine of a list as Slurm writes it: `gpu[03-05,9],head` begins with gpu03.
+
+    Args:
+        listed: such as SLURM_JOB_NODELIST.
+    """
+    head, bracket, rest = listed.partition("[")
+    if not bracket or "," in head:
+        return head.partition(",")[0]
+    inside, _, tail = rest.partition("]")
+    return head + inside.partition(",")[0].partition("-")[0] + tail.partition(",")[0]
+
+
+def _names(environment: Mapping[str, str]) -> tuple[str, str, str, str]:
+    # An sbatch script, and srun with one task, have Slurm's variables too.
+    is_srun = environment.get("SLURM_STEP_NUM_TASKS", "1") != "1"
+    return _SRUN if is_srun and "RANK" not in environment else _TORCHRUN
+
+
+def _address(environment: Mapping[str, str], names: tuple[str, ...], size: int) -> str:
+    """Find where the ranks connect: MASTER_ADDR and MASTER_PORT, or the first node of a Slurm job.
+
+    Raises:
+        ConfigError: nothing says it, or not as a host and a port.
+    """
+    if {"MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
+        port = environment["MASTER_PORT"]
+        if not port.isdecimal() or not 0 < int(port) < 2**16:
+            raise ConfigError(f"MASTER_PORT={port!r} in the environment: no port; use 1 to 65535")
+        return f"{environment['MASTER_ADDR']}:{port}"
+    listed = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST")
+    job = environment.get("SLURM_JOB_ID", "")
+    if names is not _SRUN or not listed or not job.isdecimal():
+        raise ConfigError(
+            f"parallel.ranks: {names[1]}={size} says that this is one of {size} ranks; to find the "
+            "others it needs MASTER_ADDR and MASTER_PORT in the environment, as torchrun sets them"
+        )
+    # A port that two jobs on one node seldom share.
+    return f"{first_host(listed)}:{20000 + int(job) % 10000}"
