@@ -41,18 +41,20 @@ class Toy(nn.Module):
         """Read what is to be put back and is in no `state_dict`."""
 
 
-class Center(Toy):
-    """Replaces a buffer in each forward, and writes into one that no checkpoint saves."""
+class Buffers(Toy):
+    """Replaces one, writes into one that no checkpoint saves, appends to one through `.data`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("center", None)
         self.register_buffer("average", torch.zeros(WIDTH), persistent=False)
+        self.register_buffer("bank", torch.randn(3, WIDTH))
 
     def move(self, mean: Tensor) -> Tensor:
         self.center = mean if self.center is None else 0.9 * self.center + 0.1 * mean
         self.average.mul_(0.9).add_(mean, alpha=0.1)
-        return self.center + self.average
+        self.bank.data = torch.cat([self.bank, mean[None]])[-7:]
+        return self.center + self.average + self.bank[0] + len(self.bank)
 
     def state(self) -> object:
         return [self.average, self.center]
@@ -71,58 +73,28 @@ class Normed(Toy):
 
 
 class Drawing(Toy):
-    """Draws from generators of its own."""
+    """Draws from generators of its own, and counts in what it gives checkpoints besides tensors."""
 
     def __init__(self) -> None:
         super().__init__()
         self.draws, self.own = random.Random(3), torch.Generator().manual_seed(2)
         self.numbers, self.old = np.random.default_rng(1), np.random.RandomState(4)
-
-    def move(self, mean: Tensor) -> Tensor:
-        number = self.numbers.random() + self.draws.random() + self.old.rand()
-        return torch.rand(WIDTH, generator=self.own) + number
-
-    def state(self) -> object:
-        states = self.numbers.bit_generator.state, self.old.get_state(), self.draws.getstate()
-        return [*map(str, states), self.own.get_state()]
-
-
-class Extra(Toy):
-    """Counts in what it gives checkpoints besides tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
         self.counts = {"calls": 0}
 
     def move(self, mean: Tensor) -> Tensor:
         self.counts["calls"] += 1
-        return mean * self.counts["calls"]
+        number = self.numbers.random() + self.draws.random() + self.old.rand()
+        return torch.rand(WIDTH, generator=self.own) + number * self.counts["calls"]
+
+    def state(self) -> object:
+        states = self.numbers.bit_generator.state, self.old.get_state(), self.draws.getstate()
+        return [*map(str, states), self.own.get_state()]
 
     def get_extra_state(self) -> dict[str, int]:
         return self.counts
 
     def set_extra_state(self, state: dict[str, int]) -> None:
         self.counts = state
-
-
-class Rolling(Toy):
-    """Rolls a bank of 128 KiB behind autograd's back, as one does with keys of contrast."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("bank", torch.randn(2**14 // WIDTH, WIDTH))
-
-    def move(self, mean: Tensor) -> Tensor:
-        self.bank.data = torch.roll(self.bank, 1, 0)
-        return self.bank[0].clone()
-
-
-class Growing(Rolling):
-    """Appends to a bank that it began with, which changes its shape."""
-
-    def move(self, mean: Tensor) -> Tensor:
-        self.bank.data = torch.cat([self.bank, mean[None]])[-(2**14 // WIDTH + 7) :]
-        return self.bank[0] + len(self.bank)
 
 
 class Renormalised(Toy):
@@ -139,8 +111,7 @@ def _garbage_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step, "release_memory", lambda: None)
 
 
-TOYS = [Center, Drawing, Extra, Rolling, Growing]
-
+TOYS = [Buffers, Drawing]
 
 POINTS = [(0, "forward"), (0, "backward"), (1, "between"), (1, "forward"), (1, "backward")]
 """Micro-batches, and where in them, or before them, memory runs out."""
