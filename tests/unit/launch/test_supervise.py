@@ -19,7 +19,7 @@ from trainer.core.rank_progress import Board, Phase, Place
 from trainer.core.signals import StopFlag
 from trainer.launch.ends import Ended, Records, is_peer_failure, verdict
 from trainer.launch.supervise import conclude
-from trainer.launch.watch import UNBEGUN_S, Child, Watch
+from trainer.launch.watch import STACKS_SIGNAL, UNBEGUN_S, Child, Watch
 
 SLEEPS = "sleep 600"
 KEY = "parallel.timeout_s"
@@ -35,14 +35,16 @@ def opened() -> Iterator[ExitStack]:
 def watching(place: Path, opened: ExitStack, *works: str, timeout_s: float = 600.0) -> Watch:
     """A watch over ranks that do as a shell does."""
     children = []
+    before = signal.signal(STACKS_SIGNAL, signal.SIG_IGN)  # which processes inherit
     for number, work in enumerate(works):
-        process = subprocess.Popen(["sh", "-c", f"trap '' USR2; {work}"], start_new_session=True)
+        process = subprocess.Popen(["sh", "-c", work], start_new_session=True)
         board = Board(Records(place).board(number))
         child = Child(rank=number, process=process, board=board)
         opened.callback(board.close)
         opened.callback(process.wait)
         opened.callback(child.kill)
         children.append(child)
+    signal.signal(STACKS_SIGNAL, before)
     return Watch(
         children=children,
         stop=StopFlag(),
