@@ -122,12 +122,12 @@ def test_the_line_says_what_was_chosen_and_what_the_others_would_cost():
     chosen = setup_of("fsdp").weighed(Work(micro_batches=8), SLOW)
     assert chosen.sync.name == "deferred"
     assert chosen.why == (
-        "sync=auto takes deferred: one reduction a step, 1.75 GiB sent per step in about 19 s; "
-        "immediate would be 21.0 GiB sent per step in about 3 min 46 s"
+        "sync=auto takes deferred, one reduction a step: deferred sends 1.75 GiB per step, 19 s of "
+        "it not hidden; immediate sends 21.0 GiB per step, 3 min 46 s of it not hidden"
     )
     chosen = setup_of("fsdp", limit=GIGA).weighed(Work(micro_batches=8), SLOW)
     assert chosen.sync.name == "immediate"
-    assert "deferred would hold 2.00 GiB, and may hold 50% of " in chosen.why
+    assert "and its 2.00 GiB of gradients do not fit" in chosen.why
     typed = setup_of("fsdp", sync=Immediate()).weighed(Work(micro_batches=8), SLOW)
     assert typed.sync.name == "immediate"
     assert typed.why is None

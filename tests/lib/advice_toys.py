@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.lib.run_toys import Descent, Net, Rows, Squared
+from tests.lib.run_toys import Descent, Net, Squared
 from trainer.core.micro_batch import Fields
 from trainer.objectives.base import Objective, Sums, logits_of
 
@@ -19,13 +19,6 @@ class Mean(Squared):
     def sums(self, model: Any, fields: Fields) -> Sums:
         losses = super().sums(model, fields).losses
         return Sums(losses={name: loss / len(fields["labels"]) for name, loss in losses.items()})
-
-
-class Constant(Squared):
-    """Counts one loss term whatever the micro-batch holds."""
-
-    def weights(self, fields: Fields) -> Mapping[str, float]:
-        return {"squared": 1.0}
 
 
 class Unweighted(Squared):
@@ -70,35 +63,8 @@ class InBackward(Descent):
         parameter.grad = None
 
 
-class Hooked(Net):
-    """Its own weights carry a hook."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head.weight.register_post_accumulate_grad_hook(lambda _: None)
-
-
-class Recurrent(Net):
-    """Takes document boundaries, and holds a layer that cannot."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mixer = nn.GRU(8, 8, batch_first=True)
-
-    def forward(self, input_ids: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-        return self.head(self.mixer(self.embed(input_ids))[0])
-
-
 class Bounded(Net):
     """Takes document boundaries."""
 
     def forward(self, input_ids: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         return super().forward(input_ids)
-
-
-class Marked(Rows):
-    """Says where documents of a row begin."""
-
-    def __getitem__(self, index: int) -> Mapping[str, Tensor]:
-        sample = super().__getitem__(index)
-        return {**sample, "document_ids": torch.zeros_like(sample["input_ids"])}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.lib.ranks_work import plain
-from trainer.build.consistency import check_data, check_model
+from trainer.build.consistency import check_consistency
 from trainer.core.errors import TrainError
 from trainer.core.world import World
 from trainer.data.view import DataView
@@ -70,7 +70,7 @@ def told(world: World, how: str, begins: bool = True) -> str:
         torch.manual_seed(world.rank if how == "on meta, by rank" else 0)
         module, weights = build_on_meta(lambda: GPT(width=8, num_heads=2))
     try:
-        check_model(world, module, weights, begins=begins)
+        check_consistency(world, [], module, weights, begins=begins)
     except TrainError as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -84,7 +84,7 @@ def told_of_data(world: World, how: str) -> str:
         data = Unreadable(range(3))
         data.is_broken = world.rank == 1
     try:
-        check_data(world, [DataView.of(data)])
+        check_consistency(world, [DataView.of(data)], nn.Module(), None, begins=True)
     except TrainError as error:
         return f"{type(error).__name__}: {error}"
     return ""

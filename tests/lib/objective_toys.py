@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tests.lib.run_toys import DoubleNet, LossNet, Rows, Squared
+from tests.lib.run_toys import DoubleNet, Rows, Squared
 from trainer.accumulate.base import GradientStrategy, sum_of
 from trainer.core.micro_batch import Fields
 from trainer.objectives.base import Objective, Sums
@@ -147,12 +147,6 @@ class Numbers(Squared):
         return Sums(losses=super().sums(model, fields).losses, metrics={"share": share})
 
 
-class Undeclared(Numbers):
-    """Does not say which of its names is a metric."""
-
-    metric_names = ()
-
-
 class OwnLoss(GradientStrategy):
     """Computes the loss itself, and never asks the objective."""
 
@@ -208,12 +202,9 @@ class Count(Objective):
 class MeanHead(DoubleNet):
     """Gives the mean of its own loss, whatever count it is asked to divide by."""
 
-    def __init__(self, shifts: bool = False, by_row: bool = False, flat: bool = False) -> None:
+    def __init__(self, shifts: bool = False, by_row: bool = False) -> None:
         super().__init__()
         self.shifts, self.by_row = shifts, by_row
-        if flat:
-            nn.init.zeros_(self.head.weight)
-            nn.init.zeros_(self.head.bias)
 
     def forward(self, input_ids: Tensor, labels: Tensor, **others: Any) -> Any:
         logits = super().forward(input_ids)
@@ -276,11 +267,3 @@ class Begun(Rows):
         rows = [nn.functional.pad(sample["input_ids"], (1, 0)) for sample in samples]
         pad = partial(nn.utils.rnn.pad_sequence, rows, batch_first=True)
         return {"input_ids": pad(), "labels": pad(padding_value=-100)}
-
-
-class AddingHead(LossNet):
-    """Adds a little for every micro-batch, as routers do."""
-
-    def forward(self, input_ids: Tensor, labels: Tensor, num_items_in_batch: Tensor) -> Any:
-        given = super().forward(input_ids, labels, num_items_in_batch)
-        return SimpleNamespace(loss=given.loss + 0.001)

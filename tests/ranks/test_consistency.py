@@ -13,7 +13,7 @@ from torch import nn
 from tests.lib.consistency_work import gradients, shared, told, told_of_data, told_of_types
 from tests.lib.ranks_support import Ranks
 from tests.lib.support import EXACT
-from trainer.build.parallel import _limit_bytes
+from trainer.build.parallel import rank_memory
 from trainer.core.errors import ConfigError
 from trainer.core.world import World
 from trainer.models.check import check_unwrapped
@@ -117,4 +117,6 @@ def test_a_run_weighs_the_typed_memory_as_its_plan_does(command):
     config = SimpleNamespace(
         command=command, device="cpu", accum=SimpleNamespace(params={"memory": typed})
     )
-    assert _limit_bytes(config, World()) == memory_limit(torch.device("cpu"), asked=typed).bytes
+    limit, is_here = rank_memory(config, World())
+    assert is_here
+    assert limit == memory_limit(torch.device("cpu"), asked=typed)

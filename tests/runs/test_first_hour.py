@@ -8,18 +8,14 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 
 from tests.lib.cli_support import CHECKOUT, OWN_CLASSES, OWN_RUN
-from trainer.build.summary import _more_memory
 from trainer.cli.exit_messages import piped
 from trainer.commands.train import PLAN_FILE, without_repeated_warnings
 from trainer.core.errors import DataError
 from trainer.data.text import Text
-from trainer.plan.cuts import Auto
 
 
 def test_a_resumed_run_repeats_no_warning(tmp_path: Path) -> None:
@@ -28,18 +24,6 @@ def test_a_resumed_run_repeats_no_warning(tmp_path: Path) -> None:
     assert without_repeated_warnings(plan, tmp_path) == {"steps": 3, "warnings": ["new"]}
     (tmp_path / PLAN_FILE).write_text("torn")
     assert without_repeated_warnings(plan, tmp_path) == plan
-
-
-def test_memory_that_is_not_there_is_one_warning() -> None:
-    world = SimpleNamespace(device=torch.device("cpu"), local_size=1)
-
-    def said(memory: int, *, is_here: bool = True) -> list[str]:
-        parts = SimpleNamespace(cut=Auto(memory=memory), world=world)
-        return list(_more_memory(SimpleNamespace(parts=parts, is_here=is_here)))
-
-    (line,) = said(1 << 50)
-    assert line.startswith("accum.memory=1024 TiB is more than the ")
-    assert said(1 << 20) == said(1 << 50, is_here=False) == []
 
 
 def test_a_field_that_the_first_record_lacks_is_answered_with_those_it_has(tmp_path: Path) -> None:

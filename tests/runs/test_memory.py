@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.lib.run_support import (
     TOYS,
@@ -26,9 +23,6 @@ from tests.lib.run_support import (
     steps,
 )
 from tests.lib.run_toys import Greedy, Rows
-from trainer.commands import train
-from trainer.core.out_of_memory import Thrash, allocator_retries
-from trainer.core.world import World
 from trainer.plan.cuts import Auto
 from trainer.tune.tensors import PeakBytes
 
@@ -153,71 +147,6 @@ def test_memory_that_runs_out_elsewhere_ends_with_5_too(
     assert "out of memory outside of micro-batches: no room for the model" in said
 
 
-def retrying(counts: list[int]) -> Iterator[bool]:
-    """Ask after each step; `counts` are the retries of the steps."""
-    seen = iter([5, *counts])
-    total = 0
-
-    def num_retries() -> int:
-        nonlocal total
-        total += next(seen)
-        return total
-
-    thrash = Thrash(num_retries)
-    return (thrash() for _ in counts)
-
-
-@pytest.mark.parametrize(
-    ("counts", "answers"),
-    [
-        ([0, 0, 0], [False, False, False]),
-        ([1, 0, 4, 0], [False, False, False, False]),
-        ([1, 1, 0], [False, True, False]),
-        ([3, 1, 1, 1, 1], [False, True, False, True, False]),
-        ([1, 2, 1, 0, 1, 1], [False, True, False, False, False, True]),
-    ],
-)
-def test_an_allocator_thrashes_when_it_retries_in_two_steps_in_a_row(
-    counts: list[int], answers: list[bool]
-) -> None:
-    assert list(retrying(counts)) == answers
-
-
-@given(st.lists(st.integers(0, 3), max_size=30))
-def test_an_allocator_that_rests_between_retries_does_not_thrash(counts: list[int]) -> None:
-    rested = [count for each in counts for count in (each, 0)]
-    assert not any(retrying(rested))
-    busy = [count for count in counts if count]
-    assert sum(retrying(busy)) == len(busy) // 2
-
-
-def test_a_cpu_counts_no_retries() -> None:
-    assert allocator_retries(torch.device("cpu"))() == 0
-
-
-@pytest.mark.parametrize(
-    ("line", "eases"),
-    {
-        "accum=budget accum.max_tokens=96": True,
-        "accum=auto": True,
-        "accum.micro=8": False,
-    }.items(),
-)
-def test_an_allocator_that_thrashes_gets_smaller_pieces_before_it_fails(
-    line: str, eases: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    answers = iter([False, False, True, False, False, False])
-    whole = go(f"{line} steps=6 batch.global=7")
-    monkeypatch.setattr("trainer.commands.train._is_thrashing", lambda world: lambda: next(answers))
-    run = go(f"{line} steps=6 batch.global=7")
-    assert ("memory was short two steps in a row" in capsys.readouterr().out) is eases
-    counts = curve(run, "micro_batches")
-    assert counts[:3] == [1, 1, 1]
-    assert (counts[3] > 1) is eases
-    assert curve(run, "loss") == pytest.approx(curve(whole, "loss"), rel=1e-6)
-    assert all(entry.get("replays", 0) == 0 for entry in steps(run))
-
-
 @pytest.mark.parametrize("after", [pytest.param(0, marks=pytest.mark.nightly), 2])
 def test_a_device_smaller_than_the_tuner_was_told_costs_replays_and_no_bit(
     after: int, monkeypatch: pytest.MonkeyPatch
@@ -242,24 +171,3 @@ def test_a_device_smaller_than_the_tuner_was_told_costs_replays_and_no_bit(
     assert curve(told, "loss") == curve(lied_to, "loss")
     assert curve(told, "micro_batches") == curve(lied_to, "micro_batches")
     assert_same_bits(state(told), state(lied_to))
-
-
-def test_retries_of_the_device_s_allocator_make_smaller_pieces(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Read from the statistics of the device, heard on the rank, told to all, answered once."""
-    asked: list[torch.device] = []
-    retries = iter([7, 7, 8, 11, 11, 11, 11])
-
-    def memory_stats(device: torch.device) -> dict[str, int]:
-        asked.append(device)
-        return {"num_alloc_retries": next(retries), "num_ooms": 0}
-
-    device, heard = torch.device("cuda", 0), train._is_thrashing
-    monkeypatch.setattr(torch.cuda, "memory_stats", memory_stats)
-    monkeypatch.setattr(train, "_is_thrashing", lambda _: heard(World(device=device)))
-    run = go("accum=budget accum.max_tokens=96 steps=6 batch.global=7")
-    assert curve(run, "micro_batches")[:3] == [1, 1, 1]
-    assert curve(run, "micro_batches")[3] > 1
-    assert capsys.readouterr().out.count("memory was short two steps in a row") == 1
-    assert asked == [device] * 7

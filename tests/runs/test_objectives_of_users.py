@@ -109,14 +109,6 @@ def test_a_strategy_that_does_not_do_its_part_is_refused_by_name(line: str, word
     assert words in said
 
 
-def test_a_metric_that_is_not_declared_is_a_warning() -> None:
-    plain = f"command=plan objective._target_={OWN}.Numbers"
-    assert read_json(go(plain).folder / "plan.json")["warnings"] == []
-    line = f"command=plan objective._target_={OWN}.Undeclared"
-    (said,) = read_json(go(line).folder / "plan.json")["warnings"]
-    assert "add 'share' to metric_names of Undeclared" in said
-
-
 @pytest.mark.parametrize("dtype", ["bool", "uint8", "int16", "float16", "float32", "int64"])
 def test_padding_of_labels_of_any_type_is_no_loss_term(dtype: str) -> None:
     line = f"objective._target_={OWN}.Count data._target_={OWN}.Labelled data.dtype={dtype}"
@@ -162,14 +154,6 @@ def test_a_head_that_heeds_the_count_is_taken() -> None:
     assert curve(cut, "loss") == pytest.approx(curve(whole, "loss"), rel=ROUNDING)
 
 
-@pytest.mark.parametrize("reduction", ["sum", "mean"])
-def test_a_wrong_shift_is_seen_where_all_tokens_cost_the_same(reduction: str) -> None:
-    given = f"model._target_={OWN}.MeanHead model.flat=true objective=model_loss"
-    said = refusal(f"{given} objective.reduction={reduction}")
-    assert "objective.causal=false," in said
-    go(f"steps=1 {given} objective.reduction=mean objective.causal=false")
-
-
 def test_a_head_whose_loss_changes_with_padding_is_a_warning() -> None:
     head = f"model._target_={OWN}.SpanHead data._target_={OWN}.Spans objective=model_loss"
     assert "type objective.reduction=mean," in refusal(head)
@@ -189,12 +173,6 @@ def test_a_collate_may_add_tokens_that_lengths_count(on_bad: str) -> None:
     run = go(f"steps=1 data._target_={OWN}.Begun objective=next_token data.on_bad={on_bad}")
     (step,) = [entry for entry in entries(run) if "lr" in entry]
     assert step["padding"] > 0
-
-
-def test_what_a_model_adds_to_its_loss_for_every_micro_batch_is_a_warning() -> None:
-    line = f"command=plan model._target_={OWN}.AddingHead objective=model_loss"
-    (said,) = read_json(go(line).folder / "plan.json")["warnings"]
-    assert "AddingHead adds 0.001 to its loss where no label is" in said
 
 
 @pytest.mark.parametrize("layout", ["accum.micro=2", "accum=auto", "parallel.ranks=2"])

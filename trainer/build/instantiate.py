@@ -1,4 +1,4 @@
-"""RunConfig -> objects: the only room that turns a name in a config into a class.
+"""Turn the names in a config into objects: the only room that does.
 
 A class named by a recipe is code from a stranger. It is looked up only inside this package, among
 the models and optimizers of the model libraries, or in a package the command line trusts, and then
@@ -14,7 +14,8 @@ import functools
 import importlib
 import importlib.util
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from inspect import Parameter
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -39,33 +40,32 @@ def look_up(
     Raises:
         ConfigError: the name is not trusted, does not exist, or is not a class of its module.
     """
-    module_name = component.target.rpartition(".")[0]
-    root = component.target.partition(".")[0]
+    typed = f"{key}._target_={component.target}"
+    module_name, root = component.target.rpartition(".")[0], component.target.partition(".")[0]
     is_trusted = component.typed_target or root in trusted or (root == "trainer" and not inner)
     base_name = LIBRARIES.get(key, {}).get(module_name)
     if not is_trusted and base_name is None:
         raise ConfigError(
-            f"{key}._target_={component.target}: named by a recipe or a run, not by you: type it, "
-            f"or trust its package with trust=[{root}]"
+            f"{typed}: named by a recipe or a run, not by you: type it, or trust its package with "
+            f"trust=[{root}]"
         )
     try:
         found = _find(component.target)
-        base = object if is_trusted or base_name is None else _find(f"{module_name}.{base_name}")
+        base = object if is_trusted else _find(f"{module_name}.{base_name}")
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{key}._target_={component.target}: {error}") from error
+        raise ConfigError(f"{typed}: {error}") from error
     is_factory = inspect.isfunction(found) or inspect.ismethod(found)
     is_native = getattr(found, "__module__", "").partition(".")[0] == root
     if not is_native or not (inspect.isclass(found) or is_factory):
-        raise ConfigError(f"{key}._target_={component.target}: not a class defined in {root}")
+        raise ConfigError(f"{typed}: not a class defined in {root}")
     # Functions of the libraries load code, too, which trust in a library does not mean.
     is_loader = root in LIBRARY_ROOTS and found.__name__ != "from_config"
     if is_factory and not component.typed_target and (root not in trusted or is_loader):
         raise ConfigError(
-            f"{key}._target_={component.target}: not a class defined in {root}; a function of it "
-            "has to be typed by you"
+            f"{typed}: not a class defined in {root}; a function of it has to be typed by you"
         )
     if inspect.isclass(found) and not issubclass(found, base):
-        raise ConfigError(f"{key}._target_={component.target}: not a {module_name}.{base_name}")
+        raise ConfigError(f"{typed}: not a {module_name}.{base_name}")
     return found  # type: ignore[no-any-return] # a class, or what makes an instance
 
 
@@ -105,26 +105,18 @@ def construct(
             the result is of another kind.
         TrainError: as raised by the constructor.
     """
-    target = look_up(component, key, trusted)
+    target, wanted = look_up(component, key, trusted), named(expected.__name__)
     if inspect.isclass(target) and not component.typed_target and not issubclass(target, expected):
-        raise ConfigError(f"{key}._target_={component.target}: not {named(expected.__name__)}")
+        raise ConfigError(f"{key}._target_={component.target}: not {wanted}")
     built = _call(target, component, key, trusted, given or {})
     if not isinstance(built, expected):
-        kind = type(built).__name__
-        raise ConfigError(
-            f"{key}._target_={component.target}: gives {named(kind)}, not "
-            f"{named(expected.__name__)}"
-        )
+        kind = named(type(built).__name__)
+        raise ConfigError(f"{key}._target_={component.target}: gives {kind}, not {wanted}")
     return built
 
 
 def arguments_of(component: Component, key: str, trusted: tuple[str, ...]) -> dict[str, Any]:
     """Give the arguments of a component; those that name a class with `_target_` are built.
-
-    Args:
-        component: from the config.
-        key: its config key, for messages.
-        trusted: see `look_up`.
 
     Raises:
         ConfigError: as for `construct`.
@@ -154,7 +146,7 @@ def _call(
     trusted: tuple[str, ...],
     given: Mapping[str, Any],
 ) -> Any:  # noqa: ANN401 - whatever it makes
-    """Build what a component names with its arguments, or bind them with `_partial_`.
+    """Call what a component names with its arguments, or bind them with `_partial_`.
 
     Raises:
         ConfigError: an argument does not exist, is missing or is refused.
@@ -167,10 +159,9 @@ def _call(
     for name, value in given.items():
         if name in parameters and value is not None and arguments.get(name) is None:
             arguments[name] = value
-    check_names(target, key, arguments)
+    check_names(target, key, arguments, needs_all=not is_partial)
     if is_partial:
         return functools.partial(target, **arguments)
-    _check_needed(key, target, arguments)
     # What a stranger's recipe asks of a class may break it anywhere.
     refusals = (TypeError, ValueError) if component.typed_target else (Exception,)
     try:
@@ -178,8 +169,7 @@ def _call(
     except TrainError:
         raise
     except refusals as error:
-        text = " ".join(str(error).split())
-        raise ConfigError(f"{key}: {component.target}: {text}") from error
+        raise ConfigError(f"{key}: {component.target}: {' '.join(str(error).split())}") from error
 
 
 def _described(target: Callable[..., Any]) -> Callable[..., Any]:
@@ -189,66 +179,55 @@ def _described(target: Callable[..., Any]) -> Callable[..., Any]:
     name code to fetch from the network.
     """
     kind = getattr(target, "config_class", None)
-    parameters = inspect.signature(target).parameters
-    if not inspect.isclass(kind) or next(iter(parameters), None) != "config":
+    if (
+        not inspect.isclass(kind)
+        or next(iter(inspect.signature(target).parameters), "") != "config"
+    ):
         return target
-    named = [
-        p.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-        for p in inspect.signature(kind).parameters.values()
-        if p.kind in {inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD}
-        and p.name not in getattr(kind, "sub_configs", ())
-    ]
 
     def make(**settings: Any) -> Any:  # noqa: ANN401 - any model
         return target(kind(**settings))
 
     make.__name__ = target.__name__
-    make.__signature__ = inspect.Signature(named)  # type: ignore[attr-defined] # read by inspect
+    make.__signature__ = inspect.Signature(  # type: ignore[attr-defined] # read by inspect
+        [
+            p.replace(kind=Parameter.KEYWORD_ONLY)
+            for p in inspect.signature(kind).parameters.values()
+            if p.kind in {Parameter.KEYWORD_ONLY, Parameter.POSITIONAL_OR_KEYWORD}
+            and p.name not in getattr(kind, "sub_configs", ())
+        ]
+    )
     return make
 
 
-def takes(component: Component, key: str, trusted: tuple[str, ...], name: str) -> bool:
-    """Tell whether a component's constructor has an argument."""
-    return name in inspect.signature(look_up(component, key, trusted)).parameters
-
-
-def check_names(target: Callable[..., Any], key: str, names: Iterable[str]) -> None:
+def check_names(
+    target: Callable[..., Any], key: str, names: Collection[str], *, needs_all: bool = False
+) -> None:
     """Name every argument that a constructor does not take, with the nearest it does.
 
     Args:
         target: what is to be called.
         key: config key of the component.
         names: arguments it is to get.
+        needs_all: whether to name those that have no default and get no value, too.
 
     Raises:
         ConfigError: one line each.
     """
-    parameters = inspect.signature(target).parameters
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
-        return
-    faults = []
-    for name in names:
+    parameters, faults = inspect.signature(target).parameters, []
+    takes_any = any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values())
+    for name in () if takes_any else names:
         if name not in parameters:
             near = difflib.get_close_matches(name, parameters, n=1)
-            hint = (
-                f"Did you mean {key}.{near[0]}?" if near else f"It takes {', '.join(parameters)}."
-            )
+            hint = f"It takes {', '.join(parameters)}."
+            hint = f"Did you mean {key}.{near[0]}?" if near else hint
             faults.append(f"{key}.{name}: {target.__name__} takes no such argument. {hint}")
+    if needs_all and not faults:
+        faults = [
+            f"{key}.{p.name}: {target.__name__} needs a value for it"
+            for p in parameters.values()
+            if p.default is Parameter.empty and p.name not in names
+            if p.kind not in {Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD}
+        ]
     if faults:
         raise ConfigError(*faults)
-
-
-def _check_needed(key: str, target: Callable[..., Any], names: Collection[str]) -> None:
-    """Name every argument that has no default and gets no value.
-
-    Raises:
-        ConfigError: one line each.
-    """
-    variadic = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
-    missing = [
-        p.name
-        for p in inspect.signature(target).parameters.values()
-        if p.default is inspect.Parameter.empty and p.kind not in variadic and p.name not in names
-    ]
-    if missing:
-        raise ConfigError(*(f"{key}.{n}: {target.__name__} needs a value for it" for n in missing))

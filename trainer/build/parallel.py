@@ -1,9 +1,9 @@
-"""Resolve how a run uses its ranks: the parallel mode, the copies, the sync policy, the cut."""
+"""Resolve how a run uses its ranks: the parallel mode, the copies, the sync policy, the memory."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Self, final
@@ -11,6 +11,7 @@ from typing import Self, final
 import torch
 from torch import Tensor, nn
 
+from trainer.build.instantiate import construct
 from trainer.config.run_config import RunConfig
 from trainer.config.sizes import num_replicas
 from trainer.core.errors import ConfigError
@@ -22,10 +23,10 @@ from trainer.parallel.base import Parallel, Replicated, num_buckets
 from trainer.parallel.deterministic import Ordered
 from trainer.parallel.sync import POLICIES, Deferred, Exact, SyncPolicy
 from trainer.plan import traffic
-from trainer.plan.cut import Cut
-from trainer.plan.cuts import Fixed, LayoutInvariant
 from trainer.plan.traffic import Bulk, Network, Traffic, Work
-from trainer.tune.memory_limit import memory_limit
+from trainer.tune.memory_limit import MemoryLimit, memory_limit
+
+SHARDED = {"fsdp", "hsdp"}
 
 
 @final
@@ -44,7 +45,6 @@ class ParallelSetup:
         network: between the ranks; None until it is measured.
         why: a line that says what `sync=auto` weighed; None where it was not asked.
         why_mode: a line that says what `parallel=auto` weighed; likewise.
-        retry_with: the setting of a policy that fits and can replay a step, where this one cannot.
     """
 
     mode: str
@@ -57,7 +57,6 @@ class ParallelSetup:
     network: Network | None = None
     why: str | None = None
     why_mode: str | None = None
-    retry_with: str | None = None
 
     def weighed(self, work: Work, network: Network | None = None) -> Self:
         """Work the table of policies out, and under `sync=auto` take its best row.
@@ -68,19 +67,26 @@ class ParallelSetup:
         """
         if self.bulk is None:
             return self
-        known = {policy.name: policy for policy in (*POLICIES, self.sync)}
-        moves = {name: policy.moves(work.micro_batches) for name, policy in known.items()}
+        policies = {policy.name: policy for policy in (*POLICIES, self.sync)}
+        lockstep = {name: policy.lockstep for name, policy in policies.items()}
         rows = tuple(
-            traffic.row(name, each, self.bulk, work, network, lockstep=known[name].lockstep)
-            for name, each in moves.items()
-            if each is not None and (self.mode == "hsdp" or not each.needs_copies)
+            traffic.row(name, moves, self.bulk, work, network, lockstep=lockstep[name])
+            for name, policy in policies.items()
+            if (moves := policy.moves(work.micro_batches)) is not None
+            and (self.mode == "hsdp" or not moves.needs_copies)
         )
         found = replace(self, rows=rows, network=network)
         if not self.is_open:
             return found
-        best = traffic.cheapest(rows, {name: policy.lockstep for name, policy in known.items()})
-        why = _why(best, rows, known[best.policy].summary, self.bulk.limit_bytes)
-        return replace(found, sync=known[best.policy], why=why)
+        best = traffic.cheapest(rows, lockstep)
+        words = [
+            f"{row.policy} sends {size(row.sent)} per step"
+            + ("" if row.exposed is None else f", {duration(row.exposed)} of it not hidden")
+            + ("" if row.fits else f", and its {size(row.unsharded_bytes)} of gradients do not fit")
+            for row in sorted(rows, key=lambda row: row is not best)
+        ]
+        why = f"sync=auto takes {best.policy}, {policies[best.policy].summary}: {'; '.join(words)}"
+        return replace(found, sync=policies[best.policy], why=why)
 
     def lay_out(
         self,
@@ -102,7 +108,7 @@ class ParallelSetup:
         parameters = [p for p in module.parameters() if p.requires_grad]
         if self.is_ordered:
             return Ordered(module, call, parameters, world)
-        if self.mode in ("none", "ddp") or world.long_timeout_group is None:
+        if self.mode not in SHARDED or world.long_timeout_group is None:
             # No group: this process works out what several ranks would do.
             return Replicated(module, call, parameters, world)
         from trainer.parallel.fsdp import Sharded  # noqa: PLC0415 - half a second
@@ -126,38 +132,31 @@ class ParallelSetup:
         from trainer.parallel.fake_mesh import fake_mesh  # noqa: PLC0415 - half a second
         from trainer.parallel.fsdp import Sharded  # noqa: PLC0415 - likewise
 
-        world = World(size=world_size, local_size=world_size)
-        with fake_mesh(world_size, self.replicas) as mesh:
+        world, copies = World(size=world_size, local_size=world_size), self.replicas
+        with fake_mesh(world_size, copies) as mesh:
             yield lambda model: Sharded(
-                model,
-                call_of(model),
-                separable_blocks(model),
-                world,
-                replicas=self.replicas,
-                mesh=mesh,
+                model, call_of(model), separable_blocks(model), world, replicas=copies, mesh=mesh
             )
 
 
-def parallel_setup(
-    config: RunConfig, world: World, module: nn.Module, policy: SyncPolicy
-) -> ParallelSetup:
-    """Resolve `parallel`, `sync` and `deterministic=layout`. Collective.
+def parallel_setup(config: RunConfig, world: World, module: nn.Module, mode: str) -> ParallelSetup:
+    """Resolve `sync`, the copies, and `deterministic=layout`. Collective.
 
     Args:
         config: the run's.
         world: all ranks.
-        module: the model, whole.
-        policy: what `sync` names; not looked at under `auto`.
+        module: the model, whole or on the meta device.
+        mode: as `parallel_mode` and `auto_mode` resolved it.
 
     Raises:
         ConfigError: they do not fit together, or not the number of ranks.
     """
-    mode = parallel_mode(config, world)
-    asked, replicas = config.parallel, world.size if mode == "ddp" else 1
+    policy = construct(config.sync, "sync", SyncPolicy, config.trust)
+    replicas, asked = world.size if mode == "ddp" else 1, config.parallel
     if mode == "hsdp":
         replicas = num_replicas(world.size, world.local_size, asked.shard, asked.replicate)
     if config.deterministic == "layout":
-        if mode not in ("none", "ddp"):
+        if mode in SHARDED:
             raise ConfigError(
                 f"deterministic=layout: sums whole gradients; use parallel=ddp, not {mode}"
             )
@@ -168,13 +167,18 @@ def parallel_setup(
     moves = policy.moves(1)
     if moves is not None and moves.needs_copies and mode != "hsdp":
         raise ConfigError(f"sync={policy.name}: {mode} has one level; use parallel=hsdp")
+
+    def limit_bytes() -> int:
+        limit, _ = rank_memory(config, world)
+        return sys.maxsize if limit is None else limit.bytes
+
     parameters = [p for p in module.parameters() if p.requires_grad]
     bulk = Bulk(
         mode=mode,
         model_bytes=sum(p.nbytes for p in parameters),
         shard=world.size // replicas,
         replicas=replicas,
-        limit_bytes=world.on_main(lambda: _limit_bytes(config, world)),
+        limit_bytes=world.on_main(limit_bytes),
         groups=num_buckets(parameters) if mode == "ddp" else len(separable_blocks(module)) + 1,
     )
     is_open = config.sync.name == "auto"
@@ -182,97 +186,69 @@ def parallel_setup(
     return found.weighed(Work(micro_batches=1))
 
 
-def planned_device(config: RunConfig, world: World) -> torch.device:
-    """Tell where the plan is to run: `train plan` may ask for a GPU that is not here."""
-    typed = config.device != "auto"
-    return torch.device(config.device) if typed and config.command == "plan" else world.device
-
-
-def is_sharded(config: RunConfig, world: World) -> bool:
-    """Whether no rank holds the model whole: it is laid out, or planned, in shards.
-
-    `train verify` computes in one process what the ranks would, and needs all of the model there.
-    """
-    sharded = parallel_mode(config, world) in {"fsdp", "hsdp"}
-    return sharded and config.command in {"train", "plan"}
-
-
-def is_undecided(config: RunConfig, world: World) -> bool:
-    """Whether memory is yet to say which mode `parallel=auto` is.
-
-    Other commands than these compute in one process; ordered sums are those of whole gradients.
-    """
-    is_open = config.parallel.mode == "auto" and config.deterministic != "layout"
-    return is_open and world.size > 1 and config.command in {"train", "plan"}
-
-
-def with_mode(config: RunConfig, mode: str) -> RunConfig:
-    """Give a config whose parallel mode is decided."""
-    return config.model_copy(update={"parallel": config.parallel.model_copy(update={"mode": mode})})
-
-
 def parallel_mode(config: RunConfig, world: World) -> str:
-    """Resolve `parallel`; on one rank there is nothing to lay out.
+    """Resolve `parallel` as far as nothing is weighed; `auto` is for `auto_mode` to resolve.
+
+    Other commands than `train` and `plan` compute in one process; ordered sums are of whole
+    gradients; and on one rank there is nothing to lay out.
 
     Raises:
         ConfigError: the mode knows one rank only.
     """
-    if config.parallel.mode == "none" and world.size > 1:
+    mode = config.parallel.mode
+    if mode == "none" and world.size > 1:
         raise ConfigError(
             f"parallel=none: is one rank, and there are {world.size}; use parallel=ddp"
         )
     if world.size == 1:
         return "none"
-    return "ddp" if config.parallel.mode == "auto" else config.parallel.mode
+    is_open = config.deterministic != "layout" and config.command in {"train", "plan"}
+    return "ddp" if mode == "auto" and not is_open else mode
 
 
-def layout_invariant_cut(cut: Cut, config: RunConfig) -> Cut:
-    """Take the cut whose micro-batches stay the same for every number of ranks, where asked for.
+def auto_mode(config: RunConfig, world: World, module: nn.Module) -> tuple[str, str]:
+    """Choose what `parallel=auto` is, and say why: whole copies of the model, or shards of it.
 
-    Raises:
-        ConfigError: the micro-batches are not fixed.
+    Whole copies need one reduction a step and nothing gathered, so they are taken wherever they
+    leave room for activations; then shards within one machine, whose network is the faster; then
+    shards over all ranks. The optimizer is taken for one that keeps two moments.
     """
-    if config.deterministic != "layout":
-        return cut
-    if not isinstance(cut, Fixed) or cut.micro is None:
-        raise ConfigError(
-            "deterministic=layout: needs micro-batches that stay the same for every layout; "
-            "say accum=fixed accum.micro=8"
-        )
-    return LayoutInvariant(micro=cut.micro)
+    limit, _ = rank_memory(config, world)
+    if limit is None:
+        return "ddp", "parallel=auto takes ddp: type accum.memory=80GiB to have memory weighed"
+    shares = {"ddp": 1}
+    if all(parameter.dim() for parameter in module.parameters()):  # FSDP2 shards no scalars
+        shares |= {"hsdp": world.local_size} if 1 < world.local_size < world.size else {}
+        shares["fsdp"] = world.size
+    state = sum(p.nbytes * (4 if p.requires_grad else 1) for p in module.parameters())
+    room = limit.bytes * traffic.MOST_OF_MEMORY
+    mode = next((m for m, ranks in shares.items() if state / ranks <= room), [*shares][-1])
+    each = [f"{name} {size(state // ranks)}" for name, ranks in shares.items()]
+    return mode, (
+        f"parallel=auto takes {mode}: of {size(limit.bytes)} ({limit.source}), half for "
+        f"activations, weights, gradients and moments take {', '.join(each)}"
+    )
 
 
-def _limit_bytes(config: RunConfig, world: World) -> int:
-    """Find the memory of one rank; that of a machine which is not here is what was typed.
+def planned_device(config: RunConfig, world: World) -> torch.device:
+    """Give where the plan is to run: `train plan` may ask for a GPU that is not here."""
+    typed = config.device != "auto"
+    return torch.device(config.device) if typed and config.command == "plan" else world.device
 
-    A run weighs what was typed as its plan does, but cannot have more than there is.
+
+def rank_memory(
+    config: RunConfig, world: World, resident_bytes: int = 0
+) -> tuple[MemoryLimit | None, bool]:
+    """Find the memory of one rank, if anyone knows it, and whether it is that of this machine.
+
+    `train plan` takes `accum.memory` at its word, for a machine that is not here too. A run cannot
+    have more than there is.
     """
     device, asked = planned_device(config, world), config.accum.params.get("memory")
-    typed = sys.maxsize if asked is None else memory_limit(device, asked=asked).bytes
-    is_here = device.type == world.device.type
-    if not is_here or (asked is not None and config.command == "plan"):
-        return typed
-    return min(typed, memory_limit(device, local_ranks=world.local_size).bytes)
-
-
-def _why(best: Traffic, rows: Sequence[Traffic], summary: str, limit_bytes: int) -> str:
-    """Say in one line which policy `sync=auto` takes, and what speaks for it."""
-    others = [row for row in rows if row is not best]
-    parts = [f"sync=auto takes {best.policy}: {summary}, {_costs(best)}"]
-    parts += [f"{row.policy} would be {_costs(row)}" for row in others if row.fits]
-    room = f"{traffic.MOST_OF_MEMORY:.0%} of {size(limit_bytes)}, for activations need the rest"
-    parts += [
-        f"{row.policy} would hold {size(row.unsharded_bytes)}, and may hold {room}"
-        for row in others
-        if not row.fits
-    ]
-    return "; ".join(parts)
-
-
-def _costs(row: Traffic) -> str:
-    """Say what a policy sends, and how long that takes."""
-    sent = f"{size(row.sent)} sent per step"
-    if row.seconds is None or row.exposed is None:
-        return sent
-    hidden = "" if row.exposed == row.seconds else f", {duration(row.exposed)} of it not hidden"
-    return f"{sent} in about {duration(row.seconds)}{hidden}"
+    typed = None if asked is None else memory_limit(device, asked=asked)
+    if device.type != world.device.type:
+        return typed, False
+    there = memory_limit(device, resident_bytes=resident_bytes, local_ranks=world.local_size)
+    if typed is None or (typed.bytes > there.bytes and config.command != "plan"):
+        return there, True
+    return typed, typed.bytes <= there.bytes

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
+from statistics import fmean
 from typing import Any, final
 
 import numpy as np
+from pydantic import TypeAdapter
 
-from trainer.build.parts import Parts
-from trainer.build.trial_run import rehearse_own
-from trainer.build.workload import limit_of, situation, workload
+from trainer.build.check_sums import check_sums
+from trainer.build.parallel import planned_device, rank_memory
+from trainer.build.parts import Parts, bind_run
 from trainer.config.messages import clip
-from trainer.core.errors import NoCheckpointError, Preempted
+from trainer.core.errors import DataError, NoCheckpointError, Preempted, TrainError
+from trainer.core.micro_batch import Fields
 from trainer.core.signals import UNBEGUN
 from trainer.data.loader import Request
 from trainer.models.recompute import checkpoint_blocks
@@ -21,11 +27,13 @@ from trainer.plan.cut import Cost, Cut, IntArray, Plan
 from trainer.plan.cuts import Auto, Budget, Fixed, LayoutInvariant
 from trainer.plan.memory import Shape, corner_shapes
 from trainer.plan.partition import pad
-from trainer.plan.traffic import MOST_OF_MEMORY
-from trainer.training.evaluation import HeldOut
-from trainer.tune.cache import TuningCache
+from trainer.plan.traffic import MOST_OF_MEMORY, Network, Work
+from trainer.training.batches import PREFETCH_LIMIT_BYTES
+from trainer.tune.cache import TuningCache, describe
+from trainer.tune.layout import BOUNDARIES
 from trainer.tune.memory_limit import MemoryLimit
 from trainer.tune.predict import Predictor
+from trainer.tune.ragged import look
 from trainer.tune.restored import restoring
 from trainer.tune.speed import Clock, meter_for
 from trainer.tune.tensors import MemoryEstimate
@@ -36,7 +44,7 @@ from trainer.tune.workload import Tiled, Workload
 RECOMPUTE: Mapping[bool | str, Recompute] = {False: "never", True: "always", "auto": "auto"}
 
 SAMPLED_STEPS = 8
-"""Global batches, spread over an epoch, that tuning and the plan's means look at."""
+"""Global batches of the first epoch that tuning and the plan's means look at."""
 
 
 @final
@@ -52,8 +60,7 @@ class Prepared:
         limit_bytes: what is left for tensors on this rank; None where nobody knows.
         how: how the cap was found, or why it is as it is.
         is_here: whether the plan is for this machine; time is unknown for any other.
-        seen: what showed when the user's own model, objective and optimizer ran, for a person to
-            read.
+        warnings: what showed when the user's own model and objective ran.
         evaluation_tokens: cap of a micro-batch in evaluation. It stays what the first process of a
             run found, so that every evaluation sums in the same order.
     """
@@ -66,16 +73,18 @@ class Prepared:
     limit_bytes: int | None
     how: str
     is_here: bool
-    seen: tuple[str, ...]
+    warnings: tuple[str, ...]
     evaluation_tokens: int
+
+    @property
+    def step_seconds(self) -> float | None:
+        """The time that tuning predicts for a step; None where nothing was timed."""
+        rows = () if self.tuning is None else self.tuning.candidates
+        return next((row.seconds_per_step for row in rows if row.chosen), None)
 
 
 def interruptible(was_asked: Callable[[], bool]) -> Clock:
-    """Make a clock for tuning that ends it, between two timings, when a signal asks to stop.
-
-    Args:
-        was_asked: whether a signal asked.
-    """
+    """Make a clock for tuning that ends it, between two timings, when a signal asks to stop."""
 
     def clock() -> float:
         if was_asked():
@@ -88,13 +97,7 @@ def interruptible(was_asked: Callable[[], bool]) -> Clock:
 def prepare_on_main(
     parts: Parts, saved: Mapping[str, Any] | None = None, clock: Clock = time.perf_counter
 ) -> Prepared:
-    """Find the cut of a run on the main rank, and give every rank the same. Collective.
-
-    Args:
-        parts: what the run is made of.
-        saved: as for `prepare`.
-        clock: likewise.
-    """
+    """Find the cut of a run on the main rank, and give every rank the same. Collective."""
     found: list[Prepared] = []
 
     def find() -> dict[str, Any]:
@@ -103,6 +106,34 @@ def prepare_on_main(
 
     answer = parts.world.on_main(find)
     return found[0] if found else prepare(parts, answer)
+
+
+def choose_sync(
+    prepared: Prepared, network: Network | None, saved: Mapping[str, Any] | None, clock: Clock
+) -> Prepared:
+    """Weigh the sync policies with what the plan and the network tell. Collective.
+
+    Args:
+        prepared: planned for the policy that memory alone speaks for.
+        network: between the ranks; None where it is not here.
+        saved: as for `prepare`, in case that another policy asks for another plan.
+        clock: likewise.
+    """
+    parts, seconds = prepared.parts, prepared.step_seconds
+    count = fmean(plan.accum_steps for plan in prepared.plans)
+    is_gpu = planned_device(parts.config, parts.world).type == "cuda"
+    work = Work(
+        micro_batches=count,
+        seconds=None if seconds is None else seconds / count,
+        overlaps=is_gpu,
+        scatters_whole=not is_gpu,
+    )
+    setup = parts.parallel.weighed(work, network)
+    lockstep = setup.sync.lockstep and parts.world.size > 1
+    changed = replace(parts, parallel=setup, layout=replace(parts.layout, lockstep=lockstep))
+    if lockstep != parts.layout.lockstep:
+        return prepare_on_main(changed, saved, clock)
+    return replace(prepared, parts=changed)
 
 
 def prepare(
@@ -116,29 +147,32 @@ def prepare(
             that a resumed `auto` cuts as before.
         clock: times what tuning computes, and may end it.
     """
-    work = workload(parts)
-    limit, is_here = limit_of(parts, work)
-    batches = sampled(parts)
-    known = _restored(parts, saved)
+    work = _workload(parts)
+    limit, is_here = _limit_of(parts, work.resident_bytes)
+    batches, known = _sampled(parts), _restored(parts, saved)
+    cut, tuning, how = parts.cut, None, "as typed"
     if known is not None:
-        cut, tuning, how = known
-    elif isinstance(parts.cut, Auto):
+        cut, tuning, how = *known, "as before, from the checkpoint"
+    elif isinstance(cut, Auto):
         assert limit is not None  # a machine that is not here has what accum.memory says
-        with parts.source.loader.naming_samples(_longest(parts)):
-            tuning = _tune(parts, parts.cut, work, limit, batches, clock if is_here else None)
-        cut = parts.cut.tuned(tuning.max_tokens, tuning.cost, tuning.alone)
-        how = tuning.method
-    else:
-        cut, tuning, how = parts.cut, None, "as typed"
-    is_open = parts.config.activation_checkpointing == "auto"
-    if is_open and tuning is not None and tuning.activation_checkpointing:
-        checkpoint_blocks(parts.module)
+        tuning = _tune(parts, cut, work, limit, batches, clock if is_here else None)
+        cut, how = cut.tuned(tuning.max_tokens, tuning.cost, tuning.alone), tuning.method
+    if tuning is not None and tuning.activation_checkpointing:
+        checkpoint_blocks(parts.module)  # again where it was typed, which changes nothing
     plans = tuple(cut.cut(lengths, parts.layout) for lengths in batches)
-    predicted, unknown = None if tuning is None else tuning.predicted, None
-    if tuning is None and parts.world.is_main:
-        predicted, unknown = _predicted_or_why(parts, work, plans)
+    tokens = max(plan.max_positions for plan in plans)
+    if known is not None and saved is not None:
+        tokens = saved["evaluation_tokens"]
+    predicted, warnings = tuning and tuning.predicted, list[str]()
+    if parts.world.is_main and tuning is None:
+        predicted = _predicted(parts, work, plans, warnings)
+    if parts.world.is_main:
+        warnings += check_sums(parts)
     return Prepared(
-        parts=parts,
+        # Held-out data have a cap of their own: what training's largest micro-batch fits in.
+        parts=replace(
+            parts, held_out=parts.held_out and replace(parts.held_out, max_tokens=tokens)
+        ),
         cut=cut,
         plans=plans,
         tuning=tuning,
@@ -146,19 +180,9 @@ def prepare(
         limit_bytes=tuning.limit_bytes if tuning is not None else limit and limit.bytes,
         how=how,
         is_here=is_here,
-        seen=_seen(parts, work, unknown),
-        evaluation_tokens=(
-            max(plan.max_positions for plan in plans)
-            if known is None or saved is None
-            else saved["evaluation_tokens"]
-        ),
+        warnings=tuple(warnings),
+        evaluation_tokens=tokens,
     )
-
-
-def _longest(parts: Parts) -> Request:
-    """Ask for the sample that tuning makes its shapes out of."""
-    lengths = parts.source.lengths
-    return Request((int(lengths.argmax()),), 0, int(lengths.max()))
 
 
 def describe_cut(prepared: Prepared, cut: Cut) -> dict[str, Any]:
@@ -166,7 +190,7 @@ def describe_cut(prepared: Prepared, cut: Cut) -> dict[str, Any]:
     return {
         "accum": _accum(prepared.parts),
         "state": asdict(cut),
-        "tuning": None if prepared.tuning is None else prepared.tuning.to_dict(),
+        "tuning": prepared.tuning and asdict(prepared.tuning),
         "evaluation_tokens": prepared.evaluation_tokens,
     }
 
@@ -175,37 +199,103 @@ def _accum(parts: Parts) -> dict[str, Any]:
     return {"target": parts.config.accum.target, "params": dict(parts.config.accum.params)}
 
 
-def _restored(
-    parts: Parts, saved: Mapping[str, Any] | None
-) -> tuple[Cut, Tuning | None, str] | None:
+def _restored(parts: Parts, saved: Mapping[str, Any] | None) -> tuple[Cut, Tuning | None] | None:
+    """Give the cut of a checkpoint, and what tuning had found; None where `accum` is another.
+
+    Raises:
+        NoCheckpointError: there is no such cut.
+    """
     if saved is None or saved["accum"] != _accum(parts):
         return None
-    state = dict(saved["state"])
+    state, tuning = dict(saved["state"]), saved["tuning"]
     try:
         if state.get("cost") is not None:
             state["cost"] = Cost(**state["cost"])
-        cut = replace(parts.cut, **state)
-        tuning = None if saved["tuning"] is None else Tuning.from_dict(saved["tuning"])
+        return replace(parts.cut, **state), TypeAdapter(Tuning | None).validate_python(tuning)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise NoCheckpointError(
-            f"the checkpoint's cut is none ({error!r:.80}): use init="
+            f"checkpoint has an invalid cut ({error!r:.80}): start a new run with init="
         ) from error
-    return cut, tuning, "as before, from the checkpoint"
 
 
-def sampled(parts: Parts) -> list[IntArray]:
-    """Take the lengths behind a few steps of the first epoch, the first step's first."""
-    order, lengths = parts.source.order, parts.source.lengths
-    num_steps = min(SAMPLED_STEPS, order.steps_per_epoch, max(1, parts.total_steps))
-    if parts.config.batch.unit == "tokens":
-        cursor, batches = order.start, []
-        for _ in range(num_steps):
-            samples = order.next(cursor)
-            cursor = samples.after
-            batches.append(lengths[samples.ids])
-        return batches
-    steps = [step * order.steps_per_epoch // num_steps for step in range(num_steps)]
-    return [lengths[order.next(order.at(step)).ids] for step in steps]
+def _sampled(parts: Parts) -> list[IntArray]:
+    """Take the lengths behind the first few steps of the first epoch."""
+    order, batches = parts.source.order, list[IntArray]()
+    cursor = order.start
+    for _ in range(min(SAMPLED_STEPS, order.steps_per_epoch, max(1, parts.total_steps))):
+        samples = order.next(cursor)
+        cursor = samples.after
+        batches.append(parts.source.lengths[samples.ids])
+    return batches
+
+
+def _workload(parts: Parts) -> Workload:
+    """Give what tuning computes: model, loss, optimizer, and micro-batches of any shape."""
+    config, world = parts.config, parts.world
+    call_of = partial(bind_run, config=config, world=world)
+    return Workload(
+        model=parts.module,
+        bind=call_of,
+        objective=parts.objective,
+        make_optimizer=parts.make_optimizer,
+        make_fields=_tiled(parts),
+        device=world.device,
+        weights=parts.weights,
+        sync=parts.parallel.sync,
+        fake_ranks=partial(parts.parallel.fake_ranks, world.size, call_of)
+        if parts.is_sharded
+        else None,
+    )
+
+
+def _tiled(parts: Parts) -> Tiled:
+    """Make shapes out of the longest sample; others tell which dimensions follow."""
+    example, lengths = parts.example, parts.source.lengths
+    is_away = planned_device(parts.config, parts.world).type != parts.world.device.type
+    boundaries = inspect.signature(parts.module.forward).parameters.get(BOUNDARIES)
+    if is_away and boundaries is not None and boundaries.default is not boundaries.empty:
+        # The kernel that takes all documents of a packed row at once is a GPU's. Where that is not
+        # here, documents side by side, which take as much, stand in for it.
+        packing = {BOUNDARIES, "position_ids"}
+        example = {name: field for name, field in example.items() if name not in packing}
+    if BOUNDARIES in example:
+        return Tiled(example, int(lengths.max()))
+
+    def load(i: int) -> Fields | None:
+        # What cannot be read is refused, or passed over, where its step needs it.
+        with suppress(DataError):
+            return parts.source.loader.load(Request((i,), 0, int(lengths[i]), parts.layout.packed))
+        return None
+
+    return Tiled(example, int(lengths.max()), look(lengths, load))
+
+
+def _limit_of(parts: Parts, resident_bytes: int) -> tuple[MemoryLimit | None, bool]:
+    """Find the memory of one rank, as `rank_memory` does, less what inputs take on a CPU.
+
+    Those are the inputs of a step, and of the next where that is loaded ahead; a GPU holds one
+    micro-batch of them, which the prediction counts.
+    """
+    config, world, lengths = parts.config, parts.world, parts.source.lengths
+    limit, is_here = rank_memory(config, world, resident_bytes)
+    if limit is None or planned_device(config, world).type != "cpu":
+        return limit, is_here
+    per_token = sum(field.nbytes for field in parts.example.values()) / float(lengths.max())
+    each = 1.0 if config.batch.unit == "tokens" else float(lengths.mean())
+    step = int(per_token * each * parts.source.order.global_batch / world.size)
+    inputs = step * (2 if step <= PREFETCH_LIMIT_BYTES else 1)
+    return replace(limit, bytes=max(0, limit.bytes - inputs), inputs=inputs), is_here
+
+
+def _situation(parts: Parts, work: Workload) -> dict[str, Any]:
+    """List everything that measurements and predictions depend on."""
+    model, setup = parts.config.model, parts.parallel
+    return {
+        **describe(work, int(parts.source.lengths.max()), parts.config.precision),
+        "own lengths": repr(getattr(work.make_fields, "dims", None)),
+        "component": [model.target, repr(sorted(model.params.items()))],
+        "shards": [parts.world.size, setup.replicas, work.sync.lockstep] if work.fake_ranks else [],
+    }
 
 
 def _tune(
@@ -217,7 +307,8 @@ def _tune(
     clock: Clock | None,
 ) -> Tuning:
     """Tune; without a clock, for a machine that is not here."""
-    lengths, config = parts.source.lengths, parts.config
+    lengths, loader = parts.source.lengths, parts.source.loader
+    longest, tokens = int(lengths.argmax()), int(lengths.max())
     # A window holds a sharded model whole, so it can be timed where that fits; one that is only
     # ever gathered block by block may be too large.
     whole = 2 * sum(p.nbytes for p in parts.module.parameters())
@@ -225,111 +316,66 @@ def _tune(
     question = Question(
         work=work,
         batches=batches,
-        longest=int(lengths.max()),
+        longest=tokens,
         shortest=int(lengths.min()),
         cut_at=cut.tuned,
         layout=parts.layout,
         limit=limit,
         largest_batch=parts.source.order.most_samples,
         max_samples=cut.micro,
-        recompute=RECOMPUTE[config.activation_checkpointing],
+        recompute=RECOMPUTE[parts.config.activation_checkpointing],
         timed=clock is not None and fits,
         num_steps=parts.total_steps,
-        longest_id=int(parts.train_set.original_ids([lengths.argmax()])[0]),
+        longest_id=int(parts.train_set.original_ids([longest])[0]),
     )
-    cache = TuningCache.open(situation(parts, work))
-    return tune(question, cache, clock or time.perf_counter, meter_for(work.device))
+    with loader.naming_samples(Request((longest,), 0, tokens)):
+        cache = TuningCache.open(_situation(parts, work))
+        return tune(question, cache, clock or time.perf_counter, meter_for(work.device))
 
 
-def _predicted_or_why(
-    parts: Parts, work: Workload, plans: tuple[Plan, ...]
-) -> tuple[MemoryEstimate | None, str | None]:
-    """Predict, or say why that cannot be: a stated cut needs no prediction to be trained."""
+def _predicted(
+    parts: Parts, work: Workload, plans: tuple[Plan, ...], warnings: list[str]
+) -> MemoryEstimate | None:
+    """Predict the peak of the dearest micro-batch of any step; None where that cannot be.
+
+    Raises:
+        TrainError: a part of the run does not do what it must.
+    """
+    shapes, recompute = _dearest(parts, plans), parts.config.activation_checkpointing is True
     try:
-        return _predicted(parts, work, plans), None
+        cache = TuningCache.open(_situation(parts, work))
+        facts = cache.facts(recompute=recompute)
+        if unknown := [shape for shape in shapes if shape not in facts.peaks]:
+            # One that the run has, not one sample alone: BatchNorm of single values needs two.
+            smallest = min(shapes, key=lambda shape: shape.num_samples)
+            with restoring(parts.module, parts.objective):
+                predictor = Predictor(work, smallest, recompute=recompute)
+                facts.peaks.update({shape: predictor(shape) for shape in unknown})
+            cache.save()
+        return max((facts.peaks[shape] for shape in shapes), key=lambda peak: peak.peak_bytes)
+    except TrainError:
+        raise
     except Exception as error:
         # A fault of the model's own shows again, in full, in the step that follows.
-        return None, clip(f"memory not predicted: {type(error).__name__}: {error}")
+        warnings.append(clip(f"memory not predicted: {type(error).__name__}: {error}"))
+        return None
 
 
-def _seen(parts: Parts, work: Workload, unknown: str | None) -> tuple[str, ...]:
-    """Gather what showed when the user's own code ran, on the main rank."""
-    notes = () if unknown is None else (unknown,)
-    return (*notes, *rehearse_own(parts, work)) if parts.world.is_main else ()
-
-
-def _predicted(parts: Parts, work: Workload, plans: tuple[Plan, ...]) -> MemoryEstimate:
-    """Predict the peak of the dearest micro-batch of any step."""
-    work, shapes, cache = dearest(parts, work, plans)
-    recompute = parts.config.activation_checkpointing is True
-    facts = cache.facts(recompute=recompute)
-    unknown = [shape for shape in shapes if shape not in facts.peaks]
-    if unknown:
-        # One that the run has, not one sample alone: BatchNorm of single values needs two.
-        smallest = min(shapes, key=lambda shape: shape.num_samples)
-        with restoring(parts.module, parts.objective):
-            predictor = Predictor(work, smallest, recompute=recompute)
-            facts.peaks.update({shape: predictor(shape) for shape in unknown})
-        facts.method = predictor.method
-        cache.save()
-    return max((facts.peaks[shape] for shape in shapes), key=lambda peak: peak.peak_bytes)
-
-
-def dearest(
-    parts: Parts, work: Workload, plans: tuple[Plan, ...]
-) -> tuple[Workload, tuple[Shape, ...], TuningCache]:
-    """Name shapes of which one needs the most memory of all steps.
-
-    Returns:
-        What makes them, the shapes, and the cache of their peaks.
-    """
-    shapes, row = _dearest_shapes(parts, plans)
-    facts = situation(parts, work)
-    if row is not None and isinstance(work.make_fields, Tiled):
-        work = replace(work, make_fields=replace(work.make_fields, row=row))
-        facts["row"] = row
-    return work, shapes, TuningCache.open(facts)
-
-
-def _dearest_shapes(parts: Parts, plans: tuple[Plan, ...]) -> tuple[tuple[Shape, ...], int | None]:
+def _dearest(parts: Parts, plans: tuple[Plan, ...]) -> tuple[Shape, ...]:
     """Name shapes of which one needs the most memory of all steps, sampled or not.
 
     The longest sample of the data comes with a whole micro-batch of others under a fixed cut, and
-    under a cap with as many as it allows. Of a cut of the user's own only the sampled plans are
-    known. A packed row counts as documents of their mean length, rounded up.
-
-    Returns:
-        Shapes, and the positions of the row where documents are packed.
+    under a cap with as many as it allows. Of packed rows, and of a cut of the user's own, only the
+    sampled plans are known; a row counts as documents of their mean length, rounded up.
     """
     cut, lengths, layout = parts.cut, parts.source.lengths, parts.layout
-    most = max(len(plan.ranks[rank][slot]) for plan in plans for rank, slot in plan.slots())
-    if isinstance(cut, Fixed) and parts.config.batch.unit == "tokens" and cut.micro is None:
-        share = -(-parts.source.order.most_samples // layout.world_size)
-        most = -(-share // (cut.steps or 1))
     shortest, longest = map(int, pad(np.array([lengths.min(), lengths.max()]), layout))
+    slots = [(plan, *at) for plan in plans for at in plan.slots()]
+    sizes = [(plan.positions(*at), max(1, len(plan.ranks[at[0]][at[1]]))) for plan, *at in slots]
     if isinstance(cut, Budget) and not layout.packed:
-        whole = parts.source.order.most_samples
-        return corner_shapes(
-            cut.max_tokens, longest, shortest, min(whole, cut.micro or whole)
-        ), None
-    if not isinstance(cut, Fixed | Budget | LayoutInvariant):
-        most, row = max(_size(plan, *at) for plan in plans for at in plan.slots())[::-1]
-    elif not layout.packed:
-        return (Shape(most, longest),), None
-    else:
-        row = int(np.partition(lengths, -most)[-most:].sum())
-        row = min(row, max(cut.max_tokens, longest)) if isinstance(cut, Budget) else row
-    return (Shape(most, -(-row // most)),), row if layout.packed else None
-
-
-def _size(plan: Plan, rank: int, slot: int) -> tuple[int, int]:
-    """Count the positions and the samples of a micro-batch."""
-    return plan.positions(rank, slot), max(1, len(plan.ranks[rank][slot]))
-
-
-def held_out(prepared: Prepared) -> HeldOut | None:
-    """Give the held-out data a cap of its own: what training's largest micro-batch fits in."""
-    found = prepared.parts.held_out
-    if found is None:
-        return None
-    return replace(found, max_tokens=prepared.evaluation_tokens)
+        most = min(parts.source.order.most_samples, cut.micro or cut.max_tokens)
+        return corner_shapes(cut.max_tokens, longest, shortest, most)
+    if isinstance(cut, Fixed | LayoutInvariant) and not layout.packed:
+        return (Shape(max(count for _, count in sizes), longest),)
+    positions, count = max(sizes)
+    return (Shape(count, -(-positions // count)),)

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
-from pydantic import BaseModel, Field, ValidationInfo, model_validator
+from pydantic import BaseModel, Field
 
 from trainer.build.parts import Parts
 from trainer.checkpoint.codec import decode
@@ -24,19 +24,11 @@ from trainer.models.statistics import batch_statistics
 from trainer.plan.cut import Cost
 from trainer.plan.order import Order
 from trainer.plan.traffic import Network
-from trainer.tune.tuning import Candidate
 
 ALLOWED_FILE = "allowed.json"
 """By step of a checkpoint: the terms of the steps after it, where they are not the checkpoint's."""
 
 _Count = Annotated[int, Field(ge=0, lt=1 << 63)]
-
-
-class _Tuning(BaseModel):
-    max_tokens: _Count
-    limit_bytes: _Count
-    cost: Cost
-    candidates: tuple[Candidate, ...]
 
 
 class _CutState(BaseModel):
@@ -46,10 +38,10 @@ class _CutState(BaseModel):
     lowered: _Count | None = None
 
 
-class _CutFields(BaseModel):
+class _Prepared(BaseModel):
     accum: dict[str, Any]
     state: _CutState
-    tuning: _Tuning | None
+    tuning: dict[str, Any] | None
     evaluation_tokens: Annotated[_Count, Field(ge=1)]
 
 
@@ -76,19 +68,7 @@ class _RunState(_Terms):
     total_steps: _Count = 0
     network: Network | None = None
     wandb: Annotated[str, Field(pattern=r"\A[A-Za-z0-9_-]{1,256}\z")] | None = None
-    cut: _CutFields
-
-    @model_validator(mode="after")
-    def _check_position(self, info: ValidationInfo) -> Self:
-        """Check that the position is one that as many steps as the checkpoint's lead to.
-
-        Raises:
-            ValueError: it is not.
-        """
-        at, step = self.cursor, info.context
-        if at.step != step or max(at.epoch, self.failures) > step or at.offset > at.samples:
-            raise ValueError(f"{at}, {self.failures} failures: not after {step} steps")
-        return self
+    cut: _Prepared
 
 
 def read_run_state(loaded: Loaded) -> dict[str, Any]:
@@ -100,22 +80,22 @@ def read_run_state(loaded: Loaded) -> dict[str, Any]:
     loaded.check_format()
     try:
         extra: dict[str, Any] = decode(loaded.meta["extra"], loaded.read)
-        _RunState.model_validate(extra, context=loaded.step)
+        state = _RunState.model_validate(extra)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         text = " ".join(repr(error).split())
         raise NoCheckpointError(
             f"{loaded.path}: not a training state of this version ({text:.80}): use init="
         ) from error
+    at = state.cursor
+    if at.step != loaded.step or max(at.epoch, state.failures) > at.step or at.offset > at.samples:
+        raise NoCheckpointError(
+            f"{loaded.path}: {loaded.step} steps do not lead to its data position ({at}): use init="
+        )
     return extra
 
 
 def check_position(state: Mapping[str, Any], order: Order, path: object) -> None:
     """Check that an epoch of the same data reaches as far as a run came.
-
-    Args:
-        state: as `read_run_state` gave it.
-        order: of the data.
-        path: names the checkpoint in the error.
 
     Raises:
         NoCheckpointError: it does not.
@@ -130,12 +110,10 @@ def check_position(state: Mapping[str, Any], order: Order, path: object) -> None
 
 def terms_of(parts: Parts) -> dict[str, Any]:
     """Return what the steps of a run depend on: its contract, and the fingerprint of its data."""
+    has_statistics = batch_statistics(parts.module) is not None
+    ranks = parts.world.size
     return {
-        "contract": contract(
-            parts.config,
-            has_batch_statistics=batch_statistics(parts.module) is not None,
-            ranks=parts.world.size,
-        ),
+        "contract": contract(parts.config, has_batch_statistics=has_statistics, ranks=ranks),
         "fingerprint": parts.train_set.fingerprint,
     }
 
@@ -166,9 +144,8 @@ def check_terms(now: Mapping[str, Any], begun: Mapping[str, Any], allow: Collect
 
 def differ(begun: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     """Whether terms differ by more than there being more steps."""
-    return begun["fingerprint"] != now["fingerprint"] or bool(
-        contract_diff(begun["contract"], now["contract"])
-    )
+    is_same = begun["fingerprint"] == now["fingerprint"]
+    return not is_same or bool(contract_diff(begun["contract"], now["contract"]))
 
 
 def read_allowed(folder: Path, step: int) -> dict[str, Any]:
@@ -183,10 +160,7 @@ def read_allowed(folder: Path, step: int) -> dict[str, Any]:
     """
     path = folder / ALLOWED_FILE
     terms = read_json(path).get(str(step))
-    if terms is None:
-        return {}
     try:
-        _Terms.model_validate(terms, strict=True)
+        return {} if terms is None else _Terms.model_validate(terms, strict=True).model_dump()
     except ValueError as error:
         raise NoCheckpointError(f"{path}: holds no terms of step {step}: delete it") from error
-    return dict(terms)

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict
 from statistics import fmean
 from typing import Any
 
-from trainer.build.advice import advice
-from trainer.build.choose_sync import step_seconds
 from trainer.build.parallel import planned_device
 from trainer.build.parts import Parts
 from trainer.build.prepare import Prepared
 from trainer.config.durations import warmup_steps
 from trainer.config.messages import flat, show
 from trainer.config.run_config import RunConfig, to_plain
-from trainer.core.format import plural, size
+from trainer.core.format import plural
+from trainer.models.statistics import batch_statistics
 from trainer.optim.optimizers import match_groups
-from trainer.plan.cut import Plan
 from trainer.plan.cuts import Auto
-from trainer.tune.memory_limit import memory_limit
+
+MEMORY_PARTS = ("parameters", "gradients", "optimizer_state", "activations", "buffers")
 
 
 def summarize(prepared: Prepared) -> dict[str, Any]:
@@ -29,14 +27,15 @@ def summarize(prepared: Prepared) -> dict[str, Any]:
     None is what is not known.
     """
     parts, plan, cut = prepared.parts, prepared.plans[0], prepared.cut
-    config, order = parts.config, parts.source.order
+    config, order, plans = parts.config, parts.source.order, prepared.plans
     lengths, parallel, every = parts.source.lengths, parts.parallel, config.checkpoint.every
     planned, device = planned_device(config, parts.world), parts.world.device
-    seconds = step_seconds(prepared)
+    predicted, limit, tuning = prepared.predicted, prepared.limit_bytes, prepared.tuning
     unknown = "unknown" if prepared.is_here else "unknown: nothing can be timed for another machine"
     sizes = [(p.requires_grad, p.numel()) for p in parts.module.parameters()]
+    num_held_out = 0 if parts.held_out is None else len(parts.held_out.lengths)
     return {
-        "global_batch": parts.global_batch,
+        "global_batch": order.global_batch,
         "unit": config.batch.unit,
         "world_size": parts.world.size,
         "accum_steps": plan.accum_steps,
@@ -44,8 +43,8 @@ def summarize(prepared: Prepared) -> dict[str, Any]:
         # One longer sample's alone included.
         "max_tokens": cut.hard_cap if isinstance(cut, Auto) else getattr(cut, "max_tokens", None),
         "padding": plan.padding,
-        "predicted_peak_bytes": prepared.predicted and prepared.predicted.peak_bytes,
-        "memory_limit_bytes": prepared.limit_bytes,
+        "predicted_peak_bytes": predicted and predicted.peak_bytes,
+        "memory_limit_bytes": limit,
         "sync": parallel.sync.name,
         "parallel": parallel.mode,
         "steps": parts.total_steps,
@@ -53,15 +52,15 @@ def summarize(prepared: Prepared) -> dict[str, Any]:
         "normalizer": config.batch.normalizer,
         "tail": config.batch.tail,
         # Of tokens, which samples are left depends on the epoch.
-        "tail_size": 0 if config.batch.unit == "tokens" else len(lengths) % parts.global_batch,
+        "tail_size": 0 if config.batch.unit == "tokens" else len(lengths) % order.global_batch,
         "epochs": parts.total_steps / order.steps_per_epoch,
         "model": config.model.name or config.model.target,
         "num_parameters": sum(count for is_trained, count in sizes if is_trained),
         "num_frozen": sum(count for is_trained, count in sizes if not is_trained),
-        "groups": list(_groups(parts)),
+        "groups": _groups(parts),
         "data": config.data.name or config.data.target,
         "num_samples": len(lengths),
-        "num_held_out": 0 if parts.held_out is None else len(parts.held_out.lengths),
+        "num_held_out": num_held_out,
         "num_tokens": int(lengths.sum()),
         "num_cut_tokens": int(parts.train_set.optional("num_cut") or 0),
         "optimizer": config.optimizer.name or config.optimizer.target,
@@ -70,22 +69,52 @@ def summarize(prepared: Prepared) -> dict[str, Any]:
         "warmup_steps": warmup_steps(getattr(parts.schedule, "warmup", 0) or 0, parts.total_steps),
         "device": f"{planned.type} (not here)" if planned.type != device.type else str(device),
         "precision": config.precision,
-        "num_workers": parts.num_workers,
-        "shapes": [_shape(plan, rank, slot) for rank, slot in plan.slots()],
-        "epoch_means": _means(prepared.plans),
-        "memory_parts": _memory_parts(prepared),
+        "num_workers": parts.source.loader.num_workers,
+        "shapes": [
+            {
+                "rank": rank,
+                "num_samples": len(plan.ranks[rank][slot]),
+                # Under packing that of the row its samples lie in.
+                "length": plan.padded_lengths[rank][slot],
+                "packed": plan.packed,
+            }
+            for rank, slot in plan.slots()
+        ],
+        "epoch_means": {
+            "micro_batches": fmean(plan.num_micro_batches for plan in plans),
+            "accum_steps": fmean(plan.accum_steps for plan in plans),
+            "padding": fmean(plan.padding for plan in plans),
+            "tokens": fmean(int(plan.lengths.sum()) for plan in plans),
+            "steps": float(len(plans)),
+        },
+        "memory_parts": {
+            name.replace("_", " "): getattr(predicted, name)
+            for name in (MEMORY_PARTS if predicted else ())
+        },
         "memory_note": None if prepared.is_here else "an estimate for a machine that is not here",
-        "candidates": list(_candidates(prepared)),
+        "candidates": [
+            {
+                "max_tokens": row.max_tokens,
+                "micro_batches": round(row.micro_batches),
+                "padding": row.padding,
+                "predicted_bytes": row.predicted_bytes,
+                "predicted_seconds": row.seconds_per_step,
+                "fits": limit is None or row.predicted_bytes <= limit,
+                "is_chosen": row.chosen,
+                "recomputes": row.activation_checkpointing,
+            }
+            for row in (() if tuning is None else tuning.candidates)
+        ],
         "cap_source": prepared.how,
-        "step_seconds": seconds,
-        "time_note": None if prepared.tuning is None or seconds else unknown,
+        "step_seconds": prepared.step_seconds,
+        "time_note": None if tuning is None or prepared.step_seconds else unknown,
         "cadences": {
             "log": config.log.every,
-            **({} if parts.held_out is None else {"evaluate": parts.every(config.eval.every)}),
+            **({"evaluate": parts.every(config.eval.every)} if num_held_out else {}),
             "checkpoint": every if isinstance(every, str) else parts.every(every),
         },
-        "defaults": list(_defaults(config)),
-        "warnings": [*advice(prepared), *_more_memory(prepared)],
+        "defaults": _defaults(config),
+        "warnings": _warnings(prepared),
         "parallel_why": parallel.why_mode,
         "sync_why": parallel.why,
         "sync_table": [asdict(row) for row in parallel.rows],
@@ -93,100 +122,49 @@ def summarize(prepared: Prepared) -> dict[str, Any]:
     }
 
 
-def _defaults(config: RunConfig) -> Iterator[str]:
-    """Write the defaults that are in force, each as it would be typed.
+def _warnings(prepared: Prepared) -> list[str]:
+    """Name what makes the step another one than a user may think it is."""
+    parts, unit, warnings = prepared.parts, prepared.parts.config.batch.unit, [*prepared.warnings]
+    lengths, asked = parts.source.lengths, parts.source.order.global_batch
+    if parts.config.batch.normalizer == "micro_batches":
+        warnings.append(
+            "batch.normalizer=micro_batches is a mean of means, so the step changes with the cut; "
+            "batch.normalizer=tokens is exact"
+        )
+    there = int(lengths.sum()) if unit == "tokens" else len(lengths)
+    if asked > there:
+        warnings.append(
+            f"batch.global={asked} is more than the {there} {unit} of an epoch: a step is the "
+            f"whole epoch; batch.global={there} says so"
+        )
+    norm = batch_statistics(parts.module)
+    if norm is not None and parts.config.batchnorm != "micro":
+        ranks = " of each rank, whose running statistics are its own" * (parts.world.size > 1)
+        warnings.append(
+            f"{norm} is BatchNorm, normalised over each micro-batch{ranks}, so the step changes "
+            "with the cut; to say that you mean it, type batchnorm=micro"
+        )
+    return warnings
 
-    Yields:
-        `key=value`; of `steps` and `epochs` the one that says how long the run is.
-    """
+
+def _defaults(config: RunConfig) -> list[str]:
+    """Write the defaults that are in force as they would be typed; the length of the run once."""
     plain = flat({**to_plain(config), "epochs": config.total_epochs})
-    for key in config.unset:
-        value = plain.get(key)
-        if value is not None or key not in {"steps", "epochs"}:
-            yield f"{key}={show(value)}"
+    values = {key: plain.get(key) for key in config.unset}
+    clock = {"steps", "epochs"}
+    return [f"{k}={show(v)}" for k, v in values.items() if v is not None or k not in clock]
 
 
-def _groups(parts: Parts) -> Iterator[str]:
-    """Tell what every pattern of `optimizer.groups` took, and what is left to the others.
-
-    Yields:
-        One line each; none where there are no patterns.
-    """
-    spec = parts.spec
+def _groups(parts: Parts) -> list[str]:
+    """Tell what every pattern of `optimizer.groups` took, and what is left to the others."""
+    spec, lines = parts.spec, list[str]()
     matched = match_groups(parts.module, spec.groups)
     taken = {id(p) for members in matched.values() for p in members}
     rest = [p for p in parts.module.parameters() if id(p) not in taken]
     for pattern, members in [*matched.items(), ("others", rest)] if matched else ():
         settings = spec.groups.get(pattern, {})
-        lr = settings.get("lr", spec.lr) * parts.lr_scale
-        rate = "frozen" if settings.get("frozen") else f"lr {lr:g}"
+        rate = f"lr {settings.get('lr', spec.lr) * parts.lr_scale:g}"
+        rate = "frozen" if settings.get("frozen") else rate
         count = plural(sum(p.numel() for p in members), "parameter")
-        yield f"{pattern}: {plural(len(members), 'tensor')}, {count}, {rate}"
-
-
-def _more_memory(prepared: Prepared) -> Iterator[str]:
-    """Tell who asked a run to use memory that is not there.
-
-    Yields:
-        One line.
-    """
-    parts = prepared.parts
-    asked = parts.cut.memory if isinstance(parts.cut, Auto) else None
-    if asked is None or not prepared.is_here:
-        return
-    there = memory_limit(parts.world.device, local_ranks=parts.world.local_size)
-    has = there.bytes / (1 - there.reserve)
-    if asked > has:
-        yield (
-            f"accum.memory={size(asked)} is more than the {size(has)} that a rank has here, which "
-            "is used; planning for another machine is `train plan`"
-        )
-
-
-def _shape(plan: Plan, rank: int, slot: int) -> dict[str, Any]:
-    """Describe a micro-batch; under packing `length` is that of the row its samples lie in."""
-    return {
-        "rank": rank,
-        "num_samples": len(plan.ranks[rank][slot]),
-        "length": plan.padded_lengths[rank][slot],
-        "packed": plan.packed,
-    }
-
-
-def _means(plans: tuple[Plan, ...]) -> dict[str, float]:
-    """Average what varies from step to step, over those of an epoch that were sampled."""
-    return {
-        "micro_batches": fmean(plan.num_micro_batches for plan in plans),
-        "accum_steps": fmean(plan.accum_steps for plan in plans),
-        "padding": fmean(plan.padding for plan in plans),
-        "tokens": fmean(int(plan.lengths.sum()) for plan in plans),
-        "steps": float(len(plans)),
-    }
-
-
-def _memory_parts(prepared: Prepared) -> dict[str, int]:
-    estimate = prepared.predicted
-    if estimate is None:
-        return {}
-    names = ("parameters", "gradients", "optimizer_state", "activations", "buffers")
-    return {name.replace("_", " "): getattr(estimate, name) for name in names}
-
-
-def _candidates(prepared: Prepared) -> Iterator[dict[str, Any]]:
-    """Describe the caps that tuning weighed: the rows of the table that `train plan` prints.
-
-    Yields:
-        One row each.
-    """
-    limit = prepared.limit_bytes
-    for row in () if prepared.tuning is None else prepared.tuning.candidates:
-        yield {
-            "max_tokens": row.max_tokens,
-            "micro_batches": round(row.micro_batches),
-            "padding": row.padding,
-            "predicted_bytes": row.predicted_bytes,
-            "predicted_seconds": row.seconds_per_step,
-            "fits": limit is None or row.predicted_bytes <= limit,
-            "is_chosen": row.chosen,
-            "recomputes": row.activation_checkpointing,
-        }
+        lines.append(f"{pattern}: {plural(len(members), 'tensor')}, {count}, {rate}")
+    return lines

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from trainer.build.parts import assemble, check_consistency
-from trainer.build.prepare import held_out, prepare_on_main
+from trainer.build.consistency import check_consistency
+from trainer.build.parts import assemble
+from trainer.build.prepare import prepare_on_main
 from trainer.checkpoint.store import CHECKPOINTS, CheckpointStore, Loaded
 from trainer.checkpoint.weights import take_weights
 from trainer.config.run_config import RunConfig
@@ -35,10 +36,9 @@ def evaluate_run(config: RunConfig, folder: Path, world: World, stop: Callable[[
     store = CheckpointStore(folder / CHECKPOINTS)
     loaded = store.load(config.checkpoint_step, set_aside=False, world=world)
     parts = assemble(config, world)
-    check_consistency(parts, begins=False)
+    check_consistency(world, parts.data_views, parts.module, parts.weights, begins=False)
     take_weights(parts.module, loaded)
-    prepared = prepare_on_main(parts)
-    data = held_out(prepared)
+    data = prepare_on_main(parts).parts.held_out
     if data is None:
         raise DataError("data.holdout: nothing is held out to evaluate on")
     metrics = evaluate(parts.kit().model, parts.objective, data, world)

@@ -6,10 +6,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from trainer.build.choose_parallel import choose_parallel
-from trainer.build.choose_sync import choose_sync
 from trainer.build.parts import assemble
-from trainer.build.prepare import prepare
+from trainer.build.prepare import choose_sync, prepare
 from trainer.build.summary import summarize
 from trainer.commands.train import PLAN_FILE
 from trainer.config.run_config import RunConfig
@@ -28,7 +26,7 @@ def plan_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], b
         world: all ranks.
         stop: not asked; it takes seconds.
     """
-    prepared = prepare(choose_parallel(assemble(config, world)))
+    prepared = prepare(assemble(config, world))
     plan = summarize(choose_sync(prepared, None, None, time.perf_counter))
     write_record(folder / PLAN_FILE, plan)
     screen = Screen(folder)

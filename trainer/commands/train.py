@@ -13,14 +13,13 @@ from typing import Any
 
 import torch
 
-from trainer.build.choose_parallel import choose_parallel
-from trainer.build.choose_sync import choose_sync
+from trainer.build.consistency import check_consistency
 from trainer.build.instantiate import construct
-from trainer.build.parts import Parts, assemble, check_consistency
+from trainer.build.parts import Parts, assemble
 from trainer.build.prepare import (
     Prepared,
+    choose_sync,
     describe_cut,
-    held_out,
     interruptible,
     prepare_on_main,
 )
@@ -44,7 +43,6 @@ from trainer.config.durations import parse_time
 from trainer.config.run_config import RunConfig, to_plain
 from trainer.core.durable import read_json, write_record
 from trainer.core.errors import Preempted
-from trainer.core.out_of_memory import Thrash, allocator_retries
 from trainer.core.signals import UNBEGUN
 from trainer.core.world import World
 from trainer.data.view import DataView
@@ -193,9 +191,9 @@ def _assembled(config: RunConfig, world: World, *, begins: bool) -> Parts:
     with suppress(Preempted):
         parts.append(assemble(config, world))
     _poll(world, not parts)
-    settled_parts = choose_parallel(parts[0])
-    check_consistency(settled_parts, begins=begins)
-    return settled_parts
+    found = parts[0]
+    check_consistency(world, found.data_views, found.module, found.weights, begins=begins)
+    return found
 
 
 def _tell_bad_records(data: DataView, reporter: Reporter) -> None:
@@ -315,11 +313,10 @@ def _run(
         kit=kit,
         order=order,
         feed=feed,
-        held_out=held_out(prepared),
+        held_out=parts.held_out,
         reporter=reporter,
         checkpointer=checkpointer,
         must_stop=lambda: checkpointer.poll(stop()),
-        is_thrashing=_is_thrashing(parts.world),
         was_asked=stop,
         eval_every=parts.every(config.eval.every),
         checkpoint_every=steps_between,
@@ -332,19 +329,10 @@ def _run(
     )
 
 
-def _is_thrashing(world: World) -> Callable[[], bool]:
-    """Ask the allocators of all ranks, where there are any that count; else nothing is sent."""
-    if world.device.type != "cuda":
-        return lambda: False
-    thrash = Thrash(allocator_retries(world.device))
-    return lambda: world.any(thrash())
-
-
 def _tell_choices(run: Run, parts: Parts, extra: Mapping[str, Any]) -> None:
     """Tell what was decided on the way here."""
-    for line in (*parts.notes, parts.parallel.why_mode, parts.parallel.why):
-        if line is not None:
-            run.reporter.line(line)
+    for line in parts.notes:
+        run.reporter.line(line)
     _say_how_it_grew(run, extra)
 
 

@@ -13,10 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import final
-
-import numpy as np
 
 from trainer.core.errors import DoesNotFitError
 from trainer.core.micro_batch import Fields, MicroBatch
@@ -68,21 +65,6 @@ class PlannedBatch:
 
 
 @final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Planned:
-    """A global batch that is cut but not loaded.
-
-    Attributes:
-        requests: what this rank loads, one per micro-batch.
-    """
-
-    step: int
-    samples: GlobalBatch
-    plan: Plan
-    requests: tuple[Request, ...]
-
-
-@final
 @dataclass(frozen=True, kw_only=True)
 class Source:
     """Where the samples of a run come from.
@@ -119,20 +101,16 @@ class Feed:
         self.cut = cut
         self.layout = layout
         self.cursor = cursor
-        self._order = source.order
-        self._lengths = source.lengths
-        self.dataset = source.loader.dataset
         self.loader = source.loader
-        self._objective = source.objective
+        self.dataset = source.loader.dataset
+        self._source = source
         self._world = world
         self._seed = seed
         self._ahead: deque[Future[PlannedBatch]] = deque()
         self._ahead_cursor = cursor
-        self._known: tuple[Cut, Layout, Plan] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="feed")
         self._stream: Iterator[Fields] | None = None
-        self._queue: deque[_Planned] = deque()
-        self._loaded: deque[Fields] = deque()
+        self._queue: deque[tuple[GlobalBatch, Plan]] = deque()
         self._last_bytes = 0
 
     def next(self) -> PlannedBatch:
@@ -142,9 +120,9 @@ class Feed:
         elif self._ahead:
             batch = self._ahead.popleft().result()
         else:
-            batch = self._prepare(self.cursor)
+            batch = self._load(*self.plan(self.cursor))
         self.cursor = batch.samples.after
-        self._last_bytes = _bytes_of(batch)
+        self._last_bytes = sum(f.nbytes for m in batch.micro_batches for f in m.fields.values())
         return batch
 
     def prefetch(self) -> None:
@@ -154,7 +132,7 @@ class Feed:
             self._ahead_cursor = self.cursor
             fitting = max(1, BURST_BYTES // max(1, self._last_bytes))
             for _ in range(min(BURST_STEPS, fitting)):
-                self._ahead.append(self._thread.submit(self._prepare_ahead))
+                self._ahead.append(self._thread.submit(self._load_ahead))
 
     def plan(self, cursor: Cursor) -> tuple[GlobalBatch, Plan]:
         """Cut the global batch at a cursor; a pure function of cursor, cut and layout.
@@ -162,29 +140,25 @@ class Feed:
         Raises:
             DoesNotFitError: one sample alone exceeds what the memory allows.
         """
-        samples = self._order.next(cursor)
-        lengths, cut, layout = self._lengths[samples.ids], self.cut, self.layout
-        if self._known is not None:
-            known_cut, known_layout, plan = self._known
-            is_current = known_cut is cut and known_layout is layout
-            # The plan of samples that are all of one size never changes.
-            if is_current and np.array_equal(plan.lengths, lengths):
-                return samples, plan
+        samples = self._source.order.next(cursor)
         try:
-            plan = cut.cut(lengths, layout)
+            plan = self.cut.cut(self._source.lengths[samples.ids], self.layout)
         except SampleTooLongError as error:
             (sample,) = self.dataset.original_ids(samples.ids[[error.position]])
             raise DoesNotFitError(
                 f"sample {sample} of {error.length} tokens does not fit: "
                 f"memory allows {error.cap} in one micro-batch; lower data.max_length"
             ) from error
-        plan.check(layout)
-        self._known = cut, layout, plan
+        plan.check(self.layout)
         return samples, plan
 
-    def requests(self, cursor: Cursor) -> Iterator[Request]:
-        """Name what this rank loads for the step at a cursor, one request per micro-batch."""
-        return iter(self._planned(cursor).requests)
+    def requests(self, samples: GlobalBatch, plan: Plan) -> list[Request]:
+        """Name what this rank loads for a step, one request per micro-batch."""
+        rank = self._world.rank
+        return [
+            Request(tuple(samples.ids[slot].tolist()), samples.epoch, length, plan.packed)
+            for slot, length in zip(plan.ranks[rank], plan.padded_lengths[rank], strict=True)
+        ]
 
     @contextmanager
     def naming_samples(self, batch: PlannedBatch) -> Iterator[None]:
@@ -213,8 +187,7 @@ class Feed:
         if cut is None:
             return None
         self.use(cut)
-        plan = cut.cut(batch.plan.lengths, self.layout)
-        return self._load(self._with_requests(batch.step, batch.samples, plan))
+        return self._load(batch.samples, cut.cut(batch.plan.lengths, self.layout))
 
     def smaller_setting(self, batch: PlannedBatch) -> str | None:
         """Name a setting that cuts smaller than a batch is cut; None at one sample each."""
@@ -228,17 +201,6 @@ class Feed:
         key = "micro" if settings.get("micro") else "steps"
         return f"accum.{key}={settings[key]}" if settings.get(key) else "a finer cut"
 
-    def ease(self, batch: PlannedBatch) -> bool:
-        """Cut all that follows smaller than this one; not where counts were stated by the user.
-
-        Returns:
-            Whether there was anything to make smaller.
-        """
-        cut = None if self.cut.keeps_order else self.cut.smaller(batch.plan)
-        if cut is not None:
-            self.use(cut)
-        return cut is not None
-
     def use(self, cut: Cut) -> None:
         """Cut every later global batch with `cut`, and drop what was prepared with another."""
         self.cut = cut
@@ -246,7 +208,6 @@ class Feed:
         self._ahead.clear()
         self._stream = None
         self._queue.clear()
-        self._loaded.clear()
 
     def close(self) -> None:
         """Stop the thread and the loading processes."""
@@ -254,87 +215,59 @@ class Feed:
         self._stream = None
         self.loader.close()
 
-    def _prepare(self, cursor: Cursor) -> PlannedBatch:
-        return self._load(self._planned(cursor))
-
-    def _prepare_ahead(self) -> PlannedBatch:
-        """Prepare what follows the last that was prepared, in the thread."""
-        batch = self._prepare(self._ahead_cursor)
+    def _load_ahead(self) -> PlannedBatch:
+        """Load what follows the last that was loaded, in the thread."""
+        batch = self._load(*self.plan(self._ahead_cursor))
         self._ahead_cursor = batch.samples.after
         return batch
 
-    def _load(self, planned: _Planned) -> PlannedBatch:
-        return self._filled(planned, map(self.loader.load, planned.requests))
+    def _load(self, samples: GlobalBatch, plan: Plan) -> PlannedBatch:
+        requests = self.requests(samples, plan)
+        return self._filled(samples, plan, requests, map(self.loader.load, requests))
 
     def _from_workers(self) -> PlannedBatch:
         if self._stream is None:
-            self._stream = self.loader.stream(self._requests_from(self.cursor))
-        while not self._queue:
-            self._loaded.append(next(self._stream))
-        planned = self._queue.popleft()
-        count = len(_never_none(planned))
-        while len(self._loaded) < count:
-            self._loaded.append(next(self._stream))
-        loaded = [self._loaded.popleft() for _ in range(count)]
-        return self._filled(planned, iter(loaded[: len(planned.requests)]))
+            self._stream = self.loader.stream(self._all_requests(self.cursor))
+        first = next(self._stream)  # plans the step, too
+        samples, plan = self._queue[0]
+        requests = self.requests(samples, plan)
+        others = [next(self._stream) for _ in requests[1:]]
+        self._queue.popleft()
+        return self._filled(samples, plan, requests, iter([first, *others]))
 
-    def _requests_from(self, cursor: Cursor) -> Iterator[Request]:
+    def _all_requests(self, cursor: Cursor) -> Iterator[Request]:
         while True:
-            planned = self._planned(cursor)
-            self._queue.append(planned)
-            yield from _never_none(planned)
-            cursor = planned.samples.after
+            samples, plan = self.plan(cursor)
+            self._queue.append((samples, plan))
+            # Workers load nothing, once, where this rank has no share: else they would plan on.
+            nothing = Request((), samples.epoch, 1, plan.packed)
+            yield from self.requests(samples, plan) or [nothing]
+            cursor = samples.after
 
-    def _planned(self, cursor: Cursor) -> _Planned:
-        samples, plan = self.plan(cursor)
-        return self._with_requests(cursor.step + 1, samples, plan)
-
-    def _with_requests(self, step: int, samples: GlobalBatch, plan: Plan) -> _Planned:
-        rank = self._world.rank
-        requests = tuple(
-            Request(
-                ids=tuple(samples.ids[slot].tolist()),
-                epoch=samples.epoch,
-                pad_to=length,
-                packed=plan.packed,
-            )
-            for slot, length in zip(plan.ranks[rank], plan.padded_lengths[rank], strict=True)
-        )
-        return _Planned(step=step, samples=samples, plan=plan, requests=requests)
-
-    def _filled(self, planned: _Planned, fields: Iterator[Fields]) -> PlannedBatch:
-        plan, rank = planned.plan, self._world.rank
+    def _filled(
+        self, samples: GlobalBatch, plan: Plan, requests: list[Request], loaded: Iterator[Fields]
+    ) -> PlannedBatch:
+        rank, step = self._world.rank, samples.after.step
         # The index runs over all ranks, so that the draws of a micro-batch do not depend on which
         # rank computes it.
         before = sum(len(slots) for slots in plan.ranks[:rank])
-        key = partial(rng_key, self._seed, "draws", planned.step)
-        micro_batches = tuple(
-            MicroBatch(
-                fields=collated,
-                ids=request.ids,
-                weights=weights_of(self._objective, collated),
-                num_tokens=int(plan.lengths[slot].sum()),
-                num_positions=plan.positions(rank, index),
-                rng_key=key(before + index),
+        micro_batches = []
+        for index, (request, slot) in enumerate(zip(requests, plan.ranks[rank], strict=True)):
+            fields = next(loaded)
+            micro_batches.append(
+                MicroBatch(
+                    fields=fields,
+                    ids=request.ids,
+                    weights=weights_of(self._source.objective, fields),
+                    num_tokens=int(plan.lengths[slot].sum()),
+                    num_positions=plan.positions(rank, index),
+                    rng_key=rng_key(self._seed, "draws", step, before + index),
+                )
             )
-            for index, (request, slot, collated) in enumerate(
-                zip(planned.requests, plan.ranks[rank], fields, strict=True)
-            )
-        )
         return PlannedBatch(
-            step=planned.step,
-            samples=planned.samples,
+            step=step,
+            samples=samples,
             plan=plan,
-            micro_batches=micro_batches,
-            sample_ids=tuple(self.dataset.original_ids(planned.samples.ids).tolist()),
+            micro_batches=tuple(micro_batches),
+            sample_ids=tuple(self.dataset.original_ids(samples.ids).tolist()),
         )
-
-
-def _never_none(planned: _Planned) -> tuple[Request, ...]:
-    """Let workers load nothing, once, where this rank has no share: else they would plan on."""
-    nothing = Request(ids=(), epoch=planned.samples.epoch, pad_to=1, packed=planned.plan.packed)
-    return planned.requests or (nothing,)
-
-
-def _bytes_of(batch: PlannedBatch) -> int:
-    return sum(field.nbytes for m in batch.micro_batches for field in m.fields.values())

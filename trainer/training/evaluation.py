@@ -65,8 +65,9 @@ class HeldOut:
                 yield Request(ids=ids, epoch=0, pad_to=length, packed=plan.packed)
 
 
-def _never() -> bool:
-    return False
+_Found = tuple[Mapping[str, Sequence[float]], Mapping[str, Sequence[float]], tuple[str, ...]]
+"""Sums and weights by name, those of micro-batches that are to be added exactly apart, and which of
+the names are loss terms."""
 
 
 def evaluate(
@@ -74,7 +75,7 @@ def evaluate(
     objective: Objective,
     held_out: HeldOut,
     world: World,
-    was_asked: Callable[[], bool] = _never,
+    was_asked: Callable[[], bool] = lambda: False,
 ) -> dict[str, float]:
     """Average every loss term and metric over the held-out data. Collective.
 
@@ -100,7 +101,13 @@ def evaluate(
     found = _attempt(model, objective, held_out, world, was_asked)
     while world.any(found is None):
         release_memory()
-        held_out = _smaller(held_out)
+        longest = int(held_out.lengths.max())
+        if held_out.max_tokens <= longest:
+            raise DoesNotFitError(
+                f"evaluation runs out of memory at one sample of {longest} tokens: "
+                "lower data.max_length"
+            )
+        held_out = replace(held_out, max_tokens=held_out.max_tokens // 2)
         found = _attempt(model, objective, held_out, world, was_asked)
     assert found is not None
     sums, weights, losses = found
@@ -131,61 +138,35 @@ def _attempt(
     was_asked: Callable[[], bool],
 ) -> _Found | None:
     """Sum over this rank's samples; None when an allocation failed."""
+    totals: dict[str, list[Tensor]] = defaultdict(list)
+    weights: dict[str, list[float]] = defaultdict(list)
+    losses: tuple[str, ...] = ()
     model.gather()
-    found = None
-    with AllocationGuard(), _as_found(model.module), torch.no_grad():
-        found = _sums(model, objective, held_out, world, was_asked)
+    with AllocationGuard() as guard, _as_found(model.module), torch.no_grad():
+        for request in held_out.requests(world.rank):
+            fields = held_out.loader.load(request)
+            counted = weights_of(objective, fields)
+            for name, weight in counted.items():
+                weights[name].append(weight)
+            with held_out.loader.naming_samples(request):
+                found = sums_of(objective, model.call, to_device(fields, world.device), counted)
+            refuse_unsummed(objective, found, counted)
+            losses = tuple(found.losses)
+            for name, total in [*found.losses.items(), *found.metrics.items()]:
+                if held_out.is_ordered or name not in totals:
+                    totals[name].append(total.double())
+                else:
+                    totals[name][0] = totals[name][0] + total.double()
+            if was_asked():
+                break
+        sums = {name: torch.stack(each).tolist() for name, each in totals.items()}
     model.release()
-    return found
-
-
-def _smaller(held_out: HeldOut) -> HeldOut:
-    longest = int(held_out.lengths.max())
-    if held_out.max_tokens <= longest:
-        raise DoesNotFitError(
-            f"evaluation runs out of memory at one sample of {longest} tokens: "
-            "lower data.max_length"
-        )
-    return replace(held_out, max_tokens=held_out.max_tokens // 2)
+    return None if guard.failed else (sums, weights, losses)
 
 
 def _rounded_once(numbers: Sequence[float]) -> float:
     """Add numbers so that the sum does not depend on their order."""
     return math.fsum(numbers) if all(map(math.isfinite, numbers)) else sum(numbers)
-
-
-_Found = tuple[Mapping[str, Sequence[float]], Mapping[str, Sequence[float]], tuple[str, ...]]
-"""Sums and weights by name, those of micro-batches that are to be added exactly apart, and which of
-the names are loss terms."""
-
-
-def _sums(
-    model: Parallel,
-    objective: Objective,
-    held_out: HeldOut,
-    world: World,
-    was_asked: Callable[[], bool],
-) -> _Found:
-    totals: dict[str, list[Tensor]] = defaultdict(list)
-    weights: dict[str, list[float]] = defaultdict(list)
-    losses: tuple[str, ...] = ()
-    for request in held_out.requests(world.rank):
-        fields = held_out.loader.load(request)
-        counted = weights_of(objective, fields)
-        for name, weight in counted.items():
-            weights[name].append(weight)
-        with held_out.loader.naming_samples(request):
-            found = sums_of(objective, model.call, to_device(fields, world.device), counted)
-        refuse_unsummed(objective, found, counted)
-        losses = tuple(found.losses)
-        for name, total in [*found.losses.items(), *found.metrics.items()]:
-            if held_out.is_ordered or name not in totals:
-                totals[name].append(total.double())
-            else:
-                totals[name][0] = totals[name][0] + total.double()
-        if was_asked():
-            break
-    return {name: torch.stack(each).tolist() for name, each in totals.items()}, weights, losses
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from trainer.core.signals import ignore_further
 from trainer.plan.order import Order
 from trainer.report.records import EvalRecord
 from trainer.report.reporter import Reporter
-from trainer.training.batches import Feed, PlannedBatch
+from trainer.training.batches import Feed
 from trainer.training.checkpointing import Checkpointer
 from trainer.training.evaluation import HeldOut, evaluate
 from trainer.training.kit import Kit
@@ -34,7 +34,6 @@ class Run:
         must_stop: whether a signal asked any rank to stop; hears of checkpoints that were written
             behind the steps, too. Collective.
         was_asked: whether a signal asked this rank to stop.
-        is_thrashing: whether the allocator of any rank struggled in the last steps. Collective.
     """
 
     kit: Kit
@@ -45,7 +44,6 @@ class Run:
     checkpointer: Checkpointer
     must_stop: Callable[[], bool]
     was_asked: Callable[[], bool]
-    is_thrashing: Callable[[], bool]
     eval_every: int | None
     checkpoint_every: int | None
     nonfinite_limit: int
@@ -95,23 +93,7 @@ def _take_step(run: Run, progress: Trained) -> None:
     record = record_of(run.order, report, progress.total_tokens, seconds)
     ids = batch.sample_ids
     run.reporter.step(record, ids, skipped_ids=() if report.skipped is None else ids)
-    _tell_moved(run)
-    _ease(run, report.batch)
-
-
-def _ease(run: Run, batch: PlannedBatch) -> None:
-    """Cut later steps smaller while memory is only short, before it runs out."""
-    if run.is_thrashing() and run.feed.ease(batch):
-        run.reporter.line(
-            f"step {batch.step}: memory was short two steps in a row: smaller micro-batches from "
-            "the next step on; nothing else changes"
-        )
-
-
-def _tell_moved(run: Run) -> None:
-    """Warn of state that ranks move apart within a step, when it first shows."""
-    names = run.kit.model_state.news()
-    if names:
+    if names := run.kit.model_state.news():
         run.reporter.warn(
             f"forward writes into {first_of(names)}: each rank into its own, by the "
             "samples it sees; after every step all ranks go on with rank 0's, which are saved"

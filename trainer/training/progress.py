@@ -10,7 +10,6 @@ from torch import Tensor
 
 from trainer.plan.order import Order
 from trainer.report.records import StepRecord
-from trainer.training.batches import PlannedBatch
 from trainer.training.step import NOT_FINITE, StepReport
 from trainer.tune.memory_limit import peak_bytes
 
@@ -46,7 +45,7 @@ class Trained:
     failures: int = 0
     taken: int = 0
 
-    def add(self, report: StepReport[PlannedBatch], seconds: float) -> None:
+    def add(self, report: StepReport, seconds: float) -> None:
         """Count a step."""
         self.step = report.batch.step
         self.total_tokens += report.batch.num_tokens
@@ -59,17 +58,8 @@ class Trained:
         self.taken += 1
 
 
-def record_of(
-    order: Order, report: StepReport[PlannedBatch], tokens: int, seconds: float
-) -> StepRecord:
-    """Give the record of a step.
-
-    Args:
-        order: of the samples.
-        report: what the step did.
-        tokens: consumed so far, from the start of the run.
-        seconds: of the step.
-    """
+def record_of(order: Order, report: StepReport, tokens: int, seconds: float) -> StepRecord:
+    """Give the record of a step; `tokens` are those consumed from the start of the run."""
     batch = report.batch
     return StepRecord(
         step=batch.step,

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Generic, final
+from typing import final
 
 import torch
 from torch import Tensor
@@ -24,7 +24,8 @@ from trainer.core.errors import DoesNotFitError
 from trainer.core.out_of_memory import fatal, release_memory
 from trainer.models.statistics import batch_statistics
 from trainer.optim.schedules import apply_factor
-from trainer.training.kit import Batch, Kit, Replanner
+from trainer.training.batches import Feed, PlannedBatch
+from trainer.training.kit import Kit
 from trainer.training.window import AT_BEGINNING, agree, check_names, compute, gather, reduce
 
 NO_LOSS_TERMS = "no loss terms"
@@ -33,7 +34,7 @@ NOT_FINITE = "not finite"
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class StepReport(Generic[Batch]):
+class StepReport:
     """What one step did.
 
     Attributes:
@@ -46,7 +47,7 @@ class StepReport(Generic[Batch]):
         metrics: of the whole global batch by name, 0-d: those that the objective gave in training.
     """
 
-    batch: Batch
+    batch: PlannedBatch
     loss: Tensor
     grad_norm: Tensor
     lr: float
@@ -55,7 +56,7 @@ class StepReport(Generic[Batch]):
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-def train_step(kit: Kit, batch: Batch, replanner: Replanner[Batch]) -> StepReport[Batch]:
+def train_step(kit: Kit, batch: PlannedBatch, feed: Feed) -> StepReport:
     """Turn one global batch into one update of the weights. Collective.
 
     A step whose loss or gradient is not finite, or that holds no loss term, updates nothing: not
@@ -65,7 +66,7 @@ def train_step(kit: Kit, batch: Batch, replanner: Replanner[Batch]) -> StepRepor
     Args:
         kit: what a step is made of.
         batch: the global batch.
-        replanner: cuts it smaller where memory runs out.
+        feed: cuts it, and all that follow, smaller where memory runs out.
 
     Raises:
         ConfigError: the objective or the strategy does not do what it must.
@@ -77,17 +78,17 @@ def train_step(kit: Kit, batch: Batch, replanner: Replanner[Batch]) -> StepRepor
     while True:
         check_names(kit, batch.micro_batches)
         weights, parts = divisors(kit.normalizer, kit.terms, batch.micro_batches, kit.world)
-        report = partial(StepReport[Batch], batch=batch, lr=lr, replays=replays)
+        report = partial(StepReport, batch=batch, lr=lr, replays=replays)
         if not any(weights[name] for name in kit.losses):
             nothing = torch.zeros((), device=kit.world.device)
             return report(loss=nothing, grad_norm=nothing, skipped=NO_LOSS_TERMS)
         gather(kit, batch.step)
-        agreed = agree(kit, compute(kit, batch, parts, replanner), weights)
+        agreed = agree(kit, compute(kit, batch, parts, feed), weights)
         if not agreed.has_failed:
             break
         _roll_back(kit)
         release_memory()
-        batch, replays = _cut_for_replay(kit, batch, replanner, replays), replays + 1
+        batch, replays = _cut_for_replay(kit, batch, feed, replays), replays + 1
     reduce(kit, agreed)
     kit.world.note("update")
     norm = kit.model.gradient_norm()
@@ -131,21 +132,23 @@ def _update(optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad(set_to_none=True)
 
 
-def _cut_for_replay(kit: Kit, batch: Batch, replanner: Replanner[Batch], replays: int) -> Batch:
+def _cut_for_replay(kit: Kit, batch: PlannedBatch, feed: Feed, replays: int) -> PlannedBatch:
     """Cut the same global batch smaller, or not, where the cut is a part of what is computed.
 
     Raises:
         DoesNotFitError: there is nothing left to try.
     """
-    why = _bound_to_its_cut(kit)
-    if why is not None:
+    norm, why = batch_statistics(kit.model.module), "a mean of means changes with the cut"
+    if norm is not None:
+        why = f"{norm} is BatchNorm, which normalises within each micro-batch"
+    if norm is not None or kit.normalizer == "micro_batches":
         if not replays:
             return batch
         raise DoesNotFitError(
             f"step {batch.step}: out of memory twice, and {why}, so smaller pieces would be "
             "another step: lower accum.micro, or try activation_checkpointing=true"
         )
-    finer = replanner.smaller(batch)
+    finer = feed.smaller(batch)
     if finer is None:
         sample, length = batch.largest_sample()
         raise DoesNotFitError(
@@ -153,11 +156,3 @@ def _cut_for_replay(kit: Kit, batch: Batch, replanner: Replanner[Batch], replays
             "shorten it (data.max_length), or try activation_checkpointing=true"
         )
     return finer
-
-
-def _bound_to_its_cut(kit: Kit) -> str | None:
-    """Say why the step would be another one under another cut; None where it would not."""
-    if kit.normalizer == "micro_batches":
-        return "a mean of means changes with the cut"
-    name = batch_statistics(kit.model.module)
-    return name and f"{name} is BatchNorm, which normalises within each micro-batch"

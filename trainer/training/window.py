@@ -14,11 +14,12 @@ from typing import final
 import torch
 from torch import Tensor
 
-from trainer.accumulate.base import Divisors, GradientStrategy, sum_of
+from trainer.accumulate.base import Divisors, sum_of
 from trainer.core.errors import ConfigError, DoesNotFitError
 from trainer.core.micro_batch import MicroBatch
 from trainer.core.out_of_memory import AllocationGuard, fatal, release_memory
-from trainer.training.kit import Batch, Kit, Replanner
+from trainer.training.batches import Feed, PlannedBatch
+from trainer.training.kit import Kit
 
 AT_BEGINNING = "where the step begins: lower accum.max_tokens or accum.micro"
 
@@ -72,12 +73,11 @@ def gather(kit: Kit, step: int) -> None:
         kit.sync.gather(kit.model)
 
 
-def compute(
-    kit: Kit, batch: Batch, parts: Sequence[Divisors], replanner: Replanner[Batch]
-) -> Attempt:
+def compute(kit: Kit, batch: PlannedBatch, parts: Sequence[Divisors], feed: Feed) -> Attempt:
     """Run every micro-batch of this rank, and make room for the reduction.
 
     Raises:
+        ConfigError: the strategy returns no 0-d tensor.
         DoesNotFitError: memory ran out, and other ranks wait in a collective of the micro-batch.
     """
     kit.world.note("compute")
@@ -85,7 +85,12 @@ def compute(
     with AllocationGuard():
         kit.model_state.watch()
         share = kit.strategy.backward(kit.model, kit.objective, micro_batches, parts, kit.sync)
-        _check_share(kit.strategy, share)
+        given: object = share  # whatever a strategy of the user's own returns
+        if not isinstance(given, Tensor) or given.ndim:
+            raise ConfigError(
+                f"accum.gradient: backward of {type(kit.strategy).__name__} returned a "
+                f"{type(given).__name__}; return this rank's share of the step's loss, a 0-d tensor"
+            )
         kit.model_state.refuse_late()
         used, moved = kit.model.used(), kit.model_state.moved()
         kit.model.make_room()
@@ -95,14 +100,10 @@ def compute(
         }
         return Attempt(share.detach(), used, moved, found)
     if kit.sync.lockstep and kit.world.size > 1:
-        remedies = [
-            replanner.smaller_setting(batch) or "activation_checkpointing=true",
-            kit.retry_with,
-        ]
+        smaller = feed.smaller_setting(batch) or "activation_checkpointing=true"
         raise DoesNotFitError(
             f"step {batch.step}: out of memory, and sync={kit.sync.name} reduces in every "
-            "micro-batch, so the step cannot be repeated: type "
-            f"{', or '.join(filter(None, remedies))}"
+            f"micro-batch, so the step cannot be repeated: type {smaller}, or sync=deferred"
         )
     kit.model.drop_gradients()
     release_memory()
@@ -149,7 +150,12 @@ def reduce(kit: Kit, agreed: Agreed) -> None:
         ConfigError: no parameter has a gradient.
         DoesNotFitError: memory ran out, too late for a replay.
     """
-    _check_gradient(kit, agreed)
+    if not any(agreed.used):
+        raise ConfigError(
+            f"accum.gradient: backward of {type(kit.strategy).__name__} left no gradient: call "
+            ".backward() on the divided sums of every micro-batch, within sync.micro_batch; the "
+            "sums must depend on the model's parameters"
+        )
     kit.world.note("reduce")
     with fatal(
         "in the reduction, after the ranks had agreed that their micro-batches succeeded, which "
@@ -157,19 +163,6 @@ def reduce(kit: Kit, agreed: Agreed) -> None:
     ):
         kit.sync.reduce(kit.model, agreed.used)
         kit.model_state.copy_from_main(agreed.moved)
-
-
-def _check_share(strategy: GradientStrategy, share: object) -> None:
-    """Look at what a strategy returns.
-
-    Raises:
-        ConfigError: it is no 0-d tensor.
-    """
-    if not isinstance(share, Tensor) or share.ndim:
-        raise ConfigError(
-            f"accum.gradient: backward of {type(strategy).__name__} returned a "
-            f"{type(share).__name__}; return this rank's share of the step's loss, a 0-d tensor"
-        )
 
 
 def check_names(kit: Kit, micro_batches: Sequence[MicroBatch]) -> None:
@@ -185,17 +178,3 @@ def check_names(kit: Kit, micro_batches: Sequence[MicroBatch]) -> None:
                 f"for one micro-batch and {', '.join(kit.terms)} for another: give every name "
                 "each time, 0 where it has nothing to count"
             )
-
-
-def _check_gradient(kit: Kit, agreed: Agreed) -> None:
-    """Look for a gradient of any parameter.
-
-    Raises:
-        ConfigError: there is none, though a loss has a weight.
-    """
-    if not any(agreed.used):
-        raise ConfigError(
-            f"accum.gradient: backward of {type(kit.strategy).__name__} left no gradient: call "
-            ".backward() on the divided sums of every micro-batch, within sync.micro_batch; the "
-            "sums must depend on the model's parameters"
-        )

@@ -26,14 +26,14 @@ def planned(memory: str, line: str = "") -> dict[str, Any]:
 def test_whole_copies_are_taken_where_a_step_fits(capsys: pytest.CaptureFixture[str]) -> None:
     plan = planned("1GiB")
     assert plan["parallel"] == "ddp"
-    assert plan["parallel_why"].startswith("parallel=auto takes ddp: a whole copy on every rank")
+    assert plan["parallel_why"].startswith("parallel=auto takes ddp: of ")
     assert plan["parallel_why"] in " ".join(capsys.readouterr().out.split())
 
 
 def test_shards_are_taken_where_a_whole_copy_does_not_fit() -> None:
     plan = planned("7MiB")
     assert plan["parallel"] == "fsdp"
-    assert "ddp would need" in plan["parallel_why"]
+    assert "take ddp 6." in plan["parallel_why"]
     assert plan["predicted_peak_bytes"] <= plan["memory_limit_bytes"]
     with pytest.raises(DoesNotFitError):
         planned("7MiB", "parallel=ddp")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import random
 from itertools import count
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,7 +12,6 @@ from tests.lib.support import EXACT, WRONG, Bench, RaggedText, TinyLM, relative_
 from trainer.accumulate.base import GradientStrategy
 from trainer.accumulate.sum import Sum
 from trainer.core.errors import ConfigError, DoesNotFitError
-from trainer.models.statistics import batch_statistics
 from trainer.plan.cut import Cut
 from trainer.plan.cuts import Budget, Fixed
 from trainer.training.step import NO_LOSS_TERMS, NOT_FINITE, train_step
@@ -47,17 +44,15 @@ def gradient(bench: Bench) -> dict[str, Tensor]:
 @pytest.mark.parametrize("dtype", PRECISIONS, ids=str)
 @pytest.mark.parametrize("normalizer", ["tokens", "samples"])
 @pytest.mark.parametrize("name", list(CUTS))
-def test_every_cut_gives_the_gradient_of_the_whole_batch(name, normalizer, dtype):
+def test_every_cut_gives_the_gradient_of_the_whole_batch_and_a_mean_of_means_does_not(
+    name, normalizer, dtype
+):
     reference = gradient(Bench(CUTS["whole batch"], dtype, normalizer=normalizer))
     found = gradient(Bench(CUTS[name], dtype, normalizer=normalizer))
     assert relative_error(found, reference) <= EXACT[dtype]
-
-
-@pytest.mark.parametrize("cut", [Fixed(micro=3), Budget(max_tokens=60)], ids=["fixed", "sorted"])
-def test_a_mean_of_means_is_far_from_the_whole_batch(cut):
-    reference = gradient(Bench(CUTS["whole batch"]))
-    found = gradient(Bench(cut, normalizer="micro_batches"))
-    assert relative_error(found, reference) > WRONG
+    if name in {"micro 3, ragged last", "budget 60"} and normalizer == "tokens":
+        wrong = gradient(Bench(CUTS[name], dtype, normalizer="micro_batches"))
+        assert relative_error(wrong, reference) > WRONG
 
 
 @pytest.mark.parametrize("clip_norm", [None, 0.05])
@@ -85,7 +80,7 @@ def test_the_short_last_batch_has_a_normalizer_of_its_own():
     assert len(tail.samples.ids) == 40 - 2 * 16
     alone = Bench(Fixed(steps=1))
     alone.module.load_state_dict(weights)
-    batch = alone.loader.load(next(bench.feed.requests(bench.feed.cursor)))
+    batch = alone.loader.load(next(iter(bench.feed.requests(*bench.feed.plan(bench.feed.cursor)))))
     assert batch["input_ids"].shape[0] == 4
     report = train_step(bench.kit, tail, bench.feed)
     terms = sum(m.weights["cross_entropy"] for m in tail.micro_batches)
@@ -202,51 +197,22 @@ def test_running_out_of_memory_replays_the_same_batch_bit_for_bit(at, phase, dty
     assert any(not torch.equal(value, other[name]) for name, value in expected.items())
 
 
-@pytest.mark.parametrize("phase", ["forward", "backward", "between"])
-@pytest.mark.parametrize("at", [0, 1, 3])
-def test_where_statistics_are_a_micro_batch_s_own_it_is_tried_again_and_not_cut(at, phase):
+@pytest.mark.parametrize("norm", ["batch", "frozen"])
+def test_where_statistics_are_a_micro_batch_s_own_it_is_tried_again_and_not_cut(norm):
     def model() -> nn.Module:
-        return TinyLM(dropout=0.3, norm=nn.BatchNorm1d(8))
+        built = TinyLM(dropout=0.3, norm=nn.BatchNorm1d(8))
+        built.norm.train(norm == "batch")
+        return built
 
-    cut = Fixed(micro=4)
-    failing = Bench(cut, model=model, strategy=Failing(at, phase))
-    reference = Bench(cut, model=model)
+    failing = Bench(Fixed(micro=4), model=model, strategy=Failing(1, "backward"))
     for replays in (1, 0):
         assert train_step(failing.kit, failing.feed.next(), failing.feed).replays == replays
+    assert failing.feed.cut == Fixed(micro=4 if norm == "batch" else 2)
+    reference = Bench(failing.feed.cut, model=model)
+    for _ in range(2):
         train_step(reference.kit, reference.feed.next(), reference.feed)
-    assert failing.feed.cut == cut
     expected = reference.module.state_dict()
-    assert all(
-        torch.equal(value, expected[name]) for name, value in failing.module.state_dict().items()
-    )
-
-
-class Wild(TinyLM):
-    """Draws from Python's and NumPy's global generators."""
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        return super().forward(input_ids) * (random.random() + np.random.rand())
-
-
-def test_draws_of_python_and_numpy_follow_from_the_seed():
-    losses = []
-    for disturbance in (0, 1):
-        random.seed(disturbance)
-        np.random.seed(disturbance)
-        bench = Bench(Fixed(micro=4), model=Wild)
-        losses.append(float(train_step(bench.kit, bench.feed.next(), bench.feed).loss))
-    assert losses[0] == losses[1]
-
-
-def test_a_frozen_norm_does_not_bind_the_step_to_its_cut():
-    bench = Bench(
-        Fixed(micro=4),
-        model=lambda: TinyLM(norm=nn.BatchNorm1d(8)),
-        strategy=Failing(0, "forward"),
-    )
-    bench.module.norm.eval()
-    assert train_step(bench.kit, bench.feed.next(), bench.feed).replays == 1
-    assert bench.feed.cut == Fixed(micro=2)
+    assert all(torch.equal(v, expected[n]) for n, v in failing.module.state_dict().items())
 
 
 class NeverFits(GradientStrategy):
@@ -285,40 +251,6 @@ def test_what_is_bound_to_its_cut_ends_when_memory_runs_out_twice(settings, why)
         train_step(bench.kit, bench.feed.next(), bench.feed)
     assert strategy.calls == 2
     assert bench.feed.cut == Fixed(micro=5)
-
-
-def test_an_error_that_is_not_about_memory_is_not_swallowed():
-    class Broken(GradientStrategy):
-        def backward(self, model, objective, micro_batches, divisors, sync):
-            raise RuntimeError("shape mismatch")
-
-    bench = Bench(Fixed(micro=4), strategy=Broken())
-    with pytest.raises(RuntimeError, match="shape mismatch"):
-        train_step(bench.kit, bench.feed.next(), bench.feed)
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_loading_processes_change_neither_order_nor_bits(num_workers):
-    reference = Bench(Budget(max_tokens=60))
-    other = Bench(Budget(max_tokens=60), num_workers=num_workers)
-    try:
-        for _ in range(4):
-            other.feed.prefetch()
-            train_step(reference.kit, reference.feed.next(), reference.feed)
-            train_step(other.kit, other.feed.next(), other.feed)
-        expected = reference.parameters()
-        assert all(torch.equal(v, expected[n]) for n, v in other.parameters().items())
-    finally:
-        other.feed.close()
-
-
-def test_only_a_norm_that_normalises_within_its_micro_batch_binds_the_model_to_its_cut():
-    model = TinyLM(norm=nn.BatchNorm1d(8))
-    assert batch_statistics(model) == "norm"
-    model.norm.eval()
-    assert batch_statistics(model) is None
-    model.norm = nn.BatchNorm1d(8, track_running_stats=False).eval()
-    assert batch_statistics(model) == "norm"
 
 
 class Late(TinyLM):
