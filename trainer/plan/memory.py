@@ -63,8 +63,7 @@ def largest_cap(
     """Find the largest candidate cap whose predicted peak fits; None where none does.
 
     A bisection whose first steps ask where the line through the bracket's ends crosses the limit:
-    peaks are nearly affine in the cap, so four or five predictions do. For any monotone `predict`
-    at most `2 + LINE_STEPS + log2(candidates)` are made.
+    peaks are nearly affine in the cap, so four or five predictions do.
 
     Args:
         predict: cap in padded tokens -> predicted peak in bytes, not decreasing.

@@ -58,8 +58,7 @@ def fill_slots(
         to_beat: total cost of slots that is known to be possible.
 
     Returns:
-        Slots, dearest first, with a sample or more in each micro-batch; `None` if none are
-        cheaper, as always where all samples cost the same.
+        Slots, dearest first, without an empty micro-batch; `None` if none are cheaper.
     """
     most_slots = -(-len(costs) // world_size)
     if costs[0] == costs[-1] or most_slots > MOST_SLOTS:

@@ -17,14 +17,12 @@ MOST_OF_MEMORY = 0.5
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
-    """What a collective takes between the ranks of a run.
+    """What a collective takes between the ranks of a run; rates are of a ring.
 
     Attributes:
         ranks: between how many it was measured.
         latency_s: of one that sends next to nothing.
-        all_reduce: bytes per second that a rank sends in one, if it goes round a ring.
-        all_gather: likewise.
-        reduce_scatter: likewise.
+        all_reduce, all_gather, reduce_scatter: bytes per second that a rank sends.
     """
 
     ranks: int
@@ -84,19 +82,12 @@ class Traffic:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moves:
-    """How often a policy moves all parameters or gradients in a step.
+    """How often a policy moves all parameters or gradients in a step."""
 
-    Attributes:
-        gathers: of all parameters, within a copy of the model.
-        reductions: of all gradients, likewise.
-        across: of all gradients, between copies.
-        needs_copies: whether it is for several copies in shards alone.
-    """
-
-    gathers: float
-    reductions: float
-    across: float
-    needs_copies: bool = False
+    gathers: float  # of all parameters, within a copy of the model
+    reductions: float  # of all gradients, likewise
+    across: float  # of all gradients, between copies
+    needs_copies: bool = False  # it is for several copies in shards alone
 
 
 @final

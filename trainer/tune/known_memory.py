@@ -26,33 +26,20 @@ LEAST_CAP = 512
 @final
 @dataclass
 class Variant:
-    """Predicted peaks with, or without, activation checkpointing, as far as time allows.
-
-    Attributes:
-        facts: what is known; gets what is found.
-        predictor: made when the facts lack a shape.
-        caps_run: whose peaks were asked for, in bytes.
-        quickest: seconds of a prediction; the first sets things up, too.
-        rows: caps that fit, ascending; empty when not even one sample does.
-        times: of a step, by cap: in seconds, or in tokens where nothing was timed.
-        cost: the time model.
-        how: where that is from.
-        margin: steps that differ by less count as equally fast; infinite where no choice can be
-            made by time.
-    """
+    """What is found out with, or without, activation checkpointing, as far as time allows."""
 
     question: Question
-    facts: Facts
+    facts: Facts  # known already; gets what is found
     watch: Stopwatch
     recompute: bool = field(kw_only=True)
-    predictor: Predictor | None = None
-    caps_run: dict[int, int] = field(default_factory=dict)
-    quickest: float | None = None
-    rows: list[Candidate] = field(default_factory=list)
-    times: dict[int, float] = field(default_factory=dict)
+    predictor: Predictor | None = None  # made when the facts lack a shape
+    caps_run: dict[int, int] = field(default_factory=dict)  # predicted bytes
+    quickest: float | None = None  # seconds of a prediction; the first sets things up, too
+    rows: list[Candidate] = field(default_factory=list)  # caps that fit, ascending
+    times: dict[int, float] = field(default_factory=dict)  # of a step, by cap; in tokens if untimed
     cost: Cost = field(default_factory=Cost)
-    how: str = "time unknown"
-    margin: float = NEAR_BEST
+    how: str = "time unknown"  # where times and cost are from
+    margin: float = NEAR_BEST  # infinite where no choice can be made by time
 
     @property
     def single(self) -> Shape:

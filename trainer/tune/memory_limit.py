@@ -43,11 +43,9 @@ class MemoryLimit:
     inputs: int = 0
 
     def for_tensors(self, ratio: float, resident_bytes: int) -> int:
-        """Give the bytes of tensors that fit.
+        """Give the bytes of tensors that fit, each of which costs `ratio` bytes.
 
-        Args:
-            ratio: resident bytes per byte of tensors, at least 1.
-            resident_bytes: tensors that are in memory already, and so have paid.
+        Tensors that are in memory already have paid.
         """
         if self.bytes <= resident_bytes:
             return self.bytes

@@ -36,8 +36,8 @@ Predict = Callable[[Shape], MemoryEstimate]
 class Predictor:
     """Predicts the peak of a step by the shape of its largest micro-batch.
 
-    Probes are for models that need values, and for those with a kernel that takes memory its fake
-    knows nothing of, as recurrent layers have on a CPU.
+    Models that need values are probed for real, and so are those with a kernel that takes memory
+    its fake knows nothing of, as recurrent layers have on a CPU.
 
     Args:
         work: what to compute; its model is left bit for bit as it was.

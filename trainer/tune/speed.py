@@ -67,19 +67,12 @@ def time_budget(run_s: float, budget_s: float = MOST_BUDGET_S) -> float:
 
 @final
 class Stopwatch:
-    """Times tuning, and says whether it may go on.
-
-    Attributes:
-        clock: seconds that tuning takes.
-        meter: seconds that a shape takes.
-        budget_s: what tuning may take so far; the time to measure is left out at first.
-        was_short: whether it had to stop for that.
-    """
+    """Times tuning by `clock`, and shapes by `meter`; says whether tuning may go on."""
 
     def __init__(self, clock: Clock, meter: Clock) -> None:
         self.clock = clock
         self.meter = meter
-        self.budget_s = MOST_BUDGET_S - LEAST_BUDGET_S
+        self.budget_s = MOST_BUDGET_S - LEAST_BUDGET_S  # the time to measure is left out at first
         self.was_short = False
         self._started = clock()
 
@@ -182,17 +175,10 @@ def measure(
 @final
 @dataclass(frozen=True)
 class _Series:
-    """Timings of some shapes.
-
-    Attributes:
-        sizes: the shapes of one length, ascending.
-        once: seconds of the first timing.
-        took: seconds that a timing takes of the budget.
-        repeated: seconds of later timings.
-    """
+    """Timings of some shapes: the first, what that took of the budget, and later ones."""
 
     prepare: Prepare
-    sizes: Sequence[Shape]
+    sizes: Sequence[Shape]  # of one length, ascending
     clock: Clock
     meter: Clock
     once: dict[Shape, float] = field(default_factory=dict)
@@ -226,13 +212,10 @@ class _Series:
         return min(second, last) > CONTENDER * min(before, default=math.inf)
 
     def is_promising(self, shape: Shape, left_s: float) -> bool:
-        """Leave out what takes more than half of what is left, and sizes once two fell behind.
-
-        As long as there is nothing to compare it with, a shape may take all of it; later the
-        rounds that follow take the other half.
-        """
+        """Leave out what takes more than half of what is left, and sizes once two fell behind."""
         last = max(self.took, key=positions)
         needed = self.took[last] / positions(last) * positions(shape)
+        # All of it while there is nothing to compare with; the rounds take the other half.
         has_time = needed <= left_s / min(COMPARED_SIZES, len(self.once))
         return has_time and not (shape in self.sizes and self.fell_behind())
 
@@ -287,17 +270,11 @@ def positions(shape: Shape) -> int:
 @final
 @dataclass(frozen=True, kw_only=True)
 class SpeedModel:
-    """Time of any micro-batch: three fitted terms times what was seen at its size.
+    """Time of any micro-batch: three fitted terms times what was seen at its size."""
 
-    Attributes:
-        coefficients: time per term of `fit.terms`.
-        sizes: `(timed,)`, positions of the timed shapes, ascending.
-        bends: `(timed,)`, measured over fitted time.
-    """
-
-    coefficients: FloatArray
-    sizes: FloatArray
-    bends: FloatArray
+    coefficients: FloatArray  # time per term of `fit.terms`
+    sizes: FloatArray  # (timed,), positions of the timed shapes, ascending
+    bends: FloatArray  # (timed,), measured over fitted time
 
     @classmethod
     def of(cls, cost: Cost) -> Self:
@@ -337,11 +314,7 @@ def fit_speed(sizes: Mapping[Shape, float], others: Mapping[Shape, float]) -> Sp
     """Fit the line where it holds, and note how far the larger sizes lie above it.
 
     Sizes beyond the fastest that lose more than 10 % against it have left the line and do not
-    take part in the fit.
-
-    Args:
-        sizes: seconds of shapes of one length, at least one.
-        others: of shapes of other lengths, which tell attention's share.
+    take part in the fit; shapes of other lengths show attention's share.
     """
     rates = {shape: seconds / positions(shape) for shape, seconds in sizes.items()}
     fastest = min(rates, key=lambda shape: rates[shape])
