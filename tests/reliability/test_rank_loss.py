@@ -19,7 +19,7 @@ from tests.reliability.support import cases, replay
 
 STEPS = {"start": 0, "evaluation": 3, "saving": 4, "end": 7}
 PHASES = (
-    *("update", "start", "data", "compute", "gather", "agree", "reduce", "weigh", "report"),
+    *("update", "start", "data", "compute", "gather", "agree", "reduce", "normalizer", "report"),
     *("evaluation", "saving", "end"),
 )
 KINDS = ("SIGKILL", "exception", "exit")
@@ -36,7 +36,7 @@ CAUSES = {
 }
 
 HANGS = (
-    *("SIGSTOP@compute:3@1", "sleep@compute:3@0", "skip@weigh:3@1", "SIGSTOP@data:3@0"),
+    *("SIGSTOP@compute:3@1", "sleep@compute:3@0", "skip@normalizer:3@1", "SIGSTOP@data:3@0"),
     *("skip@reduce:3@0", "SIGSTOP@update:3@1", "SIGSTOP@agree:3@1", "skip@agree:3@1"),
     *("SIGSTOP@reduce:3@1", "skip@report:3@0"),
 )

@@ -69,7 +69,6 @@ def summarize_end(
     }
     return RunEnd(
         result=result,
-        steps=parts.total_steps,
         taken=trained.taken,
         noun="sample" if int(lengths.sum()) == len(lengths) else "token",
         peak_of="tensors" if device.type == "cuda" else "the whole process",

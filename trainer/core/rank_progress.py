@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, final, get_args
 
-InStep = Literal["data", "weigh", "gather", "compute", "agree", "reduce", "update", "report"]
+InStep = Literal["data", "normalizer", "gather", "compute", "agree", "reduce", "update", "report"]
 Phase = Literal["start", InStep, "evaluation", "saving", "end"]
 """What a rank can be at."""
 

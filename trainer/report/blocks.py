@@ -17,6 +17,14 @@ from trainer.report.records import Noun, Record, Verdict, VerifyReport
 MAX_SHAPE_ROWS = 12
 MAX_WORST = 8
 
+VERDICTS: Mapping[Verdict, str] = {
+    "exact": "exact: the planned step is the whole-batch step",
+    "exact_without_dropout": "exact without dropout, whose masks follow the micro-batches: the "
+    "planned step is the whole-batch step otherwise",
+    "not_exact": "not exact: this plan computes another step than the whole batch",
+    "not_proven": "not proven: something cannot be compared",
+}
+
 
 def start_block(
     plan: Record,
@@ -35,20 +43,7 @@ def start_block(
         threads: of one rank; shown on a CPU, where they matter.
         resumed_step: the checkpoint's step, or None in a fresh run.
     """
-    rows: list[Row] = [
-        ("batch", batch_equation(plan)),
-        *_cap(plan),
-        ("loss", _normalizer(plan)),
-        *_model(plan),
-        ("data", _data(plan)),
-        ("memory", _memory(plan)),
-        ("steps", _steps(plan)),
-        ("lr", _learning_rate(plan)),
-        ("defaults", ", ".join(plan["defaults"]) or None),
-        ("time", _time(plan)),
-        ("compute", _compute(plan, threads if plan["device"] == "cpu" else None)),
-        ("output", shown_path(folder)),
-    ]
+    rows = [*_arithmetic(plan, threads), ("output", shown_path(folder))]
     if resumed_step is not None:
         rows.append(("resumed", f"after step {number(resumed_step)}, in the same folder"))
     return Group(title(f"train {name or ''}"), grid(rows), _warnings(plan["warnings"]))
@@ -61,58 +56,46 @@ def plan_block(plan: Record, file: Path | None = None) -> RenderableType:
         plan: of plan.json.
         file: holds all of it.
     """
+    parts = [f"{name} {size(count)}" for name, count in plan["memory_parts"].items() if count]
+    means = plan["epoch_means"]
+    sync = plan["sync_why"] or f"{plan['sync']}, parallel {plan['parallel']}"
+    epoch = joined(  # what varies from step to step, as the mean over those that were sampled
+        f"mean of {number(means['steps'])} steps: {plural(round(means['tokens']), noun_of(plan))}",
+        plural(round(means["micro_batches"], 1), "micro-batch"),
+        f"{percent(means['padding'])} padding",
+    )
     rows: list[Row] = [
-        ("batch", batch_equation(plan)),
-        ("loss", _normalizer(plan)),
-        *_model(plan),
-        ("data", _data(plan)),
-        ("steps", _steps(plan)),
+        *_arithmetic(plan),
         ("tail", _tail(plan)),
-        ("lr", _learning_rate(plan)),
-        ("memory", _memory(plan)),
-        *_memory_parts(plan),
-        ("defaults", ", ".join(plan["defaults"]) or None),
-        ("time", _time(plan)),
+        ("peak", Text(" + ".join(parts), "dim") if parts else None),
         ("padding", f"{percent(plan['padding'])} of the computed positions in step 1"),
-        ("epoch", _epoch_means(plan)),
-        *_cap(plan),
+        ("epoch", None if means["steps"] == 1 else epoch),
         ("parallel", plan["parallel_why"]),
-        ("sync", _sync(plan)),
-        ("compute", _compute(plan, None)),
+        ("sync", sync if plan["world_size"] > 1 else "one rank, which sends nothing"),
     ]
-    tables = [heading("cadences"), _cadences(plan)]
+    tables = [heading("cadences"), grid(_cadences(plan))]
     tables += [heading("micro-batches of step 1"), _shapes(plan, file)]
     if plan["candidates"]:
         tables += [heading("caps weighed"), _candidates(plan["candidates"], noun_of(plan))]
     return Group(title("plan"), grid(rows), *tables, _warnings(plan["warnings"]))
 
 
-VERDICTS: Mapping[Verdict, str] = {
-    "exact": "exact: the planned step is the whole-batch step",
-    "exact_without_dropout": "exact without dropout, whose masks follow the micro-batches: the "
-    "planned step is the whole-batch step otherwise",
-    "not_exact": "not exact: this plan computes another step than the whole batch",
-    "not_proven": "not proven: something cannot be compared",
-}
-
-
 def verify_block(report: VerifyReport) -> RenderableType:
     """Lay out whether the planned step is the whole-batch step, and what breaks it."""
     is_exact = report.verdict in {"exact", "exact_without_dropout"}
-    colour = "green" if is_exact else "red"
     proven = "" if report.dtype == "float64" else f", as far as {report.dtype} tells"
+    colour = "green" if is_exact else "red"
     verdict = Text(VERDICTS[report.verdict] + proven * is_exact, f"bold {colour}")
-    compared = plural(report.num_parameters, "parameter tensor") if report.num_parameters else None
     step = plural(report.micro_batches, "micro-batch") if report.micro_batches else "planned step"
-    if report.global_batch:
-        step += f" ({plural(report.global_batch, 'sample')})"
+    step += f" ({plural(report.global_batch, 'sample')})" if report.global_batch else ""
     largest = f"{report.max_relative_error:.2e}, the largest of any parameter, relative"
     largest += "" if report.limit is None else f"; up to {report.limit:.0e} is rounding"
+    count = report.num_parameters
     rows: list[Row] = [
         ("verdict", verdict),
         ("error", largest),
         ("compared", f"the gradient of {step} against: {report.reference}"),
-        ("over", compared),
+        ("over", plural(count, "parameter tensor") if count else None),
         ("dtype", report.dtype),
         *(("note", note) for note in report.notes),
     ]
@@ -159,6 +142,65 @@ def batch_equation(plan: Record) -> str:
     return f"{left}{' or just above' if unit == 'tokens' else ''} = {right}"
 
 
+def _arithmetic(plan: Record, threads: int | None = None) -> list[Row]:
+    """Write what the start of a run and a plan have in common."""
+    noun, cap, seconds = noun_of(plan), plan["max_tokens"], plan["step_seconds"]
+    shown_cap = plural(cap or 0, f"{'padded ' * (noun == 'token')}{noun}") + " per micro-batch"
+    source = plan["cap_source"]
+    count, frozen, groups = plan["num_parameters"], plan["num_frozen"], plan["groups"]
+    cut, warmup, steps = plan["num_cut_tokens"], plan["warmup_steps"], plan["steps"]
+    data = joined(
+        plural(plan["num_samples"], "sample"),
+        f"{short(plan['num_tokens'])} tokens" if noun == "token" else None,
+        f"{short(cut)} more are left out" if cut and noun == "token" else None,
+        f"{number(plan['num_held_out'])} held out",
+    )
+    normalizer, epochs = plan["normalizer"], plan["epochs"]
+    over = "loss terms" if normalizer == "tokens" else normalizer
+    loss = f"sum over the whole global batch / its {over}"
+    if normalizer == "micro_batches":
+        loss = "mean of the micro-batches' means (not the whole-batch step)"
+    model = joined(
+        plan["model"],
+        plural(count + frozen, "parameter"),
+        f"{number(frozen)} frozen" if frozen else None,
+    )
+    length = plural(epochs, "epoch") if float(epochs).is_integer() else f"{epochs:.2f} epochs"
+    share = f" ({percent(warmup / steps)} of the run)" if steps else ""
+    lr = joined(
+        f"{plan['lr']:g}",
+        plan["optimizer"],
+        plan["scheduler"],
+        f"{plural(warmup, 'step')} of warm-up{share}" if warmup else None,
+    )
+    time = seconds and f"about {duration(seconds)} per step, {duration(seconds * steps)} in all"
+    workers = plural(plan["num_workers"], "loading process") + " each" * (plan["world_size"] > 1)
+    compute = joined(
+        plan["device"],
+        plural(threads, "thread") if threads and plan["device"] == "cpu" else None,
+        plan["precision"],
+        workers if plan["num_workers"] else None,
+    )
+    return [
+        ("batch", batch_equation(plan)),
+        ("cap" if cap else "cut", shown_cap if cap else source),
+        ("", Text(source, "dim") if cap and source else None),
+        ("loss", loss),
+        ("model", model),
+        *zip(["groups", *[""] * len(groups)], groups, strict=False),
+        ("data", f"{plan['data']}: {data}"),
+        ("memory", _memory(plan)),
+        (
+            "steps",
+            f"{number(steps)} = {length}, {plural(plan['steps_per_epoch'], 'step')} per epoch",
+        ),
+        ("lr", lr),
+        ("defaults", joined(*plan["defaults"])),
+        ("time", joined(time or None, plan["time_note"])),
+        ("compute", compute),
+    ]
+
+
 def _warnings(warnings: Sequence[str]) -> RenderableType:
     lines = [Text.assemble(("warning: ", "bold yellow"), text) for text in warnings]
     return Padding(Group(*lines), (1, 0, 0, 2), expand=False) if lines else Group()
@@ -167,36 +209,6 @@ def _warnings(warnings: Sequence[str]) -> RenderableType:
 def _range(values: Iterable[int]) -> str:
     low, high = min(values := set(values)), max(values)
     return number(low) if low == high else f"{number(low)} to {number(high)}"
-
-
-def _normalizer(plan: Record) -> str:
-    normalizer = plan["normalizer"]
-    if normalizer == "micro_batches":
-        return "mean of the micro-batches' means (not the whole-batch step)"
-    over = "loss terms" if normalizer == "tokens" else normalizer
-    return f"sum over the whole global batch / its {over}"
-
-
-def _model(plan: Record) -> list[Row]:
-    """Write how large the model is, what of it is frozen, and what each optimizer group matched."""
-    count, frozen, groups = plan["num_parameters"], plan["num_frozen"], plan["groups"]
-    text = joined(
-        plan["model"],
-        plural(count + frozen, "parameter"),
-        f"{number(frozen)} frozen" if frozen else None,
-    )
-    return [("model", text), *zip(["groups", *[""] * len(groups)], groups, strict=False)]
-
-
-def _data(plan: Record) -> str:
-    tokens, cut = plan["num_tokens"], plan["num_cut_tokens"]
-    cut = f" ({short(cut)} more are left out)" if cut else ""
-    counts = joined(
-        plural(plan["num_samples"], "sample"),
-        f"{short(tokens)} tokens{cut}" if noun_of(plan) == "token" else None,
-        f"{number(plan['num_held_out'])} held out",
-    )
-    return f"{plan['data']}: {counts}"
 
 
 def _memory(plan: Record) -> str | None:
@@ -214,17 +226,6 @@ def _memory(plan: Record) -> str | None:
     return joined(f"{predicted}{each}", plan["memory_note"])
 
 
-def _memory_parts(plan: Record) -> list[Row]:
-    parts = [f"{name} {size(count)}" for name, count in plan["memory_parts"].items() if count]
-    return [("", Text(f"at the peak: {' + '.join(parts)}", "dim"))] if parts else []
-
-
-def _steps(plan: Record) -> str:
-    epochs = plan["epochs"]
-    shown = plural(epochs, "epoch") if float(epochs).is_integer() else f"{epochs:.2f} epochs"
-    return f"{number(plan['steps'])} = {shown}, {plural(plan['steps_per_epoch'], 'step')} per epoch"
-
-
 def _tail(plan: Record) -> str:
     tail, count = plan["tail"], plan["tail_size"]
     end = "left out of it" if tail == "drop" else "a step with a normaliser of its own"
@@ -238,63 +239,7 @@ def _tail(plan: Record) -> str:
     return f"{tail}: the last {plural(count, 'sample')} of an epoch {verb} {end}"
 
 
-def _learning_rate(plan: Record) -> str | None:
-    warmup, steps = plan["warmup_steps"], plan["steps"]
-    share = f" ({percent(warmup / steps)} of the run)" if steps else ""
-    return joined(
-        f"{plan['lr']:g}",
-        plan["optimizer"],
-        plan["scheduler"],
-        f"{plural(warmup, 'step')} of warm-up{share}" if warmup else None,
-    )
-
-
-def _time(plan: Record) -> str | None:
-    seconds, note = plan["step_seconds"], plan["time_note"]
-    if seconds is None:
-        return str(note) if note else None
-    whole = duration(seconds * plan["steps"])
-    return joined(f"about {duration(seconds)} per step, {whole} in all", note)
-
-
-def _epoch_means(plan: Record) -> str | None:
-    """Write what varies from step to step, as the mean over those that were sampled."""
-    means = plan["epoch_means"]
-    if means["steps"] == 1:
-        return None
-    return joined(
-        f"mean of {number(means['steps'])} steps: {plural(round(means['tokens']), noun_of(plan))}",
-        plural(round(means["micro_batches"], 1), "micro-batch"),
-        f"{percent(means['padding'])} padding",
-    )
-
-
-def _cap(plan: Record) -> list[Row]:
-    cap, source, noun = plan["max_tokens"], plan["cap_source"], noun_of(plan)
-    if not cap:
-        return [("cut", source)]
-    shown = plural(cap, f"{'padded ' * (noun == 'token')}{noun}")
-    return [("cap", f"{shown} per micro-batch"), ("", source and Text(source, "dim"))]
-
-
-def _compute(plan: Record, threads: int | None) -> str | None:
-    count = plan["num_workers"]
-    each = " each" * (plan["world_size"] > 1)
-    return joined(
-        plan["device"],
-        plural(threads, "thread") if threads else None,
-        plan["precision"],
-        f"{plural(count, 'loading process')}{each}" if count else None,
-    )
-
-
-def _sync(plan: Record) -> str:
-    if plan["world_size"] == 1:
-        return "one rank, which sends nothing"
-    return plan["sync_why"] or f"{plan['sync']}, parallel {plan['parallel']}"
-
-
-def _cadences(plan: Record) -> RenderableType:
+def _cadences(plan: Record) -> list[Row]:
     rows: list[Row] = []
     for name, every in plan["cadences"].items():
         if isinstance(every, str):
@@ -305,25 +250,20 @@ def _cadences(plan: Record) -> RenderableType:
             count, left = divmod(plan["steps"], every)
             times = plural(count, "time") + (" and at the end" if left else "")
             steps = "step" if every == 1 else plural(every, "step")
-            rows.append((name, f"every {steps} = {_amount(plan, every)}, {times}"))
-    return grid(rows)
-
-
-def _amount(plan: Record, steps: int) -> str:
-    """Write what some steps in a row consume; the tail of an epoch is smaller than the rest."""
-    each, of_epoch = plan["global_batch"], plan["steps_per_epoch"]
-    if plan["unit"] == "tokens":
-        return f"about {plural(steps * each, 'token')}"
-    if of_epoch == 1:
-        each = min(each, plan["num_samples"])
-    has_tail = plan["tail"] == "keep" and plan["tail_size"] and plan["steps"] >= of_epoch > 1
-    return f"{'up to ' if has_tail else ''}{plural(steps * each, 'sample')}"
+            rows.append((name, f"every {steps}, {times}"))
+    return rows
 
 
 def _shapes(plan: Record, file: Path | None) -> RenderableType:
     """List the shapes, the first to run first; equal ones share a row."""
     groups = Counter(
-        (shape["rank"], shape["num_samples"], shape["length"], _positions(shape))
+        (
+            shape["rank"],
+            shape["num_samples"],
+            shape["length"],
+            # Computed positions; under packing the micro-batch is one row.
+            shape["length"] * (1 if shape["packed"] else shape["num_samples"]),
+        )
         for shape in plan["shapes"]
     )
     table = plain_table(">rank", ">count", ">samples", f">length, {noun_of(plan)}s", ">positions")
@@ -333,11 +273,6 @@ def _shapes(plan: Record, file: Path | None) -> RenderableType:
     place = "plan.json" if file is None else shown_path(file)
     more = [Text(f"and {number(left)} more; all are in {place}", "dim")] if left > 0 else []
     return indented(Group(table, *more))
-
-
-def _positions(shape: Record) -> int:
-    """Count the computed positions of a micro-batch; under packing it is one row."""
-    return int(shape["length"] * (1 if shape["packed"] else shape["num_samples"]))
 
 
 def _candidates(candidates: Sequence[Record], noun: Noun) -> RenderableType:

@@ -6,39 +6,30 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from trainer.core.format import (
-    duration,
-    durations,
-    loss,
-    number,
-    percent,
-    plural,
-    printable,
-    size,
-)
+from trainer.core.format import duration, durations, loss, number, percent, plural, printable, size
 from trainer.report.grids import Row, grid, heading, indented, joined, title
 from trainer.report.records import Record, RunEnd, is_noise
 
 SAMPLE_CHARACTERS = 240
-LOSSES = {"loss", "eval_loss"}
 
 
 def end_block(end: RunEnd) -> RenderableType:
     """Lay out how a run ended and what it is worth; its commands follow it."""
     result = end.result
-    blocks: list[RenderableType] = [title("done"), grid(_outcome(end))]
+    blocks: list[RenderableType] = [title("done"), _outcome(end)]
     if result["eval_loss"] is not None:
         unit = f", {end.unit}" if end.unit else ""
         blocks += [heading(f"held-out loss{unit}"), indented(_losses(result))]
     if result["time"] is not None:
         blocks += [heading("where the time of a step went"), _time_table(result["time"])]
         blocks += [indented(Text.assemble(("-> ", "bold yellow"), x)) for x in result["advice"]]
+    sample = None if end.sample is None else printable(end.sample[:SAMPLE_CHARACTERS])
+    shown = Text(sample or "", "green")
     if is_noise(result["eval_loss"], result["baselines"]):
         why = "not shown: counting bytes alone predicts better, the model needs more training"
-        blocks += [heading("a generated sample"), indented(Text(why, "dim"))]
-    elif end.sample:
-        shown = printable(end.sample[:SAMPLE_CHARACTERS])
-        blocks += [heading("a generated sample"), indented(Text(shown, "green"))]
+        shown = Text(why, "dim")
+    if shown:
+        blocks += [heading("a generated sample"), indented(shown)]
     return Group(*blocks, heading("look further"))
 
 
@@ -73,17 +64,19 @@ def _losses(result: Record) -> Table:
     return table
 
 
-def _outcome(end: RunEnd) -> list[Row]:
+def _outcome(end: RunEnd) -> RenderableType:
     result = end.result
     step, speed, peak = result["step"], result["tokens_per_second"], result["peak_bytes"]
     skipped, replays, metrics = result["skipped_steps"], result["replays"], result["metrics"]
     here = f", {number(end.taken)} of them in this start," if end.taken != step else ""
-    others = [f"{name} {mean:.4f}" for name, mean in metrics.items() if name not in LOSSES]
-    return [
-        ("completed", f"{plural(step, 'step')}{here} in {duration(result['seconds'])}"),
-        ("speed", f"{number(round(speed))} {end.noun}s/s" if speed else None),
-        ("memory", f"{size(peak)} at the peak of {end.peak_of}" if peak else None),
-        ("skipped", f"{plural(skipped, 'step')} without an update" if skipped else None),
-        ("replayed", f"{plural(replays, 'time')}, for want of memory" if replays else None),
-        ("held out", joined(*others)),
-    ]
+    others = [f"{n} {mean:.4f}" for n, mean in metrics.items() if n not in {"loss", "eval_loss"}]
+    return grid(
+        [
+            ("completed", f"{plural(step, 'step')}{here} in {duration(result['seconds'])}"),
+            ("speed", f"{number(round(speed))} {end.noun}s/s" if speed else None),
+            ("memory", f"{size(peak)} at the peak of {end.peak_of}" if peak else None),
+            ("skipped", f"{plural(skipped, 'step')} without an update" if skipped else None),
+            ("replayed", f"{plural(replays, 'time')}, for want of memory" if replays else None),
+            ("held out", joined(*others)),
+        ]
+    )

@@ -10,7 +10,7 @@ import math
 import os
 from io import TextIOWrapper
 from pathlib import Path
-from typing import TextIO, final
+from typing import Any, TextIO, final
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -18,15 +18,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
 from trainer.config.secrets import without_secrets
-from trainer.core.format import (
-    clock,
-    lead_nowhere,
-    loss,
-    percent,
-    printable_lines,
-    rate,
-    short,
-)
+from trainer.core.format import clock, lead_nowhere, loss, percent, printable_lines, rate, short
 from trainer.report.journal import Entry
 from trainer.report.metrics import metrics_of
 from trainer.report.records import Noun
@@ -37,6 +29,8 @@ BRIEF = "TRAIN_BRIEF"
 """Environment variable: 1 leaves to train.log what a run would print, as in a sweep."""
 
 REFRESHES_PER_SECOND = 4
+
+_AS_IT_IS: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False}
 
 
 @final
@@ -51,15 +45,17 @@ class Screen:
 
     def __init__(self, folder: Path | None = None, *, file: TextIO | None = None) -> None:
         is_brief = folder is not None and os.environ.get(BRIEF) == "1"
-        self._console = Console(
-            file=file, highlight=False, markup=False, emoji=False, quiet=is_brief
-        )
+        self._console = Console(file=file, quiet=is_brief, **_AS_IT_IS)
         is_terminal = self._console.is_interactive and self._console.file.isatty()
         self._may_show_bar = is_terminal and not is_brief
         if isinstance(self._console.file, TextIOWrapper):
             # A generated sample or a path may hold what the terminal's encoding does not.
             self._console.file.reconfigure(errors="backslashreplace")
-        self._log = None if folder is None else _plain_console(folder / LOG_FILE)
+        self._log: Console | None = None
+        if folder is not None:
+            log = (folder / LOG_FILE).open("a", encoding="utf-8", errors="backslashreplace")
+            no_colour: dict[str, Any] = {"color_system": None, "force_terminal": False}
+            self._log = Console(file=log, width=LOG_WIDTH, **no_colour, **_AS_IT_IS)
         self._live: Live | None = None
         self._progress: Progress | None = None
         self._figures = Text()
@@ -72,15 +68,15 @@ class Screen:
 
     def show(self, block: RenderableType) -> None:
         """Print a block, wrapped to the width at hand."""
-        _print(self._console, block)
-        _print(self._log, block)
+        for console in (self._console, self._log):
+            _print(console, block)
 
     def line(self, text: str | Text, style: str = "") -> None:
         """Print one line, never wrapped by us, without secrets or control codes it may quote."""
         if isinstance(text, str):
             text = Text(printable_lines(without_secrets(text, os.environ)), style)
-        _print(self._console, text, soft_wrap=True)
-        _print(self._log, text, soft_wrap=True)
+        for console in (self._console, self._log):
+            _print(console, text, soft_wrap=True)
 
     def warn(self, text: str) -> None:
         """Print a warning."""
@@ -88,13 +84,7 @@ class Screen:
         self.line(Text.assemble(("warning: ", "bold yellow"), text))
 
     def begin(self, step: int, steps: int, noun: Noun = "token") -> None:
-        """Begin to show progress.
-
-        Args:
-            step: the last one done.
-            steps: of the whole run.
-            noun: what speed counts.
-        """
+        """Begin to show progress after a step, the last one done; speed counts the noun."""
         self._noun = noun
         self._figures = Text(no_wrap=True, overflow="ellipsis")
         # Drawn below, with the figures; evaluations take their part in the time that is left.
@@ -106,9 +96,8 @@ class Screen:
             expand=True,
             speed_estimate_period=math.inf,
         )
-        self._progress.add_task(
-            step_of(step, steps), total=steps, completed=step, left="first step"
-        )
+        description = step_of(step, steps)
+        self._progress.add_task(description, total=steps, completed=step, left="first step")
         if self._may_show_bar:
             self._live = Live(
                 self.progress,
@@ -121,24 +110,20 @@ class Screen:
             self._console.show_cursor(show=True)
 
     def step(self, entry: Entry, *, is_due: bool) -> None:
-        """Show the figures of one step.
-
-        Args:
-            entry: as in metrics.jsonl.
-            is_due: whether the step gets a line of its own, besides the bar.
-        """
+        """Show the figures of one step, on a line of its own if due, besides the bar."""
         if self._progress is None:
             return
         (task,) = self._progress.tasks
         step, steps = entry["step"], int(task.total or 0)
-        self._progress.update(task.id, completed=step, description=step_of(step, steps))
+        at, figures = step_of(step, steps), "  ".join(_figures(entry, self._noun))
+        self._progress.update(task.id, completed=step, description=at)
         # The first step is not typical (it compiles, it warms up), and a guess until the next.
         left_s = task.time_remaining
         left_s = entry["seconds"] * (steps - step) if left_s is None else left_s
         self._progress.update(task.id, left=f"{clock(left_s)} left")
-        self._figures.plain = "  ".join(figures(entry, self._noun))
+        self._figures.plain = figures
         if is_due:
-            line = f"{step_line(entry, steps, left_s, self._noun)}\n"
+            line = f"{at}  {figures}  {clock(left_s):>5} left\n"
             _write(None if self._live else self._console, line)
             _write(self._log, line)
 
@@ -154,20 +139,6 @@ class Screen:
         if self._log is not None:
             self._log.file.close()
         self._log = None
-
-
-def _plain_console(path: Path) -> Console:
-    """Open a log that is added to; its lines hold no colour and no control codes."""
-    log = path.open("a", encoding="utf-8", errors="backslashreplace")
-    return Console(
-        file=log,
-        width=LOG_WIDTH,
-        color_system=None,
-        force_terminal=False,
-        highlight=False,
-        markup=False,
-        emoji=False,
-    )
 
 
 def _print(console: Console | None, block: RenderableType, *, soft_wrap: bool = False) -> None:
@@ -210,16 +181,10 @@ def _fall_silent(console: Console, error: BaseException) -> None:
 
 def step_of(step: int, steps: int) -> str:
     """Write a step so that those of a run are equally wide: `step  7/60`."""
-    return f"step {step:>{len(str(steps))}}/{steps}"
+    return f"step {step:>{len(str(steps))}}/{steps}" if steps else f"step {step}"
 
 
-def step_line(entry: Entry, steps: int, left_s: float | None, noun: Noun = "token") -> str:
-    """Write one step's figures on one line, aligned with those of other steps."""
-    step = step_of(entry["step"], steps)
-    return "  ".join((step, *figures(entry, noun), f"{clock(left_s):>5} left"))
-
-
-def figures(entry: Entry, noun: Noun) -> tuple[str, ...]:
+def _figures(entry: Entry, noun: Noun) -> tuple[str, ...]:
     """Write the figures of a step, each as wide as those of other steps."""
     return (
         f"loss {loss(entry['loss']):>8}",

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 GIT_TIMEOUT_S = 2.0
-PACKAGES = ("torch", "hydra-core", "omegaconf", "numpy", "safetensors", "wandb")
+PACKAGES = ("hydra-core", "omegaconf", "numpy", "safetensors", "wandb")
 
 
 def environment() -> dict[str, Any]:
@@ -21,23 +21,25 @@ def environment() -> dict[str, Any]:
 
     Takes a few milliseconds; at most a few seconds where git hangs.
     """
-    return {"versions": versions(), "git": git_revisions(), "hardware": hardware()}
-
-
-def versions() -> dict[str, str | None]:
-    """Name the version of Python, of this program and of the packages that shape a result."""
-    found = {"trainer": _version("step-trainer")} | {name: _version(name) for name in PACKAGES}
-    return {"python": platform.python_version(), **found, "cuda": torch.version.cuda}
-
-
-def git_revisions() -> dict[str, dict[str, Any] | None]:
-    """Name the commit of the current folder and of this program's own source, if any."""
+    versions = {"python": platform.python_version(), "trainer": _version("step-trainer")}
+    versions |= {name: _version(name) for name in ("torch", *PACKAGES)}
     ours = Path(__file__)
     # An installed copy may lie in a virtual environment inside somebody's repository.
     is_tracked = _git(ours.parent, "ls-files", "--error-unmatch", ours.name) is not None
     return {
-        "project": git_revision(Path.cwd()),
-        "trainer": git_revision(ours.parent) if is_tracked else None,
+        "versions": versions | {"cuda": torch.version.cuda},
+        "git": {
+            "project": git_revision(Path.cwd()),
+            "trainer": git_revision(ours.parent) if is_tracked else None,
+        },
+        "hardware": {
+            "host": platform.node(),
+            "system": platform.platform(),
+            "cpu": cpu_model(),
+            "cores": num_cores(),
+            "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+            "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        },
     }
 
 
@@ -49,22 +51,9 @@ def git_revision(folder: Path) -> dict[str, Any] | None:
         outside a repository, in one without a commit, or without git.
     """
     commit = _git(folder, "rev-parse", "HEAD")
-    if commit is None:
-        return None
-    changes = _git(folder, "status", "--porcelain", "--untracked-files=no")
-    return {"commit": commit, "dirty": None if changes is None else bool(changes)}
-
-
-def hardware() -> dict[str, Any]:
-    """Describe processors, memory and accelerators; memory in bytes."""
-    return {
-        "host": platform.node(),
-        "system": platform.platform(),
-        "cpu": cpu_model(),
-        "cores": num_cores(),
-        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
-        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-    }
+    changes = commit and _git(folder, "status", "--porcelain", "--untracked-files=no")
+    dirty = None if changes is None else bool(changes)
+    return None if commit is None else {"commit": commit, "dirty": dirty}
 
 
 def num_cores() -> int:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from operator import methodcaller
 from pathlib import Path
-from typing import Any, BinaryIO, final
+from typing import Any, final
 
 from trainer.core.durable import append, parsed, save_error, strict, write_file_atomic
 from trainer.core.errors import SaveError
@@ -45,12 +44,10 @@ class Journal:
     """
 
     def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
-        self._path = path
-        self._warn = warn
+        self._path, self._warn = path, warn
         self._unwritten = b""
         self._size: int | None = None
-        self._is_torn = False
-        self._has_warned = False
+        self._is_torn = self._has_warned = False
 
     def write(self, entry: Mapping[str, Any]) -> None:
         """Append one entry."""
@@ -74,11 +71,12 @@ class Journal:
     def _try(self, *, durable: bool = False) -> OSError | None:
         """Write all that waits; a failure before may have left some of it."""
         try:
+            found = self._path.stat().st_size if self._path.exists() else 0
             if self._size is None:
-                self._size = _size_of(self._path)
+                self._size = found
             if self._is_torn and self._path.exists():
                 # What a failed write left behind goes; that takes no room on the disk.
-                self._size = min(self._size, _size_of(self._path))
+                self._size = min(self._size, found)
                 os.truncate(self._path, self._size)
             append(self._path, self._unwritten, durable=durable)
         except OSError as error:
@@ -89,18 +87,10 @@ class Journal:
         return None
 
 
-def _size_of(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
-
-
-def _opened(path: Path) -> BinaryIO:
-    return path.open("rb") if path.exists() else io.BytesIO()
-
-
 def read(path: Path) -> list[Entry]:
     """Read every whole entry of a journal; a torn line, or a stranger's, is passed over."""
-    with _opened(path) as lines:
-        return [entry for line in lines if (entry := _parse(line)) is not None]
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    return [entry for line in lines if (entry := _parse(line)) is not None]
 
 
 @final
@@ -121,7 +111,9 @@ class Follower:
         Yields:
             An entry each.
         """
-        with _opened(self._path) as lines:
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as lines:
             lines.seek(self._offset)
             while (line := lines.readline()).endswith(b"\n"):
                 self._offset += len(line)

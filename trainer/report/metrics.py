@@ -5,17 +5,16 @@ Numbers that JSON does not know (NaN, infinities) are written as null.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 
 from trainer.core.durable import as_save_error
 from trainer.report.journal import METRICS_FILE, Entry, Journal, read, truncate_after
-from trainer.report.records import EVAL_SECONDS, EvalRecord, StepRecord, Value
 
 SAMPLES_FILE = "samples.jsonl"
 
@@ -26,14 +25,18 @@ STEP_KEYS = {
 }
 """What an entry of a step holds whatever the objective is; the last two where they apply."""
 
+EVAL_SECONDS = "eval_seconds"
+"""Wall time; evaluations in metrics.jsonl have it, and steps have not."""
+
 RECENT_STEPS = 50
 """Whose time tells how long the next ones take."""
 
 
-class _OnTheWay(NamedTuple):
-    """A step whose numbers are being copied from an accelerator, and are there after `copied`."""
+class _InFlight(NamedTuple):
+    """A step some of whose numbers are being copied from an accelerator, there after `copied`."""
 
-    record: StepRecord
+    entry: Entry
+    names: tuple[str, ...]
     numbers: Tensor
     copied: torch.cuda.Event
 
@@ -70,33 +73,32 @@ class MetricsLog:
                 truncate_after(folder / name, -1 if resumed_step is None else resumed_step)
         self._metrics = Journal(folder / METRICS_FILE, warn)
         self._samples = Journal(folder / SAMPLES_FILE, warn) if keep_samples else None
-        self._waiting: _OnTheWay | None = None
+        self._waiting: _InFlight | None = None
 
-    def step(self, record: StepRecord) -> list[Entry]:
-        """Take a step.
+    def step(self, entry: Mapping[str, Any]) -> list[Entry]:
+        """Take a step, of which every 0-d tensor becomes its number.
 
         Returns:
             The entries that were written: this step's, or on an accelerator the one before.
         """
-        written = self.flush()
-        values = _values(record)
-        device = next((v.device for v in values if isinstance(v, Tensor) and v.is_cuda), None)
-        if device is None:
-            return [*written, self._write(record, [_number(value) for value in values])]
-        packed = torch.stack([_on_device(value, device) for value in values])
-        numbers = packed.to("cpu", non_blocking=True)
-        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        copied.record(torch.cuda.current_stream(device))
-        self._waiting = _OnTheWay(record, numbers, copied)
-        return written
+        written, entry = self.flush(), dict(entry)
+        remote = tuple(n for n, v in entry.items() if isinstance(v, Tensor) and v.is_cuda)
+        if remote:
+            packed = torch.stack([entry[name].detach().double() for name in remote])
+            numbers = packed.to("cpu", non_blocking=True)
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record(torch.cuda.current_stream(packed.device))
+            self._waiting = _InFlight(entry, remote, numbers, copied)
+            return written
+        return [*written, self._write(entry)]
 
     def consumed(self, step: int, ids: Iterable[int], skipped: Iterable[int] = ()) -> None:
         """Enter the sample ids behind a step into the ledger, if there is one."""
         if self._samples is not None:
-            entry: Entry = {"step": step, "ids": list(ids)}
-            if bad := list(skipped):
-                entry["skipped"] = bad
-            self._samples.write(entry)
+            bad = list(skipped)
+            self._samples.write(
+                {"step": step, "ids": list(ids)} | ({"skipped": bad} if bad else {})
+            )
 
     def passed_over(self, count: int, records: Iterable[str]) -> None:
         """Enter records that are no samples into the ledger, if there is one, at step 0."""
@@ -104,29 +106,22 @@ class MetricsLog:
             entry: Entry = {"step": 0, "ids": [], "bad_records": count, "records": list(records)}
             self._samples.write(entry)
 
-    def evaluation(self, record: EvalRecord) -> Entry:
-        """Write an evaluation; steps before it must have been flushed."""
-        entry = record.to_json()
-        self._metrics.write(entry)
-        return entry
+    def evaluation(self, step: int, metrics: Mapping[str, float], seconds: float) -> Entry:
+        """Write an evaluation, every metric as `eval_...`; steps before it must be flushed."""
+        entry: Entry = {"step": step}
+        entry |= {f"eval_{n.removeprefix('eval_')}": float(value) for n, value in metrics.items()}
+        return self._write(entry | {EVAL_SECONDS: round(seconds, 6)})
 
     def flush(self) -> list[Entry]:
-        """Write the step that is on its way, waiting for it.
-
-        Returns:
-            Its entry, or nothing.
-        """
+        """Write the step that is on its way, waiting for it; give its entry, or nothing."""
         if self._waiting is None:
             return []
-        waiting, self._waiting = self._waiting, None
-        waiting.copied.synchronize()
-        return [self._write(waiting.record, waiting.numbers.tolist())]
+        (entry, names, numbers, copied), self._waiting = self._waiting, None
+        copied.synchronize()
+        return [self._write(entry | dict(zip(names, numbers.tolist(), strict=True)))]
 
     def sync(self) -> list[Entry]:
-        """Write the step that is on its way, and wait until the disk holds all.
-
-        Returns:
-            As `flush`.
+        """Write the step that is on its way, as `flush`, and wait until the disk holds all.
 
         Raises:
             SaveError: lines are left that cannot be written.
@@ -137,18 +132,14 @@ class MetricsLog:
             self._samples.sync()
         return written
 
-    def _write(self, record: StepRecord, numbers: Sequence[float]) -> Entry:
-        entry = _entry(record, numbers)
+    def _write(self, entry: Entry) -> Entry:
+        entry = {name: v.item() if isinstance(v, Tensor) else v for name, v in entry.items()}
         self._metrics.write(entry)
         return entry
 
 
 def evaluation_at(folder: Path, step: int) -> dict[str, float] | None:
-    """Find the evaluation of a step in metrics.jsonl; None where there is none.
-
-    Returns:
-        Means by name, as the record of the evaluation had them.
-    """
+    """Find the means of a step's evaluation in metrics.jsonl; None where there is none."""
     found = [e for e in read(folder / METRICS_FILE) if e["step"] == step and EVAL_SECONDS in e]
     return {
         name.removeprefix("eval_"): float("nan") if value is None else float(value)
@@ -168,47 +159,3 @@ def step_seconds_at(folder: Path, step: int) -> float | None:
 def metrics_of(entry: Entry) -> dict[str, float | None]:
     """Give what an entry of a step has beyond the figures that every step has."""
     return {name: value for name, value in entry.items() if name not in STEP_KEYS}
-
-
-def _values(record: StepRecord) -> list[Value]:
-    """Give what may live on a device: the loss, the gradient norm if any, then the metrics."""
-    norm = () if record.grad_norm is None else (record.grad_norm,)
-    return [record.loss, *norm, *record.metrics.values()]
-
-
-def _on_device(value: Value, device: torch.device) -> Tensor:
-    """Put a value beside the others; a number of the host is filled in, a copy would wait."""
-    if isinstance(value, Tensor) and value.is_cuda:
-        return value.detach().double()
-    return torch.full((), _number(value), dtype=torch.float64, device=device)
-
-
-def _number(value: Value) -> float:
-    return float(value.item() if isinstance(value, Tensor) else value)
-
-
-def _entry(record: StepRecord, numbers: Sequence[float]) -> Entry:
-    """Lay out one line of metrics.jsonl; `numbers` are those of `_values`."""
-    values = iter(numbers)
-    entry: Entry = {
-        "step": record.step,
-        "epoch": record.epoch,
-        "samples": record.samples,
-        "tokens": record.tokens,
-        "loss": next(values),
-        "lr": record.lr,
-        "grad_norm": None if record.grad_norm is None else next(values),
-        "accum_steps": record.accum_steps,
-        "micro_batches": record.micro_batches,
-        "padding": record.padding,
-        "seconds": record.seconds,
-        "tokens_per_second": record.step_tokens / record.seconds if record.seconds else None,
-        "memory_bytes": record.memory_bytes,
-    }
-    if record.skipped is not None:
-        entry["skipped"] = record.skipped
-    if record.replays:
-        entry["replays"] = record.replays
-    for name, number in zip(record.metrics, values, strict=True):
-        entry[name if name not in entry else f"metric_{name}"] = number
-    return entry

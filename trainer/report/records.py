@@ -6,86 +6,14 @@ plan.json and result.json are mappings that are written as they are, and printed
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, final
-
-from torch import Tensor
 
 Record = Mapping[str, Any]
 """What plan.json or result.json holds."""
 
-Value = Tensor | float
 Noun = Literal["token", "sample"]
 Verdict = Literal["exact", "exact_without_dropout", "not_exact", "not_proven"]
-
-EVAL_SECONDS = "eval_seconds"
-"""Wall time; evaluations in metrics.jsonl have it, and steps have not."""
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepRecord:
-    """What one optimizer step did.
-
-    Attributes:
-        step: from 1.
-        epoch: fractional, after the step.
-        samples: consumed since the start of training, over all ranks.
-        tokens: likewise, padding not counted.
-        loss: of the whole global batch, as optimized; nats; may be a 0-d tensor on any device.
-        lr: learning rate of the step.
-        grad_norm: before clipping; None where nothing measures it.
-        accum_steps: micro-batches of the busiest rank.
-        micro_batches: over all ranks.
-        padding: share of computed positions that hold no token.
-        seconds: wall time of the step.
-        step_tokens: tokens of this step alone; the rate is theirs.
-        memory_bytes: peak so far; None where it is not counted.
-        skipped: why nothing was updated, or None.
-        replays: how often memory ran out and the step was computed again.
-        metrics: more numbers of the step by name, which appear in metrics.jsonl, on the screen and
-            in W&B as they are.
-    """
-
-    step: int
-    epoch: float
-    samples: int
-    tokens: int
-    loss: Value
-    lr: float
-    grad_norm: Value | None
-    accum_steps: int
-    micro_batches: int
-    padding: float
-    seconds: float
-    step_tokens: int
-    memory_bytes: int | None = None
-    skipped: str | None = None
-    replays: int = 0
-    metrics: Mapping[str, Value] = field(default_factory=dict)
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvalRecord:
-    """One pass over the held-out data.
-
-    Attributes:
-        step: after which it was made; 0 is before the first.
-        metrics: means by name as the objective names them, `loss` among them; nats.
-        seconds: wall time.
-    """
-
-    step: int
-    metrics: Mapping[str, float]
-    seconds: float
-
-    def to_json(self) -> dict[str, Any]:
-        """Name every metric `eval_...`, as metrics.jsonl holds it."""
-        names = {name: f"eval_{name.removeprefix('eval_')}" for name in self.metrics}
-        entry: dict[str, Any] = {"step": self.step}
-        entry |= {names[name]: float(value) for name, value in self.metrics.items()}
-        return entry | {EVAL_SECONDS: round(self.seconds, 6)}
 
 
 @final
@@ -95,7 +23,6 @@ class RunEnd:
 
     Attributes:
         result: of result.json.
-        steps: that were asked for.
         taken: by this process.
         noun: what speed counts, for a person.
         peak_of: whose memory was measured: `tensors`, or `the whole process`.
@@ -105,7 +32,6 @@ class RunEnd:
     """
 
     result: Record
-    steps: int
     taken: int
     noun: Noun = "token"
     peak_of: str = "tensors"

@@ -7,7 +7,7 @@ from abc import ABC
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 from trainer.checkpoint.status import Status, write_status
 from trainer.config.secrets import without_secrets
@@ -18,7 +18,7 @@ from trainer.report.closing import end_block
 from trainer.report.console import Screen, step_of
 from trainer.report.journal import Entry
 from trainer.report.metrics import MetricsLog
-from trainer.report.records import EvalRecord, Record, RunEnd, StepRecord
+from trainer.report.records import Record, RunEnd
 from trainer.report.wandb import WandbMirror
 
 Ids = Iterable[int]
@@ -65,13 +65,9 @@ class RunReporter:
         hooks: Mapping[str, object] | None = None,
         wandb: WandbMirror | None = None,
     ) -> None:
-        self._folder = folder
-        self._screen = screen
-        self._log_every = log_every
-        self._hooks = dict(hooks or {})
-        self._failed_hooks: set[str] = set()
-        self._steps = 0
-        self._noted_step = resumed_step or 0
+        self._folder, self._screen, self._log_every = folder, screen, log_every
+        self._hooks, self._failed_hooks = dict(hooks or {}), set[str]()
+        self._steps, self._noted_step = 0, resumed_step or 0
         self._resumed_step = resumed_step
         self._summary: Record | None = None
         self._metrics = MetricsLog(
@@ -79,6 +75,7 @@ class RunReporter:
         )
         self._wandb = wandb or WandbMirror("disabled", folder, {}, screen.warn)
         self._wandb.start()
+        self.line, self.warn = screen.line, screen.warn
 
     @property
     def wandb_id(self) -> str | None:
@@ -86,58 +83,45 @@ class RunReporter:
         return self._wandb.run_id
 
     def start(self, plan: Record, *, name: str | None = None, threads: int | None = None) -> None:
-        """Show what is about to happen, and begin to show progress.
-
-        Args:
-            plan: of plan.json.
-            name: the user's word for the run.
-            threads: of this rank.
-        """
-        self._steps, resumed_step = plan["steps"], self._resumed_step
-        start = start_block(
-            plan, self._folder, name=name, threads=threads, resumed_step=resumed_step
-        )
-        self._screen.show(start)
-        self._screen.begin(resumed_step or 0, self._steps, noun_of(plan))
+        """Show what is about to happen, and begin to show progress."""
+        self._steps, step = plan["steps"], self._resumed_step
+        block = start_block(plan, self._folder, name=name, threads=threads, resumed_step=step)
+        self._screen.show(block)
+        self._screen.begin(step or 0, self._steps, noun_of(plan))
 
     def passed_over(self, count: int, records: Sequence[str]) -> None:
-        """Take note of records of the data that could not be read and are no samples.
-
-        Args:
-            count: of them.
-            records: the first of them, each with place and reason.
-        """
+        """Take note of records of the data that could not be read, the first with their reasons."""
         records = [without_secrets(record, os.environ) for record in records]
         noun = "record is" if count == 1 else "records are"
         first = "" if not records else f"; the first: {records[0]}"
-        self._screen.warn(f"{count:,} bad {noun} passed over (data.on_bad=skip){first}")
+        self.warn(f"{count:,} bad {noun} passed over (data.on_bad=skip){first}")
         self._metrics.passed_over(count, records)
 
-    def step(self, record: StepRecord, ids: Ids = (), skipped_ids: Ids = ()) -> None:
+    def step(self, entry: Mapping[str, Any], ids: Ids = (), skipped_ids: Ids = ()) -> None:
         """Take an optimizer step; on an accelerator it is shown when the next one comes.
 
         Args:
-            record: what it did.
+            entry: for metrics.jsonl; its numbers may be 0-d tensors.
             ids: samples behind it, for the ledger.
             skipped_ids: those of them that changed nothing.
         """
-        if record.replays:
+        step = entry["step"]
+        if "replays" in entry:
             self.line(
-                f"{self._at(record.step)}  out of memory: computed again, in "
-                f"{record.micro_batches} micro-batches; nothing is lost or counted twice"
+                f"{step_of(step, self._steps)}  out of memory: computed again, in "
+                f"{entry['micro_batches']} micro-batches; nothing is lost or counted twice"
             )
-        self._metrics.consumed(record.step, ids, skipped_ids)
-        self._show(self._metrics.step(record))
+        self._metrics.consumed(step, ids, skipped_ids)
+        self._show(self._metrics.step(entry))
 
-    def evaluation(self, record: EvalRecord) -> None:
-        """Take an evaluation."""
+    def evaluation(self, step: int, metrics: Mapping[str, float], seconds: float) -> None:
+        """Take a pass over the held-out data after a step: means by name, and its wall time."""
         self._show(self._metrics.flush())
-        entry = self._metrics.evaluation(record)
-        figures = "  ".join(f"{name} {value:.4f}" for name, value in record.metrics.items())
-        took = duration(record.seconds)
-        self._screen.line(f"{self._at(record.step)}  held out: {figures}  ({took})", "bold")
-        self._note(record.step)
-        self._call("on_eval", entry)
+        entry = self._metrics.evaluation(step, metrics, seconds)
+        figures = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+        took = duration(seconds)
+        self._screen.line(f"{step_of(step, self._steps)}  held out: {figures}  ({took})", "bold")
+        self._note(step, "on_eval", entry)
 
     def flush(self) -> None:
         """Bring every step so far to the disk; called before a checkpoint is written.
@@ -151,17 +135,8 @@ class RunReporter:
         """Take note of a checkpoint that has been written."""
         self._show(self._metrics.flush())
         shown = path.relative_to(self._folder) if path.is_relative_to(self._folder) else path
-        self._screen.line(f"{self._at(step)}  saved {shown}", "dim")
-        self._note(step)
-        self._call("on_checkpoint", {"step": step, "path": str(path)})
-
-    def line(self, text: str) -> None:
-        """Print a line."""
-        self._screen.line(text)
-
-    def warn(self, text: str) -> None:
-        """Print a warning."""
-        self._screen.warn(text)
+        self._screen.line(f"{step_of(step, self._steps)}  saved {shown}", "dim")
+        self._note(step, "on_checkpoint", {"step": step, "path": str(path)})
 
     def finish(self, end: RunEnd) -> None:
         """Show how the run ended. `close` follows."""
@@ -185,22 +160,20 @@ class RunReporter:
             self._wandb.close(self._summary)
             self._screen.close()
 
-    def _note(self, step: int) -> None:
+    def _note(self, step: int, event: str, values: Entry) -> None:
         """Let status.json say how far the run is, for who asks while it goes on or was killed."""
         if step > self._noted_step:
             self._noted_step = step
             with suppress(SaveError):  # a full disk is the checkpoints' matter
                 write_status(self._folder, Status(state="running", step=step))
-
-    def _at(self, step: int) -> str:
-        return step_of(step, self._steps) if self._steps else f"step {step}"
+        self._call(event, values)
 
     def _show(self, entries: Sequence[Entry]) -> None:
         """Show steps that have been written."""
         for entry in entries:
             step = entry["step"]
             if "skipped" in entry:
-                self._screen.warn(f"step {step} updated nothing: {entry['skipped']}")
+                self.warn(f"step {step} updated nothing: {entry['skipped']}")
             is_due = step % self._log_every == 0 or step in {1, self._steps}
             self._screen.step(entry, is_due=is_due)
             self._call("on_step", entry)
@@ -208,18 +181,15 @@ class RunReporter:
     def _call(self, event: str, values: Entry) -> None:
         """Call one method of every hook that has it."""
         for name, hook in self._hooks.items():
-            method = getattr(hook, event, None)
-            if method is None:
-                continue
+            call = f"{name}.{event}"
             try:
-                method(dict(values))
+                if (method := getattr(hook, event, None)) is not None:
+                    method(dict(values))
             except Exception as error:  # a watcher never stops what it watches
-                call = f"{name}.{event}"
                 if call not in self._failed_hooks:
-                    self._failed_hooks.add(call)
-                    self._screen.warn(
-                        f"hook {call} failed (reported once): {type(error).__name__}: {error}"
-                    )
+                    reason = f"{type(error).__name__}: {error}"
+                    self.warn(f"hook {call} failed (reported once): {reason}")
+                self._failed_hooks.add(call)
 
 
 @final

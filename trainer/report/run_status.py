@@ -68,15 +68,9 @@ def publish(folder: Path) -> None:
 
 @contextmanager
 def recorded(folder: Path) -> Iterator[None]:
-    """Write into status.json that a run goes on, and how it ended.
+    """Write into status.json that a run, held by this process, goes on, and how it ended.
 
     A resumption that is refused leaves it as it was: the run did not go on.
-
-    Args:
-        folder: the run folder, held by this process.
-
-    Yields:
-        Nothing.
     """
     path = folder / FILE_NAME
     before = path.read_bytes() if path.is_file() else None
@@ -90,9 +84,10 @@ def recorded(folder: Path) -> Iterator[None]:
             raise
         reason = str(error) or type(error).__name__
         is_preempted = isinstance(error, Preempted)
+        code = INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
         status = Status(
             state="preempted" if is_preempted else "failed",
-            exit_code=_exit_code(error),
+            exit_code=error.exit_code if isinstance(error, TrainError) else code,
             step=saved_step(folder) if is_preempted else last_step(folder),
             reason=reason.splitlines()[0],
         )
@@ -112,10 +107,7 @@ def trusting(config: RunConfig, run: Path) -> list[str]:
 def to_go_on(config: RunConfig, folder: Path, *, begins: bool = False) -> str:
     """Say what to type for a run to go on, with the consent that a folder cannot give.
 
-    Args:
-        config: of the run.
-        folder: the run folder.
-        begins: whether nothing is saved, so that it needs again what it began with.
+    One that `begins` has nothing saved, so that it needs again what it began with.
     """
     wandb = config.wandb
     online = ["wandb.mode=online"] if wandb.mode == "online" else []
@@ -127,11 +119,7 @@ def to_go_on(config: RunConfig, folder: Path, *, begins: bool = False) -> str:
 
 
 def keep_traceback(error: BaseException, folder: Path, rank: int) -> Path | None:
-    """Write a traceback into the run folder.
-
-    Returns:
-        Where; None where there is no room for it.
-    """
+    """Write a traceback into the run folder, and say where; None where there is no room for it."""
     path = folder / "errors" / f"rank{rank}.txt"
     whole = without_secrets("".join(traceback.format_exception(error)), os.environ)
     try:
@@ -158,12 +146,6 @@ def drop_empty(log: Path) -> None:
 
 def _files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
-
-
-def _exit_code(error: BaseException) -> int:
-    if isinstance(error, KeyboardInterrupt):
-        return INTERRUPTED
-    return error.exit_code if isinstance(error, TrainError) else 1
 
 
 def saved_step(folder: Path) -> int:

@@ -1,21 +1,21 @@
 """Split the time of a run's steps into a table, and name the setting that shortens a long part.
 
-Ranks meet twice a step in a small collective: before gradients are computed (`weigh`), and after
-(`agree`). Whoever comes last pays nothing but the collective; whatever the others spend there
+Ranks meet twice a step in a small collective: before gradients are computed (`normalizer`), and
+after (`agree`). Whoever comes last pays nothing but the collective; whatever the others spend there
 beyond the shortest time ever seen is waiting.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
 from trainer.core.format import duration, percent, size
 from trainer.core.rank_progress import Phase
 
-MEETINGS: tuple[Phase, Phase] = ("weigh", "agree")
+MEETINGS: tuple[Phase, Phase] = ("normalizer", "agree")
 TRANSFERS: tuple[Phase, Phase] = ("gather", "reduce")
 PARTS = ("data", "compute", "sync", "optimizer", "waiting", "rest")
 
@@ -33,6 +33,9 @@ Split = dict[str, float]
 `in_flight` (a collective of parameters or gradients travelled), `unhidden` (and nothing else was
 done meanwhile)."""
 
+Line = tuple[float, str, str]
+"""Seconds of a step; the part and, behind a colon, what it is; the setting."""
+
 
 def split(spendings: Sequence[Mapping[str, Any]]) -> list[Split]:
     """Split the mean step of every rank.
@@ -45,17 +48,14 @@ def split(spendings: Sequence[Mapping[str, Any]]) -> list[Split]:
         return math.fsum(spending["phases"].get(phase, NEVER)["seconds"] for phase in phases)
 
     def met(spending: Mapping[str, Any], phase: Phase) -> float:
-        return shortest[phase] * float(spending["phases"].get(phase, NEVER)["times"])
+        shortest = min(float(s["phases"].get(phase, NEVER)["least"]) for s in spendings)
+        return shortest * float(spending["phases"].get(phase, NEVER)["times"])
 
-    shortest = {
-        phase: min(float(s["phases"].get(phase, NEVER)["least"]) for s in spendings)
-        for phase in MEETINGS
-    }
     travelled = min(seconds(spending, *TRANSFERS) for spending in spendings)
     splits = []
     for spending in spendings:
         met_before, met_after = (met(spending, phase) for phase in MEETINGS)
-        late = seconds(spending, "weigh") - met_before
+        late = seconds(spending, "normalizer") - met_before
         behind = seconds(spending, *TRANSFERS) - travelled
         parts = {
             "data": seconds(spending, "data"),
@@ -91,10 +91,6 @@ def time_table(spendings: Sequence[Mapping[str, Any]], overlap: str | None) -> d
     whole, in_flight = sum(parts.values()), fmean(each["in_flight"] for each in splits)
     hidden = 1 - fmean(each["unhidden"] for each in splits) / in_flight if in_flight else None
     phases = spendings[0]["phases"]
-    beside = {
-        f"{name}_seconds": round(phases[name]["seconds"], 3) if name in phases else 0.0
-        for name in ("evaluation", "saving")
-    }
     return {
         "steps": spendings[0]["steps"],
         "step_seconds": round(whole, 6),
@@ -104,7 +100,8 @@ def time_table(spendings: Sequence[Mapping[str, Any]], overlap: str | None) -> d
         "hidden_share": None if hidden is None else round(max(0.0, hidden), 4),
         "overlap": overlap,
         "waiting_by_rank": [round(each["waiting"], 6) for each in splits],
-        **beside,
+        "evaluation_seconds": round(phases.get("evaluation", NEVER)["seconds"], 3),
+        "saving_seconds": round(phases.get("saving", NEVER)["seconds"], 3),
     }
 
 
@@ -119,53 +116,49 @@ def advice(
         plan: of plan.json.
         cut: the option of `accum`.
     """
-    found: list[tuple[float, str]] = []
-    for rule in (_data(splits, plan), _waiting(splits, plan, cut), _sync(time, plan)):
-        for seconds, what, remedy in rule:
-            share = seconds / (time["step_seconds"] or 1.0)
-            if share > TOO_MUCH and seconds * time["steps"] > LEAST_S:
-                head, tail = what.split(":", 1)
-                line = f"{head}: {percent(share)} of a step ({duration(seconds)}){tail}: {remedy}"
-                found.append((seconds, line))
-    return [line for _, line in sorted(found, reverse=True)]
+    lines = [_data(splits, plan), _sync(time, plan)]
+    if len(splits) > 1:
+        lines.append(_waiting(splits, plan, cut))
+    found = []
+    for seconds, what, remedy in sorted(lines, reverse=True):
+        share = seconds / (time["step_seconds"] or 1.0)
+        if share > TOO_MUCH and seconds * time["steps"] > LEAST_S:
+            part, is_what = what.split(":", 1)
+            took = f"{percent(share)} of a step ({duration(seconds)})"
+            found.append(f"{part}: {took}{is_what}: {remedy}")
+    return found
 
 
-Rule = Iterator[tuple[float, str, str]]
-"""Seconds of a step; the part and, behind a colon, what it is; the setting."""
-
-
-def _data(splits: Sequence[Split], plan: Mapping[str, Any]) -> Rule:
-    workers = plan["num_workers"]
-    whose = ""
+def _data(splits: Sequence[Split], plan: Mapping[str, Any]) -> Line:
+    workers, whose = plan["num_workers"], ""
     if len(splits) > 1:
         slowest = max(range(len(splits)), key=lambda rank: splits[rank]["data"])
         whose = f", {duration(splits[slowest]['data'])} of them on rank {slowest}"
-    yield (
+    return (
         fmean(each["data"] + each["late"] for each in splits),
         f"data: is waiting for samples{whose}",
         f"num_workers={2 * workers or 2} loads them beside the training (now {workers})",
     )
 
 
-def _waiting(splits: Sequence[Split], plan: Mapping[str, Any], cut: str) -> Rule:
-    if len(splits) == 1:
-        return
+def _waiting(splits: Sequence[Split], plan: Mapping[str, Any], cut: str) -> Line:
     waits = [each["waiting"] - each["late"] for each in splits]
     slowest = min(range(len(waits)), key=waits.__getitem__)
     others = fmean(each["compute"] for rank, each in enumerate(splits) if rank != slowest)
-    yield (
+    remedy = "look what else runs on its machine, or raise batch.global to even the work out"
+    if plan["sync"] != "deferred":
+        remedy = "sync=deferred lets ranks take different numbers of micro-batches"
+    elif cut != "auto":
+        remedy = "accum=auto deals samples out by what they cost"
+    return (
         fmean(waits),
         f"waiting: ranks wait, mostly for rank {slowest}, which computes "
         f"{duration(splits[slowest]['compute'])} where others take {duration(others)}",
-        "sync=deferred lets ranks take different numbers of micro-batches"
-        if plan["sync"] != "deferred"
-        else "accum=auto deals samples out by what they cost"
-        if cut != "auto"
-        else "look what else runs on its machine, or raise batch.global to even the work out",
+        remedy,
     )
 
 
-def _sync(time: Mapping[str, Any], plan: Mapping[str, Any]) -> Rule:
+def _sync(time: Mapping[str, Any], plan: Mapping[str, Any]) -> Line:
     rows = {row["policy"]: row for row in plan["sync_table"]}
     row, deferred = rows.get(plan["sync"]), rows.get("deferred")
     what, remedy = "sync: is traffic", "a larger batch.global sends gradients less often"
@@ -177,4 +170,4 @@ def _sync(time: Mapping[str, Any], plan: Mapping[str, Any]) -> Rule:
     if deferred is not None and row is not deferred and deferred["fits"]:
         sent = size(round(deferred["within"] + deferred["across"]))
         remedy = f"sync=deferred sends {sent}, in one reduction a step"
-    yield time["seconds"]["sync"], what, remedy
+    return time["seconds"]["sync"], what, remedy

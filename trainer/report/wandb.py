@@ -27,7 +27,6 @@ CLOSE_TIMEOUT_S = 8.0
 """The end of a command is promised within 10 s."""
 
 THREAD = "W&B mirror"
-_MOST_ID_BYTES = 256
 
 
 def is_hanging() -> bool:
@@ -47,9 +46,8 @@ def shown_config(value: Any) -> Any:  # noqa: ANN401 - any config value
         }
     if isinstance(value, list | tuple | set | frozenset):
         return [shown_config(item) for item in value]
-    if isinstance(value, int | float | None):
-        return value
-    return without_secrets(str(value), os.environ)
+    is_plain = isinstance(value, int | float | None)
+    return value if is_plain else without_secrets(str(value), os.environ)
 
 
 @final
@@ -63,7 +61,6 @@ class WandbMirror:
         warn: called with one line when something does not work.
         labels: `project`, `entity`, `group`, `tags`, `name`; None leaves one to W&B.
         run_id: of W&B's run, where the folder has lost its own.
-        close_timeout_s: how long the end of a run waits for the mirror.
 
     Attributes:
         run_id: of W&B's run; None where there is none.
@@ -78,10 +75,8 @@ class WandbMirror:
         *,
         labels: Mapping[str, Any] | None = None,
         run_id: str | None = None,
-        close_timeout_s: float = CLOSE_TIMEOUT_S,
     ) -> None:
         self._mode, self._folder, self._warn = mode, folder.absolute(), warn
-        self._close_timeout_s = close_timeout_s
         self._labels = {"config": shown_config(config), **(labels or {})}
         self._summary: Mapping[str, Any] | None = None
         self._is_over, self._is_imported = threading.Event(), threading.Event()
@@ -89,10 +84,17 @@ class WandbMirror:
         self.run_id: str | None = None
         if mode == "disabled":
             return
+        path = self._folder / "wandb" / "id"
         try:
-            make_folders(self._folder / "wandb")
-            self.run_id = _run_id(self._folder / "wandb" / "id", run_id)
-        except (OSError, ValueError) as error:
+            make_folders(path.parent)
+            if not path.exists():
+                write_file_atomic(path, (run_id or secrets.token_hex(4)).encode())
+            found = path.read_text(errors="replace").strip()
+            if re.fullmatch(r"[\w-]+", found, re.ASCII):
+                self.run_id = found
+            else:
+                warn(f"W&B is off ({path} holds no run id: delete it)")
+        except OSError as error:
             warn(f"W&B is off ({error}); metrics.jsonl holds everything")
 
     def start(self) -> None:
@@ -123,7 +125,7 @@ class WandbMirror:
             return
         self._summary = summary
         self._is_over.set()
-        thread.join(self._close_timeout_s)
+        thread.join(CLOSE_TIMEOUT_S)
         if thread.is_alive():
             self._warn("W&B did not finish in time and was left; metrics.jsonl holds everything")
 
@@ -131,7 +133,12 @@ class WandbMirror:
         """Do all there is to do with wandb: the thread."""
         exits = sys.exit, sys.excepthook
         try:
-            run = self._begin()
+            if self._mode != "online":
+                # Error reports are the only thing an offline run would send.
+                os.environ["WANDB_ERROR_REPORTING"] = "false"
+            wandb = importlib.import_module("wandb")
+            self._is_imported.set()
+            run = self._online(wandb) or self._init(wandb, "offline")
             sys.exit, sys.excepthook = exits  # wandb replaces both
             is_over = False
             while not is_over:
@@ -141,33 +148,29 @@ class WandbMirror:
             if self._summary is not None:
                 run.summary.update(strict(self._summary))
             run.finish(exit_code=0 if self._summary is not None else 1)
-            importlib.import_module("wandb").teardown()  # else its exit hook does, without a limit
+            wandb.teardown()  # else its exit hook does, without a limit
         except Exception as error:  # a mirror never stops what it shows
             self._warn(f"W&B is off ({_line(error)}); metrics.jsonl holds everything")
         finally:
             self._is_imported.set()
             sys.exit, sys.excepthook = exits
 
-    def _begin(self) -> Any:  # noqa: ANN401 - wandb is imported here alone
-        """Start W&B's run: online if asked, else or failing that offline."""
+    def _online(self, wandb: Any) -> Any:  # noqa: ANN401 - imported by the thread alone
+        """Start W&B's run online, if asked; None where there is no way."""
         if self._mode != "online":
-            # Error reports are the only thing an offline run would send.
-            os.environ["WANDB_ERROR_REPORTING"] = "false"
-        wandb = importlib.import_module("wandb")
-        self._is_imported.set()
-        if self._mode == "online":
-            why = "no API key: type wandb login once"
-            try:
-                wandb.setup(wandb.Settings(silent=True))
-                if wandb.login(prompt=False):  # `init` would ask for a key
-                    return self._init(wandb, "online")
-            except Exception as error:
-                why = _line(error)
-            self._warn(
-                f"W&B is not reachable ({why}); this run is recorded offline, to upload it later: "
-                f"wandb sync {self._folder}/wandb/offline-run-*"
-            )
-        return self._init(wandb, "offline")
+            return None
+        why = "no API key: type wandb login once"
+        try:
+            wandb.setup(wandb.Settings(silent=True))
+            if wandb.login(prompt=False):  # `init` would ask for a key
+                return self._init(wandb, "online")
+        except Exception as error:
+            why = _line(error)
+        self._warn(
+            f"W&B is not reachable ({why}); this run is recorded offline, to upload it later: "
+            f"wandb sync {self._folder}/wandb/offline-run-*"
+        )
+        return None
 
     def _init(self, wandb: Any, mode: str) -> Any:  # noqa: ANN401
         settings = wandb.Settings(
@@ -190,34 +193,14 @@ class WandbMirror:
 
 def row(entry: Entry) -> dict[str, Any]:
     """Name the figures of an entry as W&B has them: `train/loss`, `eval/loss`."""
-    named: dict[str, Any] = {}
-    for key, value in entry.items():
-        if key == "step" or value is None:
-            continue
-        name = f"eval/{key.removeprefix('eval_')}" if key.startswith("eval_") else f"train/{key}"
-        named[name] = 1 if isinstance(value, str) else value
-    return named
+    return {
+        f"eval/{key.removeprefix('eval_')}" if key.startswith("eval_") else f"train/{key}": (
+            1 if isinstance(value, str) else value
+        )
+        for key, value in entry.items()
+        if key != "step" and value is not None
+    }
 
 
 def _line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0][:200]
-
-
-def _run_id(path: Path, known: str | None) -> str:
-    """Give the id of the run's folder, made with the first process of the run.
-
-    Args:
-        path: of the file that holds it.
-        known: what a checkpoint holds, which takes its place if it is gone.
-
-    Raises:
-        OSError: the disk refused.
-        ValueError: what stands there is no id.
-    """
-    if not path.exists():
-        write_file_atomic(path, (known or secrets.token_hex(4)).encode())
-    with path.open("rb") as file:
-        run_id = file.read(_MOST_ID_BYTES).decode(errors="replace").strip()
-    if not re.fullmatch(r"[\w-]+", run_id, re.ASCII):
-        raise ValueError(f"{path} holds no run id: delete it")
-    return run_id

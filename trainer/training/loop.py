@@ -11,7 +11,6 @@ from trainer.config.messages import first_of
 from trainer.core.errors import NonFiniteError, Preempted, TrainError
 from trainer.core.signals import ignore_further
 from trainer.plan.order import Order
-from trainer.report.records import EvalRecord
 from trainer.report.reporter import Reporter
 from trainer.training.batches import Feed
 from trainer.training.checkpointing import Checkpointer
@@ -180,5 +179,5 @@ def _evaluate(run: Run, progress: Trained) -> None:
     except Preempted:
         _end(run, progress, _preempted(progress.step))
     seconds = time.perf_counter() - started
-    run.reporter.evaluation(EvalRecord(step=progress.step, metrics=metrics, seconds=seconds))
+    run.reporter.evaluation(progress.step, metrics, seconds)
     progress.evaluation = metrics

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import final
+from typing import Any, final
 
 from torch import Tensor
 
 from trainer.plan.order import Order
-from trainer.report.records import StepRecord
 from trainer.training.step import NOT_FINITE, StepReport
 from trainer.tune.memory_limit import peak_bytes
 
@@ -58,24 +57,28 @@ class Trained:
         self.taken += 1
 
 
-def record_of(order: Order, report: StepReport, tokens: int, seconds: float) -> StepRecord:
-    """Give the record of a step; `tokens` are those consumed from the start of the run."""
+def record_of(order: Order, report: StepReport, tokens: int, seconds: float) -> dict[str, Any]:
+    """Give what metrics.jsonl holds of a step, of whose numbers 0-d tensors may take the place.
+
+    `tokens` are those consumed from the start of the run.
+    """
     batch = report.batch
-    return StepRecord(
-        step=batch.step,
-        epoch=order.fractional_epoch(batch.samples.after),
-        samples=batch.samples.after.samples,
-        tokens=tokens,
-        loss=report.loss,
-        lr=report.lr,
-        grad_norm=report.grad_norm,
-        accum_steps=batch.plan.accum_steps,
-        micro_batches=batch.plan.num_micro_batches,
-        padding=batch.plan.padding,
-        seconds=seconds,
-        step_tokens=batch.num_tokens,
-        memory_bytes=peak_bytes(report.loss.device),
-        skipped=report.skipped,
-        replays=report.replays,
-        metrics=report.metrics,
-    )
+    entry = {
+        "step": batch.step,
+        "epoch": order.fractional_epoch(batch.samples.after),
+        "samples": batch.samples.after.samples,
+        "tokens": tokens,
+        "loss": report.loss,
+        "lr": report.lr,
+        "grad_norm": report.grad_norm,
+        "accum_steps": batch.plan.accum_steps,
+        "micro_batches": batch.plan.num_micro_batches,
+        "padding": batch.plan.padding,
+        "seconds": seconds,
+        "tokens_per_second": batch.num_tokens / seconds if seconds else None,
+        "memory_bytes": peak_bytes(report.loss.device),
+    }
+    entry |= {} if report.skipped is None else {"skipped": report.skipped}
+    entry |= {"replays": report.replays} if report.replays else {}
+    named = {f"metric_{n}" if n in entry else n: value for n, value in report.metrics.items()}
+    return entry | named

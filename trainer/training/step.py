@@ -105,7 +105,7 @@ def train_step(kit: Kit, batch: PlannedBatch, feed: Feed) -> StepReport:
 
 def _set_learning_rate(kit: Kit, step: int) -> float:
     """Set the rates of a step, from 1; gives that of parameters in no group of their own."""
-    kit.world.note("weigh", step=step)
+    kit.world.note("normalizer", step=step)
     factor = kit.schedule.factor(step - 1, kit.total_steps)
     apply_factor(kit.optimizer, kit.base_lrs, factor)
     return kit.lr * factor

@@ -1,12 +1,11 @@
-"""Which part of a tensor over many samples belongs to a few of them."""
+"""Tell which part of a tensor over many samples belongs to a few of them, and compare the two."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, final
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,42 +18,27 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 LOW_TOLERANCE = 1e-2
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
+class Share(NamedTuple):
     """Where the samples of a smaller micro-batch lie within a larger one.
 
-    Counted in samples, or under packing in tokens.
-
-    Attributes:
-        start: of the first.
-        size: how many.
-        total: of the larger one.
-        length: positions per sample of the smaller one.
-        total_length: positions per sample of the larger one.
+    Counted in samples, or under packing in tokens: the first, how many, and of how many; then the
+    positions per sample of the smaller one, and of the larger one.
     """
 
     start: int
     size: int
     total: int
-    length: int
-    total_length: int
+    length: int = 0
+    total_length: int = 0
 
 
 def shares(whole: MicroBatch, parts: Sequence[MicroBatch], *, packed: bool) -> list[Share]:
     """Place micro-batches that hold, in order, the samples of a larger one."""
     sizes = [m.num_positions if packed else len(m.ids) for m in parts]
-    total = whole.num_positions if packed else len(whole.ids)
-    starts = [sum(sizes[:index]) for index in range(len(sizes))]
+    total, positions = sum(sizes), whole.num_positions
     return [
-        Share(
-            start=start,
-            size=size,
-            total=total,
-            length=part.num_positions // size if size else 0,
-            total_length=whole.num_positions // total,
-        )
-        for start, size, part in zip(starts, sizes, parts, strict=True)
+        Share(sum(sizes[:i]), size, total, part.num_positions // max(1, size), positions // total)
+        for i, (size, part) in enumerate(zip(sizes, parts, strict=True))
     ]
 
 
@@ -65,20 +49,19 @@ def align(whole: Tensor, part: Tensor, share: Share) -> tuple[Tensor, Tensor] | 
     padding is on the right.
 
     Returns:
-        Two views of one shape; None where it cannot be told which part is whose.
+        Two views of one shape; None where it cannot be known which part is whose.
     """
+    start, size, total, length, total_length = share
     if whole.dim() != part.dim() or not whole.dim():
         return None
     for dim in range(whole.dim()):
-        if (whole.shape[dim], part.shape[dim]) == (share.total, share.size):
-            return _crop(whole.narrow(dim, share.start, share.size), part)
+        if (whole.shape[dim], part.shape[dim]) == (total, size):
+            return _crop(whole.narrow(dim, start, size), part)
     # (samples * positions, ...): modules that work on single tokens flatten so.
-    flat = (share.total * share.total_length, share.size * share.length)
-    if (whole.shape[0], part.shape[0]) != flat or share.size == 0:
+    if (whole.shape[0], part.shape[0]) != (total * total_length, size * length) or not size:
         return None
-    rows = whole.view(share.total, share.total_length, *whole.shape[1:])
-    mine = part.view(share.size, share.length, *part.shape[1:])
-    return _crop(rows.narrow(0, share.start, share.size), mine)
+    rows = whole.view(total, total_length, *whole.shape[1:])
+    return _crop(rows.narrow(0, start, size), part.view(size, length, *part.shape[1:]))
 
 
 def _crop(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:

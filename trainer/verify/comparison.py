@@ -1,21 +1,28 @@
-"""Compare a planned step's gradient with that of the same samples grouped beyond doubt."""
+"""Compare gradients, and tell an error from rounding.
+
+A gradient computed twice in other groups of samples differs by rounding, and how much that is
+depends on the model: it is `eps` times the size of the terms that are added up, and these may
+cancel to far less than themselves, down to nothing but noise where a gradient is zero on paper (a
+key's bias under softmax, a bias before a norm). No constant knows that size. Weights moved at
+random by their last bit change every rounding on the way and leave the mathematics as it is, so
+that the same step, computed a few times so, shows it (random perturbation as in CESTAC, Vignes
+1993).
+"""
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from trainer.accumulate.base import GradientStrategy
-from trainer.accumulate.normalizer import Kind
-from trainer.training.batches import PlannedBatch
-from trainer.verify.copies import Gradient, Groups, Scratch
-from trainer.verify.rounding import Rounding
+Gradient = Mapping[str, Tensor]
+"""A step's gradient by parameter name; what no micro-batch uses is left out."""
 
 EXACT = {torch.float64: 1e-10, torch.float32: 1e-4}
 """Largest relative error that counts as rounding, by the precision of the comparison. In float64
@@ -29,6 +36,10 @@ GPTs and Hugging Face heads, it was at most 4 times the largest of two moves."""
 NOTHING = 0.25
 """A gradient that a move by the root of `eps` changes by more than this share of itself holds
 rounding only."""
+
+NUM_DRAWS = 3
+"""Passes with moved weights. A gradient of one element, rounded to few bits, now and then gives
+the same noise twice."""
 
 
 @final
@@ -65,63 +76,18 @@ class Errors:
         """Whether all of it is rounding."""
         return all(error <= self.limits[name] for name, error in self.by_name.items())
 
-    @cached_property
+    @functools.cached_property
     def worst(self) -> list[tuple[str, float]]:
         """Parameters with their error: those beyond their limit first, the largest first."""
         return sorted(self.by_name.items(), key=lambda e: (e[1] <= self.limits[e[0]], -e[1]))
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """A planned step, and the same samples in groups that are beyond doubt.
-
-    Attributes:
-        scratch: a copy of the run's model.
-        batch: the planned step.
-        groups: loads its samples anew.
-        size: samples per group of the reference.
-    """
-
-    scratch: Scratch
-    batch: PlannedBatch
-    groups: Groups
-    size: int
-
-    @property
-    def reference(self) -> str:
-        """What the planned step is compared with, in words."""
-        if self.size >= len(self.groups.positions):
-            return "whole batch"
-        return "sample by sample, summed" if self.size == 1 else f"groups of {self.size}, summed"
-
-    def planned(
-        self, kind: Kind | None = None, strategy: GradientStrategy | None = None
-    ) -> Gradient:
-        """Compute the planned step's gradient, with one thing changed where it is given."""
-        kit = self.scratch.kit
-        kit = replace(kit, strategy=strategy or kit.strategy)
-        scratch = replace(self.scratch, kit=kit)
-        return scratch.gradient(self.batch.micro_batches, kind or kit.normalizer)
-
-    def expected(self) -> Gradient:
-        """Compute the reference."""
-        # A mean of means has no reference of its own; what it approximates is the mean.
-        kind: Kind = "samples" if self.scratch.kit.normalizer == "samples" else "tokens"
-        return self.scratch.gradient(self.groups.groups(self.size), kind)
-
-    def one_piece(self) -> Gradient:
-        """Compute the step in one piece, in the order of the plan, as the run itself would."""
-        whole = self.groups.group(self.groups.positions)
-        return self.scratch.gradient([whole], self.scratch.kit.normalizer)
-
-    def errors(self, planned: Gradient, expected: Gradient) -> Errors:
-        """Compare two gradients by the precision of this case, and by its rounding."""
-        dtype = self.scratch.dtype or torch.float32
-        return compared(planned, expected, dtype, Rounding(self.scratch.module, self.planned))
-
-
-def compared(found: Gradient, expected: Gradient, dtype: torch.dtype, rounding: Rounding) -> Errors:
+def compared(
+    found: Gradient,
+    expected: Gradient,
+    dtype: torch.dtype,
+    rounding: Callable[[float], Mapping[str, float]],
+) -> Errors:
     """Compare gradients: max absolute difference over max absolute reference, by parameter.
 
     A gradient that only one side has is compared with zeros. What rounding leaves of terms that
@@ -130,70 +96,87 @@ def compared(found: Gradient, expected: Gradient, dtype: torch.dtype, rounding: 
     much smaller than its terms that rounding alone exceeds the limit. Neither can hide what is
     larger than the limit times the largest gradient.
 
-    Args:
-        found: one gradient.
-        expected: the reference.
-        dtype: float64, or float32, where the limit is what rounding is measured to be.
-        rounding: of the same gradient; measured only where it matters.
+    `rounding` measures that of the gradient for a relative move of the weights, where it matters.
     """
+    rounding, eps = functools.cache(rounding), torch.finfo(dtype).eps
     sizes = {name: _largest(gradient) for name, gradient in expected.items()}
-    scale = _Scale(
-        dtype, max((s for s in sizes.values() if math.isfinite(s)), default=0.0), rounding
-    )
+    largest = max((size for size in sizes.values() if math.isfinite(size)), default=0.0)
+    least = EXACT[dtype] * largest
+
+    def limit(name: str, size: float) -> float:
+        if dtype == torch.float64 or not size:
+            return EXACT[dtype]
+        noise = max(rounding(eps).get(name, 0.0), eps * size)
+        return min(EXACT[dtype], MARGIN * noise / size)
+
+    def cancelling(name: str, distance: float, size: float) -> float:
+        """Give the size of the terms that cancel, where nothing but rounding is left; else 0."""
+        if not min(distance, size) <= least:  # not a number, maybe
+            return 0.0
+        noise = rounding(eps).get(name, 0.0)
+        if distance <= min(MARGIN * noise, least):
+            return min(noise / eps, largest)
+        # A move by the root of `eps` changes a gradient by a root of `eps` too, unless there is
+        # nothing in it but rounding.
+        changed = rounding(math.sqrt(eps)).get(name, 0.0) if size <= least else 0.0
+        return min(max(noise, changed, size) / eps, largest) if changed > NOTHING * size else 0.0
+
     by_name, limits, cancelled = dict[str, float](), dict[str, float](), list[str]()
     for name in sorted(found.keys() | expected.keys()):
-        distance, size = _distance(name, found, expected), sizes.get(name, 0.0)
-        error, limits[name] = _ratio(distance, size), scale.limit(name, size)
-        if error > limits[name] and (terms := scale.cancelling(name, distance, size)):
-            error, limits[name] = _ratio(distance, terms), scale.limit(name, terms)
+        distance, size = _distance(found.get(name), expected.get(name)), sizes.get(name, 0.0)
+        error, limits[name] = _ratio(distance, size), limit(name, size)
+        if error > limits[name] and (terms := cancelling(name, distance, size)):
+            error, limits[name] = _ratio(distance, terms), limit(name, terms)
             sizes[name] = terms
             cancelled.append(name)
         by_name[name] = error
     return Errors(by_name=by_name, limits=limits, sizes=sizes, cancelled=tuple(cancelled))
 
 
-@final
-@dataclass(frozen=True)
-class _Scale:
-    """What a difference is compared with.
+def measure_rounding(
+    module: nn.Module, gradient: Callable[[], Gradient], amount: float
+) -> dict[str, float]:
+    """Measure how far a gradient goes when every weight moves by a relative amount and back.
 
-    Attributes:
-        dtype: of the comparison.
-        largest: reference over all parameters.
-        rounding: of the gradient.
+    Returns:
+        The largest element, by parameter.
     """
-
-    dtype: torch.dtype
-    largest: float
-    rounding: Rounding
-
-    def limit(self, name: str, size: float) -> float:
-        """Give the largest error of a parameter that is rounding, relative to `size`."""
-        if self.dtype == torch.float64 or not size:
-            return EXACT[self.dtype]
-        eps = torch.finfo(self.dtype).eps
-        noise = max(self.rounding.measure(eps).get(name, 0.0), eps * size)
-        return min(EXACT[self.dtype], MARGIN * noise / size)
-
-    def cancelling(self, name: str, distance: float, size: float) -> float:
-        """Give the size of the terms that cancel, where nothing but rounding is left; else 0."""
-        eps, least = torch.finfo(self.dtype).eps, EXACT[self.dtype] * self.largest
-        if not min(distance, size) <= least:  # not a number, maybe
-            return 0.0
-        noise = self.rounding.measure(eps).get(name, 0.0)
-        if distance <= min(MARGIN * noise, least):
-            return min(noise / eps, self.largest)
-        changed = self.rounding.measure(math.sqrt(eps)).get(name, 0.0)
-        if size <= least and changed > NOTHING * size:
-            return min(max(noise, changed, size) / eps, self.largest)
-        return 0.0
+    low: dict[str, Tensor] = {}
+    high: dict[str, Tensor] = {}
+    for seed in range(NUM_DRAWS):
+        with _moved(module, amount, seed):
+            found = {name: _as_real(values) for name, values in gradient().items()}
+        low = {name: torch.minimum(low.get(name, g), g) for name, g in found.items()}
+        high = {name: torch.maximum(high.get(name, g), g) for name, g in found.items()}
+    return {name: float((high[name] - low[name]).max()) for name in high if high[name].numel()}
 
 
-def _distance(name: str, found: Gradient, expected: Gradient) -> float:
-    if name in expected and name in found:
-        wide = torch.promote_types(expected[name].dtype, torch.float64)
-        return _largest(found[name].to(wide) - expected[name].to(wide))
-    return _largest(found[name] if name in found else expected[name])
+@contextmanager
+def _moved(module: nn.Module, amount: float, seed: int) -> Iterator[None]:
+    """Multiply every weight by one plus or minus an amount, the sign drawn."""
+    draw = torch.Generator().manual_seed(seed)
+    weights = [_as_real(w.detach()) for w in module.parameters()]
+    weights = [weight for weight in weights if weight.is_floating_point()]
+    saved = [weight.clone() for weight in weights]
+    try:
+        for weight in weights:
+            signs = torch.randint(0, 2, weight.shape, generator=draw) * 2 - 1
+            weight.mul_(1 + amount * signs.to(weight))
+        yield
+    finally:
+        for weight, before in zip(weights, saved, strict=True):
+            weight.copy_(before)
+
+
+def _as_real(values: Tensor) -> Tensor:
+    return torch.view_as_real(values) if values.is_complex() else values
+
+
+def _distance(found: Tensor | None, expected: Tensor | None) -> float:
+    if found is None or expected is None:
+        return _largest(next(each for each in (found, expected) if each is not None))
+    wide = torch.promote_types(expected.dtype, torch.float64)
+    return _largest(found.to(wide) - expected.to(wide))
 
 
 def _ratio(distance: float, size: float) -> float:

@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import final
+from typing import NamedTuple
 
 import numpy as np
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainer.core.micro_batch import MicroBatch
 from trainer.core.out_of_memory import AllocationGuard, release_memory
-from trainer.verify.align import align, close, shares
-from trainer.verify.copies import Groups, Scratch
-from trainer.verify.sums import Sight, added_faults, sum_faults, weight_faults
+from trainer.objectives.base import Sums
+from trainer.objectives.model_loss import ModelLoss
+from trainer.verify.align import shares
+from trainer.verify.case import Case
 from trainer.verify.trace import OUTSIDE, Trace, compare, record, repeat
 
 Culprits = list[tuple[str, str]]
 """Names of modules, the objective, the data or a setting, each with the reason."""
+
+NEIGHBOURS, PADDING = "the rest of its micro-batch", "its padding"
+"""What a sample does not share when it is run in another micro-batch."""
+
+TOLERANCE = 1e-9
+"""Relative difference of two sums that is rounding."""
+
+SINGLE_TOLERANCE = 1e-4
+"""The same of sums in fewer bits than float64."""
+
+WEIGHT_TOLERANCE = 1e-6
+"""Relative; a weight may be a sum of the data's own float32 numbers."""
 
 UNREPEATABLE = (
     "gives something else each time: it draws from a generator that no seed of the run governs, or "
@@ -36,212 +50,144 @@ NORMALISES = (
     "micro-batch per step"
 )
 
-NEIGHBOURS, PADDING, EITHER = "the rest of its micro-batch", "its padding", "its micro-batch"
-"""What a sample does not share when it is run in another micro-batch."""
+FIELD = (
+    "the data give this field of a sample another value when its neighbours change: it is "
+    "drawn or computed in `collate`, or padded on the left"
+)
 
 CAUSES = {
     NEIGHBOURS: ": capacity routing, or statistics or attention over the micro-batch: let it work "
     "on each sample alone (routing: without dropping), or use one micro-batch per step",
     PADDING: ": mask the padding, or use a layer that looks only backwards, or samples of one "
     "length",
-    EITHER: "",
 }
 
 MAX_PICKED = 4
 """Samples that are run together and alone."""
 
-
-@final
-@dataclass(frozen=True, slots=True)
-class Draws:
-    """Modules that draw random numbers.
-
-    Attributes:
-        quiet: those that stop doing so in evaluation mode, and are in it now.
-        loud: those that do not.
-    """
-
-    quiet: tuple[str, ...] = ()
-    loud: tuple[str, ...] = ()
-
-    def __bool__(self) -> bool:
-        return bool(self.quiet or self.loud)
+Ways = Mapping[str, Sequence[MicroBatch]]
+"""Ways to part a micro-batch into smaller ones, in order, by what these do not share with it."""
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Found:
+class Found(NamedTuple):
     """What was found.
 
     Attributes:
-        added: losses that the model adds to its own.
-        modules: that couple samples, heed padding, keep state or cannot be repeated.
+        modules: those that couple samples, heed padding, keep state or cannot be repeated; what
+            the model adds to its loss; fields of the data that change with a sample's neighbours.
         sums: loss terms and weights of the objective that do not add up.
-        data: fields of a sample that change with its neighbours.
+        quiet: modules that draw at random and stop in evaluation mode, which they are in now.
+        loud: those that draw in evaluation mode, too; `OUTSIDE` is the objective.
+        was_checked: whether two samples fit into memory, or all of this is empty.
     """
 
-    added: Culprits
     modules: Culprits
     sums: Culprits
-    data: Culprits
+    quiet: tuple[str, ...] = ()
+    loud: tuple[str, ...] = ()
+    was_checked: bool = True
 
     @property
     def all(self) -> Culprits:
-        """Everything, what the model adds to its loss first."""
-        return [*self.added, *self.modules, *self.sums, *self.data]
+        """Everything but what draws."""
+        return [*self.modules, *self.sums]
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Way:
-    """One way to part a micro-batch.
-
-    Attributes:
-        parts: the same samples, in order, in smaller micro-batches.
-        changes: what they do not share with the larger one.
-        is_last_resort: whether it is only gone where another way fails.
-    """
-
-    parts: Sequence[MicroBatch]
-    changes: str
-    is_last_resort: bool = False
+def examine(case: Case) -> Found:
+    """Switch off what draws at random, for good, and run a few samples together and apart."""
+    for most in (MAX_PICKED, 2):
+        with AllocationGuard():
+            whole, ways = pick(case, most)
+            quiet, loud = _silence(case, whole)
+            return find(case, whole, ways, excused=loud)._replace(quiet=quiet, loud=loud)
+        release_memory()
+    return Found([], [], was_checked=False)
 
 
-def silence(scratch: Scratch, micro_batch: MicroBatch) -> Draws:
-    """Switch off, one by one, the modules that draw random numbers.
+def _silence(case: Case, micro_batch: MicroBatch) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Switch off the modules that draw random numbers, as `quiet` and `loud` of `Found`.
 
     Only the modules that draw leave training mode, and none of their children: what else the mode
     changes, such as BatchNorm, stays as it is in training.
     """
-    modules = dict(scratch.module.named_modules())
+    modules = dict(case.module.named_modules())
     found: dict[str, None] = {}
     while True:
-        drawn = record(scratch, micro_batch).drawn
+        drawn = record(case, micro_batch).drawn
         new = [name for name in drawn if name not in found]
-        found |= dict.fromkeys(new)
         if not new:
-            return Draws(tuple(name for name in found if name not in drawn), drawn)
+            return tuple(name for name in found if name not in drawn), drawn
+        found |= dict.fromkeys(new)
         for name in new:
             if name != OUTSIDE:
                 modules[name].training = False
 
 
-def pick(groups: Groups, most: int = MAX_PICKED) -> tuple[MicroBatch, list[Way]]:
-    """Load a few samples, or groups that stay together, of different length together and apart.
-
-    Args:
-        groups: of the planned step.
-        most: how many of them.
-
-    Returns:
-        The samples together, and the ways to part them.
-    """
-    units = groups.units()
-    lengths = np.array([groups.lengths(unit).max() for unit in units])
+def pick(case: Case, most: int = MAX_PICKED) -> tuple[MicroBatch, Ways]:
+    """Load a few samples, or groups that stay together, of different length together and apart."""
+    units = case.units()
+    lengths = np.array([case.batch.plan.lengths[unit].max() for unit in units])
     by_length = [units[i] for i in lengths.argsort(kind="stable")]
-    count = min(most, len(units))
+    count, longest = min(most, len(units)), int(lengths.max())
     chosen = [by_length[len(units) - 1 - i * len(units) // count] for i in range(count)]
-    longest, half = int(lengths.max()), count // 2
-    halves = [np.concatenate(each) for each in (chosen[:half], chosen[half:]) if each]
-    ways = [
-        Way([groups.group(unit, pad_to=longest) for unit in chosen], NEIGHBOURS),
-        Way([groups.group(unit) for unit in chosen], PADDING),
-        Way([groups.group(each, pad_to=longest) for each in halves], NEIGHBOURS, True),
-    ]
-    return groups.group(np.concatenate(chosen)), ways
+    padded = [case.load(unit, pad_to=longest) for unit in chosen]
+    ways = {NEIGHBOURS: padded, PADDING: [case.load(unit) for unit in chosen]}
+    return case.load(np.concatenate(chosen)), ways
 
 
-def find(
-    scratch: Scratch,
-    whole: MicroBatch,
-    ways: Sequence[Way],
-    *,
-    packed: bool,
-    excused: Collection[str] = (),
-) -> Found:
+def find(case: Case, whole: MicroBatch, ways: Ways, *, excused: Collection[str] = ()) -> Found:
     """Find what makes a sample depend on its micro-batch.
 
     Args:
-        scratch: draws nothing at random, as far as it can be kept from it.
+        case: draws nothing at random, as far as it can be prevented.
         whole: some samples as one micro-batch.
         ways: to part it; a module is only charged with the first change it reacts to.
-        packed: whether their rows are packed.
         excused: modules that are charged otherwise.
     """
-    trace, modules = record(scratch, whole), dict(scratch.module.named_modules())
-    moved, unrepeatable = repeat(scratch, trace, ways[0].parts[0])
+    trace, parts = record(case, whole), next(iter(ways.values()))
+    moved, unrepeatable = repeat(case, trace, parts[0])
     reasons = dict.fromkeys(unrepeatable, UNREPEATABLE) | dict.fromkeys(moved, STATEFUL)
-    sights = _part(scratch, trace, ways, reasons, packed=packed)
-    # Behind a gate that is still zero their output does not count yet, and shows nothing.
-    norms = [n for n, m in modules.items() if (n, 0) in trace.calls and _takes_batch_statistics(m)]
-    reasons |= {n: NORMALISES for n in norms if n not in reasons}
-    charged = {name: reason for name, reason in reasons.items() if name not in excused}
-    data = next((found for way in ways if (found := _data_faults(whole, way, packed=packed))), [])
-    added, explains = added_faults(scratch, trace, sights[0].parts) if sights else ([], False)
-    sums: Culprits = []
-    if scratch.kit.objective.scope == "sample":
-        if scratch.kit.normalizer != "samples":
-            sums += weight_faults(scratch, trace, ways[0].parts)
-        if not (data or explains):
-            sums += sum_faults(scratch, trace, sights)
-    return Found(added, describe(modules, charged), sums, data)
+    fields, sums = _compare_ways(case, trace, ways, reasons)
+    modules = dict(case.module.named_modules())
+    for name, module in modules.items():
+        # Behind a gate that is still zero its output does not count yet, and shows nothing.
+        is_live = isinstance(module, _BatchNorm) and (name, 0) in trace.calls
+        if is_live and (module.training or module.running_mean is None or name in reasons):
+            reasons[name] = NORMALISES
+    charged = {n: r for n, r in reasons.items() if n in modules and n not in excused}
+    data = [(f"data field {name}", FIELD) for name in sorted(fields)]
+    added = _added_faults(case, trace, parts) if sums else []
+    faults: Culprits = []
+    if case.kit.objective.scope == "sample":
+        faults = [] if case.kit.normalizer == "samples" else _weight_faults(case, trace, parts)
+        faults += [] if data or added else _sum_faults(case, trace, sums)
+    return Found([*added, *describe(modules, charged), *data], faults)
 
 
-def _part(
-    scratch: Scratch, trace: Trace, ways: Sequence[Way], reasons: dict[str, str], *, packed: bool
-) -> list[Sight]:
+def _compare_ways(
+    case: Case, trace: Trace, ways: Ways, reasons: dict[str, str]
+) -> tuple[set[str], dict[str, list[Sums]]]:
     """Run the samples of a trace apart, and add the modules that are to blame to the reasons.
 
     Returns:
-        The loss sums of each way in which all of its parts ran.
+        Fields of the data that differ; the loss sums of each way in which all of its parts ran.
     """
-    modules, failures, sights = dict(scratch.module.named_modules()), dict[str, str](), []
-    for way in ways:
-        if way.is_last_resort and not failures:
-            continue
-        places = shares(trace.micro_batch, way.parts, packed=packed)
-        passes = [compare(scratch, trace, m, s) for m, s in zip(way.parts, places, strict=True)]
-        for name in dict.fromkeys(name for each in passes for name in each.blamed):
-            is_norm = isinstance(modules[name], _BatchNorm)
-            reason = (
-                f"gives a sample another output when {way.changes} changes{CAUSES[way.changes]}"
-            )
-            reasons.setdefault(name, NORMALISES if is_norm else reason)
-        failures |= dict(each.failure for each in passes if each.failure is not None)
-        sums = [each.sums for each in passes if each.sums is not None]
-        if len(sums) == len(passes):
-            sights.append(Sight(way.parts, places, sums, repads=way.changes == PADDING))
-    for name in failures.keys() & modules.keys():  # outside of them it is the objective that failed
-        is_norm = isinstance(modules[name], _BatchNorm)
-        reasons.setdefault(name, NORMALISES if is_norm else failures[name])
-    return sights
-
-
-def check_objective(
-    scratch: Scratch, groups: Groups, *, packed: bool
-) -> tuple[Culprits | None, Draws]:
-    """Check an objective on its own, whatever the comparison of gradients gave.
-
-    A loss that is no sum can be exact for one cut: a mean over micro-batches of one size, say.
-
-    Args:
-        scratch: what draws at random in it is switched off.
-        groups: of the planned step.
-        packed: whether its rows are packed.
-
-    Returns:
-        Its faults, None where not even two samples fit into memory; and what draws at random.
-    """
-    draws = Draws()
-    for most in (MAX_PICKED, 2):
-        with AllocationGuard():
-            whole, ways = pick(groups, most)
-            draws = silence(scratch, whole)
-            if draws.loud:
-                return [], draws
-            return find(scratch, whole, ways, packed=packed).sums, draws
-        release_memory()
-    return None, draws
+    failures, fields, sums = dict[str, str](), set[str](), dict[str, list[Sums]]()
+    for changes, parts in ways.items():
+        places = shares(trace.micro_batch, parts, packed=case.batch.plan.packed)
+        passes = [compare(case, trace, m, share) for m, share in zip(parts, places, strict=True)]
+        for found in passes:
+            for name in found.blamed:
+                reason = f"gives a sample another output when {changes} changes"
+                reasons.setdefault(name, reason + CAUSES.get(changes, ""))
+            fields.update(found.fields)
+            failures |= dict([found.failure] if found.failure else [])
+        complete = [found.sums for found in passes if found.sums is not None]
+        if len(complete) == len(passes):
+            sums[changes] = complete
+    for name, reason in failures.items():
+        reasons.setdefault(name, reason)
+    return fields, sums
 
 
 def describe(modules: Mapping[str, nn.Module], reasons: Mapping[str, str]) -> Culprits:
@@ -258,21 +204,107 @@ def describe(modules: Mapping[str, nn.Module], reasons: Mapping[str, str]) -> Cu
     return lines
 
 
-def _takes_batch_statistics(module: nn.Module) -> bool:
-    return isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
+def _sum_faults(case: Case, trace: Trace, sums: Mapping[str, Sequence[Sums]]) -> Culprits:
+    """Name every loss term that is no sum over samples; `sums` are theirs apart, by what changes.
+
+    A loss that is no sum can be exact for one cut: a mean over micro-batches of one size, say.
+    """
+    objective, faults = case.kit.objective, Culprits()
+    for term, loss in trace.sums.losses.items():
+        # A group without a loss term may leave it out.
+        apart = {way: [float(s.losses.get(term, 0.0)) for s in sums[way]] for way in sums}
+        wrong = [way for way, each in apart.items() if not _adds_up(loss, each)]
+        if not wrong:
+            continue
+        last = apart[wrong[-1]]
+        if wrong[0] == PADDING and len(sums) > 1:
+            reason = (
+                f"`{term}` changes with padding: {sum(last):.6g} without, {float(loss):.6g} with "
+                "it; mask padded positions in the loss, or use samples of one length"
+            )
+        else:
+            reason = (
+                f"`{term}` is no sum: {len(trace.micro_batch.ids)} samples together give "
+                f"{float(loss):.6g}, in {len(last)} groups they add up to {sum(last):.6g}; it "
+                "divides by a count of its own, or couples samples; "
+                f"{_remedy(case)}"
+            )
+        faults.append((f"objective {type(objective).__name__}", reason))
+    return faults
 
 
-def _data_faults(whole: MicroBatch, way: Way, *, packed: bool) -> Culprits:
-    """Compare what the data give for the same samples."""
-    places = shares(whole, way.parts, packed=packed)
-    changed = {
-        name
-        for part, share in zip(way.parts, places, strict=True)
-        for name in whole.fields.keys() & part.fields.keys()
-        if (pair := align(whole.fields[name], part.fields[name], share)) and not close(*pair)
-    }
-    reason = (
-        "the data give this field of a sample another value when its neighbours change: it is "
-        "drawn or computed in `collate`, or padded on the left"
-    )
-    return [(f"data field {name}", reason) for name in sorted(changed)]
+def _weight_faults(case: Case, trace: Trace, parts: Sequence[MicroBatch]) -> Culprits:
+    """Name every weight of a loss that is no count over samples."""
+    whole, name = trace.micro_batch, f"objective {type(case.kit.objective).__name__}"
+    return [
+        (
+            name,
+            f"the weight of `{term}` does not add up: {len(whole.ids)} samples together weigh "
+            f"{weight:g}, in {len(parts)} groups {sum(m.weights[term] for m in parts):g}; "
+            "`weights` must count what `sums` adds up, or the loss is not divided by it",
+        )
+        for term, weight in whole.weights.items()
+        if term in trace.sums.losses
+        and not _adds_up(weight, [m.weights[term] for m in parts], WEIGHT_TOLERANCE)
+    ]
+
+
+def _added_faults(case: Case, trace: Trace, parts: Sequence[MicroBatch]) -> Culprits:
+    """Name the losses beside `.loss` in a model's output that its loss depends on and are no sums.
+
+    A router's load balance is a statistic of a micro-batch.
+    """
+    added, faults, kind = _added(trace), Culprits(), type(case.module).__name__
+    traces = [_added(record(case, part)) for part in parts] if added else []
+    for name, value in added.items():
+        apart = [float(each.get(name, math.nan)) for each in traces]
+        if not _adds_up(value, apart):
+            reason = (
+                f"`{name}`, which {kind} adds to its loss, is no sum over samples but a "
+                f"statistic of the micro-batch, as a router's load balance is: together it is "
+                f"{float(value):.6g}, in {len(parts)} groups {sum(apart):.6g} in all; switch it "
+                "off in the model's config (output_router_logits=False, or a coefficient of 0), "
+                "or use one micro-batch per step"
+            )
+            faults.append((f"{kind}.{name}", reason))
+    return faults
+
+
+def _added(trace: Trace) -> Mapping[str, Tensor]:
+    """List the losses beside its own that the first call of the model itself gave, by name."""
+    found: dict[str, Tensor] = {}
+    if ("", 0) not in trace.calls:
+        return found
+    outputs = trace.calls["", 0].outputs
+    for path, gradient in outputs.gradients.items():
+        name = path.rpartition(".")[2]
+        if gradient is None or gradient.dim() or not float(gradient):
+            continue
+        if name.endswith("loss") and name != "loss":
+            found[name] = outputs.values[path]
+    return found
+
+
+def _adds_up(
+    together: Tensor | float, apart: Sequence[float], tolerance: float | None = None
+) -> bool:
+    if tolerance is None:
+        is_double = isinstance(together, Tensor) and together.dtype == torch.float64
+        tolerance = TOLERANCE if is_double else SINGLE_TOLERANCE
+    together, summed = float(together), sum(apart)
+    if not math.isfinite(together) and not math.isfinite(summed):
+        return True
+    size = max(abs(together), *map(abs, apart))  # signed sums may cancel
+    return abs(together - summed) <= max(tolerance * size, 1e-12)
+
+
+def _remedy(case: Case) -> str:
+    """Say what may make a sum of it; to verify again shows whether it does."""
+    objective = case.kit.objective
+    if not isinstance(objective, ModelLoss):
+        return "let `sums` add up over samples, and `weights` count what it adds up"
+    flipped = f"objective.causal={str(not objective.causal).lower()}"
+    typed = f"{flipped} or objective.reduction=sum"
+    if objective.reduction == "sum":
+        typed = "objective.reduction=mean where the model drops num_items_in_batch"
+    return f"try {typed}, or take an objective that sums, such as next_token or classify"

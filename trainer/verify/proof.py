@@ -19,23 +19,16 @@ from trainer.objectives.model_loss import ModelLoss
 from trainer.report.records import Verdict, VerifyReport
 from trainer.training.batches import Feed, PlannedBatch
 from trainer.training.kit import Kit
-from trainer.verify.comparison import Case, Errors
-from trainer.verify.copies import Gradient, Groups, Scratch
-from trainer.verify.diagnose import (
-    HOOKED,
-    LOW,
-    SHARED,
-    diagnose,
-    low_precision,
-    proves_nothing,
-    short,
-)
-from trainer.verify.find_module import Culprits, check_objective
+from trainer.verify.case import Case, copied
+from trainer.verify.comparison import Errors, Gradient
+from trainer.verify.diagnose import HOOKED, LOW, SHARED, UNPROVEN, diagnose, low_precision, short
+from trainer.verify.find_module import Culprits, Found, examine
 from trainer.verify.hooks import hooked
 from trainer.verify.trace import OUTSIDE
 
 MAX_WORST = 10
 ERROR_CHARACTERS = 120
+UNCHECKED = "the loss sums were not checked on their own: not two samples fit"
 
 
 def verify(kit: Kit, batch: PlannedBatch, feed: Feed, *, whole_fits: bool) -> VerifyReport:
@@ -67,81 +60,75 @@ def verify(kit: Kit, batch: PlannedBatch, feed: Feed, *, whole_fits: bool) -> Ve
 
 
 def _verify(kit: Kit, batch: PlannedBatch, feed: Feed, *, whole_fits: bool) -> VerifyReport:
-    case, planned, notes = _highest(kit, batch, feed)
-    unproven = _uncopied(kit)
+    case, planned, notes = _plan(kit, batch, feed)
+    unproven, whole = _uncopied(kit), replace(case, size=case.num_samples)
     is_one_piece = case.batch.plan.num_micro_batches == 1
-    case, expected = _referred(case, whole_first=whole_fits and not is_one_piece)
+    case, expected = _refer(case, whole_first=whole_fits and not is_one_piece)
     errors, low = case.errors(planned, expected), low_precision(kit)
     why = _why(case, is_one_piece=is_one_piece, whole_fits=whole_fits)
+    whole_errors = errors
     if low is not None:
-        as_is = replace(case, scratch=Scratch.of(kit, None))
+        as_is = replace(case, kit=copied(kit, None), dtype=None)
         errors = case.errors(as_is.planned(), expected)
         why.append(f"the planned step in {short(low)}, as the weights are")
     elif is_one_piece and not errors.is_exact:
-        whole = replace(
-            case, size=len(case.groups.positions), scratch=Scratch.of(kit, case.scratch.dtype)
-        )
         whole_errors = whole.errors(planned, whole.one_piece())
-        if whole_errors.is_exact:
-            faults, more = _objective(whole, is_exact=True)
-            if not faults:
-                return _report(whole, whole_errors, unproven, [*notes, *more])
-    culprits, notes = Culprits(), notes + why
-    is_exact_without = False
+    found = examine(case)
+    if whole_errors.is_exact and low is None and not (errors.is_exact or found.sums):
+        case, errors, why = whole, whole_errors, []
+    culprits, is_without = found.sums, False
     if not errors.is_exact:
-        found = diagnose(case, kit, planned, expected, traces_whole=whole_fits)
-        culprits, is_exact_without = found.culprits, found.is_exact_without
-    if errors.is_exact or is_exact_without:
-        faults, more = _objective(case, is_exact=errors.is_exact)
-        culprits, notes = [*culprits, *faults], notes + more
-        is_exact_without = is_exact_without and not faults
-    report = _report(case, errors, [*culprits, *unproven], notes)
-    if is_exact_without and not unproven:
-        return replace(report, verdict="exact_without_dropout")
-    return report
+        fits = whole_fits
+        culprits, is_without = diagnose(case, kit, found, planned, expected, traces_whole=fits)
+    notes += [*why, *_asides(case, errors, found, culprits)]
+    culprits = [*culprits, *unproven]
+    return VerifyReport(
+        verdict=_verdict(errors, culprits, is_without=is_without and not unproven),
+        max_relative_error=errors.largest,
+        reference=case.reference,
+        dtype=short(case.dtype),
+        worst=tuple(errors.worst[:MAX_WORST]),
+        culprits=tuple(culprits),
+        num_parameters=len(errors.by_name),
+        micro_batches=case.batch.plan.num_micro_batches,
+        global_batch=case.num_samples,
+        limit=errors.limit,
+        notes=tuple(notes),
+    )
 
 
-def _objective(case: Case, *, is_exact: bool) -> tuple[Culprits, list[str]]:
-    """Check that a step without an error is none by accident of this cut and this batch."""
-    faults, draws = check_objective(case.scratch, case.groups, packed=case.batch.plan.packed)
-    notes = list[str]()
-    if draws and is_exact:
-        names = {OUTSIDE: "the objective", "": "the model itself"}
-        drawn = first_of([names.get(name, name) for name in (*draws.quiet, *draws.loud)])
-        notes.append(f"{drawn}: draws at random, without effect here; another step may differ")
-    if faults is None:
-        notes.append("the loss sums were not checked on their own: not two samples fit")
-    elif faults and is_exact:
-        notes.append("the gradients agree by accident: another cut or batch would differ")
-    return faults or [], notes
+def _verdict(errors: Errors, culprits: Culprits, *, is_without: bool) -> Verdict:
+    if is_without:
+        return "exact_without_dropout"
+    if errors.is_exact and not culprits:
+        return "exact"
+    # Whether no reason among them is one by which the step depends on its cut.
+    is_open = all(any(words in reason for words in UNPROVEN) for _, reason in culprits)
+    return "not_proven" if is_open else "not_exact"
 
 
-def _highest(kit: Kit, batch: PlannedBatch, feed: Feed) -> tuple[Case, Gradient, list[str]]:
+def _plan(kit: Kit, batch: PlannedBatch, feed: Feed) -> tuple[Case, Gradient, list[str]]:
     """Compute the planned gradient in float64, or in float32 where the model fixes its precision.
 
     Returns:
         The comparison to be, one side of it, and what a reader of the verdict must know.
     """
-    groups, refusal = Groups(batch, feed, kit.objective), ""
+    notes = list[str]()
     for dtype in (torch.float64, torch.float32):
         try:
             with fatal(f"copying the model in {short(dtype)}, for train verify"):
-                scratch = Scratch.of(kit, dtype)
-            size = len(groups.positions)
-            case = Case(scratch=scratch, batch=batch, groups=groups, size=size)
-            case, planned = _fitting(case)
+                copy = copied(kit, dtype)
+            case = Case(kit=copy, dtype=dtype, batch=batch, feed=feed)
+            case, planned = _fit(case)
             break
         except Exception as error:  # a model that fixes its precision may raise anything
             if isinstance(error, TrainError) or dtype == torch.float32:
                 raise
-            refusal = _text(error)
-    notes = []
-    if dtype == torch.float32:
-        notes.append(
-            f"the model does not run in float64 ({refusal}), so this proves what float32 can: "
-            "no error beyond the model's own rounding, which was measured"
-        )
-    low = [short(cast) for cast in LOW if cast in case.scratch.undone]
+            notes.append(
+                f"the model does not run in float64 ({_text(error)}), so this proves what float32 "
+                "can: no error beyond the model's own rounding, which was measured"
+            )
+    low = [short(cast) for cast in LOW if cast in case.undone]
     if low and low_precision(kit) is None:
         notes.append(f"casts to {', '.join(low)} by hand in the model are undone in float64")
     asked, used = batch.plan.num_micro_batches, case.batch.plan.num_micro_batches
@@ -153,64 +140,43 @@ def _highest(kit: Kit, batch: PlannedBatch, feed: Feed) -> tuple[Case, Gradient,
     return case, planned, notes
 
 
-def _uncopied(kit: Kit) -> Culprits:
-    """Name the weights of the run's own model whose hooks, or gradients, a copy does not show."""
-    named = dict(kit.model.module.named_parameters())
-    culprits = [
-        (name, f"has a hook on its gradient ({method}), which {HOOKED}")
-        for name, method in hooked(kit.model.module).items()
-        if named[name].requires_grad
-    ]
-    reached = [name for name, parameter in named.items() if parameter.grad is not None]
-    return culprits + ([(first_of(reached), SHARED)] if reached else [])
-
-
-def _fitting(case: Case) -> tuple[Case, Gradient]:
-    """Compute the planned gradient, cut finer, as the run itself would, while memory runs out."""
-    while True:
-        with AllocationGuard():
-            return case, case.planned()
-        release_memory()
-        case = _finer(case)
-
-
-def _finer(case: Case) -> Case:
-    """Cut the step as the run does when memory runs out.
+def _fit(case: Case) -> tuple[Case, Gradient]:
+    """Compute the planned gradient, cut finer, as the run itself would, while memory runs out.
 
     Raises:
         DoesNotFitError: it cannot be cut finer and stay the same step.
     """
-    batch, dtype = case.batch, short(case.scratch.dtype)
-    if case.scratch.kit.normalizer == "micro_batches":
-        raise DoesNotFitError(
-            f"train verify: a micro-batch does not fit into memory in {dtype}, and a mean of means "
-            "changes with the cut: lower accum.micro"
-        )
-    feed = case.groups.feed
-    cut = feed.cut.smaller(batch.plan)
-    if cut is None:
-        sample, length = batch.largest_sample()
-        raise DoesNotFitError(
-            f"train verify: sample {sample} of {length} tokens does not fit into memory in "
-            f"{dtype}, even alone: lower data.max_length, or verify a smaller model of its kind"
-        )
-    feed.use(cut)
-    batch = replace(batch, plan=cut.cut(batch.plan.lengths, feed.layout))
-    groups = replace(case.groups, batch=batch)
-    slots = [slot for rank in batch.plan.ranks for slot in rank if len(slot)]
-    batch = replace(batch, micro_batches=tuple(map(groups.group, slots)))
-    return replace(case, batch=batch, groups=groups)
+    dtype = short(case.dtype)
+    while True:
+        with AllocationGuard():
+            return case, case.planned()
+        release_memory()
+        batch, feed = case.batch, case.feed
+        is_mean = case.kit.normalizer == "micro_batches"  # which changes with the cut
+        cut = None if is_mean else feed.cut.smaller(batch.plan)
+        if cut is None:
+            sample, length = batch.largest_sample()
+            what = f"sample {sample} of {length} tokens does not fit into memory in {dtype}, even "
+            what += "alone: lower data.max_length, or verify a smaller model of its kind"
+            if is_mean:
+                what = f"a micro-batch does not fit into memory in {dtype}, and a mean of means "
+                what += "changes with the cut: lower accum.micro"
+            raise DoesNotFitError(f"train verify: {what}")
+        feed.use(cut)
+        case = replace(case, batch=replace(batch, plan=cut.cut(batch.plan.lengths, feed.layout)))
+        slots = [slot for rank in case.batch.plan.ranks for slot in rank if len(slot)]
+        parts = tuple(map(case.load, slots))
+        case = replace(case, batch=replace(case.batch, micro_batches=parts))
 
 
-def _referred(case: Case, *, whole_first: bool) -> tuple[Case, Gradient]:
+def _refer(case: Case, *, whole_first: bool) -> tuple[Case, Gradient]:
     """Compute the best reference that the model runs on and the memory holds.
 
     Raises:
         ConfigError: the model runs on none.
         DoesNotFitError: none fits into memory.
     """
-    num_samples, refusal = case.size, ""
-    least = case.batch.plan.group_size
+    num_samples, refusal, least = case.num_samples, "", case.batch.plan.group_size
     sizes = [least * 2**power for power in range(num_samples.bit_length())]
     sizes = [size for size in sizes if size < num_samples]
     for size in [num_samples, *sizes] if whole_first else [*sizes, num_samples]:
@@ -229,67 +195,69 @@ def _referred(case: Case, *, whole_first: bool) -> tuple[Case, Gradient]:
         )
     raise DoesNotFitError(
         "train verify: no group of samples fits into memory in "
-        f"{short(case.scratch.dtype)}: lower data.max_length"
+        f"{short(case.dtype)}: lower data.max_length"
     )
+
+
+def _uncopied(kit: Kit) -> Culprits:
+    """Name the weights of the run's own model whose hooks, or gradients, a copy does not show."""
+    named = dict(kit.model.module.named_parameters())
+    culprits = [
+        (name, f"has a hook on its gradient ({method}), which {HOOKED}")
+        for name, method in hooked(kit.model.module).items()
+        if named[name].requires_grad
+    ]
+    reached = [name for name, parameter in named.items() if parameter.grad is not None]
+    return culprits + ([(first_of(reached), SHARED)] if reached else [])
 
 
 def _why(case: Case, *, is_one_piece: bool, whole_fits: bool) -> list[str]:
     """Say why the reference is not the whole batch in one piece."""
-    if case.size == len(case.groups.positions):
+    if case.size == case.num_samples:
         return []
     if is_one_piece:
         return ["the plan is the whole batch in one piece; compared with less, which proves more"]
     fault = "ran out of memory" if whole_fits else "is not sure to fit into memory"
-    return [f"the whole batch in one piece {fault} in {short(case.scratch.dtype)}"]
+    return [f"the whole batch in one piece {fault} in {short(case.dtype)}"]
 
 
-def _report(case: Case, errors: Errors, culprits: Culprits, notes: list[str]) -> VerifyReport:
-    verdict: Verdict = "not_proven" if proves_nothing(culprits) else "not_exact"
-    return VerifyReport(
-        verdict="exact" if errors.is_exact and not culprits else verdict,
-        max_relative_error=errors.largest,
-        reference=case.reference,
-        dtype=short(case.scratch.dtype),
-        worst=tuple(errors.worst[:MAX_WORST]),
-        culprits=tuple(culprits),
-        num_parameters=len(errors.by_name),
-        micro_batches=case.batch.plan.num_micro_batches,
-        global_batch=len(case.groups.positions),
-        limit=errors.limit,
-        notes=(*notes, *_unseen(case), *_cancelled(errors)),
-    )
-
-
-def _unseen(case: Case) -> list[str]:
-    """Say which faults this batch could not show, and which state no replay puts back."""
-    notes, objective = list[str](), case.scratch.kit.objective
+def _asides(case: Case, errors: Errors, found: Found, culprits: Culprits) -> list[str]:
+    """Say what the verdict leaves open, and what this batch could not show."""
+    notes = [] if found.was_checked else [UNCHECKED]
+    if errors.is_exact and (found.quiet or found.loud):
+        names = {OUTSIDE: "the objective", "": "the model itself"}
+        drawn = first_of([names.get(name, name) for name in (*found.quiet, *found.loud)])
+        notes.append(f"{drawn}: draws at random, without effect here; another step may differ")
+    if errors.is_exact and culprits:
+        notes.append("the gradients agree by accident: another cut or batch would differ")
     if not any(any(m.weights.values()) for m in case.batch.micro_batches):
         notes.append("no sample of this batch has a loss term, so it shows nothing: take another")
-    fields = [m.fields["labels"] for m in case.batch.micro_batches if "labels" in m.fields]
-    rows = [labels for labels in fields if labels.dim() > 1]
-    is_ours = type(objective).__module__.startswith("trainer.")
-    may_shift = isinstance(objective, ModelLoss) or not is_ours
-    if rows and may_shift and not any((labels[:, 0] != IGNORED).any() for labels in rows):
+    if _hides_shift(case):
         notes.append(
             "no row of this batch has a label at its first position, the one that a loss which "
             "shifts its labels leaves out: a wrong shift (objective.causal) would not show"
         )
-    if case.scratch.plain:
+    if case.plain:
         notes.append(
-            f"{first_of(sorted(case.scratch.plain))}: a tensor in a plain attribute, which no "
+            f"{first_of(sorted(case.plain))}: a tensor in a plain attribute, which no "
             "checkpoint saves and no replay, skipped step or tuning puts back: if forwards move "
             "it, make it a buffer (register_buffer)"
+        )
+    if errors.cancelled:
+        notes.append(
+            f"{first_of(errors.cancelled)}: a gradient of rounding alone, zero on paper or "
+            "nearly; its error is relative to the terms that cancel in it"
         )
     return notes
 
 
-def _cancelled(errors: Errors) -> list[str]:
-    if not errors.cancelled:
-        return []
-    return [
-        f"{first_of(errors.cancelled)}: a gradient of rounding alone, zero on paper or "
-        "nearly; its error is relative to the terms that cancel in it"
-    ]
+def _hides_shift(case: Case) -> bool:
+    objective, micro_batches = case.kit.objective, case.batch.micro_batches
+    fields = [m.fields["labels"] for m in micro_batches if "labels" in m.fields]
+    rows = [labels for labels in fields if labels.dim() > 1]
+    is_ours = type(objective).__module__.startswith("trainer.")
+    may_shift = isinstance(objective, ModelLoss) or not is_ours
+    return bool(rows) and may_shift and all((row[:, 0] == IGNORED).all() for row in rows)
 
 
 def _text(error: Exception) -> str:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
-import os
 
 from rich.panel import Panel
 from rich.text import Text
@@ -22,17 +20,6 @@ def test_a_screen_that_is_gone_does_not_stop_a_run(tmp_path):
     screen.show(Panel(Text("block")))
     screen.close()
     assert "first" in (tmp_path / LOG_FILE).read_text()
-
-
-def test_a_pipe_that_is_closed_does_not_stop_a_run():
-    reading, writing = os.pipe()
-    os.close(reading)
-    file = os.fdopen(writing, "w", buffering=1)
-    screen = Screen(file=file)
-    for _ in range(3):
-        screen.line("nobody listens")
-    with contextlib.suppress(BrokenPipeError):
-        file.close()
 
 
 def test_a_terminal_that_knows_only_ascii_gets_escapes():

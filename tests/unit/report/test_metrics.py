@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,28 +16,18 @@ from hypothesis import strategies as st
 from tests.lib.support import STEP_KEYS
 from trainer.core import durable
 from trainer.core.errors import SaveError
-from trainer.report.journal import METRICS_FILE, Journal, read, to_line, truncate_after
+from trainer.report.journal import METRICS_FILE, read, to_line, truncate_after
 from trainer.report.metrics import SAMPLES_FILE, MetricsLog
-from trainer.report.records import EvalRecord, StepRecord
 
 
-def record(step: int = 1, **changes) -> StepRecord:
+def record(step: int = 1, **changes: Any) -> dict[str, Any]:
     values = {
-        "step": step,
-        "epoch": step / 36,
-        "samples": 512 * step,
-        "tokens": 90_000 * step,
-        "loss": torch.tensor(2.5),
-        "lr": 2e-2,
-        "grad_norm": torch.tensor(0.75, dtype=torch.float64),
-        "accum_steps": 3,
-        "micro_batches": 5,
-        "padding": 0.014,
-        "seconds": 0.5,
-        "step_tokens": 90_000,
-        "memory_bytes": 1 << 28,
-    }
-    return StepRecord(**(values | changes))
+        "step": step, "epoch": step / 36, "samples": 512 * step, "tokens": 90_000 * step,
+        "loss": torch.tensor(2.5), "lr": 2e-2, "grad_norm": torch.tensor(0.75).double(),
+        "accum_steps": 3, "micro_batches": 5, "padding": 0.014, "seconds": 0.5,
+        "tokens_per_second": 180_000.0, "memory_bytes": 1 << 28,
+    }  # fmt: skip
+    return values | changes
 
 
 def strictly(path):
@@ -61,27 +52,14 @@ class Full(durable.FileSystem):
 
 
 def test_a_step_is_one_object_with_the_agreed_keys_in_order(tmp_path):
-    MetricsLog(tmp_path, pytest.fail).step(record())
+    log, loss = MetricsLog(tmp_path, pytest.fail), torch.tensor(2.5)
+    log.step(record(loss=loss))
+    loss.zero_()  # the file does not lag on a CPU
     (entry,) = strictly(tmp_path / METRICS_FILE)
     assert tuple(entry) == STEP_KEYS
     assert entry["loss"] == 2.5
     assert entry["grad_norm"] == 0.75
     assert entry["tokens_per_second"] == 180_000
-
-
-def test_on_a_cpu_the_file_does_not_lag(tmp_path):
-    log = MetricsLog(tmp_path, pytest.fail)
-    for step in (1, 2, 3):
-        (entry,) = log.step(record(step))
-        assert entry == strictly(tmp_path / METRICS_FILE)[-1]
-
-
-def test_a_tensor_that_is_changed_after_the_step_does_not_change_the_record(tmp_path):
-    log, loss = MetricsLog(tmp_path, pytest.fail), torch.tensor(2.5)
-    log.step(record(loss=loss))
-    loss.zero_()
-    log.sync()
-    assert strictly(tmp_path / METRICS_FILE)[0]["loss"] == 2.5
 
 
 def test_what_applies_to_some_steps_only_is_there_on_those_only(tmp_path):
@@ -90,7 +68,7 @@ def test_what_applies_to_some_steps_only_is_there_on_those_only(tmp_path):
         record(
             skipped="not finite",
             replays=2,
-            metrics={"noise_scale": torch.tensor(12.0), "loss": 1.0},
+            noise_scale=torch.tensor(12.0),
         )
     )
     (entry,) = strictly(tmp_path / METRICS_FILE)
@@ -98,26 +76,20 @@ def test_what_applies_to_some_steps_only_is_there_on_those_only(tmp_path):
         "skipped": "not finite",
         "replays": 2,
         "noise_scale": 12.0,
-        "metric_loss": 1.0,
     }
 
 
 def test_numbers_that_json_does_not_know_are_null(tmp_path):
     log = MetricsLog(tmp_path, pytest.fail)
     log.step(record(loss=torch.tensor(math.nan), grad_norm=math.inf))
-    log.evaluation(EvalRecord(step=1, metrics={"loss": math.nan}, seconds=1.0))
+    log.evaluation(1, {"loss": math.nan}, 1.0)
     step, evaluation = strictly(tmp_path / METRICS_FILE)
     assert step["loss"] is step["grad_norm"] is evaluation["eval_loss"] is None
 
 
-def test_numbers_of_numpy_are_numbers():
-    line = to_line({"step": np.int64(3), "loss": np.float32(0.5), "bad": np.float64("nan")})
-    assert json.loads(line) == {"step": 3, "loss": 0.5, "bad": None}
-
-
 def test_an_evaluation_names_its_metrics(tmp_path):
     log = MetricsLog(tmp_path, pytest.fail)
-    log.evaluation(EvalRecord(step=20, metrics={"loss": 2.5, "accuracy": 0.3}, seconds=1.5))
+    log.evaluation(20, {"loss": 2.5, "accuracy": 0.3}, 1.5)
     assert strictly(tmp_path / METRICS_FILE) == [
         {"step": 20, "eval_loss": 2.5, "eval_accuracy": 0.3, "eval_seconds": 1.5}
     ]
@@ -141,7 +113,7 @@ def test_a_resume_cuts_what_lies_beyond_the_checkpoint_in_both_files(tmp_path):
         log.consumed(step, [step])
         log.step(record(step))
         if step in {4, 6}:
-            log.evaluation(EvalRecord(step=step, metrics={"loss": 2.0}, seconds=1.0))
+            log.evaluation(step, {"loss": 2.0}, 1.0)
     again = MetricsLog(tmp_path, pytest.fail, resumed_step=4, keep_samples=True)
     assert [e["step"] for e in strictly(tmp_path / SAMPLES_FILE)] == [1, 2, 3, 4]
     assert [e["step"] for e in strictly(tmp_path / METRICS_FILE)] == [1, 2, 3, 4, 4]
@@ -151,31 +123,22 @@ def test_a_resume_cuts_what_lies_beyond_the_checkpoint_in_both_files(tmp_path):
 
 @given(
     steps=st.lists(st.integers(1, 30), max_size=20).map(sorted),
-    kept=st.integers(0, 30),
+    last=st.integers(0, 30),
     torn=st.integers(0, 40),
 )
 def test_mending_keeps_whole_lines_up_to_the_step_and_nothing_else(
-    tmp_path_factory, steps, kept, torn
+    tmp_path_factory, steps, last, torn
 ):
     path = tmp_path_factory.mktemp("run") / METRICS_FILE
     content = b"".join(to_line({"step": step, "loss": 1.0}) for step in steps)
     path.write_bytes(content[: max(0, len(content) - torn)])
     whole = [entry["step"] for entry in read(path)]
-    truncate_after(path, kept)
-    assert [entry["step"] for entry in strictly(path)] == [s for s in whole if s <= kept]
+    truncate_after(path, last)
+    assert [entry["step"] for entry in strictly(path)] == [s for s in whole if s <= last]
     mended = path.read_bytes()
-    truncate_after(path, kept)
+    truncate_after(path, last)
     assert path.read_bytes() == mended
     assert [p.name for p in path.parent.iterdir()] == [METRICS_FILE]
-
-
-def test_a_file_that_is_whole_is_not_written_again(tmp_path):
-    path = tmp_path / METRICS_FILE
-    path.write_bytes(to_line({"step": 1}))
-    before = path.stat().st_ino
-    truncate_after(path, 5)
-    assert path.stat().st_ino == before
-    truncate_after(tmp_path / "missing.jsonl", 5)
 
 
 def test_a_full_disk_stops_nothing_is_told_once_and_loses_no_line(tmp_path):
@@ -195,10 +158,6 @@ def test_a_full_disk_stops_nothing_is_told_once_and_loses_no_line(tmp_path):
     assert "No space left" in warnings[0]
 
 
-def test_a_journal_that_nothing_was_written_to_can_be_synced(tmp_path):
-    Journal(tmp_path / "empty.jsonl", pytest.fail).sync()
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")
 def test_on_an_accelerator_a_step_is_written_when_the_next_arrives_without_a_sync(tmp_path):
     log, loss = MetricsLog(tmp_path, pytest.fail), torch.zeros((), device="cuda")
@@ -213,7 +172,7 @@ def test_on_an_accelerator_a_step_is_written_when_the_next_arrives_without_a_syn
             assert [entry["step"] for entry in written] == ([2] if step == 3 else [])
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    log.evaluation(EvalRecord(step=0, metrics={"loss": 1.0}, seconds=1.0))
+    log.evaluation(0, {"loss": 1.0}, 1.0)
     log.sync()
     entries = [e for e in strictly(tmp_path / METRICS_FILE) if "loss" in e]
     assert [(e["step"], e["loss"]) for e in entries] == [(1, 0.0), (2, 1.0), (3, 2.0)]

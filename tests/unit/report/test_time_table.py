@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trainer.core.format import durations
 from trainer.core.phases import PhaseTimes
 from trainer.report.time_table import PARTS, advice, split, time_table
 
-STEP = ("data", "weigh", "gather", "compute", "agree", "reduce", "update", "report")
+STEP = ("data", "normalizer", "gather", "compute", "agree", "reduce", "update", "report")
 ROWS = [
     {"policy": "deferred", "within": 1.5e8, "across": 0.0, "fits": True, "seconds": 0.15},
     {"policy": "immediate", "within": 1.8e9, "across": 0.0, "fits": True, "seconds": 1.2},
@@ -43,10 +44,15 @@ def test_a_healthy_run_and_what_costs_less_than_half_a_second_in_all_are_not_wor
     assert advised({"data": 0.4, "compute": 0.3}, steps=1) == []
 
 
+def test_durations_side_by_side_share_a_unit():
+    assert durations([0.833e-3, 0.0412]) == ["0.8 ms", "41.2 ms"]
+    assert durations([0.004, 1.5]) == ["0.00 s", "1.50 s"]
+
+
 def test_data_that_are_late_ask_for_workers_and_name_the_rank():
     (line,) = advised({"data": 0.5})
     assert line.startswith("data: 31.2% of a step (500 ms) is waiting for samples: num_workers=2 ")
-    (line,) = advised({"weigh": 0.6}, {"data": 0.6}, {"weigh": 0.6}, num_workers=3)
+    (line,) = advised({"normalizer": 0.6}, {"data": 0.6}, {"normalizer": 0.6}, num_workers=3)
     assert "600 ms of them on rank 1: num_workers=6" in line
 
 

@@ -21,7 +21,6 @@ from trainer.plan.cuts import Budget, Fixed
 from trainer.report.records import VerifyReport
 from trainer.verify.comparison import compared
 from trainer.verify.proof import verify
-from trainer.verify.rounding import Rounding
 
 SORTED = Budget(max_tokens=60)
 WIDTH = 8
@@ -150,20 +149,19 @@ def test_a_millionth_of_a_fault_shows_however_small_the_gradient_it_is_in(index)
     assert next_error <= EXACT[torch.float64]
 
 
+def unmeasured(amount: float) -> dict[str, float]:
+    pytest.fail(f"rounding was not in question, but {amount}")
+
+
 def test_the_reported_error_is_the_largest_difference_over_the_largest_reference():
     expected = {"large": torch.tensor([3.0, -1.0]), "small": torch.tensor([2e-6, -4e-6])}
     found = {"large": torch.tensor([3.0, -1.0]), "small": torch.tensor([2e-6, -3e-6])}
-    never = Rounding(nn.Linear(1, 1), lambda: pytest.fail("rounding was not in question"))
-    errors = compared(found, expected, torch.float64, never)
+    errors = compared(found, expected, torch.float64, unmeasured)
     assert errors.by_name == {"large": 0.0, "small": pytest.approx(0.25)}
-
-
-def test_a_gradient_that_is_not_a_number_is_infinitely_wrong():
-    expected = {"weight": torch.tensor([1.0]), "other": torch.tensor([1.0])}
-    found = {"weight": torch.tensor([float("nan")]), "other": torch.tensor([1.0])}
-    never = Rounding(nn.Linear(1, 1), lambda: pytest.fail("rounding was not in question"))
-    errors = compared(found, expected, torch.float64, never)
-    assert errors.by_name == {"weight": float("inf"), "other": 0.0}
+    errors = compared(
+        found | {"large": torch.tensor([3.0, float("nan")])}, expected, torch.float64, unmeasured
+    )
+    assert errors.by_name["large"] == float("inf")
     assert not errors.is_exact
 
 
@@ -201,32 +199,12 @@ def test_a_gradient_that_rounding_alone_blurs_beyond_the_limit_raises_no_alarm()
     [(Amplifying, "float64"), (lambda: Single(lambda: Amplifying(2e4)), "float32")],
     ids=["float64", "float32"],
 )
-def test_a_model_that_amplifies_rounding_is_told_so_and_no_module_is_blamed(model, dtype):
+def test_a_model_that_amplifies_rounding_proves_nothing_and_no_module_is_blamed(model, dtype):
     report = checked(Bench(SORTED, torch.float32, model=model))
-    assert (report.exact, report.dtype) == (False, dtype)
+    assert (report.verdict, report.dtype) == ("not_proven", dtype)
     [(name, reason)] = report.culprits
     assert name == "rounding"
     assert "moved by their last bit" in reason
-
-
-def test_what_is_drawn_anew_each_time_is_no_rounding():
-    class Drawing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body, self.draw = TinyLM(WIDTH), torch.Generator().manual_seed(0)
-
-        def forward(self, input_ids: Tensor) -> Tensor:
-            logits = self.body(input_ids)
-            return logits * torch.rand(logits.shape, generator=self.draw)
-
-        def __deepcopy__(self, memo):
-            copied = Drawing()
-            copied.load_state_dict(self.state_dict())
-            return copied
-
-    report = checked(Bench(SORTED, model=Drawing))
-    assert not report.exact
-    assert [name for name, _ in report.culprits] == ["Drawing (in its own forward)"]
 
 
 def test_weights_of_low_precision_do_not_blow_up_a_gradient_of_zero_on_paper():
@@ -250,17 +228,6 @@ class Single(nn.Module):
         if next(self.parameters()).dtype != torch.float32:
             raise NotImplementedError("no kernel for Double")
         return self.body(input_ids)
-
-
-class CastsAndChecks(TinyLM):
-    """Computes in float32 by hand, and minds when that is undone."""
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        logits = super().forward(input_ids)
-        single = logits.to(torch.float32)
-        if single.dtype != torch.float32:
-            raise TypeError("expected Float")
-        return (single * 1.1).to(logits.dtype)
 
 
 def test_float32_is_held_against_the_models_own_rounding_and_says_so():
@@ -287,11 +254,6 @@ def test_a_fault_far_below_one_in_ten_thousand_shows_in_float32(index):
     assert (report.exact, report.dtype) == (False, "float32")
     assert report.worst[0][0] == name
     assert report.limit < report.max_relative_error < 1e-4
-
-
-def test_casts_that_cannot_be_undone_are_compared_in_the_precision_they_leave():
-    report = checked(Bench(SORTED, torch.float32, model=CastsAndChecks))
-    assert (report.exact, report.dtype) == (True, "float32"), report.culprits
 
 
 # Memory
@@ -329,15 +291,11 @@ def test_a_mean_of_means_that_does_not_fit_in_float64_is_not_cut_into_another_st
 
 
 def test_a_model_that_runs_on_the_planned_groups_alone_is_a_mistake_in_the_model():
-    class Four(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = TinyLM()
-
+    class Four(TinyLM):
         def forward(self, input_ids: Tensor) -> Tensor:
             if len(input_ids) != 6:
                 raise RuntimeError("made for six")
-            return self.body(input_ids)
+            return super().forward(input_ids)
 
     bench = Bench(Fixed(micro=6), global_batch=12, model=Four)
     with pytest.raises(ConfigError, match=r"on no group of samples .*made for six"):

@@ -16,10 +16,8 @@ import transformers
 from torch import Tensor, nn
 
 from tests.lib.heads import (
-    ALBERT,
     BART,
     DECODER,
-    DISTIL,
     ENCODER,
     GPT2,
     MIXTRAL,
@@ -32,7 +30,6 @@ from tests.lib.heads import (
 )
 from tests.lib.support import EXACT, WRONG, Bench
 from trainer.objectives.model_loss import ModelLoss
-from trainer.objectives.next_token import NextToken
 from trainer.plan.cuts import Budget, Fixed
 from trainer.report.records import VerifyReport
 from trainer.verify.proof import verify
@@ -42,8 +39,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 HONEST = [
     Head("GPT2LMHeadModel", "GPT2Config", GPT2, "causal"),
     Head("LlamaForCausalLM", "LlamaConfig", DECODER, "causal"),
-    Head("Qwen2ForCausalLM", "Qwen2Config", DECODER, "causal"),
-    Head("MistralForCausalLM", "MistralConfig", DECODER, "causal"),
     Head("GemmaForCausalLM", "GemmaConfig", DECODER | {"head_dim": 4}, "causal"),
     Head("GPTNeoXForCausalLM", "GPTNeoXConfig", NEOX, "causal"),
     Head("BertLMHeadModel", "BertConfig", ENCODER | {"is_decoder": True}, "causal"),
@@ -52,23 +47,13 @@ HONEST = [
 
 DROPPING = [
     Head("BertForTokenClassification", "BertConfig", ENCODER, "tags"),
-    Head("RobertaForTokenClassification", "RobertaConfig", ENCODER | {"pad_token_id": 0}, "tags"),
-    Head("DistilBertForTokenClassification", "DistilBertConfig", DISTIL, "tags"),
     Head("GPT2ForTokenClassification", "GPT2Config", GPT2, "tags"),
-    Head("GPTNeoXForTokenClassification", "GPTNeoXConfig", NEOX, "tags"),
-    Head("LlamaForTokenClassification", "LlamaConfig", DECODER, "tags"),
     Head("T5ForTokenClassification", "T5Config", T5, "tags"),
     Head("BertForMaskedLM", "BertConfig", ENCODER, "masked"),
-    Head("AlbertForMaskedLM", "AlbertConfig", ALBERT, "masked"),
-    Head("DistilBertForMaskedLM", "DistilBertConfig", DISTIL, "masked"),
     Head("BertForSequenceClassification", "BertConfig", ENCODER, "class"),
     Head("LlamaForSequenceClassification", "LlamaConfig", DECODER, "class"),
-    Head("GPT2ForSequenceClassification", "GPT2Config", GPT2, "class"),
-    Head("BertForNextSentencePrediction", "BertConfig", ENCODER, "pair"),
     Head("BertForMultipleChoice", "BertConfig", ENCODER, "choice"),
-    Head("DistilBertForMultipleChoice", "DistilBertConfig", DISTIL, "choice"),
     Head("BertForQuestionAnswering", "BertConfig", SPAN, "span"),
-    Head("ElectraForQuestionAnswering", "ElectraConfig", SPAN, "span"),
     Head("T5ForConditionalGeneration", "T5Config", T5, "tagged words"),
     Head("BartForConditionalGeneration", "BartConfig", BART, "tagged words"),
     # Its mean runs over every position with a mask, labelled or not: no count of labels is right.
@@ -103,11 +88,6 @@ def test_a_head_that_honours_the_item_count_is_exact_as_a_sum_and_as_a_weighted_
     assert report.max_relative_error <= EXACT[torch.float64]
 
 
-@pytest.mark.parametrize("head", HONEST[:4], ids=by_name)
-def test_logits_of_the_same_models_are_exact_under_our_own_objective(head):
-    assert checked(head, NextToken()).max_relative_error <= EXACT[torch.float64]
-
-
 @pytest.mark.parametrize(
     ("head", "cut"),
     [(head, Budget(max_tokens=45)) for head in DROPPING] + [(DROPPING[0], Fixed(steps=1))],
@@ -119,7 +99,7 @@ def test_a_head_that_drops_the_item_count_is_flagged_and_named(head, cut):
     assert report.max_relative_error > WRONG
     [(name, reason)] = report.culprits
     assert name == "objective ModelLoss"
-    assert ("type objective.reduction=mean, or" in reason) == head.mean_is_exact
+    assert "try objective.reduction=mean where the model drops num_items_in_batch" in reason
     assert "such as next_token or classify" in reason
 
 
@@ -138,7 +118,7 @@ def test_a_mean_over_labels_shifted_wrongly_is_flagged_with_the_remedy(head):
     report = checked(head, ModelLoss(reduction="mean", causal=head.data != "causal"))
     assert not report.exact
     [(_, reason)] = report.culprits
-    assert f"type objective.causal={str(head.data == 'causal').lower()}, or" in reason
+    assert f"try objective.causal={str(head.data == 'causal').lower()} or" in reason
 
 
 class Answers(Examples):
@@ -162,11 +142,10 @@ def test_a_batch_that_cannot_show_a_wrong_shift_says_so():
     assert not notes(Examples)
 
 
-@pytest.mark.parametrize("reduction", ["sum", "mean"])
-def test_spans_over_padded_logits_are_flagged_with_their_padding(reduction):
+def test_spans_over_padded_logits_are_flagged_with_their_padding():
     # The softmax over positions runs over padding too: no reduction makes that exact.
     head = Head("BertForQuestionAnswering", "BertConfig", SPAN, "ragged span")
-    report = checked(head, head.objective(reduction))
+    report = checked(head, head.objective("mean"))
     assert not report.exact
     [(name, reason)] = report.culprits
     assert name == "objective ModelLoss"
@@ -195,19 +174,6 @@ def test_a_load_balancing_loss_of_the_micro_batch_is_flagged():
     report = checked(head, head.objective("sum"))
     assert not report.exact
     assert [name for name, _ in report.culprits] == ["MixtralForCausalLM.aux_loss"]
-
-
-def test_dropout_inside_a_head_is_named_and_the_head_is_exact_with_it_off():
-    values = GPT2 | {"resid_pdrop": 0.1, "attn_pdrop": 0.1, "n_layer": 2}
-    head = Head("GPT2LMHeadModel", "GPT2Config", values, "causal")
-    report = checked(head, head.objective("sum"))
-    assert not report.exact
-    assert {name for name, _ in report.culprits} == {
-        "transformer.h.*.attn",
-        "transformer.h.*.attn.resid_dropout",
-        "transformer.h.*.mlp.dropout",
-    }
-    assert all("the step is exact with it off" in reason for _, reason in report.culprits)
 
 
 class Imaged(nn.Module):

@@ -1,0 +1,252 @@
+"""Copy a run to scratch: the same step in another precision and in other groups of samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from trainer.accumulate.base import GradientStrategy
+from trainer.accumulate.normalizer import Kind, divisors
+from trainer.accumulate.rollback import own_generators
+from trainer.core.micro_batch import MicroBatch
+from trainer.core.world import World
+from trainer.data.loader import Request
+from trainer.models.bind import bind
+from trainer.models.duplicate import duplicate
+from trainer.objectives.base import weights_of
+from trainer.parallel.base import Replicated
+from trainer.plan.cut import IntArray
+from trainer.training.batches import Feed, PlannedBatch
+from trainer.training.kit import Kit
+from trainer.verify.comparison import Errors, Gradient, compared, measure_rounding
+
+NARROWING: Mapping[Any, torch.dtype] = {
+    Tensor.float: torch.float32,
+    Tensor.half: torch.float16,
+    Tensor.bfloat16: torch.bfloat16,
+}
+
+ORDER_SEED = 0
+"""Of the order in which a reference takes the samples: the same for every verification."""
+
+
+@final
+class Widened(TorchFunctionMode):
+    """Computes in float64 what code asks for in less, and notes the dtypes asked for.
+
+    Models written for half precision cast to float32 by hand (norms, rotary angles, logits). One
+    such cast would bury a comparison in float64 under rounding of 1e-7.
+    """
+
+    def __init__(self, undone: set[torch.dtype]) -> None:
+        super().__init__()
+        self._undone = undone
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+        """Call a function of PyTorch with wider dtypes."""
+        if func in NARROWING:
+            self._undone.add(NARROWING[func])
+            func = Tensor.double
+        named = {name: self._wide(value) for name, value in (kwargs or {}).items()}
+        return func(*map(self._wide, args), **named)
+
+    def _wide(self, value: Any) -> Any:  # noqa: ANN401
+        if not isinstance(value, torch.dtype) or not (value.is_floating_point or value.is_complex):
+            return value
+        self._undone.add(value)
+        return torch.complex128 if value.is_complex else torch.float64
+
+
+def _in_precision(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Convert what has a precision; `nn.Module.to` would drop imaginary parts."""
+    if dtype is None or not (tensor.is_floating_point() or tensor.is_complex()):
+        return tensor
+    return tensor.to(dtype.to_complex() if tensor.is_complex() else dtype)
+
+
+def copied(kit: Kit, dtype: torch.dtype | None, shared: Iterable[object] = ()) -> Kit:
+    """Copy the model and the objective of a run, but for `shared`, in one precision if given.
+
+    Hooks on parameters are not copied, and functions that hold the model go on holding it: what
+    these reach is compared with nothing, and named.
+    """
+    memo: dict[int, Any] = {id(it): it for it in shared}
+    module, objective = duplicate(kit.model.module, memo), kit.objective
+    with suppress(Exception):  # one that holds a lock, say, is shared
+        objective = duplicate(objective, memo)
+    module._apply(lambda tensor: _in_precision(tensor, dtype))  # type: ignore[no-untyped-call] # untyped in torch
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    world = World(device=kit.world.device)
+    model = Replicated(module, bind(module), parameters, world)
+    return replace(kit, model=model, objective=objective, world=world)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A copy of the run's model, and the samples of one planned step to compute with it.
+
+    Attributes:
+        kit: the run's, around the copy, on this rank alone.
+        dtype: of the copy's parameters and fields; None leaves both as they are. In float64,
+            hand-written casts to fewer bits are undone.
+        batch: the planned step, of all ranks.
+        feed: loads its samples anew, in other groups.
+        size: samples per group of the reference, once it is chosen.
+        undone: what hand-written casts asked for.
+        plain: tensors that stood in plain attributes of modules after a pass.
+    """
+
+    kit: Kit
+    dtype: torch.dtype | None
+    batch: PlannedBatch
+    feed: Feed
+    size: int = 0
+    undone: set[torch.dtype] = field(default_factory=set)
+    plain: set[str] = field(default_factory=set)
+
+    @property
+    def module(self) -> nn.Module:
+        """The copy."""
+        return self.kit.model.module
+
+    @property
+    def limit_dtype(self) -> torch.dtype:
+        """The precision whose rounding is allowed."""
+        return self.dtype or torch.float32
+
+    @property
+    def positions(self) -> IntArray:
+        """Positions in the global batch, `(samples,)`, in the order of the plan."""
+        return np.concatenate([slot for rank in self.batch.plan.ranks for slot in rank])
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of the step."""
+        return len(self.positions)
+
+    @property
+    def reference(self) -> str:
+        """What the planned step is compared with, in words."""
+        if self.size >= self.num_samples:
+            return "whole batch"
+        return "sample by sample, summed" if self.size == 1 else f"groups of {self.size}, summed"
+
+    def units(self) -> list[IntArray]:
+        """Positions of what no cut divides, in sample order: samples, or groups of one size.
+
+        A short last group is left out, unless it is all there is.
+        """
+        positions, size = np.sort(self.positions), self.batch.plan.group_size
+        whole = len(positions) // size
+        return list(positions[: whole * size].reshape(whole, size)) if whole else [positions]
+
+    def load(self, positions: IntArray, *, pad_to: int | None = None) -> MicroBatch:
+        """Load samples as one micro-batch, which draws under the key of the step's first.
+
+        It is padded to its longest sample unless told otherwise; packed rows are not padded.
+        """
+        samples, plan = self.batch.samples, self.batch.plan
+        lengths = plan.lengths[positions]
+        length = int(lengths.sum()) if plan.packed else pad_to or int(lengths.max())
+        ids = tuple(map(int, samples.ids[positions]))
+        fields = self.feed.loader.load(Request(ids, samples.epoch, length, plan.packed))
+        return MicroBatch(
+            fields=fields,
+            ids=ids,
+            weights=weights_of(self.kit.objective, fields),
+            num_tokens=int(lengths.sum()),
+            num_positions=length if plan.packed else length * len(ids),
+            rng_key=self.batch.micro_batches[0].rng_key,
+        )
+
+    def planned(
+        self, kind: Kind | None = None, strategy: GradientStrategy | None = None
+    ) -> Gradient:
+        """Compute the planned step's gradient, with one thing changed where it is given."""
+        kind = kind or self.kit.normalizer
+        return self._gradient(self.batch.micro_batches, kind, strategy or self.kit.strategy)
+
+    def expected(self) -> Gradient:
+        """Compute the reference: the whole step in groups of `size`, the last maybe smaller.
+
+        The samples are shuffled: in the order of the plan a loss that couples neighbours couples
+        the same ones as the micro-batches do, and would be exact by accident.
+        """
+        units = self.units()
+        order = np.random.default_rng(ORDER_SEED).permutation(len(units))
+        mixed = np.concatenate([units[i] for i in order])
+        # What must stay together does, and a short last group stays last.
+        mixed = np.concatenate([mixed, np.sort(self.positions)[len(mixed) :]])
+        starts = range(0, len(mixed), self.size)
+        # A mean of means has no reference of its own; what it approximates is the mean.
+        kind: Kind = "samples" if self.kit.normalizer == "samples" else "tokens"
+        groups = [self.load(mixed[start : start + self.size]) for start in starts]
+        return self._gradient(groups, kind, self.kit.strategy)
+
+    def one_piece(self) -> Gradient:
+        """Compute the step in one piece, in the order of the plan, as the run itself would."""
+        return self._gradient([self.load(self.positions)], self.kit.normalizer, self.kit.strategy)
+
+    def errors(self, found: Gradient, expected: Gradient) -> Errors:
+        """Compare two gradients by the precision of this case, and by its rounding."""
+        return compared(found, expected, self.limit_dtype, self.rounding)
+
+    def rounding(self, amount: float) -> Mapping[str, float]:
+        """Measure how far the planned gradient goes when weights move; see `measure_rounding`."""
+        return measure_rounding(self.module, self.planned, amount)
+
+    @contextmanager
+    def running(self) -> Iterator[Case]:
+        """Lend a copy to compute with, in its precision: what a forward moves goes with it.
+
+        Random generators of the model's own are shared: in a run no seed governs them, and that is
+        to show.
+
+        Yields:
+            The copy.
+        """
+        kit = copied(self.kit, self.dtype, own_generators(self.module, self.kit.objective))
+        default = torch.get_default_dtype()
+        try:
+            with ExitStack() as stack:
+                # cuDNN has no backward for recurrent layers out of training mode, into which
+                # those that draw dropout are put.
+                stack.enter_context(torch.backends.cudnn.flags(enabled=False))
+                if self.dtype == torch.float64:
+                    torch.set_default_dtype(torch.float64)
+                    stack.enter_context(Widened(self.undone))
+                yield replace(self, kit=kit)
+        finally:
+            torch.set_default_dtype(default)
+
+    def cast(self, micro_batch: MicroBatch) -> MicroBatch:
+        """Put a micro-batch onto the copy's device, in its precision."""
+        fields = {n: _in_precision(f, self.dtype) for n, f in micro_batch.fields.items()}
+        cast = replace(micro_batch, fields=fields, weights=weights_of(self.kit.objective, fields))
+        return cast.to(self.kit.world.device)
+
+    def _gradient(
+        self, micro_batches: Sequence[MicroBatch], kind: Kind, strategy: GradientStrategy
+    ) -> Gradient:
+        """Compute one step's gradient from all its micro-batches, on a copy."""
+        with self.running() as run:
+            kit, cast = run.kit, [self.cast(m) for m in micro_batches]
+            _, parts = divisors(kind, kit.terms, cast, kit.world)
+            strategy.backward(kit.model, kit.objective, cast, parts, kit.sync)
+            # Tensors that modules hold and have not registered, but for computed ones.
+            self.plain.update(
+                f"{name}.{key}".lstrip(".")
+                for name, part in run.module.named_modules()
+                for key, value in vars(part).items()
+                if isinstance(value, Tensor) and value.is_leaf
+            )
+            named = run.module.named_parameters()
+            return {name: p.grad.detach() for name, p in named if p.grad is not None}
