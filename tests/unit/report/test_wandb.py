@@ -220,7 +220,7 @@ def test_a_wandb_that_hangs_delays_the_end_of_a_command_and_changes_nothing_of_i
     assert shown.count("W&B did not finish in time and was left") == 1, shown
 
 
-def test_secrets_are_hidden_and_tokens_of_text_are_not():
+def test_secrets_are_hidden_tokens_of_text_are_not_and_a_row_is_numbers():
     config = {
         "batch": {"unit": "tokens", "normalizer": "tokens"},
         "accum": {"max_tokens": 4096},
@@ -233,8 +233,5 @@ def test_secrets_are_hidden_and_tokens_of_text_are_not():
         "data": {"hf_token": "***", "password": "***", "empty_secret": None},
         "list": [{"apiKey": "***"}, [1]],
     }
-
-
-def test_a_row_holds_numbers_under_their_section():
     entry = {"step": 1, "loss": 2.0, "grad_norm": None, "skipped": "not finite", "eval_loss": 3.0}
     assert row(entry) == {"train/loss": 2.0, "train/skipped": 1, "eval/loss": 3.0}

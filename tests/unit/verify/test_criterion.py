@@ -82,20 +82,6 @@ class Keyed(nn.Module):
         return self.head(hidden + mixed)
 
 
-class BiasBeforeNorm(nn.Module):
-    """A convolution whose bias the norm behind it takes away again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.shift = nn.Parameter(torch.ones(()))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, VOCABULARY)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        return self.head(self.norm(self.embed(input_ids) + self.shift))
-
-
 class Cancelling(nn.Module):
     """A parameter whose gradient is a hundred-millionth of the terms it is the sum of."""
 
@@ -169,20 +155,16 @@ def test_the_reported_error_is_the_largest_difference_over_the_largest_reference
 
 
 @pytest.mark.parametrize("cut", [SORTED, Fixed(micro=3), Fixed(steps=1)], ids=str)
-@pytest.mark.parametrize(("model", "name"), [(Keyed, "key.bias"), (BiasBeforeNorm, "shift")])
-def test_a_gradient_of_zero_on_paper_raises_no_alarm_and_is_named(model, name, cut):
-    report = checked(Bench(cut, torch.float32, model=model), whole_fits=False)
+def test_a_gradient_of_zero_on_paper_raises_no_alarm_and_is_named_and_a_fault_in_it_shows(cut):
+    report = checked(Bench(cut, torch.float32, model=Keyed), whole_fits=False)
     assert report.exact
     assert report.max_relative_error <= EXACT[torch.float64]
-    assert report.notes[-1].startswith(f"{name}: a gradient of rounding alone")
-
-
-@pytest.mark.parametrize(("model", "name"), [(Keyed, "key.bias"), (BiasBeforeNorm, "shift")])
-def test_a_fault_in_a_gradient_of_zero_on_paper_shows(model, name):
-    report = checked(Bench(SORTED, model=model, strategy=Faulty(name, offset=1e-8)))
-    assert not report.exact
-    assert report.worst[0][0] == name
-    assert report.max_relative_error < 1.0
+    assert report.notes[-1].startswith("key.bias: a gradient of rounding alone")
+    if cut is SORTED:
+        report = checked(Bench(cut, model=Keyed, strategy=Faulty("key.bias", offset=1e-8)))
+        assert not report.exact
+        assert report.worst[0][0] == "key.bias"
+        assert report.max_relative_error < 1.0
 
 
 def test_a_gradient_that_rounding_alone_blurs_beyond_the_limit_raises_no_alarm():
@@ -238,19 +220,16 @@ def test_float32_is_held_against_the_models_own_rounding_and_says_so():
     assert "does not run in float64 (NotImplementedError: no kernel for Double)" in note
 
 
-@pytest.mark.parametrize("model", [Keyed, BiasBeforeNorm, Spanning])
+@pytest.mark.parametrize("model", [Keyed, Spanning])
 def test_float32_noise_raises_no_alarm_in_small_gradients(model):
     report = checked(Bench(SORTED, torch.float32, model=lambda: Single(model)))
     assert (report.exact, report.dtype) == (True, "float32"), report.worst
 
 
-@pytest.mark.parametrize("index", range(4))
+@pytest.mark.parametrize("index", [0, 3])
 def test_a_fault_far_below_one_in_ten_thousand_shows_in_float32(index):
-    name = f"body.branches.{index}.weight"
-    bench = Bench(
-        SORTED, torch.float32, model=lambda: Single(Spanning), strategy=Faulty(name, 5e-6)
-    )
-    report = checked(bench)
+    name, model = f"body.branches.{index}.weight", lambda: Single(Spanning)
+    report = checked(Bench(SORTED, torch.float32, model=model, strategy=Faulty(name, 5e-6)))
     assert (report.exact, report.dtype) == (False, "float32")
     assert report.worst[0][0] == name
     assert report.limit < report.max_relative_error < 1e-4
@@ -277,16 +256,19 @@ def test_a_whole_batch_that_runs_out_of_memory_gives_way_to_its_samples_one_by_o
     assert "the whole batch in one piece ran out of memory in float64" in report.notes
 
 
-def test_a_sample_that_does_not_fit_in_float64_ends_with_its_name():
-    with pytest.raises(
-        DoesNotFitError, match=r"sample \d+ of \d+ tokens .* in float64, even alone"
-    ):
-        checked(cramped(2_000, cut=SORTED))
-
-
-def test_a_mean_of_means_that_does_not_fit_in_float64_is_not_cut_into_another_step():
-    bench = cramped(30_000, cut=Fixed(micro=4), normalizer="micro_batches")
-    with pytest.raises(DoesNotFitError, match=r"a mean of means changes with the cut"):
+@pytest.mark.parametrize(
+    ("bench", "words"),
+    [
+        (cramped(2_000, cut=SORTED), r"sample \d+ of \d+ tokens .* in float64, even alone"),
+        (
+            cramped(30_000, cut=Fixed(micro=4), normalizer="micro_batches"),
+            "a mean of means changes with the cut",
+        ),
+    ],
+    ids=["one sample", "mean of means"],
+)
+def test_what_does_not_fit_in_float64_and_cannot_be_cut_ends_with_its_name(bench, words):
+    with pytest.raises(DoesNotFitError, match=words):
         checked(bench)
 
 

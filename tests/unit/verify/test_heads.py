@@ -6,13 +6,11 @@ passes as `num_items_in_batch`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
 
 from tests.lib.heads import (
@@ -22,7 +20,6 @@ from tests.lib.heads import (
     GPT2,
     MIXTRAL,
     NEOX,
-    NUM_LABELS,
     SPAN,
     T5,
     Examples,
@@ -162,73 +159,3 @@ def test_a_head_whose_kernels_know_no_float64_is_exact_in_float32_and_says_so():
 
     report = checked(head, head.objective("sum"), build=build)
     assert (report.exact, report.dtype) == (True, "float32"), report.culprits
-
-
-def test_a_load_balancing_loss_of_the_micro_batch_is_flagged():
-    head = Head(
-        "MixtralForCausalLM",
-        "MixtralConfig",
-        MIXTRAL | {"output_router_logits": True, "router_aux_loss_coef": 0.1},
-        "causal",
-    )
-    report = checked(head, head.objective("sum"))
-    assert not report.exact
-    assert [name for name, _ in report.culprits] == ["MixtralForCausalLM.aux_loss"]
-
-
-class Imaged(nn.Module):
-    """A vision head, called by our names."""
-
-    def __init__(self, build: Callable[[], nn.Module]) -> None:
-        super().__init__()
-        self.head = build()
-
-    def forward(self, image: Tensor, labels: Tensor, num_items_in_batch: Tensor) -> Any:
-        return self.head(pixel_values=image, labels=labels, num_items_in_batch=num_items_in_batch)
-
-
-class Pictures:
-    draws_randomness = False
-    lengths = np.ones(24, dtype=np.int64)
-
-    def __len__(self) -> int:
-        return 24
-
-    def __getitem__(self, index: int) -> Mapping[str, Tensor]:
-        make = torch.Generator().manual_seed(index)
-        return {
-            "image": torch.randn(3, 16, 16, generator=make),
-            "labels": torch.tensor(index % NUM_LABELS),
-        }
-
-
-def picture_report(build: Callable[[], nn.Module]) -> VerifyReport:
-    bench = Bench(
-        Fixed(micro=5),
-        torch.float32,
-        global_batch=12,
-        dataset=Pictures(),
-        model=lambda: Imaged(build),
-        objective=ModelLoss(causal=False),
-    )
-    return verify(bench.kit, bench.feed.next(), bench.feed, whole_fits=True)
-
-
-def test_a_vision_transformer_is_exact_and_a_batch_normalised_resnet_names_every_norm():
-    vit = transformers.ViTConfig(
-        image_size=16, patch_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
-        intermediate_size=12, hidden_dropout_prob=0.0, num_labels=NUM_LABELS,
-    )  # fmt: skip
-    report = picture_report(lambda: transformers.ViTForImageClassification(vit))
-    assert report.exact, report.culprits
-    resnet = transformers.ResNetConfig(
-        embedding_size=4, hidden_sizes=[4, 8], depths=[1, 1], layer_type="basic",
-        num_labels=NUM_LABELS,
-    )  # fmt: skip
-    report = picture_report(lambda: transformers.ResNetForImageClassification(resnet))
-    assert not report.exact
-    norms = [(name, reason) for name, reason in report.culprits if "BatchNorm2d" in reason]
-    model = transformers.ResNetForImageClassification(resnet)
-    expected = sum(isinstance(part, nn.BatchNorm2d) for part in model.modules())
-    counted = [reason.split(" x ")[0] for _, reason in norms]
-    assert sum(int(text) if text.isdigit() else 1 for text in counted) == expected

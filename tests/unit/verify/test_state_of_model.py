@@ -106,22 +106,15 @@ def test_a_function_that_holds_the_model_itself_proves_nothing_and_is_named(at, 
     assert "nothing is proven" in report.culprits[-1][1]
 
 
-def with_hook(kind: str) -> nn.Module:
-    """A hook of one kind on the gradient of the head."""
-    model = TinyLM(WIDTH)
-    weight = model.head.weight
-    if kind == "before":
-        weight.register_hook(lambda gradient: gradient / (1e-9 + gradient.norm()))
-    else:
-        sgd = torch.optim.SGD([weight], lr=0.1)
-        weight.register_post_accumulate_grad_hook(lambda _: sgd.step())
-    return model
-
-
 @pytest.mark.parametrize("cut", [SORTED, Fixed(micro=16)], ids=["cut", "one piece"])
-@pytest.mark.parametrize(("kind", "method"), [("before", "register_hook"), ("after", "post_acc")])
-def test_a_hook_on_a_gradient_proves_nothing_and_is_named(kind, method, cut):
-    report = verified(lambda: with_hook(kind), cut)
+@pytest.mark.parametrize("method", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_on_a_gradient_proves_nothing_and_is_named(method, cut):
+    def model() -> nn.Module:
+        built = TinyLM(WIDTH)
+        getattr(built.head.weight, method)(lambda _: None)
+        return built
+
+    report = verified(model, cut)
     assert report.verdict == "not_proven"
     [(name, reason)] = report.culprits
     assert name == "head.weight"
