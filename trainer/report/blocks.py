@@ -34,14 +34,10 @@ def start_block(
     threads: int | None = None,
     resumed_step: int | None = None,
 ) -> RenderableType:
-    """Lay out what is about to happen.
+    """Lay out what is about to happen: the plan, the user's word for the run, where output goes.
 
-    Args:
-        plan: of plan.json.
-        folder: where the output goes.
-        name: the user's word for the run.
-        threads: of one rank; shown on a CPU, where they matter.
-        resumed_step: the checkpoint's step, or None in a fresh run.
+    The threads of a rank are shown on a CPU, where they matter; the resumed step is None in a
+    fresh run.
     """
     rows = [*_arithmetic(plan, threads), ("output", shown_path(folder))]
     if resumed_step is not None:
@@ -50,12 +46,7 @@ def start_block(
 
 
 def plan_block(plan: Record, file: Path | None = None) -> RenderableType:
-    """Lay out the whole arithmetic of a run, for `train plan`.
-
-    Args:
-        plan: of plan.json.
-        file: holds all of it.
-    """
+    """Lay out the whole arithmetic of a run, for `train plan`; the file holds all of it."""
     parts = [f"{name} {size(count)}" for name, count in plan["memory_parts"].items() if count]
     means = plan["epoch_means"]
     sync = plan["sync_why"] or f"{plan['sync']}, parallel {plan['parallel']}"
@@ -215,13 +206,11 @@ def _memory(plan: Record) -> str | None:
     peak, limit = plan["predicted_peak_bytes"], plan["memory_limit_bytes"]
     if peak is None and limit is None:
         return None
+    share = percent(peak / limit) if peak is not None and limit else "more"
+    there = "limit unknown" if limit is None else f"{share} of {size(limit)}"
+    predicted = f"{size(peak)} of tensors predicted, {there}"
     if peak is None:
         predicted = f"limit {size(limit)}, need not predicted"
-    elif limit is None:
-        predicted = f"{size(peak)} of tensors predicted, limit unknown"
-    else:
-        share = percent(peak / limit) if limit else "more"
-        predicted = f"{size(peak)} of tensors predicted, {share} of {size(limit)}"
     each = " per rank" if plan["world_size"] > 1 else ""
     return joined(f"{predicted}{each}", plan["memory_note"])
 
@@ -233,8 +222,6 @@ def _tail(plan: Record) -> str:
         return f"{tail}: the last samples of an epoch, where they are too few, are {end}"
     if not count:
         return f"{tail}: every epoch ends with a whole global batch"
-    if tail == "keep" and plan["steps_per_epoch"] == 1:
-        return "keep: the whole epoch is one step"
     verb = "is" if count == 1 else "are"
     return f"{tail}: the last {plural(count, 'sample')} of an epoch {verb} {end}"
 

@@ -110,11 +110,7 @@ def advice(
 ) -> list[str]:
     """Name what took more than a tenth of a step, with its figure and a setting, the largest first.
 
-    Args:
-        splits: rank by rank.
-        time: of result.json.
-        plan: of plan.json.
-        cut: the option of `accum`.
+    `time` is of result.json, `plan` of plan.json, `cut` the option of `accum`.
     """
     lines = [_data(splits, plan), _sync(time, plan)]
     if len(splits) > 1:

@@ -65,18 +65,15 @@ def short(dtype: torch.dtype | None) -> str:
 def diagnose(
     case: Case, kit: Kit, found: Found, planned: Gradient, expected: Gradient, *, traces_whole: bool
 ) -> tuple[Culprits, bool]:
-    """Name the culprits of a step that is not exact.
+    """Name the culprits of a step that is not exact; tell whether draws alone are.
 
     Args:
-        case: its copy is used up: its weights may be moved.
+        case: what draws in it is switched off, by `examine`, which gave `found`.
         kit: the run's.
-        found: by `examine`, which has switched off what draws.
-        planned: the step's gradient in the case's precision.
-        expected: the reference.
+        found: in a few samples.
+        planned: the step's gradient in the case's precision, with what draws.
+        expected: the reference, likewise.
         traces_whole: whether what every module gives for the whole batch fits into memory.
-
-    Returns:
-        The culprits; and whether draws alone make the difference.
     """
     errors, culprits = case.errors(planned, expected), Culprits()
     kind: Kind = "tokens" if kit.normalizer == "micro_batches" else kit.normalizer

@@ -169,8 +169,7 @@ def _compare_ways(
 ) -> tuple[set[str], dict[str, list[Sums]]]:
     """Run the samples of a trace apart, and add the modules that are to blame to the reasons.
 
-    Returns:
-        Fields of the data that differ; the loss sums of each way in which all of its parts ran.
+    Gives the fields of the data that differ, and the sums of each way in which all parts ran.
     """
     failures, fields, sums = dict[str, str](), set[str](), dict[str, list[Sums]]()
     for changes, parts in ways.items():

@@ -44,9 +44,6 @@ def verify(kit: Kit, batch: PlannedBatch, feed: Feed, *, whole_fits: bool) -> Ve
         whole_fits: whether the whole batch in one piece fits into memory; if not, the reference
             is one sample per pass, summed, or the smallest groups that the model runs on.
 
-    Returns:
-        The largest relative error over parameters, the worst of them, and the culprits.
-
     Raises:
         ConfigError: the model runs on no group of samples but the planned ones.
         DoesNotFitError: even a finer cut does not fit in the precision of the comparison.
@@ -110,8 +107,7 @@ def _verdict(errors: Errors, culprits: Culprits, *, is_without: bool) -> Verdict
 def _plan(kit: Kit, batch: PlannedBatch, feed: Feed) -> tuple[Case, Gradient, list[str]]:
     """Compute the planned gradient in float64, or in float32 where the model fixes its precision.
 
-    Returns:
-        The comparison to be, one side of it, and what a reader of the verdict must know.
+    Also give what a reader of the verdict must know.
     """
     notes = list[str]()
     for dtype in (torch.float64, torch.float32):
