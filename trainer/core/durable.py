@@ -110,9 +110,7 @@ def use(file_system: FileSystem) -> Iterator[None]:
 def write_file(path: Path, pieces: Iterable[Bytes]) -> tuple[int, str]:
     """Write a new file piece by piece and make its bytes durable, but not yet its name.
 
-    Args:
-        path: a name that is not taken.
-        pieces: one-dimensional buffers of bytes; each is released before the next is asked for.
+    Each one-dimensional piece is released before the next is asked for.
 
     Returns:
         Size in bytes, and SHA-256 in hex, both taken from the bytes on their way to the disk.
@@ -181,23 +179,18 @@ def parsed(text: bytes) -> Any:  # noqa: ANN401 - any JSON value
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object of a run folder, perhaps a stranger's; empty where there is none."""
-    try:
-        if not path.is_file():  # a pipe would never end
-            return {}
-        with path.open("rb") as file:
-            content = parsed(file.read(_MAX_JSON_BYTES))
-    except OSError:
-        return {}
-    return content if isinstance(content, dict) else {}
+    with contextlib.suppress(OSError):
+        if path.is_file():  # a pipe would never end
+            with path.open("rb") as file:
+                content = parsed(file.read(_MAX_JSON_BYTES))
+            return content if isinstance(content, dict) else {}
+    return {}
 
 
 def append(path: Path, data: bytes, *, durable: bool = False) -> None:
     """Add whole lines to the end of a log, new or not. A crash may leave a part of them.
 
-    Args:
-        path: the log.
-        data: whole lines.
-        durable: whether to wait until the disk holds them.
+    With `durable` it waits until the disk has them.
     """
     disk = _in_use[-1]
     handle = disk.open_append(path)
@@ -286,13 +279,7 @@ def as_save_error(path: Path, needed: int | None = None) -> Iterator[None]:
 
 
 def save_error(error: OSError, path: Path, needed: int | None = None) -> SaveError:
-    """Put into one line which write failed, why, and what to do.
-
-    Args:
-        error: of the system.
-        path: what could not be written.
-        needed: its size in bytes, where known.
-    """
+    """Put into one line which write failed, why, and what to do; `needed` is its size in bytes."""
     why = error.strerror or str(error) or type(error).__name__
     if error.errno not in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
         return SaveError(f"{path}: could not be written: {why}")

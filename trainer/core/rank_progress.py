@@ -29,7 +29,7 @@ _LAYOUT = struct.Struct("<qqq??d")
 
 
 @final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Place:
     """Where a rank is."""
 
@@ -80,15 +80,8 @@ class Board:
 
     def read(self) -> Place:
         """Read where the rank is."""
-        step, phase, micro_batch, waits, is_first, since = _LAYOUT.unpack_from(self._memory)
-        return Place(
-            step=step,
-            phase=_PHASES[phase],
-            micro_batch=micro_batch,
-            waits=waits,
-            is_first=is_first,
-            since=since,
-        )
+        step, phase, *others = _LAYOUT.unpack_from(self._memory)
+        return Place(step, _PHASES[phase], *others)
 
     def write(self, place: Place) -> None:
         """Note where the rank is; `since` becomes now."""

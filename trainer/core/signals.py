@@ -54,11 +54,7 @@ def stop_signals(*, ends_at_second: bool = True) -> Iterator[StopFlag]:
     """Let the first SIGINT, SIGTERM or SIGUSR1 set a flag, and the second one end the process.
 
     Within another such context its flag is given. Signals reach the main thread only; elsewhere
-    the flag stays as it is.
-
-    Args:
-        ends_at_second: not so for a rank, which its supervisor ends at the second one; it ignores
-            signals afterwards.
+    the flag stays as it is. A rank is ended by its supervisor (`ends_at_second=False`).
 
     Yields:
         The flag.

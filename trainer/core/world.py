@@ -114,13 +114,9 @@ class World:
         return [json.loads(bytes(each[:count].tolist())) for each, count in pairs]
 
     def on_main(self, work: Callable[[], Value]) -> Value:
-        """Do something on the main rank alone, and give every rank what came out. Collective.
+        """Do something on the main rank alone; all get what came out, or its `TrainError`.
 
-        Args:
-            work: gives something that JSON holds.
-
-        Raises:
-            TrainError: the main rank did, and so every rank does.
+        Collective; see `on_all`.
         """
         if self.long_timeout_group is None:
             return work()

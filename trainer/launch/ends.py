@@ -33,7 +33,7 @@ _NCCL = ("ncclRemoteError", "remote process exited", "Connection", "timeout", "a
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Ended:
     """How a rank ended."""
 
@@ -52,15 +52,7 @@ class Ended:
         """Describe the end of a rank of this machine at this moment."""
         at, code = time.time(), report.get("code", 1)
         since = at - (time.monotonic() - place.since)
-        return cls(
-            rank=rank,
-            code=code,
-            report=report,
-            at=at,
-            place=place,
-            since=since,
-            is_killed=is_killed,
-        )
+        return cls(rank, code, report, at, place, since, is_killed)
 
     @property
     def has_failed(self) -> bool:

@@ -9,11 +9,8 @@ from typing import final
 
 from trainer.core.errors import ConfigError
 
-START_TIMEOUT = "TRAIN_MEETING_S"
-"""Environment variable: seconds that ranks which were started elsewhere wait for each other."""
-
-START_TIMEOUT_S = "600"
-"""As long as torchrun's do."""
+START_TIMEOUT = "TRAIN_MEETING_S"  # environment variable: seconds to wait for the other ranks
+START_TIMEOUT_S = "600"  # as long as torchrun's wait
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _SRUN = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")

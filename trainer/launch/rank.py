@@ -38,11 +38,9 @@ JOB_FILE = "job.json"
 """What to run: `config`, `folder` (that of the first rank counts), `path` (where Python looks for
 modules), `supervisor` (its process id) and `members` by rank."""
 
-SHARED = "shared"
-"""Link to a folder that supervisors on other machines read too."""
+SHARED = "shared"  # link to a folder that supervisors on other machines read too
 
-_SET_DEATH_SIGNAL = 1
-"""`PR_SET_PDEATHSIG` of Linux's prctl."""
+_SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux's prctl
 
 
 def main(arguments: list[str]) -> NoReturn:

@@ -15,9 +15,7 @@ from trainer.core.world import LONG_TIMEOUT
 from trainer.launch.membership import START_TIMEOUT, Membership
 
 POLL_S = 0.2
-
-CONNECT_S = 10.0
-"""How long one attempt to connect may take."""
+CONNECT_S = 10.0  # that one attempt to connect may take
 
 
 def open_store(member: Membership) -> Store:

@@ -14,11 +14,8 @@ from trainer.core.errors import ConfigError
 from trainer.core.signals import StopFlag, stop_signals
 from trainer.launch.membership import Membership, membership
 
-SEVERAL = ("train", "evaluate")
-"""Commands that run on several ranks; the others compute what they need in one process."""
-
-READING = ("evaluate", "export")
-"""Commands that read another run and leave its status alone."""
+SEVERAL = ("train", "evaluate")  # commands that run on several ranks, the others in one process
+READING = ("evaluate", "export")  # commands that read another run and leave its status alone
 
 
 def run(config: RunConfig, folder: Path) -> int:

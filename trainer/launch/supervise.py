@@ -38,11 +38,8 @@ from trainer.launch.watch import Watch, start
 from trainer.report import journal
 from trainer.report.run_status import drop_empty, rank_log, recorded, saved_step, to_go_on
 
-WORD_S = 2.0
-"""How long the first rank's supervisor waits for word of the cause, where its rank has none."""
-
-FIRST_S = 10.0
-"""How long those of others wait for that of the first, which then says why the run ended."""
+WORD_S = 2.0  # that the first rank's supervisor waits for the cause, where its rank has none
+FIRST_S = 10.0  # that those of others wait for the first, which then says why the run ended
 
 
 def supervise(

@@ -21,17 +21,10 @@ from trainer.launch.membership import Membership
 
 STACKS_SIGNAL = signal.SIGUSR2
 
-UNBEGUN_S = 10.0
-"""How long ranks have to follow a signal before the first step, while there is nothing to save."""
-
-STACKS_S = 0.3
-"""How long a rank that hangs has to dump its stacks."""
-
-GRACE_S = 1.0
-"""How long the others have to notice that a rank failed, and to say so, before they are killed."""
-
-ORDERLY_S = 6.0
-"""How long they have where one ended with a reason of its own, which they may share."""
+UNBEGUN_S = 10.0  # to follow a signal before the first step, while there is nothing to save
+STACKS_S = 0.3  # to dump the stacks of a rank that hangs
+GRACE_S = 1.0  # for others to notice that a rank failed, and to leave word, before they are killed
+ORDERLY_S = 6.0  # for them where it gave a reason of its own, which they may share
 
 
 @final
