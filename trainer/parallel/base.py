@@ -63,6 +63,7 @@ class Parallel(ABC):
         self.parameters = parameters
         self.world = world
         self._live: set[int] = set()  # parameters that micro-batches gave a gradient in lockstep
+        self._in_lockstep = False
 
     @abstractmethod
     def gather(self) -> None:
@@ -143,7 +144,6 @@ class Replicated(Parallel):
     ) -> None:
         super().__init__(module, call, parameters, world)
         self._staging: dict[tuple[torch.dtype, int], Tensor] = {}
-        self._in_lockstep = False
 
     def gather(self) -> None:
         """Set memory aside for the reduction, so that it cannot run out once ranks have agreed."""

@@ -23,8 +23,7 @@ from trainer.core.world import World
 
 END = "its end"
 
-OBJECT = "the object itself"
-"""The entry of an opened object beside its attributes."""
+OBJECT = "the object itself"  # the entry of an opened object beside its attributes
 
 
 @final
@@ -53,9 +52,6 @@ class BlockOrder:
     @contextmanager
     def micro_batch(self) -> Iterator[None]:
         """Watch the forward of one micro-batch. Collective in the first.
-
-        Yields:
-            Nothing.
 
         Raises:
             ConfigError: it uses other blocks than another rank, or than the first micro-batch.

@@ -24,11 +24,8 @@ from trainer.core.micro_batch import Fields
 from trainer.core.world import World
 from trainer.parallel.base import Parallel
 
-BITS = 32
-"""Exponents of a bin; a digit has 31 bits more, so that 2^31 micro-batches can be added."""
-
-SMALLEST = -32
-"""The bin of zeros and subnormal numbers."""
+BITS = 32  # exponents of a bin; a digit has 31 more, so that 2^31 micro-batches can be added
+SMALLEST = -32  # the bin of zeros and subnormal numbers
 
 
 @final

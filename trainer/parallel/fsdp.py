@@ -88,7 +88,6 @@ class Sharded(Parallel):
         super().__init__(module, call, [p for p in self._shards.values() if p.requires_grad], world)
         self._sharing = mesh.get_group(mesh.ndim - 1)
         self._copies = mesh.get_group(0) if replicas > 1 else None
-        self._in_lockstep = False
         self._order: BlockOrder | None = None
 
     @property
@@ -312,9 +311,6 @@ def _give_memory(
 
 
 def _mesh(world: World, replicas: int) -> DeviceMesh:
-    kind = world.device.type
-    if replicas == 1:
-        return init_device_mesh(kind, (world.size,), mesh_dim_names=("shard",))
-    return init_device_mesh(
-        kind, (replicas, world.size // replicas), mesh_dim_names=("replicate", "shard")
-    )
+    shape, names = (replicas, world.size // replicas), ("replicate", "shard")
+    start = int(replicas == 1)  # one copy has no dimension of its own
+    return init_device_mesh(world.device.type, shape[start:], mesh_dim_names=names[start:])

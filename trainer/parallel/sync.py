@@ -19,17 +19,12 @@ from trainer.plan.traffic import Moves
 
 
 class SyncPolicy(ABC):
-    """When gradients are reduced within one step.
+    """When gradients are reduced within one step."""
 
-    Attributes:
-        name: what it is called on the screen and in records.
-        summary: what it does, in a few words.
-        lockstep: whether every micro-batch contains a collective. Then all ranks need equal
-            counts, and one that runs out of memory ends the run, since the others wait for it.
-    """
-
-    name: str
-    summary: str = "a class of your own"
+    name: str  # on the screen and in records
+    summary: str = "a class of your own"  # what it does, in a few words
+    # Whether every micro-batch contains a collective. Then all ranks need equal counts, and one
+    # that runs out of memory ends the run, since the others wait for it.
     lockstep: bool = False
 
     def gather(self, model: Parallel) -> None:
