@@ -29,7 +29,7 @@ from pathlib import Path
 from trainer.checkpoint import lock
 from trainer.config.run_config import RunConfig
 from trainer.core import signals
-from trainer.core.errors import RankFailedError, TrainError
+from trainer.core.errors import Preempted, RankFailedError, TrainError
 from trainer.launch.ends import Ended, Records, verdict
 from trainer.launch.membership import Membership
 from trainer.launch.rank import JOB_FILE, SHARED
@@ -166,7 +166,7 @@ def conclude(
     error, is_first = verdict({own.rank: own}, folder, timeout_s), own.rank == 0
     if error is not None and not shared.folder.exists():
         error.is_own |= own.has_reason and "error" not in own.report
-    elif error is not None:
+    elif error is not None and own.code != Preempted.exit_code:  # which every rank ends with
         shared.write(own)
         ended = _wait_for_word(own, shared, size)
         error = verdict(ended, folder, timeout_s) or error

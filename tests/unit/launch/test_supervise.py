@@ -171,6 +171,20 @@ def test_supervisors_that_know_of_one_rank_each_name_the_cause_and_one_of_them_s
     assert (tmp_path / "shared").exists() is (who != 0)
 
 
+def test_ranks_that_saved_and_stopped_leave_no_word_that_would_end_the_others(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "shared").mkdir()
+    saved = {"error": "Preempted", "text": "saved", "code": 75, "is_own": False}
+    for rank, is_there in ((1, True), (0, False)):
+        own = Ended.now(rank, Place(step=2, phase="end"), saved)
+        error = conclude(own, Records(tmp_path / "shared"), 2, tmp_path, 600)
+        assert isinstance(error, Preempted)
+        assert not error.is_own
+        assert (tmp_path / "shared").exists() is is_there
+        assert not is_there or not [*(tmp_path / "shared").iterdir()]
+
+
 @pytest.mark.parametrize(
     ("text", "is_peers"),
     [
