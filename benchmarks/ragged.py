@@ -346,7 +346,7 @@ def set_up(length: int, arguments: argparse.Namespace) -> Setting:
         "clip_norm=null",
         "steps=1000",
     ]
-    config = prepare_run(lines, Composer(data_dir("conf"))).job.config
+    config = prepare_run(lines, Composer(data_dir("conf"))).config
     parts = assemble(config, World())
     with fresh_notebook():
         prepared = prepare(parts)

@@ -26,7 +26,7 @@ from tests.lib.run_support import (
     state,
     steps,
 )
-from trainer.cli.main import Run
+from trainer.cli.main import FinishedRun
 
 CONF = Path(__file__).parents[2] / "conf"
 
@@ -73,7 +73,7 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
 
 
-def assert_same_gradient(found: Run, expected: Run) -> None:
+def assert_same_gradient(found: FinishedRun, expected: FinishedRun) -> None:
     """The update of the first step is the same to the rounding of float64."""
     for name, tensor in state(expected).items():
         if name.startswith("model."):
@@ -85,7 +85,7 @@ def assert_same_gradient(found: Run, expected: Run) -> None:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def whole(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
     """The whole batch in one piece."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("whole"))
@@ -93,7 +93,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 @pytest.mark.parametrize("option", options("accum"))
-def test_every_cut_gives_the_gradient_of_the_whole_batch(option: str, whole: Run) -> None:
+def test_every_cut_gives_the_gradient_of_the_whole_batch(option: str, whole: FinishedRun) -> None:
     run = go(f"{UPDATE} {chosen('accum', option)}")
     assert_same_gradient(run, whole)
     assert sum(s["num_samples"] for s in read_json(run.folder / "plan.json")["shapes"]) == 8
@@ -101,18 +101,20 @@ def test_every_cut_gives_the_gradient_of_the_whole_batch(option: str, whole: Run
 
 @pytest.mark.parametrize("option", options("accum/gradient"))
 def test_every_gradient_strategy_gives_the_gradient_of_the_whole_batch(
-    option: str, whole: Run
+    option: str, whole: FinishedRun
 ) -> None:
     assert_same_gradient(go(f"{UPDATE} accum.gradient={option}"), whole)
 
 
 @pytest.mark.parametrize("option", options("sync"))
-def test_every_sync_policy_gives_the_gradient_of_the_whole_batch(option: str, whole: Run) -> None:
+def test_every_sync_policy_gives_the_gradient_of_the_whole_batch(
+    option: str, whole: FinishedRun
+) -> None:
     assert_same_gradient(go(f"{UPDATE} sync={option}"), whole)
 
 
 @pytest.mark.parametrize("normalizer", ["micro_batches", "samples"])
-def test_the_check_has_teeth(normalizer: str, whole: Run) -> None:
+def test_the_check_has_teeth(normalizer: str, whole: FinishedRun) -> None:
     wrong = go(f"{UPDATE} batch.normalizer={normalizer}")
     with pytest.raises(AssertionError):
         assert_same_gradient(wrong, whole)
@@ -312,7 +314,7 @@ def mine(tmp_path: Path) -> str:
     return name
 
 
-def own(name: str, line: str = "") -> Run:
+def own(name: str, line: str = "") -> FinishedRun:
     return go(f"{OWN.format(name.removeprefix('mine_'))} {line}")
 
 
@@ -370,7 +372,9 @@ def test_a_sync_policy_of_one_s_own_takes_two_files(mine: str, tmp_path: Path) -
         "reduces False",
         "reduces True",
     ]
-    run = Run(folder=tmp_path / "two", exit_code=0, result=read_json(tmp_path / "two/result.json"))
+    run = FinishedRun(
+        folder=tmp_path / "two", exit_code=0, result=read_json(tmp_path / "two/result.json")
+    )
     assert_same_gradient(run, whole)
     plan = read_json(run.folder / "plan.json")
     assert plan["sync"] == "halves"

@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from trainer.cli.main import run
+from trainer.cli.argv import split
+from trainer.cli.compose import Job
+from trainer.cli.main import composer_of, run
+from trainer.cli.prepare import prepare_run
 
 CHECKOUT = Path(__file__).parents[2]
 
@@ -73,6 +76,12 @@ def make_own_folder(folder: Path, patch: pytest.MonkeyPatch, source: str = OWN_C
     patch.chdir(folder)
     patch.setattr(sys, "path", [str(folder), *sys.path])
     patch.delitem(sys.modules, "net", raising=False)
+
+
+def prepared(line: str) -> Job:
+    """Check a command line, and start nothing."""
+    request = split(shlex.split(line))
+    return prepare_run(request.lines, composer_of(request))
 
 
 def in_process(line: str) -> int:

@@ -14,7 +14,7 @@ import torch
 
 from trainer import train
 from trainer.checkpoint.store import CheckpointStore
-from trainer.cli.main import Run
+from trainer.cli.main import FinishedRun
 from trainer.cli.main import run as run_line
 
 TOYS = "tests.lib.run_toys"
@@ -48,12 +48,12 @@ def overrides(line: str) -> list[str]:
     return [*(f"{key}={value}" for key, value in BASE.items() if key not in dropped), *typed]
 
 
-def go(line: str = "", **flags: str) -> Run:
+def go(line: str = "", **flags: str) -> FinishedRun:
     """Run `BASE` with more settings; raises what the command line would say."""
     return train(overrides(line), **flags)
 
 
-def on(run: Run, line: str = "") -> Run:
+def on(run: FinishedRun, line: str = "") -> FinishedRun:
     """Go on with a run."""
     return train([f"resume={run.folder}", "trust=[tests]", *shlex.split(line)])
 
@@ -84,39 +84,39 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def entries(run: Run | Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+def entries(run: FinishedRun | Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
     """Every entry of a journal, steps and evaluations."""
-    folder = run.folder if isinstance(run, Run) else run
+    folder = run.folder if isinstance(run, FinishedRun) else run
     return [json.loads(line) for line in (folder / name).read_text().splitlines()]
 
 
-def steps(run: Run | Path) -> list[dict[str, Any]]:
+def steps(run: FinishedRun | Path) -> list[dict[str, Any]]:
     """The entries of the steps."""
     return [entry for entry in entries(run) if "loss" in entry]
 
 
-def untimed(run: Run | Path) -> list[dict[str, Any]]:
+def untimed(run: FinishedRun | Path) -> list[dict[str, Any]]:
     """All entries, without what the clock says."""
     return [{k: v for k, v in e.items() if k not in UNTIMED} for e in entries(run)]
 
 
-def curve(run: Run | Path, name: str) -> list[Any]:
+def curve(run: FinishedRun | Path, name: str) -> list[Any]:
     """One number of every step."""
     return [entry[name] for entry in steps(run)]
 
 
-def state(run: Run | Path, step: int | None = None) -> Mapping[str, torch.Tensor]:
+def state(run: FinishedRun | Path, step: int | None = None) -> Mapping[str, torch.Tensor]:
     """Every tensor of a checkpoint by all its names, by default the newest, but random states."""
-    folder = run.folder if isinstance(run, Run) else run
+    folder = run.folder if isinstance(run, FinishedRun) else run
     loaded = CheckpointStore(folder / "checkpoints").load(step, set_aside=False)
     found = {n: t[...] for n, t in loaded.tensors.items() if not n.startswith("rng.")}
     ties = loaded.meta["model"]["ties"]
     return found | {f"model.{alias}": found[f"model.{name}"] for alias, name in ties.items()}
 
 
-def meta(run: Run | Path) -> Mapping[str, Any]:
+def meta(run: FinishedRun | Path) -> Mapping[str, Any]:
     """The rest of the newest checkpoint."""
-    folder = run.folder if isinstance(run, Run) else run
+    folder = run.folder if isinstance(run, FinishedRun) else run
     return CheckpointStore(folder / "checkpoints").load(set_aside=False).meta
 
 

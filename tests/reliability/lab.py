@@ -74,7 +74,7 @@ def lines(*more: str) -> tuple[str, ...]:
 def config(*more: str) -> RunConfig:
     """Compose and check a run as the command line does."""
     composer = Composer(config_folder=data_dir("conf"))
-    return prepare_run(lines(*more), composer).job.config
+    return prepare_run(lines(*more), composer).config
 
 
 def with_faults(settings: RunConfig, *faults: str) -> RunConfig:

@@ -14,6 +14,7 @@ import yaml
 from hydra import compose, initialize_config_dir
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
 import trainer
 from tests.lib.cli_support import (
@@ -23,10 +24,11 @@ from tests.lib.cli_support import (
     in_process,
     in_subprocess,
     make_own_folder,
+    prepared,
 )
 from trainer.cli.argv import COMMANDS, split
-from trainer.cli.main import _composer
-from trainer.cli.overrides import quote, read
+from trainer.cli.main import composer_of
+from trainer.cli.overrides import parse, quote, read
 from trainer.cli.prepare import prepare_run
 from trainer.cli.python_api import literal, overrides_of
 from trainer.cli.sweep import prepare_sweep
@@ -43,9 +45,7 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def config_of(line: str) -> RunConfig:
-    request = split(shlex.split(line))
-    command = [] if request.command is None else [f"command={request.command}"]
-    return prepare_run([*command, *request.overrides], _composer(request)).job.config
+    return prepared(line).config
 
 
 def only_run(root: Path) -> Path:
@@ -56,10 +56,22 @@ def only_run(root: Path) -> Path:
 # What is typed, and what it becomes.
 
 
-@pytest.mark.parametrize("word", [w for w in COMMANDS if w in ("train", "plan", "verify")])
-def test_a_bare_word_is_the_command(word: str) -> None:
-    assert config_of(f"{word} seed=3").command == word
-    assert config_of(f"seed=3 {word}") == config_of(f"command={word} seed=3")
+SAME = {
+    "plan seed=3": "command=plan seed=3",
+    "seed=3 verify": "command=verify seed=3",
+    "--batch.global=64 --num-workers=2": "batch.global=64 num_workers=2",
+    "+batch.global=64 +accum=fixed ++accum.micro=8": "batch.global=64 accum=fixed accum.micro=8",
+    "batch=tokens batch.global=512": "batch.global=512 batch=tokens",
+    "accum.gradient=sum": "accum/gradient=sum",
+    "model._target_=net.Net model.width=16 +model.depth=3": (
+        "++model.width=16 model=gpt_small model._target_=net.Net model.depth=3"
+    ),
+}
+
+
+@pytest.mark.parametrize(("line", "other"), SAME.items(), ids=SAME)
+def test_the_same_is_typed_in_many_ways(line: str, other: str) -> None:
+    assert config_of(line) == config_of(other)
 
 
 def test_flags_may_stand_anywhere() -> None:
@@ -69,44 +81,12 @@ def test_flags_may_stand_anywhere() -> None:
     assert request.overrides == ("seed=1", "batch.global=2")
 
 
-@pytest.mark.parametrize("prefix", ["", "+", "++"])
-def test_plus_signs_change_nothing_about_a_setting(prefix: str) -> None:
-    config = config_of(f"{prefix}batch.global=64 {prefix}accum=fixed {prefix}accum.micro=8")
-    assert (config.batch.global_batch, config.accum.name, config.accum.params["micro"]) == (
-        64,
-        "fixed",
-        8,
-    )
-
-
-def test_group_and_value_come_in_any_order() -> None:
-    assert config_of("batch=tokens batch.global=512") == config_of("batch.global=512 batch=tokens")
-
-
-def test_a_dotted_group_is_a_choice() -> None:
-    config = config_of("accum.gradient=sum")
-    assert config.accum.gradient.name == "sum"
-    assert config.accum.name == "auto"
-    assert config_of("accum/gradient=sum") == config
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "model._target_=net.Net model.width=16 +model.depth=3",
-        "+model.depth=3 ++model.width=16 model._target_=net.Net",
-        "model=gpt_small model.width=16 model._target_=net.Net model.depth=3",
-        "recipe=quickstart model.width=16 model._target_=net.Net model.depth=3",
-    ],
-)
-def test_a_class_of_ones_own_replaces_the_option_and_its_keys(line: str) -> None:
-    model = config_of(line).model
-    assert (model.target, model.params) == ("net.Net", {"width": 16, "depth": 3})
-    assert model.typed_target
-    assert model.name is None
-
-
-def test_every_component_takes_a_class_of_ones_own() -> None:
+def test_a_class_of_ones_own_replaces_the_option_and_its_keys(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("model: {width: 64}\nseed: 5\n")
+    for line in ("", "recipe=mine.yaml ", "model=gpt_small "):
+        model = config_of(f"{line}+model.depth=3 model._target_=net.Net").model
+        assert (model.target, model.params, model.name) == ("net.Net", {"depth": 3}, None)
+        assert model.typed_target
     config = config_of(
         "data._target_=net.Data data.size=8 accum._target_=net.Cut accum.gradient._target_=net.Sum "
         "objective._target_=net.Goal optimizer._target_=net.Opt scheduler._target_=net.Rate "
@@ -115,44 +95,20 @@ def test_every_component_takes_a_class_of_ones_own() -> None:
     assert config.typed_targets == {
         "data", "accum", "accum.gradient", "objective", "optimizer", "scheduler", "sync", "hooks",
     }  # fmt: skip
-    assert config.data.params == {"size": 8}
-    assert config.accum.packed == "auto"
-
-
-def test_a_recipes_values_for_another_class_do_not_reach_ones_own(tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").write_text("model: {width: 64}\nseed: 5\n")
-    config = config_of("recipe=mine.yaml model._target_=net.Net")
-    assert config.model.params == {}
-    assert config.seed == 5
-
-
-def test_an_argument_can_be_left_out() -> None:
+    assert (config.data.params, config.accum.packed) == ({"size": 8}, "auto")
     assert "dropout" not in config_of("~model.dropout").model.params
 
 
-@pytest.mark.parametrize("typed", ["mine.yaml", "./mine.yaml", "{folder}/mine.yaml"])
-def test_a_recipe_is_a_file(typed: str, tmp_path: Path) -> None:
+def test_a_recipe_is_a_file_or_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine.yaml").write_text("optimizer: {lr: 0.007}\n")
-    line = f"recipe={typed.format(folder=tmp_path)} seed=2"
-    assert config_of(line).optimizer.params["lr"] == 0.007
-    assert config_of(f"{line} optimizer.lr=0.1").optimizer.params["lr"] == 0.1
-
-
-def test_a_recipe_comes_from_a_folder_of_the_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "shared"
-    folder.mkdir()
-    (folder / "theirs.yaml").write_text("seed: 7\n")
-    monkeypatch.setenv("TRAIN_RECIPES", str(folder))
-    assert config_of("recipe=theirs").seed == 7
-
-
-def test_a_recipe_names_no_class_without_trust(tmp_path: Path) -> None:
-    (tmp_path / "theirs.yaml").write_text("model: {_target_: net.Net}\n")
-    with pytest.raises(ConfigError, match=r"model._target_=net.Net: .*'trust=\[net\]'"):
-        config_of("recipe=theirs.yaml")
-    assert config_of("recipe=theirs.yaml trust=[net]").model.target == "net.Net"
+    for typed in ("mine.yaml", "./mine.yaml", f"{tmp_path}/mine.yaml", "'\"./mine.yaml\"'"):
+        assert config_of(f"recipe={typed}").optimizer.params["lr"] == 0.007
+        assert config_of(f"recipe={typed} optimizer.lr=0.1").optimizer.params["lr"] == 0.1
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared" / "theirs.yaml").write_text("seed: 7\n")
+    monkeypatch.setenv("TRAIN_RECIPES", str(tmp_path / "shared"))
+    both = config_of("recipe=[theirs,./mine.yaml]")
+    assert (both.seed, both.optimizer.params["lr"]) == (7, 0.007)
 
 
 def test_a_word_behind_a_group_chooses_its_option_in_a_recipe_too(tmp_path: Path) -> None:
@@ -170,14 +126,16 @@ def test_a_word_behind_a_group_chooses_its_option_in_a_recipe_too(tmp_path: Path
         "objective: clasify": "objective=clasify: no such option. Did you mean classify?",
         "objective: 3": "objective: takes the name of an option, or settings as a mapping",
         "model: null": "model: takes the name of an option, or settings as a mapping",
-        "batch: [512]": "batch: takes the name of an option, or settings as a mapping",
         "data: ../../x": "../../x: is not the name of an option",
         "optimizer: {groups: x}": "optimizer.groups=x: must be a mapping",
+        "hydra: {run: {dir: /tmp/x}}": "hydra",
+        "batch.global: 7": "batch.global: a file nests its keys, batch: {global: ...}",
+        "[" * 2000: "mine.yaml",
+        "model: {_target_: net.Net}": "model._target_=net.Net: named by a recipe or a run",
     }.items(),
+    ids=range(9),
 )
-def test_what_chooses_no_option_in_a_recipe_is_one_line(
-    recipe: str, says: str, tmp_path: Path
-) -> None:
+def test_what_a_recipe_may_not_say_is_one_line(recipe: str, says: str, tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(f"{recipe}\n")
     with pytest.raises(ConfigError) as caught:
         config_of("recipe=mine.yaml")
@@ -196,87 +154,73 @@ def test_a_class_in_a_recipe_replaces_the_option_as_a_typed_one_does(tmp_path: P
     assert (option.name, option.params["width"]) == ("gpt_tiny", 48)
 
 
-def test_a_recipe_chooses_no_folder(tmp_path: Path) -> None:
-    (tmp_path / "theirs.yaml").write_text("hydra: {run: {dir: /tmp/x}}\n")
-    with pytest.raises(ConfigError, match="hydra"):
-        config_of("recipe=theirs.yaml")
-
-
-def test_a_folder_of_ones_own_is_consent(tmp_path: Path) -> None:
+def test_a_folder_of_ones_own_is_consent(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     group = tmp_path / "mine" / "model"
     group.mkdir(parents=True)
     (group / "tiny.yaml").write_text("_target_: net.Net\nwidth: 4\n")
     config = config_of("--config-dir mine model=tiny")
     assert (config.model.name, config.model.typed_target) == ("tiny", True)
-    with pytest.raises(
-        ConfigError, match=r"model.wdith: unknown setting. Did you mean model.width"
-    ):
+    with pytest.raises(ConfigError, match=r"model.wdith: unknown .* Did you mean model.width"):
         config_of("--config-dir mine model=tiny +model.wdith=3")
     recipe = "defaults: [override /model: tiny]\nmodel: {_target_: os.System}\n"
     (tmp_path / "theirs.yaml").write_text(recipe)
     with pytest.raises(ConfigError, match=r"trust=\[os\]"):
         config_of("--config-dir mine recipe=theirs.yaml")
     assert config_of("--config-dir mine model=tiny recipe=theirs.yaml").model.target == "net.Net"
+    assert in_process("--help --config-dir mine") == 0
+    assert "tiny" in capsys.readouterr().out
 
 
 def test_absolute_folders_are_fine_when_typed(tmp_path: Path) -> None:
-    request = split([f"outputs={tmp_path}/far", "name=x"])
-    job = prepare_run(request.overrides, _composer(request)).job
-    assert job.folder.is_relative_to(tmp_path / "far")
-    assert job.folder.name.endswith("-x")
+    folder = prepared(f"outputs={tmp_path}/far name=x").folder
+    assert folder.is_relative_to(tmp_path / "far")
+    assert folder.name.endswith("-x")
 
 
-def test_a_sweep_is_expanded_as_hydra_expands_it() -> None:
-    request = split(shlex.split("-m batch.global=16,32 accum=fixed,auto accum.micro=8"))
-    sweep = prepare_sweep(request.overrides, _composer(request))
-    found = [(r.job.config.accum.name, r.job.config.batch.global_batch) for r in sweep.ready]
-    assert found == [("fixed", 16), ("fixed", 32), ("auto", 16), ("auto", 32)]
-    assert [r.job.folder.name for r in sweep.ready] == ["0", "1", "2", "3"]
-    assert {r.job.config.wandb.group for r in sweep.ready} == {sweep.folder.name}
+@pytest.mark.parametrize(
+    ("line", "jobs"),
+    {
+        "batch.global=16,32 accum=fixed,auto accum.micro=8": [
+            ["accum=fixed", "++batch.global=16", "++accum.micro=8"],
+            ["accum=fixed", "++batch.global=32", "++accum.micro=8"],
+            ["accum=auto", "++batch.global=16", "++accum.micro=8"],
+            ["accum=auto", "++batch.global=32", "++accum.micro=8"],
+        ],
+        "scheduler=glob(*)": [[f"scheduler={name}"] for name in ("constant", "cosine", "wsd")],
+        "model._target_=net.A,net.B accum.gradient=sum": [
+            ["accum/gradient=sum", "model=own", f"++model._target_=net.{name}"] for name in "AB"
+        ],
+    }.items(),
+)
+def test_a_sweep_is_expanded_as_hydra_expands_it(line: str, jobs: list[list[str]]) -> None:
+    composer = composer_of(split([]))
+    overrides, wrong = parse(shlex.split(line))
+    with composer.open():
+        assert prepare_sweep(overrides, wrong, composer).jobs == jobs
 
 
-def test_all_options_of_a_group_can_be_swept() -> None:
-    request = split(["-m", "scheduler=glob(*)"])
-    sweep = prepare_sweep(request.overrides, _composer(request))
-    assert [r.job.config.scheduler.name for r in sweep.ready] == ["constant", "cosine", "wsd"]
-    assert "scheduler=constant,cosine,wsd" in sweep.lines
-
-
-def test_classes_gradients_and_recipes_can_be_swept(tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").write_text("seed: 5\n")
-    line = "-m model._target_=net.A,net.B accum.gradient=sum,auto recipe=mine.yaml,quickstart"
-    request = split(shlex.split(line))
-    ready = prepare_sweep(request.overrides, _composer(request)).ready
-    assert len({(r.job.config.model.target, r.job.config.accum.gradient.name) for r in ready}) == 4
-    assert {r.job.config.seed for r in ready} == {5, 0}
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text("abc XYZ/.-_,:=[]{}()'\"", max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.from_regex(r"[x*][a-z0-9.*]{0,5}", fullmatch=True), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
 
 
 @settings(max_examples=40)
-@given(st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"]), max_size=30))
-def test_any_text_can_be_quoted(text: str) -> None:
+@given(st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"]), max_size=30), VALUES)
+def test_any_value_of_a_config_can_be_written_as_an_override(text: str, value: Any) -> None:
+    assert read(f"x={literal(value)}").value() == value
     if "${" not in text and "\\" not in text:
         assert read(f"x={quote(text)}").value() == text
-
-
-@settings(max_examples=40)
-@given(
-    st.recursive(
-        st.none()
-        | st.booleans()
-        | st.integers()
-        | st.floats(allow_nan=False, allow_infinity=False)
-        | st.text("abc XYZ/.-_,:=[]{}()'\"", max_size=8),
-        lambda inner: (
-            st.lists(inner, max_size=3)
-            | st.dictionaries(
-                st.from_regex(r"[x*][a-z0-9.*]{0,5}", fullmatch=True), inner, max_size=3
-            )
-        ),
-        max_leaves=6,
-    )
-)
-def test_any_value_of_a_config_can_be_written_as_an_override(value: Any) -> None:
-    assert read(f"x={literal(value)}").value() == value
 
 
 # The page of --help, and Hydra's own flags.
@@ -291,7 +235,7 @@ def test_help_is_complete_and_fast(tmp_path: Path) -> None:
     done = in_subprocess("--help", tmp_path)
     assert done.returncode == 0
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - began < WITHOUT_TORCH_S
-    for key in KEYS:
+    for key in (*KEYS, *COMMANDS):
         assert key in done.stdout, key
     for group in GROUPS:
         for file in (data_dir("conf") / group.replace(".", "/")).glob("*.yaml"):
@@ -302,89 +246,76 @@ def test_help_is_complete_and_fast(tmp_path: Path) -> None:
     assert "conf/GROUP/OPTION.yaml" in "".join(done.stdout.splitlines())
 
 
-def test_help_lists_options_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "mine" / "model").mkdir(parents=True)
-    (tmp_path / "mine" / "model" / "zebra.yaml").write_text("_target_: net.Net\n")
-    assert in_process("--help --config-dir mine") == 0
-    assert "zebra" in capsys.readouterr().out
-
-
 def test_hydras_flags_work(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert in_process("seed=3 --cfg job accum.gradient=sum model._target_=net.Net") == 0
-    shown = yaml.safe_load(capsys.readouterr().out)
-    assert (shown["seed"], shown["model"]) == (3, {"_target_": "net.Net"})
-    assert in_process("--cfg job --package batch") == 0
-    assert "global: 512" in capsys.readouterr().out
-    assert in_process("--info searchpath") == 0
-    assert "recipes" in capsys.readouterr().out
-    assert in_process("--version") == 0
-    assert capsys.readouterr().out == f"train {trainer.__version__}\n"
     monkeypatch.setenv("COMP_LINE", "train accum=")
     monkeypatch.setenv("COMP_POINT", "12")
-    assert in_process("--shell-completion query=bash") == 0
-    assert "accum=fixed" in capsys.readouterr().out
+    for line, shown in {
+        "seed=3 --cfg job accum.gradient=sum model._target_=net.Net": "_target_: net.Net",
+        "--cfg job --package batch": "global: 512",
+        "--cfg job --resolve data=text data.path=net.py": "path: net.py",
+        "--info searchpath": "recipes",
+        "--hydra-help": "Hydra",
+        "--version": f"train {trainer.__version__}\n",
+        "--shell-completion query=bash": "accum=fixed",
+    }.items():
+        assert in_process(line) == 0
+        assert shown in capsys.readouterr().out
     assert not (tmp_path / "outputs").exists()
 
 
 # Whole runs.
 
 
-def test_a_run_from_a_users_own_folder(tmp_path: Path) -> None:
+def test_a_run_goes_on_is_evaluated_and_is_done(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     done = in_subprocess(OWN_RUN, tmp_path)
     assert done.returncode == 0, done.stderr
     run = only_run(tmp_path)
     config = yaml.safe_load((run / "config.yaml").read_text())
-    assert config["model"] == {"_target_": "net.Net"}
-    assert config["batch"]["global"] == 8
+    assert (config["model"], config["batch"]["global"]) == ({"_target_": "net.Net"}, 8)
     assert "trust" not in config
-    records = yaml.safe_load((run / ".hydra" / "overrides.yaml").read_text())
-    assert "batch.global=8" in records
-    assert "accum.micro=3" in records
     assert json.loads((run / "status.json").read_text())["state"] == "completed"
-
-
-def test_a_run_goes_on_is_evaluated_and_is_done(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert in_process(OWN_RUN) == 0
-    run = only_run(tmp_path)
     records = (run / ".hydra" / "overrides.yaml").read_text()
+    assert {"batch.global=8", "accum.micro=3"} <= set(yaml.safe_load(records))
+
     assert in_process("resume=auto steps=3 trust=[net]") == 0
     assert only_run(tmp_path) == run
     assert (run / ".hydra" / "overrides.yaml").read_text() == records
     assert "steps=3" in (run / ".hydra" / "resume_1" / "overrides.yaml").read_text()
-    assert yaml.safe_load((run / "config.yaml").read_text())["steps"] == 3
-    assert json.loads((run / "status.json").read_text())["step"] == 3
     config = (run / "config.yaml").read_text()
+    assert yaml.safe_load(config)["steps"] == 3
+    assert json.loads((run / "status.json").read_text())["step"] == 3
+
     assert in_process(f"evaluate run={run} trust=[net]") == 0
     assert (run / "evaluate.json").is_file()
     assert (run / "config.yaml").read_text() == config
-    assert only_run(tmp_path) == run
     capsys.readouterr()
     assert in_process(f"resume={run} trust=[net]") == 0
     assert "is done after step 3" in capsys.readouterr().out
 
 
-def test_a_config_error_that_only_a_class_can_find_leaves_no_folder(
+def test_a_run_that_fails_says_so_in_its_own_way(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert in_process(f"{OWN_RUN} +model.wdith=3") == 2
     assert any("model.wdith" in fault for fault in faults(capsys.readouterr().err))
-    assert not list((tmp_path / "outputs").glob("*"))
-
-
-def test_a_crash_is_short_on_screen_and_whole_in_the_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    line = OWN_RUN.replace("net.Net", "net.broken")
-    assert in_process(line) == 1
+    assert not list((tmp_path / "outputs").glob("*")), "no folder, though a class found it"
+    assert in_process(OWN_RUN.replace("net.Net", "net.interrupted")) == 130
+    assert "Traceback" not in capsys.readouterr().err
+    assert in_process(f"{OWN_RUN.replace('net.Net', 'net.broken')} hydra.run.dir=broken") == 1
     err = capsys.readouterr().err
     assert "RuntimeError: a fault in the user's own class" in err
     assert len(err.splitlines()) < 15
-    written = (only_run(tmp_path) / "errors" / "rank0.txt").read_text()
-    assert "Traceback" in written
+    assert "Traceback" in (tmp_path / "broken" / "errors" / "rank0.txt").read_text()
+
+
+def table_of(root: Path) -> tuple[Path, list[dict[str, str]]]:
+    (table,) = root.glob("outputs/multirun/*/*/sweep.csv")
+    with table.open() as file:
+        return table.parent, list(csv.DictReader(file))
 
 
 def test_a_failed_job_does_not_stop_a_sweep(
@@ -392,18 +323,23 @@ def test_a_failed_job_does_not_stop_a_sweep(
 ) -> None:
     line = OWN_RUN.replace("net.Net", "net.broken,net.Net")
     assert in_process(f"-m {line} seed=1,2 optimizer.lr=0.1") == 1
-    (sweep,) = tmp_path.glob("outputs/multirun/*/*")
-    with (sweep / "sweep.csv").open() as file:
-        rows = list(csv.DictReader(file))
+    sweep, rows = table_of(tmp_path)
     assert [row["state"] for row in rows] == ["failed", "failed", "completed", "completed"]
     assert [row["seed"] for row in rows] == ["1", "2", "1", "2"]
     assert "optimizer.lr" not in rows[0]
     assert all(float(row["eval_loss"]) > 0 for row in rows[2:])
     out = capsys.readouterr().out
     assert "held-out" in out
-    assert "job 3 of 4: ++model._target_=net.Net seed=2" in out
+    assert "job 3 of 4: model._target_=net.Net seed=2" in out
     assert (sweep / "sweep.png").read_bytes().startswith(b"\x89PNG")
-    assert yaml.safe_load((sweep / "2" / "config.yaml").read_text())["seed"] == 1
+    config = yaml.safe_load((sweep / "2" / "config.yaml").read_text())
+    assert (config["seed"], config["wandb"]["group"]) == (1, sweep.name)
+    before = (sweep / "3" / "result.json").read_bytes()
+    assert in_process(f"-m {line} seed=1,2 optimizer.lr=0.1 resume=auto") == 1
+    again, rows = table_of(tmp_path)
+    assert again == sweep
+    assert (sweep / "3" / ".hydra" / "resume_1" / "overrides.yaml").is_file()
+    assert (sweep / "3" / "result.json").read_bytes() == before, "a job that is done is not run"
 
 
 SWEEPER = """
@@ -424,43 +360,54 @@ class Search(BasicSweeper):
 """
 
 
-def test_a_sweep_whose_values_are_chosen_as_it_goes_reports_those_that_ran(tmp_path: Path) -> None:
+def test_a_sweep_whose_values_are_chosen_as_it_goes_reports_those_that_ran(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "hydra_plugins").mkdir()
     (tmp_path / "hydra_plugins" / "search.py").write_text(SWEEPER)
     search = "hydra.sweeper._target_=hydra_plugins.search.Search"
     line = f"-m {OWN_RUN} {search} 'optimizer.lr=interval(0.01,1)' seed=3"
     done = in_subprocess(line, tmp_path, PYTHONPATH=f"{CHECKOUT}:{tmp_path}")
     assert done.returncode == 0, done.stderr + done.stdout
-    (sweep,) = tmp_path.glob("outputs/multirun/*/*")
-    with (sweep / "sweep.csv").open() as file:
-        rows = list(csv.DictReader(file))
+    _, rows = table_of(tmp_path)
     assert [row["optimizer.lr"] for row in rows] == ["0.25", "0.125", "0.0625"]
     assert [row["state"] for row in rows] == ["completed"] * 3
-    assert "job 2: optimizer.lr=0.0625" in done.stdout
-    configs = [yaml.safe_load((sweep / n / "config.yaml").read_text()) for n in "012"]
-    assert [each["wandb"]["group"] for each in configs] == [sweep.name] * 3
-    again = in_subprocess(f"{line} resume=auto", tmp_path, PYTHONPATH=f"{CHECKOUT}:{tmp_path}")
-    assert again.returncode == 2
-    assert "resume=auto: this sweeper chooses its jobs anew" in again.stderr
-
-
-def test_ctrl_c_ends_a_run_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
-    assert in_process(OWN_RUN.replace("net.Net", "net.interrupted")) == 130
-    assert "Traceback" not in capsys.readouterr().err
+    assert "optimizer.lr=0.0625" in done.stdout
+    assert in_process(f"{line} resume=auto") == 2
+    assert "resume=auto: this sweeper chooses its jobs anew" in capsys.readouterr().err
 
 
 def test_ctrl_c_ends_a_sweep_with_its_table(tmp_path: Path) -> None:
     line = OWN_RUN.replace("net.Net", "net.interrupted")
     assert in_process(f"-m {line} seed=1,2") == 130
-    (table,) = tmp_path.glob("outputs/multirun/*/*/sweep.csv")
-    with table.open() as file:
-        assert [row["state"] for row in csv.DictReader(file)] == ["failed", "not started"]
+    _, rows = table_of(tmp_path)
+    assert [row["state"] for row in rows] == ["failed", "not started"]
+
+
+def test_a_sweep_is_reported_from_its_folders_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planned = [[f"optimizer.lr={lr}", "steps=2"] for lr in (0.1, 0.2, 0.4)]
+    for number, (state, loss) in enumerate([("completed", 2.5), ("running", 2.0)]):
+        folder = tmp_path / str(number)
+        (folder / ".hydra").mkdir(parents=True)
+        (folder / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(planned[number]))
+        (folder / "status.json").write_text(json.dumps({"state": state, "step": 2}))
+        (folder / "result.json").write_text(json.dumps({"eval_loss": loss, "loss": None}))
+    assert not report(tmp_path, planned, Console(width=120))
+    lines = (tmp_path / "sweep.csv").read_text().splitlines()
+    assert lines[0].startswith("job,optimizer.lr,state,exit_code,step,loss,eval_loss")
+    assert [line.split(",")[2] for line in lines[1:]] == ["completed", "failed", "not started"]
+    assert (tmp_path / "sweep.png").is_file()
+    assert "not started" in capsys.readouterr().out
+
+
+# From Python.
 
 
 def test_a_run_from_python_is_the_same_run(tmp_path: Path) -> None:
     ran = trainer.train(shlex.split(OWN_RUN))
-    assert ran.exit_code == 0
-    assert ran.result["step"] == 2
+    assert (ran.exit_code, ran.result["step"]) == (0, 2)
     as_mapping = trainer.train(
         {
             "model": {"_target_": "net.Net"},
@@ -473,23 +420,16 @@ def test_a_run_from_python_is_the_same_run(tmp_path: Path) -> None:
             "device": "cpu",
         }
     )
-    assert as_mapping.result["loss"] == ran.result["loss"]
-    overrides = [*shlex.split(OWN_RUN), "model=own", "data=own"]
+    typed = OWN_RUN.replace("model._", "++model._").replace("data._", "++data._")
     with initialize_config_dir(str(data_dir("conf")), version_base="1.3"):
-        composed = compose(
-            "config",
-            [
-                line.replace("model._", "++model._").replace("data._", "++data._")
-                for line in overrides
-            ],
-        )
+        composed = compose("config", [*shlex.split(typed), "model=own", "data=own"])
         of_config = trainer.train(composed)
-    assert of_config.result["loss"] == ran.result["loss"]
+    assert ran.result["loss"] == as_mapping.result["loss"] == of_config.result["loss"]
     assert len({ran.folder, as_mapping.folder, of_config.folder}) == 3
     for run in (ran, as_mapping, of_config):
         config = yaml.safe_load((run.folder / "config.yaml").read_text())
-        assert config["choices"]["accum"] == "fixed"
-        assert config["choices"]["optimizer"] == "adamw"
+        chosen = (config["choices"]["accum"], config["choices"]["optimizer"])
+        assert chosen == ("fixed", "adamw")
     assert in_process(f"resume={of_config.folder} trust=[net] steps=3") == 0
 
 
@@ -501,10 +441,9 @@ def test_patterns_can_be_keys() -> None:
     ):
         line = shlex.quote(f"optimizer.groups={typed}")
         assert config_of(line).optimizer.params["groups"] == groups
-        assert in_process(f"--cfg job {line}") == 0  # what Hydra shows, or sweeps
-    composer = _composer(split([]))
+    composer = composer_of(split([]))
     lines = overrides_of({"optimizer": {"groups": groups, "lr": 0.1}}, composer)
-    assert prepare_run(lines, composer).job.config.optimizer.params["groups"] == groups
+    assert prepare_run(lines, composer).config.optimizer.params["groups"] == groups
 
 
 def test_python_gets_an_exception_with_the_faults() -> None:
@@ -513,27 +452,3 @@ def test_python_gets_an_exception_with_the_faults() -> None:
     assert len(raised.value.faults) == 2
     with pytest.raises(ConfigError, match="cannot hold a set"):
         trainer.train({"name": {1, 2}})
-
-
-# The table of a sweep.
-
-
-def test_a_sweep_is_reported_from_its_folders_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from rich.console import Console  # noqa: PLC0415
-
-    planned = [[f"optimizer.lr={lr}", "steps=2"] for lr in (0.1, 0.2, 0.4)]
-    for number, (state, loss) in enumerate([("completed", 2.5), ("running", 2.0)]):
-        folder = tmp_path / str(number)
-        (folder / ".hydra").mkdir(parents=True)
-        (folder / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(planned[number]))
-        (folder / "status.json").write_text(json.dumps({"state": state, "step": 2}))
-        (folder / "result.json").write_text(json.dumps({"eval_loss": loss, "loss": None}))
-    jobs = report(tmp_path, planned, Console(width=120))
-    assert [job.state for job in jobs] == ["completed", "failed", "not started"]
-    lines = (tmp_path / "sweep.csv").read_text().splitlines()
-    assert lines[0].startswith("job,optimizer.lr,state,exit_code,step,loss,eval_loss")
-    assert lines[3].startswith("2,0.4,not started")
-    assert (tmp_path / "sweep.png").is_file()
-    assert "not started" in capsys.readouterr().out

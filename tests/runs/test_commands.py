@@ -16,46 +16,96 @@ from tests.lib.run_toys import Net, TiedNet
 from tests.reliability.faults import Fault, FaultyDisk
 from trainer import train
 from trainer.checkpoint.lock import hold
-from trainer.cli.main import Run
+from trainer.cli.main import FinishedRun
 from trainer.core import durable
 from trainer.core.errors import ConfigError, DoesNotFitError, NoCheckpointError
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
 
-def planned(line: str) -> tuple[Run, dict[str, object]]:
+def planned(line: str) -> tuple[FinishedRun, dict[str, object]]:
     run = go(f"command=plan {line}")
     return run, read_json(run.folder / "plan.json")
 
 
-def said(capsys: pytest.CaptureFixture[str]) -> str:
+def screen_of(capsys: pytest.CaptureFixture[str]) -> str:
     """Everything on the screen, on one line."""
     return " ".join(capsys.readouterr().out.split())
 
 
-def test_evaluate_writes_the_held_out_loss_of_the_newest_checkpoint(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    run = go("checkpoint.every=2 eval.every=2")
-    kept = {path: path.read_bytes() for path in run.folder.iterdir() if path.is_file()}
-    assert shell(f"evaluate run={run.folder} trust=[tests]") == 0
-    found = read_json(run.folder / "evaluate.json")
-    assert found["step"] == 6
+def test_a_run_is_read_by_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    run = go("checkpoint.every=2 steps=4 eval.every=2")
+    asked = f"run={run.folder} trust=[tests]"
+    before = {path: path.read_bytes() for path in run.folder.iterdir() if path.is_file()}
+    for step in (2, "last"):
+        taken = 4 if step == "last" else step
+        assert shell(f"evaluate {asked} step={step}") == 0
+        found = read_json(run.folder / "evaluate.json")
+        assert found["step"] == taken
+        assert f"{found['eval_loss']:.4f}" in screen_of(capsys)
+        assert shell(f"export {asked} step={step} export.to=at-{step}") == 0
+        weights = load_file(f"at-{step}/model.safetensors")
+        assert weights["head.weight"].equal(state(run, taken)["model.head.weight"])
+        again = go(f"init={run.folder} step={step} steps=1 optimizer.lr=0")
+        assert state(again)["model.head.weight"].equal(weights["head.weight"])
     assert found["eval_loss"] == pytest.approx(run.result["eval_loss"], rel=1e-6)
-    assert f"{found['eval_loss']:.4f}" in said(capsys)
-    assert all(path.read_bytes() == content for path, content in kept.items())
-    assert only_run() == run.folder, "evaluating makes no folder of its own"
+    assert all(path.read_bytes() == content for path, content in before.items())
+    described = read_json(Path("at-last/config.json"))
+    assert (described["model"]["_target_"], described["step"]) == (f"{TOYS}.Net", 4)
+    model = Net()
+    load_model(model, "at-last/model.safetensors")
+    assert model.state_dict()["head.weight"].equal(weights["head.weight"])
+    check_what_is_refused(run, asked, capsys)
+    check_from_python(run, asked.split())
 
 
-@pytest.mark.parametrize("fault", ["ENOSPC", "ENOSPC for good", "EIO for good"])
+def check_what_is_refused(run: FinishedRun, asked: str, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint = f"run={run.folder}/checkpoints/step-00000002 trust=[tests]"
+    assert shell(f"evaluate {checkpoint}") == 0
+    assert read_json(run.folder / "evaluate.json")["step"] == 2
+    capsys.readouterr()
+    for line, code, text in (
+        (f"evaluate {checkpoint} step=4", 2, "is a checkpoint; leave step out"),
+        (f"evaluate {asked} step=3", 4, "no checkpoint of step 3; has 2, 4"),
+        (f"init={run.folder} step=3 {' '.join(overrides(''))}", 4, "no checkpoint of step 3"),
+        (f"init=at-2 step=2 {' '.join(overrides(''))}", 4, "init=at-2 is no run folder; leave"),
+        ("step=2", 2, "name its run, with run= or init="),
+        (f"resume={run.folder} step=2 trust=[tests]", 2, "a new run from this one: init=RUN"),
+        (f"init={run.folder} step=best", 2, "step=best: must be last or a whole number"),
+        ("evaluate run=outputs/nowhere", 4, "no such folder"),
+        ("export run=at-2 export.to=weights", 4, "not a run folder"),
+    ):
+        assert shell(line) == code, line
+        (fault,) = capsys.readouterr().err.splitlines()
+        assert text in fault
+
+
+def check_from_python(run: FinishedRun, typed: list[str]) -> None:
+    evaluated = train(["evaluate", *typed])
+    assert evaluated.result == read_json(run.folder / "evaluate.json")
+    verified = train(["verify", *typed])
+    assert verified.result == read_json(verified.folder / "verify.json")
+    assert train(["export", *typed, "export.to=weights"]).result == {}
+    for wrong in (["evaluat", *typed], ["-m", "seed=1,2"], ["plan", "evaluate", *typed]):
+        with pytest.raises(ConfigError):
+            train(wrong)
+    manifest = run.folder / "checkpoints" / "step-00000004" / "manifest.json"
+    content = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps({**content, "format": 99}))
+    with pytest.raises(NoCheckpointError) as raised:
+        go(f"command=evaluate run={run.folder} step=4")
+    assert "\n" not in str(raised.value)
+
+
 def test_figures_that_find_no_room_are_printed_and_the_old_ones_stay(
-    fault: Fault, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     run = go("steps=2")
     (run.folder / "evaluate.json").write_text("{}")
     before = {path: path.read_bytes() for path in run.folder.rglob("*") if path.is_file()}
     capsys.readouterr()
-    for point in range(3):
+    faults: tuple[Fault, ...] = ("ENOSPC", "ENOSPC for good", "EIO for good")
+    for point, fault in enumerate(faults):
         with durable.use(FaultyDisk(point, fault)):
             assert shell(f"evaluate run={run.folder} trust=[tests]") == 8
         screen = capsys.readouterr()
@@ -66,7 +116,7 @@ def test_figures_that_find_no_room_are_printed_and_the_old_ones_stay(
         after = {path: path.read_bytes() for path in run.folder.rglob("*") if path.is_file()}
         assert {path: after.get(path) for path in before} == before
     assert shell(f"evaluate run={run.folder} trust=[tests]") == 0
-    with hold(run.folder):  # whoever holds the run clears away what a broken disk kept
+    with hold(run.folder):  # whoever holds the run clears away what a broken disk left
         assert not list(run.folder.glob(".tmp-*"))
 
 
@@ -87,29 +137,6 @@ def test_evaluate_without_held_out_data_says_so(capsys: pytest.CaptureFixture[st
     assert run.result["eval_loss"] is None
     assert shell(f"evaluate run={run.folder} trust=[tests]") == 3
     assert "data.holdout" in capsys.readouterr().err
-
-
-def test_evaluating_what_is_no_run_ends_with_4(capsys: pytest.CaptureFixture[str]) -> None:
-    assert shell("evaluate run=outputs/nowhere") == 4
-    Path("elsewhere").mkdir()
-    assert shell("export run=elsewhere export.to=weights") == 4
-    assert len(capsys.readouterr().err.splitlines()) == 2
-
-
-def test_an_export_is_safetensors_that_the_model_takes(tmp_path: Path) -> None:
-    run = go()
-    assert shell(f"export run={run.folder} export.to=weights trust=[tests]") == 0
-    model = Net()
-    load_model(model, str(tmp_path / "weights" / "model.safetensors"))
-    for name, tensor in state(run).items():
-        if name.startswith("model."):
-            assert model.state_dict()[name.removeprefix("model.")].equal(tensor)
-    described = read_json(tmp_path / "weights" / "config.json")
-    assert described["model"]["_target_"] == f"{TOYS}.Net"
-    assert described["step"] == 6
-    again = go("init=weights steps=1 optimizer.lr=1e-9")
-    exported = load_file(tmp_path / "weights" / "model.safetensors")
-    assert state(again)["model.head.weight"].allclose(exported["head.weight"], atol=1e-6)
 
 
 def test_an_export_of_tied_weights_is_loaded_as_the_readme_says() -> None:
@@ -151,82 +178,15 @@ def test_a_hugging_face_model_is_exported_as_from_pretrained_loads_it(factory: s
     assert all(again[f"model.{name}"].equal(tensor) for name, tensor in saved.items())
 
 
-def test_step_picks_the_checkpoint_that_a_command_reads(capsys: pytest.CaptureFixture[str]) -> None:
-    run = go("checkpoint.every=2 steps=4")
-    for step in (2, "last"):
-        assert shell(f"evaluate run={run.folder} step={step} trust=[tests]") == 0
-        taken = 4 if step == "last" else step
-        assert read_json(run.folder / "evaluate.json")["step"] == taken
-        assert shell(f"export run={run.folder} step={step} export.to=at-{step} trust=[tests]") == 0
-        weights = load_file(f"at-{step}/model.safetensors")
-        assert weights["head.weight"].equal(state(run, taken)["model.head.weight"])
-        assert shell(f"verify run={run.folder} step={step} trust=[tests]") == 0
-        again = go(f"init={run.folder} step={step} steps=1 optimizer.lr=0")
-        assert state(again)["model.head.weight"].equal(weights["head.weight"])
-    capsys.readouterr()
-    assert shell(f"evaluate run={run.folder} step=3 trust=[tests]") == 4
-    assert "no checkpoint of step 3; has 2, 4" in capsys.readouterr().err
-    with pytest.raises(NoCheckpointError, match="no checkpoint of step 3; has 2, 4"):
-        go(f"init={run.folder} step=3")
-    with pytest.raises(NoCheckpointError, match=r"init=at-2 is no run folder; leave step out"):
-        go("init=at-2 step=2")
-
-
-def test_the_folder_of_a_checkpoint_picks_it(capsys: pytest.CaptureFixture[str]) -> None:
-    run = go("checkpoint.every=2 steps=4")
-    checkpoint = f"{run.folder}/checkpoints/step-00000002"
-    assert shell(f"evaluate run={checkpoint} trust=[tests]") == 0
-    assert read_json(run.folder / "evaluate.json")["step"] == 2
-    assert shell(f"export run={checkpoint}/ export.to=weights trust=[tests]") == 0
-    assert read_json(Path("weights/config.json"))["step"] == 2
-    assert shell(f"evaluate run={checkpoint} step=4 trust=[tests]") == 2
-    assert "is a checkpoint; leave step out" in capsys.readouterr().err
-    assert shell(f"evaluate run={run.folder}/checkpoints/step-00000003 trust=[tests]") == 4
-    assert "no checkpoint of step 3" in capsys.readouterr().err
-
-
-def test_python_gets_what_the_command_found() -> None:
-    run = go("steps=2")
-    asked = [f"run={run.folder}", "trust=[tests]"]
-    evaluated = train(["evaluate", *asked])
-    assert evaluated.result == read_json(run.folder / "evaluate.json")
-    verified = train(["verify", *asked])
-    assert verified.result == read_json(verified.folder / "verify.json")
-    assert train(["plan", *overrides("")]).result["accum_steps"] == 3
-    assert train(["export", *asked, "export.to=weights"]).result == {}
-    for typed in (["evaluat", *asked], ["-m", "seed=1,2"], ["plan", "evaluate", *asked]):
-        with pytest.raises(ConfigError):
-            train(typed)
-
-
 def test_a_plan_shows_the_learning_rate_that_is_scaled_to_the_batch(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     scaled = "scheduler=constant scheduler.scale=linear scheduler.reference_batch=2"
     groups = "'optimizer.groups={head.*: {lr: 0.01}}'"
     go(f"command=plan optimizer.lr=0.003 {scaled} {groups}")
-    words = said(capsys)
+    words = screen_of(capsys)
     assert "lr 0.012, adamw" in words
     assert "head.*: 2 tensors, 144 parameters, lr 0.04" in words
-
-
-@pytest.mark.parametrize(
-    ("line", "says"),
-    [
-        ("step=2", "name its run, with run= or init="),
-        ("resume={} step=2", "a new run from this one: init=RUN"),
-        ("init={} step=best", "step=best: must be last or a whole number"),
-        ("init={} step=ema", "step=ema: must be last or a whole number"),
-    ],
-)
-def test_a_step_that_picks_no_checkpoint_is_refused(
-    line: str, says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = go("steps=2")
-    capsys.readouterr()
-    assert shell(f"{line.format(run.folder)} trust=[tests]") == 2
-    (fault,) = capsys.readouterr().err.splitlines()
-    assert says in fault
 
 
 def test_a_plan_is_the_whole_arithmetic_and_starts_nothing(
@@ -242,7 +202,7 @@ def test_a_plan_is_the_whole_arithmetic_and_starts_nothing(
     parts = plan["memory_parts"]
     assert sum(parts.values()) == plan["predicted_peak_bytes"]
     assert set(parts) >= {"parameters", "gradients", "optimizer state", "activations"}
-    text = said(capsys)
+    text = screen_of(capsys)
     for words in (
         "8 samples = 1 rank x",
         "9 = 1.50 epochs, 6 steps per epoch",
@@ -267,7 +227,7 @@ def test_the_candidates_of_auto_are_a_table_with_one_mark(
     assert all(row["predicted_seconds"] > 0 for row in rows)
     memory = [row["predicted_bytes"] for row in rows]
     assert memory == sorted(memory)
-    text = said(capsys)
+    text = screen_of(capsys)
     assert "caps weighed" in text
     assert text.count("<- chosen") == 1
 
@@ -281,22 +241,18 @@ def test_a_plan_for_a_gpu_that_is_not_here_estimates_memory_and_knows_no_time(
     assert plan["predicted_peak_bytes"] > 0
     assert plan["step_seconds"] is None
     assert all(row["predicted_seconds"] is None for row in plan["candidates"])
-    text = said(capsys)
+    text = screen_of(capsys)
     assert "estimate" in text
     assert "unknown: nothing can be timed" in " ".join(text.split())
     assert "not here" in text
 
 
-def test_a_small_gpu_that_is_not_here_gets_smaller_micro_batches() -> None:
+def test_a_memory_that_is_small_gives_small_micro_batches_or_one_line() -> None:
     _, plan = planned("accum=auto accum.memory=16KiB device=cuda batch.global=40")
     assert plan["accum_steps"] > 1
     assert plan["predicted_peak_bytes"] <= plan["memory_limit_bytes"] <= 16 * 1024
-
-
-def test_a_memory_that_inputs_take_alone_is_refused_with_what_they_take() -> None:
     with pytest.raises(DoesNotFitError, match=r"reserve, .* for inputs\): type accum.memory=1MiB"):
         planned("accum=auto accum.memory=1KiB batch.global=40")
-    planned("accum=auto accum.memory=1MiB batch.global=40")
 
 
 def test_training_on_a_gpu_that_is_not_here_is_refused_with_what_to_type() -> None:
@@ -315,8 +271,11 @@ def test_verify_proves_the_planned_step(capsys: pytest.CaptureFixture[str]) -> N
     assert report["dtype"] == "float64"
     assert report["reference"] == "whole batch"
     assert report["culprits"] == []
-    assert "exact" in said(capsys)
+    assert "exact" in screen_of(capsys)
     assert not (only_run() / "checkpoints").exists()
+    run = go("resume=auto steps=3")
+    assert run.result["step"] == 3, "auto never goes on from a proof"
+    assert len(list(Path().glob("outputs/*/*/config.yaml"))) == 2
 
 
 def test_verify_names_what_breaks_the_step(capsys: pytest.CaptureFixture[str]) -> None:
@@ -325,29 +284,10 @@ def test_verify_names_what_breaks_the_step(capsys: pytest.CaptureFixture[str]) -
     report = read_json(only_run() / "verify.json")
     assert report["exact"] is False
     assert any(each["module"] == "norm" for each in report["culprits"]), report["culprits"]
-    assert "not exact" in said(capsys)
+    assert "not exact" in screen_of(capsys)
 
 
-def test_auto_never_goes_on_from_a_plan_or_a_proof() -> None:
-    go("command=plan")
-    go("command=verify")
-    run = go("resume=auto steps=3")
-    assert run.result["step"] == 3
-    assert len(list(Path().glob("outputs/*/*/config.yaml"))) == 3
-
-
-def test_a_run_from_another_version_or_hand_is_refused_in_one_line() -> None:
-    run = go("steps=2")
-    manifest = run.folder / "checkpoints" / "step-00000002" / "manifest.json"
-    content = json.loads(manifest.read_text())
-    content["format"] = 99
-    manifest.write_text(json.dumps(content))
-    with pytest.raises(NoCheckpointError) as raised:
-        go(f"command=evaluate run={run.folder}")
-    assert "\n" not in str(raised.value)
-
-
-def test_training_leaves_the_generators_of_a_notebook_alone() -> None:
+def test_training_does_not_move_the_generators_of_a_notebook() -> None:
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from tests.lib.run_support import go, read_json, shell
-from trainer.cli.main import Run
+from trainer.cli.main import FinishedRun
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
@@ -23,15 +23,15 @@ def config_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def asks(
-    run: Path | Run, capsys: pytest.CaptureFixture[str], line: str = "evaluate run={}"
+    run: Path | FinishedRun, capsys: pytest.CaptureFixture[str], line: str = "evaluate run={}"
 ) -> bool:
     """Whether a command asks for trust in a run, and does nothing else."""
-    folder = run.folder if isinstance(run, Run) else run
+    folder = run.folder if isinstance(run, FinishedRun) else run
     capsys.readouterr()
     code = shell(line.format(folder))
-    told = capsys.readouterr().err
+    err = capsys.readouterr().err
     assert code == (
-        2 if "named by a recipe or a run, not by you; type 'trust=[tests]'" in told else 0
+        2 if "named by a recipe or a run, not by you; type 'trust=[tests]'" in err else 0
     )
     return code == 2
 
@@ -90,7 +90,7 @@ def test_a_recipe_over_a_run_of_ones_own_adds_no_consent(
     assert asks(run, capsys, "resume={} steps=2 recipe=./friend.yaml")
 
 
-def test_a_home_that_takes_no_key_leaves_runs_to_be_trusted(
+def test_without_a_key_runs_have_to_be_trusted(
     config_home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config_home.write_text("no folder")

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
+from tests.lib.cli_support import prepared
 from tests.lib.run_support import BASE, TOYS, entries, go, read_json, shell, state
 from trainer import train
 
@@ -21,22 +21,10 @@ PLAIN = [
 """A run of which neither length, learning rate nor cadence is typed."""
 
 
-def composed(line: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    """Compose a config as `train --cfg job` shows it."""
-    capsys.readouterr()
-    assert shell(f"--cfg job --resolve {line}") == 0
-    config: dict[str, Any] = yaml.safe_load(capsys.readouterr().out)
-    return config
-
-
-def clock(config: dict[str, Any]) -> tuple[Any, ...]:
-    return (
-        config["optimizer"].get("lr"),
-        config["steps"],
-        config["epochs"],
-        config["eval"]["every"],
-        config["checkpoint"]["every"],
-    )
+def clock(line: str) -> tuple[Any, ...]:
+    config = prepared(line).config
+    rate = config.optimizer.params.get("lr")
+    return rate, config.steps, config.epochs, config.eval.every, config.checkpoint.every
 
 
 @pytest.mark.parametrize(
@@ -56,16 +44,9 @@ def clock(config: dict[str, Any]) -> tuple[Any, ...]:
         "recipe=gpt2_124m data.path=x": (6e-4, 19073, None, 500, 500),
     }.items(),
 )
-def test_the_toys_defaults_are_for_the_toy_alone(
-    line: str, expected: tuple[Any, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_toys_defaults_are_for_the_toy_alone(line: str, expected: tuple[Any, ...]) -> None:
     Path("x").write_bytes(bytes(400))
-    assert clock(composed(line, capsys)) == expected
-
-
-def test_a_preset_is_no_setting(capsys: pytest.CaptureFixture[str]) -> None:
-    assert shell("preset=gpt_tiny_stdlib") == 2
-    assert "preset: unknown setting" in capsys.readouterr().err
+    assert clock(line) == expected
 
 
 def test_one_epoch_of_ten_evaluations_is_what_nobody_has_to_type(
@@ -104,11 +85,9 @@ def test_what_is_typed_is_not_shown_as_a_default() -> None:
     assert evaluated == [1, 2]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_checkpoints_come_by_time_on_every_rank_alike(ranks: int) -> None:
-    line = f"'hooks=[{TOYS}.Slow]' steps=12 checkpoint.keep=20 parallel.ranks={ranks}"
-    often = go(f"{line} checkpoint.every=0.05s accum.micro=2")
-    seldom = go(f"{line} checkpoint.every=2h accum.micro=2")
+def test_checkpoints_come_by_time_on_every_rank() -> None:
+    line = f"'hooks=[{TOYS}.Slow]' steps=12 checkpoint.keep=20 parallel.ranks=2 accum.micro=2"
+    often, seldom = go(f"{line} checkpoint.every=0.05s"), go(f"{line} checkpoint.every=2h")
     names = [sorted(p.name for p in (r.folder / "checkpoints").iterdir()) for r in (often, seldom)]
     assert len(names[0]) > 2
     assert names[1] == ["step-00000012"]

@@ -28,7 +28,7 @@ from tests.lib.run_support import (
     untimed,
 )
 from tests.lib.run_toys import Stop
-from trainer.cli.main import Run
+from trainer.cli.main import FinishedRun
 from trainer.core.errors import ConfigError, DataError, Preempted, TrainError
 
 MEAN_OF_MEANS = "batch.normalizer=micro_batches"
@@ -41,7 +41,7 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Stop, "at", None)
 
 
-def stopped(line: str, at: int) -> Run:
+def stopped(line: str, at: int) -> FinishedRun:
     """Start a run and stop it after a step."""
     Stop.at = at
     with pytest.raises(Preempted) as raised:
@@ -49,10 +49,10 @@ def stopped(line: str, at: int) -> Run:
     Stop.at = None
     assert raised.value.exit_code == 75
     folder = max(Path().glob("outputs/*/*"), key=lambda path: path.name).absolute()
-    return Run(folder=folder, exit_code=75, result={})
+    return FinishedRun(folder=folder, exit_code=75, result={})
 
 
-def assert_same_runs(found: Run, expected: Run) -> None:
+def assert_same_runs(found: FinishedRun, expected: FinishedRun) -> None:
     """The same weights, moments, metrics and ledger, bit for bit."""
     assert_same_bits(state(found), state(expected))
     assert untimed(found) == untimed(expected)

@@ -1,29 +1,22 @@
-"""What a newcomer meets in the first hour: warnings once, memory that is not there, pipes."""
+"""What a newcomer meets in the first hour: pipes, caps too small."""
 
 from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from tests.lib.cli_support import CHECKOUT, OWN_CLASSES, OWN_RUN
-from trainer.cli.exit_messages import piped
-from trainer.commands.train import PLAN_FILE, without_repeated_warnings
-from trainer.core.errors import DataError
+from trainer import train
+from trainer.checkpoint.store import CheckpointStore
+from trainer.core.errors import ConfigError, DataError
 from trainer.data.text import Text
-
-
-def test_a_resumed_run_repeats_no_warning(tmp_path: Path) -> None:
-    (tmp_path / PLAN_FILE).write_text(json.dumps({"warnings": ["old"]}))
-    plan = {"steps": 3, "warnings": ["old", "new"]}
-    assert without_repeated_warnings(plan, tmp_path) == {"steps": 3, "warnings": ["new"]}
-    (tmp_path / PLAN_FILE).write_text("torn")
-    assert without_repeated_warnings(plan, tmp_path) == plan
 
 
 def test_a_field_that_the_first_record_lacks_is_answered_with_those_it_has(tmp_path: Path) -> None:
@@ -32,47 +25,47 @@ def test_a_field_that_the_first_record_lacks_is_answered_with_those_it_has(tmp_p
         Text(str(tmp_path / "a.jsonl"))
 
 
-def test_what_only_shows_ends_silently_when_its_reader_leaves(tmp_path: Path) -> None:
+def test_readers_that_leave_and_streams_that_are_closed_disturb_nobody(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(OWN_CLASSES)
     reader, writer = os.pipe()
     os.close(reader)
     ended = subprocess.run(
-        [sys.executable, "-m", "trainer", "--info", "searchpath"],
+        ["sh", "-c", f"{sys.executable} -m trainer {OWN_RUN} <&- >&- 2>&- && exec {sys.executable} "
+         "-m trainer --info searchpath"],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
         stdout=writer,
         stderr=subprocess.PIPE,
         check=False,
-    )
+    )  # fmt: skip
     os.close(writer)
-    assert (ended.returncode, ended.stderr) == (-signal.SIGPIPE, b"")
-
-
-def test_what_only_shows_says_that_its_disk_is_full(tmp_path: Path) -> None:
-    ended = subprocess.run(
-        ["sh", "-c", f"exec {sys.executable} -m trainer --help >/dev/full"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
-        stderr=subprocess.PIPE,
-        check=False,
-    )
-    said = b"train: error: stdout: No space left on device\n"
-    assert (ended.returncode, ended.stderr) == (8, said)
-
-
-def test_a_file_that_cannot_be_read_while_something_is_shown_is_not_called_stdout() -> None:
-    with pytest.raises(FileNotFoundError), piped():
-        Path("nowhere").read_text()
-
-
-@pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
-def test_a_run_is_the_same_where_streams_are_closed(closed: str, tmp_path: Path) -> None:
-    (tmp_path / "net.py").write_text(OWN_CLASSES)
-    ended = subprocess.run(
-        ["sh", "-c", f"exec {sys.executable} -m trainer {OWN_RUN} {closed}"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
-        check=False,
-    )
-    assert ended.returncode == 0
+    assert (ended.returncode, ended.stderr) == (141, b"")
     (status,) = tmp_path.glob("outputs/*/*/status.json")
     assert json.loads(status.read_text())["state"] == "completed"
+
+
+class Masked(nn.Module):
+    """Holds a causal mask, as many models do."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(258, width)
+        self.head = nn.Linear(width, 258)
+        self.register_buffer("mask", torch.full((4, 4), float("-inf")).triu(1))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.head(self.embed(input_ids))
+
+
+def test_a_text_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("\n\n".join(f"line {i} of a text" for i in range(40)))
+    settings = ["data=text", "data.path=text.txt", "batch.global=8", "wandb.mode=disabled"]
+    fixed = ["accum=fixed", "accum.micro=4", "steps=2", f"model._target_={__name__}.Masked"]
+    run = train([*settings, *fixed])
+    assert run.exit_code == 0
+    assert CheckpointStore(run.folder / "checkpoints").load().step == 2, "with its mask of -inf"
+    texts = [f"short {i}" for i in range(60)] + ["long " * 20]
+    (tmp_path / "text.txt").write_text("\n\n".join(texts))
+    with pytest.raises(ConfigError, match="less than the longest sample, of 10"):
+        train([*settings, "data.holdout=0.0", "accum=budget", "accum.max_tokens=30"])

@@ -25,6 +25,7 @@ from tests.lib.run_support import (
 )
 from tests.lib.run_toys import Net, Rows, Watch
 from tests.lib.support import PLAN_KEYS, STEP_KEYS
+from trainer.cli.main import FinishedRun
 from trainer.core.errors import ConfigError, DataError
 from trainer.data.view import split_by_seed
 from trainer.optim.schedules import Cosine
@@ -33,9 +34,12 @@ from trainer.plan.order import Order
 pytestmark = pytest.mark.usefixtures("own_folder")
 
 
-def test_a_run_makes_one_folder_with_what_the_interface_lists() -> None:
-    run = go("steps=7 checkpoint.every=3 checkpoint.keep=2 eval.every=3 name=mine")
-    assert run.exit_code == 0
+def test_a_run_makes_one_folder_with_what_the_interface_lists(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    line = "steps=7 checkpoint.every=3 checkpoint.keep=2 eval.every=3 log.every=5 name=mine"
+    run = go(f"{line} trust=[somewhere]")
+    assert (run.exit_code, only_run()) == (0, run.folder)
     assert run.folder.name.endswith("-mine")
     assert run.folder.parent.parent.name == "outputs"
     assert {path.name for path in run.folder.iterdir()} == {
@@ -51,29 +55,48 @@ def test_a_run_makes_one_folder_with_what_the_interface_lists() -> None:
         "status.json",
         "train.log",
     }
-    assert only_run() == run.folder
     checkpoints = sorted(path.name for path in (run.folder / "checkpoints").iterdir())
     assert checkpoints == ["step-00000006", "step-00000007"]
     assert not list(run.folder.rglob("*.pt")) + list(run.folder.rglob("*.pkl"))
+    records = {path.name for path in (run.folder / ".hydra").iterdir()}
+    assert records >= {"config.yaml", "hydra.yaml", "overrides.yaml"}
+    config = yaml.safe_load((run.folder / "config.yaml").read_text())
+    assert (config["batch"]["global"], config["optimizer"]["lr"]) == (8, 0.012)
+    assert "trust" not in config
+    check_metrics(run)
+    screen = capsys.readouterr().out.splitlines()
+    shown = [line for line in screen if line.startswith("step") and "lr" in line]
+    assert [line.split()[1] for line in shown] == ["1/7", "5/7", "7/7"]
+    check_records(run)
+    before = {path: path.stat().st_mtime_ns for path in run.folder.rglob("*") if path.is_file()}
+    assert on(run).exit_code == 0, "a finished run has nothing more to do"
+    assert before == {p: p.stat().st_mtime_ns for p in run.folder.rglob("*") if p.is_file()}
 
 
-def test_the_plan_says_what_the_steps_then_do() -> None:
-    run = go("accum=budget accum.max_tokens=40")
-    plan = read_json(run.folder / "plan.json")
-    assert plan.keys() >= set(PLAN_KEYS)
-    first = steps(run)[0]
-    same = ("accum_steps", "micro_batches", "padding")
-    assert {key: plan[key] for key in same} == {key: first[key] for key in same}
-    assert (plan["global_batch"], plan["unit"], plan["world_size"]) == (8, "samples", 1)
-    assert (plan["max_tokens"], plan["steps"], plan["steps_per_epoch"]) == (40, 6, 6)
-    assert (plan["sync"], plan["parallel"]) == ("deferred", "none")
-    assert 0 < plan["predicted_peak_bytes"] < plan["memory_limit_bytes"]
+def check_records(run: FinishedRun) -> None:
+    folder = run.folder / "checkpoints" / "step-00000007"
+    manifest = read_json(folder / "manifest.json")
+    assert manifest["step"] == 7
+    text = json.dumps(manifest)
+    assert all(word in text for word in ("format", "sha256", "config_hash", "fingerprint"))
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        assert set(file.keys()) == {
+            f"model.{name}"
+            for name in ("embed.weight", "norm.weight", "norm.bias", "head.weight", "head.bias")
+        }
+
+    status = {"state": "completed", "exit_code": 0, "step": 7, "reason": None}
+    assert read_json(run.folder / "status.json") == status
+    result = read_json(run.folder / "result.json")
+    assert result == run.result
+    assert result["loss"] == pytest.approx(curve(run, "loss")[-1], rel=1e-6)
+    evaluated = [entry for entry in entries(run) if "eval_loss" in entry]
+    assert [entry["step"] for entry in evaluated] == [3, 6, 7]
+    assert evaluated[-1]["eval_loss"] == result["eval_loss"]
+    assert min(result["seconds"], result["tokens_per_second"]) > 0
 
 
-def test_every_step_is_in_the_metrics_whatever_is_printed(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    run = go("steps=7 log.every=5 eval.every=3 batch.tail=keep")
+def check_metrics(run: FinishedRun) -> None:
     found = steps(run)
     assert [entry["step"] for entry in found] == [1, 2, 3, 4, 5, 6, 7]
     assert all(entry.keys() == set(STEP_KEYS) for entry in found)
@@ -91,14 +114,19 @@ def test_every_step_is_in_the_metrics_whatever_is_printed(
         assert entry["lr"] == pytest.approx(1.2e-2 * factor, rel=1e-12)
         assert entry["memory_bytes"] > 2**20
         assert entry["tokens_per_second"] > 0
-    evaluated = [entry["step"] for entry in entries(run) if "eval_loss" in entry]
-    assert evaluated == [3, 6, 7]
-    shown = [
-        line
-        for line in capsys.readouterr().out.splitlines()
-        if line.startswith("step") and "lr" in line
-    ]
-    assert [line.split()[1] for line in shown] == ["1/7", "5/7", "7/7"]
+
+
+def test_the_plan_says_what_the_steps_then_do() -> None:
+    run = go("accum=budget accum.max_tokens=40 wandb.mode=offline")
+    plan = read_json(run.folder / "plan.json")
+    assert plan.keys() >= set(PLAN_KEYS)
+    first = steps(run)[0]
+    same = ("accum_steps", "micro_batches", "padding")
+    assert {key: plan[key] for key in same} == {key: first[key] for key in same}
+    assert (plan["global_batch"], plan["unit"], plan["world_size"]) == (8, "samples", 1)
+    assert (plan["max_tokens"], plan["steps"], plan["steps_per_epoch"]) == (40, 6, 6)
+    assert (plan["sync"], plan["parallel"]) == ("deferred", "none")
+    assert 0 < plan["predicted_peak_bytes"] < plan["memory_limit_bytes"]
 
 
 def test_the_ledger_holds_the_data_sets_own_ids_of_every_step() -> None:
@@ -114,55 +142,6 @@ def test_the_ledger_holds_the_data_sets_own_ids_of_every_step() -> None:
     assert not (go("log.samples=false steps=1").folder / "samples.jsonl").exists()
 
 
-def test_the_end_is_told_in_result_and_status() -> None:
-    run = go("eval.every=4")
-    assert read_json(run.folder / "status.json") == {
-        "state": "completed",
-        "exit_code": 0,
-        "step": 6,
-        "reason": None,
-    }
-    result = read_json(run.folder / "result.json")
-    assert result == run.result
-    assert result["step"] == 6
-    assert result["loss"] == pytest.approx(curve(run, "loss")[-1], rel=1e-6)
-    last = [entry for entry in entries(run) if "eval_loss" in entry][-1]
-    assert (last["step"], last["eval_loss"]) == (6, result["eval_loss"])
-    assert result["seconds"] > 0
-    assert result["tokens_per_second"] > 0
-
-
-def test_a_checkpoint_is_safetensors_and_a_manifest_of_what_it_holds() -> None:
-    run = go("checkpoint.every=3")
-    folder = run.folder / "checkpoints" / "step-00000006"
-    manifest = read_json(folder / "manifest.json")
-    assert manifest["step"] == 6
-    text = json.dumps(manifest)
-    assert all(word in text for word in ("format", "sha256", "config_hash", "fingerprint"))
-    with safe_open(folder / "model.safetensors", "pt") as file:
-        assert set(file.keys()) == {
-            f"model.{name}"
-            for name in ("embed.weight", "norm.weight", "norm.bias", "head.weight", "head.bias")
-        }
-
-
-def test_the_config_is_kept_as_it_was_resolved_without_secrets() -> None:
-    run = go("optimizer.lr=0.01 trust=[somewhere]")
-    config = yaml.safe_load((run.folder / "config.yaml").read_text())
-    assert config["batch"]["global"] == 8
-    assert config["optimizer"]["lr"] == 0.01
-    assert "trust" not in config
-    kept = {path.name for path in (run.folder / ".hydra").iterdir()}
-    assert kept >= {"config.yaml", "hydra.yaml", "overrides.yaml"}
-
-
-def test_offline_wandb_is_the_default_and_in_nobody_s_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("WANDB_MODE", raising=False)
-    run = go("wandb.mode=offline steps=2")
-    assert run.exit_code == 0
-    assert len(steps(run)) == 2
-
-
 def test_a_fault_of_a_user_s_class_is_short_on_the_screen_and_whole_in_the_folder(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -172,9 +151,9 @@ def test_a_fault_of_a_user_s_class_is_short_on_the_screen_and_whole_in_the_folde
     monkeypatch.setattr(f"{TOYS}.Net.forward", broken)
     assert shell(" ".join(overrides(""))) == 1
     run = only_run()
-    said = capsys.readouterr().err
-    assert said.startswith("train: error: RuntimeError: a fault in the user's own forward")
-    assert len(said.splitlines()) < 12
+    err = capsys.readouterr().err
+    assert err.startswith("train: error: RuntimeError: a fault in the user's own forward")
+    assert len(err.splitlines()) < 12
     assert "a fault in the user's own forward" in (run / "errors" / "rank0.txt").read_text()
     status = read_json(run / "status.json")
     assert (status["state"], status["exit_code"]) == ("failed", 1)
@@ -198,10 +177,10 @@ def test_a_sample_that_cannot_be_read_is_named_and_ends_with_3(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert shell(" ".join(overrides(f"data._target_={TOYS}.Broken"))) == 3
-    said = capsys.readouterr().err
-    assert "sample 9 of Broken" in said
-    assert "torn record" in said
-    assert len(said.splitlines()) == 1
+    err = capsys.readouterr().err
+    assert "sample 9 of Broken" in err
+    assert "torn record" in err
+    assert len(err.splitlines()) == 1
     assert read_json(only_run() / "status.json")["exit_code"] == 3
     with pytest.raises(DataError, match="sample 9 of Broken"):
         go(f"data._target_={TOYS}.Broken num_workers=1")
@@ -219,14 +198,6 @@ def test_hooks_see_copies_and_stop_nothing(capsys: pytest.CaptureFixture[str]) -
     assert [step for name, step in seen if name == "mystep"] == [1, 2, 3, 4]
     assert [step for name, step in seen if name == "eval"] == [2, 4]
     assert [step for name, step in seen if name == "checkpoint"] == [2, 4]
-    told = [entry for name, entry in Watch.seen if name == "step"]
-    assert [entry["loss"] for entry in told] == curve(run, "loss")
+    given = [entry for name, entry in Watch.seen if name == "step"]
+    assert [entry["loss"] for entry in given] == curve(run, "loss")
     assert capsys.readouterr().out.count("a watcher's own fault") == 2
-
-
-def test_a_finished_run_has_nothing_more_to_do() -> None:
-    run = go()
-    before = {path: path.stat().st_mtime_ns for path in run.folder.rglob("*") if path.is_file()}
-    again = on(run)
-    assert again.exit_code == 0
-    assert before == {p: p.stat().st_mtime_ns for p in run.folder.rglob("*") if p.is_file()}

@@ -26,7 +26,7 @@ from tests.lib.run_support import (
     steps,
 )
 from trainer.checkpoint.store import CheckpointStore
-from trainer.cli.main import Run
+from trainer.cli.main import FinishedRun
 
 LINE = "steps=100000 eval.every=null checkpoint.every=null scheduler=constant model.dropout=0.3"
 
@@ -75,7 +75,7 @@ def test_a_signal_saves_at_the_step_boundary_and_the_run_goes_on(
     assert (status["state"], status["exit_code"]) == ("preempted", 75)
     (step,) = CheckpointStore(folder / "checkpoints").steps()
     assert step == status["step"] == len(steps(folder))
-    part = Run(folder=folder, exit_code=75, result={})
+    part = FinishedRun(folder=folder, exit_code=75, result={})
     whole = go(f"{LINE} steps={step}")
     assert_same_bits(state(part), state(whole))
     more = on(part, f"steps={step + 3} resume_allow=[steps]")
@@ -127,7 +127,7 @@ def test_a_signal_before_torch_is_there_ends_in_a_run_that_begins_again(
     assert not (folder / "checkpoints").exists()
     assert not (folder / "errors").exists()
     assert "Traceback" not in (folder / "train.log").read_text()
-    again = on(Run(folder=folder, exit_code=75, result={}))
+    again = on(FinishedRun(folder=folder, exit_code=75, result={}))
     assert again.folder == folder
     assert curve(again, "loss") == curve(go(f"{LINE} steps=3"), "loss")
 

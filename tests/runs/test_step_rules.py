@@ -16,7 +16,7 @@ from tests.lib.run_support import (
     state,
     steps,
 )
-from trainer.cli.main import Run
+from trainer.cli.main import FinishedRun
 from trainer.core.errors import ConfigError, DataError
 
 LINE = "steps=8 eval.every=3 checkpoint.every=5 scheduler.warmup=3 checkpoint.keep=9"
@@ -42,14 +42,14 @@ pytestmark = pytest.mark.usefixtures("own_folder")
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def reference(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
     """The whole batch in one piece."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("reference"))
         return go(f"{LINE} accum=fixed accum.steps=1")
 
 
-def assert_same_steps(found: Run, expected: Run) -> None:
+def assert_same_steps(found: FinishedRun, expected: FinishedRun) -> None:
     """The same samples, losses, norms, rates and cadences, to rounding."""
     assert entries(found, "samples.jsonl") == entries(expected, "samples.jsonl")
     for name in ("step", "epoch", "samples", "tokens", "lr"):
@@ -69,7 +69,7 @@ def assert_same_steps(found: Run, expected: Run) -> None:
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_every_split_takes_the_same_steps(split: str, reference: Run) -> None:
+def test_every_split_takes_the_same_steps(split: str, reference: FinishedRun) -> None:
     assert_same_steps(go(f"{LINE} {split}"), reference)
 
 
@@ -81,7 +81,7 @@ def test_deterministic_layout_takes_gradients_of_every_size(scale: float) -> Non
     assert scaled / scale == pytest.approx(norm, rel=SAME)
 
 
-def test_another_seed_is_another_run(reference: Run) -> None:
+def test_another_seed_is_another_run(reference: FinishedRun) -> None:
     other = go(f"{LINE} seed=1")
     assert entries(other, "samples.jsonl") != entries(reference, "samples.jsonl")
     assert curve(other, "loss") != pytest.approx(curve(reference, "loss"), rel=SAME)

@@ -1,4 +1,5 @@
-"""Turn a command line into checked jobs and start them.
+"""Turn a command line into a checked job and start it.
 
-The only `hydra.main` is in `hydra_main.py`. Read `main.py` first, then `prepare.py`.
+`argv.py` splits it, `compose.py` lets Hydra compose it and checks it, `prepare.py` finds the run it
+names, `start.py` launches it, `sweep.py` hands several jobs to Hydra. Read `main.py` first.
 """

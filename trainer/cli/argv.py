@@ -6,11 +6,11 @@ stand anywhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
-from trainer.config.habits import key_of, spaced
+from trainer.config.habits import spaced
 from trainer.config.messages import clip, did_you_mean
 from trainer.core.errors import ConfigError
 
@@ -22,26 +22,14 @@ COMMANDS: Mapping[str, str] = {
     "export": "write a run's weights as safetensors: run=RUN export.to=DIR",
 }
 
-_SWITCHES: Mapping[str, str] = {
-    "-h": "--help",
-    "--hydra-help": "--hydra-help",
-    "--version": "--version",
-    "--resolve": "--resolve",
-    "-r": "--run",
-    "-m": "--multirun",
-    "-sc": "--shell-completion",
+_SWITCHES = {"--help", "--hydra-help", "--version", "--resolve", "--run", "--multirun"}
+_SWITCHES |= {"--shell-completion"}
+_VALUED = {"--cfg", "--package", "--config-path", "--config-name", "--config-dir", "--info"}
+_SHORT: Mapping[str, str] = {
+    **{"-h": "--help", "-r": "--run", "-m": "--multirun", "-sc": "--shell-completion"},
+    **{"-c": "--cfg", "-p": "--package", "-i": "--info"},
+    **{"-cp": "--config-path", "-cn": "--config-name", "-cd": "--config-dir"},
 }
-_VALUED: Mapping[str, str] = {
-    "-c": "--cfg",
-    "-p": "--package",
-    "-cp": "--config-path",
-    "-cn": "--config-name",
-    "-cd": "--config-dir",
-    "-i": "--info",
-    "--experimental-rerun": "--experimental-rerun",
-}
-_BY_SHORT = {**_SWITCHES, **_VALUED}
-_FLAGS = {**_BY_SHORT, **{name: name for name in _BY_SHORT.values()}}
 _WORDS: Mapping[str, Sequence[str]] = {
     "--info": ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath"),
     "--cfg": ("job", "hydra", "all"),
@@ -69,18 +57,9 @@ class CommandLine:
         """The overrides, the command word as one of them."""
         return [*([] if self.command is None else [f"command={self.command}"]), *self.overrides]
 
-    @property
-    def only_shows(self) -> bool:
-        """Whether Hydra is asked for something about itself, which no config can spoil."""
-        return not self.flags.keys().isdisjoint({"--hydra-help", "--shell-completion", "--info"})
-
-    def hydra_flags(self) -> list[str]:
-        """Write the flags as Hydra's own parser reads them."""
-        return [f"{flag}={value}" if value else flag for flag, value in self.flags.items()]
-
 
 def split(argv: Sequence[str]) -> CommandLine:
-    """Tell command word, flags and overrides apart.
+    """Tell command word, flags and overrides apart; `--a.b=c` is the override `a.b=c`.
 
     Args:
         argv: the arguments after the program's name.
@@ -89,85 +68,56 @@ def split(argv: Sequence[str]) -> CommandLine:
         ConfigError: an unknown flag or command word, or two command words.
     """
     apart = spaced(argv)
-    if apart is not None:
-        raise ConfigError(apart)
-    faults: list[str] = []
+    faults: list[str] = [] if apart is None else [apart]
     flags: dict[str, str] = {}
     words: list[str] = []
     overrides: list[str] = []
-    waiting = list(reversed(argv))
+    waiting = [] if faults else list(reversed(argv))
     while waiting:
         token = waiting.pop()
-        if token.startswith("-"):
-            faults += _take_flag(token, waiting, flags)
-        elif "=" in token or token.startswith("~"):
+        name, equals, value = token.partition("=")
+        flag = _SHORT.get(name, name)
+        if flag in _VALUED or (flag in _SWITCHES and not equals):
+            faults += _take_flag(flag, value, waiting, flags)
+        elif equals:
+            key = name.lstrip("-").replace("-", "_") if name.startswith("-") else name
+            overrides.append(f"{key}={value}")
+        elif token.startswith("~"):
             overrides.append(token)
-        else:
+        elif token in COMMANDS and words:
+            faults.append(f"{token}: {words[0]} is already the command; one run does one thing")
+        elif token in COMMANDS:
             words.append(token)
-    unknown = [_unknown_word(word) for word in words if word not in COMMANDS]
-    if len(words) > 1 and not unknown:
-        unknown = [f"{words[1]}: {words[0]} is already the command; one run does one thing"]
-    if faults or unknown:
-        raise ConfigError(*faults, *unknown)
+        else:
+            faults.append(_unknown_word(token))
+    if faults:
+        raise ConfigError(*faults)
     return CommandLine(command=words[0] if words else None, flags=flags, overrides=tuple(overrides))
 
 
-def _take_flag(token: str, waiting: list[str], flags: dict[str, str]) -> list[str]:
-    """Read one flag, with its value where it has one, and return its faults."""
-    name, equals, value = token.partition("=")
-    flag = _FLAGS.get(name)
-    if flag is None or (equals and flag in _SWITCHES.values()):
-        after = waiting[-1] if waiting and not equals else "="
-        is_value = after not in COMMANDS and not after.startswith("-") and "=" not in after
-        return [_unknown_flag(token, waiting.pop() if is_value else "VALUE")]
+def _take_flag(flag: str, value: str, waiting: list[str], flags: dict[str, str]) -> list[str]:
+    """Take one flag, with its value where it has one, and return its faults."""
     words = _WORDS.get(flag, ())
-    if flag in _VALUED.values() and not value:
-        if flag == "--info":
-            value = waiting.pop() if waiting and waiting[-1] in words else "all"
-        elif not waiting:
-            return [f"{name}: needs a value"]
-        else:
-            value = waiting.pop()
+    if flag == "--info" and not value and not (waiting and waiting[-1] in words):
+        value = "all"
+    if flag in _VALUED and not value:
+        if not waiting:
+            return [f"{flag}: needs a value"]
+        value = waiting.pop()
     flags[flag] = value
-    if flag == "--experimental-rerun":
-        return [f"{flag}: would unpickle a file, which runs code in it; use resume=RUN"]
     if words and value not in words:
-        return [f"{flag}={value}: no such view.{did_you_mean(value, words)} {_among(words)}"]
+        near = did_you_mean(value, words)
+        return [f"{flag}={value}: no such view.{near} Choices: {', '.join(words)}"]
     return []
 
 
-def _unknown_flag(token: str, after: str) -> str:
-    """Name what is meant by a flag that is none.
-
-    Args:
-        token: as typed.
-        after: the word after it, where that is its value.
-    """
-    from trainer.config.keys import KEYS  # noqa: PLC0415 - a flag that is one needs no schema
-
-    word, equals, value = token.lstrip("-").partition("=")
-    same = word.replace("-", "_")
-    key = same if "." in same or same in KEYS else key_of(word)
-    if key is not None:
-        typed = f"{key}={value if equals else after}"
-        return clip(f"{token}: settings are written without dashes: {typed}")
-    near = did_you_mean(token.partition("=")[0], [*_BY_SHORT.values()])
-    return clip(f"{token}: unknown flag.{near} See train --help")
-
-
 def _unknown_word(word: str) -> str:
-    key, colon, value = word.partition(":")
-    if word == "help":
-        return "help: unknown command. Did you mean --help?"
+    if word.startswith("-"):
+        near = did_you_mean(word, (*_SWITCHES, *_VALUED))
+        return clip(f"{word}: unknown flag.{near} Settings are key=value; see train --help")
+    near = did_you_mean(word, (*COMMANDS, "--help"))
     if word.endswith((".yaml", ".yml")):
-        return f"{word}: unknown command. Did you mean recipe={word}?"
-    if colon and "/" not in word:
-        return clip(f"{word}: unknown command. Did you mean {key}={value}?")
-    if "." in word:
-        return f"{word}: needs a value, as in {word}=VALUE"
-    near = did_you_mean(word, COMMANDS)
-    return f"{word}: unknown command.{near} {_among(COMMANDS)}; settings are key=value"
-
-
-def _among(choices: Iterable[str]) -> str:
-    return f"Choices: {', '.join(choices)}"
+        near = f" Did you mean recipe={word}?"
+    elif "." in word:
+        near = f" Did you mean {word.replace(':', '=') if ':' in word else word + '=VALUE'}?"
+    return clip(f"{word}: unknown command.{near} Choices: {', '.join(COMMANDS)}")

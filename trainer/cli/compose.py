@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
 
@@ -20,60 +20,53 @@ from hydra._internal.hydra import Hydra
 from hydra._internal.utils import create_config_search_path
 from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from trainer.cli.overrides import RECIPE, TARGET, Classified, ConfigGroups, classify, dotted
+from trainer.cli.overrides import TARGET, Classified, classify, dotted, values_in
 from trainer.cli.referenced_files import refuse_missing
-from trainer.cli.trust import consented_components, trust_faults, typed_values
+from trainer.cli.trust import consented_components, trust_faults
 from trainer.config import recipes
-from trainer.config.components import COMPONENTS, OWN, SHARED
+from trainer.config.components import COMPONENTS, GROUPS, OWN, SHARED
 from trainer.config.consent import consent_faults
 from trainer.config.keys import KEYS, data_dir
-from trainer.config.messages import clip, did_you_mean, flat, lookup
+from trainer.config.messages import clip, did_you_mean, lookup
 from trainer.config.run_config import RunConfig
 from trainer.config.validate import validate
 from trainer.core.errors import ConfigError
 
 CONFIG_NAME = "config"
-VERSION_BASE = "1.3"
-PRESET = "preset"
-"""The folder of values that suit a model on certain data: chosen by both, and never typed."""
 
-_PATHS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.output_subdir", "hydra.job.name")
 _UNKNOWN_TO_HYDRA = re.compile(r"Could not override '([\w./]+)'")
-
-ComposeError = (HydraException, OmegaConfBaseException, yaml.YAMLError, ConfigError, ValueError)
-"""What composition may raise for what is written in a command line or a file."""
+_COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, ConfigError, ValueError)
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class CheckedRun:
+class Job:
     """One run, checked.
 
     Attributes:
         config: valid.
-        lines: the overrides Hydra gets.
+        composed: the same with Hydra's own node.
+        lines: its overrides as Hydra takes them.
         folder: where the run goes; absolute.
-        sweep_folder: where the sweep goes that it belongs to, if it does.
-        known: dotted keys that the chosen options hold.
-        composed: what Hydra and we made of it, with Hydra's own node.
+        makes_folder: it writes a config of its own; not so where a run is only read.
+        done: why there is nothing to do, or `None`.
     """
 
     config: RunConfig
+    composed: DictConfig
     lines: tuple[str, ...]
     folder: Path
-    sweep_folder: Path
-    known: frozenset[str]
-    composed: DictConfig
+    makes_folder: bool = True
+    done: str | None = None
 
 
 @final
-@dataclass(frozen=True)
+@dataclass
 class Composer:
     """Hydra's composition over one search path. Enter `open` before use.
 
@@ -81,20 +74,25 @@ class Composer:
         config_folder: primary config's folder; the built-in `conf/` or `--config-path`.
         config_name: primary config.
         own_folder: the user's `--config-dir`.
+        groups: options on the search path, while it is open.
     """
 
-    config_folder: Path
+    config_folder: Path = field(default_factory=lambda: data_dir("conf"))
     config_name: str = CONFIG_NAME
     own_folder: Path | None = None
+    groups: dict[str, list[str]] = field(default_factory=dict)
 
     @contextmanager
-    def open(self) -> Iterator[Composer]:
+    def open(self, overrides: Iterable[Override] = ()) -> Iterator[Hydra]:
         """Set up Hydra's search path for as long as the context lasts.
 
         A Hydra that is set up already, in a notebook say, comes back afterwards.
 
+        Args:
+            overrides: as typed, for `hydra.searchpath`.
+
         Yields:
-            Itself.
+            Hydra; what it raises inside becomes a `ConfigError`.
 
         Raises:
             ConfigError: a folder of the search path does not exist.
@@ -102,7 +100,7 @@ class Composer:
         for flag, folder in (("path", self.config_folder), ("dir", self.own_folder)):
             if folder is not None and not folder.is_dir():
                 raise ConfigError(f"--config-{flag}={folder}: no such folder")
-        version.setbase(VERSION_BASE)
+        version.setbase("1.3")
         recipes.register()
         path = create_config_search_path(str(self.config_folder))
         if self.own_folder is not None:
@@ -110,71 +108,47 @@ class Composer:
             path.prepend("command-line", f"file://{self.own_folder}", anchor=before_schema)
         state = GlobalHydra.instance()
         before, state.hydra = state.hydra, None
-        Hydra.create_main_hydra2("train", path)
+        hydra = Hydra.create_main_hydra2("train", path)
+        loader: Any = hydra.config_loader
+        lines = [line for o in overrides if "hydra.searchpath=" in (line := o.input_line or "")]
         try:
-            yield self
+            # `get_group_options` of the loader would read the primary config for every group.
+            _, found = loader._parse_overrides_and_create_caching_repo(self.config_name, lines)
+            for group in (*GROUPS, recipes.GROUP):
+                names = found.get_group_options(group.replace(".", "/"))
+                self.groups[group] = [name for name in sorted(names) if name != OWN]
+            yield hydra
+        except (HydraException, OmegaConfBaseException) as error:
+            raise ConfigError(*explain(error)) from error
         finally:
             state.hydra = before
 
-    def groups(self, searchpath: Sequence[str] = ()) -> ConfigGroups:
-        """List groups and options on the search path.
-
-        Args:
-            searchpath: the `hydra.searchpath=...` override, if one was typed.
-        """
-        found: dict[str, list[str]] = {}
-        waiting = [""]
-        while waiting:
-            parent = waiting.pop()
-            inside = self._list(parent, ObjectType.GROUP, searchpath)
-            paths = [f"{parent}/{group}" if parent else group for group in inside]
-            waiting += [path for path in paths if path not in ("hydra", PRESET)]
-            options = self._list(parent, ObjectType.CONFIG, searchpath) if parent else []
-            if options:
-                found[parent] = options
-        return ConfigGroups(found)
-
-    def _list(self, path: str, kind: ObjectType, searchpath: Sequence[str]) -> list[str]:
-        loader = GlobalHydra.instance().config_loader()
-        if searchpath or self.config_folder != data_dir("conf"):
-            typed = list(searchpath)
-            try:
-                return sorted(loader.get_group_options(path, kind, self.config_name, typed))
-            except ComposeError as error:
-                raise ConfigError(*explain(error)) from error
-        # Hydra's way reads the primary config once for every folder: 60 ms more.
-        sources = [s for s in loader.get_sources() if s.provider not in ("hydra", "schema")]
-        return sorted({name for s in sources if s.is_group(path) for name in s.list(path, kind)})
-
     def compose(self, lines: Sequence[str], values: Iterable[Override] = ()) -> DictConfig:
-        """Compose a config with its `hydra` node.
-
-        Args:
-            lines: settings of Hydra, and choices of options.
-            values: set afterwards.
+        """Compose settings of Hydra and choices of options, set values, and give all with `hydra`.
 
         Raises:
             ConfigError: Hydra could not; in one line, or one per value that cannot be set.
         """
         try:
             full = compose(self.config_name, overrides=list(lines), return_hydra_config=True)
-        except ComposeError as error:
+        except _COMPOSE_ERRORS as error:
             raise ConfigError(*explain(error)) from error
-        _apply(values, full)
+        _set_values(full, values)
         return full
 
     def check(
         self,
         overrides: Sequence[Override],
-        groups: ConfigGroups,
+        faults: Iterable[str] = (),
+        *,
         replayed: Collection[Override] = (),
         signed: Collection[tuple[str, str]] = (),
-    ) -> CheckedRun:
+    ) -> Job:
         """Compose one run and check it whole.
 
         Args:
             overrides: one value each.
-            groups: what is on the search path.
+            faults: found earlier, of what was typed.
             replayed: those of them that come from a run folder, which is no consent to run code.
             signed: classes of that run, if the user signed it, each with its dotted key.
 
@@ -182,10 +156,10 @@ class Composer:
             ConfigError: one line per fault.
             TrainError: what the config names is not there; see `refuse_missing`.
         """
-        parts = classify(overrides, groups)
-        faults = list(parts.faults)
+        parts = classify(overrides, self.groups)
+        faults = [*faults, *parts.faults]
         keys = frozenset(dotted(o) for o in overrides if not o.is_hydra_override())
-        typed = typed_values(overrides, replayed)
+        typed = values_in(override for override in overrides if override not in replayed)
         try:
             full, examples = self._compose_with_examples(parts)
             tree = plain_of(full)
@@ -205,24 +179,19 @@ class Composer:
         if faults:
             raise ConfigError(*dict.fromkeys(faults))
         refuse_missing(config)
-        known = flat(examples)
-        return CheckedRun(
+        return Job(
             config=config,
-            lines=(*parts.hydra, *parts.choices, *parts.value_lines(known)),
-            folder=Path(str(full.hydra.run.dir)).absolute(),
-            sweep_folder=Path(str(full.hydra.sweep.dir)).absolute(),
-            known=frozenset(known),
             composed=full,
+            lines=(*parts.hydra, *parts.lines),
+            folder=Path(str(full.hydra.run.dir)).absolute(),
         )
 
     def _compose_with_examples(self, parts: Classified) -> tuple[DictConfig, dict[str, Any]]:
         """Compose a config, and its options without any value, of a recipe or typed."""
-        full = self.compose([*parts.hydra, *parts.choices])
-        options = full
-        if any(line.startswith(f"{RECIPE}=") for line in parts.choices):
-            choices = full.hydra.runtime.choices.items()
-            own = [(g, o) for g, o in choices if not g.startswith("hydra/") and "@" not in g]
-            chosen = [f"{g}={o}" for g, o in own if g != RECIPE and o is not None]
+        full = options = self.compose([*parts.hydra, *parts.choices])
+        if any(line.startswith(f"{recipes.GROUP}=") for line in parts.choices):
+            choices = full.hydra.runtime.choices
+            chosen = [f"{p}={choices[p]}" for p in choices if p.replace("/", ".") in GROUPS]
             options = self.compose([*parts.hydra, *chosen])
         examples = plain_of(options)
         # Where an option was typed, the class goes that a recipe names in its place.
@@ -231,7 +200,7 @@ class Composer:
             targets = [OmegaConf.select(tree, f"{path}.{TARGET}") for tree in (full, options)]
             if path in COMPONENTS and option != OWN and targets[0] != targets[1]:
                 OmegaConf.update(full, path, OmegaConf.select(options, path), merge=False)
-        _apply(parts.values, full)
+        _set_values(full, parts.values)
         return full, examples
 
 
@@ -241,23 +210,19 @@ def explain(error: BaseException) -> list[str]:
     while cause is not None:
         if isinstance(cause, ConfigError):
             return list(cause.faults)
-        unknown = _UNKNOWN_TO_HYDRA.match(str(cause))
-        if unknown is not None:
-            return [clip(f"{unknown.group(1)}: unknown setting of Hydra")]
+        if unknown := _UNKNOWN_TO_HYDRA.match(str(cause)):
+            return [clip(f"{unknown[1]}: unknown setting of Hydra")]
         if isinstance(cause, OmegaConfBaseException) and cause.full_key:
             return [clip(f"{cause.full_key}: {str(cause).splitlines()[0]}")]
         error, cause = cause, cause.__cause__
-    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
-        group, _, name = error.missing_cfg_file.rpartition("/")
-        if not group:
-            return [clip(f"--config-name={name}: no such file; leave it out, or add --config-path")]
-        options = error.options or ()
-        near = did_you_mean(name, options)
-        return [clip(f"{group}={name}: no such option.{near} Choices: {', '.join(options)}")]
+    if isinstance(error, MissingConfigException) and error.options:
+        group, _, name = (error.missing_cfg_file or "").rpartition("/")
+        near = did_you_mean(name, error.options)
+        return [clip(f"{group}={name}: no such option.{near} Choices: {', '.join(error.options)}")]
     return [clip(str(error).partition("See https://")[0])]
 
 
-def _apply(values: Iterable[Override], composed: DictConfig) -> None:
+def _set_values(composed: DictConfig, values: Iterable[Override]) -> None:
     """Set values, each as if behind Hydra's `++`, in place.
 
     Raises:
@@ -265,32 +230,20 @@ def _apply(values: Iterable[Override], composed: DictConfig) -> None:
     """
     faults = []
     for override in values:
-        key = override.key_or_group
+        key, line = override.key_or_group, override.input_line
         try:
             if override.is_delete():
-                _remove(composed, key)
+                section, _, name = key.rpartition(".")
+                with open_dict(composed):
+                    del OmegaConf.select(composed, section)[name]
             else:
                 OmegaConf.update(composed, key, override.value(), merge=True, force_add=True)
-        except OmegaConfBaseException as error:
+        except (OmegaConfBaseException, TypeError, ValueError) as error:
             why = str(error).splitlines()[0]
             why = "must be a mapping, {name: value}" if why.startswith("Cannot merge") else why
-            faults.append(clip(f"{override.input_line}: {why}"))
-        except (TypeError, ValueError):
-            faults.append(clip(f"{key}: unknown setting; a list has no settings inside"))
-        except KeyError as error:
-            near = did_you_mean(key, error.args)
-            faults.append(clip(f"~{key}: there is no such setting to remove.{near}"))
+            faults.append(clip(f"{line}: {why}"))
     if faults:
         raise ConfigError(*faults)
-
-
-def _remove(composed: DictConfig, key: str) -> None:
-    path, _, last = key.rpartition(".")
-    parent = OmegaConf.select(composed, path)
-    if last not in parent:
-        raise KeyError(*(f"{path}.{known}" for known in parent))
-    with open_dict(parent):
-        del parent[last]
 
 
 def plain_of(composed: DictConfig) -> dict[str, Any]:
@@ -299,16 +252,16 @@ def plain_of(composed: DictConfig) -> dict[str, Any]:
     Raises:
         ConfigError: an interpolation leads nowhere.
     """
-    tree: dict[str, Any] = {}
     try:
-        for key in map(str, composed):
-            if key != "hydra":
-                value = composed[key]
-                is_node = OmegaConf.is_config(value)
-                tree[key] = OmegaConf.to_container(value, resolve=True) if is_node else value
+        return {
+            str(key): OmegaConf.to_container(value, resolve=True)
+            if OmegaConf.is_config(value)
+            else value
+            for key, value in composed.items()
+            if key != "hydra"
+        }
     except OmegaConfBaseException as error:
         raise ConfigError(*explain(error)) from error
-    return tree
 
 
 def _drop_foreign_arguments(tree: dict[str, Any], typed: frozenset[str]) -> None:
@@ -322,20 +275,20 @@ def _drop_foreign_arguments(tree: dict[str, Any], typed: frozenset[str]) -> None
                 del section[name]
 
 
-def _folder_faults(full: DictConfig, tree: Mapping[str, Any], typed: frozenset[str]) -> list[str]:
-    """Check where a run would write."""
-    outputs = str(tree.get("outputs"))
-    folders = {key: OmegaConf.select(full, key) for key in _PATHS}
-    faults = [
-        clip(f"{key}={folder}: must not lead upwards with ..")
-        for key, folder in folders.items()
-        if ".." in Path(str(folder)).parts and ".." not in Path(outputs).parts
-    ]
-    faults += [f"{key}=: names no folder" for key, folder in folders.items() if folder == ""]
-    if Path(str(folders["hydra.output_subdir"])).is_absolute():
-        faults.append("hydra.output_subdir: must stay below the run folder; type a relative path")
-    if "/" in str(folders["hydra.job.name"]):
-        faults.append(clip(f"hydra.job.name={full.hydra.job.name}: names a file; must hold no /"))
-    if "outputs" not in typed and Path(outputs).is_absolute():
-        faults.append(clip(f"outputs={outputs}: an absolute folder has to be typed by you"))
-    return faults
+def _folder_faults(
+    full: DictConfig, tree: Mapping[str, Any], typed: frozenset[str]
+) -> Iterator[str]:
+    """Check where a run would write; paths may be absolute, but for that within the run folder.
+
+    Yields:
+        One line per fault.
+    """
+    outputs = Path(str(tree.get("outputs")))
+    for key in ("hydra.run.dir", "hydra.sweep.dir", "hydra.output_subdir"):
+        folder = Path(str(OmegaConf.select(full, key)))
+        if ".." in folder.parts and ".." not in outputs.parts:
+            yield clip(f"{key}={folder}: must not lead upwards with ..")
+        if folder.is_absolute() and key == "hydra.output_subdir":
+            yield clip(f"{key}={folder}: must be relative, below the run folder")
+    if "outputs" not in typed and outputs.is_absolute():
+        yield clip(f"outputs={outputs}: an absolute folder has to be typed by you")

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
-import threading
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 from trainer.config.secrets import without_secrets
-from trainer.core.errors import Preempted, SaveError, TrainError
+from trainer.core.errors import Preempted, TrainError
 from trainer.core.format import lead_nowhere, printable_lines
 from trainer.launch.membership import global_rank
 
@@ -28,11 +25,7 @@ def is_follower() -> bool:
 
 
 def print_error(error: TrainError) -> int:
-    """Print what is wrong, one line per fault, on the rank that is to do so: the first, mostly.
-
-    Returns:
-        The exit code.
-    """
+    """Print what is wrong, on the first rank or the one that asks to, and give the exit code."""
     if os.environ.get(FULL_ERROR) == "1":
         _print("".join(traceback.format_exception(error)))
     if global_rank() == 0 or error.is_own:
@@ -42,23 +35,17 @@ def print_error(error: TrainError) -> int:
 
 
 def print_crash(error: Exception, folder: Path | None = None) -> int:
-    """Print the end of a traceback, and write the whole into the run folder, if there is one.
+    """Print the end of a traceback, write the whole into the run folder, and give the exit code."""
+    is_full = os.environ.get(FULL_ERROR) == "1"
+    frames = traceback.extract_tb(error.__traceback__)[0 if is_full else -_SHOWN_FRAMES :]
+    shown = "".join(traceback.format_list(frames))
+    _print(f"train: error: {type(error).__name__}: {error}\n{shown}")
+    where = f"{FULL_ERROR}=1 shows the whole traceback"
+    if folder is not None and folder.is_dir():
+        from trainer.report.run_status import keep_traceback  # noqa: PLC0415 - where it is needed
 
-    Returns:
-        The exit code.
-    """
-    if os.environ.get(FULL_ERROR) == "1":
-        _print("".join(traceback.format_exception(error)))
-    frames = traceback.format_list(traceback.extract_tb(error.__traceback__)[-_SHOWN_FRAMES:])
-    _print(f"train: error: {type(error).__name__}: {error}\n{''.join(frames)}")
-    if folder is None or not folder.is_dir():
-        _print(f"train: error: {FULL_ERROR}=1 shows the whole traceback\n")
-        return 1
-    from trainer.report.run_status import keep_traceback  # noqa: PLC0415 - where it is needed at all
-
-    path = keep_traceback(error, folder, global_rank())
-    if path is not None:
-        _print(f"train: error: the whole traceback is in {path}\n")
+        where = f"the whole traceback is in {keep_traceback(error, folder, global_rank())}"
+    _print(f"train: error: {where}\n")
     return 1
 
 
@@ -67,46 +54,6 @@ def print_out(text: str) -> None:
     with suppress(OSError):
         sys.stdout.write(text)
         sys.stdout.flush()
-
-
-@contextmanager
-def piped() -> Iterator[None]:
-    """Let a reader that goes away, as `head` does, end what only shows: silently, by SIGPIPE.
-
-    Yields:
-        Nothing.
-
-    Raises:
-        SaveError: stdout cannot be written, as on a full disk.
-        OSError: as raised inside, of a file.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    try:
-        yield
-        sys.stdout.flush()
-    except OSError as error:
-        if error.filename is not None:
-            raise
-        raise SaveError(f"stdout: {error.strerror}") from None
-    finally:
-        signal.signal(signal.SIGPIPE, before)
-
-
-def reopen_std_streams() -> None:
-    """Lead to nowhere the streams that were closed when this process started, as by `>&-`.
-
-    Else the next file that is opened takes a stream's number, and a library or a child that still
-    writes to that overwrites it.
-    """
-    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
-        if getattr(sys, name) is None:
-            null = os.open(os.devnull, os.O_RDWR)
-            os.dup2(null, number)
-            os.set_inheritable(number, True)
-            setattr(sys, name, os.fdopen(number, mode))
 
 
 def flush_std_streams() -> None:

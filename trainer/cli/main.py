@@ -1,4 +1,4 @@
-"""Run a command line: argv, checked jobs, launch.
+"""Run a command line: argv, checked job, launch.
 
 Nothing heavy is imported until it is needed: `--help` imports neither Hydra nor torch, and torch
 waits until every job of the command line has been checked.
@@ -18,14 +18,13 @@ from trainer.cli.argv import CommandLine, split
 from trainer.cli.exit_messages import (
     flush_std_streams,
     is_follower,
-    piped,
     print_crash,
     print_error,
     print_out,
-    reopen_std_streams,
 )
+from trainer.config.messages import clip
 from trainer.core.durable import read_json
-from trainer.core.errors import INTERRUPTED, TrainError
+from trainer.core.errors import INTERRUPTED, ConfigError, TrainError
 from trainer.core.signals import unheard
 
 if TYPE_CHECKING:
@@ -39,10 +38,12 @@ RECORDS: Mapping[str, str] = {
 }
 """What each command writes its findings into, in the run folder."""
 
+_BROKEN_PIPE = 141  # as a shell reports SIGPIPE
+
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class FinishedRun:
     """How a run from Python ended.
 
     Attributes:
@@ -58,7 +59,9 @@ class Run:
 
 def main() -> None:
     """Run the command line of this process, and exit."""
-    reopen_std_streams()
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed, as by `>&-`; else the next file gets its number
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), "r+"))
     code = run(sys.argv[1:])
     flush_std_streams()
     mirror = sys.modules.get("trainer.report.wandb")
@@ -68,25 +71,22 @@ def main() -> None:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run a command line.
-
-    Args:
-        argv: the arguments after the program's name.
-
-    Returns:
-        The exit code. What is wrong is printed on stderr, one line per fault.
-    """
+    """Run a command line, and give the exit code; one line per fault is printed on stderr."""
     try:
         return _run(argv)
     except KeyboardInterrupt:
         return INTERRUPTED
+    except BrokenPipeError:  # `train --help | head`
+        return _BROKEN_PIPE
     except TrainError as error:
         return print_error(error)
+    except (OSError, RecursionError) as error:  # a path too long, a value too deep
+        return print_error(ConfigError(clip(f"{type(error).__name__}: {error}")))
     except Exception as error:
         return print_crash(error)
 
 
-def train(config: Mapping[str, Any] | Sequence[str] = (), **hydra_flags: str) -> Run:
+def train(config: Mapping[str, Any] | Sequence[str] = (), **hydra_flags: str) -> FinishedRun:
     """Run from Python or a notebook what a command line runs.
 
     Args:
@@ -105,70 +105,80 @@ def train(config: Mapping[str, Any] | Sequence[str] = (), **hydra_flags: str) ->
     from trainer.cli.start import start  # noqa: PLC0415
     from trainer.launch.start import run as launch  # noqa: PLC0415
 
-    _make_importable(Path.cwd())
     flags = {f"--{name.replace('_', '-')}": value for name, value in hydra_flags.items()}
-    composer = _composer(CommandLine(command=None, flags=flags, overrides=()))
-    ready = prepare_run(overrides_of(config, composer), composer)
-    folder = ready.job.folder
+    composer = composer_of(CommandLine(command=None, flags=flags, overrides=()))
+    job = prepare_run(overrides_of(config, composer), composer)
     code = 0
-    if ready.done is None:
-        code = start(ready, composer, launch, sets_up_logging=False)
-    record = RECORDS.get(ready.job.config.command)
-    result = {} if record is None else read_json(folder / record)
-    return Run(folder=folder, exit_code=code, result=result)
+    if job.done is None:
+        code = start(job, composer, launch, sets_up_logging=False)
+    record = RECORDS.get(job.config.command)
+    result = {} if record is None else read_json(job.folder / record)
+    return FinishedRun(folder=job.folder, exit_code=code, result=result)
 
 
 def _run(argv: Sequence[str]) -> int:
     request = split(argv)
-    if "--help" in request.flags:
+    flags = request.flags
+    if "--help" in flags:
         from trainer.cli.help_page import show  # noqa: PLC0415
 
-        with piped():
-            show(request.flags.get("--config-dir"))
+        show(flags.get("--config-dir"))
         return 0
-    if "--version" in request.flags:
+    if "--version" in flags:
         print_out(f"train {__version__}\n")
         return 0
-    _make_importable(Path.cwd())
-    flags = request.hydra_flags()
-    if request.only_shows:
-        from trainer.cli.hydra_main import run_hydra  # noqa: PLC0415
-
-        with piped():
-            return run_hydra([*flags, *request.overrides])
-    composer = _composer(request)
+    composer = composer_of(request)
     lines = request.lines
-    if "--multirun" in request.flags or "hydra.mode=MULTIRUN" in lines:
+    if not flags.keys().isdisjoint({"--hydra-help", "--shell-completion", "--info"}):
+        return _show(flags, request.overrides, composer)
+    if "--multirun" in flags or "hydra.mode=MULTIRUN" in lines:
         from trainer.cli.sweep import run_sweep  # noqa: PLC0415
 
-        return run_sweep(lines, flags, composer)
-    return _run_single(request, composer)
-
-
-def _run_single(request: CommandLine, composer: Composer) -> int:
+        return run_sweep(lines, composer)
     with unheard():
         from trainer.cli.prepare import prepare_run  # noqa: PLC0415
         from trainer.cli.start import run_and_report, start  # noqa: PLC0415
 
-        ready = prepare_run(request.lines, composer)
-    if "--cfg" in request.flags:
-        from trainer.cli.hydra_main import run_hydra  # noqa: PLC0415
-
-        with piped():
-            return run_hydra([*request.hydra_flags(), *ready.job.lines])
-    if ready.done is not None:
-        print_out(f"{ready.done}\n")
+        job = prepare_run(lines, composer)
+    if "--cfg" in flags:
+        return _show(flags, job.lines, composer)
+    if job.done is not None:
+        print_out(f"{job.done}\n")
         return 0
     if is_follower():
         # The first rank makes the folder, and sends its name to the others.
-        return run_and_report(ready.job.config, ready.job.folder)
-    return start(ready, composer)
+        return run_and_report(job.config, job.folder)
+    return start(job, composer)
 
 
-def _composer(request: CommandLine) -> Composer:
+def _show(flags: Mapping[str, str], lines: Sequence[str], composer: Composer) -> int:
+    """Let Hydra show what it knows: the config, itself, or how a shell completes a line."""
+    from argparse import Namespace  # noqa: PLC0415
+
+    from hydra._internal.utils import get_args_parser  # noqa: PLC0415
+
+    name, overrides = composer.config_name, list(lines)
+    with composer.open() as hydra:
+        if "--cfg" in flags:
+            package, is_resolved = flags.get("--package"), "--resolve" in flags
+            hydra.show_cfg(name, overrides, flags["--cfg"], package, resolve=is_resolved)
+        elif "--info" in flags:
+            hydra.show_info(flags["--info"], name, overrides)
+        elif "--shell-completion" in flags:
+            hydra.shell_completion(name, overrides)
+        else:
+            hydra.hydra_help(name, get_args_parser(), Namespace(overrides=overrides))
+    return 0
+
+
+def composer_of(request: CommandLine) -> Composer:
+    """Give the search path of a command line, and let `_target_` name a module of this folder."""
     from trainer.cli.compose import CONFIG_NAME, Composer  # noqa: PLC0415
     from trainer.config.keys import data_dir  # noqa: PLC0415
 
+    if str(Path.cwd()) not in sys.path:
+        # Last, so that a file named like an installed package is not taken for it.
+        sys.path.append(str(Path.cwd()))
     flags = request.flags
     own, path = flags.get("--config-dir"), flags.get("--config-path")
     return Composer(
@@ -176,10 +186,3 @@ def _composer(request: CommandLine) -> Composer:
         config_name=flags.get("--config-name", CONFIG_NAME),
         own_folder=Path(own).absolute() if own else None,
     )
-
-
-def _make_importable(folder: Path) -> None:
-    """Let `_target_` name a module of a folder, here and in the processes that are started."""
-    if str(folder) not in sys.path:
-        # Last, so that a file named like an installed package is not taken for it.
-        sys.path.append(str(folder))

@@ -1,6 +1,6 @@
 """Write Python objects as overrides, so that a run from a notebook is the run of a command line.
 
-The overrides are what the run folder keeps; a run from Python is thus resumed and evaluated like
+The overrides are what the run folder records; a run from Python is thus resumed and evaluated like
 any other.
 """
 
@@ -10,18 +10,18 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from hydra.core.override_parser.types import Override, Quote, QuotedString
 from omegaconf import OmegaConf
 
 from trainer.cli.argv import split
 from trainer.cli.compose import Composer, plain_of
-from trainer.cli.overrides import NOT_TEXT, TARGET, quote
+from trainer.cli.overrides import TARGET, quote
 from trainer.config.components import COMPONENTS
 from trainer.config.keys import options_of
 from trainer.config.messages import flat, lookup
 from trainer.core.errors import ConfigError
 
 _WORD = re.compile(r"[A-Za-z_]\w*")  # what may stand between the dots of a key
-_PATTERN = re.compile(r"[A-Za-z_*?][\w./*?+@-]*", re.ASCII)
 
 
 def overrides_of(config: Mapping[str, Any] | Sequence[str], composer: Composer) -> list[str]:
@@ -48,20 +48,18 @@ def overrides_of(config: Mapping[str, Any] | Sequence[str], composer: Composer) 
         return request.lines
     tree = {str(key): value for key, value in config.items() if key not in ("hydra", "unset")}
     # Hydra notes the options in its own node, if that is there.
-    chosen = dict(tree.pop("choices", None) or lookup(config, "hydra.runtime.choices") or ())
-    chosen = chosen or _recognised(tree)
+    noted = tree.pop("choices", None) or lookup(config, "hydra.runtime.choices")
+    chosen = {g.replace("/", "."): name for g, name in (noted or _recognised(tree)).items()}
     with composer.open():
-        groups = composer.groups()
+        for group in composer.groups:
+            chosen |= {group: word} if isinstance(word := lookup(tree, group), str) else {}
         lines = [
-            f"{path}={quote(option)}"
-            for path, option in chosen.items()
-            if path in groups.options and isinstance(option, str)
+            f"{group.replace('.', '/')}={quote(option)}"
+            for group, option in chosen.items()
+            if group in composer.groups and isinstance(option, str)
         ]
-        named_options = ((path, lookup(tree, key)) for key, path in groups.paths.items())
-        lines += [f"{path}={quote(o)}" for path, o in named_options if isinstance(o, str)]
         known = flat(plain_of(composer.compose(lines)))
-    named = {line.partition("=")[0].replace("/", ".") for line in lines}
-    return [*lines, *_value_lines(tree, "", named, known)]
+    return [*lines, *_value_lines(tree, "", set(chosen), known)]
 
 
 def _recognised(tree: Mapping[str, Any]) -> dict[str, str]:
@@ -77,12 +75,12 @@ def _recognised(tree: Mapping[str, Any]) -> dict[str, str]:
             if option.get(TARGET) == section[TARGET] and option.keys() <= section.keys()
         }
         if num_equal:
-            chosen[path.replace(".", "/")] = max(num_equal, key=lambda name: num_equal[name])
+            chosen[path] = max(num_equal, key=lambda name: num_equal[name])
     return chosen
 
 
 def _value_lines(
-    section: Mapping[Any, Any], prefix: str, named: set[str], known: Mapping[str, Any]
+    section: Mapping[Any, Any], prefix: str, chosen: set[str], known: Mapping[str, Any]
 ) -> Iterator[str]:
     """Give one override for every value that the chosen options do not have already.
 
@@ -92,8 +90,8 @@ def _value_lines(
     for name, value in section.items():
         key = f"{prefix}{name}"
         if isinstance(value, Mapping) and value and all(map(_WORD.fullmatch, map(str, value))):
-            yield from _value_lines(value, f"{key}.", named, known)
-        elif not (key in named or (key in known and known[key] == value)):
+            yield from _value_lines(value, f"{key}.", chosen, known)
+        elif (key not in known or known[key] != value) and key not in chosen:
             yield f"++{key}={literal(value)}"
 
 
@@ -103,25 +101,16 @@ def literal(value: object) -> str:
     Raises:
         ConfigError: it is of a kind that a config cannot hold.
     """
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, int | float):
-        return repr(value)
+    return Override._get_value_element_as_str(_quoted(value))
+
+
+def _quoted(value: object) -> Any:  # noqa: ANN401 - what Hydra's parser gives
     if isinstance(value, str):
-        return quote(value)
+        return QuotedString(text=value, quote=Quote.single)
+    if value is None or isinstance(value, bool | int | float):
+        return value
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{_key(k)}:{literal(v)}" for k, v in value.items()) + "}"
+        return {str(key): _quoted(inner) for key, inner in value.items()}
     if isinstance(value, Sequence):
-        return "[" + ",".join(map(literal, value)) + "]"
+        return [_quoted(inner) for inner in value]
     raise ConfigError(f"train(...): a config cannot hold a {type(value).__name__}: {value!r}")
-
-
-def _key(key: object) -> str:
-    """Write a key of a mapping, which Hydra's grammar takes without quotes only.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
-    if not isinstance(key, str) or not _PATTERN.fullmatch(key) or key.lower() in NOT_TEXT:
-        raise ConfigError(f"train(...): {key!r} cannot be a key; letters, digits and _./*?-+@ can")
-    return key

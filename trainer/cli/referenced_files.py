@@ -22,16 +22,18 @@ def refuse_missing(config: RunConfig) -> None:
         NoCheckpointError: there is nothing at `init`, or what `refuse_odd_files` refuses.
     """
     path = config.data.params.get("path")
-    if config.data.target.startswith("trainer.") and isinstance(path, str):
-        if not path:
-            raise DataError("data.path=: names nothing; type a file or a folder, . for this one")
-        if not _exists(path):
-            raise DataError(clip(f"data.path={path}: no such file or folder"))
+    is_ours = config.data.target.startswith("trainer.") and isinstance(path, str)
+    if is_ours and not _exists(str(path)):
+        raise DataError(clip(f"data.path={path}: no such file or folder"))
     if config.init is not None:
         if not _exists(config.init):
             raise NoCheckpointError(clip(f"init={config.init}: no such file or folder"))
         source = Path(config.init).expanduser()
         refuse_odd_files(source, links=(source / "config.yaml").exists())
+
+
+def _exists(path: str) -> bool:
+    return os.path.exists(os.path.expanduser(path))  # noqa: PTH110, PTH111 - of pathlib some raise
 
 
 def refuse_odd_files(folder: Path, *, links: bool = True) -> None:
@@ -53,10 +55,3 @@ def refuse_odd_files(folder: Path, *, links: bool = True) -> None:
                     raise NoCheckpointError(clip(f"{path}: a link that leads out of the folder"))
             elif stat.S_IFMT(path.lstat().st_mode) not in (stat.S_IFREG, stat.S_IFDIR):
                 raise NoCheckpointError(clip(f"{path}: neither a file nor a folder"))
-
-
-def _exists(path: str) -> bool:
-    try:
-        return Path(path).expanduser().exists()
-    except (OSError, RuntimeError):  # a name too long, a home that nobody has
-        return False

@@ -1,4 +1,4 @@
-"""Report a sweep at its end: what its jobs became, as a table on screen, a CSV file and a plot.
+"""Report a sweep at its end: one table of its jobs, on screen and as CSV, and a plot of it.
 
 Everything is read from the job folders, so it does not matter which launcher or process ran a
 job, or whether the sweep was stopped half-way.
@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import csv
 import io
-import itertools
 import logging
 import math
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import yaml
 from rich.console import Console
@@ -22,202 +21,130 @@ from rich.table import Table
 
 from trainer.checkpoint.status import read_status
 from trainer.cli.saved_runs import COMPLETED
-from trainer.config.messages import show
 from trainer.core import durable
 from trainer.core.format import duration
 
-_SHOWN = (("step", "step"), ("loss", "loss"), ("eval_loss", "held-out loss"))
-"""Figures of a result that one line shows, and their names there."""
-
 _MEASURED = ("step", "loss", "eval_loss", "tokens_per_second", "seconds")
-_TITLES = ("state", "step", "loss", "held-out\nloss", "tokens/s", "seconds")
-_STYLES = ("o-", "x--", "s:", "+-.")
-"""Of the lines of the plot, so that one shows where it is below another, as equal cuts are."""
+_WHOLE = 1000
+"""From which number on the decimals of a figure say nothing."""
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SweptJob:
-    """One run of a sweep.
-
-    Attributes:
-        overrides: what it ran with, or is to run with, by key.
-        folder: its run folder; `None` if it never started.
-        state: as in status.json, or `not started`.
-        exit_code: as in status.json.
-        result: as in result.json, the step of status.json where it did not get that far.
-    """
-
-    overrides: Mapping[str, str]
-    folder: Path | None
-    state: str
-    exit_code: int | None
-    result: Mapping[str, Any]
-
-    @property
-    def is_completed(self) -> bool:
-        """Whether the run ended as it should."""
-        return self.state == COMPLETED
-
-    @property
-    def eval_loss(self) -> float:
-        """The held-out loss at the end; infinite where there is none."""
-        value = self.result.get("eval_loss")
-        return float(value) if isinstance(value, int | float) else math.inf
-
-
-def report(folder: Path, planned: Sequence[Sequence[str]], console: Console) -> list[SweptJob]:
+def report(folder: Path, planned: Sequence[Sequence[str]], console: Console) -> bool:
     """Show the table of a sweep, and write `sweep.csv` and, with matplotlib, `sweep.png`.
 
     Args:
         folder: the sweep folder; nothing is written if it does not exist.
-        planned: overrides of the jobs that were to run, in order; none where the sweeper chooses
-            as it goes.
+        planned: overrides of the jobs that were to run; none where the sweeper chooses as it goes.
         console: where the table goes.
 
     Returns:
-        The jobs in order of their numbers.
+        Whether every job is completed.
     """
-    found = {_number(path.parent): path.parent for path in folder.glob("*/.hydra")}
+    folders = [path.parent for path in folder.glob("*/.hydra")]
+    found = {int(n[0]): path for path in folders if (n := re.match(r"\d+", path.name))}
     count = max([len(planned), *(number + 1 for number in found)])
-    jobs = [_job(found.get(n), planned[n] if n < len(planned) else ()) for n in range(count)]
+    typed = [_overrides(found.get(n), planned[n] if n < len(planned) else ()) for n in range(count)]
     # The keys that differ between jobs, in the order they were typed.
-    keys = list(dict.fromkeys(key for job in jobs for key in job.overrides))
-    keys = [key for key in keys if len({job.overrides.get(key) for job in jobs}) > 1]
-    if jobs:
-        console.print(_table(jobs, keys))
-    if jobs and folder.is_dir():
-        durable.write_file_atomic(folder / "sweep.csv", _csv(jobs, keys).encode())
-        written = ["sweep.csv", *(["sweep.png"] if _plot(folder / "sweep.png", jobs, keys) else [])]
-        console.print(f"[dim]{' and '.join(written)} in[/] {folder}", soft_wrap=True)
-    return jobs
+    keys = list(dict.fromkeys(key for each in typed for key in each))
+    keys = [key for key in keys if len({each.get(key) for each in typed}) > 1]
+    rows = [
+        {"job": n, **{key: each.get(key, "") for key in keys}, **_ended(found.get(n))}
+        for n, each in enumerate(typed)
+    ]
+    if rows:
+        console.print(_table(rows))
+    if rows and folder.is_dir():
+        text = io.StringIO()
+        writer = csv.DictWriter(text, rows[0], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        durable.write_file_atomic(folder / "sweep.csv", text.getvalue().encode())
+        names = "sweep.csv and sweep.png" if _plot(folder, rows, keys) else "sweep.csv"
+        console.print(f"[dim]{names} in[/] {folder}", soft_wrap=True)
+    return all(row["state"] == COMPLETED for row in rows)
 
 
-def job_line(folder: Path) -> str:
+def describe_end(folder: Path) -> str:
     """Say in a few words what became of a job; its train.log says it in full."""
-    status, result = read_status(folder), durable.read_json(folder / "result.json")
-    words = [str(status.get("state", "failed"))]
-    if status.get("exit_code"):
-        words.append(f"exit code {status['exit_code']}")
-    words += [f"{name} {_figure(result[key], key)}" for key, name in _SHOWN if result.get(key)]
-    seconds = result.get("seconds")
-    return ", ".join([*words, *([duration(seconds)] if isinstance(seconds, int | float) else [])])
+    end = _ended(folder)
+    code = f", exit code {end['exit_code']}" if end["exit_code"] else ""
+    loss = f", held-out loss {end['eval_loss']:.4f}" if end["eval_loss"] else ""
+    took = f", {duration(end['seconds'])}" if end["seconds"] else ""
+    return f"{end['state']}{code}, step {end['step'] or 0}{loss}{took}"
 
 
-def _job(folder: Path | None, planned: Sequence[str]) -> SweptJob:
-    if folder is None:
-        return SweptJob(
-            overrides=_by_key(planned), folder=None, state="not started", exit_code=None, result={}
-        )
-    record = folder / ".hydra" / "overrides.yaml"
-    typed = yaml.safe_load(record.read_text()) if record.is_file() else None
-    status = read_status(folder)
-    return SweptJob(
-        overrides=_by_key(typed or planned),
-        folder=folder,
-        state=str(status.get("state", "failed")),
-        exit_code=status.get("exit_code"),
-        result={"step": status.get("step"), **durable.read_json(folder / "result.json")},
-    )
-
-
-def _number(folder: Path) -> int:
-    head = folder.name.split("-")[0].split("_")[0]
-    return int(head) if head.isdecimal() else 0
-
-
-def _by_key(overrides: Sequence[str]) -> dict[str, str]:
-    pairs = (line.lstrip("+").partition("=") for line in overrides)
+def _overrides(folder: Path | None, planned: Sequence[str]) -> dict[str, str]:
+    """Give what a job ran with, or is to run with, by dotted key."""
+    record = None if folder is None else folder / ".hydra" / "overrides.yaml"
+    typed = yaml.safe_load(record.read_text()) if record and record.is_file() else None
+    pairs = (line.lstrip("+").partition("=") for line in typed or planned)
     return {key.replace("/", "."): value for key, _, value in pairs}
 
 
-def _table(jobs: Sequence[SweptJob], keys: Sequence[str]) -> Table:
-    best = min(jobs, key=lambda job: job.eval_loss if job.is_completed else math.inf)
-    table = Table(title="sweep", title_justify="left", title_style="bold", box=None, pad_edge=False)
-    for title in ("job", *(key.replace(".", ".\n") for key in keys), *_TITLES):
-        table.add_column(title, justify="left" if title == "state" else "right", no_wrap=True)
-    for number, job in enumerate(jobs):
-        is_best = job is best and job.is_completed and math.isfinite(job.eval_loss)
-        table.add_row(
-            str(number),
-            *(job.overrides.get(key, "") for key in keys),
-            job.state,
-            *(_figure(job.result.get(name), name) for name in _MEASURED),
-            style="bold green" if is_best else ("" if job.is_completed else "red"),
-        )
+def _ended(folder: Path | None) -> dict[str, Any]:
+    """Give how a job ended by its records; a `None` folder is of a job that never started."""
+    status = {} if folder is None else read_status(folder)
+    result = {} if folder is None else durable.read_json(folder / "result.json")
+    state = "not started" if folder is None else str(status.get("state", "failed"))
+    figures = {"step": status.get("step"), **result}
+    return {
+        "state": state,
+        "exit_code": status.get("exit_code"),
+        **{name: figures.get(name) for name in _MEASURED},
+        "folder": folder,
+    }
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table(title="sweep", title_justify="left", box=None, pad_edge=False)
+    shown = [name for name in rows[0] if name not in ("exit_code", "folder")]
+    for name in shown:
+        title = name.replace("eval_loss", "held-out\nloss").replace(".", ".\n")
+        table.add_column(title, justify="left" if name == "state" else "right", no_wrap=True)
+    losses = [_loss(row) if row["state"] == COMPLETED else math.inf for row in rows]
+    best = min(losses)
+    for row, loss in zip(rows, losses, strict=True):
+        style = "" if row["state"] == COMPLETED else "red"
+        style = "bold green" if loss == best < math.inf else style
+        table.add_row(*(_figure(row[name]) for name in shown), style=style)
     return table
 
 
-def _figure(value: object, name: str) -> str:
-    if not isinstance(value, int | float):
-        return "-"
-    if name in {"loss", "eval_loss"}:
-        return f"{value:.4f}"
-    return f"{value:,.1f}" if name == "seconds" else f"{value:,.0f}"
+def _figure(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= _WHOLE else f"{value:.4f}"
+    return "-" if value is None else str(value)
 
 
-def _csv(jobs: Sequence[SweptJob], keys: Sequence[str]) -> str:
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["job", *keys, "state", "exit_code", *_MEASURED, "folder"])
-    for number, job in enumerate(jobs):
-        values = (job.exit_code, *(job.result.get(name) for name in _MEASURED))
-        typed = (job.overrides.get(key, "") for key in keys)
-        cells = ("" if value is None else show(value) for value in values)
-        writer.writerow([number, *typed, job.state, *cells, job.folder or ""])
-    return text.getvalue()
+def _loss(row: Mapping[str, Any]) -> float:
+    value = row["eval_loss"]
+    return float(value) if isinstance(value, int | float) else math.inf
 
 
-def _plot(path: Path, jobs: Sequence[SweptJob], keys: Sequence[str]) -> bool:
-    """Draw the held-out loss over the swept key; says whether there was anything to draw with."""
-    measured = [job for job in jobs if math.isfinite(job.eval_loss)]
-    if not measured:
-        return False
+def _plot(folder: Path, rows: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> bool:
+    """Draw the held-out loss over the first swept key, if there is any, and matplotlib."""
     logging.getLogger("matplotlib").setLevel(logging.WARNING)
     try:
         from matplotlib.figure import Figure  # noqa: PLC0415 - optional, and slow to import
     except ImportError:
         return False
+    lines: dict[str, list[tuple[Any, float]]] = {}
+    key, *others = keys or ["job"]
+    try:
+        places = [float(row[key]) for row in rows]
+    except ValueError:  # words, which matplotlib puts side by side
+        places = [str(row[key]) for row in rows]  # type: ignore[misc]
+    for place, row in zip(places, rows, strict=True):
+        if math.isfinite(_loss(row)):
+            label = " ".join(f"{other}={row[other]}" for other in others)
+            lines.setdefault(label, []).append((place, _loss(row)))
     figure = Figure(figsize=(7, 4.2), layout="constrained")
-    axes = figure.add_subplot()
-    key = next((key for key in keys if _is_axis(key, measured)), None)
-    if key is None:
-        labels = [_label(job, keys) for job in measured]
-        axes.barh(labels, [job.eval_loss for job in measured])
-        axes.invert_yaxis()
-        axes.set_xlabel("held-out loss")
-    else:
-        _draw_lines(axes, measured, key, [other for other in keys if other != key])
+    axes = figure.add_subplot(xlabel=key, ylabel="held-out loss")
+    for label, points in lines.items():
+        axes.plot(*zip(*sorted(points), strict=True), "o-", label=label, alpha=0.7)
+    if others and lines:
+        axes.legend()
     image = io.BytesIO()
     figure.savefig(image, format="png", dpi=144)
-    durable.write_file_atomic(path, image.getvalue())
-    return True
-
-
-def _draw_lines(axes: Any, jobs: Sequence[SweptJob], key: str, others: Sequence[str]) -> None:  # noqa: ANN401 - matplotlib is optional
-    """One line per setting of the other keys, the held-out loss over `key`."""
-    lines: dict[str, list[tuple[float, float]]] = {}
-    for job in jobs:
-        point = (float(job.overrides[key]), job.eval_loss)
-        lines.setdefault(_label(job, others), []).append(point)
-    for (label, points), style in zip(lines.items(), itertools.cycle(_STYLES), strict=False):
-        axes.plot(*zip(*sorted(points), strict=True), style, label=label)
-    values = sorted(point[0] for points in lines.values() for point in points)
-    if values[0] > 0 and values[-1] / values[0] >= 4:  # noqa: PLR2004 - two doublings
-        axes.set_xscale("log")
-    axes.set_xlabel(key)
-    axes.set_ylabel("held-out loss")
-    if others:
-        axes.legend()
-
-
-def _label(job: SweptJob, keys: Sequence[str]) -> str:
-    return " ".join(f"{key}={job.overrides.get(key, '')}" for key in keys)
-
-
-def _is_axis(key: str, jobs: Sequence[SweptJob]) -> bool:
-    """Whether every job has a number for `key`."""
-    try:
-        return all(math.isfinite(float(job.overrides[key])) for job in jobs)
-    except (KeyError, ValueError):
-        return False
+    durable.write_file_atomic(folder / "sweep.png", image.getvalue())
+    return bool(lines)

@@ -10,42 +10,27 @@ import hmac
 import json
 import os
 import secrets
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
-from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig
 
-from trainer.cli.overrides import TARGET, dotted
+from trainer.cli.overrides import TARGET
 from trainer.config.components import COMPONENTS, targets_in
-from trainer.config.messages import ancestors, clip, flat, lookup
+from trainer.config.messages import ancestors, clip, lookup
 from trainer.config.run_config import RunConfig
 
 KEY_BYTES = 32
 
 
 def sign(config: object, overrides: object) -> str | None:
-    """Give the HMAC-SHA256 of what a run is composed from; None without a key.
-
-    Args:
-        config: as its config.yaml holds it.
-        overrides: as its .hydra holds them.
-    """
-    key = _user_key()
-    if key is None:
+    """Give the HMAC-SHA256 of what a run's config.yaml and .hydra hold; None without a key."""
+    if (key := _user_key()) is None:
         return None
-    text = json.dumps([config, overrides], sort_keys=True, default=str)
-    return hmac.new(key, text.encode(errors="surrogateescape"), "sha256").hexdigest()
-
-
-def is_signed(signature: object, config: object, overrides: object) -> bool:
-    """Whether a signature, perhaps a stranger's, is this user's for these records."""
-    own = sign(config, overrides)
-    if own is None or not isinstance(signature, str):
-        return False
-    return hmac.compare_digest(signature.encode(errors="replace"), own.encode())
+    content = json.dumps([config, overrides], sort_keys=True, default=str)
+    return hmac.new(key, content.encode(errors="surrogateescape"), "sha256").hexdigest()
 
 
 def _user_key() -> bytes | None:
@@ -56,26 +41,13 @@ def _user_key() -> bytes | None:
         if not path.exists():
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             unfinished = path.with_name(f"key-{os.getpid()}")
-            file = os.open(unfinished, os.O_WRONLY | os.O_CREAT, 0o600)
-            with os.fdopen(file, "wb") as stream:
-                stream.write(secrets.token_bytes(KEY_BYTES))
+            unfinished.touch(mode=0o600)
+            unfinished.write_bytes(secrets.token_bytes(KEY_BYTES))
             unfinished.rename(path)
         key = path.read_bytes()
     except (OSError, RuntimeError):  # RuntimeError: there is no home
         return None
     return key if len(key) == KEY_BYTES else None
-
-
-def typed_values(overrides: Iterable[Override], replayed: Collection[Override]) -> dict[str, Any]:
-    """Give what the user typed, by dotted key, what is inside a mapping one by one.
-
-    Args:
-        overrides: of the run.
-        replayed: those of them that come from a run folder.
-    """
-    foreign = {dotted(override) for override in replayed}
-    typed = [o for o in overrides if not o.is_delete() and dotted(o) not in foreign]
-    return {k: value for o in typed for k, value in flat({dotted(o): o.value()}).items()}
 
 
 def consented_components(
@@ -89,27 +61,26 @@ def consented_components(
     Args:
         full: the composed config, with Hydra's own node.
         tree: the same, resolved.
-        typed: the user's words; see `typed_values`.
+        typed: what the user typed, by dotted key.
         signed: classes of a run that the user signed, each with its dotted key.
     """
-    listed = tree.get("hooks")
-    hooks = listed if isinstance(listed, list) else []
-    sections = [hook if isinstance(hook, Mapping) else {TARGET: hook} for hook in hooks]
-    is_typed = any(key.partition(".")[0] == "hooks" for key in typed)
-    found = {"hooks"} if is_typed or set(targets_in("hooks", sections)) <= set(signed) else set()
+    listed = tree["hooks"] if isinstance(tree.get("hooks"), list) else []
+    hooks = [hook if isinstance(hook, Mapping) else {TARGET: hook} for hook in listed]
+
+    def is_typed(place: str, path: str) -> bool:
+        around = (key for key in (place, *ancestors(place)) if key.startswith(f"{path}."))
+        in_list = any(isinstance(typed.get(key), list) for key in around)
+        return f"{place}.{TARGET}" in typed or in_list
+
+    is_mine = any(key.partition(".")[0] == "hooks" for key in typed)
+    found = {"hooks"} if is_mine or set(targets_in("hooks", hooks)) <= {*signed} else set()
     for path in COMPONENTS:
         own = {*signed, *targets_in(path, _own_option(full, path))}
         pairs = targets_in(path, lookup(tree, path))
         mine = [pair for pair in pairs if pair[0] == path or pair[0] not in COMPONENTS]
-        if mine and all(pair in own or _is_typed(pair[0], path, typed) for pair in mine):
+        if mine and all(pair in own or is_typed(pair[0], path) for pair in mine):
             found.add(path)
     return frozenset(found)
-
-
-def _is_typed(place: str, path: str, typed: Mapping[str, Any]) -> bool:
-    """Whether the user typed the class at a place in a component, or the list that it is in."""
-    lists = (key for key in (place, *ancestors(place)) if key.startswith(f"{path}."))
-    return f"{place}.{TARGET}" in typed or any(isinstance(typed.get(key), list) for key in lists)
 
 
 def _own_option(full: DictConfig, path: str) -> object:

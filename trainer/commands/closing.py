@@ -49,10 +49,19 @@ def summarize_end(
     """
     parts, lengths = prepared.parts, prepared.parts.source.lengths
     config, device = parts.config, parts.world.device
-    time = time_table(spendings, overlap(plan, device.type)) if trained.taken else None
-    cut = config.accum.name or ""
-    metrics, simple = trained.evaluation, baselines(parts)
+    overlap = "collectives travel on streams of their own"  # what of the traffic can be hidden
+    if plan["sync"] == "deferred":
+        overlap = "sync=deferred reduces when all micro-batches are done"
+    elif device.type == "cpu":
+        overlap = "gloo makes the host wait for every collective"
+    time = time_table(spendings, overlap) if trained.taken else None
+    metrics = trained.evaluation
     eval_loss = metrics.get("loss", metrics.get("eval_loss"))
+    # Held-out losses of simple models, in nats per token, which the data may know.
+    entropies = parts.train_set.optional("byte_entropies")
+    simple: dict[str, float] = {}
+    if entropies is not None and parts.held_out is not None:
+        simple = {f"byte {name}": value for name, value in asdict(entropies()).items()}
     result = {
         "step": trained.step,
         "loss": None if trained.loss is None else float(trained.loss),
@@ -60,13 +69,19 @@ def summarize_end(
         "tokens_per_second": trained.tokens / trained.seconds if trained.seconds else None,
         "seconds": round(seconds, 3),
         "metrics": dict(metrics),
-        "baselines": dict(simple),
+        "baselines": simple,
         "peak_bytes": peak_bytes(device),
         "skipped_steps": trained.skipped_steps,
         "replays": trained.replays,
         "time": time,
-        "advice": [] if time is None else advice(split(spendings), time, plan, cut),
+        "advice": []
+        if time is None
+        else advice(split(spendings), time, plan, config.accum.name or ""),
     }
+    shown, trust = shown_path(folder), " ".join(["", *trusting(config, folder)])
+    clock, steps = "steps", parts.total_steps
+    if config.total_epochs is not None:
+        clock, steps = "epochs", config.total_epochs
     return RunEnd(
         result=result,
         taken=trained.taken,
@@ -74,46 +89,18 @@ def summarize_end(
         peak_of="tensors" if device.type == "cuda" else "the whole process",
         unit="nats" if config.objective.target.startswith("trainer.") else None,
         sample=None if is_noise(eval_loss, simple) else sample_text(parts),
-        commands=tuple(_commands(parts, folder)),
+        commands=(
+            f"train evaluate run={shown}{trust}",
+            f"train export run={shown} export.to=exported{trust}",
+            f"{to_go_on(config, folder)} {clock}={2 * steps}",
+        ),
     )
-
-
-def overlap(plan: Record, device_type: str) -> str:
-    """Say what decides how much of the communication can be hidden."""
-    if plan["sync"] == "deferred":
-        return "sync=deferred reduces when all micro-batches are done"
-    if device_type == "cpu":
-        return "gloo makes the host wait for every collective"
-    return "collectives travel on streams of their own"
-
-
-def _commands(parts: Parts, folder: Path) -> list[str]:
-    """Give the commands a person types next."""
-    config, shown = parts.config, shown_path(folder)
-    trust = trusting(config, folder)
-    longer = f"steps={2 * parts.total_steps}"
-    if config.total_epochs is not None:
-        longer = f"epochs={2 * config.total_epochs}"
-    return [
-        " ".join(["train evaluate", f"run={shown}", *trust]),
-        " ".join(["train export", f"run={shown}", "export.to=exported", *trust]),
-        f"{to_go_on(config, folder)} {longer}",
-    ]
-
-
-def baselines(parts: Parts) -> Mapping[str, float]:
-    """Ask the data for held-out losses of simple models, in nats per token."""
-    entropies = parts.train_set.optional("byte_entropies")
-    if entropies is None or parts.held_out is None:
-        return {}
-    return {f"byte {name}": value for name, value in asdict(entropies()).items()}
 
 
 def sample_text(parts: Parts) -> str | None:
     """Let the model write a little, where the data can read it back; None where it fails.
 
-    A run that ended well ends well: its weights may give no probabilities, the data's `decode` is
-    the user's, and memory may be short.
+    Its weights may give no probabilities, the data's `decode` is the user's, memory may be short.
     """
     decode = parts.train_set.optional("decode")
     start = parts.train_set.optional("start_id")

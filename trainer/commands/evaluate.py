@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 from trainer.build.consistency import check_consistency
 from trainer.build.parts import assemble
 from trainer.build.prepare import prepare_on_main
-from trainer.checkpoint.store import CHECKPOINTS, CheckpointStore, Loaded
+from trainer.checkpoint.store import CHECKPOINTS, CheckpointStore
 from trainer.checkpoint.weights import take_weights
 from trainer.config.run_config import RunConfig
 from trainer.core.durable import write_record
@@ -42,16 +42,16 @@ def evaluate_run(config: RunConfig, folder: Path, world: World, stop: Callable[[
     if data is None:
         raise DataError("data.holdout: nothing is held out to evaluate on")
     metrics = evaluate(parts.kit().model, parts.objective, data, world)
-    world.on_main(lambda: _tell(folder, loaded, metrics, len(data.lengths)))
+
+    def report() -> None:
+        screen = Screen()
+        for message in loaded.messages:
+            screen.warn(message)
+        figures = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+        screen.line(f"step {loaded.step}: held out ({len(data.lengths)} samples): {figures}")
+        screen.close()
+        names = {f"eval_{name}": value for name, value in metrics.items()}
+        write_record(folder / EVALUATE_FILE, {"step": loaded.step, **names})
+
+    world.on_main(report)
     return 0
-
-
-def _tell(folder: Path, loaded: Loaded, metrics: Mapping[str, float], num_samples: int) -> None:
-    names = {f"eval_{name}": value for name, value in metrics.items()}
-    screen = Screen()
-    for message in loaded.messages:
-        screen.warn(message)
-    figures = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-    screen.line(f"step {loaded.step}: held out ({num_samples} samples): {figures}")
-    screen.close()
-    write_record(folder / EVALUATE_FILE, {"step": loaded.step, **names})

@@ -21,7 +21,7 @@ def plan_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], b
     """Resolve, print and write the plan.
 
     Args:
-        config: composed and settled.
+        config: composed and checked.
         folder: the run folder.
         world: all ranks.
         stop: not asked; it takes seconds.

@@ -9,7 +9,7 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -45,12 +45,10 @@ from trainer.core.durable import read_json, write_record
 from trainer.core.errors import Preempted
 from trainer.core.signals import UNBEGUN
 from trainer.core.world import World
-from trainer.data.view import DataView
-from trainer.parallel.base import Parallel
 from trainer.plan.order import Cursor
 from trainer.report.console import Screen
 from trainer.report.environment import environment
-from trainer.report.metrics import evaluation_at, step_seconds_at
+from trainer.report.metrics import evaluation_at
 from trainer.report.records import Record
 from trainer.report.reporter import Hook, Reporter, RunReporter, SilentReporter
 from trainer.report.run_status import publish, to_go_on
@@ -73,8 +71,8 @@ def train_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], 
     """Train, from the start or from the newest intact checkpoint.
 
     Args:
-        config: composed and settled.
-        folder: the run folder, held by this process.
+        config: composed and checked.
+        folder: the run folder, locked by this process.
         world: all ranks.
         stop: whether a signal asked to stop.
 
@@ -84,81 +82,55 @@ def train_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], 
     started = time.perf_counter()
     store = CheckpointStore(folder / CHECKPOINTS, keep=config.checkpoint.keep)
     with _naming_the_command(config, folder, begins=True):
-        _poll(world, stop())
+        _end_if_stopped(world, stop())
         loaded = None if config.resume is None else store.load(world=world)
         extra = {} if loaded is None else read_run_state(loaded)
-        parts = _assembled(config, world, begins=loaded is None and not config.init)
+        parts = _assemble(config, world, begins=loaded is None and not config.init)
         terms = _terms(parts, folder, loaded, extra)
-        prepared = _settled(parts, extra, interruptible(stop))
+        prepared = _choose_cut_and_sync(parts, extra, interruptible(stop))
     parts = prepared.parts
     kit = _kit(parts, loaded, extra, terms)
-    plan = _timed_before(summarize(prepared), folder, loaded)
-    shown = plan if loaded is None else without_repeated_warnings(plan, folder)
+    plan = summarize(prepared)
     world.on_main(lambda: _record_begin(folder, plan, terms, extra))
     reporter = _reporter(config, folder, loaded, extra) if world.is_main else SilentReporter()
-    with _naming_the_command(config, folder), closing(reporter), ExitStack() as left:
+    with _naming_the_command(config, folder), closing(reporter), ExitStack() as opened:
         run = _run(prepared, kit, store, reporter, stop, extra, terms)
-        left.callback(run.checkpointer.release)
-        left.callback(run.feed.close)
+        opened.callback(run.checkpointer.release)
+        opened.callback(run.feed.close)
         run.checkpointer.newest = None if loaded is None else loaded.path
-        if loaded is None:
-            _tell_bad_records(parts.train_set, reporter)
-        reporter.start(shown, name=config.name, threads=torch.get_num_threads())
-        _tell_choices(run, parts, extra)
-        trained = train(run)
-        _finish(prepared, kit.model, trained, plan, folder, reporter, started)
+        if loaded is None and parts.train_set.num_skipped:
+            reporter.passed_over(parts.train_set.num_skipped, parts.train_set.skipped)
+        reporter.start(plan, name=config.name, threads=torch.get_num_threads())
+        for line in filter(None, (*parts.notes, _growth(run, extra))):
+            reporter.line(line)
+        _finish(prepared, kit, train(run), plan, folder, reporter, started)
     return 0
 
 
-def _timed_before(plan: Record, folder: Path, loaded: Loaded | None) -> Record:
-    """Let the steps that a resumed run has behind it tell how long a step takes."""
-    took = None if loaded is None else step_seconds_at(folder, loaded.step)
-    if took is None:
-        return plan
-    return {**plan, "step_seconds": took, "time_note": "as measured before"}
-
-
-def without_repeated_warnings(plan: Record, folder: Path) -> Record:
-    """Leave out the warnings that an earlier start of the run gave; its plan.json holds them."""
-    before = read_json(folder / PLAN_FILE).get("warnings")
-    given = before if isinstance(before, list) else ()
-    return {**plan, "warnings": [line for line in plan["warnings"] if line not in given]}
-
-
-def _record_begin(
-    folder: Path, plan: Record, terms: Mapping[str, Any], extra: Mapping[str, Any]
+def _finish(
+    prepared: Prepared,
+    kit: Kit,
+    trained: Trained,
+    plan: Record,
+    folder: Path,
+    reporter: Reporter,
+    started: float,
 ) -> None:
-    """Let the records say how the run goes on, and on what terms, now that nothing refuses it.
-
-    Raises:
-        SaveError: the disk refused.
-    """
-    if extra and differ(extra, terms):
-        path = folder / ALLOWED_FILE
-        write_record(path, {**read_json(path), str(extra["cursor"]["step"]): dict(terms)})
-    publish(folder)
-    write_record(folder / PLAN_FILE, plan)
-
-
-def _settled(parts: Parts, extra: Mapping[str, Any], clock: Clock) -> Prepared:
-    """Find the cut, measure the network, and take the sync policy they speak for. Collective."""
-    saved = extra.get("cut")
-    prepared = prepare_on_main(parts, saved, clock)
-    network = network_of(parts.world, extra.get("network"))
-    return choose_sync(prepared, network, saved, clock)
+    world = prepared.parts.world
+    world.note("end")
+    spendings = world.collect(world.times.spending())
+    kit.model.gather()  # the sample is written on one rank, without a collective
+    if world.is_main:
+        seconds = time.perf_counter() - started
+        end = summarize_end(prepared, trained, plan, folder, seconds, spendings)
+        write_record(folder / RESULT_FILE, end.result)
+        reporter.finish(end)
+    kit.model.release()
 
 
 @contextmanager
 def _naming_the_command(config: RunConfig, folder: Path, *, begins: bool = False) -> Iterator[None]:
-    """Say how a run goes on that a signal stopped.
-
-    Args:
-        config: of the run.
-        folder: the run folder.
-        begins: whether there is nothing saved yet.
-
-    Yields:
-        Nothing.
+    """Say how a run goes on that a signal stopped; `begins` is one that has saved nothing yet.
 
     Raises:
         Preempted: as raised inside, with the command.
@@ -171,7 +143,7 @@ def _naming_the_command(config: RunConfig, folder: Path, *, begins: bool = False
         raise Preempted(text) from None
 
 
-def _poll(world: World, was_asked: bool) -> None:
+def _end_if_stopped(world: World, was_asked: bool) -> None:
     """End before the first step if a signal asked any rank to. Collective.
 
     Raises:
@@ -181,25 +153,15 @@ def _poll(world: World, was_asked: bool) -> None:
         raise Preempted(UNBEGUN)
 
 
-def _assembled(config: RunConfig, world: World, *, begins: bool) -> Parts:
-    """Build the run alike on all ranks, unless a signal ends the reading of its data. Collective.
-
-    Raises:
-        Preempted: one did.
-    """
+def _assemble(config: RunConfig, world: World, *, begins: bool) -> Parts:
+    """Build the same run on all ranks, unless a signal ends the reading of its data. Collective."""
     parts: list[Parts] = []
     with suppress(Preempted):
         parts.append(assemble(config, world))
-    _poll(world, not parts)
+    _end_if_stopped(world, not parts)
     found = parts[0]
     check_consistency(world, found.data_views, found.module, found.weights, begins=begins)
     return found
-
-
-def _tell_bad_records(data: DataView, reporter: Reporter) -> None:
-    """Tell which records `data.on_bad=skip` passed over, where the data count them."""
-    if data.num_skipped:
-        reporter.passed_over(data.num_skipped, data.skipped)
 
 
 def _terms(
@@ -217,6 +179,25 @@ def _terms(
     return now
 
 
+def _choose_cut_and_sync(parts: Parts, extra: Mapping[str, Any], clock: Clock) -> Prepared:
+    """Find the cut, measure the network, and choose the sync policy by both. Collective."""
+    saved = extra.get("cut")
+    prepared = prepare_on_main(parts, saved, clock)
+    network = network_of(parts.world, extra.get("network"))
+    return choose_sync(prepared, network, saved, clock)
+
+
+def _record_begin(
+    folder: Path, plan: Record, terms: Mapping[str, Any], extra: Mapping[str, Any]
+) -> None:
+    """Record how the run goes on, and on what terms, now that nothing refuses it."""
+    if extra and differ(extra, terms):
+        path = folder / ALLOWED_FILE
+        write_record(path, {**read_json(path), str(extra["cursor"]["step"]): dict(terms)})
+    publish(folder)
+    write_record(folder / PLAN_FILE, plan)
+
+
 def _kit(
     parts: Parts, loaded: Loaded | None, extra: Mapping[str, Any], terms: Mapping[str, Any]
 ) -> Kit:
@@ -229,12 +210,8 @@ def _kit(
         # More steps change no setting of the optimizer, and its groups may hold state.
         lengths = ("steps", "epochs")
         is_same = not contract_diff(extra["contract"], terms["contract"], allow=lengths)
-        restore(
-            loaded,
-            parts.module,
-            kit.optimizer,
-            hyperparameters="saved" if is_same else "live",
-        )
+        source: Literal["saved", "live"] = "saved" if is_same else "live"
+        restore(loaded, parts.module, kit.optimizer, hyperparameters=source)
     return kit
 
 
@@ -245,29 +222,25 @@ def _reporter(
         f"hooks[{index}] {hook.target}": construct(hook, f"hooks[{index}]", Hook, config.trust)
         for index, hook in enumerate(config.hooks)
     }
-    with ExitStack() as opened:
-        screen = Screen(folder)
-        opened.callback(screen.close)
-        for message in () if loaded is None else loaded.messages:
-            screen.warn(message)
-        reporter = RunReporter(
+    screen = Screen(folder)
+    for message in () if loaded is None else loaded.messages:
+        screen.warn(message)
+    return RunReporter(
+        folder,
+        screen,
+        log_every=config.log.every,
+        resumed_step=None if loaded is None else loaded.step,
+        keep_samples=config.log.samples,
+        hooks=hooks,
+        wandb=WandbMirror(
+            config.wandb.mode,
             folder,
-            screen,
-            log_every=config.log.every,
-            resumed_step=None if loaded is None else loaded.step,
-            keep_samples=config.log.samples,
-            hooks=hooks,
-            wandb=WandbMirror(
-                config.wandb.mode,
-                folder,
-                to_plain(config),
-                screen.warn,
-                labels={**config.wandb.model_dump(exclude={"mode"}), "name": config.name},
-                run_id=extra.get("wandb"),
-            ),
-        )
-        opened.pop_all()
-    return reporter
+            to_plain(config),
+            screen.warn,
+            labels={**config.wandb.model_dump(exclude={"mode"}), "name": config.name},
+            run_id=extra.get("wandb"),
+        ),
+    )
 
 
 def _run(
@@ -302,7 +275,7 @@ def _run(
             "environment": environment(),
             "total_steps": kit.total_steps,
             "network": parts.parallel.network and asdict(parts.parallel.network),
-            # Kept while W&B is off, for a resumption that turns it on again.
+            # While W&B is off, too, for a resumption that turns it on again.
             "wandb": reporter.wandb_id or extra.get("wandb"),
         },
         describe_cut=partial(describe_cut, prepared),
@@ -329,43 +302,15 @@ def _run(
     )
 
 
-def _tell_choices(run: Run, parts: Parts, extra: Mapping[str, Any]) -> None:
-    """Tell what was decided on the way here."""
-    for line in parts.notes:
-        run.reporter.line(line)
-    _say_how_it_grew(run, extra)
-
-
-def _say_how_it_grew(run: Run, extra: Mapping[str, Any]) -> None:
-    """Tell of a schedule that was made for fewer steps than the run now has."""
+def _growth(run: Run, extra: Mapping[str, Any]) -> str | None:
+    """Describe a schedule that was made for fewer steps than the run now has."""
     kit, step = run.kit, run.feed.cursor.step
     before = extra.get("total_steps", kit.total_steps)
     if before == kit.total_steps or step >= kit.total_steps:
-        return
-    rate = kit.lr
-    planned, now = (rate * kit.schedule.factor(step, total) for total in (before, kit.total_steps))
-    run.reporter.line(
+        return None
+    factors = (kit.schedule.factor(step, total) for total in (before, kit.total_steps))
+    planned, now = (kit.lr * factor for factor in factors)
+    return (
         f"steps {before} -> {kit.total_steps}: the schedule is re-anchored: lr {now:.2e} at step "
         f"{step + 1}, where the shorter run had {planned:.2e}"
     )
-
-
-def _finish(
-    prepared: Prepared,
-    model: Parallel,
-    trained: Trained,
-    plan: Record,
-    folder: Path,
-    reporter: Reporter,
-    started: float,
-) -> None:
-    world = prepared.parts.world
-    world.note("end")
-    spendings = world.collect(world.times.spending())
-    model.gather()  # the sample is written on one rank, without a collective
-    if world.is_main:
-        seconds = time.perf_counter() - started
-        end = summarize_end(prepared, trained, plan, folder, seconds, spendings)
-        write_record(folder / RESULT_FILE, end.result)
-        reporter.finish(end)
-    model.release()

@@ -29,7 +29,7 @@ def verify_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
     """Compare the gradient of the first step, as planned, with the whole batch's.
 
     Args:
-        config: composed and settled.
+        config: composed and checked.
         folder: the run folder; gets verify.json.
         world: all ranks.
         stop: not asked.
@@ -42,17 +42,23 @@ def verify_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
     batch, feed = _of_all_ranks(prepared)
     with feed.naming_samples(batch):
         report = verify(_kit(parts), batch, feed, whole_fits=_whole_fits(prepared))
-    report = replace(report, notes=(*_asides(config, world), *report.notes))
+    asides = []
+    if world.size > 1:
+        asides.append(
+            f"the micro-batches of all {world.size} ranks were computed one after another in one "
+            "process: how gradients are sent between ranks is not a part of this"
+        )
+    if config.precision != "fp32":
+        asides.append(f"precision={config.precision} rounds the run's own step; that is left aside")
+    report = replace(report, notes=(*asides, *report.notes))
     write_record(folder / VERIFY_FILE, report.to_json())
     screen = Screen(folder)
     screen.show(verify_block(report))
     screen.close()
     culprits = ", ".join(dict.fromkeys(name for name, _ in report.culprits))
     if report.verdict == "not_proven":
-        raise NotExactError(
-            f"not proven that the planned step is the whole-batch step: {culprits} cannot be "
-            f"compared; see {folder / VERIFY_FILE}"
-        )
+        text = "not proven that the planned step is the whole-batch step"
+        raise NotExactError(f"{text}: {culprits} cannot be compared; see {folder / VERIFY_FILE}")
     if report.verdict == "not_exact":
         is_rounding = report.limit is not None and report.max_relative_error <= report.limit
         chance = " but by accident" if is_rounding else ""
@@ -73,19 +79,6 @@ def _kit(parts: Parts) -> Kit:
     elif config.init is not None:
         load_weights(parts.module, Path(config.init), here, config.checkpoint_step)
     return kit
-
-
-def _asides(config: RunConfig, world: World) -> list[str]:
-    """Say what of the run the comparison leaves aside."""
-    asides = []
-    if world.size > 1:
-        asides.append(
-            f"the micro-batches of all {world.size} ranks were computed one after another in one "
-            "process: how gradients are sent between ranks is not a part of this"
-        )
-    if config.precision != "fp32":
-        asides.append(f"precision={config.precision} rounds the run's own step; that is left aside")
-    return asides
 
 
 def _of_all_ranks(prepared: Prepared) -> tuple[PlannedBatch, Feed]:
