@@ -28,8 +28,6 @@ from trainer.tune.layout import (
     COMPILED_SHAPES,
     layout_for,
     packs,
-    takes_boundaries,
-    unused_boundaries,
 )
 from trainer.tune.predict import Predictor
 from trainer.tune.workload import Tiled
@@ -96,13 +94,6 @@ def test_packing_is_left_alone_where_it_gains_nothing_or_cannot_be():
     assert not packs(False, model, unfit=None, device=gpu, precision="bf16")
     with pytest.raises(ConfigError, match=r"it collates; use accum\.packed=false"):
         packs(True, model, unfit="it collates", device=CPU, precision="fp32")
-
-
-def test_boundaries_that_a_model_ignores_are_named():
-    assert takes_boundaries(small_gpt())
-    assert unused_boundaries(small_gpt(), {"input_ids", "position_ids"}) is None
-    assert unused_boundaries(Encoder(), {"input_ids", "position_ids"}) == "position_ids"
-    assert unused_boundaries(Encoder(), {"input_ids", "attention_mask"}) is None
 
 
 def test_packed_shapes_are_rehearsed_as_rows_with_boundaries():

@@ -167,18 +167,14 @@ def parallel_setup(config: RunConfig, world: World, module: nn.Module, mode: str
     moves = policy.moves(1)
     if moves is not None and moves.needs_copies and mode != "hsdp":
         raise ConfigError(f"sync={policy.name}: {mode} has one level; use parallel=hsdp")
-
-    def limit_bytes() -> int:
-        limit, _ = rank_memory(config, world)
-        return sys.maxsize if limit is None else limit.bytes
-
+    limit, _ = rank_memory(config, world)
     parameters = [p for p in module.parameters() if p.requires_grad]
     bulk = Bulk(
         mode=mode,
         model_bytes=sum(p.nbytes for p in parameters),
         shard=world.size // replicas,
         replicas=replicas,
-        limit_bytes=world.on_main(limit_bytes),
+        limit_bytes=world.on_main(lambda: sys.maxsize if limit is None else limit.bytes),
         groups=num_buckets(parameters) if mode == "ddp" else len(separable_blocks(module)) + 1,
     )
     is_open = config.sync.name == "auto"

@@ -233,6 +233,7 @@ def _workload(parts: Parts) -> Workload:
     """Give what tuning computes: model, loss, optimizer, and micro-batches of any shape."""
     config, world = parts.config, parts.world
     call_of = partial(bind_run, config=config, world=world)
+    in_shards = partial(parts.parallel.fake_ranks, world.size, call_of)
     return Workload(
         model=parts.module,
         bind=call_of,
@@ -242,9 +243,7 @@ def _workload(parts: Parts) -> Workload:
         device=world.device,
         weights=parts.weights,
         sync=parts.parallel.sync,
-        fake_ranks=partial(parts.parallel.fake_ranks, world.size, call_of)
-        if parts.is_sharded
-        else None,
+        fake_ranks=in_shards if parts.is_sharded else None,
     )
 
 
@@ -370,8 +369,11 @@ def _dearest(parts: Parts, plans: tuple[Plan, ...]) -> tuple[Shape, ...]:
     """
     cut, lengths, layout = parts.cut, parts.source.lengths, parts.layout
     shortest, longest = map(int, pad(np.array([lengths.min(), lengths.max()]), layout))
-    slots = [(plan, *at) for plan in plans for at in plan.slots()]
-    sizes = [(plan.positions(*at), max(1, len(plan.ranks[at[0]][at[1]]))) for plan, *at in slots]
+    sizes = [
+        (plan.positions(rank, slot), max(1, len(plan.ranks[rank][slot])))
+        for plan in plans
+        for rank, slot in plan.slots()
+    ]
     if isinstance(cut, Budget) and not layout.packed:
         most = min(parts.source.order.most_samples, cut.micro or cut.max_tokens)
         return corner_shapes(cut.max_tokens, longest, shortest, most)

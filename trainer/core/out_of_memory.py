@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import final
@@ -90,35 +90,3 @@ def release_memory() -> None:
     gc.collect()
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # untyped in torch
         torch.cuda.empty_cache()
-
-
-@final
-class Thrash:
-    """Notices an allocator that struggles before it fails.
-
-    Where a request does not fit, CUDA's caching allocator waits for the device, frees what it has
-    cached and tries again. A step with such retries is slow, and the next may fail.
-
-    Args:
-        num_retries: how often the allocator tried again since the process began.
-    """
-
-    def __init__(self, num_retries: Callable[[], int]) -> None:
-        self._num_retries = num_retries
-        self._before = num_retries()
-        self._was_short = False
-
-    def __call__(self) -> bool:
-        """Tell, after each step, whether this one and the one before needed retries."""
-        now = self._num_retries()
-        is_short, self._before = now > self._before, now
-        thrashes = is_short and self._was_short
-        self._was_short = is_short and not thrashes
-        return thrashes
-
-
-def allocator_retries(device: torch.device) -> Callable[[], int]:
-    """Give the counter of a device's allocator; it stays at zero where nothing is counted."""
-    if device.type != "cuda":
-        return lambda: 0
-    return lambda: int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0))

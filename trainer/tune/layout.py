@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection
 from dataclasses import replace
 from typing import Literal
 
@@ -95,12 +94,3 @@ def packs(
     if asked and unfit is not None:
         raise ConfigError(f"accum.packed=true: {unfit}; use accum.packed=false")
     return asked
-
-
-def unused_boundaries(module: nn.Module, fields: Collection[str]) -> str | None:
-    """Name a field by which the data say where documents begin, and which the model ignores."""
-    taken = inspect.signature(module.forward).parameters
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in taken.values()):
-        return None
-    brought = [name for name in (BOUNDARIES, "document_ids", "position_ids") if name in fields]
-    return brought[0] if brought and taken.keys().isdisjoint(brought) else None

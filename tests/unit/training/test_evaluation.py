@@ -79,7 +79,7 @@ def test_evaluation_is_exact_for_every_cap(cap, norm):
     assert found == pytest.approx(expected, rel=1e-12)
 
 
-def test_one_term_alone_is_not_said_twice():
+def test_one_term_alone_is_not_given_twice():
     assert evaluated(Bench(Budget(max_tokens=60)), held_out(60)).keys() == {"loss", "accuracy"}
 
 
@@ -162,7 +162,7 @@ def test_running_out_of_memory_shrinks_the_evaluation_and_not_the_training_cut()
     assert found == pytest.approx(expected, rel=1e-12)
 
 
-def test_one_sample_that_does_not_fit_is_each_with_its_length():
+def test_one_sample_that_does_not_fit_ends_with_its_length():
     bench = Bench(Budget(max_tokens=60), model=lambda: Memory(3))
     with pytest.raises(DoesNotFitError, match=r"one sample of \d+ tokens: lower data.max_length"):
         evaluated(bench, held_out(400))

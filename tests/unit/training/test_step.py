@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.lib.support import EXACT, WRONG, Bench, RaggedText, TinyLM, relative_error
+from tests.lib.support import EXACT, WRONG, Bench, TinyLM, relative_error
 from trainer.accumulate.base import GradientStrategy
 from trainer.accumulate.sum import Sum
 from trainer.core.errors import ConfigError, DoesNotFitError
 from trainer.plan.cut import Cut
 from trainer.plan.cuts import Budget, Fixed
-from trainer.training.step import NO_LOSS_TERMS, NOT_FINITE, train_step
+from trainer.training.step import NOT_FINITE, train_step
 
 CUTS: dict[str, Cut] = {
     "whole batch": Fixed(steps=1),
@@ -90,17 +90,6 @@ def test_the_short_last_batch_has_a_normalizer_of_its_own():
             sums = alone.kit.objective.sums(alone.kit.model.call, micro_batch.fields)
             total += float(sums.losses["cross_entropy"])
     assert float(report.loss) == pytest.approx(total / terms, rel=1e-12)
-
-
-def test_a_step_without_loss_terms_changes_nothing_and_is_named():
-    data = RaggedText()
-    data.masked = set(range(len(data)))
-    bench = Bench(Fixed(micro=4), dataset=data)
-    before = bench.parameters()
-    report = train_step(bench.kit, bench.feed.next(), bench.feed)
-    assert report.skipped == NO_LOSS_TERMS
-    assert relative_error(bench.parameters(), before) == 0
-    assert not bench.kit.optimizer.state
 
 
 class Poisoned(TinyLM):
