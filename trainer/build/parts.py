@@ -31,10 +31,9 @@ from trainer.data.loader import Loader, Request
 from trainer.data.samples import INPUT_IDS, preserve_generators
 from trainer.data.view import DataView
 from trainer.models.bind import bind
-from trainer.models.check import check_unwrapped
+from trainer.models.check import check_unwrapped, refuse_sparse
 from trainer.models.meta_start import Weights, build_on_meta
 from trainer.models.recompute import checkpoint_blocks
-from trainer.models.sparse import refuse_sparse
 from trainer.models.statistics import batch_statistics
 from trainer.models.vocabulary import vocabulary_of
 from trainer.objectives.base import ModelCall, Objective, weights_of

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -23,14 +22,10 @@ IGNORED_LABEL = -100
 
 
 def aligned_fields(samples: Sequence[Sample], lengths: Sequence[int]) -> frozenset[str]:
-    """Find the fields that hold one entry per token.
+    """Find the fields that hold one entry per token, given samples and the tokens of each.
 
     Given samples of different lengths, a field that merely happens to be as long as one of them
     (ten classes, ten tokens) is not taken for one that follows.
-
-    Args:
-        samples: some of the data set, the shortest and the longest for choice.
-        lengths: tokens of each.
     """
     return frozenset(
         name
@@ -76,9 +71,8 @@ def pad(
             field = _grow(field, pad_to, _fill(name))
         fields[name] = field
     if INPUT_IDS in aligned and ATTENTION_MASK not in fields:
-        lengths = np.array([len(sample[INPUT_IDS]) for sample in samples])
-        on_tokens = np.arange(pad_to) < lengths[:, None]
-        fields[ATTENTION_MASK] = torch.from_numpy(on_tokens.astype(np.int64))
+        lengths = torch.tensor([len(sample[INPUT_IDS]) for sample in samples])
+        fields[ATTENTION_MASK] = (torch.arange(pad_to) < lengths[:, None]).long()
     return fields
 
 
@@ -87,9 +81,8 @@ def pack(
 ) -> dict[str, Tensor]:
     """Lay samples end to end in one row, for models that take document boundaries.
 
-    The label at the first position of every sample becomes -100: the objective shifts, so it
-    would be predicted from the sample before. What `pad_to` asks beyond the samples is filled
-    as padding is, and counts as one more segment.
+    Labels stay: the objective shifts them within each document. What `pad_to` asks beyond the
+    samples is filled as padding is, and counts as one more segment.
 
     Args:
         samples: `n >= 1` of them.
@@ -117,19 +110,14 @@ def pack(
         raise DataError(_too_long(f"{len(samples)} samples from {name_of(0)} on", pad_to))
     segments = torch.tensor([*lengths, spare] if spare else lengths)
     ends = segments.cumsum(0)
-    begins = ends - segments
     fields = {
         name: _grow(torch.cat(column)[None], pad_to, _fill(name))
         for name, column in columns.items()
     }
-    positions = torch.arange(pad_to) - begins.repeat_interleave(segments)
+    positions = torch.arange(pad_to) - (ends - segments).repeat_interleave(segments)
     fields["position_ids"] = positions[None]
     fields["cu_seqlens"] = F.pad(ends, (1, 0)).int()
     return fields
-
-
-def _fill(name: str) -> int:
-    return IGNORED_LABEL if name == LABELS else 0
 
 
 def _columns(samples: Sequence[Sample], name_of: NameOf) -> dict[str, list[Tensor]]:
@@ -150,7 +138,8 @@ def _columns(samples: Sequence[Sample], name_of: NameOf) -> dict[str, list[Tenso
             is_same = value.dtype == model.dtype and value.dim() == model.dim()
             if not is_same or value.shape[1:] != model.shape[1:]:
                 raise DataError(
-                    f"data: field {name!r} is {_form(value)} in {name_of(k)} but {_form(model)} in "
+                    f"data: field {name!r} is {value.dtype} of shape {tuple(value.shape)} in "
+                    f"{name_of(k)} but {model.dtype} of shape {tuple(model.shape)} in "
                     f"{name_of(0)}; only the first dimension may differ, or give the data set a "
                     "`collate`"
                 )
@@ -165,16 +154,14 @@ def _columns(samples: Sequence[Sample], name_of: NameOf) -> dict[str, list[Tenso
     return columns
 
 
-def _form(value: Tensor) -> str:
-    return f"{value.dtype} of shape {tuple(value.shape)}"
+def _fill(name: str) -> int:
+    return IGNORED_LABEL if name == LABELS else 0
 
 
 def _grow(field: Tensor, length: int, fill: int) -> Tensor:
     """Pad dimension 1 on the right to `length`."""
     missing = length - field.shape[1]
-    if missing == 0:
-        return field
-    return F.pad(field, (0, 0) * (field.dim() - 2) + (0, missing), value=fill)
+    return F.pad(field, (0, 0) * (field.dim() - 2) + (0, missing), value=fill) if missing else field
 
 
 def _too_long(what: str, pad_to: int) -> str:

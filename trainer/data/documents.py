@@ -9,7 +9,6 @@ from functools import cached_property
 from typing import Literal, final
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -63,6 +62,9 @@ class ByteDocuments(Dataset[dict[str, Tensor]]):
     Attributes:
         lengths: `(samples,)`, tokens of each sample.
         original_ids: `(samples,)`, index of each among the samples of both splits.
+        num_cut: tokens of the split's documents that are in no sample.
+        num_skipped: records or files that could not be read and were left out of the index.
+        skipped: the first of them, each with the reason.
 
     Raises:
         DataError: no document is left to train on.
@@ -76,16 +78,15 @@ class ByteDocuments(Dataset[dict[str, Tensor]]):
     def __init__(
         self,
         index: Index,
-        *,
         split: str,
         max_length: int,
         holdout: float,
         seed: int,
         overlong: Overlong,
     ) -> None:
-        self.split = split
-        self.max_length = max_length
         self._index = index
+        self.num_skipped = int(index.notes["num_skipped"])
+        self.skipped = tuple(index.notes["skipped"])
         # Before there was a choice, documents were cut: such checkpoints know no word for it.
         word = "" if overlong == "cut" else f"|{overlong}"
         self._settings = f"{split}|{max_length}|{holdout!r}|{seed}{word}"
@@ -129,23 +130,13 @@ class ByteDocuments(Dataset[dict[str, Tensor]]):
         """SHA-256 over the documents and the settings of this split."""
         return hashlib.sha256(f"{self._index.digest}|{self._settings}".encode()).hexdigest()
 
-    @property
-    def num_skipped(self) -> int:
-        """Records or files that could not be read and were left out of the index."""
-        return int(self._index.notes["num_skipped"])
-
-    @property
-    def skipped(self) -> tuple[str, ...]:
-        """The first of what was left out, each with the reason."""
-        return tuple(self._index.notes["skipped"])
-
     @staticmethod
     def decode(ids: Iterable[int]) -> str:
         """Turn tokens back into text, without specials; broken UTF-8 becomes U+FFFD."""
         return bytes(i for i in ids if i < BOS).decode("utf-8", errors="replace")
 
     def byte_entropies(self) -> ByteEntropies:
-        """Measure what byte counts alone would score on the held-out documents.
+        """Measure what byte counts alone would score on the held-out documents; NaN without any.
 
         Comparable with a model's held-out loss: over the same samples, every token but the first
         of a sample is predicted (bytes and EOS; BOS only conditions), and the mean is taken over
@@ -157,30 +148,23 @@ class ByteDocuments(Dataset[dict[str, Tensor]]):
         with c and h the counts of token b after token a in the training and in the held-out
         samples, N = h(.,.), and add-one smoothing over the vocabulary. Costs one pass over both
         splits, some 30 ns a token.
-
-        Returns:
-            Both in nats per token; NaN where nothing is held out.
         """
-        counts = self._pair_counts(TRAIN)
-        held_out = self._pair_counts(HELD_OUT)
+        counts, held_out = self._pair_counts(TRAIN), self._pair_counts(HELD_OUT)
         total = held_out.sum()
         if total == 0:
             return ByteEntropies(unigram=float("nan"), bigram=float("nan"))
-        unigram = _log_smoothed(counts.sum(0))
-        bigram = _log_smoothed(counts)
-        return ByteEntropies(
-            unigram=-float((held_out.sum(0) * unigram).sum() / total),
-            bigram=-float((held_out * bigram).sum() / total),
-        )
+        smoothed = counts + 1.0
+        after_any = counts.sum(0) + 1.0
+        bigram = held_out * np.log(smoothed / smoothed.sum(-1, keepdims=True))
+        unigram = held_out.sum(0) * np.log(after_any / after_any.sum())
+        return ByteEntropies(-float(unigram.sum() / total), -float(bigram.sum() / total))
 
-    def _pair_counts(self, split: str) -> npt.NDArray[np.int64]:
+    def _pair_counts(self, split: str) -> IntArray:
         """Count every token after every other; `(258, 258)`, the earlier one first."""
         counts = np.zeros(VOCAB_SIZE * VOCAB_SIZE, dtype=np.int64)
         ids = self._ids[split]
-        if len(ids) == 0:
-            return counts.reshape(VOCAB_SIZE, VOCAB_SIZE)
         blocks = np.cumsum(self._lengths[ids]) // _BLOCK_TOKENS
-        for block in np.split(ids, np.flatnonzero(np.diff(blocks)) + 1):
+        for block in np.split(ids, np.flatnonzero(np.diff(blocks)) + 1) if len(ids) else ():
             tokens = np.concatenate([self._tokens(sample) for sample in block])
             pairs = tokens[:-1] * VOCAB_SIZE + tokens[1:]
             # The first token of a sample is not predicted from the last one of another.
@@ -192,12 +176,7 @@ class ByteDocuments(Dataset[dict[str, Tensor]]):
 def _divide(
     whole: IntArray, max_length: int, overlong: Overlong
 ) -> tuple[IntArray, IntArray, IntArray]:
-    """Divide documents into samples.
-
-    Args:
-        whole: `(documents,)`, tokens of each, at least 2.
-        max_length: most tokens of a sample.
-        overlong: what becomes of a longer document.
+    """Divide documents of `whole` tokens each, at least 2, into samples.
 
     Returns:
         Of each sample, `(samples,)`: its document, ascending; its first token in the document; its
@@ -215,10 +194,3 @@ def _divide(
     is_last = numbers == counts[documents] - 1
     ends = np.where(is_last, whole[documents], np.roll(begins, -1))
     return documents, begins, np.minimum(ends - begins, max_length)
-
-
-def _log_smoothed(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """Take the log of add-one smoothed shares along the last axis."""
-    smoothed = counts + 1.0
-    shares: npt.NDArray[np.float64] = np.log(smoothed / smoothed.sum(-1, keepdims=True))
-    return shares

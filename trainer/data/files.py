@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from trainer.core import signals
@@ -23,39 +23,36 @@ def files_at(path: Path) -> list[Path]:
     Names that begin with a dot are left out, and nothing else is left out in silence.
 
     Raises:
-        DataError: there is nothing, or something else (a pipe, a socket, a device, a link to a
-            folder or to nothing), or a folder cannot be read.
+        DataError: there is nothing, or something else (a pipe, a device, a link to a folder or to
+            nothing).
+        OSError: a folder cannot be read.
     """
     if path.is_file():
         return [path]
     if not path.is_dir():
         what = "neither a file nor a folder" if path.exists() else "no such file or folder"
         raise DataError(f"data.path={path}: {what}")
-    return sorted(_files(path))
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    for parent, folders, files in os.walk(folder, onerror=_refuse):
+    found = []
+    for parent, folders, files in os.walk(path, onerror=_refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        for path in (Path(parent, name) for name in (*folders, *files)):
-            if path.name.startswith(".") or (path.is_dir() and not path.is_symlink()):
-                continue
-            if not path.is_file():
-                kind = "a link to a folder" if path.is_dir() else "neither a file nor a folder"
-                raise DataError(
-                    f"data: {path}: {kind}, which is not read; remove it, or begin its name with "
-                    "a dot"
-                )
-            yield path
+        links = [name for name in folders if Path(parent, name).is_symlink()]
+        found += [Path(parent, name) for name in (*links, *files) if not name.startswith(".")]
+    for file in found:
+        if not file.is_file():
+            kind = "a link to a folder" if file.is_dir() else "neither a file nor a folder"
+            raise DataError(
+                f"data: {file}: {kind}, which is not read; remove it, or begin its name with a dot"
+            )
+    return sorted(found)
 
 
 def _refuse(error: OSError) -> None:
-    raise DataError(f"data: cannot read {error.filename}: {error.strerror}") from error
+    raise error
 
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turn an OSError inside into a data error that names the file.
+    """Name the file in a data error in place of an OSError.
 
     Raises:
         DataError: in place of an OSError.
@@ -63,7 +60,8 @@ def reading(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise DataError(f"data: cannot read {path}: {error.strerror or error}") from error
+        place = error.filename or path
+        raise DataError(f"data: cannot read {place}: {error.strerror or error}") from error
 
 
 @contextmanager
@@ -82,27 +80,24 @@ def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
     """
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
     due = time.monotonic() + LONG_S if is_first else math.inf
-    with _bar(label, total) if is_first and sys.stderr.isatty() else nullcontext() as bar:
+    bar = None
+    with ExitStack() as stack:
+        if is_first and sys.stderr.isatty():
+            # Only a terminal pays for the import, some 50 ms.
+            from rich.console import Console  # noqa: PLC0415
+            from rich.progress import Progress  # noqa: PLC0415
+
+            bar = stack.enter_context(Progress(console=Console(stderr=True)))
+            bar.add_task(label, total=total)
 
         def advance(amount: int) -> None:
             nonlocal due
             signals.check()
             if bar is not None:
-                bar(amount)
+                bar.advance(bar.task_ids[0], amount)
             elif time.monotonic() > due:
                 due = math.inf
                 with suppress(OSError):  # stderr may be a closed pipe
                     sys.stderr.write(f"train: {label} ...\n")
 
         yield advance
-
-
-@contextmanager
-def _bar(label: str, total: int) -> Iterator[Callable[[int], None]]:
-    # Only a terminal pays for the import, some 50 ms.
-    from rich.console import Console  # noqa: PLC0415
-    from rich.progress import Progress  # noqa: PLC0415
-
-    with Progress(console=Console(stderr=True)) as bar:
-        task = bar.add_task(label, total=total)
-        yield lambda amount: bar.advance(task, amount)

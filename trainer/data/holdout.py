@@ -14,30 +14,18 @@ HELD_OUT = "held_out"
 
 
 def held_out_count(count: int, holdout: float) -> int:
-    """Round the held-out share of `count` things, leaving at least one on either side.
-
-    Returns:
-        0 where nothing is to be held out or there is only one thing.
-    """
+    """Round the held-out share of `count` things; of two or more, one is on either side."""
     if holdout == 0.0 or count <= 1:
         return 0
     return min(max(round(count * holdout), 1), count - 1)
 
 
 def held_out_mask(keys: KeyArray, holdout: float, seed: int) -> npt.NDArray[np.bool_]:
-    """Mark the samples that are held out; samples that share a key stay together.
+    """Mark the samples that are held out, `(samples,)`; those that share a key stay together.
 
     The distinct keys are ranked by a hash of (seed, key), SplitMix64's finaliser (Steele, Lea,
     Flood 2014), and the first of them are held out: the share is exact in keys, and which ones
     are held out depends neither on the order of the samples nor on the number of copies.
-
-    Args:
-        keys: `(samples,)`, one key per sample.
-        holdout: share of the keys, in [0, 1).
-        seed: selects which.
-
-    Returns:
-        `(samples,)`.
     """
     distinct = np.unique(keys)
     draws = distinct ^ np.uint64(rng_key("holdout", seed))

@@ -17,7 +17,7 @@ import shutil
 import stat
 import tempfile
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +47,7 @@ _log = logging.getLogger(__name__)
 
 
 @final
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Index:
     """An open index; pickled as its path and key.
 
@@ -109,11 +109,8 @@ def cache_folder() -> Path:
     """Name the user's cache folder: `TRAIN_CACHE`, or `step-trainer` below the system's."""
     if typed := os.environ.get("TRAIN_CACHE"):
         return Path(typed).expanduser().absolute()
-    if base := os.environ.get("XDG_CACHE_HOME"):
-        return Path(base) / "step-trainer"
-    with suppress(RuntimeError):
-        return Path.home() / ".cache" / "step-trainer"
-    return _temporary_folder()
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111 - never raises
+    return Path(base) / "step-trainer"
 
 
 def _temporary_folder() -> Path:
@@ -125,6 +122,14 @@ def _temporary_folder() -> Path:
         if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid():
             return path
     return Path(tempfile.mkdtemp(prefix="step-trainer-"))
+
+
+def corpus_key(settings: str, names: Iterable[object], states: Iterable[os.stat_result]) -> str:
+    """Name what a corpus is read from, in hex: settings, and its files with sizes and times."""
+    key = hashlib.sha256(settings.encode())
+    for name, status in zip(names, states, strict=True):
+        key.update(f"|{name}|{status.st_size}|{status.st_mtime_ns}".encode())
+    return key.hexdigest()
 
 
 def _write(path: Path, key: str, build: Callable[[Add], Mapping[str, Any]]) -> None:
@@ -139,22 +144,16 @@ def _write(path: Path, key: str, build: Callable[[Add], Mapping[str, Any]]) -> N
                 file.write(document)
                 digest.update(document)
                 offsets.append(offsets[-1] + len(document))
-                groups.append(
-                    int.from_bytes(hashlib.blake2b(group, digest_size=8).digest(), "little")
-                )
+                draw = hashlib.blake2b(group, digest_size=8).digest()
+                groups.append(int.from_bytes(draw, "little"))
 
-            notes = build(add)
+            about = {"key": key, "notes": dict(build(add))}
             file.flush()
             os.fsync(file.fileno())  # past CHECKED_BYTES nothing would notice bytes that are lost
         arrays = np.array(offsets, dtype="<i8"), np.array(groups, dtype="<u8")
         arrays[0].tofile(folder / "offsets.bin")
         arrays[1].tofile(folder / "groups.bin")
-        about = {
-            "key": key,
-            "documents": digest.hexdigest(),
-            "arrays": _sha256(*arrays),
-            "notes": dict(notes),
-        }
+        about |= {"documents": digest.hexdigest(), "arrays": _sha256(*arrays)}
         (folder / "index.json").write_text(json.dumps(about))
         with suppress(OSError):  # another builder was first, with the same documents
             folder.rename(path)
@@ -179,20 +178,12 @@ def _open(path: Path, key: str) -> Index:
             and (len(blob) > CHECKED_BYTES or about["documents"] == _sha256(blob))
         )
         digest = hashlib.sha256((about["arrays"] + about["documents"]).encode()).hexdigest()
-        notes = about["notes"]
+        index = Index(path, key, blob, offsets, groups, digest, about["notes"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"data: the index {path} cannot be read ({error}); run again") from error
     if not is_whole:
         raise DataError(f"data: the index {path} is damaged; run again")
-    return Index(
-        path=path,
-        key=key,
-        blob=blob,
-        offsets=offsets,
-        groups=groups,
-        digest=digest,
-        notes=notes,
-    )
+    return index
 
 
 def _sha256(*arrays: npt.NDArray[Any]) -> str:

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import final
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -37,27 +36,18 @@ class Limits:
             (INPUT_IDS, self.tokens, "the model's vocabulary is"),
             (LABELS, self.labels, "the model's classes, but for -100, are"),
         ):
-            if limit is not None and name in fields:
-                at = _outside(fields[name], limit, name)
-                if at is not None:
-                    place = f" at position {', '.join(map(str, at))}" if at else ""
-                    value = fields[name][tuple(at)].tolist()
-                    return f"{name} holds {value}{place}, and {known} 0 to {limit - 1}"
+            values = fields.get(name)
+            if limit is None or values is None or values.is_floating_point():
+                continue
+            wrong = (values < 0) | (values >= limit)
+            if name == LABELS:
+                wrong &= values != IGNORED_LABEL
+            if wrong.any():
+                at: list[int] = wrong.nonzero()[0].tolist()
+                place = f" at position {', '.join(map(str, at))}" if at else ""
+                value = values[tuple(at)].item()
+                return f"{name} holds {value}{place}, and {known} 0 to {limit - 1}"
         return None
-
-
-def _outside(values: Tensor, limit: int, name: str) -> list[int] | None:
-    """Find the first value that is not in the range."""
-    if values.numel() == 0 or values.is_floating_point() or values.dtype == torch.bool:
-        return None
-    lowest, highest = values.aminmax()
-    if lowest >= 0 and highest < limit:
-        return None
-    wrong = (values < 0) | (values >= limit)
-    if name == LABELS:
-        wrong &= values != IGNORED_LABEL
-    places: list[list[int]] = wrong.nonzero()[:1].tolist()
-    return places[0] if places else None
 
 
 def limits_of(error: BaseException) -> Limits | None:

@@ -23,9 +23,7 @@ from trainer.data.samples import (
     INPUT_IDS,
     Sample,
     Samples,
-    UnfitFieldError,
-    check_fields,
-    fault,
+    as_tensors,
     faults_of,
     num_tokens,
     seed_draws,
@@ -57,10 +55,9 @@ class Request:
 class Loader:
     """Loads micro-batches of one data set, in this process or ahead in workers.
 
-    What a request gives depends on (data set, seed, request) alone: every sample that may draw
-    random numbers is read under generators seeded by (seed, epoch, id), and a `collate` of the
-    data set's own under ones seeded by all its ids. The generators of this process stay as
-    they were.
+    What a request gives depends on (data set, seed, request) alone: a sample that may draw random
+    numbers is read under generators seeded by (seed, epoch, id), a `collate` of the data set's own
+    under ones seeded by all ids. The generators of this process stay as they were.
 
     Args:
         dataset: to read from.
@@ -70,8 +67,6 @@ class Loader:
         limits: what token ids and labels must be below.
 
     Attributes:
-        dataset: a view of it.
-        num_workers: as given.
         loads_in_thread: whether `load` may run in a thread beside training; not where it seeds
             the generators that training draws from.
     """
@@ -115,8 +110,8 @@ class Loader:
             pause: lets nothing else read the data meanwhile.
 
         Raises:
-            DataError: in place of the failure.
-            Exception: as raised inside, where it is anything else.
+            DataError: in place of a failed look-up.
+            Exception: as raised inside.
         """
         try:
             yield
@@ -130,11 +125,8 @@ class Loader:
     def stream(self, requests: Iterator[Request]) -> Iterator[Fields]:
         """Load micro-batches in the order of their requests.
 
-        Workers run ahead: `requests` is then drawn from by up to two requests a worker before
-        they are asked for. A stream that begins ends the one before it.
-
-        Args:
-            requests: drawn from in this process, lazily.
+        Workers run ahead: they draw up to two requests each, in this process, before those are
+        asked for. A stream that begins ends the one before it.
 
         Yields:
             The fields of each.
@@ -150,7 +142,7 @@ class Loader:
         try:
             for fields in self._started():
                 if isinstance(fields, _Failure):
-                    raise fields.error
+                    raise fields.error  # raised in a worker it would arrive as a long traceback
                 yield fields
         except RuntimeError as error:
             if "DataLoader worker" not in str(error):
@@ -176,11 +168,10 @@ class Loader:
         if self._workers is None:
             self._assemble.aligned  # noqa: B018 - computed here, no worker has to
             self._workers = DataLoader(
-                _RequestDataset(self._assemble),
+                self._assemble,
                 batch_size=None,
                 sampler=self._sampler,
                 num_workers=self.num_workers,
-                collate_fn=_unchanged,
                 pin_memory=self._pin_memory,
                 worker_init_fn=_ignore_signals,
                 persistent_workers=True,
@@ -192,8 +183,11 @@ class Loader:
 
 @final
 @dataclass(frozen=True)
-class _Assembler:
-    """Reads and collates the samples of a request; the same in every process."""
+class _Assembler(Dataset[Any]):
+    """Reads and collates the samples of a request; the same in every process.
+
+    Workers index it by requests, in place of ids.
+    """
 
     dataset: DataView
     seed: int
@@ -212,7 +206,8 @@ class _Assembler:
             if data.collate is not None:
                 fields = self._collated(data.collate, samples, request)
             else:
-                self._check_lengths(ids, samples)
+                for i, sample in zip(ids, samples, strict=True):
+                    data.check_length(i, self._counts(sample))
                 join = pack if request.packed else pad
                 fields = join(samples, self.aligned, request.pad_to, name)
         fault = self.limits.fault(fields)
@@ -222,15 +217,20 @@ class _Assembler:
             raise DataError("data: {}: {}".format(*next((f for f in faults if f[1]), own)))
         return fields
 
-    def _check_lengths(self, ids: Sequence[int], samples: Sequence[Sample]) -> None:
-        for i, sample in zip(ids, samples, strict=True):
-            if INPUT_IDS in sample:
-                tokens = num_tokens(sample)
-                counts = [] if tokens is None else [tokens]
-            else:
-                fields = [sample[name] for name in self.aligned if name in sample]
-                counts = [len(field) for field in fields if field.dim()]
-            self.dataset.check_length(i, counts)
+    def __getitem__(self, request: Request) -> Fields | _Failure:
+        try:
+            return self(request)
+        except Exception as error:
+            if isinstance(error, TrainError) or is_out_of_memory(error):
+                return _Failure(error)
+            raise
+
+    def _counts(self, sample: Sample) -> list[int]:
+        tokens = num_tokens(sample)
+        if INPUT_IDS in sample:
+            return [] if tokens is None else [tokens]
+        fields = (sample[name] for name in self.aligned if name in sample)
+        return [len(field) for field in fields if field.dim()]
 
     def _blank(self, request: Request) -> Fields:
         """Make fields of zero weight, like those of the first sample in all else."""
@@ -268,37 +268,15 @@ class _Assembler:
             isinstance(field, Tensor) for field in fields.values()
         ):
             raise DataError(f"data: {place} must return a mapping from names to tensors")
-        try:
-            check_fields(fields)
-        except UnfitFieldError as error:
-            raise DataError(f"data: {place}: {error}") from error
-        return fields
+        return as_tensors(fields, lambda: place)
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """An error on its way from a worker: raised there, it would arrive as a long traceback."""
+    """An error on its way from a worker."""
 
-    error: TrainError
-
-
-@final
-class _RequestDataset(Dataset[Any]):
-    """What workers index: by requests, not by ids."""
-
-    def __init__(self, assemble: _Assembler) -> None:
-        self._assemble = assemble
-
-    def __getitem__(self, request: Request) -> Fields | _Failure:
-        try:
-            return self._assemble(request)
-        except TrainError as error:
-            return _Failure(error)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            return _Failure(fault("a loading process", error))
+    error: Exception
 
 
 @final
@@ -309,10 +287,6 @@ class _RequestSampler(Sampler[Any]):
 
     def __iter__(self) -> Iterator[Request]:
         return self.requests
-
-
-def _unchanged(fields: Any) -> Any:  # noqa: ANN401 - passes what it is given
-    return fields
 
 
 def _ignore_signals(_: int) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -40,62 +39,50 @@ def readable(datasets: Sequence[DataView], seed: int, world: World) -> list[Data
     Raises:
         DataError: more than `SKIP_CAP` of a data set is bad; one sample is always allowed.
     """
-
-    def find() -> list[dict[str, Any]]:
-        return [_judge(dataset, seed) for dataset in datasets]
-
-    found = world.on_main(find)
-    views = [_without(dataset, **judged) for dataset, judged in zip(datasets, found, strict=True)]
+    found = world.on_main(lambda: [_read_all(dataset, seed) for dataset in datasets])
+    views = [_without(dataset, *read) for dataset, read in zip(datasets, found, strict=True)]
     # What a data set itself passes over, its other split counts as well.
-    bad = [[fault for _, fault in judged["bad"]] for judged in found]
+    bad = [[fault for _, fault in faults] for faults, _ in found]
     others = [fault for faults in bad[1:] for fault in faults]
     views[0].num_skipped = datasets[0].num_skipped + sum(map(len, bad))
     views[0].skipped = [*bad[0], *datasets[0].skipped, *others][:LISTED_SKIPS]
     return views
 
 
-def _without(
-    dataset: DataView, bad: Sequence[tuple[int, str]], lengths: Sequence[int] | None
-) -> DataView:
-    """Make a view of what is sound.
-
-    Args:
-        dataset: all samples.
-        bad: position of each that cannot be read, and why.
-        lengths: of all samples, in tokens; None where the data set states them.
-    """
+def _without(dataset: DataView, bad: Sequence[tuple[int, str]], lengths: Sequence[int]) -> DataView:
+    """Make a view of what is sound, given the positions of what is not and all measured lengths."""
     positions = [i for i, _ in bad]
     view = DataView(dataset, np.delete(np.arange(len(dataset)), positions))
-    if lengths is not None:
+    if not dataset.states_lengths:
         view.lengths = np.delete(np.array(lengths, dtype=np.int64), positions)
+    view.fingerprint = dataset.fingerprint if dataset.states_lengths or not bad else str(len(bad))
     if bad:
         # Without a fingerprint of its own a data set would be measured, bad samples and all.
-        own = dataset.fingerprint if lengths is None else len(bad)
-        digest = hashlib.sha256(f"{own}|{positions}".encode())
+        digest = hashlib.sha256(f"{view.fingerprint}|{positions}".encode())
         digest.update(view.lengths.astype("<i8").tobytes())
         view.fingerprint = digest.hexdigest()
-    else:
-        view.fingerprint = dataset.fingerprint
     return view
 
 
-def _judge(dataset: DataView, seed: int) -> dict[str, Any]:
-    """Read every sample, and find which are bad, and how long all are where nothing states it.
+def _read_all(dataset: DataView, seed: int) -> tuple[list[tuple[int, str]], list[int]]:
+    """Read every sample once.
+
+    Returns:
+        The position of each bad sample, and why it is; and the length of each.
 
     Raises:
         DataError: too many are bad.
     """
     bad: list[tuple[int, str]] = []
-    lengths = []
+    lengths = [1] * len(dataset)
     first: tuple[int, Sample] | None = None
     most = max(1, int(SKIP_CAP * len(dataset)))
     label = f"reading {len(dataset)} samples of {dataset.kind} once (data.on_bad=skip)"
     with dataset.isolated_rng(), progress(label, len(dataset)) as advance:
         for i in range(len(dataset)):
-            lengths.append(1)
             try:
                 sample = dataset.read(i, seed=seed, epoch=0)
-                lengths[i] = _check(dataset, i, sample, first)
+                lengths[i] = _checked_length(dataset, i, sample, first)
                 first = first or (i, sample)
             except DataError as error:
                 bad.append((i, str(error).removeprefix("data: ")))
@@ -106,14 +93,13 @@ def _judge(dataset: DataView, seed: int) -> dict[str, Any]:
                     f"the first: {bad[0][1]}"
                 )
             advance(1)
-    return {"bad": bad, "lengths": None if dataset.states_lengths else lengths}
+    return bad, lengths
 
 
-def _check(dataset: DataView, i: int, sample: Sample, first: tuple[int, Sample] | None) -> int:
-    """Compare a sample with its stated length and with the first sound one.
-
-    Returns:
-        Its length, as planning counts it.
+def _checked_length(
+    dataset: DataView, i: int, sample: Sample, first: tuple[int, Sample] | None
+) -> int:
+    """Count a sample's tokens, 1 where it has none.
 
     Raises:
         DataError: it is empty, not as long as was stated, or cannot be joined with the first.

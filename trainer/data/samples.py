@@ -1,10 +1,10 @@
-"""Say what a data set must be, read single samples, and make their faults readable."""
+"""Say what a data set must be, turn its samples into tensors, and make its faults readable."""
 
 from __future__ import annotations
 
 import random
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -49,54 +49,41 @@ def num_tokens(sample: Sample) -> int | None:
     return len(tokens) if tokens is not None and tokens.dim() == 1 else None
 
 
-class UnfitFieldError(ValueError):
-    """A field has no name, or no values that can be stacked."""
+def as_tensors(fields: Mapping[Any, Any], place: Callable[[], str]) -> dict[str, Tensor]:
+    """Turn fields into dense tensors; arrays, numbers and lists of numbers are converted.
 
-
-def as_tensors(fields: Mapping[Any, Any]) -> dict[str, Tensor]:
-    """Turn a sample into dense tensors; arrays, numbers and lists of numbers are converted.
+    Args:
+        fields: of a sample, or as a `collate` gave them.
+        place: names them for a message.
 
     Raises:
-        UnfitFieldError: a field has no name, or makes no dense tensor.
+        DataError: a field has no name, or makes no dense tensor.
     """
-    tensors = {name: _as_tensor(name, value) for name, value in fields.items()}
-    check_fields(tensors)
+    tensors = {}
+    for name, value in fields.items():
+        if not isinstance(name, str):
+            raise DataError(
+                f"data: {place()}: the field {name!r} is a {type(name).__name__}; names are strings"
+            )
+        tensor = value if isinstance(value, Tensor) else _converted(value)
+        if tensor is None or tensor.is_meta or tensor.is_nested or tensor.layout != torch.strided:
+            raise DataError(
+                f"data: {place()}: field {name!r} is a {type(value).__name__} that makes no tensor "
+                "with dense values; return such a tensor or leave it out"
+            )
+        tensors[name] = tensor
     return tensors
 
 
-def _as_tensor(name: str, value: object) -> Tensor:
-    if isinstance(value, Tensor):
-        return value
+def _converted(value: object) -> Tensor | None:
+    if not isinstance(value, int | float | list | tuple | np.ndarray | np.generic):
+        return None
+    if isinstance(value, np.ndarray) and not value.flags.writeable:
+        value = value.copy()  # PyTorch has no read-only tensors, and warns
     try:
-        if isinstance(value, np.ndarray) and not value.flags.writeable:
-            # PyTorch has no read-only tensors, and warns.
-            value = value.copy()
-        if isinstance(value, int | float | list | tuple | np.ndarray | np.generic):
-            return torch.as_tensor(value)
-        raise TypeError("not a tensor")
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise UnfitFieldError(
-            f"field {name!r} is a {type(value).__name__} that makes no tensor; return a tensor or "
-            "leave it out"
-        ) from error
-
-
-def check_fields(fields: Mapping[Any, Tensor]) -> None:
-    """Refuse fields without a name, or with values that cannot be stacked.
-
-    Raises:
-        UnfitFieldError: there is one.
-    """
-    for name, value in fields.items():
-        if not isinstance(name, str):
-            raise UnfitFieldError(
-                f"the field {name!r} is named by a {type(name).__name__}; names are strings"
-            )
-        if value.is_meta or value.is_nested or value.layout != torch.strided:
-            kind = "meta" if value.is_meta else "nested" if value.is_nested else str(value.layout)
-            raise UnfitFieldError(
-                f"field {name!r} is a {kind} tensor; return a dense one that holds its values"
-            )
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError):
+        return None
 
 
 def seed_draws(key: int) -> None:
@@ -120,30 +107,30 @@ def preserve_generators() -> Iterator[None]:
 
 
 @contextmanager
-def faults_of(place: str) -> Iterator[None]:
+def faults_of(place: str | Callable[[], str]) -> Iterator[None]:
     """Name the part of a data set that failed, in one line.
 
+    Args:
+        place: the part, or what names it once it has failed.
+
     Raises:
-        TrainError: in place of what it raised; its own passes.
+        TrainError: as raised inside.
+        DataError: in place of what else was raised.
+        DoesNotFitError: likewise, where the host's memory ran out.
         KeyboardInterrupt: as raised inside.
-        fault: the same.
     """
     try:
         yield
     except (TrainError, KeyboardInterrupt):
         raise
     except BaseException as error:  # `sys.exit` would end the run as if it were done
-        raise fault(place, error) from error
-
-
-def fault(place: str, error: BaseException) -> TrainError:
-    """Make an error of the data; where the host's memory ran out, one that says so."""
-    if is_out_of_memory(error):
-        return DoesNotFitError(
-            f"data: {place}: the host's memory ran out: {described(error)}; lower num_workers, or "
-            "batch.global"
-        )
-    return DataError(f"data: {place}: {described(error)}")
+        text = f"data: {place if isinstance(place, str) else place()}: "
+        if is_out_of_memory(error):
+            raise DoesNotFitError(
+                f"{text}the host's memory ran out: {described(error)}; lower num_workers, or "
+                "batch.global"
+            ) from error
+        raise DataError(text + described(error)) from error
 
 
 def described(error: BaseException) -> str:

@@ -5,21 +5,20 @@ from __future__ import annotations
 import ast
 import hashlib
 import io
-import itertools
 import os
 import re
 import sys
 import sysconfig
 import tokenize
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, final
 
 from trainer.core.errors import DataError
 from trainer.data.documents import ByteDocuments, Overlong
 from trainer.data.files import progress
-from trainer.data.index import LISTED_SKIPS, Add, Index, cached_index
+from trainer.data.index import LISTED_SKIPS, Add, Index, cached_index, corpus_key
 
 _LEFT_OUT = frozenset(
     {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -60,54 +59,38 @@ class StdlibText(ByteDocuments):
         root: str | None = None,
     ) -> None:
         folder = Path(root or sysconfig.get_path("stdlib")).absolute()
-        super().__init__(
-            _stdlib_index(folder),
-            split=split,
-            max_length=max_length,
-            holdout=holdout,
-            seed=seed,
-            overlong=overlong,
-        )
+        super().__init__(_stdlib_index(folder), split, max_length, holdout, seed, overlong)
 
 
 def _stdlib_index(root: Path) -> Index:
-    files = sorted(_modules(root))
-    key = hashlib.sha256(f"{sys.version}|{root}".encode())
-    for name in files:
-        status = (root / name).stat()
-        key.update(f"|{name}|{status.st_size}|{status.st_mtime_ns}".encode())
+    modules = sorted(_modules(root))
 
     def build(add: Add) -> Mapping[str, Any]:
-        label = f"indexing the Python standard library, {len(files)} modules"
-        with progress(label, len(files)) as advance:
-            return _build(root, files, add, advance)
+        label = f"indexing the Python standard library, {len(modules)} modules"
+        num_documents, skipped = 0, []
+        with progress(label, len(modules)) as advance, warnings.catch_warnings():
+            # Old modules hold escapes and literals that newer parsers warn about.
+            warnings.simplefilter("ignore")
+            for name in modules:
+                try:
+                    for document in top_level_definitions((root / name).read_bytes()):
+                        add(document, name.encode())
+                        num_documents += 1
+                # A null byte is a ValueError, as is what does not decode.
+                except (OSError, SyntaxError, ValueError, RecursionError) as error:
+                    skipped.append(f"{name}: {error}")
+                advance(1)
+        if num_documents == 0:
+            raise DataError(
+                f"data=stdlib: no Python source below {root}; use data=text data.path=FILE"
+            )
+        return {"num_skipped": len(skipped), "skipped": skipped[:LISTED_SKIPS]}
 
     place = hashlib.sha256(str(root).encode()).hexdigest()[:12]
-    return cached_index(f"stdlib-{place}", key.hexdigest(), build)
-
-
-def _build(
-    root: Path, files: list[str], add: Add, advance: Callable[[int], None]
-) -> Mapping[str, Any]:
-    num_documents = 0
-    skipped = []
-    with warnings.catch_warnings():
-        # Old modules hold escapes and literals that newer parsers warn about.
-        warnings.simplefilter("ignore")
-        for name in files:
-            try:
-                for document in top_level_definitions((root / name).read_bytes()):
-                    add(document, name.encode())
-                    num_documents += 1
-            # A null byte is a ValueError, as is what does not decode.
-            except (OSError, SyntaxError, ValueError, RecursionError) as error:
-                skipped.append(f"{name}: {error}")
-            advance(1)
-    if num_documents == 0:
-        raise DataError(
-            f"data=stdlib: no Python source below {root}; use data=text data.path=FILE_OR_FOLDER"
-        )
-    return {"num_skipped": len(skipped), "skipped": skipped[:LISTED_SKIPS]}
+    states = ((root / name).stat() for name in modules)
+    return cached_index(
+        f"stdlib-{place}", corpus_key(f"{sys.version}|{root}", modules, states), build
+    )
 
 
 def _modules(root: Path) -> Iterator[str]:
@@ -118,18 +101,13 @@ def _modules(root: Path) -> Iterator[str]:
     """
     for folder, subfolders, files in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in _LEFT_OUT]
-        for name in files:
-            path = Path(folder) / name
-            # Distributions link into /etc, where slim images hold nothing.
-            if name.endswith(".py") and path.is_file():
+        for path in (Path(folder, name) for name in files if name.endswith(".py")):
+            if path.is_file():  # distributions link into /etc, where slim images hold nothing
                 yield path.relative_to(root).as_posix()
 
 
 def top_level_definitions(source: bytes) -> list[bytes]:
     """Cut out the functions and classes that stand at the top level of a module.
-
-    Args:
-        source: a module as it lies on disk, in the encoding that it declares.
 
     Returns:
         The exact source of each in UTF-8, from its first decorator to its last token.
@@ -146,11 +124,11 @@ def top_level_definitions(source: bytes) -> list[bytes]:
     for node in ast.parse(text).body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             begin = begins[node.lineno - 1] + node.col_offset
-            for decorator in itertools.islice(node.decorator_list, 1):
+            if node.decorator_list:
+                first = node.decorator_list[0]
                 # The node begins behind the @, perhaps behind parentheses too.
-                begin = begins[decorator.lineno - 1] + decorator.col_offset
+                begin = begins[first.lineno - 1] + first.col_offset
                 begin = utf8.rindex(b"@", 0, begin)
-            assert node.end_lineno is not None
-            assert node.end_col_offset is not None
+            assert node.end_lineno is not None and node.end_col_offset is not None  # noqa: PT018
             documents.append(utf8[begin : begins[node.end_lineno - 1] + node.end_col_offset])
     return documents

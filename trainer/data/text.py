@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
-from itertools import groupby
+from collections.abc import Iterator, Mapping
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, Literal, final
 
 from trainer.core.errors import DataError
 from trainer.data.documents import ByteDocuments, Overlong
 from trainer.data.files import files_at, progress, reading
-from trainer.data.index import LISTED_SKIPS, SKIP_CAP, Add, Index, cached_index
+from trainer.data.index import LISTED_SKIPS, SKIP_CAP, Add, Index, cached_index, corpus_key
 
 _JSON_LINES = frozenset({".jsonl", ".ndjson"})
 _BOM = b"\xef\xbb\xbf"
@@ -60,85 +60,51 @@ class Text(ByteDocuments):
         on_bad: Literal["stop", "skip"] = "stop",
     ) -> None:
         index = _text_index(Path(path).expanduser().absolute(), field, on_bad == "skip")
-        super().__init__(
-            index,
-            split=split,
-            max_length=max_length,
-            holdout=holdout,
-            seed=seed,
-            overlong=overlong,
-        )
-
-
-def _text_index(path: Path, name: str, skips: bool) -> Index:
-    with reading(path):
-        files = _files(path)
-        states = [file.stat() for file in files]
-    key = hashlib.sha256(f"{path}|{name}|{skips}".encode())
-    place = key.hexdigest()[:12]
-    total = sum(status.st_size for status in states)
-    for file, status in zip(files, states, strict=True):
-        key.update(f"|{file}|{status.st_size}|{status.st_mtime_ns}".encode())
-
-    def build(add: Add) -> Mapping[str, Any]:
-        with progress(f"indexing {path}, {total:,} bytes", total) as advance:
-            return _build(path, files, name, skips, add, advance)
-
-    return cached_index(f"text-{place}", key.hexdigest(), build)
-
-
-def _build(
-    path: Path,
-    files: list[Path],
-    name: str,
-    skips: bool,
-    add: Add,
-    advance: Callable[[int], None],
-) -> Mapping[str, Any]:
-    """Add every document, and count what is bad.
-
-    Raises:
-        DataError: a record is bad and must not be skipped, too many are, or nothing is left.
-    """
-    total, num_bad, bad = 0, 0, list[str]()
-    for file, number, record in _records(path, files):
-        advance(len(record))
-        total += 1
-        try:
-            document = _document(file, record, name)
-        except ValueError as error:
-            fault = _fault(file, number, error)
-            if total == 1 and isinstance(error, _NoFieldError) and error.fields:
-                meant = " or ".join(f"data.field={field}" for field in error.fields)
-                raise DataError(f"data: {fault}; type {meant}") from error
-            if not skips:
-                raise DataError(f"data: {fault}; fix it, or use data.on_bad=skip") from error
-            num_bad += 1
-            bad = bad if num_bad > LISTED_SKIPS else [*bad, fault]
-        else:
-            add(document, document)
-    if num_bad > max(1, SKIP_CAP * total):
-        raise DataError(
-            f"data: {num_bad} of {total} records are bad, more than the {SKIP_CAP:.0%} that "
-            f"data.on_bad=skip passes over; the first: {bad[0]}"
-        )
-    if num_bad == total:
-        raise DataError(f"data.path={path}: holds no documents")
-    return {"num_skipped": num_bad, "skipped": bad}
+        super().__init__(index, split, max_length, holdout, seed, overlong)
 
 
 def _files(path: Path) -> list[Path]:
-    """List the files to read, in order.
-
-    Raises:
-        DataError: there are none.
-    """
     if path.suffix == ".json" and path.is_file():
         raise DataError(f"data.path={path}: one JSON object per line is read, from a .jsonl file")
     files = files_at(path)
     if not files:
         raise DataError(f"data.path={path}: the folder holds no files")
     return files
+
+
+def _text_index(path: Path, name: str, skips: bool) -> Index:
+    with reading(path):
+        files = _files(path)
+        states = [file.stat() for file in files]
+    settings = f"{path}|{name}|{skips}"
+    size = sum(status.st_size for status in states)
+
+    def build(add: Add) -> Mapping[str, Any]:
+        total, bad = 0, list[str]()
+        with progress(f"indexing {path}, {size:,} bytes", size) as advance:
+            for file, number, record in _records(path, files):
+                advance(len(record))
+                total += 1
+                try:
+                    document = _document(file, record, name)
+                except ValueError as error:
+                    bad.append(_fault(file, number, error))
+                    if not skips:
+                        text = f"data: {bad[0]}; fix it, or use data.on_bad=skip"
+                        raise DataError(text) from error
+                else:
+                    add(document, document)
+        if len(bad) > max(1, SKIP_CAP * total):
+            raise DataError(
+                f"data: {len(bad)} of {total} records are bad, more than the {SKIP_CAP:.0%} that "
+                f"data.on_bad=skip passes over; the first: {bad[0]}"
+            )
+        if len(bad) == total:
+            raise DataError(f"data.path={path}: holds no documents")
+        return {"num_skipped": len(bad), "skipped": bad[:LISTED_SKIPS]}
+
+    place = hashlib.sha256(settings.encode()).hexdigest()[:12]
+    return cached_index(f"text-{place}", corpus_key(settings, files, states), build)
 
 
 def _records(path: Path, files: list[Path]) -> Iterator[tuple[Path, int, bytes]]:
@@ -148,11 +114,12 @@ def _records(path: Path, files: list[Path]) -> Iterator[tuple[Path, int, bytes]]
         File, number of the first line, and bytes.
     """
     for file in files:
-        with reading(file):
+        with reading(file), file.open("rb") as stream:
             if file.suffix not in _JSON_LINES and file != path:
-                yield file, 1, file.read_bytes().removeprefix(_BOM)
+                yield file, 1, stream.read().removeprefix(_BOM)
                 continue
-            for is_blank, run in groupby(_lines(file), lambda line: not line[1].strip()):
+            lines = enumerate(chain([stream.readline().removeprefix(_BOM)], stream), start=1)
+            for is_blank, run in groupby(lines, lambda line: not line[1].strip()):
                 if not is_blank and file.suffix in _JSON_LINES:
                     yield from ((file, number, line) for number, line in run)
                 elif not is_blank:
@@ -160,26 +127,11 @@ def _records(path: Path, files: list[Path]) -> Iterator[tuple[Path, int, bytes]]
                     yield file, numbers[0], b"".join(paragraph)
 
 
-def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            yield number, line.removeprefix(_BOM) if number == 1 else line
-
-
-class _NoFieldError(ValueError):
-    """A record lacks the field; names some that hold text."""
-
-    def __init__(self, name: str, record: Mapping[str, Any]) -> None:
-        super().__init__(f"no field {name!r}; it has {', '.join(map(repr, record)) or 'none'}")
-        self.fields = tuple(key for key, value in record.items() if isinstance(value, str))[:3]
-
-
 def _document(file: Path, record: bytes, name: str) -> bytes:
     """Take the text out of a record, in UTF-8.
 
     Raises:
         ValueError: it is bad; says how.
-        _NoFieldError: it lacks the field.
     """
     if file.suffix not in _JSON_LINES:
         record.decode()
@@ -193,7 +145,8 @@ def _document(file: Path, record: bytes, name: str) -> bytes:
     if not isinstance(fields, dict):
         raise ValueError(f"not a JSON object but of type {type(fields).__name__}")
     if name not in fields:
-        raise _NoFieldError(name, fields)
+        names = ", ".join(map(repr, fields)) or "none"
+        raise ValueError(f"no field {name!r}; it has {names} (type one as data.field)")
     text = fields[name]
     if not isinstance(text, str):
         raise ValueError(f"field {name!r} is of type {type(text).__name__}, not a string")

@@ -20,7 +20,6 @@ from trainer.plan.cut import IntArray
 
 _DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 _SUFFIXES = {".u16": "uint16", ".uint16": "uint16", ".u32": "uint32", ".uint32": "uint32"}
-_ARRAY = b"\x93NUMPY"
 _HASHED_BLOCKS = 64
 _BLOCK_BYTES = 2**16
 _INSPECTED_TOKENS = 4096
@@ -66,11 +65,15 @@ class TokenWindows(Dataset[dict[str, Tensor]]):
     ) -> None:
         place = Path(path).expanduser().absolute()
         with reading(place):
-            paths = _token_files(place)
+            paths = [file for file in files_at(place) if file == place or file.suffix == ".bin"]
+        if not paths:
+            raise DataError(f"data.path={place}: the folder holds no .bin files")
         named = _named_split(paths, split)
         self.max_length = max_length
         self.vocab_size = vocab_size
-        self._dtype = _resolved(dtype, paths)
+        suffixes = [_SUFFIXES[suffix] for suffix in paths[0].suffixes if suffix in _SUFFIXES]
+        guess = suffixes[-1] if suffixes else "uint16"
+        self._dtype = _DTYPES[guess if dtype == "auto" else dtype]
         self._paths = named or paths
         self._sizes = [_num_tokens(file, self._dtype) for file in self._paths]
         self._maps: dict[int, npt.NDArray[Any]] = {}
@@ -83,8 +86,13 @@ class TokenWindows(Dataset[dict[str, Tensor]]):
         self.lengths: IntArray = lengths[side]
         self.original_ids: IntArray = np.arange(len(lengths))[side]
         self._settings = f"{split}|{max_length}|{self._dtype}|{holdout!r}|{vocab_size}"
-        if dtype == "auto":
-            self._refuse_halves()
+        head = self._mapped(0)[:_INSPECTED_TOKENS]
+        is_guessed = dtype == "auto" and not suffixes and len(head) >= _FEWEST_INSPECTED
+        if is_guessed and head.any() and not head[1::2].any():
+            raise DataError(
+                f"data: {self._paths[0]}: every second uint16 is 0, as if the tokens were "
+                f"uint32; set data.dtype"
+            )
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -140,27 +148,6 @@ class TokenWindows(Dataset[dict[str, Tensor]]):
             self._maps[number] = mapped
         return self._maps[number]
 
-    def _refuse_halves(self) -> None:
-        """Compare the dtype that was guessed with the data.
-
-        Raises:
-            DataError: it looks like uint32 read as uint16: every second number is zero.
-        """
-        head = self._mapped(0)[:_INSPECTED_TOKENS]
-        looks_halved = len(head) >= _FEWEST_INSPECTED and head.any() and not head[1::2].any()
-        if self._dtype == _DTYPES["uint16"] and looks_halved:
-            raise DataError(
-                f"data: {self._paths[0]}: every second uint16 is 0, as if the tokens were "
-                f"uint32; set data.dtype"
-            )
-
-
-def _token_files(path: Path) -> list[Path]:
-    files = [file for file in files_at(path) if file == path or file.suffix == ".bin"]
-    if not files:
-        raise DataError(f"data.path={path}: the folder holds no .bin files")
-    return files
-
 
 def _named_split(paths: list[Path], split: str) -> list[Path]:
     """Pick the files that are named for the split; empty where names do not tell."""
@@ -171,19 +158,11 @@ def _named_split(paths: list[Path], split: str) -> list[Path]:
     return by_name[split] if all(by_name.values()) else []
 
 
-def _resolved(dtype: str, paths: list[Path]) -> np.dtype[Any]:
-    """Take the dtype that was typed, or the one that the first file's suffixes name."""
-    if dtype == "auto":
-        named = [_SUFFIXES[suffix] for suffix in paths[0].suffixes if suffix in _SUFFIXES]
-        dtype = named[-1] if named else "uint16"
-    return _DTYPES[dtype]
-
-
 def _num_tokens(path: Path, dtype: np.dtype[Any]) -> int:
     with reading(path), path.open("rb") as file:
         size = path.stat().st_size
-        is_array = file.read(len(_ARRAY)) == _ARRAY
-    if is_array:
+        magic = file.read(6)
+    if magic == b"\x93NUMPY":
         raise DataError(
             f"data: {path}: is a NumPy file, whose header would be read as tokens; write the "
             "numbers alone: np.load(...).tofile(...)"

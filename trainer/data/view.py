@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, final
 
 import numpy as np
@@ -20,9 +20,7 @@ from trainer.data.holdout import HELD_OUT, held_out_mask
 from trainer.data.samples import (
     Sample,
     Samples,
-    UnfitFieldError,
     as_tensors,
-    fault,
     faults_of,
     num_tokens,
     preserve_generators,
@@ -60,31 +58,19 @@ class DataView:
     ) -> None:
         self._whole = dataset if isinstance(dataset, DataView) else None
         self._settings = settings
-        if isinstance(dataset, DataView):
-            self._positions = np.arange(len(dataset)) if positions is None else positions
-            self.dataset: Samples = dataset.dataset
-            self.ids: IntArray = dataset.ids[self._positions]
-            self.unreadable: list[str] = dataset.unreadable
-        else:
-            self.dataset, self.unreadable = dataset, []
-            self.ids = np.arange(self._count())
+        self.dataset: Samples = dataset.dataset if isinstance(dataset, DataView) else dataset
         self.kind = type(self.dataset).__name__
+        with faults_of(f"`__len__` of {self.kind}"):
+            count = len(dataset)
+        self._positions = np.arange(count) if positions is None else positions
+        whole = self._whole
+        self.ids: IntArray = self._positions if whole is None else whole.ids[self._positions]
+        self.unreadable: list[str] = [] if whole is None else whole.unreadable
 
     @classmethod
     def of(cls, dataset: Samples | DataView) -> DataView:
         """Give a view of all of a data set; of a view itself."""
         return dataset if isinstance(dataset, DataView) else cls(dataset)
-
-    def _count(self) -> int:
-        kind = type(self.dataset)
-        with faults_of(f"`__len__` of {kind.__name__}"):
-            count: Any = kind.__len__(self.dataset)
-        if not hasattr(count, "__index__") or count < 0:
-            raise DataError(
-                f"data: `__len__` of {kind.__name__} gives {count!r}; it must be a whole "
-                "number, 0 or more"
-            )
-        return int(count)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -113,16 +99,14 @@ class DataView:
     @cached_property
     def num_skipped(self) -> int:
         """Bad records that were left out of the data set, on either side of a split."""
-        if self._whole is not None:
-            return self._whole.num_skipped
-        return int(self.optional("num_skipped") or 0)
+        whole = self._whole
+        return int(self.optional("num_skipped") or 0) if whole is None else whole.num_skipped
 
     @cached_property
     def skipped(self) -> Sequence[str]:
         """The first of them, each with the reason."""
-        if self._whole is not None:
-            return self._whole.skipped
-        return tuple(self.optional("skipped") or ())
+        whole = self._whole
+        return tuple(self.optional("skipped") or ()) if whole is None else whole.skipped
 
     @cached_property
     def states_lengths(self) -> bool:
@@ -199,36 +183,22 @@ class DataView:
         Seeds PyTorch's CPU generator, NumPy's legacy one and Python's; callers that must not lose
         the state of those read inside `isolated_rng`.
 
-        Args:
-            i: position of the sample in this view.
-            seed: the run's.
-            epoch: from 0.
-
         Raises:
             DataError: the data set failed, or the sample is no mapping from names to tensors;
                 names the sample.
-            TrainError: the data set raised one itself.
-            KeyboardInterrupt: as raised by the data set, or by a signal meanwhile.
-            fault: the same, where the host's memory ran out.
         """
         if self.draws_randomness:
             seed_draws(rng_key(seed, epoch, i))
-        try:
+        name = partial(self.name_of, i)
+        with faults_of(name):
             sample: Any = self.dataset[int(self.ids[i])]
             fields = dict(sample.items()) if isinstance(sample, Mapping) else None
-        except (TrainError, KeyboardInterrupt):
-            raise
-        except BaseException as error:  # `sys.exit` would end the run as if it were done
-            raise fault(self.name_of(i), error) from error
         if fields is None:
             raise DataError(
                 f"data: {self.name_of(i)} is a {type(sample).__name__}; "
                 "it must be a mapping from names to tensors"
             )
-        try:
-            return as_tensors(fields)
-        except UnfitFieldError as error:
-            raise DataError(f"data: {self.name_of(i)}: {error}") from error
+        return as_tensors(fields, name)
 
     @contextmanager
     def isolated_rng(self) -> Iterator[None]:
@@ -237,13 +207,10 @@ class DataView:
             yield
 
     def original_ids(self, positions: npt.ArrayLike) -> IntArray:
-        """Turn positions in this view into the ids that a person reads.
+        """Turn positions, `(samples,)`, into the ids that a person reads.
 
         Those are indices of the data set as the user wrote it, before any sample was held out or
         skipped; of a data set that splits itself the `original_ids` that it gives.
-
-        Args:
-            positions: `(samples,)`.
         """
         ids: IntArray = self.ids[np.asarray(positions)]
         own = self.optional("original_ids")

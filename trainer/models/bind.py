@@ -1,4 +1,4 @@
-"""Binding a model to the fields of a micro-batch: it is called with what its `forward` names."""
+"""Bind a model to the fields of a micro-batch: it is called with what its `forward` names."""
 
 from __future__ import annotations
 
@@ -46,29 +46,18 @@ def bind(
     owner = type(written).__name__
 
     def call(fields: Fields) -> Any:  # noqa: ANN401 - models return what they like
-        arguments = (
-            dict(fields) if takes_all else {name: fields[name] for name in names if name in fields}
-        )
-        if not arguments or any(name not in arguments for name in required):
-            raise ConfigError(_mismatch(owner, required, fields))
+        arguments = fields if takes_all else {n: fields[n] for n in names if n in fields}
+        missing = [name for name in required if name not in arguments]
+        if missing or not arguments:
+            lack = "names no field of the micro-batch"
+            if missing:
+                lack = f"requires {', '.join(missing)}, which the micro-batch does not hold"
+            raise ConfigError(
+                f"model: forward of {owner} {lack} (it holds: {', '.join(fields) or 'none'}; the "
+                "objective keeps the labels): rename it, or give it a default"
+            )
         # A fresh context per call: one object is not re-entrant over nested calls.
-        precision = (
-            nullcontext()
-            if autocast is None
-            else torch.autocast(device_type=device_type, dtype=autocast)
-        )
-        with precision:
+        with torch.autocast(device_type, autocast) if autocast else nullcontext():
             return module(**arguments)
 
     return call
-
-
-def _mismatch(owner: str, required: tuple[str, ...], fields: Fields) -> str:
-    given = ", ".join(fields) or "none"
-    missing = ", ".join(name for name in required if name not in fields)
-    if missing:
-        return (
-            f"model: forward of {owner} requires {missing}, which the micro-batch does not hold "
-            f"(it holds: {given}; the objective keeps the labels): rename it, or give it a default"
-        )
-    return f"model: forward of {owner} names no field of the micro-batch (it holds: {given})"

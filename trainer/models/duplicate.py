@@ -1,4 +1,4 @@
-"""Copy a model with all that it holds, and what a forward computed and left in it."""
+"""Copy a model with all that it contains, and what a forward computed and left in it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,8 @@ Value = TypeVar("Value")
 
 
 @final
-class _Copying(TorchFunctionMode):
-    """Copies the tensors that `copy.deepcopy` meets: those that a forward computed too, detached.
-
-    Args:
-        copy_of: gives the copy of a tensor; None is PyTorch's own.
-    """
+class _TensorCopies(TorchFunctionMode):
+    """Copies the tensors in `copy.deepcopy`: those that a forward computed too, detached."""
 
     def __init__(self, copy_of: Callable[[Tensor], Tensor] | None) -> None:
         super().__init__()
@@ -52,5 +48,5 @@ def duplicate(
         memo: of `copy.deepcopy`: what stands for which objects, by identity.
         copy_of: how tensors are copied; None is by value.
     """
-    with _Copying(copy_of):
+    with _TensorCopies(copy_of):
         return copy.deepcopy(value, memo)

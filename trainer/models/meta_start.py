@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -23,33 +22,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-
-@final
-@dataclass(frozen=True)
-class Fill:
-    """One operation that gave a whole tensor values.
-
-    Attributes:
-        func: of the dispatcher; writes into its first argument.
-        args: the others, none of them a tensor.
-        kwargs: likewise, by name.
-        state: of the default generator when it ran; None where it draws nothing.
-    """
-
-    func: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    state: Tensor | None
-
-    def run(self, tensor: Tensor) -> None:
-        """Fill a tensor on the CPU."""
-        if self.state is None:
-            self.func(tensor, *self.args, **self.kwargs)
-            return
-        now = torch.default_generator.get_state()
-        torch.default_generator.set_state(self.state)
-        self.func(tensor, *self.args, **self.kwargs)
-        torch.default_generator.set_state(now)
+Fill = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any], Tensor | None]
+"""An operation that gave a whole tensor values: the dispatcher's function, its arguments after the
+tensor, and the state of the default generator when it ran; None where it draws nothing."""
 
 
 @final
@@ -71,30 +46,31 @@ class Weights:
         """Compute a parameter's first value, whole, on the CPU; the same bits at every call."""
         shape, dtype = self._forms[name]
         tensor = torch.empty(shape, dtype=dtype, device="cpu")
-        for fill in self._fills[name]:
-            fill.run(tensor)
+        now = torch.default_generator.get_state()
+        for func, args, kwargs, state in self._fills[name]:
+            if state is not None:
+                torch.default_generator.set_state(state)
+            func(tensor, *args, **kwargs)
+        torch.default_generator.set_state(now)
         return tensor
 
     def digest(self) -> str:
         """Hash how all values come about, which tells them apart without computing them."""
         digest = hashlib.blake2b(digest_size=16)
         for name, fills in self._fills.items():
-            for fill in fills:
-                state = b"" if fill.state is None else fill.state.numpy().tobytes()
-                digest.update(f"{name} {fill.func} {fill.args} {fill.kwargs}".encode() + state)
+            for func, args, kwargs, state in fills:
+                drawn_from = b"" if state is None else state.numpy().tobytes()
+                digest.update(f"{name} {func} {args} {kwargs}".encode() + drawn_from)
         return digest.hexdigest()
 
 
 def build_on_meta(build: Callable[[], nn.Module]) -> tuple[nn.Module, Weights]:
-    """Build a model whose parameters are on the meta device. The generator moves as on the CPU.
-
-    Args:
-        build: constructs a model of this package.
+    """Build a model of this package with its parameters on the meta device.
 
     Returns:
-        The model, and what its parameters begin with.
+        The model, and what its parameters begin with. The generator moves as on the CPU.
     """
-    recorder = _Recorder()
+    recorder = _FillRecorder()
     with recorder, torch.device("meta"):
         module = build()
     named = dict(module.named_parameters(remove_duplicate=False))
@@ -104,13 +80,7 @@ def build_on_meta(build: Callable[[], nn.Module]) -> tuple[nn.Module, Weights]:
 
 @contextmanager
 def drawn(module: nn.Module, weights: Weights, device: torch.device) -> Iterator[None]:
-    """Give a model on the meta device its whole weights inside the block.
-
-    Args:
-        module: its parameters are on the meta device, and are again when the block ends.
-        weights: what they begin with.
-        device: where they are to be.
-    """
+    """Give a model on the meta device its first weights, whole, on `device` inside the block."""
     metas = [dict(part._parameters) for part in module.modules()]
     real = {
         id(p): nn.Parameter(weights.draw(name).to(device), p.requires_grad)
@@ -126,7 +96,7 @@ def drawn(module: nn.Module, weights: Weights, device: torch.device) -> Iterator
 
 
 @final
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call] # untyped in torch
+class _FillRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call] # untyped in torch
     """Records what fills tensors on the meta device."""
 
     def __init__(self) -> None:
@@ -159,7 +129,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call] # untyped i
                 dropped = torch.empty(target.shape, dtype=target.dtype, device="cpu")
                 func(dropped, *args[1:], **kwargs)
             self._storages.append(target.untyped_storage())
-            self.fills.setdefault(_key(target), []).append(Fill(func, args[1:], kwargs, state))
+            self.fills.setdefault(_key(target), []).append((func, args[1:], kwargs, state))
         return func(*args, **kwargs)
 
 

@@ -64,8 +64,8 @@ def can_recompute(model: nn.Module) -> bool:
 def checkpoint_blocks(model: nn.Module) -> int:
     """Make every block recompute itself in backward, from now on.
 
-    Gradients stay the same bit for bit, dropout included. Names, weights and hooks stay as they
-    are. A Hugging Face model is asked to do it itself, since its blocks share caches.
+    Gradients stay the same bit for bit, dropout included; names, weights and hooks stay. A Hugging
+    Face model is asked to do it itself, since its blocks share caches.
 
     Returns:
         The number of blocks that recompute; 0 when the model has none, and nothing changed.
@@ -99,7 +99,7 @@ def with_checkpointing(model: nn.Module) -> Iterator[int]:
     """Recompute inside the block only, on real and on fake tensors.
 
     Yields:
-        The number of blocks, as `checkpoint_blocks` gives it.
+        The number of blocks.
     """
     count = checkpoint_blocks(model)
     try:
@@ -111,16 +111,11 @@ def with_checkpointing(model: nn.Module) -> Iterator[int]:
 def _outermost(module: nn.Module) -> list[nn.Module]:
     stacks: list[nn.Module] = []
     for child in module.children():
-        stacks += [child] if _is_stack(child) else _outermost(child)
+        is_stack = isinstance(child, nn.ModuleList) or (
+            isinstance(child, nn.Sequential) and any([*part.children()] for part in child)
+        )
+        stacks += [child] if is_stack else _outermost(child)
     return stacks
-
-
-def _is_stack(module: nn.Module) -> bool:
-    if isinstance(module, nn.ModuleList):
-        return True
-    return isinstance(module, nn.Sequential) and any(
-        next(child.children(), None) is not None for child in module
-    )
 
 
 def _own_switch(model: nn.Module, verb: str) -> Callable[..., None] | None:

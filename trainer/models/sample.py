@@ -1,4 +1,4 @@
-"""Drawing tokens from a model, one at a time."""
+"""Draw tokens from a model, one at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which part of a model makes the cut a part of what is computed, and what forwards write."""
+"""Find the part of a model that makes the cut matter, and put back what forwards write."""
 
 from __future__ import annotations
 
@@ -15,19 +15,15 @@ def batch_statistics(model: nn.Module) -> str | None:
 
     One that is kept in evaluation mode does not: it normalises with its running statistics.
     """
-    parts: Iterator[tuple[str, nn.Module]] = model.named_modules()
-    norms = ((name, part) for name, part in parts if isinstance(part, _BatchNorm))
-    found = (name for name, norm in norms if norm.training or norm.running_mean is None)
-    return next(found, None)
+    for name, part in model.named_modules():
+        if isinstance(part, _BatchNorm) and (part.training or part.running_mean is None):
+            return name
+    return None
 
 
 @contextmanager
 def unmoved(model: nn.Module) -> Iterator[None]:
-    """Put back what the block writes into buffers: the mean of no samples is not a number.
-
-    Yields:
-        Nothing.
-    """
+    """Put back what the block writes into buffers: the mean of no samples is not a number."""
     owners = [part._buffers for part in model.modules()]
     entries = [(o, n, b, b.clone()) for o in owners for n, b in o.items() if b is not None]
     yield

@@ -1,4 +1,4 @@
-"""How many token ids a model has rows for, and how many labels it tells apart."""
+"""Read off how many token ids a model has rows for, and how many labels it tells apart."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _HEADS = ("SequenceClassification", "TokenClassification", "ImageClassification"
 
 
 def vocabulary_of(module: nn.Module) -> tuple[int | None, int | None]:
-    """Read off how many token ids a model takes, and how many labels; None where it does not say.
+    """Give its numbers of token ids and labels, None where they are not known.
 
     Known are our own models and those that offer what Hugging Face's do.
     """

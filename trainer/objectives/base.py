@@ -1,9 +1,20 @@
-"""What an objective is: named loss sums over named, data-only weights. It never divides.
+"""Say what an objective is: named loss sums over named, data-only weights. It never divides.
 
 The step's loss is `sum_k S_k / D_k`: `S_k` the sum of term `k` over the whole global batch, `D_k`
 its denominator, also over the whole global batch and all ranks, known before the first backward.
 A coefficient belongs into the sum. Metrics are sums over weights in the same way, so evaluation
-is exact for every split.
+is exact for every split. One of your own names its metrics; every other name is a loss:
+
+    class Regression(Objective):
+        metric_names = ("error",)
+
+        def weights(self, fields):
+            count = float(len(fields["target"]))
+            return {"square": count, "error": count}
+
+        def sums(self, model, fields):
+            gap = model({"x": fields["x"]}) - fields["target"]
+            return Sums(losses={"square": gap.square().sum()}, metrics={"error": gap.abs().sum()})
 """
 
 from __future__ import annotations
@@ -90,10 +101,10 @@ def weights_of(objective: Objective, fields: Fields) -> dict[str, float]:
         _refuse(method, given, "return a number for every name that sums gives")
     weights = {}
     for name, value in given.items():
-        weight = value if isinstance(value, float) else _number(value)
-        if weight is None or not 0.0 <= weight < math.inf:
+        number = value if isinstance(value, float) else _number(value)
+        if number is None or not 0.0 <= number < math.inf:
             _refuse(f"{method}, {name}", value, "return a finite number from 0 on")
-        weights[name] = float(weight)
+        weights[name] = float(number)
     return weights
 
 
@@ -112,23 +123,29 @@ def sums_of(
         ConfigError: it gives something else than 0-d sums for the names that it weighs, or losses
             without a gradient where one is recorded and a loss has a weight.
     """
-    sums, method = objective.sums(model, fields), f"sums of {type(objective).__name__}"
+    sums, kind = objective.sums(model, fields), type(objective).__name__
+    method = f"sums of {kind}"
     losses: object = getattr(sums, "losses", None)
     if not isinstance(losses, Mapping) or not losses:
         _refuse(method, sums, "return Sums(losses={name: sum, ...})")
     for name, loss in losses.items():
         if not isinstance(loss, Tensor) or loss.ndim or not loss.is_floating_point():
-            _refuse(f"{method}, {name}", loss, "return the sum over its terms, a 0-d float tensor")
-    if torch.is_grad_enabled() and not any(loss.requires_grad for loss in losses.values()):
-        losses = _with_a_backward(method, losses, weights or {})
+            remedy = "return the sum over its terms, a 0-d float tensor"
+            _refuse(f"{method}, {name}", loss, remedy)
     metrics = {}
     for name, value in sums.metrics.items():
         metric = _number(value)
         if metric is None:
             _refuse(f"{method}, {name}", value, "return the sum over its terms, a number")
         metrics[name] = metric
-    if weights is not None:
-        _refuse_other_names(type(objective).__name__, [*losses, *metrics], weights)
+    missing = [name for name in (*losses, *metrics) if name not in (weights or {})]
+    if weights is not None and missing:
+        raise ConfigError(
+            f"objective: weights of {kind} gives {', '.join(weights)}, but no "
+            f"{', '.join(missing)}, which sums gives: return what each is divided by"
+        )
+    if torch.is_grad_enabled() and not any(loss.requires_grad for loss in losses.values()):
+        losses = _with_a_backward(method, losses, weights or {})
     return Sums(losses=losses, metrics=metrics)
 
 
@@ -163,27 +180,13 @@ def refuse_left_out(
     Raises:
         ConfigError: a micro-batch has a weight, and no sum, for a name that others have.
     """
+    pairs = list(zip(weights, given, strict=True))
     for name in set[str]().union(*given):
-        if any(
-            each[name] and name not in names for each, names in zip(weights, given, strict=True)
-        ):
+        if any(each[name] and name not in names for each, names in pairs):
             raise ConfigError(
                 f"objective: sums of {type(objective).__name__} leaves {name} out of some "
                 "micro-batches in which weights counts it: give it for each of them"
             )
-
-
-def _refuse_other_names(kind: str, given: Collection[str], weights: Mapping[str, float]) -> None:
-    """Compare what an objective sums with what it weighs.
-
-    Raises:
-        ConfigError: a sum has nothing to be divided by.
-    """
-    if missing := [name for name in given if name not in weights]:
-        raise ConfigError(
-            f"objective: weights of {kind} gives {', '.join(weights)}, but no "
-            f"{', '.join(missing)}, which sums gives: return what each is divided by"
-        )
 
 
 def refuse_unsummed(objective: Objective, sums: Sums, weights: Mapping[str, float]) -> None:
@@ -211,15 +214,9 @@ def _number(value: object) -> Tensor | None:
 
 
 def _refuse(method: str, value: object, remedy: str) -> NoReturn:
-    """Say what a method of an objective returned, and what it should.
-
-    Raises:
-        ConfigError: always.
-    """
+    what = " ".join(repr(value).split())
     if isinstance(value, Tensor) and value.ndim:
         what = f"a tensor of shape {tuple(value.shape)}"
-    else:
-        what = " ".join(repr(value).split())
     raise ConfigError(f"objective: {method}: {what:.60}; {remedy}")
 
 
@@ -232,10 +229,9 @@ def logits_of(output: Any) -> Tensor:  # noqa: ANN401 - models return what they 
     logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     if isinstance(logits, Tensor) and logits.ndim > 1:
         return logits
+    given = f"a {type(output).__name__} without logits"
     if isinstance(output, Tensor):
         given = f"a tensor of shape {tuple(output.shape)}"
-    else:
-        given = f"a {type(output).__name__} without logits"
     raise ConfigError(
         f"model: forward returned {given}; return logits, or an object with .logits, and leave "
         "the loss to the objective, which sums it so that every split gives the same step"
@@ -261,41 +257,9 @@ def labels_of(fields: Fields) -> Tensor:
     return labels
 
 
-def sequences_of(fields: Fields, name: str) -> Tensor:
-    """Take labels that are one sequence per sample, `(batch, time)`, out of a micro-batch.
-
-    Args:
-        fields: of the micro-batch.
-        name: of the objective, for the message.
-
-    Raises:
-        ConfigError: the data give none, or labels of another shape.
-    """
-    labels = labels_of(fields)
-    if labels.ndim == 1:
-        raise ConfigError(
-            f"objective={name}: labels are one number per sample, not a sequence; type "
-            "objective=classify"
-        )
-    if labels.ndim != 2:  # noqa: PLR2004 - (batch, time)
-        raise ConfigError(
-            f"objective={name}: labels of shape {tuple(labels.shape)} are no sequences of tokens, "
-            "(batch, time)"
-        )
-    return labels
-
-
 @contextmanager
 def shapes_named(name: str, logits: Tensor, labels: Tensor) -> Iterator[None]:
-    """Say with which shapes an objective failed that computes on what the user's own code gave.
-
-    Args:
-        name: of the objective.
-        logits: as the model gave them.
-        labels: as the data did.
-
-    Yields:
-        Nothing.
+    """Say with which shapes the objective `name` failed on what the user's own code gave.
 
     Raises:
         ConfigError: what PyTorch says is wrong, and the shapes.

@@ -1,4 +1,4 @@
-"""Classification of whole samples (images, rows), or of every pixel."""
+"""Classify whole samples (images, rows), or every pixel."""
 
 from __future__ import annotations
 
@@ -78,39 +78,32 @@ class Classify(Objective):
         """
         labels = labels_of(fields).long()
         logits = at_least_single(logits_of(model(without_labels(fields))))
-        if logits.shape[:-1] == labels.shape != (logits.shape[0], *logits.shape[2:]):
-            raise ConfigError(
-                f"objective={NAME}: labels are a sequence per sample, not one number; type "
-                "objective=next_token"
-            )
         if (logits.shape[0], *logits.shape[2:]) != labels.shape:
+            if logits.shape[:-1] == labels.shape:
+                raise ConfigError(
+                    f"objective={NAME}: labels are a sequence per sample, not one number; type "
+                    "objective=next_token"
+                )
             raise ConfigError(
                 f"model: logits of shape {tuple(logits.shape)} do not belong to labels of shape "
                 f"{tuple(labels.shape)}; {NAME} needs (batch, classes)"
             )
+        given = self.class_weights
+        weight = None if given is None else logits.new_tensor(given)
+        if weight is not None and len(weight) != logits.shape[1]:
+            raise ConfigError(
+                f"objective.class_weights: {len(weight)} weights for {logits.shape[1]} classes"
+            )
         with shapes_named(NAME, logits, labels):
-            return self._sums(logits, labels)
-
-    def _sums(self, logits: torch.Tensor, labels: torch.Tensor) -> Sums:
-        cross_entropy = F.cross_entropy(
-            logits,
-            labels,
-            weight=self._class_weights(logits),
-            ignore_index=IGNORED,
-            reduction="sum",
-            label_smoothing=self.label_smoothing,
-        )
+            cross_entropy = F.cross_entropy(
+                logits,
+                labels,
+                weight=weight,
+                ignore_index=IGNORED,
+                reduction="sum",
+                label_smoothing=self.label_smoothing,
+            )
         losses = {"cross_entropy": cross_entropy}
         if torch.is_grad_enabled():
             return Sums(losses=losses)
         return Sums(losses=losses, metrics={"accuracy": (logits.argmax(1) == labels).sum()})
-
-    def _class_weights(self, logits: torch.Tensor) -> torch.Tensor | None:
-        if self.class_weights is None:
-            return None
-        if len(self.class_weights) != logits.shape[1]:
-            raise ConfigError(
-                f"objective.class_weights: {len(self.class_weights)} weights for "
-                f"{logits.shape[1]} classes"
-            )
-        return logits.new_tensor(self.class_weights)

@@ -1,4 +1,4 @@
-"""The loss that a model computes itself, as Hugging Face heads do when they are given labels."""
+"""Take the loss that a model computes itself, as Hugging Face heads do when given labels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Language modelling: every token predicts the one after it."""
+"""Predict every token from those before it: language modelling."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from trainer.objectives.base import (
     Objective,
     Sums,
     at_least_single,
+    labels_of,
     logits_of,
-    sequences_of,
     shapes_named,
     without_labels,
 )
@@ -48,9 +48,7 @@ class NextToken(Objective):
 
     def weights(self, fields: Fields) -> Mapping[str, float]:
         """Count the tokens that have a next one, under every name."""
-        labels = sequences_of(fields, NAME)
-        targets = shifted_labels(fields) if "cu_seqlens" in fields else labels[:, 1:]
-        count = float(torch.count_nonzero(targets != IGNORED))
+        count = float(torch.count_nonzero(shifted_labels(fields) != IGNORED))
         names = ["cross_entropy", "accuracy", *(["z_loss"] if self.z_loss else [])]
         return dict.fromkeys(names, count)
 
@@ -68,18 +66,15 @@ class NextToken(Objective):
                 f"{tuple(targets.shape)}; next_token needs (batch, time, vocabulary)"
             )
         with shapes_named(NAME, logits, targets):
-            return self._sums(at_least_single(logits).flatten(0, -2), targets.flatten())
-
-    def _sums(self, logits: Tensor, targets: Tensor) -> Sums:
-        losses = {
-            "cross_entropy": F.cross_entropy(
+            logits, targets = at_least_single(logits).flatten(0, -2), targets.flatten()
+            cross_entropy = F.cross_entropy(
                 logits,
                 targets,
                 ignore_index=IGNORED,
                 reduction="sum",
                 label_smoothing=self.label_smoothing,
             )
-        }
+        losses = {"cross_entropy": cross_entropy}
         if self.z_loss:
             partition = logits.logsumexp(-1).masked_fill(targets == IGNORED, 0.0)
             losses["z_loss"] = self.z_loss * partition.square().sum()
@@ -99,8 +94,17 @@ def shifted_labels(fields: Fields) -> Tensor:
 
     Returns:
         `(batch, time)`, int64.
+
+    Raises:
+        ConfigError: the data give no labels, or none that are a sequence per sample.
     """
-    targets = F.pad(sequences_of(fields, NAME)[:, 1:], (0, 1), value=IGNORED).long()
+    labels = labels_of(fields)
+    if labels.ndim != 2:  # noqa: PLR2004 - (batch, time)
+        raise ConfigError(
+            f"objective={NAME}: labels of shape {tuple(labels.shape)} are no sequences of tokens, "
+            "(batch, time); for one number per sample type objective=classify"
+        )
+    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED).long()
     if "cu_seqlens" in fields:
         ends = fields["cu_seqlens"][1:].long() - 1
         targets.index_fill_(1, ends, IGNORED)

@@ -1,4 +1,4 @@
-"""Optimizers and their parameter groups.
+"""Build optimizers and their parameter groups.
 
 An `OptimizerSpec` holds the keys of `conf/optimizer/*.yaml` and builds the optimizer once the
 model stands on its device. `groups` gives parameters by name a learning rate or decay of their
@@ -113,8 +113,10 @@ class SGD(OptimizerSpec):
 
     def construct(self, params: list[dict[str, Any]]) -> Optimizer:
         """See the base class."""
-        # PyTorch's fused SGD, unlike its AdamW, does not know sharded parameters.
-        fused = all_fuse(params) and not any_sharded(params)
+        # PyTorch's fused SGD, unlike its AdamW, does not know sharded parameters: DTensors, by
+        # their attribute, since the import alone is slow.
+        shards = any(hasattr(p, "placements") for group in params for p in group["params"])
+        fused = all_fuse(params) and not shards
         return without_compiler(torch.optim.SGD)(
             params, momentum=self.momentum, nesterov=self.nesterov, fused=fused
         )
@@ -192,26 +194,28 @@ def param_groups(
     Raises:
         ConfigError: a pattern matches no parameter, or nothing is left to train.
     """
-    exempt = undecayed(model)
+    exempt = {
+        id(p)
+        for module in model.modules()
+        if isinstance(module, NORMS)
+        for p in module.parameters(recurse=False)
+    } | {id(p) for name, p in model.named_parameters() if p.ndim <= 1 or name.endswith("bias")}
     by_pattern = match_groups(model, groups)
     grouped = {id(p) for members in by_pattern.values() for p in members}
     rest = [p for p in model.parameters() if id(p) not in grouped]
     found: list[dict[str, Any]] = []
     for pattern, members in [*by_pattern.items(), ("", rest)]:
         settings = groups.get(pattern, {})
-        if settings.get("frozen", False):
-            continue
-        trained = [p for p in members if p.requires_grad]
+        trained = [p for p in members if p.requires_grad and not settings.get("frozen", False)]
+        parts = {
+            f"{pattern} decayed": ([p for p in trained if id(p) not in exempt], weight_decay),
+            f"{pattern} not decayed": ([p for p in trained if id(p) in exempt], 0.0),
+        }
         if "weight_decay" in settings:
             parts = {pattern: (trained, settings["weight_decay"])}
-        else:
-            parts = {
-                f"{pattern} decayed": ([p for p in trained if id(p) not in exempt], weight_decay),
-                f"{pattern} not decayed": ([p for p in trained if id(p) in exempt], 0.0),
-            }
+        rate = settings.get("lr", lr)
         found += [
-            {"name": name.strip(), "params": part, "lr": settings.get("lr", lr)}
-            | {"weight_decay": decay}
+            {"name": name.strip(), "params": part, "lr": rate, "weight_decay": decay}
             for name, (part, decay) in parts.items()
             if part
         ]
@@ -249,35 +253,10 @@ def match_groups(model: nn.Module, groups: Groups) -> dict[str, list[nn.Paramete
     return found
 
 
-def undecayed(model: nn.Module) -> set[int]:
-    """Find the parameters without decay: vectors, scalars, biases, normalisation layers.
-
-    Returns:
-        Their ids.
-    """
-    exempt = {
-        id(p)
-        for module in model.modules()
-        if isinstance(module, NORMS)
-        for p in module.parameters(recurse=False)
-    }
-    return exempt | {
-        id(p) for name, p in model.named_parameters() if p.ndim <= 1 or name.endswith("bias")
-    }
-
-
 def all_fuse(params: Sequence[Mapping[str, Any]]) -> bool:
     """Whether one kernel per group can update all parameters: floating point, CPU or CUDA."""
-    return all(
-        p.is_floating_point() and p.device.type in {"cpu", "cuda"}
-        for group in params
-        for p in group["params"]
-    )
-
-
-def any_sharded(params: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a parameter is a DTensor, told by its attribute: the import alone is slow."""
-    return any(hasattr(p, "placements") for group in params for p in group["params"])
+    members = (p for group in params for p in group["params"])
+    return all(p.is_floating_point() and p.device.type in {"cpu", "cuda"} for p in members)
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Schedules: the learning rate as a pure function of the step.
+"""Give the learning rate as a pure function of the step.
 
 A schedule gives a factor; the base learning rate of each parameter group is multiplied by it. It
 has no state, so a resumed run, a replayed step and another split see the same learning rate.
@@ -146,25 +146,16 @@ class WSD(Schedule):
 
 
 def apply_factor(optimizer: Optimizer, base_lrs: Sequence[float], factor: float) -> None:
-    """Set the learning rate of every parameter group.
-
-    Args:
-        optimizer: whose groups are set.
-        base_lrs: learning rate of each group at factor 1.
-        factor: the schedule's.
-    """
+    """Set the learning rate of every parameter group from its rate at factor 1."""
     for group, base_lr in zip(optimizer.param_groups, base_lrs, strict=True):
         group["lr"] = base_lr * factor
 
 
 def check_room(warmup: float, total_steps: int) -> int:
-    """Resolve a warm-up, and refuse one that outlasts the run.
-
-    Returns:
-        Its steps.
+    """Resolve a warm-up to steps.
 
     Raises:
-        ConfigError: naming both numbers.
+        ConfigError: it outlasts the run; names both numbers.
     """
     steps = warmup_steps(warmup, total_steps)
     if steps > total_steps:

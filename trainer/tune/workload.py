@@ -15,9 +15,9 @@ from trainer.accumulate.base import sum_of
 from trainer.accumulate.rollback import Snapshot
 from trainer.core.micro_batch import Fields, to_device
 from trainer.models.bind import bind
+from trainer.models.check import refuse_sparse_gradients
 from trainer.models.meta_start import Weights, drawn
 from trainer.models.recompute import with_checkpointing
-from trainer.models.sparse import refuse_sparse_gradients
 from trainer.objectives.base import ModelCall, Objective, sums_of
 from trainer.parallel.base import Parallel
 from trainer.parallel.sync import Deferred, SyncPolicy

@@ -37,7 +37,7 @@ def test_sequences_are_padded_on_the_right_with_a_mask(ids, more):
     assert fields["attention_mask"].dtype == fields["input_ids"].dtype == torch.int64
 
 
-def test_a_mask_of_the_sample_s_own_is_kept():
+def test_a_mask_of_the_sample_s_own_stays():
     samples = [
         text(1, 2) | {"attention_mask": torch.tensor([1, 0])},
         text(3) | {"attention_mask": torch.tensor([1])},
@@ -78,7 +78,7 @@ def test_small_integers_become_what_embeddings_and_losses_take():
     assert float_labels["labels"].dtype == torch.float32
 
 
-def test_a_field_that_happens_to_be_as_long_as_one_sample_is_told_from_tokens():
+def test_a_field_that_happens_to_be_as_long_as_one_sample_is_not_taken_for_tokens():
     samples = [
         {
             "input_ids": torch.arange(n),
@@ -129,12 +129,6 @@ def test_packing_lays_samples_end_to_end_and_no_label_crosses_a_document(ids, sp
         assert fields["position_ids"][0, document].tolist() == list(range(len(sample)))
     assert fields["input_ids"][0, total:].tolist() == [0] * spare
     assert fields["labels"][0, total:].tolist() == [-100] * spare
-
-
-def test_packing_leaves_the_samples_alone():
-    sample = text(1, 2, 3)
-    pack([sample], TOKENS, 3, name)
-    assert sample["input_ids"].tolist() == sample["labels"].tolist() == [1, 2, 3]
 
 
 def test_what_cannot_be_packed_is_named():

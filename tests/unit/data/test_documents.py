@@ -1,7 +1,6 @@
 """Documents, their index on disk, and the two data sets of texts."""
 
 import math
-import pickle
 import sys
 import warnings
 from collections import Counter
@@ -165,7 +164,8 @@ def test_no_chunk_of_a_held_out_document_is_trained_on(library):
     ("overlong", "max_length"),
     [("chunk", 8), ("chunk", 40), ("cut", 8), ("cut", 40), ("drop", 32)],
 )
-def test_the_entropies_are_those_of_a_count_by_hand(library, max_length, overlong):
+def test_the_entropies_are_those_of_a_count_by_hand(library, max_length, overlong, monkeypatch):
+    monkeypatch.setattr("trainer.data.documents._BLOCK_TOKENS", 50)
     settings = {"overlong": overlong, "root": str(library)}
     splits = {
         split: [
@@ -191,19 +191,6 @@ def test_the_entropies_are_those_of_a_count_by_hand(library, max_length, overlon
     assert entropies.bigram == pytest.approx(bigram / pairs["held_out"].total(), rel=1e-12)
 
 
-def test_the_entropies_do_not_depend_on_how_the_count_is_chunked(library, monkeypatch):
-    dataset = StdlibText("train", 40, 0.4, root=str(library))
-    whole = dataset.byte_entropies()
-    monkeypatch.setattr("trainer.data.documents._BLOCK_TOKENS", 50)
-    assert dataset.byte_entropies() == whole
-
-
-def test_without_held_out_documents_there_is_no_entropy(library):
-    dataset = StdlibText(holdout=0.0, root=str(library))
-    assert math.isnan(dataset.byte_entropies().unigram)
-    assert len(StdlibText("held_out", holdout=0.0, root=str(library))) == 0
-
-
 def test_the_fingerprint_follows_contents_and_settings_only(library, monkeypatch, tmp_path):
     def fingerprint(**settings):
         return StdlibText(root=str(library), **settings).fingerprint
@@ -224,38 +211,9 @@ def test_the_fingerprint_follows_contents_and_settings_only(library, monkeypatch
     assert fingerprint() != first
 
 
-def test_the_library_of_this_python_has_ragged_documents_and_sensible_entropies(real_stdlib):
-    train, held_out = (StdlibText(split) for split in ("train", "held_out"))
-    assert len(train) > 1000
-    assert len(held_out) > 20
-    assert 20 < np.percentile(train.lengths, 5) < 200
-    assert train.lengths.max() == held_out.lengths.max() == 256
-    entropies = train.byte_entropies()
-    assert 2.0 < entropies.bigram < 3.0 < entropies.unigram < 3.6
-    assert entropies == held_out.byte_entropies()
-    assert train.vocab_size == 258
-
-
-@pytest.fixture(scope="session")
-def real_cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("stdlib-cache")
-
-
-@pytest.fixture
-def real_stdlib(real_cache, monkeypatch):
-    monkeypatch.setenv("TRAIN_CACHE", str(real_cache))
-
-
 def test_a_python_without_source_is_a_data_error(tmp_path):
     with pytest.raises(DataError, match="no Python source below"):
         StdlibText(root=str(tmp_path / "nowhere"))
-
-
-def test_a_pickled_data_set_maps_its_index_anew(library):
-    dataset = StdlibText(root=str(library))
-    pickled = pickle.dumps(dataset)
-    assert b"return" not in pickled
-    assert documents_of(pickle.loads(pickled)) == documents_of(dataset)
 
 
 def test_off_a_terminal_building_says_one_plain_line(library, capsys, monkeypatch):

@@ -48,7 +48,7 @@ def test_an_index_is_built_once_and_mapped_afterwards(cache):
     assert list(cache.iterdir()) == [opened.path]
 
 
-def test_another_key_replaces_the_index_and_leaves_open_ones_alone(cache):
+def test_another_key_replaces_the_index_and_not_open_ones(cache):
     old = cached_index("name", "old", build([b"old"]))
     new = cached_index("name", "new", build([b"newer"]))
     assert contents(old) == [b"old"]
@@ -102,7 +102,7 @@ def test_builders_that_race_each_end_with_a_whole_index(cache):
     assert len(list(cache.iterdir())) == 1
 
 
-def test_a_builder_that_fails_leaves_nothing_behind(cache):
+def test_a_builder_that_fails_removes_what_it_wrote(cache):
     def fail(add):
         add(b"half", b"half")
         raise DataError("bad record")
@@ -124,12 +124,6 @@ def test_a_cache_that_cannot_be_written_to_gives_way_to_the_temporary_folder(
     assert index.path.parent.parent == tmp_path
     assert index.path.parent.stat().st_mode & 0o777 == 0o700
     assert "cannot write the index" in caplog.text
-    assert contents(cached_index("name", "key", never)) == [b"text"]
-
-
-def test_a_cache_that_is_read_only_is_still_read(cache, monkeypatch):
-    cached_index("name", "key", build([b"text"]))
-    monkeypatch.setattr("trainer.data.index._write", never)
     assert contents(cached_index("name", "key", never)) == [b"text"]
 
 
@@ -174,9 +168,3 @@ def test_both_sides_of_a_split_hold_something_where_they_can(count, holdout):
     assert held_out < max(count, 1)
     if 1 < held_out < count - 1:
         assert abs(held_out - count * holdout) <= 0.5
-
-
-def test_seeds_hold_out_different_samples():
-    keys = np.arange(1000, dtype=np.uint64)
-    first, second = (held_out_mask(keys, 0.5, seed) for seed in (0, 2**32))
-    assert 400 < (first != second).sum() < 600

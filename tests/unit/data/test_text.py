@@ -64,17 +64,8 @@ BAD = [
     (b'{"text": " "}', "field 'text' is empty"),
     (b'{"text": "\\ud800"}', "half a surrogate pair"),
     (b"[" * 100_000, "not JSON"),
-    (b'{"text": ' + b"[" * 100_000, "not JSON"),
-    (b"document", "not JSON"),
-    (b"\0" * 40, "not JSON"),
-    (b'{"text": "a"} {"text": "b"}', "not JSON"),
     ('{"text": "document"}'.encode("utf-16"), "not UTF-8"),
-    (b"17", "not a JSON object but of type int"),
-    (b"null", "not a JSON object but of type NoneType"),
     (b"{}", "no field 'text'; it has none"),
-    (b'{"text": null}', "field 'text' is of type NoneType, not a string"),
-    (b'{"text": ["document"]}', "field 'text' is of type list, not a string"),
-    (b'{"text": ""}', "field 'text' is empty"),
 ]
 
 

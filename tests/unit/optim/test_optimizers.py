@@ -123,14 +123,6 @@ def test_what_is_frozen_gets_no_gradient_no_group_and_no_update():
     )
 
 
-def test_freezing_everything_is_refused():
-    spec = SGD(lr=0.1, groups={"*": {"frozen": True}})
-    model = tiny()
-    spec.freeze(model)
-    with pytest.raises(ConfigError, match="nothing is left to train"):
-        spec.build(model)
-
-
 def test_a_pattern_that_matches_nothing_names_the_nearest_parameters():
     with pytest.raises(ConfigError, match=r"'blocks\.\*\.qvk\.\*'.*blocks\.0\.attention\.qkv"):
         param_groups(tiny(), 0.1, 0.0, {"blocks.*.qvk.*": {"lr": 1.0}})
@@ -170,22 +162,6 @@ def test_our_builders_take_the_steps_of_pytorch_and_resume_from_its_state(spec, 
             mine.load_state_dict(state)
     for left, right in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(left, right, rtol=1e-12, atol=1e-14)
-
-
-def test_hooks_and_closures_work_on_our_builders():
-    model = nn.Linear(2, 1)
-    optimizer = SGD(lr=0.1).build(model)
-    seen = []
-    optimizer.register_step_post_hook(lambda *_: seen.append("hook"))
-
-    def closure() -> torch.Tensor:
-        loss = model(torch.ones(1, 2)).sum()
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
-    assert seen == ["hook"]
-    assert isinstance(optimizer, torch.optim.SGD)
 
 
 def test_a_step_of_our_builders_does_not_import_the_compiler():
