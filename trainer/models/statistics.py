@@ -15,7 +15,8 @@ def batch_statistics(model: nn.Module) -> str | None:
 
     One that is kept in evaluation mode does not: it normalises with its running statistics.
     """
-    for name, part in model.named_modules():
+    parts: Iterator[tuple[str, nn.Module]] = model.named_modules()
+    for name, part in parts:
         if isinstance(part, _BatchNorm) and (part.training or part.running_mean is None):
             return name
     return None
