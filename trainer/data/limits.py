@@ -45,7 +45,7 @@ class Limits:
             if wrong.any():
                 at: list[int] = wrong.nonzero()[0].tolist()
                 place = f" at position {', '.join(map(str, at))}" if at else ""
-                value = values[tuple(at)].item()
+                value = values[tuple(at)].tolist()
                 return f"{name} holds {value}{place}, and {known} 0 to {limit - 1}"
         return None
 
