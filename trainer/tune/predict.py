@@ -21,8 +21,6 @@ from trainer.tune.restored import restoring
 from trainer.tune.tensors import MemoryEstimate, PeakBytes
 from trainer.tune.workload import Workload, forward_bytes, fullest_steps, gradients
 
-BY_FAKE_RUNS = "memory by fake runs"
-
 COMPARED_TOKENS = 32  # longest sample of the micro-batch that is run both ways
 CLOSE = 0.05  # how far a fake forward's bytes may be from the real one's
 # Longest sample of a probe; long enough for activations to outweigh temporaries of weights
@@ -49,7 +47,7 @@ class Predictor:
         self._work, self._smallest, self._recompute = work, smallest, recompute
         self._is_checked = False
         self._probe: Predict | None = None
-        self.method = BY_FAKE_RUNS
+        self.method = "memory by fake runs"
 
     def __call__(self, shape: Shape) -> MemoryEstimate:
         """Predict; once a shape cannot run fake, that and all later ones are probed."""
