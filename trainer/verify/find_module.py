@@ -95,7 +95,10 @@ class Found(NamedTuple):
 
 def examine(case: Case) -> Found:
     """Switch off what draws at random, for good, and run a few samples together and apart."""
+    training = [module for module in case.module.modules() if module.training]
     for most in (MAX_PICKED, 2):
+        for module in training:  # what an attempt that ran out of memory switched off
+            module.training = True
         with AllocationGuard():
             whole, ways = pick(case, most)
             quiet, loud = _silence(case, whole)
