@@ -108,10 +108,10 @@ def examine(case: Case) -> Found:
 
 
 def _silence(case: Case, micro_batch: MicroBatch) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Switch off the modules that draw random numbers, as `quiet` and `loud` of `Found`.
+    """Switch off the modules that draw random numbers; give those that stop, and the others.
 
-    Only the modules that draw leave training mode, and none of their children: what else the mode
-    changes, such as BatchNorm, stays as it is in training.
+    Only they leave training mode, and none of their children: what else the mode changes, such as
+    BatchNorm, stays as it is in training.
     """
     modules = dict(case.module.named_modules())
     found: dict[str, None] = {}
@@ -139,13 +139,9 @@ def pick(case: Case, most: int = MAX_PICKED) -> tuple[MicroBatch, Ways]:
 
 
 def find(case: Case, whole: MicroBatch, ways: Ways, *, excused: Collection[str] = ()) -> Found:
-    """Find what makes a sample depend on its micro-batch.
+    """Find what makes a sample depend on its micro-batch, but for modules that are excused.
 
-    Args:
-        case: draws nothing at random, as far as it can be prevented.
-        whole: some samples as one micro-batch.
-        ways: to part it; a module is only charged with the first change it reacts to.
-        excused: modules that are charged otherwise.
+    A module is only charged with the first of the `ways` to part the samples that it reacts to.
     """
     trace, parts = record(case, whole), next(iter(ways.values()))
     moved, unrepeatable = repeat(case, trace, parts[0])

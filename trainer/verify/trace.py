@@ -95,13 +95,7 @@ class Call(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """One recorded pass over a micro-batch.
-
-    Attributes:
-        calls: in the order in which they ended.
-        drawn: modules that drew random numbers themselves, in order; `OUTSIDE` for the objective.
-        sums: what the objective gave.
-    """
+    """One recorded pass: calls as they ended, modules that drew random numbers, loss sums."""
 
     micro_batch: MicroBatch
     calls: dict[CallKey, Call]
@@ -171,9 +165,8 @@ def compare(case: Case, trace: Trace, part: MicroBatch, share: Share) -> Differe
 def repeat(case: Case, trace: Trace, other: MicroBatch) -> tuple[list[str], list[str]]:
     """Run a traced micro-batch twice more, after another one, without putting the buffers back.
 
-    Returns:
-        Modules that gave something else although nothing was drawn anew: those whose state moves,
-        in buffers or outside of them, and those that no seed governs.
+    Gives the modules whose results differ although nothing was drawn anew: those whose state
+    moves, in buffers or outside of them, and those that no seed governs.
     """
     whole = trace.micro_batch
     share = Share(0, len(whole.ids), len(whole.ids))
