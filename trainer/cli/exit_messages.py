@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import traceback
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from trainer.config.secrets import without_secrets
@@ -54,6 +56,21 @@ def print_out(text: str) -> None:
     with suppress(OSError):
         sys.stdout.write(text)
         sys.stdout.flush()
+
+
+@contextmanager
+def piped() -> Iterator[None]:
+    """Let a reader that goes away, as `head` does, end what only shows: silently, by SIGPIPE.
+
+    Yields:
+        Nothing.
+    """
+    before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    try:
+        yield
+        sys.stdout.flush()
+    finally:
+        signal.signal(signal.SIGPIPE, before)
 
 
 def flush_std_streams() -> None:

@@ -18,6 +18,7 @@ from trainer.cli.argv import CommandLine, split
 from trainer.cli.exit_messages import (
     flush_std_streams,
     is_follower,
+    piped,
     print_crash,
     print_error,
     print_out,
@@ -37,8 +38,6 @@ RECORDS: Mapping[str, str] = {
     "evaluate": "evaluate.json",
 }
 """What each command writes its findings into, in the run folder."""
-
-_BROKEN_PIPE = 141  # as a shell reports SIGPIPE
 
 
 @final
@@ -76,8 +75,6 @@ def run(argv: Sequence[str]) -> int:
         return _run(argv)
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # `train --help | head`
-        return _BROKEN_PIPE
     except TrainError as error:
         return print_error(error)
     except (OSError, RecursionError) as error:  # a path too long, a value too deep
@@ -122,7 +119,8 @@ def _run(argv: Sequence[str]) -> int:
     if "--help" in flags:
         from trainer.cli.help_page import show  # noqa: PLC0415
 
-        show(flags.get("--config-dir"))
+        with piped():
+            show(flags.get("--config-dir"))
         return 0
     if "--version" in flags:
         print_out(f"train {__version__}\n")
@@ -158,7 +156,7 @@ def _show(flags: Mapping[str, str], lines: Sequence[str], composer: Composer) ->
     from hydra._internal.utils import get_args_parser  # noqa: PLC0415
 
     name, overrides = composer.config_name, list(lines)
-    with composer.open() as hydra:
+    with piped(), composer.open() as hydra:
         if "--cfg" in flags:
             package, is_resolved = flags.get("--package"), "--resolve" in flags
             hydra.show_cfg(name, overrides, flags["--cfg"], package, resolve=is_resolved)
