@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from tests.lib.ranks_support import Ranks
 
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
@@ -26,9 +29,19 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    """Processes for four ranks; DTensor remembers process groups, so each module has its own."""
+    with closing(Ranks()) as group:
+        yield group
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRAIN_CACHE", str(tmp_path_factory.mktemp("cache")))
+        # All workers read one index of the standard library's source; the first one builds it.
+        shared = tmp_path_factory.getbasetemp()
+        shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
+        patch.setenv("TRAIN_CACHE", str(shared / "cache"))
         patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
         yield

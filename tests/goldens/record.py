@@ -77,7 +77,6 @@ def run_line(line: Line, folder: Path) -> dict[str, Any]:
         "XDG_CONFIG_HOME": str(folder / ".config"),
         "OMP_NUM_THREADS": "1",
         "COLUMNS": "200",
-        **line.environment,
     }
     process = subprocess.Popen(
         [sys.executable, "-m", *(line.launcher or ("trainer",)), *typed],

@@ -98,14 +98,14 @@ def train(module: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> No
 def digests(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
     """Spell out the whole state, gathered by PyTorch."""
     tensors, meta = capture(module, optimizer, extra={})
-    told = {"meta": repr({k: v for k, v in meta.items() if k != "rng"})}
+    answer = {"meta": repr({k: v for k, v in meta.items() if k != "rng"})}
     for name, tensor in tensors.items():
         if not name.startswith("rng."):
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             bits = whole.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
             kind = f"{whole.dtype} {list(whole.shape)} "
-            told[name] = kind + hashlib.sha256(bits).hexdigest()
-    return told
+            answer[name] = kind + hashlib.sha256(bits).hexdigest()
+    return answer
 
 
 def begun(world: World, layout: Layout, kind: str, folder: Path) -> dict[str, str]:
@@ -159,7 +159,7 @@ def refused(world: World, folder: Path, where: str) -> list[str]:
     train(module, optimizer, 1)
     if where == "state" and world.rank == 1:
         module.embed.weight.to_local().data[0, 0] = float("nan")
-    store, said = CheckpointStore(folder), []
+    store, shown = CheckpointStore(folder), []
 
     def save(writer: CheckpointWriter) -> None:
         tensors, meta = capture(module, optimizer, extra={})
@@ -174,8 +174,8 @@ def refused(world: World, folder: Path, where: str) -> list[str]:
             ):
                 save(CheckpointWriter(store, world, asynchronous=is_behind))
         except (SaveError, NonFiniteError) as error:
-            said.append(str(error))
-    return said
+            shown.append(str(error))
+    return shown
 
 
 def read(world: World, folder: Path) -> tuple[int | str, tuple[str, ...]]:
@@ -218,8 +218,8 @@ def peaks(world: World, folder: Path, how: str) -> dict[str, Any]:
         writer = CheckpointWriter(store, world, asynchronous=how == "behind")
         with RealBytes() as counted:
             counted.peak.assign("parameters", module.parameters())
-            held = [t for state in optimizer.state.values() for t in state.values()]
-            counted.peak.assign("optimizer_state", held)
+            owned = [t for state in optimizer.state.values() for t in state.values()]
+            counted.peak.assign("optimizer_state", owned)
             writer.save(1, *capture(module, optimizer, extra={}))
         writer.close()
     own = [p.to_local() if isinstance(p, DTensor) else p for p in module.parameters()]

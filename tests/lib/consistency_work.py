@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -43,7 +44,7 @@ class Unreadable(list[int]):
 
 
 def built(how: str, rank: int) -> nn.Module:
-    """A model that begins alike on all ranks, except where `how` says."""
+    """A model that begins the same on all ranks, except where `how` says."""
     torch.manual_seed(0)
     np.random.seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2500))
@@ -56,6 +57,9 @@ def built(how: str, rank: int) -> nn.Module:
             model[2].weight[2000, 3] = 0.5 + rank
         if how == "buffer":
             model[1].running_mean.fill_(rank)
+    if how == "strided":
+        model.register_parameter("gain", nn.Parameter(torch.ones(1, 2)[:, 1]))
+        model.register_buffer("mean", torch.ones(2)[::2])
     if how == "names":
         model.register_parameter(f"own{rank}", nn.Parameter(torch.ones(1)))
     if how == "frozen":
@@ -63,31 +67,39 @@ def built(how: str, rank: int) -> nn.Module:
     return model
 
 
-def told(world: World, how: str, begins: bool = True) -> str:
-    """What a rank is told of models that are built so."""
-    module, weights = built(how, world.rank), None
-    if how.startswith("on meta"):
-        torch.manual_seed(world.rank if how == "on meta, by rank" else 0)
-        module, weights = build_on_meta(lambda: GPT(width=8, num_heads=2))
+def refusal(check: Callable[..., Any], *arguments: Any, **more: Any) -> str:
+    """What a check refuses with; nothing where it does not."""
     try:
-        check_consistency(world, [], module, weights, begins=begins)
+        check(*arguments, **more)
     except TrainError as error:
         return f"{type(error).__name__}: {error}"
     return ""
 
 
-def told_of_data(world: World, how: str) -> str:
-    data = Numbers(range(5 + world.rank)) if how == "lengths" else Numbers(range(5))
-    if how == "fingerprint" and world.rank == 1:
-        data.fingerprint = "changed"
-    if how == "unreadable":
-        data = Unreadable(range(3))
-        data.is_broken = world.rank == 1
-    try:
-        check_consistency(world, [DataView.of(data)], nn.Module(), None, begins=True)
-    except TrainError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+def refused_models(world: World, ways: list[str], begins: bool = True) -> list[str]:
+    found = []
+    for how in ways:
+        module, weights = built(how, world.rank), None
+        if how.startswith("on meta"):
+            torch.manual_seed(world.rank if how == "on meta, by rank" else 0)
+            module, weights = build_on_meta(lambda: GPT(width=8, num_heads=2))
+        found.append(refusal(check_consistency, world, [], module, weights, begins=begins))
+    return found
+
+
+def refused_data(world: World, ways: list[str]) -> list[str]:
+    found = []
+    for how in ways:
+        data: Any = Numbers(range(5 + world.rank * (how == "lengths")))
+        if how == "fingerprint" and world.rank == 1:
+            data.fingerprint = "changed"
+        if how == "unreadable":
+            data = Unreadable(range(3))
+            data.is_broken = world.rank == 1
+        found.append(
+            refusal(check_consistency, world, [DataView.of(data)], nn.Module(), None, begins=True)
+        )
+    return found
 
 
 class Layer(nn.Module):
@@ -152,11 +164,7 @@ def gradients(world: World, how: str, in_lockstep: bool) -> dict[str, Any]:
     return {name: plain(p.grad) for name, p in module.named_parameters()}
 
 
-def told_of_types(world: World) -> str:
+def refused_types(world: World) -> str:
     module = shared("")
     module.blocks[1].gain.data = module.blocks[1].gain.data.float()
-    try:
-        Sharded(module, bind(module), separable_blocks(module), world)
-    except TrainError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    return refusal(Sharded, module, bind(module), separable_blocks(module), world)

@@ -1,37 +1,35 @@
-"""A model and data for runs over several ranks, and what can go wrong on one of them."""
+"""A model and data for runs over several ranks: what goes wrong on one, and what is slow."""
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import time
-from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from trainer.core import durable
 from trainer.core.errors import DataError
+from trainer.core.world import World
 
 WIDTH = 4
 
-for_good = ExitStack()
-
 
 class Rows:
-    """Rows of numbers; the label is the sign of their sum."""
+    """Rows of numbers whose label is the sign of their sum; reading one takes `pause` seconds."""
 
     draws_randomness = False
 
-    def __init__(self, num_samples: int = 96) -> None:
+    def __init__(self, num_samples: int = 96, pause: float = 0.0) -> None:
+        self.pause = pause
         self.rows = torch.randn(num_samples, WIDTH, generator=torch.Generator().manual_seed(0))
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
+        time.sleep(self.pause)
         row = self.rows[index]
         return {"x": row, "labels": (row.sum() > 0).long()}
 
@@ -91,20 +89,8 @@ class Double(Net):
         return super().forward(x.double())
 
 
-class NoCheckpoints(durable.FileSystem):
-    """A disk that takes no checkpoint."""
-
-    def create(self, path: Path) -> int:
-        if path.suffix == ".safetensors":
-            raise OSError(errno.EIO, "disk full")
-        return super().create(path)
-
-
 def happen(fault: str) -> None:
     """What can go wrong."""
-    if fault == "unwritable":
-        for_good.enter_context(durable.use(NoCheckpoints()))
-        return
     if fault == "raise":
         raise ValueError("injected fault")
     if fault == "data":
@@ -115,3 +101,34 @@ def happen(fault: str) -> None:
         time.sleep(1000)
     os.kill(os.getpid(), getattr(signal, fault))
     time.sleep(5)
+
+
+class SlowNet(Net):
+    """The same, slow in one stated way.
+
+    Args:
+        sample: seconds it computes for each sample.
+        pause: seconds it does nothing.
+        behind: on rank 1 it does nothing for that much longer, in pauses.
+        carry: seconds a reduction takes longer than the network.
+    """
+
+    def __init__(
+        self, sample: float = 0.0, pause: float = 0.0, behind: float = 0.0, carry: float = 0.0
+    ) -> None:
+        super().__init__(pause=pause * (1 + behind * (os.environ.get("RANK") == "1")))
+        self.sample = sample
+        if carry:
+            begin_sum = World.begin_sum
+
+            def slowly(world: World, values: Tensor):
+                time.sleep(carry)
+                return begin_sum(world, values)
+
+            World.begin_sum = slowly  # type: ignore[method-assign]
+
+    def forward(self, x: Tensor) -> Tensor:
+        end = time.thread_time() + self.sample * len(x) * self.training
+        while time.thread_time() < end:
+            pass
+        return super().forward(x)

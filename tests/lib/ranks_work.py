@@ -23,6 +23,7 @@ from trainer.accumulate.sum import Sum
 from trainer.core.errors import SaveError, TrainError
 from trainer.core.world import World
 from trainer.models.bind import bind
+from trainer.models.recompute import checkpoint_blocks
 from trainer.parallel.base import Parallel
 from trainer.parallel.deterministic import Ordered
 from trainer.parallel.fsdp import Sharded
@@ -150,6 +151,8 @@ class Case:
     poisoned: int | None = None
     """The rank whose first loss is not finite."""
     layout: Layout = field(default_factory=Layout)
+    variant: str = ""
+    """`recomputing` or `compiled`."""
     objects: str | None = None
     """Who returns plain objects: `blocks`, each sharded apart, or a `model` without any."""
 
@@ -214,13 +217,19 @@ def bench_of(world: World, case: Case, model: Callable[[], nn.Module] | None = N
     skipped = case.skipped if world.rank == world.size - 1 else None
     if case.objects is not None:
         model = partial(ObjectLM, case.objects == "blocks")
-    return Bench(
+
+    def build() -> nn.Module:
+        module = BlockLM(case.dropout, spare=case.spare, skipped=skipped)
+        assert case.variant != "recomputing" or checkpoint_blocks(module)
+        return module
+
+    bench = Bench(
         case.cut,
         case.dtype,
         global_batch=case.global_batch,
         normalizer=case.normalizer,
         dataset=data,
-        model=model or (lambda: BlockLM(case.dropout, spare=case.spare, skipped=skipped)),
+        model=model or build,
         strategy=strategy,
         clip_norm=case.clip_norm,
         layout=case.layout,
@@ -228,6 +237,10 @@ def bench_of(world: World, case: Case, model: Callable[[], nn.Module] | None = N
         lay_out=MODES[case.mode] if world.size > 1 or case.mode == "ordered" else replicated,
         sync=POLICIES[case.sync](),
     )
+    if case.variant == "compiled":
+        # Everything that a compiler sees of FSDP2, without the minutes its code generation takes.
+        bench.module.compile(dynamic=True, backend="aot_eager")
+    return bench
 
 
 def plain(tensor: Tensor) -> np.ndarray:
@@ -238,15 +251,15 @@ def plain(tensor: Tensor) -> np.ndarray:
 def run_steps(world: World, case: Case) -> dict[str, Any]:
     """Train, and tell everything that must not depend on the ranks."""
     bench = bench_of(world, case)
-    told: dict[str, Any] = {"loss": [], "norm": [], "ids": [], "skipped": [], "replays": []}
-    told["counts"] = []
+    answer: dict[str, Any] = {"loss": [], "norm": [], "ids": [], "skipped": [], "replays": []}
+    answer["counts"] = []
 
     def keep(*_: object) -> None:
-        told["last gradient"] = {
+        answer["last gradient"] = {
             name: None if p.grad is None else plain(p.grad)
             for name, p in bench.module.named_parameters()
         }
-        told.setdefault("gradient", told["last gradient"])
+        answer.setdefault("gradient", answer["last gradient"])
 
     if case.averaged:
         bench.kit.optimizer.register_step_pre_hook(
@@ -255,16 +268,16 @@ def run_steps(world: World, case: Case) -> dict[str, Any]:
     bench.kit.optimizer.register_step_pre_hook(keep)
     for _ in range(case.steps):
         report = train_step(bench.kit, bench.feed.next(), bench.feed)
-        told["loss"].append(float(report.loss))
-        told["norm"].append(float(report.grad_norm))
-        told["ids"].append(report.batch.samples.ids.tolist())
-        told["skipped"].append(report.skipped)
-        told["replays"].append(report.replays)
-        told["counts"].append(len(report.batch.micro_batches))
-    told["cut"] = bench.feed.cut
-    told["parameters"] = {name: plain(p) for name, p in bench.module.named_parameters()}
+        answer["loss"].append(float(report.loss))
+        answer["norm"].append(float(report.grad_norm))
+        answer["ids"].append(report.batch.samples.ids.tolist())
+        answer["skipped"].append(report.skipped)
+        answer["replays"].append(report.replays)
+        answer["counts"].append(len(report.batch.micro_batches))
+    answer["cut"] = bench.feed.cut
+    answer["parameters"] = {name: plain(p) for name, p in bench.module.named_parameters()}
     bench.feed.close()
-    return told
+    return answer
 
 
 def run_each(world: World, cases: list[Case]) -> list[dict[str, Any]]:
@@ -281,15 +294,15 @@ def strike_each(
     """
     found = []
     for points in strikes:
-        told = run_steps(world, replace(case, points=points))
-        digest = hashlib.sha256(repr((told["loss"], told["norm"], told["ids"])).encode())
-        for name in sorted(told["parameters"]):
-            digest.update(told["parameters"][name].tobytes())
-        found.append((told["replays"], told["cut"], digest.hexdigest()))
+        answer = run_steps(world, replace(case, points=points))
+        digest = hashlib.sha256(repr((answer["loss"], answer["norm"], answer["ids"])).encode())
+        for name in sorted(answer["parameters"]):
+            digest.update(answer["parameters"][name].tobytes())
+        found.append((answer["replays"], answer["cut"], digest.hexdigest()))
     return found
 
 
-def what_is_said(world: World, case: Case) -> tuple[int, str]:
+def what_is_refused(world: World, case: Case) -> tuple[int, str]:
     """Train until it ends, and give exit code and line."""
     try:
         run_steps(world, case)
@@ -415,46 +428,37 @@ class Cramped(nn.Module):
         return self.body(input_ids)
 
 
-def evaluate_cramped(world: World, mode: str) -> tuple[dict[str, float], bool]:
-    """Evaluate where the second rank lacks memory; tell whether training is cut as before."""
-    positions = 25 if world.rank == 1 else 10**9
-    bench = bench_of(world, Case(Fixed(micro=4), mode), lambda: Cramped(BlockLM(), positions))
-    layout = Layout(world_size=world.size)
-    lengths = bench.dataset.lengths[:29]
-    held_out = HeldOut(loader=bench.loader, lengths=lengths, layout=layout, max_tokens=200)
-    cut = bench.feed.cut
-    metrics = evaluate(bench.kit.model, bench.objective, held_out, world)
-    again = evaluate(bench.kit.model, bench.objective, held_out, world)
-    train_step(bench.kit, bench.feed.next(), bench.feed)
-    bench.feed.close()
-    return metrics, metrics == again and bench.feed.cut == cut
+def evaluated(
+    world: World, mode: str, num_held_out: int, positions: int = 10**9
+) -> tuple[dict[str, float], list[int], bool]:
+    """Evaluate on the first samples, where the second rank has room for so many positions.
 
-
-def evaluate_some(world: World, mode: str, num_held_out: int) -> tuple[dict[str, float], list[int]]:
-    """Evaluate on the first samples, and name those that this rank looked at."""
-    bench = bench_of(world, Case(Fixed(micro=4), mode))
-    layout = Layout(world_size=world.size)
-    lengths = bench.dataset.lengths[:num_held_out]
-    held_out = HeldOut(loader=bench.loader, lengths=lengths, layout=layout, max_tokens=30)
+    Returns:
+        Metrics, the samples that this rank looked at, and whether all that is the same again and
+        training is cut as before.
+    """
+    room = positions if world.rank == 1 else 10**9
+    bench = bench_of(world, Case(Fixed(micro=4), mode), lambda: Cramped(BlockLM(), room))
+    layout, cut = Layout(world_size=world.size), bench.feed.cut
+    lengths, most = bench.dataset.lengths[:num_held_out], 30 if positions == 10**9 else 200
+    held_out = HeldOut(loader=bench.loader, lengths=lengths, layout=layout, max_tokens=most)
     seen = [i for request in held_out.requests(world.rank) for i in request.ids]
-    metrics = evaluate(bench.kit.model, bench.objective, held_out, world)
+    metrics, again = (evaluate(bench.kit.model, bench.objective, held_out, world) for _ in range(2))
     train_step(bench.kit, bench.feed.next(), bench.feed)
     bench.feed.close()
-    return metrics, seen
+    return metrics, seen, metrics == again and bench.feed.cut == cut
 
 
-def fail_on_main(world: World) -> str:
-    """What every rank hears when the first could not write."""
+def share(world: World) -> tuple[list[object], bool, str]:
+    """What every rank hears of all, of a claim, and of the first that could not write."""
 
     def work() -> None:
         raise SaveError("disk full")
 
+    everything = world.collect({"rank": world.rank, "text": "x" * world.rank})
+    claim = world.any(world.is_main)
     try:
         world.on_main(work)
     except SaveError as error:
-        return f"{error} {error.exit_code}"
-    return "nothing"
-
-
-def tell_each_other(world: World) -> list[object]:
-    return [world.collect({"rank": world.rank, "text": "x" * world.rank}), world.any(world.is_main)]
+        return everything, claim, f"{error} {error.exit_code}"
+    return everything, claim, "nothing"

@@ -348,17 +348,3 @@ class Cramped(Backwards):
             return super().backward(model, objective, micro_batches, divisors, sync)
         with PeakBytes(limit=self.limit):
             return super().backward(model, objective, micro_batches, divisors, sync)
-
-
-class NotFinite(Backwards):
-    """Gives NaN in chosen calls, or from one on."""
-
-    def __init__(self, first: int, last: int = 10**9) -> None:
-        super().__init__()
-        self.first, self.last, self.calls = first, last, 0
-
-    def backward(self, model, objective, micro_batches, divisors, sync):
-        self.calls += 1
-        is_bad = self.first <= self.calls <= self.last
-        self.scale = float("nan") if is_bad else 1.0
-        return super().backward(model, objective, micro_batches, divisors, sync)

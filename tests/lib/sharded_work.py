@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.lib.ranks_work import plain
+from tests.lib.ranks_work import POLICIES, plain
 from tests.lib.support import VOCABULARY, Bench, RaggedText, replicated
 from trainer.core.world import World
 from trainer.models.bind import bind
@@ -25,7 +25,6 @@ from trainer.objectives.next_token import NextToken
 from trainer.parallel.base import Parallel
 from trainer.parallel.fake_mesh import fake_mesh
 from trainer.parallel.fsdp import Sharded
-from trainer.parallel.sync import Deferred, Hierarchical, Immediate
 from trainer.plan.cuts import Fixed
 from trainer.plan.memory import Shape
 from trainer.training.step import train_step
@@ -33,7 +32,7 @@ from trainer.tune.fake import predict_peak
 from trainer.tune.tensors import MemoryEstimate, PeakBytes
 from trainer.tune.workload import Tiled, Workload
 
-POLICIES = {"deferred": Deferred, "immediate": Immediate, "hierarchical": Hierarchical}
+SMALL = {"num_heads": 2, "max_length": 32}
 
 
 @dataclass(frozen=True)
@@ -62,14 +61,8 @@ class Even(RaggedText):
 
 
 def gpt(load: Load) -> GPT:
-    return GPT(
-        vocab_size=VOCABULARY,
-        width=load.width,
-        num_layers=load.num_layers,
-        num_heads=2,
-        max_length=32,
-        tied=load.tied,
-    )
+    shape = {"width": load.width, "num_layers": load.num_layers, "tied": load.tied}
+    return GPT(VOCABULARY, **shape, **SMALL)
 
 
 def measured(world: World, load: Load) -> MemoryEstimate:
@@ -135,26 +128,13 @@ def workload(load: Load, size: int) -> Workload:
     )
 
 
-def like_gpt2() -> GPT:
-    return GPT(
-        vocab_size=VOCABULARY,
-        width=16,
-        num_layers=2,
-        num_heads=2,
-        max_length=32,
-        tied=True,
-        norm="layer",
-        mlp="gelu",
-        positions="learned",
-        bias=True,
-        init_std=0.02,
-    )
-
-
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt_tiny": lambda: GPT(vocab_size=VOCABULARY),
-    "like gpt2": like_gpt2,
-    "gpt_small": lambda: GPT(VOCABULARY, width=16, num_layers=3, num_heads=4, max_length=32),
+    "like gpt2": lambda: GPT(
+        VOCABULARY,
+        **SMALL | {"width": 16, "num_layers": 2, "tied": True, "norm": "layer", "mlp": "gelu"},
+        **{"positions": "learned", "bias": True, "init_std": 0.02},
+    ),
 }
 
 
@@ -170,7 +150,7 @@ def begun(world: World, name: str) -> dict[str, bool]:
     whole, after = MODELS[name](), torch.rand(1)
     torch.manual_seed(11)
     module, _ = start_sharded(MODELS[name], world)
-    told = {"generator": torch.equal(torch.rand(1), after)}
+    answer = {"generator": torch.equal(torch.rand(1), after)}
     for (key, mine), theirs in zip(
         module.named_parameters(remove_duplicate=False),
         dict(whole.named_parameters(remove_duplicate=False)).values(),
@@ -178,10 +158,10 @@ def begun(world: World, name: str) -> dict[str, bool]:
     ):
         assert isinstance(mine, DTensor)
         assert mine.requires_grad == theirs.requires_grad
-        told[key] = torch.equal(mine.full_tensor(), theirs)
+        answer[key] = torch.equal(mine.full_tensor(), theirs)
     for (key, mine), (_, theirs) in zip(module.named_buffers(), whole.named_buffers(), strict=True):
-        told[key] = torch.equal(mine, theirs)
-    return told
+        answer[key] = torch.equal(mine, theirs)
+    return answer
 
 
 class RealBytes(TorchDispatchMode):
@@ -223,7 +203,7 @@ def trained(world: World, sync: str) -> tuple[list[float], dict[str, Any]]:
     def build() -> nn.Module:
         torch.set_default_dtype(torch.float64)
         try:
-            return GPT(VOCABULARY, width=8, num_layers=2, num_heads=2, max_length=32, tied=True)
+            return GPT(VOCABULARY, width=8, num_layers=2, tied=True, **SMALL)
         finally:
             torch.set_default_dtype(torch.float32)
 

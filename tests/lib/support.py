@@ -34,36 +34,15 @@ WRONG = 1e-3
 VOCABULARY = 17
 
 PLAN_KEYS = (
-    "global_batch",
-    "unit",
-    "world_size",
-    "accum_steps",
-    "micro_batches",
-    "max_tokens",
-    "padding",
-    "predicted_peak_bytes",
-    "memory_limit_bytes",
-    "sync",
-    "parallel",
-    "steps",
+    *("global_batch", "unit", "world_size", "accum_steps", "micro_batches", "max_tokens"),
+    *("padding", "predicted_peak_bytes", "memory_limit_bytes", "sync", "parallel", "steps"),
     "steps_per_epoch",
 )
 """Of plan.json, in order."""
 
 STEP_KEYS = (
-    "step",
-    "epoch",
-    "samples",
-    "tokens",
-    "loss",
-    "lr",
-    "grad_norm",
-    "accum_steps",
-    "micro_batches",
-    "padding",
-    "seconds",
-    "tokens_per_second",
-    "memory_bytes",
+    *("step", "epoch", "samples", "tokens", "loss", "lr", "grad_norm", "accum_steps"),
+    *("micro_batches", "padding", "seconds", "tokens_per_second", "memory_bytes"),
 )
 """Of a step in metrics.jsonl, in order; more where they apply."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from itertools import chain, pairwise
 from pathlib import Path
 
@@ -32,13 +31,6 @@ from trainer.core.errors import NoCheckpointError
 from trainer.core.world import World
 
 ALONE = Layout(1, "none")
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    group = Ranks()
-    yield group
-    group.close()
 
 
 def on(ranks: Ranks, layout: Layout, work, *args):
@@ -89,7 +81,7 @@ def test_weights_alone_are_taken_from_slices_and_from_files(ranks, tmp_path):
     saved = on(ranks, Layout(3, "fsdp"), begun, "adamw", folder)[0]
     loaded = CheckpointStore(folder).load()
     exported = export(loaded, tmp_path / "exported", {})
-    weights = {name: told for name, told in saved.items() if name.startswith("model.")}
+    weights = {name: answer for name, answer in saved.items() if name.startswith("model.")}
     for path in (tmp_path / "run", loaded.path, exported):
         for layout in (ALONE, Layout(2, "fsdp")):
             for found in on(ranks, layout, initial, path):
@@ -104,10 +96,10 @@ WHY = {
 
 @pytest.mark.parametrize("where", WHY)
 def test_what_fails_on_one_rank_is_refused_on_all_and_leaves_nothing(ranks, where, tmp_path):
-    said = ranks.run(3, refused, tmp_path, where)
-    assert said[0] == said[1] == said[2]
-    assert len(said[0]) == 2, "directly, and behind the steps"
-    for text in said[0]:
+    shown = ranks.run(3, refused, tmp_path, where)
+    assert shown[0] == shown[1] == shown[2]
+    assert len(shown[0]) == 2, "directly, and behind the steps"
+    for text in shown[0]:
         assert WHY[where] in text
     assert list(tmp_path.iterdir()) == []
 
@@ -120,9 +112,9 @@ def test_ranks_share_the_verification_and_agree_on_damage(ranks, tmp_path):
         file = path / f"{name}.safetensors"
         whole = file.read_bytes()
         file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-        told = ranks.run(3, read, tmp_path)
-        assert told[0] == told[1] == told[2]
-        assert f"{name}.safetensors does not match its SHA-256" in told[0][0]
+        answer = ranks.run(3, read, tmp_path)
+        assert answer[0] == answer[1] == answer[2]
+        assert f"{name}.safetensors does not match its SHA-256" in answer[0][0]
         (tmp_path / f"damaged-{path.name}").rename(path)
         file.write_bytes(whole)
     hashed = [share(verify(path), rank, 3) for rank in range(3)]
@@ -133,11 +125,11 @@ def test_ranks_share_the_verification_and_agree_on_damage(ranks, tmp_path):
 def test_saving_and_loading_need_a_shard_and_one_tensor_and_never_the_whole(ranks, tmp_path):
     saved = {"one": ranks.run(1, peaks, tmp_path / "one", "whole")[0]["digest"]}
     for how, source in (("direct", "four"), ("load", "four"), ("load", "one"), ("behind", "two")):
-        for told in ranks.run(4, peaks, tmp_path / source, how):
-            extra = told["peak"] - told["shard"]
-            copy = told["shard"] if how == "behind" else 0
-            assert extra <= copy + told["largest"] < told["whole"] / 2, (how, source)
-            assert saved.setdefault(source, told["digest"]) == told["digest"]
+        for answer in ranks.run(4, peaks, tmp_path / source, how):
+            extra = answer["peak"] - answer["shard"]
+            copy = answer["shard"] if how == "behind" else 0
+            assert extra <= copy + answer["largest"] < answer["whole"] / 2, (how, source)
+            assert saved.setdefault(source, answer["digest"]) == answer["digest"]
 
 
 ROWS = 6

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
@@ -12,35 +11,31 @@ import numpy as np
 import pytest
 import torch
 
+from tests.lib.nightly import nightly
 from tests.lib.ranks_support import Ranks
 from tests.lib.ranks_work import (
     Case,
     count_collectives,
-    evaluate_some,
-    fail_on_main,
+    evaluated,
     moved_each,
     norm_and_share,
     run_each,
     run_steps,
+    share,
     sum_in_integers,
-    tell_each_other,
-    what_is_said,
+    what_is_refused,
 )
 from tests.lib.support import EXACT, WRONG
 from trainer.core.world import World
 from trainer.plan.cuts import Budget, Fixed, LayoutInvariant
 from trainer.training.step import NOT_FINITE
 
-LAYOUTS = [("ddp", 2), ("ddp", 3), ("ddp", 4), ("fsdp", 2), ("fsdp", 3), ("fsdp", 4), ("hsdp", 4)]
+LAYOUTS = [
+    *(("ddp", 3), ("fsdp", 2), ("hsdp", 4)),
+    *map(nightly, ("ddp", "ddp", "fsdp", "fsdp"), (2, 4, 3, 4)),
+]
 DTYPES = [torch.float64, torch.float32]
-ALONE: dict[Any, dict[str, Any]] = {}
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    group = Ranks()
-    yield group
-    group.close()
+ALONE: dict[str, dict[str, Any]] = {}
 
 
 def alone(case: Case) -> dict[str, Any]:
@@ -69,19 +64,19 @@ def test_gradients_are_those_of_the_whole_batch_on_one_rank(ranks, mode, size):
     cuts = (Fixed(micro=3), Budget(max_tokens=40))
     cases = [Case(cut, mode, dtype=dtype) for cut in cuts for dtype in DTYPES]
     for each in ranks.run(size, run_each, cases):
-        for case, told in zip(cases, each, strict=True):
+        for case, answer in zip(cases, each, strict=True):
             expected, exact = alone(case), EXACT[case.dtype]
-            assert error(told["gradient"], expected["gradient"]) <= exact
-            assert told["ids"] == expected["ids"]
-            assert told["loss"] == pytest.approx(expected["loss"], rel=exact)
-            assert told["norm"] == pytest.approx(expected["norm"], rel=exact)
+            assert error(answer["gradient"], expected["gradient"]) <= exact
+            assert answer["ids"] == expected["ids"]
+            assert answer["loss"] == pytest.approx(expected["loss"], rel=exact)
+            assert answer["norm"] == pytest.approx(expected["norm"], rel=exact)
 
 
 def test_a_reduction_that_averages_is_far_from_the_whole_batch(ranks):
     case = Case(Fixed(micro=3), global_batch=16)
     expected = alone(case)["gradient"]
-    for told in ranks.run(2, run_steps, replace(case, averaged=True)):
-        assert error(told["gradient"], expected) > WRONG
+    for answer in ranks.run(2, run_steps, replace(case, averaged=True)):
+        assert error(answer["gradient"], expected) > WRONG
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp", "hsdp"])
@@ -100,19 +95,19 @@ def test_clipping_and_several_steps_agree_over_ranks(ranks, mode):
     cases = [
         Case(Budget(max_tokens=40), mode, steps=6, clip_norm=0.05, dtype=dtype) for dtype in DTYPES
     ]
-    told = ranks.run(3, run_each, cases)
+    answer = ranks.run(3, run_each, cases)
     for number, case in enumerate(cases):
         expected, is_double = alone(case), case.dtype == torch.float64
         # AdamW divides by the square root of a tiny second moment, which magnifies rounding.
         loss, norm, rounding = (1e-9, 1e-8, 1e-7) if is_double else (1e-5, 1e-5, 1e-5)
-        for mine in (each[number] for each in told):
+        for mine in (each[number] for each in answer):
             assert mine["loss"] == pytest.approx(expected["loss"], rel=loss)
             assert mine["norm"] == pytest.approx(expected["norm"], rel=norm)
             assert mine["ids"] == expected["ids"]
             assert error(mine["gradient"], expected["gradient"]) <= rounding
             assert error(mine["last gradient"], expected["last gradient"]) <= rounding
             assert error(mine["parameters"], expected["parameters"]) <= rounding
-            assert error(mine["parameters"], told[0][number]["parameters"]) == 0
+            assert error(mine["parameters"], answer[0][number]["parameters"]) == 0
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
@@ -122,9 +117,9 @@ def test_ranks_without_weight_or_without_micro_batches_change_nothing(ranks, mod
     masked = replace(few, masked=tuple(first[:1]))
     for case, size in ((few, 4), (masked, 3)):
         expected = alone(case)
-        told = ranks.run(size, run_steps, case)
-        assert sorted(mine["counts"][0] for mine in told) == sorted([1, 1, 1, 0][:size], key=int)
-        for mine in told:
+        answer = ranks.run(size, run_steps, case)
+        assert sorted(mine["counts"][0] for mine in answer) == sorted([1, 1, 1, 0][:size], key=int)
+        for mine in answer:
             assert error(mine["gradient"], expected["gradient"]) <= EXACT[torch.float64]
             assert mine["loss"] == pytest.approx(expected["loss"], rel=1e-12)
 
@@ -135,33 +130,17 @@ def test_a_parameter_used_nowhere_has_no_gradient_and_one_used_somewhere_the_rig
     expected = run_steps(World(), case)
     assert expected["gradient"]["idle"] is None
     assert expected["gradient"]["spare"] is not None
-    for told in ranks.run(3, run_steps, case):
-        assert error(told["gradient"], expected["gradient"]) <= EXACT[torch.float64]
-
-
-@pytest.mark.parametrize("phase", ["forward", "middle"])
-@pytest.mark.parametrize("mode", ["ddp", "fsdp", pytest.param("hsdp", marks=pytest.mark.nightly)])
-def test_memory_that_runs_out_on_one_rank_is_replayed_on_all_bit_for_bit(ranks, mode, phase):
-    size = 4 if mode == "hsdp" else 2
-    case = Case(Budget(max_tokens=60), mode, dropout=0.3, steps=3, dtype=torch.float32)
-    told = ranks.run(size, run_steps, replace(case, points=(f"1:1:1:{phase}",)))
-    assert [mine["replays"] for mine in told] == [[1, 0, 0]] * size
-    assert told[0]["cut"] != case.cut
-    finer = ranks.run(size, run_steps, replace(case, cut=told[0]["cut"]))
-    coarse = ranks.run(size, run_steps, case)
-    for mine, theirs in zip(told, finer, strict=True):
-        assert mine["cut"] == told[0]["cut"]
-        assert error(mine["parameters"], theirs["parameters"]) == 0
-    assert error(coarse[0]["parameters"], told[0]["parameters"]) > 0
+    for answer in ranks.run(3, run_steps, case):
+        assert error(answer["gradient"], expected["gradient"]) <= EXACT[torch.float64]
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(ranks, mode):
     case = Case(Fixed(micro=3), mode, steps=2, poisoned=1)
-    told = ranks.run(2, run_steps, case)
-    for mine in told:
+    answer = ranks.run(2, run_steps, case)
+    for mine in answer:
         assert mine["skipped"] == [NOT_FINITE, None]
-        assert error(mine["parameters"], told[0]["parameters"]) == 0
+        assert error(mine["parameters"], answer[0]["parameters"]) == 0
 
 
 GROUPS = 4  # three blocks and the rest
@@ -169,8 +148,9 @@ ONE_LEVEL = ("deferred", "immediate")
 EVERY_STEP = ("the normalizer", "what ranks agree on")
 NORM_OF_SHARDS = ("the gradient norm",)
 COUNTED = [
-    *((mode, sync, n) for mode in ("ddp", "fsdp") for sync in ONE_LEVEL for n in (2, 3, 4)),
+    *((mode, sync, 2) for mode in ("ddp", "fsdp") for sync in ONE_LEVEL),
     *(("hsdp", sync, 4) for sync in (*ONE_LEVEL, "hierarchical")),
+    *(nightly(mode, sync, n) for mode in ("ddp", "fsdp") for sync in ONE_LEVEL for n in (3, 4)),
 ]
 
 
@@ -209,27 +189,27 @@ def test_policies_that_reduce_in_every_micro_batch_give_the_same_gradient(ranks,
         for dtype in DTYPES
     ]
     for each in ranks.run(size, run_each, cases):
-        for case, told in zip(cases, each, strict=True):
+        for case, answer in zip(cases, each, strict=True):
             expected, exact = alone(replace(case, sync="deferred")), EXACT[case.dtype]
-            assert error(told["gradient"], expected["gradient"]) <= exact
-            assert told["loss"] == pytest.approx(expected["loss"], rel=exact)
-            assert told["ids"] == expected["ids"]
+            assert error(answer["gradient"], expected["gradient"]) <= exact
+            assert answer["loss"] == pytest.approx(expected["loss"], rel=exact)
+            assert answer["ids"] == expected["ids"]
 
 
 @pytest.mark.parametrize(("mode", "sync", "size"), LOCKSTEP)
 def test_a_parameter_used_nowhere_has_no_gradient_in_lockstep_either(ranks, mode, sync, size):
     case = Case(Fixed(micro=1), mode, sync, spare=True)
     expected = run_steps(World(), replace(case, sync="deferred"))
-    for told in ranks.run(size, run_steps, case):
-        assert error(told["gradient"], expected["gradient"]) <= EXACT[torch.float64]
+    for answer in ranks.run(size, run_steps, case):
+        assert error(answer["gradient"], expected["gradient"]) <= EXACT[torch.float64]
 
 
 @pytest.mark.parametrize(("mode", "sync", "size"), LOCKSTEP[1:])
 def test_a_block_that_one_rank_skips_is_refused_by_name_on_all_in_lockstep(ranks, mode, sync, size):
-    said = f"sync: rank {size - 1} comes to blocks.2 where rank 0 comes to blocks.1: "
-    for code, line in ranks.run(size, what_is_said, Case(Fixed(micro=3), mode, sync, skipped=1)):
+    shown = f"sync: rank {size - 1} comes to blocks.2 where rank 0 comes to blocks.1: "
+    for code, line in ranks.run(size, what_is_refused, Case(Fixed(micro=3), mode, sync, skipped=1)):
         assert code == 2
-        assert line.startswith(said)
+        assert line.startswith(shown)
 
 
 @pytest.mark.parametrize("objects", ["model", "blocks"])
@@ -239,6 +219,20 @@ def test_models_and_blocks_in_shards_may_return_plain_objects(ranks, objects):
     for each in ranks.run(2, run_each, [case, replace(case, sync="immediate")]):
         for found in each:
             assert error(found["gradient"], expected["gradient"]) <= EXACT[torch.float64]
+
+
+@pytest.mark.parametrize("variant", ["recomputing", nightly("compiled")])
+def test_a_variant_of_a_sharded_model_takes_the_same_steps_under_every_policy(variant):
+    plain = Case(Fixed(micro=3), "fsdp", steps=2)
+    cases = [replace(plain, variant=variant, sync=sync) for sync in ONE_LEVEL]
+    with closing(Ranks()) as ranks:
+        expected = ranks.run(2, run_steps, plain)[0]["parameters"]
+        for each in ranks.run(2, run_each, cases):
+            for found in each:
+                for name, value in expected.items():
+                    np.testing.assert_allclose(
+                        found["parameters"][name], value, rtol=EXACT[torch.float64], atol=1e-13
+                    )
 
 
 SAME = Case(
@@ -252,13 +246,13 @@ SAME = Case(
 )
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [3, nightly(2), nightly(4)])
 def test_deterministic_layout_gives_the_same_bits_on_every_number_of_ranks(ranks, size):
     expected = run_steps(World(), SAME)
-    for told in ranks.run(size, run_steps, SAME):
-        assert error(told["parameters"], expected["parameters"]) == 0
-        assert told["loss"] == expected["loss"]
-        assert told["norm"] == expected["norm"]
+    for answer in ranks.run(size, run_steps, SAME):
+        assert error(answer["parameters"], expected["parameters"]) == 0
+        assert answer["loss"] == expected["loss"]
+        assert answer["norm"] == expected["norm"]
 
 
 def test_without_it_the_bits_differ(ranks):
@@ -270,8 +264,8 @@ def test_without_it_the_bits_differ(ranks):
 def test_sums_of_integers_are_the_whole_batch_gradient_to_their_rounding(ranks):
     case = Case(LayoutInvariant(micro=2), "ordered", "exact")
     expected = run_steps(World(), Case(Fixed(steps=1)))
-    for told in ranks.run(2, run_steps, case):
-        assert error(told["gradient"], expected["gradient"]) <= EXACT[torch.float64]
+    for answer in ranks.run(2, run_steps, case):
+        assert error(answer["gradient"], expected["gradient"]) <= EXACT[torch.float64]
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -291,22 +285,22 @@ def test_sums_of_integers_hold_every_finite_gradient_in_the_same_bits_for_every_
     rounding = limits.eps * np.abs(exact) + limits.smallest_subnormal
     assert (np.abs(expected - exact) <= bound + rounding).all()
     for size in (2, 3, 4):
-        for told in ranks.run(size, sum_in_integers, gradients):
-            assert told.tobytes() == expected.tobytes()
+        for answer in ranks.run(size, sum_in_integers, gradients):
+            assert answer.tobytes() == expected.tobytes()
 
 
 def test_a_gradient_that_is_not_finite_is_skipped_on_every_rank(ranks):
-    told = ranks.run(2, run_steps, replace(SAME, poisoned=1, steps=2))
-    assert [mine["skipped"] for mine in told] == [[NOT_FINITE, None]] * 2
+    answer = ranks.run(2, run_steps, replace(SAME, poisoned=1, steps=2))
+    assert [mine["skipped"] for mine in answer] == [[NOT_FINITE, None]] * 2
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 def test_evaluation_visits_every_held_out_sample_once_and_is_exact(ranks, mode):
     for num_held_out in (2, 29):
-        expected, _ = evaluate_some(World(), mode, num_held_out)
-        told = ranks.run(3, evaluate_some, mode, num_held_out)
-        assert sorted(i for _, seen in told for i in seen) == list(range(num_held_out))
-        for metrics, _ in told:
+        expected, _, _ = evaluated(World(), mode, num_held_out)
+        found = ranks.run(3, evaluated, mode, num_held_out)
+        assert sorted(i for _, seen, _ in found for i in seen) == list(range(num_held_out))
+        for metrics, _, _ in found:
             assert metrics == pytest.approx(expected, rel=1e-12)
 
 
@@ -327,18 +321,14 @@ def test_state_that_forwards_move_is_the_main_ranks_on_all_after_each_step(ranks
         assert state["books.mean"].any()
         cached = [state.pop("books.cache").size]
         for other in others:
-            theirs, told = other[number]
+            theirs, answer = other[number]
             cached.append(theirs.pop("books.cache").size)
-            assert told == news
+            assert answer == news
             assert theirs.keys() == state.keys()
             assert all(np.array_equal(theirs[name], state[name]) for name in state)
         assert len(set(cached)) > 1
 
 
-def test_what_fails_on_the_main_rank_is_raised_on_all(ranks):
-    assert ranks.run(3, fail_on_main) == ["disk full 8"] * 3
-
-
-def test_ranks_tell_each_other_values_of_any_size(ranks):
+def test_ranks_share_values_of_any_size_and_what_fails_on_the_main_one(ranks):
     everything = [{"rank": rank, "text": "x" * rank} for rank in range(3)]
-    assert ranks.run(3, tell_each_other) == [[everything, True]] * 3
+    assert ranks.run(3, share) == [(everything, True, "disk full 8")] * 3

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -53,9 +52,9 @@ class Sprawling(toys.Net):
         self.each = each
 
     def forward(self, input_ids: Tensor, fault: Tensor | None = None) -> Tensor:
-        held = torch.empty(len(input_ids) * self.each, dtype=torch.uint8)
+        taken = torch.empty(len(input_ids) * self.each, dtype=torch.uint8)
         logits = super().forward(input_ids, fault)
-        assert len(held)
+        assert len(taken)
         return logits
 
 
@@ -66,24 +65,6 @@ class Unreadable(toys.Rows):
         if index == 5 and self.split == "train":
             raise MemoryError(f"row {index}")
         return super().__getitem__(index)
-
-
-@dataclass(frozen=True)
-class Point:
-    """Where memory runs out: on which rank, in which attempt at a step, in which micro-batch."""
-
-    rank: int
-    attempt: int
-    micro_batch: int
-    phase: str
-
-    @classmethod
-    def parse(cls, text: str) -> Point:
-        rank, attempt, micro_batch, phase = text.split(":")
-        return cls(int(rank), int(attempt), int(micro_batch), phase)
-
-    def __str__(self) -> str:
-        return f"{self.rank}:{self.attempt}:{self.micro_batch}:{self.phase}"
 
 
 def failure(number: int) -> Exception:
@@ -100,10 +81,10 @@ def failure(number: int) -> Exception:
 
 
 class Struck(GradientStrategy):
-    """Runs out of memory at chosen points; attempts count from 1, replays too."""
+    """Runs out of memory at points `rank:attempt:micro-batch:phase`; attempts count from 1."""
 
     def __init__(self, points: Sequence[str] = ()) -> None:
-        self.points = [Point.parse(text) for text in points]
+        self.points = [point.split(":") for point in points]
         self.attempts = 0
 
     def backward(
@@ -115,16 +96,14 @@ class Struck(GradientStrategy):
         sync: SyncPolicy,
     ) -> Tensor:
         self.attempts += 1
-        here = [
-            point
-            for point in self.points
-            if (point.rank, point.attempt) == (model.world.rank, self.attempts)
-        ]
+        place = [str(model.world.rank), str(self.attempts)]
+        here = [point[2:] for point in self.points if point[:2] == place]
         if not here:
             return Sum().backward(model, objective, micro_batches, divisors, sync)
-        if here[0].phase == BEYOND_SAVING:
+        number, phase = here[0]
+        if phase == BEYOND_SAVING:
             model.reduce = _raising  # type: ignore[method-assign]
-        with _striking(model.module, objective, here[0]) as struck:
+        with _striking(model.module, objective, int(number), phase) as struck:
             return Sum().backward(model, struck, micro_batches, divisors, sync)
 
 
@@ -133,21 +112,14 @@ def _raising(*_: object) -> None:
 
 
 @contextmanager
-def _striking(module: nn.Module, objective: Objective, point: Point) -> Iterator[Any]:
-    struck = _StruckObjective(objective, point)
+def _striking(module: nn.Module, objective: Objective, number: int, phase: str) -> Iterator[Any]:
+    struck = _StruckObjective(objective, number, phase)
     blocks = getattr(module, "blocks", None)
     part = module.get_submodule("norm") if blocks is None else blocks[1]
-
-    def strike(phase: str) -> Callable[..., None]:
-        def hook(*_: object) -> None:
-            struck.strike(phase)
-
-        return hook
-
     with ExitStack() as handles:
         for handle in (
-            part.register_forward_hook(strike("forward")),
-            part.register_full_backward_hook(strike("middle")),
+            part.register_forward_hook(lambda *_: struck.strike("forward")),
+            part.register_full_backward_hook(lambda *_: struck.strike("middle")),
         ):
             handles.callback(handle.remove)
         yield struck
@@ -156,21 +128,21 @@ def _striking(module: nn.Module, objective: Objective, point: Point) -> Iterator
 class _StruckObjective:
     """Knows which micro-batch it is at, and fails there."""
 
-    def __init__(self, inner: Objective, point: Point) -> None:
-        self.inner, self.point, self.number = inner, point, -1
+    def __init__(self, inner: Objective, at: int, phase: str) -> None:
+        self.inner, self.at, self.phase, self.number = inner, at, phase, -1
 
     def strike(self, phase: str) -> None:
-        if (self.number, phase) == (self.point.micro_batch, self.point.phase):
-            raise failure(self.point.micro_batch + PHASES.index(phase))
+        if (self.number, phase) == (self.at, self.phase):
+            raise failure(self.at + PHASES.index(phase))
 
     def sums(self, model: Any, fields: Mapping[str, Tensor]) -> Sums:
         self.number += 1
         found = self.inner.sums(model, fields)
         self.strike("loss")
         name, loss = next(iter(found.losses.items()))
-        if self.point.phase == "backward":
+        if self.phase == "backward":
             loss.register_hook(lambda _: self.strike("backward"))
-        if self.point.phase == "end":
+        if self.phase == "end":
             loss = _Last.apply(loss, self)
         return Sums(losses={**found.losses, name: loss}, metrics=found.metrics)
 

@@ -5,25 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, get_args
 
 from trainer.core.durable import FileSystem
 
 Fault = Literal["kill", "kill halfway", "ENOSPC", "ENOSPC for good", "EIO", "EIO for good", "short"]
-
-FAULTS: tuple[Fault, ...] = (
-    "kill",
-    "kill halfway",
-    "ENOSPC",
-    "ENOSPC for good",
-    "EIO",
-    "EIO for good",
-    "short",
-)
-
-R = TypeVar("R")
+FAULTS: tuple[Fault, ...] = get_args(Fault)
 
 
 class Killed(BaseException):
@@ -42,76 +30,68 @@ class FaultyDisk(FileSystem):
     def __init__(self, point: int = -1, fault: Fault = "kill", *, for_real: bool = False) -> None:
         self.point, self.fault, self.for_real = point, fault, for_real
         self.operations: list[str] = []
-        self.struck = False
-        self._dead = False
-        self._disk = FileSystem()
-        self._open: set[int] = set()
+        self.struck = self._dead = False
 
     def make_folder(self, path: Path) -> None:
-        self._do("make_folder", lambda: self._disk.make_folder(path))
+        self._do("make_folder", path)
 
     def create(self, path: Path) -> int:
-        return self._opened(self._do("create", lambda: self._disk.create(path)))
+        return self._do("create", path)
 
     def open_append(self, path: Path) -> int:
-        return self._opened(self._do("open_append", lambda: self._disk.open_append(path)))
+        return self._do("open_append", path)
 
     def write(self, handle: int, data: memoryview) -> int:
-        half = data[: max(1, len(data) // 2)]
-        halfway = self._is_next() and self.fault in {"kill halfway", "short"}
-        return self._do("write", lambda: self._disk.write(handle, half if halfway else data))
+        is_cut = self._is_next() and self.fault in {"kill halfway", "short"}
+        return self._do("write", handle, data[: max(1, len(data) // 2)] if is_cut else data)
 
     def sync(self, handle: int) -> None:
-        self._do("sync", lambda: None)
+        self._do("sync", handle)
 
     def close(self, handle: int) -> None:
-        self._open.discard(handle)
-        self._disk.close(handle)
+        super().close(handle)
         if self._dead:
             raise Killed
 
     def sync_folder(self, path: Path) -> None:
-        self._do("sync_folder", lambda: None)
+        self._do("sync_folder", path)
 
     def rename(self, source: Path, target: Path) -> None:
-        self._do("rename", lambda: self._disk.rename(source, target))
+        self._do("rename", source, target)
 
     def unlink(self, path: Path) -> None:
-        self._do("unlink", lambda: self._disk.unlink(path))
+        self._do("unlink", path)
 
     def remove_folder(self, path: Path) -> None:
-        self._do("remove_folder", lambda: self._disk.remove_folder(path))
+        self._do("remove_folder", path)
 
-    def _opened(self, handle: int) -> int:
-        self._open.add(handle)
-        return handle
+    def die(self) -> None:
+        """Be the disk of a process that was killed."""
+        if self.for_real:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self._dead = True
+        raise Killed
 
     def _is_next(self) -> bool:
         return len(self.operations) == self.point
 
-    def _do(self, operation: str, act: Callable[[], R]) -> R:
+    def _do(self, operation: str, *arguments: Any) -> Any:
         if self._dead:
             raise Killed
         here, self.struck = self._is_next(), self.struck or self._is_next()
         self.operations.append(operation)
         if here and self.fault == "kill":
-            self._die()
+            self.die()
         if here or (self.struck and "for good" in self.fault):
             self._refuse(operation)
-        result = act()
+        is_sync = operation in {"sync", "sync_folder"}
+        result = None if is_sync else getattr(FileSystem, operation)(self, *arguments)
         if here and self.fault == "kill halfway":
-            self._die()
+            self.die()
         return result
 
     def _refuse(self, operation: str) -> None:
         code = getattr(errno, self.fault.split()[0], None)
         frees = operation in {"unlink", "remove_folder", "sync_folder"}
-        if code is None or (code == errno.ENOSPC and frees):
-            return
-        raise OSError(code, os.strerror(code))
-
-    def _die(self) -> None:
-        if self.for_real:
-            os.kill(os.getpid(), signal.SIGKILL)
-        self._dead = True
-        raise Killed
+        if code is not None and not (code == errno.ENOSPC and frees):
+            raise OSError(code, os.strerror(code))

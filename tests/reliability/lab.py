@@ -16,7 +16,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,9 +65,10 @@ UNTIMED = ("seconds", "tokens_per_second", "memory_bytes", "eval_seconds")
 def lines(*more: str) -> tuple[str, ...]:
     """Put settings over those of `BASE`; an option of a group over the group's."""
     keys = {line.partition("=")[0] for line in more}
+    keys |= {"accum", "accum.micro"} if "accum._target_" in keys else set()
     own = {line.partition("=")[0]: line for line in BASE}
-    kept = [line for key, line in own.items() if not keys & {key, key.partition("._target_")[0]}]
-    return (*kept, *more)
+    left = [line for key, line in own.items() if not keys & {key, key.partition("._target_")[0]}]
+    return (*left, *more)
 
 
 @functools.cache
@@ -237,8 +238,3 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any], about: str) -> 
     """Compare two outcomes, tolerance 0."""
     different = difference(found, expected)
     assert not different, f"{about}: {', '.join(different)}"
-
-
-def sample_ids(ledger: Sequence[dict[str, Any]]) -> list[list[int]]:
-    """Take the ids of each step out of a ledger."""
-    return [entry["ids"] for entry in ledger]

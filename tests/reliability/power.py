@@ -151,8 +151,8 @@ class _Tree:
 
     def write(self, node: int, operations: list[Operation]) -> None:
         for operation in operations:
-            kept = b"" if operation.kind == "truncate" else self.files[node]
-            self.files[node] = kept + operation.data
+            stored = b"" if operation.kind == "truncate" else self.files[node]
+            self.files[node] = stored + operation.data
 
 
 def crash(log: list[Operation], cut: int, chance: random.Random, to: Path) -> None:
@@ -167,13 +167,6 @@ def crash(log: list[Operation], cut: int, chance: random.Random, to: Path) -> No
         tree.write(node, operations[: chance.randint(0, len(operations))])
         tree.files[node] = _tear(synced, tree.files[node], chance)
     _lay_out(tree, ROOT, to)
-
-
-def promised(log: list[Operation], cut: int) -> tuple[Any, Any]:
-    """Tell the last promise kept within the first `cut` operations, and the one under way."""
-    kept = [operation.promise for operation in log[:cut] if operation.kind == "done"]
-    coming = [operation.promise for operation in log[cut:] if operation.kind == "done"]
-    return (kept[-1] if kept else None), (coming[0] if coming else None)
 
 
 def _some(operations: list[Operation], chance: random.Random) -> list[Operation]:

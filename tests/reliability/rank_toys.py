@@ -10,8 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,42 +22,23 @@ from trainer.core.rank_progress import Phase
 from trainer.core.world import World
 
 
-@dataclass(frozen=True)
-class Strike:
-    """What happens, and where."""
-
-    kind: str
-    phase: Phase
-    step: int
-    rank: int
-    text: str
-
-    @classmethod
-    def of(cls, text: str) -> Strike:
-        kind, place, rank = text.split("@")
-        phase, _, step = place.partition(":")
-        return cls(kind, phase, int(step), int(rank), text)  # type: ignore[arg-type] # typed
-
-    def is_at(self, world_rank: int, phase: str, step: int) -> bool:
-        return (self.rank, self.phase, self.step) == (world_rank, phase, step)
-
-    def happen(self, marks: Path) -> None:
-        """Happen, unless it did."""
-        mark = marks / self.text
-        if mark.exists():
-            return
-        mark.write_text(repr(time.time()))
-        if self.kind == "exception":
-            raise ArithmeticError("injected")
-        if self.kind == "exit":
-            os._exit(3)
-        if self.kind == "sleep":
-            time.sleep(1000)
-        if self.kind == "skip":
-            _skip_the_next_sum()
-            return
-        os.kill(os.getpid(), getattr(signal, self.kind))
-        time.sleep(0.5 if self.kind == "SIGTERM" else 0)
+def happen(strike: str, marks: Path) -> None:
+    """Let a strike happen, unless it did."""
+    mark, kind = marks / strike, strike.partition("@")[0]
+    if mark.exists():
+        return
+    mark.write_text(repr(time.time()))
+    if kind == "exception":
+        raise ArithmeticError("injected")
+    if kind == "exit":
+        os._exit(3)
+    if kind == "sleep":
+        time.sleep(1000)
+    if kind == "skip":
+        _skip_the_next_sum()
+        return
+    os.kill(os.getpid(), getattr(signal, kind))
+    time.sleep(0.5 if kind == "SIGTERM" else 0)
 
 
 def _skip_the_next_sum() -> None:
@@ -71,15 +51,15 @@ def _skip_the_next_sum() -> None:
     World.sum = skip  # type: ignore[method-assign]
 
 
-def _arm(strikes: Sequence[Strike], marks: Path) -> None:
+def _arm(strikes: Mapping[str, str], marks: Path) -> None:
+    """Wait for the places of some strikes, `PHASE:STEP@RANK`."""
     note = World.note
 
     def noted(world: World, phase: Phase, *, step: int | None = None) -> None:
         note(world, phase, step=step)
-        at = world.board.read().step
-        for strike in strikes:
-            if strike.is_at(world.rank, phase, at):
-                strike.happen(marks)
+        place = f"{phase}:{world.board.read().step}@{world.rank}"
+        if place in strikes:
+            happen(strikes[place], marks)
 
     World.note = noted  # type: ignore[method-assign]
 
@@ -108,14 +88,12 @@ class Net(nn.Module):
         self.register_buffer("calls", torch.zeros(()))
         if double:
             self.double()
-        known = [Strike.of(text) for text in os.environ.get("STRIKES", "").split()]
-        marks = Path(os.environ.get("MARKS", "marks"))
-        rank = int(os.environ.get("RANK", "0"))
-        for strike in known:
-            if strike.is_at(rank, "start", 0):
-                strike.happen(marks)
-        if known:
-            _arm(known, marks)
+        marks, rank = Path(os.environ.get("MARKS", "marks")), os.environ.get("RANK", "0")
+        strikes = {s.partition("@")[2]: s for s in os.environ.get("STRIKES", "").split()}
+        if f"start:0@{rank}" in strikes:
+            happen(strikes[f"start:0@{rank}"], marks)
+        if strikes:
+            _arm(strikes, marks)
 
     def forward(self, input_ids: Tensor, fault: Tensor | None = None) -> Tensor:
         x: Any = self.embed(input_ids)

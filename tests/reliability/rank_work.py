@@ -31,7 +31,7 @@ def run_as_rank(
             `digests` tells what this rank's parameters, moments and buffers were after each step.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    stop, told = StopFlag(), dict[str, Any]()
+    stop, answer = StopFlag(), dict[str, Any]()
     try:
         config = lab.config(*lines)
     except TrainError as error:
@@ -44,21 +44,21 @@ def run_as_rank(
         report = step(kit, batch, replanner)
         stop.is_set |= batch.step == how.get("stop_after")
         if how.get("digests"):
-            told.setdefault("digests", {})[batch.step] = _digest(kit)
+            answer.setdefault("digests", {})[batch.step] = _digest(kit)
         return report
 
     loop.train_step = watched
     try:
-        with contextlib.ExitStack() as held, contextlib.redirect_stdout(io.StringIO()):
+        with contextlib.ExitStack() as owned, contextlib.redirect_stdout(io.StringIO()):
             if world.is_main:
-                held.enter_context(hold(folder))
-                held.enter_context(recorded(folder))
+                owned.enter_context(hold(folder))
+                owned.enter_context(recorded(folder))
             run_rank(config, folder, world, stop)
     except TrainError as error:
-        return told | {"code": error.exit_code, "error": str(error)}
+        return answer | {"code": error.exit_code, "error": str(error)}
     finally:
         loop.train_step = step
-    return told | {"code": 0}
+    return answer | {"code": 0}
 
 
 def _digest(kit: Any) -> str:

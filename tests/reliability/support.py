@@ -18,6 +18,7 @@ from trainer.checkpoint.manifest import verify
 from trainer.checkpoint.store import CheckpointStore, Loaded
 
 KEEP = 2
+SEED = os.environ.get("RELIABILITY_SEED", "0")
 
 
 def state(step: int) -> tuple[dict[str, Tensor], dict[str, object]]:
@@ -40,8 +41,7 @@ def state(step: int) -> tuple[dict[str, Tensor], dict[str, object]]:
 def assert_is(loaded: Loaded, step: int) -> None:
     """Compare a loaded checkpoint with the oracle, bit for bit."""
     tensors, meta = state(step)
-    assert loaded.step == step
-    assert loaded.meta == meta
+    assert (loaded.step, loaded.meta) == (step, meta)
     assert loaded.tensors.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert loaded.read(name).dtype == tensor.dtype, name
@@ -68,15 +68,13 @@ def leftovers(folder: Path) -> list[str]:
 
 def cases(count: int) -> Iterator[tuple[int, random.Random]]:
     """Give each case its number and its own random source; one case alone where asked for."""
-    seed = os.environ.get("RELIABILITY_SEED", "0")
     only = os.environ.get("RELIABILITY_CASE")
-    print(f"RELIABILITY_SEED={seed}, {count} cases")
+    print(f"RELIABILITY_SEED={SEED}, {count} cases")
     for case in range(count) if only is None else [int(only)]:
-        yield case, random.Random(f"{seed}:{case}")
+        yield case, random.Random(f"{SEED}:{case}")
 
 
 def replay(case: int) -> str:
     """Say how to run one case alone."""
-    seed = os.environ.get("RELIABILITY_SEED", "0")
     test = os.environ.get("PYTEST_CURRENT_TEST", "").partition(" ")[0]
-    return f"replay: RELIABILITY_SEED={seed} RELIABILITY_CASE={case} pytest '{test}'"
+    return f"replay: RELIABILITY_SEED={SEED} RELIABILITY_CASE={case} pytest '{test}'"

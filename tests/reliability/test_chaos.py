@@ -14,8 +14,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import pytest
-
+from tests.lib.nightly import counts
 from tests.reliability import lab
 from tests.reliability.faults import Fault, FaultyDisk, Killed
 from tests.reliability.support import cases, replay
@@ -23,8 +22,6 @@ from trainer.checkpoint.store import CheckpointStore
 from trainer.config.run_config import RunConfig
 from trainer.core import durable
 
-NUM_SCHEDULES = 8
-NUM_SCHEDULES_NIGHTLY = 2000
 MAX_OPERATIONS = 130
 """Durable operations of a whole run, about."""
 
@@ -34,7 +31,6 @@ ROWS = (
     ("5:oom", "9:loss:-inf"),
     ("7:oom", "8:unlabelled"),
 )
-ON_FULL = ("stop", "continue")
 
 
 def settings_of(rows: int, on_full: str = "stop") -> RunConfig:
@@ -46,10 +42,9 @@ class Schedule:
     """One run over failing hardware."""
 
     def __init__(self, chance: Random, folder: Path) -> None:
-        self.chance = chance
-        self.folder = folder
+        self.chance, self.folder = chance, folder
         self.rows = chance.randrange(len(ROWS))
-        self.settings = settings_of(self.rows, chance.choice(ON_FULL))
+        self.settings = settings_of(self.rows, chance.choice(("stop", "continue")))
         self.trace: list[str] = []
 
     def run(self) -> None:
@@ -67,62 +62,50 @@ class Schedule:
             ["kill", "kill halfway", "ENOSPC", "ENOSPC for good", "EIO", "short"]
         )
         disk = FaultyDisk(point if kind == "disk" else -1, fault)
-        act: Callable[[int], None] | None = None
-        if kind == "preemption":
-            act = lab.stop_at(step)
-        elif kind == "kill":
-            act = _dying(disk, step)
+        acts = {"preemption": lab.stop_at(step), "kill": dying(disk, step)}
         try:
             with durable.use(disk):
-                ended = lab.go_on(self.settings, self.folder, after_step=act)
-            self.trace.append(f"{kind} {fault if kind == 'disk' else step}: {ended.code}")
+                ended = lab.go_on(self.settings, self.folder, after_step=acts.get(kind))
             assert ended.code in (0, 6, 8, 75), ended
+            code = str(ended.code)
         except Killed:
-            self.trace.append(f"{kind} {fault if kind == 'disk' else step}: killed")
+            code = "killed"
+        self.trace.append(f"{kind} {fault if kind == 'disk' else step}: {code}")
 
     def rot(self) -> None:
         """Flip a bit of the newest checkpoint, where there is another to fall back on."""
-        steps = CheckpointStore(self.folder / "checkpoints").steps()
+        store = CheckpointStore(self.folder / "checkpoints")
+        steps = store.steps()
         if len(steps) < 2 or self.chance.random() < 0.7:
             return
-        newest = CheckpointStore(self.folder / "checkpoints").path(steps[-1])
-        path = self.chance.choice(sorted(newest.iterdir()))
+        path = self.chance.choice(sorted(store.path(steps[-1]).iterdir()))
         whole = bytearray(path.read_bytes())
         whole[self.chance.randrange(len(whole))] ^= 1 << self.chance.randrange(8)
         path.write_bytes(whole)
         self.trace.append(f"rot in {steps[-1]}")
 
 
-def _dying(disk: FaultyDisk, at: int) -> Callable[[int], None]:
-    def act(step: int) -> None:
-        if step == at:
-            disk._dead = True
-            raise Killed
-
-    return act
-
-
-def references(tmp_path: Path) -> list[dict[str, Any]]:
-    found = []
-    for rows in range(len(ROWS)):
-        folder = tmp_path / f"undisturbed{rows}"
-        assert lab.run(settings_of(rows), folder).code == 0
-        found.append(lab.outcome(folder))
-        assert_ledger(found[-1]["ledger"])
-    return found
+def dying(disk: FaultyDisk, at: int) -> Callable[[int], None]:
+    """Kill the run, as far as its disk can tell, after a step."""
+    return lambda step: disk.die() if step == at else None
 
 
 def assert_ledger(ledger: list[dict[str, Any]]) -> None:
     """Every step once, every sample of an epoch once; the third epoch has only begun."""
     assert [entry["step"] for entry in ledger] == list(range(1, 8))
     for first in (0, 3):
-        epoch = [i for ids in lab.sample_ids(ledger[first : first + 3]) for i in ids]
+        epoch = [i for entry in ledger[first : first + 3] for i in entry["ids"]]
         assert sorted(epoch) == list(range(23))
 
 
-def run_schedules(count: int, tmp_path: Path) -> None:
-    expected = references(tmp_path)
-    told: Counter[str] = Counter()
+@counts(8, 2000)
+def test_whatever_happens_the_run_ends_as_the_undisturbed_one(count, tmp_path):
+    expected = []
+    for rows in range(len(ROWS)):
+        assert lab.run(settings_of(rows), tmp_path / f"undisturbed{rows}").code == 0
+        expected.append(lab.outcome(tmp_path / f"undisturbed{rows}"))
+        assert_ledger(expected[-1]["ledger"])
+    events: Counter[str] = Counter()
     for case, chance in cases(count):
         schedule = Schedule(chance, tmp_path / f"run{case}")
         try:
@@ -132,25 +115,13 @@ def run_schedules(count: int, tmp_path: Path) -> None:
             lab.assert_same(found, expected[schedule.rows], f"{schedule.trace}")
         except AssertionError as error:
             raise AssertionError(f"{replay(case)}: {schedule.trace}") from error
-        told.update(entry.partition(" ")[0] for entry in schedule.trace)
-    print(f"{count} schedules: {dict(told)}")
+        events.update(entry.partition(" ")[0] for entry in schedule.trace)
+    print(f"{count} schedules: {dict(events)}")
 
 
-def test_whatever_happens_the_run_ends_as_the_undisturbed_one(tmp_path: Path) -> None:
-    run_schedules(NUM_SCHEDULES, tmp_path)
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(7200)
-def test_two_thousand_schedules_change_nothing(tmp_path: Path) -> None:
-    run_schedules(NUM_SCHEDULES_NIGHTLY, tmp_path)
-
-
-def test_the_same_seed_gives_the_same_trace(tmp_path: Path) -> None:
-    traces = []
-    for number in range(2):
-        schedule = Schedule(Random("again"), tmp_path / f"run{number}")
+def test_the_same_seed_gives_the_same_trace(tmp_path):
+    schedules = [Schedule(Random("again"), tmp_path / f"run{number}") for number in range(2)]
+    for schedule in schedules:
         schedule.run()
-        traces.append(schedule.trace)
-    assert traces[0]
-    assert traces[0] == traces[1]
+    assert schedules[0].trace
+    assert schedules[0].trace == schedules[1].trace

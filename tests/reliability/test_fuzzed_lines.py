@@ -9,16 +9,11 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 from random import Random
 
-import pytest
-
+from tests.lib.nightly import counts
 from tests.reliability.support import cases, replay
 from trainer.cli import main as cli
-
-NUM_EDITS = 40
-NUM_EDITS_NIGHTLY = 500
 
 LINES = [
     "batch.global=512 accum=auto",
@@ -46,74 +41,41 @@ def edited(line: str, chance: Random) -> list[str]:
     at = chance.randrange(len(word))
     junk = chance.choice(JUNK)
     key, _, value = word.partition("=")
+    before, here, after = word[:at], word[at], word[at + 1 :]
     words[place] = chance.choice(
         [
-            word[:at] + word[at + 1 :],
-            word[:at] + junk + word[at:],
-            word[:at] + junk + word[at + 1 :],
-            word[:at] + word[at : at + 2][::-1] + word[at + 2 :],
-            word[:at] + word[at] + word[at:],
-            word.swapcase(),
-            key,
-            f"{key}=",
-            f"={value}",
-            f"{key}={junk}",
-            f"{key}={value}{value}",
-            f"{value}={key}",
-            f"{key}.{key}={value}",
-            f"{key}/{key}={value}",
-            f"{key}@{key}={value}",
-            f"~{word}",
-            f"+{word}",
-            f"++{word}",
-            f"--{word}",
-            f"{key}=[{value}]",
-            f"{key}={{{value}:{value}}}",
-            f"{key}={value},{value}",
-            f"{key}={'9' * 400}",
-            junk,
+            *(before + after, before + junk + here + after, before + junk + after),
+            *(before + word[at : at + 2][::-1] + word[at + 2 :], before + 2 * here + after),
+            *(word.swapcase(), key, f"{key}=", f"={value}", f"{key}={junk}"),
+            *(f"{key}={value}{value}", f"{value}={key}", f"{key}.{key}={value}"),
+            *(f"{key}/{key}={value}", f"{key}@{key}={value}", f"~{word}", f"+{word}"),
+            *(f"++{word}", f"--{word}", f"{key}=[{value}]", f"{key}={{{value}:{value}}}"),
+            *(f"{key}={value},{value}", f"{key}={'9' * 400}", junk),
         ]
     )
     return words + ([word] if chance.random() < 0.1 else [])
 
 
-def fuzz(count: int, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    refused = 0
-    for case, chance in cases(count):
-        argv = ["--cfg", "job", *edited(chance.choice(LINES), chance)]
-        code = cli.run(argv)
-        said = capsys.readouterr().err
-        about = f"{replay(case)}: {argv}: {code}: {said}"
-        assert code in (0, 2, 3), about
-        lines = said.splitlines()
-        if code:
-            refused += 1
-            assert lines, about
-            assert all(line.startswith("train: error: ") for line in lines), about
-            assert all(len(line) <= 214 for line in lines), about
-        assert not list(place.iterdir()), about
-    print(f"{count} edits, {refused} refused, the others still valid")
-    assert refused > count // 3
-
-
-@pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+@counts(40, 500)
+def test_an_edited_line_is_valid_or_refused_in_one_line_per_fault(
+    count, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
     assert "RANK" not in os.environ
-    return tmp_path
-
-
-def test_an_edited_line_is_valid_or_refused_in_one_line_per_fault(
-    place: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fuzz(NUM_EDITS, place, capsys)
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(900)
-def test_five_hundred_edited_lines_are_valid_or_refused(
-    place: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fuzz(NUM_EDITS_NIGHTLY, place, capsys)
+    refused = 0
+    for case, chance in cases(count):
+        argv = ["--cfg", "job", *edited(chance.choice(LINES), chance)]
+        code = cli.run(argv)
+        screen = capsys.readouterr().err
+        about, lines = f"{replay(case)}: {argv}: {code}: {screen}", screen.splitlines()
+        assert code in (0, 2, 3), about
+        if code:
+            refused += 1
+            assert lines, about
+            assert all(each.startswith("train: error: ") for each in lines), about
+            assert all(len(each) <= 214 for each in lines), about
+        assert not list(tmp_path.iterdir()), about
+    print(f"{count} edits, {refused} refused, the others still valid")
+    assert refused > count // 3

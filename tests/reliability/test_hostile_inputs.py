@@ -68,13 +68,13 @@ def tree(folder: Path) -> dict[str, tuple[int, int]]:
 def assert_refused(argv: list[str], codes: tuple[int, ...], tmp_path: Path, err: object) -> None:
     before = tree(tmp_path)
     code = cli.run(argv)
-    said = err.readouterr().err  # type: ignore[attr-defined]
-    assert code in codes, f"{code}: {said}"
+    screen = err.readouterr().err  # type: ignore[attr-defined]
+    assert code in codes, f"{code}: {screen}"
     assert not (Path.cwd() / "canary").exists()
     assert tree(tmp_path) == before
-    lines = said.splitlines()
+    lines = screen.splitlines()
     assert lines
-    assert all(line.startswith("train: error: ") and len(line) <= 215 for line in lines), said
+    assert all(line.startswith("train: error: ") and len(line) <= 215 for line in lines), screen
 
 
 RECIPES = {
@@ -142,17 +142,15 @@ RECIPES = {
 
 
 @pytest.mark.parametrize("what", RECIPES)
-def test_a_recipe_runs_nothing_and_writes_nothing(
-    what: str, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_recipe_runs_nothing_and_writes_nothing(what, place, tmp_path, capsys):
     (place / "friend.yaml").write_text(RECIPES[what])
-    said = RECIPES[what].replace("_global_", "").partition(":")[0]
-    own = [t for t in TINY if t.partition("=")[0].partition(".")[0] not in (said, "steps", "name")]
+    key = RECIPES[what].replace("_global_", "").partition(":")[0]
+    own = [t for t in TINY if t.partition("=")[0].partition(".")[0] not in (key, "steps", "name")]
     argv = ["recipe=./friend.yaml", "steps=1", *own]
     assert_refused(argv, (2, 3, 4), tmp_path, capsys)
 
 
-def test_a_recipe_may_name_an_optimizer_of_pytorch(place: Path) -> None:
+def test_a_recipe_may_name_an_optimizer_of_pytorch(place):
     friend = (
         "defaults: [{override /optimizer: own}]\n"
         "optimizer: {_target_: torch.optim.SGD, lr: 0.1, momentum: 0.9}"
@@ -164,7 +162,7 @@ def test_a_recipe_may_name_an_optimizer_of_pytorch(place: Path) -> None:
     assert '"SGD"' in manifest.read_text()
 
 
-def test_the_canary_sings(place: Path) -> None:
+def test_the_canary_sings(place):
     """What the user typed themselves is imported: so the harness would see it."""
     assert cli.run(["model._target_=evil.Net", *[t for t in TINY if "model" not in t]]) != 0
     assert (place / "canary").exists()
@@ -177,94 +175,65 @@ def honest_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-OVERRIDES = {
-    "a folder of Hydra's": "hydra.run.dir=../../../x",
-    "a callback of Hydra's": "+hydra.callbacks.x._target_=evil.Net",
-    "trust": "trust=[evil]",
-    "a class": "++model._target_=evil.Net",
-    "a hook": "hooks=[evil.Hook]",
-    "a class behind trust": "'++objective={_target_: evil.Net}'",
-    "an environment variable": "name=${oc.env:HOME}",
-    "a resolver": "name=${oc.create:1}",
-    "an option that climbs": "sync=../../../x",
-    "no override": "][",
-}
+def planted(line: str, *more: str) -> Callable[[Path], None]:
+    """Put an override among the records of a run, in place of its model."""
+
+    def plant(run: Path) -> None:
+        records = run / ".hydra" / "overrides.yaml"
+        lines = [each for each in records.read_text().splitlines() if "model" not in each]
+        records.write_text("\n".join([*lines, *more, f'- "{line}"']) + "\n")
+
+    return plant
 
 
-@pytest.mark.parametrize("what", OVERRIDES)
-def test_the_records_of_a_run_folder_run_nothing(
-    what: str, honest_run: Path, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = place / "run"
-    shutil.copytree(honest_run, run)
-    records = run / ".hydra" / "overrides.yaml"
-    kept = [] if what != "trust" else ["- ++model._target_=evil.Net\n"]
-    lines = [line for line in records.read_text().splitlines(keepends=True) if "model" not in line]
-    records.write_text("".join([*lines, *kept, f'- "{OVERRIDES[what]}"\n']))
-    own = [line for line in TINY if "data._target_" in line]
-    argv = [f"resume={run}", "steps=2", *own]
-    if what not in ("a class", "trust"):
-        argv += [line for line in TINY if "model._target_" in line]
-    assert_refused(argv, (2, 4), tmp_path, capsys)
+def written(name: str, text: str) -> Callable[[Path], None]:
+    def write(run: Path) -> None:
+        (run / name).parent.mkdir(exist_ok=True)
+        (run / name).write_text(text)
 
-
-def tagged_config(run: Path) -> None:
-    (run / "config.yaml").write_text("!!python/object/apply:os.mkdir [canary]\n")
-
-
-def tagged_overrides(run: Path) -> None:
-    (run / ".hydra" / "overrides.yaml").write_text("!!python/object/apply:os.mkdir [canary]\n")
-
-
-def swelling_config(run: Path) -> None:
-    (run / "config.yaml").write_text(SWELLING)
-
-
-def swelling_overrides(run: Path) -> None:
-    (run / ".hydra" / "overrides.yaml").write_text(f"- {SWELLING}")
-
-
-def another_server(run: Path) -> None:
-    (run / "wandb").mkdir(exist_ok=True)
-    (run / "wandb" / "settings").write_text("[default]\nbase_url = http://127.0.0.1:9\n")
-
-
-def endless_config(run: Path) -> None:
-    (run / "config.yaml").write_text("&a {batch: *a}")
+    return write
 
 
 def linked(name: str) -> Callable[[Path], None]:
     def link(run: Path) -> None:
-        target = run / name
+        target, outside = run / name, run.parents[3] / "precious"
         if target.is_dir():
-            shutil.move(target, run.parents[3] / "moved")
-            target.symlink_to(run.parents[3] / "moved")
-        else:
-            target.unlink(missing_ok=True)
-            target.symlink_to(run.parents[3] / "precious")
+            outside = Path(shutil.move(target, run.parents[3] / "moved"))
+        target.unlink(missing_ok=True)
+        target.symlink_to(outside)
 
-    link.__name__ = f"a link for {name}"
     return link
 
 
-FOLDERS = [
-    tagged_config,
-    tagged_overrides,
-    swelling_config,
-    swelling_overrides,
-    endless_config,
-    another_server,
-    *map(
-        linked,
-        ["metrics.jsonl", "samples.jsonl", "train.log", "checkpoints", "errors", ".hydra/resume_1"],
-    ),
-    *map(linked, ["status.json", "result.json", ".lock", "wandb"]),
-]
+TAG = "!!python/object/apply:os.mkdir [canary]"
+FOLDERS = {
+    "a folder of Hydra's": planted("hydra.run.dir=../../../x"),
+    "a callback of Hydra's": planted("+hydra.callbacks.x._target_=evil.Net"),
+    "trust": planted("trust=[evil]", "- ++model._target_=evil.Net"),
+    "a class": planted("++model._target_=evil.Net"),
+    "a hook": planted("hooks=[evil.Hook]"),
+    "a class behind trust": planted("'++objective={_target_: evil.Net}'"),
+    "an environment variable": planted("name=${oc.env:HOME}"),
+    "a resolver": planted("name=${oc.create:1}"),
+    "an option that climbs": planted("sync=../../../x"),
+    "no override": planted("]["),
+    "a tag in the config": written("config.yaml", TAG),
+    "a tag in the overrides": written(".hydra/overrides.yaml", TAG),
+    "a swelling config": written("config.yaml", SWELLING),
+    "swelling overrides": written(".hydra/overrides.yaml", f"- {SWELLING}"),
+    "an endless config": written("config.yaml", "&a {batch: *a}"),
+    "another server": written("wandb/settings", "[default]\nbase_url = http://127.0.0.1:9\n"),
+    **{
+        f"a link for {name}": linked(name)
+        for name in (
+            *("metrics.jsonl", "samples.jsonl", "train.log", "checkpoints", "errors"),
+            *(".hydra/resume_1", "status.json", "result.json", ".lock", "wandb"),
+        )
+    },
+}
 
 
-def test_a_file_s_name_commands_no_terminal(
-    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_s_name_commands_no_terminal(place, capsys, monkeypatch):
     """A name that clears the screen, sets its title, and turns what follows it around."""
     monkeypatch.setenv("TRAIN_CACHE", str(place / "cache"))
     (place / "texts").mkdir()
@@ -275,69 +244,38 @@ def test_a_file_s_name_commands_no_terminal(
     argv += ["data=text", "data.path=texts", "data.max_length=16", "model.width=6"]
     assert cli.run(argv) == 3
     assert cli.run([*argv, "data.on_bad=skip"]) == 0
-    said = capsys.readouterr()
+    screen = capsys.readouterr()
     (log,) = (place / "outputs").glob("*/*/samples.jsonl")
     (shown,) = (place / "outputs").glob(f"*/{log.parent.name}/train.log")
-    for text in (said.out, said.err, shown.read_text(), log.read_text()):
+    for text in (screen.out, screen.err, shown.read_text(), log.read_text()):
         assert "x1b" in text or "u001b" in text
         assert all(char.isprintable() or char in "\n\t" for char in text), repr(text)
 
 
-@pytest.mark.parametrize("spoil", FOLDERS, ids=lambda spoil: spoil.__name__)
-def test_a_run_folder_leads_nowhere(
-    spoil: Callable[[Path], None],
-    honest_run: Path,
-    place: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+@pytest.mark.parametrize("what", FOLDERS)
+def test_a_run_folder_leads_nowhere(what, honest_run, place, tmp_path, capsys):
     run = place / "run"
     shutil.copytree(honest_run, run)
-    spoil(run)
-    own = [line for line in TINY if "_target_" in line]
+    FOLDERS[what](run)
+    own = [line for line in TINY if "data._target_" in line]
+    if what not in ("a class", "trust"):
+        own += [line for line in TINY if "model._target_" in line]
     assert_refused([f"resume={run}", "steps=2", *own], (2, 4), tmp_path, capsys)
 
 
 NAMES = [
-    "name=..",
-    "name=../x",
-    "name=a/b",
-    "name=/tmp/x",
-    "name='a\\b'",
-    "name='a b'",
-    "name='a\tb'",
-    "name='a\nb'",
-    "name='a\0b'",
-    "name='~'",
-    "name='$HOME'",
-    "name='%2e%2e%2fx'",
-    "name='a;b'",
-    "name='`id`'",
-    "name=\uff0e\uff0e",
-    f"name={'a' * 300}",
-    "name=''",
-    "name=.",
-    "outputs=..",
-    "outputs=../../x",
-    "outputs=outputs/../../../x",
-    "hydra.run.dir=../../x",
-    "hydra.run.dir=outputs/../../x",
-    "hydra.sweep.dir=../../x",
-    "hydra.output_subdir=../../x",
-    "hydra.output_subdir=/tmp/somewhere",
-    "model=../../../x",
-    "model=/etc/passwd",
-    "data=..",
-    "optimizer=%2e%2e/x",
-    "recipe=../../../none.yaml",
-    "hydra/launcher=../x",
+    *("name=..", "name=../x", "name=a/b", "name=/tmp/x", "name='a\\b'", "name='a b'"),
+    *("name='a\tb'", "name='a\nb'", "name='a\0b'", "name='~'", "name='$HOME'", "name='%2e%2e%2fx'"),
+    *("name='a;b'", "name='`id`'", "name=\uff0e\uff0e", f"name={'a' * 300}", "name=''", "name=."),
+    *("outputs=..", "outputs=../../x", "outputs=outputs/../../../x", "hydra.run.dir=../../x"),
+    *("hydra.run.dir=outputs/../../x", "hydra.sweep.dir=../../x", "hydra.output_subdir=../../x"),
+    *("hydra.output_subdir=/tmp/somewhere", "model=../../../x", "model=/etc/passwd", "data=.."),
+    *("optimizer=%2e%2e/x", "recipe=../../../none.yaml", "hydra/launcher=../x"),
 ]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_no_name_leads_out_of_the_output_folder(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_name_leads_out_of_the_output_folder(name, tmp_path, capsys):
     key = name.partition("=")[0]
     argv = [line for line in TINY if line.partition("=")[0].partition(".")[0] != key]
     assert_refused([*argv, name], (2,), tmp_path, capsys)
@@ -369,9 +307,7 @@ def found_in(folder: Path, text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("ends", ["well", "with an error", "with a data error"])
-def test_no_secret_of_the_environment_is_left_anywhere(
-    ends: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_no_secret_of_the_environment_is_left_anywhere(ends, tmp_path, monkeypatch, capfd):
     for name, secret in SECRETS.items():
         monkeypatch.setenv(name, secret)
     argv = [line for line in TINY if "data._target_" not in line]
@@ -381,10 +317,10 @@ def test_no_secret_of_the_environment_is_left_anywhere(
         argv += ["model._target_=tests.reliability.test_hostile_inputs.Blurting"]
     code = cli.run([*argv, f"data._target_=tests.reliability.{data}"])
     assert code == {"well": 0, "with an error": 1, "with a data error": 3}[ends]
-    said = capfd.readouterr()
-    assert found_in(tmp_path, said.out + said.err) == []
+    screen = capfd.readouterr()
+    assert found_in(tmp_path, screen.out + screen.err) == []
     if ends != "well":
-        assert "$HF_TOKEN" in said.err
+        assert "$HF_TOKEN" in screen.err
 
 
 class Blurting(toys.Net):
@@ -406,14 +342,12 @@ class Telling:
 
 
 @pytest.mark.parametrize("what", TYPED)
-def test_a_secret_that_is_typed_is_refused_and_not_repeated(
-    what: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_secret_that_is_typed_is_refused_and_not_repeated(what, tmp_path, capfd):
     assert cli.run([*TINY, TYPED[what]]) == 2
-    said = capfd.readouterr()
-    assert found_in(tmp_path, said.out + said.err) == []
+    screen = capfd.readouterr()
+    assert found_in(tmp_path, screen.out + screen.err) == []
 
 
-def test_a_secret_that_is_left_somewhere_is_noticed(tmp_path: Path) -> None:
+def test_a_secret_that_is_left_somewhere_is_noticed(tmp_path):
     (tmp_path / "log").write_text(f"token {SECRETS['HF_TOKEN']}")
     assert found_in(tmp_path, "canary6") == ["the screen", "log"]

@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
+from tests.lib.nightly import counts
+from tests.lib.processes import Command
 from tests.reliability import lab
-from tests.reliability.support import cases, replay
-from trainer.checkpoint.manifest import verify
-from trainer.checkpoint.store import CheckpointStore
+from tests.reliability.support import cases, intact_steps, replay
 from trainer.report import journal
 
 VARIANTS: tuple[tuple[str, ...], ...] = (
@@ -30,28 +28,20 @@ VARIANTS: tuple[tuple[str, ...], ...] = (
     ("checkpoint.asynchronous=true", "checkpoint.every=2"),
     ("data.faults=['3:loss:nan','5:oom']", "model.dropout=0.2"),
 )
-NUM_KILLS = 12
-NUM_KILLS_NIGHTLY = 2000
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 
 
-def work_is_kept(folder: Path, variant: tuple[str, ...]) -> bool:
-    """Whether no more is lost than one interval, and the save under way."""
+def is_work_lost(folder: Path, variant: tuple[str, ...]) -> bool:
+    """Whether more is lost than one interval, and the save under way; what is there is intact."""
     every = 1 if "checkpoint.every=1" in variant else 2
     in_flight = every if "checkpoint.asynchronous=true" in variant else 0
     done = max((entry["step"] for entry in journal.read(folder / "metrics.jsonl")), default=0)
-    saved = max(CheckpointStore(folder / "checkpoints").steps(), default=0)
-    return done - saved <= every + in_flight
+    return done - max(intact_steps(folder / "checkpoints"), default=0) > every + in_flight
 
 
-def keeps_intact(folder: Path) -> bool:
-    """Whether everything named like a checkpoint is one; a damaged one raises."""
-    store = CheckpointStore(folder / "checkpoints")
-    return all(verify(store.path(step), step) for step in store.steps())
-
-
-def kill_warm_runs(count: int, tmp_path: Path) -> None:
+@counts(12, 2000)
+def test_a_run_that_is_killed_at_any_moment_ends_as_the_undisturbed_one(count, tmp_path):
     references, lasts = {}, {}
     for number, variant in enumerate(VARIANTS):
         folder = tmp_path / f"undisturbed{number}"
@@ -61,7 +51,7 @@ def kill_warm_runs(count: int, tmp_path: Path) -> None:
                 assert child.wait() == 0
                 lasts[variant] = seconds()
         references[variant] = lab.outcome(folder)
-    kills = runs = 0
+    kills = 0
     for case, chance in cases(count):
         if kills >= count:
             break
@@ -72,121 +62,74 @@ def kill_warm_runs(count: int, tmp_path: Path) -> None:
             time.sleep(chance.uniform(0, lasts[variant]))
             child.kill()
             kills += child.wait() == -signal.SIGKILL
-            assert work_is_kept(folder, variant), replay(case)
-            assert keeps_intact(folder), replay(case)
+            assert not is_work_lost(folder, variant), replay(case)
         child = lab.fork(lambda v=variant, f=folder: lab.go_on(lab.config(*v), f).code, log)
         assert child.wait() == 0, f"{replay(case)}: {log.read_text()}"
         lab.assert_same(lab.outcome(folder), references[variant], replay(case))
-        runs += 1
-    print(f"{kills} kills over {runs} runs, all equal to the undisturbed ones")
+    print(f"{kills} kills, all runs equal to the undisturbed ones")
 
 
-def test_a_run_that_is_killed_at_any_moment_ends_as_the_undisturbed_one(tmp_path: Path) -> None:
-    kill_warm_runs(NUM_KILLS, tmp_path)
+SETTINGS = lab.lines("steps=4", "checkpoint.every=1", "checkpoint.keep=1", "resume=auto")
 
 
-@pytest.mark.nightly
-@pytest.mark.timeout(3600)
-def test_two_thousand_kills_change_nothing(tmp_path: Path) -> None:
-    kill_warm_runs(NUM_KILLS_NIGHTLY, tmp_path)
+def start(place: Path, *more: str) -> Command:
+    """Type one command line, again and again in one folder, as a user or a cluster does."""
+    place.mkdir(exist_ok=True)
+    return Command.start(place, [*SETTINGS, *more])
 
 
-class CommandLine:
-    """One command line, typed again and again in one folder, as a user or a cluster does."""
-
-    def __init__(self, place: Path, *more: str) -> None:
-        self.place = place
-        self.place.mkdir()
-        settings = lab.lines("steps=4", "checkpoint.every=1", "checkpoint.keep=1")
-        self.argv = [sys.executable, "-m", "trainer", *settings, "resume=auto", *more]
-
-    def start(self) -> subprocess.Popen[str]:
-        environment = {**os.environ, "PYTHONPATH": str(lab.ROOT), "OMP_NUM_THREADS": "1"}
-        return subprocess.Popen(
-            self.argv,
-            cwd=self.place,
-            env=environment,
-            text=True,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-        )
-
-    def finish(self) -> None:
-        ended = self.start()
-        _, err = ended.communicate(timeout=120)
-        assert ended.returncode == 0, err
-
-    def folder(self) -> Path:
-        """The run that has a result; there is one."""
-        (result,) = self.place.glob("outputs/*/*/result.json")
-        return result.parent
-
-    def shows(self, pattern: str) -> bool:
-        return any(self.place.glob(f"outputs/*/*/{pattern}"))
+def finish(command: Command) -> dict[str, Any]:
+    """Wait for the end; gives what the one run that has a result left."""
+    ended = command.end()
+    assert ended.code == 0, ended
+    (result,) = command.place.glob("outputs/*/*/result.json")
+    return lab.outcome(result.parent, rng=False)
 
 
-def moments(chance: Random) -> list[Callable[[CommandLine, float], bool]]:
-    """When to kill: at random, and at what random moments seldom hit."""
+def is_due(moment: str | float, place: Path, share: float) -> bool:
+    if isinstance(moment, float):
+        return share > moment
+    return any(place.glob(f"outputs/*/*/{moment}"))
 
-    def at(pattern: str) -> Callable[[CommandLine, float], bool]:
-        return lambda line, now: line.shows(pattern)
 
-    def after(share: float) -> Callable[[CommandLine, float], bool]:
-        return lambda line, now: now > share
-
+def moments(chance: Random) -> list[str | float]:
+    """When to kill: at random shares of its time, and when a name is there, which those miss."""
     return [
-        at("checkpoints/.tmp-step-*"),
-        at("status.json"),
-        after(chance.random()),
-        at("checkpoints/.trash-*"),
-        at(".hydra"),
-        at("checkpoints/step-00000004"),
-        after(chance.random()),
-        at("config.yaml"),
-        at("result.json"),
-        after(chance.random()),
+        *("checkpoints/.tmp-step-*", "status.json", chance.random(), "checkpoints/.trash-*"),
+        *(".hydra", "checkpoints/step-00000004", chance.random(), "config.yaml", "result.json"),
+        chance.random(),
     ]
 
 
-def kill_command_lines(count: int, tmp_path: Path) -> None:
-    undisturbed = CommandLine(tmp_path / "undisturbed")
+@counts(1, 30)
+def test_the_same_command_line_completes_a_run_that_was_killed(count, tmp_path):
     with lab.timed() as seconds:
-        undisturbed.finish()
+        expected = finish(start(tmp_path / "undisturbed"))
         lasts = seconds()
-    expected = lab.outcome(undisturbed.folder(), rng=False)
     kills = 0
     for case, chance in cases(count):
-        fixed = ["hydra.run.dir=outputs/day/fixed"] if case % 2 else []
-        line = CommandLine(tmp_path / f"case{case}", *fixed)
+        place, fixed = tmp_path / f"case{case}", ["hydra.run.dir=outputs/day/fixed"] * (case % 2)
         among = moments(chance)
-        is_due = among[case % len(among)]
-        process, started = line.start(), time.perf_counter()
-        while process.poll() is None and not is_due(line, (time.perf_counter() - started) / lasts):
+        moment = among[case % len(among)]
+        command, started = start(place, *fixed), time.perf_counter()
+        process = command.process
+        while process.poll() is None:
+            if is_due(moment, place, (time.perf_counter() - started) / lasts):
+                break
             time.sleep(0.001)
         process.kill()
         process.communicate()
         kills += process.returncode == -signal.SIGKILL
-        line.finish()
-        lab.assert_same(lab.outcome(line.folder(), rng=False), expected, replay(case))
+        lab.assert_same(finish(start(place, *fixed)), expected, replay(case))
     print(f"{kills} kills of {count} command lines, each completed by the same command")
-    assert kills >= count // 2
+    assert kills >= count / 2
 
 
-def test_the_same_command_line_completes_a_run_that_was_killed(tmp_path: Path) -> None:
-    kill_command_lines(2, tmp_path)
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(1800)
-def test_the_same_command_line_completes_after_thirty_kills(tmp_path: Path) -> None:
-    kill_command_lines(30, tmp_path)
-
-
-def test_lost_work_is_noticed(tmp_path: Path) -> None:
+def test_lost_work_is_noticed(tmp_path):
     def die(step: int) -> None:
         if step == 5:
             os.kill(os.getpid(), signal.SIGKILL)
 
     settings = lab.config("checkpoint.every=null")
     assert lab.fork(lambda: lab.run(settings, tmp_path, after_step=die).code).wait() == -9
-    assert not work_is_kept(tmp_path, ())
+    assert is_work_lost(tmp_path, ())

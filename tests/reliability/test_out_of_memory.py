@@ -1,4 +1,4 @@
-"""Harnesses 13 and 14: memory that runs out at any point, on any rank, and the very same step.
+"""Harness 13: memory that runs out at any point, and the very same step.
 
 A failure is injected at every (micro-batch, phase) of a step whose model draws from every global
 generator, normalises over its micro-batch and replaces its buffers. What the run leaves behind is
@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 
+from tests.lib.nightly import counts
 from tests.reliability import lab
-from tests.reliability.allocations import PHASES, Point
+from tests.reliability.allocations import PHASES
 from tests.reliability.support import cases, replay
 from trainer.checkpoint.store import CheckpointStore
 from trainer.config.run_config import RunConfig
@@ -25,11 +26,8 @@ from trainer.config.run_config import RunConfig
 ALLOCATIONS = "tests.reliability.allocations"
 
 RUN = (
-    f"model._target_={ALLOCATIONS}.Net",
-    "model.dropout=0.3",
-    f"accum.gradient._target_={ALLOCATIONS}.Struck",
-    "batch.global=23",
-    "eval.every=null",
+    *(f"model._target_={ALLOCATIONS}.Net", "model.dropout=0.3", "batch.global=23"),
+    *(f"accum.gradient._target_={ALLOCATIONS}.Struck", "eval.every=null"),
 )
 SHORT = (*RUN, "steps=3", "checkpoint.every=null")
 
@@ -42,18 +40,10 @@ VARIANTS = {
 
 POINTS = [(number, phase) for number in range(12) for phase in PHASES]
 
-NUM_POINTS = 5
-"""Of the 60, by default."""
 
-EXECUTION = ("cut", "config_hash")
-"""What tells how a run is cut, not what it computed."""
-
-
-def struck(settings: RunConfig, *points: Point) -> RunConfig:
-    """Let memory run out somewhere."""
-    gradient = settings.accum.gradient.model_copy(
-        update={"params": {"points": [str(point) for point in points]}}
-    )
+def struck(settings: RunConfig, *points: str) -> RunConfig:
+    """Let memory run out somewhere: `rank:attempt:micro-batch:phase`."""
+    gradient = settings.accum.gradient.model_copy(update={"params": {"points": list(points)}})
     accum = settings.accum.model_copy(update={"gradient": gradient})
     return settings.model_copy(update={"accum": accum})
 
@@ -65,9 +55,9 @@ def left_behind(folder: Path) -> dict[str, Any]:
     """
     found = lab.outcome(folder)
     meta = json.loads(found["meta"])
-    meta["extra"] = {k: v for k, v in meta["extra"].items() if k not in EXECUTION}
-    contract = meta["extra"]["contract"]
-    meta["extra"]["contract"] = {k: v for k, v in contract.items() if not k.startswith("accum")}
+    contract = meta["extra"].pop("contract")
+    meta["contract"] = {k: v for k, v in contract.items() if not k.startswith("accum")}
+    del meta["extra"]["cut"], meta["extra"]["config_hash"]
     metrics = [
         {k: v for k, v in e.items() if k != "replays"} for e in found["metrics"] if "lr" in e
     ]
@@ -78,12 +68,13 @@ def replays(folder: Path) -> list[int]:
     return [entry.get("replays", 0) for entry in lab.logged(folder)["metrics"] if "lr" in entry]
 
 
-def said(ended: lab.Ended) -> list[str]:
+def notices(ended: lab.Ended) -> list[str]:
     return [line for line in ended.screen.splitlines() if "out of memory" in line]
 
 
-def strike(variant: str, count: int, tmp_path: Path) -> None:
-    """Let memory run out at so many points; at every one where there are as many."""
+@counts(5, len(POINTS))
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_memory_that_runs_out_anywhere_in_a_step_changes_nothing(variant, count, tmp_path):
     settings = lab.config(*SHORT, *VARIANTS[variant])
     finer = settings if variant != "cut smaller" else lab.config(*SHORT, "accum.micro=1")
     assert lab.run(finer, tmp_path / "expected").code == 0
@@ -92,37 +83,20 @@ def strike(variant: str, count: int, tmp_path: Path) -> None:
     for case, chance in cases(count):
         number, phase = POINTS[case] if count == len(POINTS) else chance.choice(POINTS)
         folder = tmp_path / str(case)
-        ended = lab.run(struck(settings, Point(0, 1, number, phase)), folder)
+        ended = lab.run(struck(settings, f"0:1:{number}:{phase}"), folder)
         about = f"{variant}, {phase} of micro-batch {number}: {replay(case)}"
         assert ended.code == 0, (about, ended)
         assert replays(folder) == [1, 0, 0], about
-        assert len(said(ended)) == 1, about
+        assert len(notices(ended)) == 1, about
         lab.assert_same(left_behind(folder), expected, about)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_memory_that_runs_out_anywhere_in_a_step_changes_nothing(
-    variant: str, tmp_path: Path
-) -> None:
-    strike(variant, NUM_POINTS, tmp_path)
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_memory_that_runs_out_at_every_point_of_a_step_changes_nothing(
-    variant: str, tmp_path: Path
-) -> None:
-    strike(variant, len(POINTS), tmp_path)
-    print(f"{variant}: {len(POINTS)} points, bit for bit")
-
-
-def test_memory_that_runs_out_in_one_replay_after_another_is_cut_as_often(tmp_path: Path) -> None:
+def test_memory_that_runs_out_in_one_replay_after_another_is_cut_as_often(tmp_path):
     settings = lab.config(*SHORT, "accum.micro=8")
     assert lab.run(lab.config(*SHORT, "accum.micro=2"), tmp_path / "expected").code == 0
     folder = tmp_path / "struck"
-    ended = lab.run(struck(settings, Point(0, 1, 1, "end"), Point(0, 2, 3, "loss")), folder)
-    assert (ended.code, replays(folder), len(said(ended))) == (0, [2, 0, 0], 1)
+    ended = lab.run(struck(settings, "0:1:1:end", "0:2:3:loss"), folder)
+    assert (ended.code, replays(folder), len(notices(ended))) == (0, [2, 0, 0], 1)
     lab.assert_same(left_behind(folder), left_behind(tmp_path / "expected"), "two replays")
 
 
@@ -134,11 +108,10 @@ def test_memory_that_runs_out_in_one_replay_after_another_is_cut_as_often(tmp_pa
     ],
 )
 def test_a_cut_that_is_a_part_of_the_step_is_tried_twice_and_never_made_smaller(
-    variant: str, why: str, tmp_path: Path
-) -> None:
+    variant, why, tmp_path
+):
     settings = lab.config(*RUN, *VARIANTS[variant], "checkpoint.every=1")
-    twice = struck(settings, Point(0, 2, 3, "middle"), Point(0, 3, 3, "middle"))
-    ended = lab.run(twice, tmp_path)
+    ended = lab.run(struck(settings, "0:2:3:middle", "0:3:3:middle"), tmp_path)
     assert ended.code == 5
     assert ended.error.startswith(f"step 2: out of memory twice, and {why}")
     assert "lower accum.micro" in ended.error
@@ -146,9 +119,9 @@ def test_a_cut_that_is_a_part_of_the_step_is_tried_twice_and_never_made_smaller(
     assert CheckpointStore(tmp_path / "checkpoints").steps() == [1]
 
 
-def test_a_resumed_run_cuts_as_finely_as_the_one_that_ran_out_of_memory(tmp_path: Path) -> None:
+def test_a_resumed_run_cuts_as_finely_as_the_one_that_ran_out_of_memory(tmp_path):
     settings = lab.config(*RUN, "accum.micro=4", "steps=6")
-    faulty = struck(settings, Point(0, 2, 1, "backward"))
+    faulty = struck(settings, "0:2:1:backward")
     assert lab.run(faulty, tmp_path / "straight").code == 0
     folder = tmp_path / "resumed"
     assert lab.run(faulty, folder, after_step=lab.stop_at(3)).code == 75
@@ -160,9 +133,7 @@ def test_a_resumed_run_cuts_as_finely_as_the_one_that_ran_out_of_memory(tmp_path
 
 
 @pytest.mark.parametrize("line", ["num_workers=0", "num_workers=1", "data.on_bad=skip"])
-def test_a_host_without_memory_for_a_sample_ends_with_5_and_names_it(
-    line: str, tmp_path: Path
-) -> None:
+def test_a_host_without_memory_for_a_sample_ends_with_5_and_names_it(line, tmp_path):
     settings = lab.config(f"data._target_={ALLOCATIONS}.Unreadable", "steps=3", line)
     ended = lab.run(settings, tmp_path)
     assert ended.code == 5, ended
@@ -170,14 +141,15 @@ def test_a_host_without_memory_for_a_sample_ends_with_5_and_names_it(
     assert "\n" not in ended.error
 
 
-def test_real_allocations_that_fail_are_replayed_in_pieces_that_fit(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_real_allocations_that_fail_are_replayed_in_pieces_that_fit(tmp_path):
     """The address space has room for six samples of 128 MiB; eight, the whole batch, fail."""
     line = (f"model._target_={ALLOCATIONS}.Sprawling", "model.dropout=0.3", "eval.every=null")
     settings = lab.config(*line, "accum.micro=8")
 
     def confined() -> int:
-        held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        limit = held + 7 * 2**27
+        taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        limit = taken + 7 * 2**27
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         return lab.run(settings, tmp_path / "confined").code
 

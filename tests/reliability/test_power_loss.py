@@ -16,7 +16,8 @@ from random import Random
 
 import pytest
 
-from tests.reliability.power import ROOT, Operation, RecordingDisk, crash, promised
+from tests.lib.nightly import counts
+from tests.reliability.power import ROOT, Operation, RecordingDisk, crash
 from tests.reliability.support import KEEP, assert_is, cases, intact_steps, replay, save, state
 from trainer.checkpoint.status import Status, write_status
 from trainer.checkpoint.store import CheckpointStore
@@ -25,7 +26,6 @@ from trainer.core.errors import NoCheckpointError
 
 LAST = 4
 NUM_STATES = 300
-NUM_STATES_NIGHTLY = 4000
 
 Log = list[Operation]
 
@@ -47,15 +47,15 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Log:
 
 def last(log: Log, cut: int, kind: str) -> int:
     """The step of the last promise of a kind, 0 if there is none."""
-    kept = [op.promise[1] for op in log[:cut] if op.kind == "done" and op.promise[0] == kind]
-    return kept[-1] if kept else 0
+    steps = [op.promise[1] for op in log[:cut] if op.kind == "done" and op.promise[0] == kind]
+    return steps[-1] if steps else 0
 
 
 def check(run: Path, log: Log, cut: int) -> None:
     """Hold a state after power loss against what had been promised by then."""
     saved, folder = last(log, cut, "checkpoint"), run / "checkpoints"
-    kept = intact_steps(folder)
-    assert len(kept) >= min(KEEP, saved), f"{kept} of {saved}"
+    intact = intact_steps(folder)
+    assert len(intact) >= min(KEEP, saved), f"{intact} of {saved}"
     try:
         loaded = CheckpointStore(folder, KEEP).load()
     except NoCheckpointError:
@@ -79,72 +79,39 @@ def violation(log: Log, case: int, chance: Random, run: Path) -> str | None:
     try:
         check(run, log, cut)
         if case % 10 == 0:
-            folder = run / "checkpoints"
-            save(folder, LAST + 1)
-            assert_is(CheckpointStore(folder).load(), LAST + 1)
+            save(run / "checkpoints", LAST + 1)
+            assert_is(CheckpointStore(run / "checkpoints").load(), LAST + 1)
     except Exception as error:
-        return f"after {cut} of {len(log)} operations {promised(log, cut)}: {error!r}"
+        return f"after {cut} of {len(log)} operations: {error!r}"
     return None
 
 
-def hold_in_all_states(log: Log, run: Path, count: int) -> None:
+@counts(NUM_STATES, 4000)
+def test_no_state_after_power_loss_breaks_a_promise(count, log, tmp_path):
     for case, chance in cases(count):
-        found = violation(log, case, chance, run)
+        found = violation(log, case, chance, tmp_path / "run")
         assert found is None, f"{found}; {replay(case)}"
 
 
-def test_no_state_after_power_loss_breaks_a_promise(log: Log, tmp_path: Path) -> None:
-    hold_in_all_states(log, tmp_path / "run", NUM_STATES)
-
-
-@pytest.mark.nightly
-def test_none_of_thousands_of_states_after_power_loss_breaks_a_promise(
-    log: Log, tmp_path: Path
-) -> None:
-    hold_in_all_states(log, tmp_path / "run", NUM_STATES_NIGHTLY)
-
-
-def nodes_named(log: Log, prefix: str) -> set[int]:
+def named(log: Log, prefix: str) -> set[int]:
     return {op.node for op in log if op.kind == "enter" and op.name.startswith(prefix)}
 
 
-def without(log: Log, drop: Callable[[Operation], bool]) -> Log:
-    return [op for op in log if not drop(op)]
+def without(kind: str, prefix: str | None = None) -> Callable[[Log], Log]:
+    """Leave out operations of a kind: all, or those on what has such a name."""
+
+    def mutate(log: Log) -> Log:
+        nodes = {op.node for op in log} if prefix is None else named(log, prefix) or {ROOT}
+        return [op for op in log if op.kind != kind or op.node not in nodes]
+
+    return mutate
 
 
-def no_file_is_synced(log: Log) -> Log:
-    return without(log, lambda op: op.kind == "sync")
+def deleted_under_its_name(log: Log) -> Log:
+    return [op for op in log if op.kind != "move" or not op.target.startswith(".trash")]
 
 
-def the_manifest_is_not_synced(log: Log) -> Log:
-    manifests = nodes_named(log, "manifest.json")
-    return without(log, lambda op: op.kind == "sync" and op.node in manifests)
-
-
-def the_status_is_not_synced(log: Log) -> Log:
-    statuses = nodes_named(log, ".tmp-status")
-    return without(log, lambda op: op.kind == "sync" and op.node in statuses)
-
-
-def no_folder_is_synced(log: Log) -> Log:
-    return without(log, lambda op: op.kind == "sync_folder")
-
-
-def the_new_folder_is_not_synced(log: Log) -> Log:
-    folders = nodes_named(log, ".tmp-step")
-    return without(log, lambda op: op.kind == "sync_folder" and op.node in folders)
-
-
-def the_parent_folder_is_not_synced(log: Log) -> Log:
-    parents = nodes_named(log, "checkpoints")
-    return without(log, lambda op: op.kind == "sync_folder" and op.node in parents)
-
-
-def the_run_folder_is_not_synced(log: Log) -> Log:
-    return without(log, lambda op: op.kind == "sync_folder" and op.node == ROOT)
-
-
-def the_rename_comes_before_the_manifest(log: Log) -> Log:
+def renamed_before_the_manifest(log: Log) -> Log:
     early: Log = []
     for op in log:
         if op.kind == "move" and op.target.startswith("step-"):
@@ -155,24 +122,16 @@ def the_rename_comes_before_the_manifest(log: Log) -> Log:
     return early
 
 
-def is_pruning(log: Log) -> Callable[[Operation], bool]:
-    """Tell the operations that delete the pruned checkpoints, the first rename excepted."""
-    moved = {op.node for op in log if op.kind == "move" and op.target.startswith(".trash")}
-    return lambda op: (
-        (op.kind == "leave" and (op.folder in moved or op.node in moved))
-        or (op.kind == "move" and op.target.startswith(".trash"))
-    )
-
-
-def pruning_comes_first(log: Log) -> Log:
+def pruned_first(log: Log) -> Log:
     """Delete the old before the new is begun."""
-    prunes = is_pruning(log)
+    trash = {op.node for op in log if op.kind == "move" and op.target.startswith(".trash")}
     early: Log = []
     begin = 0
     for op in log:
         if op.kind == "enter" and op.name.startswith(".tmp-step"):
             begin = len(early)
-        if prunes(op):
+        is_move = op.kind == "move" and op.target.startswith(".trash")
+        if is_move or (op.kind == "leave" and trash & {op.folder, op.node}):
             early.insert(begin, op)
             begin += 1
         else:
@@ -180,7 +139,7 @@ def pruning_comes_first(log: Log) -> Log:
     return early
 
 
-def pruning_does_not_wait_for_the_commit(log: Log) -> Log:
+def pruned_before_the_commit(log: Log) -> Log:
     """Sync the parent folder once, when the new has its name and the old is deleted."""
     pruned = {i for i, op in enumerate(log) if op.target.startswith(".trash")}
     early = {i - 1 for i in pruned} | {i + 1 for i in pruned}
@@ -194,14 +153,9 @@ def pruning_does_not_wait_for_the_commit(log: Log) -> Log:
     return late
 
 
-def files_are_deleted_under_their_name(log: Log) -> Log:
-    return without(log, lambda op: op.kind == "move" and op.target.startswith(".trash"))
-
-
-def the_status_is_overwritten_in_place(log: Log) -> Log:
+def status_overwritten_in_place(log: Log) -> Log:
     """Write into the first status file again and again."""
-    statuses = sorted(nodes_named(log, ".tmp-status"))
-    first, later = statuses[0], set(statuses[1:])
+    first, *later = sorted(named(log, ".tmp-status"))
     mutated: Log = []
     for op in log:
         if op.node not in later:
@@ -213,30 +167,25 @@ def the_status_is_overwritten_in_place(log: Log) -> Log:
     return mutated
 
 
-MUTANTS = [
-    no_file_is_synced,
-    the_manifest_is_not_synced,
-    the_status_is_not_synced,
-    no_folder_is_synced,
-    the_new_folder_is_not_synced,
-    the_parent_folder_is_not_synced,
-    the_run_folder_is_not_synced,
-    the_rename_comes_before_the_manifest,
-    pruning_comes_first,
-    pruning_does_not_wait_for_the_commit,
-    files_are_deleted_under_their_name,
-    the_status_is_overwritten_in_place,
-]
+MUTANTS = {
+    "no file is synced": without("sync"),
+    "the manifest is not synced": without("sync", "manifest.json"),
+    "the status is not synced": without("sync", ".tmp-status"),
+    "no folder is synced": without("sync_folder"),
+    "the new folder is not synced": without("sync_folder", ".tmp-step"),
+    "the parent folder is not synced": without("sync_folder", "checkpoints"),
+    "the run folder is not synced": without("sync_folder", "the root, which has no name"),
+    "the rename comes before the manifest": renamed_before_the_manifest,
+    "pruning comes first": pruned_first,
+    "pruning does not wait for the commit": pruned_before_the_commit,
+    "files are deleted under their name": deleted_under_its_name,
+    "the status is overwritten in place": status_overwritten_in_place,
+}
 
 
-@pytest.mark.parametrize("mutate", MUTANTS)
-def test_a_seeded_mistake_in_the_protocol_is_caught(
-    mutate: Callable[[Log], Log], log: Log, tmp_path: Path
-) -> None:
-    mutated = mutate(log)
+@pytest.mark.parametrize("mistake", MUTANTS)
+def test_a_seeded_mistake_in_the_protocol_is_caught(mistake, log, tmp_path):
+    mutated = MUTANTS[mistake](log)
     assert mutated != log
-    for case, chance in cases(NUM_STATES):
-        if (found := violation(mutated, case, chance, tmp_path / "run")) is not None:
-            print(f"caught in state {case}: {found}")
-            return
-    pytest.fail(f"{NUM_STATES} states did not show that {mutate.__name__.replace('_', ' ')}")
+    found = (violation(mutated, *case, tmp_path / "run") for case in cases(NUM_STATES))
+    assert any(found), f"{NUM_STATES} states did not show that {mistake}"

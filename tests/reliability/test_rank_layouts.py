@@ -1,26 +1,23 @@
-"""Harnesses 10, 15 and 27: what a run over several ranks learns, skips and listens to.
+"""Harnesses 10 and 15: what a run over several ranks learns and skips.
 
 Ranks are real processes over gloo, started once; each case is a whole run with its folder.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
-import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.lib.nightly import nightly
 from tests.lib.ranks_support import Ranks
 from tests.reliability import lab
-from tests.reliability.rank_runs import RankRun, processes_in
 from tests.reliability.rank_work import run_as_rank
-from tests.reliability.support import cases, replay
 from trainer.checkpoint.store import CheckpointStore
 from trainer.core.world import World
 
@@ -75,28 +72,15 @@ PATHS = (
 )
 
 
-def change_layouts(paths: Sequence[Any], tmp_path: Path) -> None:
-    expected = tmp_path / "alone"
-    assert run_on(1, expected, LONG) == [{"code": 0}]
-    for path in paths:
-        folder = tmp_path / "-".join(f"{size}{mode}" for size, mode in path)
-        for part, (size, mode) in enumerate(path):
-            stop = (17, 34, None)[part]
-            how = {"resume": part > 0, "stop_after": stop}
-            lines = (*LONG, f"parallel={mode}")
-            ended = run_on(size, folder, lines, **how)
-            assert {each["code"] for each in ended} == {0 if stop is None else 75}, (path, ended)
-        assert_close(folder, expected, str(path))
-
-
-@pytest.mark.nightly
-def test_layouts_may_change_between_steps_and_no_step_does(tmp_path: Path) -> None:
-    change_layouts(PATHS[:2], tmp_path)
-
-
-@pytest.mark.nightly
-def test_every_change_of_layout(tmp_path: Path) -> None:
-    change_layouts(PATHS, tmp_path)
+@pytest.mark.parametrize("path", [nightly(path) for path in PATHS], ids=str)
+def test_layouts_may_change_between_steps_and_no_step_does(path, tmp_path):
+    assert run_on(1, tmp_path / "alone", LONG) == [{"code": 0}]
+    for part, (size, mode) in enumerate(path):
+        stop = (17, 34, None)[part]
+        how = {"resume": part > 0, "stop_after": stop}
+        ended = run_on(size, tmp_path / "run", (*LONG, f"parallel={mode}"), **how)
+        assert {each["code"] for each in ended} == {0 if stop is None else 75}, (part, ended)
+    assert_close(tmp_path / "run", tmp_path / "alone", str(path))
 
 
 TORCH = "optimizer._target_=torch.optim"
@@ -116,8 +100,16 @@ MODES = ("none", "ddp", "fsdp", "hsdp")
 SIX = (BLOCKS, "+model.double=true", "steps=6", "checkpoint.every=null", "accum.micro=2")
 
 
-def resume_over(ranks: Ranks, name: str, pairs: Sequence[tuple[str, str]], place: Path) -> None:
-    """Stop a run after three steps under one mode, and end it under another, on two ranks."""
+@pytest.mark.parametrize(
+    ("name", "pairs"),
+    [
+        ("sgd", [("none", "fsdp"), ("ddp", "fsdp"), ("fsdp", "none")]),
+        *(nightly(name, [*product(MODES, repeat=2)]) for name in OPTIMIZERS),
+    ],
+    ids=str,
+)
+def test_an_optimizer_goes_on_under_another_mode(name, pairs, ranks, tmp_path):
+    """Stopped after three steps under one mode, and ended under another, on two ranks."""
 
     def end(folder: Path, mode: str, code: int, **how: Any) -> None:
         given = (*SIX, *OPTIMIZERS[name], f"parallel={mode}"), folder, how
@@ -125,34 +117,14 @@ def resume_over(ranks: Ranks, name: str, pairs: Sequence[tuple[str, str]], place
         ended = [run_as_rank(World(), *given)] if is_alone else ranks.run(2, run_as_rank, *given)
         assert {each["code"] for each in ended} == {code}, (name, folder.name, ended)
 
-    end(place / "undisturbed", "none", 0)
+    end(tmp_path / "undisturbed", "none", 0)
     for first, group in groupby(sorted(pairs), lambda pair: pair[0]):
-        end(place / first, first, 75, stop_after=3)
+        end(tmp_path / first, first, 75, stop_after=3)
         for _, then in group:
-            folder = place / f"{first}-{then}"
-            shutil.copytree(place / first, folder)
+            folder = tmp_path / f"{first}-{then}"
+            shutil.copytree(tmp_path / first, folder)
             end(folder, then, 0, resume=True)
-            assert_close(folder, place / "undisturbed", f"{name}: {first}, then {then}")
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    group = Ranks()
-    yield group
-    group.close()
-
-
-def test_an_optimizer_goes_on_under_another_mode(ranks: Ranks, tmp_path: Path) -> None:
-    resume_over(ranks, "sgd", [("none", "fsdp"), ("ddp", "fsdp"), ("fsdp", "none")], tmp_path)
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_optimizer_goes_on_over_every_pair_of_modes(
-    name: str, ranks: Ranks, tmp_path: Path
-) -> None:
-    resume_over(ranks, name, [*product(MODES, repeat=2)], tmp_path)
+            assert_close(folder, tmp_path / "undisturbed", f"{name}: {first}, then {then}")
 
 
 @pytest.mark.parametrize(
@@ -164,9 +136,7 @@ def test_every_optimizer_goes_on_over_every_pair_of_modes(
         (2, "accum.micro=4 accum.steps=3 batch.global=8", "accum.steps"),
     ],
 )
-def test_a_split_that_cannot_be_stops_every_rank(
-    size: int, line: str, says: str, tmp_path: Path
-) -> None:
+def test_a_split_that_cannot_be_stops_every_rank(size, line, says, tmp_path):
     typed = line.split()
     keys = {each.partition("=")[0] for each in typed}
     lines = [each for each in LONG if each.partition("=")[0] not in keys]
@@ -180,96 +150,27 @@ KINDS = [f"{where}:{value}" for where in ("loss", "gradient") for value in ("nan
 SHORT = (BLOCKS, "steps=3", "checkpoint.every=1", "checkpoint.keep=9", "eval.every=null")
 
 
-def poison(count: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [nightly(2 * len(KINDS) * 8)])
+def test_every_sample_of_a_step_in_every_way_is_skipped_on_all_ranks(count, tmp_path):
     """Strike one sample of step 2: of every rank, in every micro-batch, in every way."""
-    strikes = 0
     modes = ("ddp", "fsdp")
-    plans = {mode: run_on(2, tmp_path / mode, (*SHORT, f"parallel={mode}")) for mode in modes}
-    ids = {mode: ended[0]["code"] for mode, ended in plans.items()}
-    assert ids == {"ddp": 0, "fsdp": 0}
-    step = lab.logged(tmp_path / "ddp")["ledger"][1]["ids"]
-    for case, chance in cases(count):
+    for mode in modes:
+        ended = run_on(2, tmp_path / mode, (*SHORT, f"parallel={mode}"))
+        assert [each["code"] for each in ended] == [0, 0]
+    ids = lab.logged(tmp_path / "ddp")["ledger"][1]["ids"]
+    for case in range(count):
         mode, kind = modes[case % 2], KINDS[case // 2 % len(KINDS)]
-        # Over all cases each sample is struck: every micro-batch of either rank.
-        struck = step[case // (2 * len(KINDS)) % len(step)] if count > 12 else chance.choice(step)
-        folder, about = tmp_path / f"run{case}", f"{replay(case)}: {mode} {kind} {struck}"
+        struck = ids[case // (2 * len(KINDS)) % len(ids)]
+        folder, about = tmp_path / f"run{case}", f"{mode} {kind} {struck}"
         lines = (*SHORT, f"parallel={mode}", "accum.micro=2", f"data.faults=['{struck}:{kind}']")
         ended = run_on(2, folder, lines, digests=True)
         assert [each["code"] for each in ended] == [0, 0], f"{about}: {ended}"
         for each in ended:
             before, after, later = (each["digests"][step] for step in (1, 2, 3))
-            assert before == after, about
-            assert after != later, about
+            assert before == after != later, about
         entries = [e for e in lab.logged(folder)["metrics"] if "lr" in e]
         assert [e.get("skipped") for e in entries] == [None, "not finite", None], about
         saved = [CheckpointStore(folder / "checkpoints").load(step) for step in (1, 2, 3)]
-        names = [n for n in saved[0].tensors if not n.startswith("rng.")]
-        same = [lab.bits(saved[0].read(n)) == lab.bits(saved[1].read(n)) for n in names]
-        assert all(same), about
-        sums = [float(saved[2].read(n).double().sum()) for n in names]
-        assert all(map(math.isfinite, sums)), about
-        strikes += 1
-    print(f"{strikes} values that are not finite: every rank skipped, nothing changed")
-
-
-@pytest.mark.nightly
-def test_a_value_that_is_not_finite_on_one_rank_is_skipped_on_all(tmp_path: Path) -> None:
-    poison(6, tmp_path)
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(1800)
-def test_every_sample_of_a_step_in_every_way(tmp_path: Path) -> None:
-    poison(2 * len(KINDS) * 8, tmp_path)
-
-
-def listeners(pids: Sequence[int]) -> dict[tuple[str, int], str]:
-    """What processes listen at, address and port, with the name of the table."""
-    inodes = set()
-    for pid in pids:
-        for handle in Path(f"/proc/{pid}/fd").iterdir():
-            try:
-                target = str(handle.readlink())
-            except OSError:
-                continue
-            if target.startswith("socket:["):
-                inodes.add(target[8:-1])
-    found = {}
-    for table in ("tcp", "tcp6", "udp", "udp6"):
-        for row in Path(f"/proc/{pids[0]}/net/{table}").read_text().splitlines()[1:]:
-            words = row.split()
-            is_open = words[3] == "0A" or table.startswith("udp")
-            if is_open and words[9] in inodes:
-                text, _, port = words[1].partition(":")
-                family = socket.AF_INET if table[-1] != "6" else socket.AF_INET6
-                raw = bytes.fromhex(text)
-                whole = b"".join(raw[i : i + 4][::-1] for i in range(0, len(raw), 4))
-                found[socket.inet_ntop(family, whole), int(port, 16)] = table
-    return found
-
-
-def test_a_run_listens_on_the_loopback_alone_and_to_no_stranger(tmp_path: Path) -> None:
-    undisturbed = RankRun.start(tmp_path / "undisturbed", "steps=20", "model.pause=0.02")
-    assert undisturbed.end().code == 0
-    run = RankRun.start(tmp_path / "run", "steps=20", "model.pause=0.02")
-    run.wait_for("run/metrics.jsonl")
-    seen: dict[tuple[str, int], str] = {}
-    strangers = []
-    while run.process.poll() is None and len(lab.logged(run.folder)["metrics"]) < 12:
-        found = listeners(processes_in(run.place) or [run.process.pid])
-        for address, port in found.keys() - seen.keys():
-            for greeting in (b"", b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)) * 20):
-                stranger = socket.create_connection((address, port), timeout=5)
-                stranger.sendall(greeting)
-                strangers.append(stranger)
-        seen |= found
-    ended = run.end()
-    for stranger in strangers:
-        stranger.close()
-    assert ended.code == 0, ended
-    assert ended.errors == []
-    assert seen
-    assert {address for address, _ in seen} <= {"127.0.0.1", "::1"}, seen
-    theirs, mine = (lab.outcome(r.folder, rng=False) for r in (run, undisturbed))
-    lab.assert_same(theirs, mine, json.dumps([*map(str, seen)]))
-    print(f"{len(seen)} sockets, all on the loopback; {len(strangers)} strangers changed nothing")
+        for name in (n for n in saved[0].tensors if not n.startswith("rng.")):
+            assert lab.bits(saved[0].read(name)) == lab.bits(saved[1].read(name)), about
+            assert math.isfinite(float(saved[2].read(name).double().sum())), about

@@ -1,4 +1,4 @@
-"""Harnesses 18, 19 and 20: a rank dies, hangs or falls out of step; nothing stays, all is said.
+"""Harnesses 18, 19, 20 and 27: ranks that die, hang, fall out of step or listen to strangers.
 
 Every case is a real command with two ranks over gloo. Its strike is at a stated step and phase.
 """
@@ -8,13 +8,17 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.lib.nightly import counts, nightly
+from tests.lib.processes import Ended
 from tests.reliability import lab
-from tests.reliability.rank_runs import Ended, RankRun
+from tests.reliability.rank_runs import RankRun, processes_in
 from tests.reliability.support import cases, replay
 
 STEPS = {"start": 0, "evaluation": 3, "saving": 4, "end": 7}
@@ -62,104 +66,123 @@ def struck(
         strike = strikes[case % len(strikes)]
         kind, place, rank = strike.split("@")
         phase, _, step = place.partition(":")
-        run = RankRun.start(tmp_path / f"run{case}", *typed, STRIKES=strike)
+        run = RankRun(tmp_path / f"run{case}", *typed, STRIKES=strike)
         ended = run.end()
         where = f"step {step} ({phase}" if step != "0" else "the start"
         yield run, ended, f"{replay(case)}: {strike}", (kind, rank, where)
 
 
-def let_die(count: int, tmp_path: Path) -> None:
-    took = []
+@counts(2, len(DEATHS))
+def test_a_rank_that_dies_anywhere_ends_the_run_and_is_named(count, tmp_path):
     for run, ended, about, (kind, rank, where) in struck(DEATHS, count, tmp_path):
         assert_ends_in_order(run, ended, about, (f"rank {rank}", where, CAUSES[kind]))
-        took.append(ended.at - run.struck_at())
-        print(f"{about}: {took[-1]:.1f} s")
-        assert took[-1] < 10 + SLACK_S, about
-    print(f"{len(took)} deaths: exit 7, at most 3 lines, none left; {max(took):.1f} s at most")
-
-
-def test_a_rank_that_dies_anywhere_ends_the_run_and_is_named(tmp_path: Path) -> None:
-    let_die(2, tmp_path)
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(3600)
-def test_deaths_in_every_phase_of_either_rank(tmp_path: Path) -> None:
-    let_die(len(DEATHS), tmp_path)
+        took = ended.at - run.struck_at()
+        print(f"{about}: {took:.1f} s")
+        assert took < 10 + SLACK_S, about
 
 
 @pytest.mark.parametrize(
     "moment",
     [
         "run/metrics.jsonl",
-        pytest.param("run/status.json", marks=pytest.mark.nightly),
-        pytest.param("run/checkpoints/step-*", marks=pytest.mark.nightly),
-        pytest.param("run/result.json", marks=pytest.mark.nightly),
+        *map(nightly, ("run/status.json", "run/checkpoints/step-*", "run/result.json")),
     ],
 )
-def test_no_rank_outlives_a_command_that_is_killed(moment: str, tmp_path: Path) -> None:
-    run = RankRun.start(tmp_path / "run", "model.pause=0.05", "steps=40")
+def test_no_rank_outlives_a_command_that_is_killed(moment, tmp_path):
+    run = RankRun(tmp_path / "run", "model.pause=0.05", "steps=40")
     run.wait_for(moment)
     run.process.send_signal(signal.SIGKILL)
     assert run.end().code == -signal.SIGKILL
     run.assert_none_left(moment)
 
 
-def let_hang(count: int, tmp_path: Path) -> None:
-    took, limit = [], f"parallel.timeout_s={TIME_LIMIT_S}"
+@counts(1, len(HANGS))
+def test_a_rank_that_hangs_or_skips_a_collective_is_named_within_its_limit(count, tmp_path):
+    limit = f"parallel.timeout_s={TIME_LIMIT_S}"
     for run, ended, about, (kind, rank, where) in struck(HANGS, count, tmp_path, limit):
         words = (f"rank {rank}", where) if kind != "skip" else ("rank", "step")
         assert_ends_in_order(run, ended, about, words)
-        took.append(ended.at - run.struck_at())
-        assert took[-1] < TIME_LIMIT_S + 2 + SLACK_S, f"{about}: {took[-1]}"
-        stacks = "".join(path.read_text() for path in (run.folder / "errors").glob("rank*.txt"))
-        assert re.search(r'File ".*", line \d+', stacks), about
-        if kind != "skip":
-            own = (run.folder / "errors" / f"rank{rank}.txt").read_text()
-            assert "in happen" in own, f"{about}: {own}"
-    print(f"{len(took)} hangs, limit {TIME_LIMIT_S:g} s: ended after {max(took):.1f} s at most")
+        took = ended.at - run.struck_at()
+        assert took < TIME_LIMIT_S + 2 + SLACK_S, f"{about}: {took}"
+        stacks = {path.stem: path.read_text() for path in (run.folder / "errors").glob("rank*.txt")}
+        assert re.search(r'File ".*", line \d+', "".join(stacks.values())), about
+        assert kind == "skip" or "in happen" in stacks[f"rank{rank}"], f"{about}: {stacks}"
 
 
-def test_a_rank_that_hangs_or_skips_a_collective_is_named_within_its_limit(tmp_path: Path) -> None:
-    let_hang(1, tmp_path)
+PAUSED = ("model.dropout=0.1", "model.pause=0.1")
 
 
-@pytest.mark.nightly
-@pytest.mark.timeout(3600)
-def test_hangs_in_every_phase(tmp_path: Path) -> None:
-    let_hang(len(HANGS), tmp_path)
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    run = RankRun(tmp_path_factory.mktemp("undisturbed"), *PAUSED)
+    assert run.end().code == 0
+    return lab.outcome(run.folder, rng=False)
 
 
-def restart(count: int, tmp_path: Path) -> None:
-    undisturbed = RankRun.start(tmp_path / "undisturbed", "model.dropout=0.1")
-    assert undisturbed.end().code == 0
-    expected = lab.outcome(undisturbed.folder, rng=False)
+@counts(1, 10)
+def test_a_run_that_loses_ranks_starts_again_and_ends_as_if_nothing_was(
+    count, undisturbed, tmp_path
+):
     for case, chance in cases(count):
         phase = chance.choice(PHASES)
         step = STEPS.get(phase, chance.randint(1, 7))
         strikes = [f"{KINDS[case % 3]}@{phase}:{step}@{chance.randint(0, 1)}"]
         if case % 2:
             strikes.append(f"SIGKILL@reduce:{chance.randint(5, 7)}@{chance.randint(0, 1)}")
-        run = RankRun.start(
-            tmp_path / f"run{case}",
-            *("model.dropout=0.1", "parallel.max_restarts=3"),
-            STRIKES=" ".join(strikes),
+        run = RankRun(
+            tmp_path / f"run{case}", *PAUSED, "parallel.max_restarts=3", STRIKES=" ".join(strikes)
         )
         ended = run.end()
         about = f"{replay(case)}: {strikes}"
         assert ended.code == 0, f"{about}: {ended}"
         happened = len(list((run.place / "marks").iterdir()))
         assert len(ended.errors) == happened >= 1, f"{about}: {ended}"
-        lab.assert_same(lab.outcome(run.folder, rng=False), expected, about)
+        lab.assert_same(lab.outcome(run.folder, rng=False), undisturbed, about)
         run.assert_none_left(about)
-    print(f"{count} runs with deaths were started again, all equal to the undisturbed one")
 
 
-def test_a_run_that_loses_ranks_starts_again_and_ends_as_if_nothing_was(tmp_path: Path) -> None:
-    restart(1, tmp_path)
+def listeners(pids: Sequence[int]) -> dict[tuple[str, int], str]:
+    """What processes listen at, address and port, with the name of the table."""
+    inodes = set()
+    for pid in pids:
+        for handle in Path(f"/proc/{pid}/fd").iterdir():
+            try:
+                target = str(handle.readlink())
+            except OSError:
+                continue
+            if target.startswith("socket:["):
+                inodes.add(target[8:-1])
+    found = {}
+    for table in ("tcp", "tcp6", "udp", "udp6"):
+        for row in Path(f"/proc/{pids[0]}/net/{table}").read_text().splitlines()[1:]:
+            words = row.split()
+            is_open = words[3] == "0A" or table.startswith("udp")
+            if is_open and words[9] in inodes:
+                text, _, port = words[1].partition(":")
+                family = socket.AF_INET if table[-1] != "6" else socket.AF_INET6
+                raw = bytes.fromhex(text)
+                whole = b"".join(raw[i : i + 4][::-1] for i in range(0, len(raw), 4))
+                found[socket.inet_ntop(family, whole), int(port, 16)] = table
+    return found
 
 
-@pytest.mark.nightly
-@pytest.mark.timeout(3600)
-def test_ten_runs_that_lose_ranks_start_again(tmp_path: Path) -> None:
-    restart(10, tmp_path)
+def test_a_run_listens_on_the_loopback_alone_and_to_no_stranger(undisturbed, tmp_path):
+    run = RankRun(tmp_path / "run", *PAUSED)
+    run.wait_for("run/metrics.jsonl")
+    seen: dict[tuple[str, int], str] = {}
+    strangers = []
+    while run.process.poll() is None and len(lab.logged(run.folder)["metrics"]) < 6:
+        found = listeners(processes_in(run.place) or [run.process.pid])
+        for address, port in found.keys() - seen.keys():
+            for greeting in (b"", b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)) * 20):
+                stranger = socket.create_connection((address, port), timeout=5)
+                stranger.sendall(greeting)
+                strangers.append(stranger)
+        seen |= found
+    ended = run.end()
+    for stranger in strangers:
+        stranger.close()
+    assert (ended.code, ended.errors) == (0, [])
+    assert {address for address, _ in seen} <= {"127.0.0.1", "::1"}, seen
+    assert seen
+    lab.assert_same(lab.outcome(run.folder, rng=False), undisturbed, str(seen))

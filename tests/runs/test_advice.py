@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.lib.nightly import nightly
 from tests.lib.run_support import TOYS, go, read_json, state
 from trainer.core.errors import ConfigError, NotExactError
 
-OWN = "tests.lib.advice_toys"
+OWN = "tests.lib.objective_toys"
 AWAY = "device=cuda precision=bf16"
 
 
@@ -31,19 +32,16 @@ def planned(line: str) -> dict[str, Any]:
         "batch.global=512": "batch.global=512 is more than the 42 samples of an epoch",
     }.items(),
 )
-def test_what_a_user_should_know_is_a_warning_of_one_line(
-    line: str, words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_user_should_know_is_a_warning_of_one_line(line, words, capsys):
     plan = planned(line)
-    (said,) = [warning for warning in plan["warnings"] if words in warning]
-    assert "\n" not in said
-    assert said in " ".join(capsys.readouterr().out.split())
+    (shown,) = [warning for warning in plan["warnings"] if words in warning]
+    assert "\n" not in shown
+    assert shown in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(
     "line",
     [
-        "",
         "model.norm=batch batchnorm=micro",
         "eval.every=2 checkpoint.every=2",
         f"objective._target_={TOYS}.Squared",
@@ -52,26 +50,23 @@ def test_what_a_user_should_know_is_a_warning_of_one_line(
         f"compile=true optimizer._target_=torch.optim.NAdam {AWAY}",
     ],
 )
-def test_what_is_in_order_is_not_warned_of(line: str) -> None:
+def test_what_is_in_order_is_not_warned_of(line):
     assert planned(line)["warnings"] == []
 
 
-def test_an_optimizer_that_steps_in_backward_is_refused_and_leaves_no_hook(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    for command in ("plan", "train"):
-        with pytest.raises(ConfigError, match="steps within backward") as raised:
-            go(f"command={command} optimizer._target_={OWN}.InBackward")
-        assert "\n" not in str(raised.value)
+def test_an_optimizer_that_steps_in_backward_is_refused():
+    with pytest.raises(ConfigError, match="steps within backward") as raised:
+        go(f"command=plan optimizer._target_={OWN}.InBackward")
+    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize("line", ["accum=auto", "accum=budget accum.max_tokens=64"])
-def test_batchnorm_under_a_planned_cut_is_refused_with_what_to_type(line: str) -> None:
+def test_batchnorm_under_a_planned_cut_is_refused_with_what_to_type(line):
     with pytest.raises(ConfigError, match=r"accum=fixed accum\.micro=N batchnorm=micro"):
         go(f"command=plan model.norm=batch {line}")
 
 
-def test_batchnorm_trains_alike_typed_as_micro_and_by_default_and_only_the_words_differ() -> None:
+def test_batchnorm_trains_alike_typed_as_micro_and_by_default_and_only_the_words_differ():
     silent, typed = go("model.norm=batch"), go("model.norm=batch batchnorm=micro")
     first, second = state(silent), state(typed)
     assert all(torch.equal(first[name], second[name]) for name in first)
@@ -82,34 +77,28 @@ PAIRS = f"model._target_={TOYS}.DoubleNet objective._target_={OWN}.Pairs batch.g
 
 @pytest.mark.parametrize(
     "cut",
-    [
-        "accum.micro=2",
-        "accum.micro=4",
-        "accum=budget accum.max_tokens=24",
-        "accum=budget accum.max_tokens=60",
-        "accum=auto",
-    ],
+    ["accum.micro=2", "accum=budget accum.max_tokens=24", nightly("accum=auto")],
 )
-def test_an_objective_may_couple_samples_that_no_cut_divides(cut: str) -> None:
+def test_an_objective_may_couple_samples_that_no_cut_divides(cut):
     whole = state(go(f"{PAIRS} accum.micro=8"))
     pieces = state(go(f"{PAIRS} {cut}"))
     for name in (name for name in whole if name.startswith("model.")):
         torch.testing.assert_close(pieces[name], whole[name], rtol=1e-11, atol=1e-13)
 
 
-def test_without_its_groups_the_same_objective_is_another_for_every_cut() -> None:
+def test_without_its_groups_the_same_objective_is_another_for_every_cut():
     alone = f"{PAIRS} objective.group_size=1"
     whole, pieces = state(go(f"{alone} accum.micro=8")), state(go(f"{alone} accum.micro=3"))
     difference = (whole["model.head.weight"] - pieces["model.head.weight"]).abs().max()
     assert difference > 1e-6
 
 
-def test_a_micro_batch_that_would_divide_a_group_names_the_nearest_that_does_not() -> None:
+def test_a_micro_batch_that_would_divide_a_group_names_the_nearest_that_does_not():
     with pytest.raises(ConfigError, match=r"nearest valid value is accum\.micro=4"):
         go(f"command=plan {PAIRS} accum.micro=3")
 
 
-def test_a_plan_for_eight_gpus_that_are_not_here_is_that_of_the_machine_it_is_for() -> None:
+def test_a_plan_for_eight_gpus_that_are_not_here_is_that_of_the_machine_it_is_for():
     model = f"model._target_={OWN}.Bounded"
     plan = planned(f"{model} {AWAY} accum=auto accum.memory=80GiB parallel.ranks=8 parallel=fsdp")
     assert plan["world_size"] == 8
@@ -121,38 +110,34 @@ def test_a_plan_for_eight_gpus_that_are_not_here_is_that_of_the_machine_it_is_fo
     assert plan["step_seconds"] is None
     whole = planned(f"{model} {AWAY} accum=auto accum.memory=80GiB parallel.ranks=8 parallel=ddp")
     for part, share in (("optimizer state", 1 / 8), ("parameters", 9 / 8)):
-        held, of = plan["memory_parts"][part], whole["memory_parts"][part]
-        assert held == pytest.approx(share * of, abs=32), "counters are whole"
+        mine, of = plan["memory_parts"][part], whole["memory_parts"][part]
+        assert mine == pytest.approx(share * of, abs=32), "counters are whole"
     assert not any(shape["packed"] for shape in planned(f"{model} precision=bf16")["shapes"])
 
 
-@pytest.mark.parametrize("cut", ["accum.micro=3", "accum=budget accum.max_tokens=64"])
-def test_a_stated_cut_is_planned_for_a_gpu_that_is_not_here_without_knowing_its_memory(
-    cut: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    plan = planned(f"device=cuda {cut}")
+def test_a_stated_cut_is_planned_for_a_gpu_that_is_not_here_without_knowing_its_memory(capsys):
+    plan = planned("device=cuda accum=budget accum.max_tokens=64")
     assert plan["memory_limit_bytes"] is None
     assert plan["predicted_peak_bytes"] > 0
     assert "limit unknown" in " ".join(capsys.readouterr().out.split())
 
 
-def test_the_predicted_peak_is_that_of_the_dearest_step_and_not_of_a_sampled_one() -> None:
+def test_the_predicted_peak_is_that_of_the_dearest_step_and_not_of_a_sampled_one():
     """The longest of 42 rows is in one step of six; whichever that is, the peak is the same."""
-    peaks = {planned(f"seed={seed} steps=1")["predicted_peak_bytes"] for seed in (0, 1, 2, 3)}
+    peaks = {planned(f"seed={seed} steps=1")["predicted_peak_bytes"] for seed in (0, 1)}
     assert len(peaks) == 1
 
 
-def test_verify_proves_a_step_whose_groups_no_cut_divides_and_refutes_one_without_them() -> None:
+def test_verify_proves_a_step_whose_groups_no_cut_divides_and_refutes_one_without_them():
     proven = go(f"command=verify {PAIRS} accum=budget accum.max_tokens=24")
     assert read_json(proven.folder / "verify.json")["exact"] is True
     with pytest.raises(NotExactError):
         go(f"command=verify {PAIRS} accum.micro=3 objective.group_size=1")
 
 
-@pytest.mark.parametrize("command", ["train", "plan", "verify"])
-@pytest.mark.parametrize("accum", ["", "accum=auto accum.micro=null"])
-def test_a_sum_without_a_weight_is_refused_in_one_line(command: str, accum: str) -> None:
+@pytest.mark.parametrize("line", ["command=plan", "command=verify", "accum=auto accum.micro=null"])
+def test_a_sum_without_a_weight_is_refused_in_one_line(line):
     with pytest.raises(ConfigError) as caught:
-        go(f"command={command} objective._target_={OWN}.Unweighted {accum}")
-    (said,) = caught.value.faults
-    assert "objective: weights of Unweighted gives squared, but no second" in said
+        go(f"{line} objective._target_={OWN}.Unweighted")
+    (fault,) = caught.value.faults
+    assert "objective: weights of Unweighted gives squared, but no second" in fault

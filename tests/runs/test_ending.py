@@ -52,7 +52,7 @@ def broken(ids: list[int]) -> str:
 @pytest.mark.parametrize(
     ("logit", "decode", "why"), [(float("nan"), str, "RuntimeError"), (0.0, broken, "KeyError")]
 )
-def test_a_sample_that_fails_is_left_out_and_told(logit, decode, why, caplog):
+def test_a_sample_that_fails_is_left_out_with_a_warning(logit, decode, why, caplog):
     parts = parts_of(logit, decode)
     assert sample_text(parts) is None
     assert parts.module.training

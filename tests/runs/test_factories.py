@@ -6,6 +6,7 @@ import shlex
 
 import pytest
 
+from tests.lib.nightly import nightly
 from tests.lib.run_support import TOYS, go, only_run, read_json, shell
 
 pytestmark = pytest.mark.usefixtures("own_folder")
@@ -31,10 +32,14 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_a_model_that_a_factory_makes_does_all_that_a_model_does(
-    model: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize(
+    "model",
+    [
+        *("classes within", "from_config"),
+        *map(nightly, ("a function", "a class method", "a class with its config")),
+    ],
+)
+def test_a_model_that_a_factory_makes_does_all_that_a_model_does(model, capsys):
     go(f"{MODELS[model]} steps=2 eval.every=2 data.holdout=0.2")
     run = only_run()
     printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  train ")]

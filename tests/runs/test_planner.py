@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from tests.lib.run_support import only_run, shell
+from tests.lib.nightly import nightly
+from tests.lib.run_support import assert_same_bits, curve, entries, go, state
 from tests.lib.support import EXACT, VOCABULARY, WRONG, Bench, RaggedText, relative_error
 from tests.lib.tune_support import Encoder, gpt, measured_peak, text, workload
 from trainer.core.errors import ConfigError
-from trainer.data.loader import Loader, Request
 from trainer.models.bind import bind
 from trainer.models.gpt import GPT
 from trainer.models.recompute import checkpoint_blocks
@@ -33,7 +31,6 @@ from trainer.tune.predict import Predictor
 from trainer.tune.workload import Tiled
 
 CPU = torch.device("cpu")
-TINY = "model.width=16 model.num_heads=2 data.max_length=32"
 
 
 def small_gpt(**changes) -> GPT:
@@ -133,7 +130,7 @@ def test_a_compiled_model_sees_few_lengths_the_same_for_every_batch():
     assert len(seen) <= COMPILED_SHAPES
 
 
-@pytest.mark.parametrize("name", ["gpt", "encoder"])
+@pytest.mark.parametrize("name", ["gpt", nightly("encoder")])
 def test_the_peak_under_bf16_autocast_is_predicted(name):
     model = gpt() if name == "gpt" else Encoder()
     work = replace(workload(model), bind=partial(bind, autocast=torch.bfloat16))
@@ -170,50 +167,14 @@ def tokens_by_sample(bench: Bench, num_steps: int = 3) -> dict[tuple[int, int], 
     return seen
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_augmentation_is_the_same_for_every_cut_worker_and_replay(num_workers):
+def test_augmentation_is_the_same_for_every_cut_and_worker():
     data = Augmented(num_samples=20)
     expected = tokens_by_sample(Bench(Fixed(), dataset=data, global_batch=12))
     assert len(expected) == 20 + 12  # two epochs, whose draws differ
     assert expected[0, 3] != expected[1, 3]
-    for cut in (Fixed(micro=5), Budget(max_tokens=50)):
+    for cut, num_workers in ((Fixed(micro=5), 0), (Budget(max_tokens=50), 2)):
         bench = Bench(cut, dataset=data, global_batch=12, num_workers=num_workers)
         assert tokens_by_sample(bench) == expected
-
-
-def test_a_replay_reads_the_same_augmented_samples():
-    bench = Bench(Budget(max_tokens=100), dataset=Augmented(), global_batch=12)
-    batch = bench.feed.next()
-    again = bench.feed.smaller(batch)
-    assert again is not None
-
-    def tokens(planned):
-        return {
-            sample: row[mask.bool()].tolist()
-            for m in planned.micro_batches
-            for sample, row, mask in zip(
-                m.ids, m.fields["input_ids"], m.fields["attention_mask"], strict=True
-            )
-        }
-
-    assert tokens(again) == tokens(batch)
-
-
-def test_draws_of_a_micro_batch_belong_to_seed_step_and_place():
-    def keys(seed=0, steps=2):
-        bench = Bench(Fixed(micro=3), dataset=RaggedText(), global_batch=12, seed=seed)
-        return [m.rng_key for _ in range(steps) for m in bench.feed.next().micro_batches]
-
-    assert keys() == keys()
-    assert len(set(keys())) == len(keys())
-    assert not set(keys()) & set(keys(seed=1))
-
-
-def test_a_sample_is_augmented_alike_alone_and_in_company():
-    loader = Loader(Augmented(), num_workers=0, seed=5)
-    alone = loader.load(Request(ids=(7,), epoch=2, pad_to=23))
-    among = loader.load(Request(ids=(3, 7, 1), epoch=2, pad_to=23))
-    assert torch.equal(alone["input_ids"][0], among["input_ids"][1])
 
 
 def test_recomputing_blocks_gives_the_gradient_of_the_step_bit_for_bit():
@@ -224,67 +185,12 @@ def test_recomputing_blocks_gives_the_gradient_of_the_step_bit_for_bit():
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def plan_of(line: str) -> dict:
-    assert shell(f"plan wandb.mode=disabled {TINY} batch.global=16 {line}") == 0
-    folder = only_run()
-    plan = json.loads((folder / "plan.json").read_text())
-    folder.rename(folder.parent.parent.parent / f"seen-{len(line)}")
-    return plan
-
-
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-@pytest.mark.nightly
-def test_recomputing_is_chosen_under_a_typed_memory_that_holds_nothing_else(here, capsys):
-    auto = "activation_checkpointing=auto model.num_layers=6"
-    roomy = plan_of(auto)
-    assert not any(row["recomputes"] for row in roomy["candidates"])
-    least = roomy["candidates"][0]["predicted_bytes"]
-    between = plan_of(f"{auto} accum.memory={least}B")
-    (chosen,) = (row for row in between["candidates"] if row["is_chosen"])
-    assert chosen["recomputes"]
-    assert between["predicted_peak_bytes"] <= between["memory_limit_bytes"] < least
-    capsys.readouterr()
-
-
-def test_a_plan_for_a_machine_that_is_not_here_gives_sizes_and_no_time(here, capsys):
-    plan = plan_of("accum.memory=80GiB device=cuda")
-    assert plan["device"] == "cuda (not here)"
-    assert plan["memory_limit_bytes"] == int(80 * 2**30 * 0.92)
-    assert plan["step_seconds"] is None
-    assert "unknown" in plan["time_note"]
-    assert "not here" in plan["memory_note"]
-    assert sum(row["is_chosen"] for row in plan["candidates"]) == 1
-    assert all(shape["length"] % 8 == 0 for shape in plan["shapes"])
-    capsys.readouterr()
-
-
-def test_a_typed_memory_of_this_machine_is_still_timed(here, capsys):
-    plan = plan_of("accum.memory=100MB")
-    assert plan["memory_limit_bytes"] <= 90_000_000
-    assert plan["step_seconds"] > 0
-    capsys.readouterr()
-
-
-def test_a_tuned_run_begins_exactly_where_an_untuned_one_does(here, capsys):
+@pytest.mark.usefixtures("own_folder")
+def test_a_tuned_run_begins_exactly_where_an_untuned_one_does():
     """Tuning rehearses on the live model: nothing of it may reach the first step."""
-
-    def trained(line: str) -> tuple[list[float], dict[str, bytes], str]:
-        # With one sample a step every cut is the same, so bits can be compared.
-        settings = f"wandb.mode=disabled device=cpu steps=3 model.dropout=0.1 {TINY}"
-        assert shell(f"{settings} batch.global=1 log.samples=true {line}") == 0
-        folder = only_run()
-        lines = (folder / "metrics.jsonl").read_text().splitlines()
-        weights = {
-            path.name: path.read_bytes() for path in folder.glob("checkpoints/*/*.safetensors")
-        }
-        ledger = (folder / "samples.jsonl").read_text()
-        folder.rename(here / f"seen-{line}")
-        return [e["loss"] for e in map(json.loads, lines) if "loss" in e], weights, ledger
-
-    assert trained("accum=auto") == trained("accum=fixed accum.micro=1")
-    capsys.readouterr()
+    # With one sample a step every cut is the same, so bits can be compared.
+    line = "steps=3 model.dropout=0.1 batch.global=1"
+    tuned, plain = go(f"{line} accum=auto"), go(f"{line} accum.micro=1")
+    assert_same_bits(state(tuned), state(plain))
+    assert curve(tuned, "loss") == curve(plain, "loss")
+    assert entries(tuned, "samples.jsonl") == entries(plain, "samples.jsonl")

@@ -46,12 +46,12 @@ def shortened(line: list[str]) -> list[str]:
     return [*mine, *(word for word in small if word.partition("=")[0] not in keys)]
 
 
-def test_the_readme_is_short() -> None:
+def test_the_readme_is_short():
     assert len(README.splitlines()) <= 170
     assert len(README.encode()) <= 10_000
 
 
-def test_the_loop_in_the_readme_is_the_source() -> None:
+def test_the_loop_in_the_readme_is_the_source():
     (loop,) = (block for block in blocks(README, "python") if "loss.backward()" in block)
     source = (CHECKOUT / "trainer" / "accumulate" / "sum.py").read_text()
     assert (
@@ -60,22 +60,20 @@ def test_the_loop_in_the_readme_is_the_source() -> None:
     )
 
 
-def test_every_link_leads_to_a_file() -> None:
+def test_every_link_leads_to_a_file():
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
-def test_every_file_that_the_map_names_is_there() -> None:
+def test_every_file_that_the_map_names_is_there():
     named = re.findall(r"`(trainer/[\w/]+\.py)`", README)
     assert len(named) >= 5
     assert all((CHECKOUT / name).is_file() for name in named)
 
 
 @pytest.mark.usefixtures("own_folder")
-def test_the_commands_of_the_readme_run_one_after_the_other(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_commands_of_the_readme_run_one_after_the_other(monkeypatch):
     monkeypatch.syspath_prepend(str(Path.cwd()))
     Path("corpus.jsonl").write_text(
         "".join(json.dumps({"body": f"{n} words " * 9}) + "\n" for n in range(200))
@@ -92,7 +90,7 @@ def test_the_commands_of_the_readme_run_one_after_the_other(
     assert Path("weights/model.safetensors").is_file()
 
 
-def test_the_reference_of_keys_is_what_the_schema_gives() -> None:
+def test_the_reference_of_keys_is_what_the_schema_gives():
     generated = runpy.run_path(str(CHECKOUT / "docs" / "generate.py"))["page"]()
     page = CHECKOUT / "docs" / "configuration.md"
     assert page.read_text() == generated, "run `python docs/generate.py`"

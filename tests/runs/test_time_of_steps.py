@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.lib.ranks_support import Ranks
 from tests.lib.run_support import go, read_json
 from trainer.core.world import World
 from trainer.report.time_table import PARTS
 from trainer.tune.network import network_of
 
-ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.usefixtures("own_folder")
+
+TOYS = (
+    "model._target_=tests.lib.faulty.SlowNet data._target_=tests.lib.faulty.Rows "
+    "objective=classify eval.every=null "
+)
 
 
 def measure(world: World) -> list[Any]:
@@ -28,12 +28,8 @@ def measure(world: World) -> list[Any]:
     return [first, network_of(world, saved), network_of(world, saved | {"ranks": 7})]
 
 
-def test_every_rank_knows_the_same_network_and_a_resumed_run_the_one_it_began_with():
-    group = Ranks()
-    try:
-        mine, theirs = group.run(2, measure)
-    finally:
-        group.close()
+def test_every_rank_knows_the_same_network_and_a_resumed_run_the_one_it_began_with(ranks):
+    mine, theirs = ranks.run(2, measure)
     assert mine == theirs
     measured, saved, again = mine
     rates = (measured.all_reduce, measured.all_gather, measured.reduce_scatter)
@@ -44,11 +40,8 @@ def test_every_rank_knows_the_same_network_and_a_resumed_run_the_one_it_began_wi
 
 
 def ended(line: str) -> dict[str, Any]:
-    """What result.json says of a run of slow toys on one rank."""
-    toys = "tests.lib.slow_toys"
-    named = f"model._target_={toys}.SlowNet data._target_={toys}.SlowRows objective=classify"
-    run = go(f"{named} eval.every=null log.samples=false {line}")
-    return read_json(run.folder / "result.json")
+    """What result.json says of a run of slow classes."""
+    return read_json(go(f"{TOYS} log.samples=false {line}").folder / "result.json")
 
 
 def test_a_run_says_where_its_time_went_and_a_healthy_one_nothing_else():
@@ -63,7 +56,7 @@ def test_a_run_says_where_its_time_went_and_a_healthy_one_nothing_else():
 
 
 @pytest.mark.nightly
-def test_a_run_whose_data_are_slow_is_told_so(capfd):
+def test_a_run_whose_data_are_slow_is_named(capfd):
     result = ended("+data.pause=0.03")
     (line,) = result["advice"]
     assert line.startswith("data: ")
@@ -71,27 +64,11 @@ def test_a_run_whose_data_are_slow_is_told_so(capfd):
     assert "-> data: " in capfd.readouterr().out
 
 
-def on_two_ranks(folder: Path, *typed: str) -> dict[str, Any]:
-    """What result.json says of a run of slow toys on two ranks, as a user starts it."""
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "lib")])
-    environ = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    words = (
-        "model._target_=slow_toys.SlowNet data._target_=slow_toys.SlowRows objective=classify "
-        "batch.global=16 accum=fixed accum.micro=8 steps=6 parallel.ranks=2 wandb.mode=disabled "
-        "eval.every=null"
-    )
-    subprocess.run(
-        [sys.executable, "-m", "trainer", *words.split(), f"hydra.run.dir={folder}", *typed],
-        cwd=folder.parent,
-        env=environ,
-        check=True,
-        capture_output=True,
-    )
-    return read_json(folder / "result.json")
+RANKS = "parallel.ranks=2 batch.global=16 accum.micro=8"
 
 
-def test_a_run_with_a_slow_rank_is_told_which(tmp_path):
-    result = on_two_ranks(tmp_path / "run", "+model.pause=0.15", "+model.behind=1.5")
+def test_a_run_with_a_slow_rank_is_named_with_that_rank():
+    result = ended(f"{RANKS} +model.pause=0.15 +model.behind=1.5")
     (line,) = result["advice"]
     assert line.startswith("waiting: ")
     assert "mostly for rank 1, which computes" in line
@@ -100,12 +77,13 @@ def test_a_run_with_a_slow_rank_is_told_which(tmp_path):
 
 
 @pytest.mark.nightly
-def test_a_run_whose_reductions_are_slow_is_told_so(tmp_path):
-    result = on_two_ranks(tmp_path / "run", "+model.pause=0.1", "+model.carry=0.2")
+def test_a_run_whose_reductions_are_slow_is_named():
+    run = go(f"{TOYS} {RANKS} +model.pause=0.1 +model.carry=0.2")
+    result = read_json(run.folder / "result.json")
     (line,) = result["advice"]
     assert line.startswith("sync: ")
     assert ", predicted " in line
-    plan = read_json(tmp_path / "run" / "plan.json")
+    plan = read_json(run.folder / "plan.json")
     assert plan["network"]["ranks"] == 2
     assert [row["policy"] for row in plan["sync_table"]] == ["deferred", "immediate"]
     assert plan["sync_why"].startswith("sync=auto takes deferred, one reduction a step")

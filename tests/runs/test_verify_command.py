@@ -15,9 +15,7 @@ FIELDS = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def _in_an_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("own_folder")
 
 
 @pytest.mark.parametrize(
@@ -33,11 +31,7 @@ def _in_an_empty_folder(tmp_path, monkeypatch):
         ("batch.unit=tokens batch.global=60 accum=budget accum.max_tokens=30", 0, set()),
         ("optimizer.groups='{\"embed*\": {frozen: true}}'", 0, set()),
     ],
-    ids=[
-        "sound", "planned", "batch norm", "one piece", "bf16 weights", "mean of means",
-        "mean over samples", "batch in tokens", "frozen",
-    ],
-)  # fmt: skip
+)
 def test_the_exit_code_the_file_and_the_screen_say_the_same(line, code, culprits, capsys):
     assert run_line(["verify", *overrides(line)]) == code
     report = read_json(only_run() / "verify.json")
@@ -46,9 +40,14 @@ def test_the_exit_code_the_file_and_the_screen_say_the_same(line, code, culprits
     assert report["verdict"] == ("not_exact" if code else "exact")
     assert {culprit["module"] for culprit in report["culprits"]} == culprits
     assert all(culprit["reason"] for culprit in report["culprits"])
-    screen = capsys.readouterr().out
+    screen, error = capsys.readouterr()
     assert ("not exact" in screen) == bool(culprits)
+    last = error.splitlines()[-1] if code else f"by {' and '.join(culprits)}; see verify.json"
+    assert all(name in last.partition("; see ")[0] for name in culprits)
+    assert last.endswith("verify.json")
     assert all(name in screen for name in culprits)
+    assert not list(only_run().glob("checkpoints/*"))
+    assert not (only_run() / "metrics.jsonl").exists()
     status = read_json(only_run() / "status.json")
     assert (status["state"], status["exit_code"]) == ("failed" if code else "completed", code)
 
@@ -87,30 +86,16 @@ PACKED = (
         ("accum.micro=8", ["the plan is the whole batch in one piece"]),
         (PACKED, []),
     ],
-    ids=["plain", "two ranks", "autocast", "one piece", "packed"],
 )
 def test_what_a_reader_must_know_stands_beside_the_verdict(line, notes, capsys):
     assert run_line(["verify", *overrides(line)]) == 0
     report = read_json(only_run() / "verify.json")
     assert len(report["notes"]) == len(notes)
-    assert all(said.startswith(note) for said, note in zip(report["notes"], notes, strict=True))
+    assert all(each.startswith(note) for each, note in zip(report["notes"], notes, strict=True))
     screen = " ".join(capsys.readouterr().out.split())
     assert "exact: the planned step is the whole-batch step" in screen
     assert all(note in screen for note in notes)
     assert "up to 1e-10 is rounding" in screen
-
-
-def test_the_last_line_names_the_culprits_and_the_file(capsys):
-    assert run_line(["verify", *overrides("model.norm=batch")]) == 9
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert "by norm; see " in last
-    assert last.endswith("verify.json")
-
-
-def test_nothing_is_trained_and_no_checkpoint_is_left():
-    assert run_line(["verify", *overrides("")]) == 0
-    assert not list(only_run().glob("checkpoints/*"))
-    assert not (only_run() / "metrics.jsonl").exists()
 
 
 @pytest.mark.parametrize("key", ["init", "run", "resume"])
