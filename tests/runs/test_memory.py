@@ -51,7 +51,7 @@ def test_a_device_of_a_stated_size_is_filled_and_never_overrun():
     "line", ["accum=budget accum.max_tokens=96", nightly("accum.micro=8"), nightly("accum=auto")]
 )
 def test_a_step_that_does_not_fit_is_computed_again_in_smaller_pieces(line, capsys):
-    """That no bit differs is shown in `tests/reliability/test_out_of_memory.py`."""
+    """That no bit differs is shown in `tests/reliability/test_allocations.py`."""
     line = f"{line} model.dropout=0.4 steps=5"
     run = go(f"{line} {CRAMPED} accum.gradient.limit=9000")
     replays = [entry.get("replays", 0) for entry in steps(run)]
