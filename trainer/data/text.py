@@ -90,7 +90,11 @@ def _text_index(path: Path, name: str, skips: bool) -> Index:
                 except ValueError as error:
                     bad.append(_fault(file, number, error))
                     if not skips:
-                        text = f"data: {bad[0]}; fix it, or use data.on_bad=skip"
+                        remedies = [
+                            "fix it, or use data.on_bad=skip",
+                            *getattr(error, "__notes__", ()),
+                        ]
+                        text = f"data: {bad[0]}; {remedies[-1 if total == 1 else 0]}"
                         raise DataError(text) from error
                 else:
                     add(document, document)
@@ -146,7 +150,11 @@ def _document(file: Path, record: bytes, name: str) -> bytes:
         raise ValueError(f"not a JSON object but of type {type(fields).__name__}")
     if name not in fields:
         names = ", ".join(map(repr, fields)) or "none"
-        raise ValueError(f"no field {name!r}; it has {names} (type one as data.field)")
+        error = ValueError(f"no field {name!r}; it has {names}")
+        texts = [key for key, value in fields.items() if isinstance(value, str)][:3]
+        if texts:
+            error.add_note(f"type {' or '.join(f'data.field={key}' for key in texts)}")
+        raise error
     text = fields[name]
     if not isinstance(text, str):
         raise ValueError(f"field {name!r} is of type {type(text).__name__}, not a string")
