@@ -136,6 +136,7 @@ def _document(file: Path, record: bytes, name: str) -> bytes:
 
     Raises:
         ValueError: it is bad; says how.
+        _no_field: likewise.
     """
     if file.suffix not in _JSON_LINES:
         record.decode()
@@ -149,18 +150,22 @@ def _document(file: Path, record: bytes, name: str) -> bytes:
     if not isinstance(fields, dict):
         raise ValueError(f"not a JSON object but of type {type(fields).__name__}")
     if name not in fields:
-        names = ", ".join(map(repr, fields)) or "none"
-        error = ValueError(f"no field {name!r}; it has {names}")
-        texts = [key for key, value in fields.items() if isinstance(value, str)][:3]
-        if texts:
-            error.add_note(f"type {' or '.join(f'data.field={key}' for key in texts)}")
-        raise error
+        raise _no_field(name, fields)
     text = fields[name]
     if not isinstance(text, str):
         raise ValueError(f"field {name!r} is of type {type(text).__name__}, not a string")
     if not text.strip():
         raise ValueError(f"field {name!r} is empty")
     return text.encode()
+
+
+def _no_field(name: str, record: Mapping[str, Any]) -> ValueError:
+    """Say that a record lacks the field, and note what to type in its place."""
+    error = ValueError(f"no field {name!r}; it has {', '.join(map(repr, record)) or 'none'}")
+    texts = [f"data.field={key}" for key, value in record.items() if isinstance(value, str)]
+    if texts:
+        error.add_note(f"type {' or '.join(texts[:3])}")
+    return error
 
 
 def _fault(file: Path, number: int, error: ValueError) -> str:
