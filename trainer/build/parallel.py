@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from trainer.build.instantiate import construct
+from trainer.config.arithmetic import num_replicas
 from trainer.config.run_config import RunConfig
-from trainer.config.sizes import num_replicas
 from trainer.core.errors import ConfigError
 from trainer.core.format import duration, size
 from trainer.core.world import World

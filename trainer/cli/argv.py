@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
-from trainer.config.habits import spaced
 from trainer.config.messages import clip, did_you_mean
 from trainer.core.errors import ConfigError
 
@@ -67,8 +66,7 @@ def split(argv: Sequence[str]) -> CommandLine:
     Raises:
         ConfigError: an unknown flag or command word, or two command words.
     """
-    apart = spaced(argv)
-    faults: list[str] = [] if apart is None else [apart]
+    faults: list[str] = []
     flags: dict[str, str] = {}
     words: list[str] = []
     overrides: list[str] = []

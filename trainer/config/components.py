@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
 from trainer.config.types import (
-    HIDDEN,
     Auto,
     Betas,
     Bytes,
@@ -16,6 +15,7 @@ from trainer.config.types import (
     Natural,
     NonNegative,
     Pair,
+    ParameterGroups,
     Part,
     Positive,
     Section,
@@ -38,11 +38,7 @@ component they are for, each with the base that they must have."""
 LIBRARY_ROOTS = {module.partition(".")[0] for each in LIBRARIES.values() for module in each}
 
 GPT = "trainer.models.gpt.GPT"
-TOKENS = "trainer.data.tokens.TokenWindows"
-SGD = "trainer.optim.optimizers.SGD"
-WSD = "trainer.optim.schedules.WSD"
 FIXED_CUT = "trainer.plan.cuts.Fixed"
-AUTO_CUT = "trainer.plan.cuts.Auto"
 
 SHARED: Mapping[str, Mapping[str, Any]] = {
     "accum": {
@@ -51,18 +47,16 @@ SHARED: Mapping[str, Mapping[str, Any]] = {
         "max_tokens": Count | None,
         "memory": Bytes | None,
     },
-    "data": {"max_length": Count, "overlong": Literal["chunk", "cut", "drop"], "holdout": Share},
-    "optimizer": {"lr": NonNegative, "weight_decay": NonNegative},
-    "scheduler": {"warmup": Warmup},
+    "data": {"max_length": Pair, "overlong": Literal["chunk", "cut", "drop"], "holdout": Share},
+    "optimizer": {"lr": NonNegative, "weight_decay": NonNegative, "groups": ParameterGroups},
+    "scheduler": {
+        "warmup": Warmup,
+        "reference_batch": Count | None,
+        "scale": Literal["none", "linear", "sqrt"],
+    },
 }
 """Types of arguments that mean the same in every class of a component."""
 
-_SCHEDULE: Mapping[str, Any] = {
-    "reference_batch": Count | None,
-    "scale": Literal["none", "linear", "sqrt"],
-    "floor": Part,
-    "decay": Part,
-}
 ARGUMENTS: Mapping[str, Mapping[str, Any]] = {
     GPT: {
         "vocab_size": Count | None,
@@ -77,10 +71,8 @@ ARGUMENTS: Mapping[str, Mapping[str, Any]] = {
         "positions": Literal["rotary", "learned"],
         "init_std": Positive | None,
     },
-    "trainer.data.stdlib.StdlibText": {"max_length": Pair},
-    "trainer.data.text.Text": {"max_length": Pair, "field": Text},
-    TOKENS: {
-        "max_length": Pair,
+    "trainer.data.text.Text": {"field": Text},
+    "trainer.data.tokens.TokenWindows": {
         "dtype": Literal["auto", "uint16", "uint32"],
         "vocab_size": Count | None,
     },
@@ -91,33 +83,12 @@ ARGUMENTS: Mapping[str, Mapping[str, Any]] = {
     },
     "trainer.objectives.model_loss.ModelLoss": {"reduction": Literal["sum", "mean"]},
     "trainer.optim.optimizers.AdamW": {"betas": Betas, "eps": NonNegative},
-    SGD: {"momentum": NonNegative},
-    "trainer.optim.schedules.Constant": _SCHEDULE,
-    "trainer.optim.schedules.Cosine": _SCHEDULE,
-    WSD: _SCHEDULE,
+    "trainer.optim.optimizers.SGD": {"momentum": NonNegative},
+    "trainer.optim.schedules.Cosine": {"floor": Part},
+    "trainer.optim.schedules.WSD": {"floor": Part, "decay": Part},
 }
 """Types of further arguments of the built-in classes; the others are of the type of their default.
 They stand here, and not beside each class, since those modules import torch."""
-
-
-def targets_in(place: str, value: object) -> Iterator[tuple[str, str]]:
-    """Find every class that a setting names, at any depth.
-
-    Args:
-        place: dotted key.
-        value: as composed.
-
-    Yields:
-        Dotted key of each class, what is in a list under the key of the list, and import path.
-    """
-    if isinstance(value, Mapping):
-        if "_target_" in value:
-            yield place, str(value["_target_"])
-        for name, inner in value.items():
-            yield from targets_in(f"{place}.{name}", inner)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from targets_in(place, inner)
 
 
 class Component(Section):
@@ -132,10 +103,10 @@ class Component(Section):
             from a file.
     """
 
-    target: Annotated[str, HIDDEN] = Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)+$")
-    params: Annotated[dict[str, Any], HIDDEN] = Field(default_factory=dict)
-    name: Annotated[str | None, HIDDEN] = None
-    typed_target: Annotated[bool, HIDDEN] = False
+    target: str = Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)+$")
+    params: dict[str, Any] = Field(default_factory=dict)
+    name: str | None = None
+    typed_target: bool = False
 
     def targets(self, key: str) -> Iterator[tuple[str, str]]:
         """Name the class and those among its arguments: dotted key and import path of each."""
@@ -167,6 +138,9 @@ COMPONENTS: Mapping[str, type[Component]] = {
 }
 """Where a config names a class, by dotted key."""
 
+GROUPS: tuple[str, ...] = ("batch", "parallel", *COMPONENTS)
+"""Where a folder of `conf/` gives options; `accum.gradient` is the folder `accum/gradient`."""
+
 
 def extra_keys(path: str) -> frozenset[str]:
     """Name the program's own keys beside the arguments of a component's class."""
@@ -174,11 +148,27 @@ def extra_keys(path: str) -> frozenset[str]:
     return frozenset(fields - Component.model_fields.keys())
 
 
-GROUPS: tuple[str, ...] = ("batch", "parallel", *COMPONENTS)
-"""Where a folder of `conf/` gives options; `accum.gradient` is the folder `accum/gradient`."""
-
-
 def owner_of(key: str) -> str | None:
     """Name the innermost component that a dotted key belongs to."""
     owners = [path for path in COMPONENTS if f"{key}.".startswith(f"{path}.")]
     return max(owners, key=len, default=None)
+
+
+def targets_in(place: str, value: object) -> Iterator[tuple[str, str]]:
+    """Find every class that a setting names, at any depth.
+
+    Args:
+        place: dotted key.
+        value: as composed.
+
+    Yields:
+        Dotted key of each class, what is in a list under the key of the list, and import path.
+    """
+    if isinstance(value, Mapping):
+        if "_target_" in value:
+            yield place, str(value["_target_"])
+        for name, inner in value.items():
+            yield from targets_in(f"{place}.{name}", inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from targets_in(place, inner)

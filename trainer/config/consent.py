@@ -21,7 +21,7 @@ ONLY_TYPED: Mapping[str, str] = {
     "wandb.mode": "it chooses where metrics go",
     "wandb.entity": "it chooses where metrics go",
 }
-"""Keys, whole sections among them, with the reason."""
+"""Keys that neither a recipe nor a run folder gives, whole sections among them, with the reason."""
 
 _REMOTE_CODE = ("trust_remote_code", "attn_implementation", "experts_implementation")
 _LOCAL = ("disabled", "offline")
@@ -44,7 +44,9 @@ def asked(key: str, value: object) -> Iterator[str]:
     Yields:
         Dotted keys, what is in a list under the key of the list.
     """
-    if reason_to_type(key) and not _stays_here(key, value):
+    # An implementation of the hub's is written owner/name.
+    is_word = "implementation" in key and isinstance(value, str) and "/" not in value
+    if reason_to_type(key) and not is_word and (key != "wandb.mode" or value not in _LOCAL):
         yield key
     elif isinstance(value, Mapping):
         for name, inner in value.items():
@@ -52,12 +54,6 @@ def asked(key: str, value: object) -> Iterator[str]:
     elif isinstance(value, list):
         for inner in value:
             yield from asked(key, inner)
-
-
-def _stays_here(key: str, value: object) -> bool:
-    """Whether W&B sends nothing, or an implementation is none of the hub's: `owner/name`."""
-    is_word = isinstance(value, str) and "implementation" in key and "/" not in value
-    return is_word or (key == "wandb.mode" and value in _LOCAL)
 
 
 def consent_faults(
@@ -75,8 +71,7 @@ def consent_faults(
     """
     offers = flat(offered)
     for key, value in flat(tree).items():
-        if key in typed or (key in offers and offers[key] == value):
-            continue
-        for found in asked(key, value):
-            text = f"{found}={show(value)}: comes from a recipe or a run"
-            yield clip(f"{text}; type it yourself: {reason_to_type(found)}")
+        if key not in typed and not (key in offers and offers[key] == value):
+            for found in asked(key, value):
+                text = f"{found}={show(value)}: comes from a recipe or a run"
+                yield clip(f"{text}; type it yourself: {reason_to_type(found)}")

@@ -14,19 +14,9 @@ from trainer.config.components import COMPONENTS, extra_keys
 from trainer.config.messages import ancestors, did_you_mean, flat, line, show
 from trainer.config.run_config import RunConfig, to_plain
 
-STEP_KEYS: tuple[str, ...] = (
-    "batch",
-    "seed",
-    "data",
-    "model",
-    "objective",
-    "optimizer",
-    "scheduler",
-    "clip_norm",
-    "precision",
-    "batchnorm",
-)
-"""What the optimizer step is made of, beside `steps` and `epochs`; the rest is execution."""
+# What the optimizer step is made of, beside `steps` and `epochs`; the rest is execution.
+_STEP_KEYS: tuple[str, ...] = ("batch", "seed", "data", "model", "objective", "optimizer")
+_STEP_KEYS += ("scheduler", "clip_norm", "precision", "batchnorm")
 
 
 def contract(
@@ -41,17 +31,14 @@ def contract(
         ranks: number of ranks that share the cut, where it is known.
     """
     plain = to_plain(config)
-    tree = {key: plain[key] for key in STEP_KEYS}
+    tree = {key: plain[key] for key in _STEP_KEYS}
     tree |= {"steps": config.steps, "epochs": config.total_epochs}
     is_micro = config.batchnorm == "micro" or config.batch.normalizer == "micro_batches"
     if has_batch_statistics or is_micro:
         own = extra_keys("accum")
         tree["accum"] = {key: value for key, value in plain["accum"].items() if key not in own}
-        if ranks is not None:
-            tree["parallel"] = {"ranks": ranks}
-    terms = flat(tree)
-    terms.pop("data.on_bad")
-    return terms
+        tree |= {} if ranks is None else {"parallel": {"ranks": ranks}}
+    return {key: value for key, value in flat(tree).items() if key != "data.on_bad"}
 
 
 def config_hash(terms: Mapping[str, Any]) -> str:
@@ -62,27 +49,22 @@ def config_hash(terms: Mapping[str, Any]) -> str:
 def contract_diff(
     old: Mapping[str, Any], new: Mapping[str, Any], allow: Collection[str] = ()
 ) -> list[str]:
-    """Name what a resumed run would change about its step.
+    """Name what a resumed run would change about its step, one line per key.
 
     Args:
         old: the run's contract.
         new: that of the run as it was typed now.
         allow: keys, or whole sections, that may change. `steps` and `epochs` may grow anyway.
-
-    Returns:
-        One line per key.
     """
     faults = []
     for key in sorted(old.keys() | new.keys()):
         before, now = old.get(key), new.get(key)
-        if before == now or not {key, *ancestors(key)}.isdisjoint(allow):
-            continue
-        remedy = f"to change it, resume_allow=[{key}]"
-        if key in ("steps", "epochs") and isinstance(before, int) and isinstance(now, int):
-            if now > before:
-                continue
-            remedy = f"may only grow; {remedy}"
-        faults.append(line(key, now, f"the run has {show(before)}; {remedy}"))
+        is_clock = key in ("steps", "epochs") and isinstance(before, int) and isinstance(now, int)
+        grows = is_clock and (now or 0) > (before or 0)
+        if before != now and not grows and {key, *ancestors(key)}.isdisjoint(allow):
+            limit = "may only grow; " if is_clock else ""
+            text = f"the run has {show(before)}; {limit}to change it, resume_allow=[{key}]"
+            faults.append(line(key, now, text))
     return faults
 
 
@@ -92,9 +74,6 @@ def step_faults(config: RunConfig, old: Mapping[str, Any]) -> list[str]:
     Args:
         config: as it was typed now.
         old: the run's contract.
-
-    Returns:
-        One line per key.
     """
     keys = {*flat(to_plain(config)), *old}
     known = keys.union(*map(ancestors, keys))

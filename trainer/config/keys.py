@@ -18,14 +18,14 @@ import yaml
 from trainer.config.components import GROUPS, OWN, SHARED
 from trainer.config.messages import flat
 from trainer.config.run_config import RunConfig
-from trainer.config.types import HIDDEN, Section, literals_of
+from trainer.config.types import Section, alternatives
 
 _LINE = re.compile(r"( *)(\w+):.*?(?: # (.*))?")
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where it was compiled
 
 
 @final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Key:
     """One key of the interface, for the help and for messages.
 
@@ -36,13 +36,13 @@ class Key:
     """
 
     annotation: Any
-    doc: str = ""
-    default: Any = None
+    doc: str
+    default: Any
 
     @property
     def choices(self) -> tuple[str, ...]:
         """The words it takes; empty where any value of its kind will do."""
-        return literals_of(self.annotation)
+        return tuple(word for word, is_typed in alternatives(self.annotation) if is_typed)
 
 
 def data_dir(name: str) -> Path:
@@ -72,25 +72,9 @@ def options_of(group: str) -> dict[str, dict[str, Any]]:
 
 def default_options(conf: Path) -> dict[str, str]:
     """Name the default option of every group, by dotted key, as the primary config chooses it."""
-    chosen: dict[str, str] = {}
-    for entry in load_yaml(conf / "config.yaml").get("defaults", ()):
-        if isinstance(entry, dict):
-            chosen |= {str(g).replace("/", "."): str(option) for g, option in entry.items()}
-    return chosen
-
-
-def _read_conf() -> tuple[dict[str, str], dict[str, Any]]:
-    """Read docs and defaults of all keys off `conf/`, those of default options first."""
-    conf = data_dir("conf")
-    chosen = default_options(conf)
-    docs, defaults = docs_of(conf / "config.yaml"), flat(load_yaml(conf / "config.yaml"))
-    for group in GROUPS:
-        folder = conf / group.replace(".", "/")
-        first = folder / f"{chosen.get(group)}.yaml"
-        defaults |= flat(load_yaml(first), f"{group}.")
-        for file in (first, *sorted(folder.glob("*.yaml"))):
-            docs = docs_of(file, f"{group}.") | docs
-    return docs, defaults
+    entries = load_yaml(conf / "config.yaml").get("defaults", ())
+    chosen = [pair for entry in entries if isinstance(entry, dict) for pair in entry.items()]
+    return {str(group).replace("/", "."): str(option) for group, option in chosen}
 
 
 def docs_of(file: Path, prefix: str = "") -> dict[str, str]:
@@ -111,34 +95,42 @@ def _annotations(model: type[Section], prefix: str = "") -> Iterator[tuple[str, 
     Yields:
         Dotted key and type.
     """
-    for name, annotation in get_type_hints(model, include_extras=True).items():
-        if name not in model.model_fields or HIDDEN in getattr(annotation, "__metadata__", ()):
+    hints = get_type_hints(model, include_extras=True)
+    for name, info in model.model_fields.items():
+        key, annotation = prefix + (info.alias or name), hints[name]
+        if not info.is_required() or name == "target":  # that is the `_target_` of a component
             continue
-        key = prefix + (model.model_fields[name].alias or name)
-        if isinstance(annotation, type) and issubclass(annotation, Section):
-            if key in GROUPS:
-                yield key, None
-            yield from _annotations(annotation, f"{key}.")
-            for argument, kind in SHARED.get(key, {}).items():
-                yield f"{key}.{argument}", kind
-        else:
+        if not (isinstance(annotation, type) and issubclass(annotation, Section)):
             yield key, annotation
+            continue
+        if key in GROUPS:
+            yield key, None
+        yield from _annotations(annotation, f"{key}.")
+        yield from ((f"{key}.{argument}", kind) for argument, kind in SHARED.get(key, {}).items())
 
 
-def _keys() -> Iterator[tuple[str, Key]]:
-    docs, defaults = _read_conf()
-    for key, annotation in _annotations(RunConfig):
-        doc = "" if annotation is None else docs[key]
-        yield key, Key(annotation=annotation, doc=doc, default=defaults.get(key))
-
-
-KEYS: Mapping[str, Key] = dict(_keys())
-"""Every key of the interface in reading order."""
+def _keys() -> dict[str, Key]:
+    """Join types with the docs and defaults of `conf/`, those of default options first."""
+    conf = data_dir("conf")
+    docs, defaults = docs_of(conf / "config.yaml"), flat(load_yaml(conf / "config.yaml"))
+    for group, option in default_options(conf).items():
+        if group in GROUPS:
+            folder = conf / group.replace(".", "/")
+            first = folder / f"{option}.yaml"
+            defaults |= flat(load_yaml(first), f"{group}.")
+            for file in (first, *sorted(folder.glob("*.yaml"))):
+                docs = docs_of(file, f"{group}.") | docs
+    return {
+        key: Key(kind, "" if kind is None else docs[key], defaults.get(key))
+        for key, kind in _annotations(RunConfig)
+    }
 
 
 def digests(plain: Mapping[str, Any]) -> dict[str, str]:
     """Hash every key's value that must be the same for all processes of a run."""
-    return {
-        key: hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
-        for key, value in flat(plain).items()
-    }
+    texts = {k: json.dumps(v, sort_keys=True, default=str) for k, v in flat(plain).items()}
+    return {key: hashlib.sha256(text.encode()).hexdigest() for key, text in texts.items()}
+
+
+KEYS: Mapping[str, Key] = _keys()
+"""Every key of the interface in reading order."""

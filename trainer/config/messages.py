@@ -1,17 +1,19 @@
 """Word what is wrong with a config, one line per fault, and walk through its nested mappings.
 
-Knows no key of its own.
+Knows no key of its own, but for what other trainers call ours.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
 from trainer.config.secrets import without_secrets
+from trainer.config.types import alternatives
 
 LINE_LIMIT = 200
 MISSING = "???"
@@ -20,6 +22,19 @@ MISSING = "???"
 NEAR = 0.65
 """Share of common letters from which one word may be meant by another: two letters in the wrong
 order leave 2/3 of a short word, and `depth` and `width`, which differ, share 0.6."""
+
+SYNONYMS: Mapping[str, str] = {
+    **dict.fromkeys(("batch_size", "bs", "global_batch_size"), "batch.global"),
+    **dict.fromkeys(("accumulate_grad_batches", "gradient_accumulation_steps"), "accum.steps"),
+    **dict.fromkeys(("gradient_clip_val", "grad_clip", "max_grad_norm"), "clip_norm"),
+    **dict.fromkeys(("learning_rate", "lr"), "optimizer.lr"),
+    **dict.fromkeys(("max_epochs", "num_epochs", "num_train_epochs"), "epochs"),
+    **dict.fromkeys(("weight_decay", "wd"), "optimizer.weight_decay"),
+    "max_steps": "steps",
+    "micro_batch_size": "accum.micro",
+    "warmup_steps": "scheduler.warmup",
+}
+"""What other trainers call a key, by its last part."""
 
 _VALUE_LIMIT = 60
 _FEW = 3
@@ -30,38 +45,41 @@ def line(key: str, value: object, text: str) -> str:
     return clip(f"{key}={show(value)}: {text}")
 
 
+def value_fault(key: str, annotation: object, value: object, example: object = None) -> str:
+    """Say what a value must be, with an example and the nearest word, where there are any."""
+    words = dict(alternatives(annotation))
+    choices = [word for word, is_typed in words.items() if is_typed]
+    has_example = not isinstance(example, bool) and example not in (None, [], *choices)
+    instance = f", e.g. {show(example)}" if has_example and "e.g." not in either(words) else ""
+    near = did_you_mean(value, choices) if isinstance(value, str) else ""
+    return line(key, value, f"must be {either(words)}{instance}{near and f'.{near}'}")
+
+
 def clip(text: str) -> str:
     """Bring a text into one printable line of at most `LINE_LIMIT` characters, without secrets.
 
-    Where it is too long its longest words, which are paths, lose their middle first: what to do
-    stands at the end of a line.
+    Where it is too long its long words, which are paths, lose their middle first: what to do stands
+    at the end of a line.
     """
-    text = without_secrets(text, os.environ)
-    words = "".join(c if c.isprintable() else "?" for c in " ".join(text.split())).split(" ")
-    excess = len(" ".join(words)) - LINE_LIMIT
-    while excess > 0 and len(longest := max(words, key=len)) > _VALUE_LIMIT:
-        length = max(len(longest) - excess - 3, _VALUE_LIMIT - 3)
-        shortened = f"{longest[: length // 3]}...{longest[length // 3 - length :]}"
-        words[words.index(longest)] = shortened
-        excess -= len(longest) - len(shortened)
-    text = " ".join(words)
+    words = " ".join(without_secrets(text, os.environ).split())
+    text = "".join(c if c.isprintable() else "?" for c in words)
+    if len(text) > LINE_LIMIT:
+        text = re.sub(rf"\S{{{_VALUE_LIMIT},}}", lambda m: f"{m[0][:20]}...{m[0][-37:]}", text)
     return text if len(text) <= LINE_LIMIT else text[: LINE_LIMIT - 3] + "..."
 
 
 def show(value: object) -> str:
     """Write a value as one would type it, without secrets, cut where it gets long."""
-    if isinstance(value, str):
-        text = value
-    else:
-        text = json.dumps(value, default=str, separators=(",", ":"))
-    text = without_secrets(text, os.environ)  # of one that is cut a part would be left
+    is_text = isinstance(value, str)
+    text = value if is_text else json.dumps(value, default=str, separators=(",", ":"))
+    text = without_secrets(str(text), os.environ)  # of one that is cut a part would be left
     return text if len(text) <= _VALUE_LIMIT else text[: _VALUE_LIMIT - 3] + "..."
 
 
 def either(values: Iterable[object]) -> str:
     """List alternatives: `a, b or c`."""
-    words = [show(value) for value in values]
-    return " or ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)
+    *words, last = map(show, values)
+    return f"{', '.join(words)} or {last}" if words else last
 
 
 def first_of(texts: Sequence[str], between: str = ", ") -> str:
@@ -81,16 +99,12 @@ def did_you_mean(word: str, choices: Collection[str]) -> str:
     Of dotted keys those of the same section come first, then those with the same last part, so that
     `lr` finds `optimizer.lr`.
     """
-    section, _, leaf = word.rpartition(".")
-    beside, elsewhere = {}, []
-    for key in dict.fromkeys(choices):
-        its_section, _, its_leaf = key.rpartition(".")
-        if its_section == section:
-            beside[its_leaf] = key
-        elif key not in set(ancestors(word)):
-            elsewhere.append(key)
-    near = [beside[name] for name in get_close_matches(leaf, beside, n=1, cutoff=NEAR)]
-    near = near or [key for key in elsewhere if key.rpartition(".")[2] == leaf]
+    section, _, last = word.rpartition(".")
+    others = [key for key in dict.fromkeys(choices) if key not in {*ancestors(word)}]
+    beside = {k.rpartition(".")[2]: k for k in others if k.rpartition(".")[0] == section}
+    elsewhere = [key for key in others if key not in beside.values()]
+    near = [beside[name] for name in get_close_matches(last, beside, n=1, cutoff=NEAR)]
+    near = near or [key for key in elsewhere if key.rpartition(".")[2] == last]
     near = near or get_close_matches(word, elsewhere, n=1, cutoff=NEAR)
     if not near and word != word.lower():
         return did_you_mean(word.lower(), choices)
@@ -101,11 +115,8 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Turn nested mappings into dotted keys; lists and empty mappings are values."""
     values: dict[str, Any] = {}
     for key, value in tree.items():
-        path = f"{prefix}{key}"
-        if isinstance(value, Mapping) and value:
-            values |= flat(value, f"{path}.")
-        else:
-            values[path] = value
+        is_section = isinstance(value, Mapping) and value
+        values |= flat(value, f"{prefix}{key}.") if is_section else {f"{prefix}{key}": value}
     return values
 
 
@@ -116,7 +127,7 @@ def ancestors(key: str) -> Iterator[str]:
         Dotted keys.
     """
     while "." in key:
-        key = key.rsplit(".", 1)[0]
+        key = key.rpartition(".")[0]
         yield key
 
 
@@ -126,25 +137,3 @@ def lookup(tree: Mapping[str, Any], key: str) -> Any:  # noqa: ANN401 - a config
     for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
     return value
-
-
-def assign(tree: dict[str, Any], key: str, value: object) -> None:
-    """Set a dotted key whose sections are there."""
-    *sections, leaf = key.split(".")
-    for section in sections:
-        tree = tree[section]
-    tree[leaf] = value
-
-
-def prune(tree: Mapping[str, Any], keys: Container[str], prefix: str = "") -> dict[str, Any]:
-    """Copy a tree without some dotted keys, and without the sections that this empties."""
-    copied: dict[str, Any] = {}
-    for key, value in tree.items():
-        path = f"{prefix}{key}"
-        if isinstance(value, Mapping) and value:
-            inner = prune(value, keys, f"{path}.")
-            if inner:
-                copied[key] = inner
-        elif path not in keys:
-            copied[key] = value
-    return copied

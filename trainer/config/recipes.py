@@ -2,11 +2,13 @@
 
 Hydra would instantiate what a recipe puts under `hydra:`, resolve what it writes as `${...:...}`,
 and load what it names in its defaults list; so every recipe is read here, and refused where it
-could do more than set values. The classes it may name are checked against the trust list later.
+could do more than set values. What only the command line may give is refused in the composed
+config, whoever set it; the classes that a recipe names are checked against the trust list.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -23,9 +25,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config.components import COMPONENTS, GROUPS, OWN
-from trainer.config.consent import asked, reason_to_type
+from trainer.config.consent import ONLY_TYPED
 from trainer.config.keys import data_dir
-from trainer.config.messages import clip, lookup, prune
+from trainer.config.messages import clip, lookup
 from trainer.core.errors import ConfigError
 
 GROUP = "recipe"
@@ -36,11 +38,7 @@ FOLDERS_VARIABLE = "TRAIN_RECIPES"
 SIZE_LIMIT = 64 * 1024
 """Bytes. A recipe is a page of values; what is larger is none."""
 
-META = ("purpose", "cost", "expected")
-"""What a recipe's `meta` block says to its reader; it is no setting."""
-
-_PLAIN_REFERENCE = re.compile(r"\$\{[\w.\[\]]+\}")
-_HYDRA_KEY = re.compile(r"_\w*_")
+_REFERENCE = re.compile(r"\$\{[\w.\[\]]+\}")
 _ENTRY = re.compile(r"(?:(?:override|optional) +)*/?(?!hydra(?:/|$))(\w+(?:/\w+)*)")
 _OPTION = re.compile(r"(?!hydra(?:/|$))(?!.*\.\.)\w[\w.-]*(/\w[\w.-]*)*")
 
@@ -70,10 +68,9 @@ def locate(typed: str) -> str:
         return typed
     path = Path(typed).expanduser().absolute()
     path = path if path.suffix else path.with_suffix(".yaml")
-    if path.suffix != ".yaml":
-        raise ConfigError(clip(f"recipe={typed}: the name of a recipe ends in .yaml"))
-    if not path.is_file():
-        raise ConfigError(clip(f"recipe={typed}: no such file"))
+    if path.suffix != ".yaml" or not path.is_file():
+        what = "no such file" if path.suffix == ".yaml" else "the name of a recipe ends in .yaml"
+        raise ConfigError(clip(f"recipe={typed}: {what}"))
     return str(path)
 
 
@@ -97,58 +94,26 @@ def read(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: one line per fault, file first.
     """
+    faults: list[str] = []
     try:
         text = path.read_bytes()[: SIZE_LIMIT + 1].decode()
-        if len(text) > SIZE_LIMIT:
-            raise ConfigError(clip(f"{path}: more than {SIZE_LIMIT // 1024} KiB; not a recipe"))
-        tree = _with_choices(_parse(text))
-    except UnicodeDecodeError:
-        raise ConfigError(clip(f"{path}: not UTF-8 text")) from None
-    except yaml.MarkedYAMLError as error:
-        place = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ConfigError(clip(f"{path}{place}: {error.problem}")) from None
+        # An alias that is written ten times in ten levels is ten billion values.
+        has_alias = any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text))
+        tree = None if has_alias else OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+        if len(text) > SIZE_LIMIT or has_alias or not isinstance(tree, dict):
+            faults = [f"a recipe is `key: value` in {SIZE_LIMIT >> 10} KiB at most, no *alias"]
+        else:
+            content = {str(key): value for key, value in tree.items() if key != "meta"}
+            faults = [*vet(content)]
     except (OSError, ValueError, RecursionError, yaml.YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError(clip(f"{path}: {error}")) from None
-    faults = [clip(f"{path}: {fault}") for fault in vet(tree)]
+        faults = [str(error)]
     if faults:
-        raise ConfigError(*faults)
-    return {key: value for key, value in tree.items() if key != "meta"}
-
-
-def _parse(text: str) -> dict[str, Any]:
-    # An alias that is written ten times in ten levels is ten billion values.
-    if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
-        raise ValueError("`*alias` is not for a recipe; write the value out")
-    tree = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
-    if not isinstance(tree, dict):
-        raise ValueError("a recipe is a mapping: key: value")
-    return {str(key): value for key, value in tree.items()}
-
-
-def _with_choices(tree: dict[str, Any]) -> dict[str, Any]:
-    """Let a word behind a group choose its option, and `_target_` that of a class of one's own."""
-    words = {g: option for g in GROUPS if isinstance(option := lookup(tree, g), str)}
-    chosen = {group.replace(".", "/"): option for group, option in words.items()}
-    for path in COMPONENTS:
-        section = lookup(tree, path)
-        if isinstance(section, Mapping) and "_target_" in section:
-            chosen[path.replace(".", "/")] = OWN
-    defaults = tree.get("defaults", [])
-    if not chosen or not isinstance(defaults, list):
-        return tree
-    choices = [{f"override /{group}": option} for group, option in chosen.items()]
-    others = [item for item in defaults if chosen.keys().isdisjoint(_groups_of(item))]
-    return {**prune(tree, words), "defaults": [*others, *choices]}
-
-
-def _groups_of(item: object) -> set[str]:
-    """Name the groups that an entry of a defaults list chooses for."""
-    entries = map(str, item) if isinstance(item, Mapping) else ()
-    return {match[1] for entry in entries if (match := _ENTRY.fullmatch(entry))}
+        raise ConfigError(*(clip(f"{path}: {fault}") for fault in faults))
+    return _with_choices(content)
 
 
 def vet(tree: Mapping[str, Any]) -> Iterator[str]:
-    """Name everything in a recipe that could do more than set values.
+    """Name what in a recipe would act while Hydra composes it.
 
     Args:
         tree: its content.
@@ -156,69 +121,46 @@ def vet(tree: Mapping[str, Any]) -> Iterator[str]:
     Yields:
         One line per fault, the key first.
     """
-    meta = tree.get("meta", {})
-    if not isinstance(meta, Mapping) or not meta.keys() <= set(META):
-        yield "meta: is a mapping of purpose, cost and expected"
-    yield from _defaults_faults(tree.get("defaults", []))
-    body = {key: value for key, value in tree.items() if key not in ("defaults", "meta")}
-    for key in (found for name, value in body.items() for found in asked(name, value)):
-        yield f"{key}: not for a recipe; type it yourself: {reason_to_type(key)}"
+    if "hydra" in tree:
+        yield f"hydra: not for a recipe; type it yourself: {ONLY_TYPED['hydra']}"
+    defaults = tree.get("defaults", [])
+    items = defaults if isinstance(defaults, list) else [{"": defaults}]
+    pairs = [
+        p for item in items for p in (item.items() if isinstance(item, dict) else [(GROUP, item)])
+    ]
+    for entry, options in pairs:
+        if not _ENTRY.fullmatch(str(entry)):
+            yield f"defaults: {entry}: names no group that a recipe may choose for"
+        for option in options if isinstance(options, list) else [options]:
+            if option is not None and not _OPTION.fullmatch(str(option)):
+                yield f"defaults: {option}: is not the name of an option"
+    text = json.dumps({key: value for key, value in tree.items() if key != "defaults"}, default=str)
+    while (shorter := _REFERENCE.sub("", text)) != text:  # nested ones, inside first
+        text = shorter
+    if "${" in text:
+        what = text[text.index("${") :].partition('"')[0]
+        yield f"{what}: a recipe may refer to a key as ${{batch.global}}, to no more"
+
+
+def _with_choices(tree: dict[str, Any]) -> dict[str, Any]:
+    """Let a word behind a group choose its option, and `_target_` that of a class of one's own."""
+    chosen = {}
     for group in GROUPS:
-        section, _, name = group.rpartition(".")
-        parent = lookup(body, section) if section else body
-        if isinstance(parent, Mapping) and not isinstance(parent.get(name, {}), Mapping):
-            yield f"{group}: takes the name of an option, or settings as a mapping"
-    yield from _value_faults(body, "")
+        section, (*parents, name) = lookup(tree, group), group.split(".")
+        if isinstance(section, str):
+            chosen[group.replace(".", "/")] = section
+            del (tree[parents[0]] if parents else tree)[name]
+        elif group in COMPONENTS and isinstance(section, Mapping) and "_target_" in section:
+            chosen[group.replace(".", "/")] = OWN
+    others = [item for item in tree.get("defaults", []) if chosen.keys().isdisjoint(_groups(item))]
+    choices = [{f"override /{group}": option} for group, option in chosen.items()]
+    return {**tree, "defaults": [*others, *choices]} if choices else tree
 
 
-def _defaults_faults(defaults: object) -> Iterator[str]:
-    """Refuse what would load anything but an option of a group or another recipe.
-
-    Yields:
-        One line per fault.
-    """
-    if not isinstance(defaults, list):
-        yield "defaults: is a list"
-        return
-    for item in defaults:
-        pairs = item.items() if isinstance(item, dict) else [(None, item)]
-        for entry, option in pairs:
-            if entry is not None and not _ENTRY.fullmatch(str(entry)):
-                yield f"defaults: {entry}: names no group that a recipe may choose for"
-            for name in option if isinstance(option, list) else [option]:
-                is_name = isinstance(name, str) and _OPTION.fullmatch(name)
-                if name is not None and not is_name:
-                    yield f"defaults: {name}: is not the name of an option"
-
-
-def _value_faults(value: object, path: str) -> Iterator[str]:
-    """Walk through the values; keys that act and resolvers are refused at any depth.
-
-    Yields:
-        One line per fault.
-    """
-    if isinstance(value, dict):
-        for name, inner in value.items():
-            yield from _key_faults(str(name), inner, path)
-            yield from _value_faults(inner, f"{path}.{name}" if path else str(name))
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _value_faults(inner, path)
-    elif isinstance(value, str):
-        text = value
-        while (shorter := _PLAIN_REFERENCE.sub("", text)) != text:  # nested ones, inside first
-            text = shorter
-        if "${" in text:
-            yield f"{path}: {value}: a recipe may refer to a key as ${{batch.global}}, to no more"
-
-
-def _key_faults(name: str, value: object, path: str) -> Iterator[str]:
-    key = f"{path}.{name}" if path else name
-    is_ours = name in ("_target_", "_partial_") and path
-    if "${" in name or (_HYDRA_KEY.fullmatch(name) and not is_ours):
-        yield f"{key}: not a key for a recipe; _target_ and _partial_ of a component are"
-    elif name == "_target_" and not isinstance(value, str):
-        yield f"{key}: is the import path of a class"
+def _groups(item: object) -> set[str]:
+    """Name the groups that an entry of a defaults list chooses for."""
+    entries = map(str, item) if isinstance(item, Mapping) else ()
+    return {match[1] for entry in entries if (match := _ENTRY.fullmatch(entry))}
 
 
 @final

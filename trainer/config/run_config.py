@@ -6,26 +6,23 @@ knows Hydra, numpy or torch, so a mistake is answered before any of them is impo
 
 from __future__ import annotations
 
-import copy
 from operator import attrgetter
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field
 
+from trainer.config.arithmetic import complete_sizes
 from trainer.config.components import COMPONENTS, FIXED_CUT, LIBRARIES, Accum, Component, Data
-from trainer.config.sizes import complete_sizes
 from trainer.config.types import (
-    HIDDEN,
     Auto,
     Cadence,
-    CadenceOrTime,
     Count,
-    Kind,
     Natural,
     Positive,
     Section,
     Seed,
     Text,
+    Time,
     Word,
     Words,
 )
@@ -35,9 +32,9 @@ class Batch(Section):
     """The optimizer step."""
 
     # Null only where accum.micro and accum.steps give it.
-    global_batch: Annotated[Count | None, Kind("a whole number of at least 1")] = Field(
-        alias="global"
-    )
+    global_batch: Annotated[
+        Count | None, Field(alias="global", description="a whole number of at least 1")
+    ]
     unit: Literal["samples", "tokens"]
     normalizer: Literal["tokens", "samples", "micro_batches"]
     tail: Literal["keep", "drop"]
@@ -63,7 +60,7 @@ class Eval(Section):
 class Checkpoint(Section):
     """Saving."""
 
-    every: CadenceOrTime | None
+    every: Cadence | Time | None
     keep: Count
     asynchronous: bool
     on_full: Literal["stop", "continue"]
@@ -137,9 +134,10 @@ class RunConfig(Section):
     step: Literal["last"] | Natural
     export: Export
     trust: Words
-    choices: Annotated[dict[str, Any], HIDDEN] = Field(default_factory=dict)
-    unset: Annotated[tuple[str, ...], HIDDEN] = Field((), strict=False)
-    config_dir: Annotated[str | None, HIDDEN] = None
+    # What has a default is no key of the interface, and beside the config: how it came about.
+    choices: dict[str, Any] = Field(default_factory=dict)
+    unset: tuple[str, ...] = Field((), strict=False)
+    config_dir: str | None = None
 
     @property
     def total_epochs(self) -> int | None:
@@ -151,27 +149,19 @@ class RunConfig(Section):
         """Which checkpoint of `run=` or `init=` is read; None for the newest that is intact."""
         return None if self.step == "last" else self.step
 
-    @property
-    def components(self) -> dict[str, Component]:
-        """Everything that names a class, by dotted key; `hooks[0]` is the first hook."""
-        named = {path: attrgetter(path)(self) for path in COMPONENTS}
-        return named | {f"hooks[{place}]": hook for place, hook in enumerate(self.hooks)}
-
-    @property
-    def typed_targets(self) -> frozenset[str]:
-        """Groups whose class the user named themselves."""
-        typed = (key for key, each in self.components.items() if each.typed_target)
-        return frozenset(key.partition("[")[0] for key in typed)
-
     def own_classes(self, *, typed: bool = True) -> list[tuple[str, str]]:
-        """Those beyond this program and the model libraries; our own as arguments are among them.
+        """List classes beyond this program and the model libraries, with their dotted keys.
+
+        Our own classes are among them where they are arguments of another.
 
         Args:
             typed: whether to list those that the user named themselves.
         """
+        named: dict[str, Component] = {path: attrgetter(path)(self) for path in COMPONENTS}
+        named |= {f"hooks[{place}]": hook for place, hook in enumerate(self.hooks)}
         return [
             (place, target)
-            for key, each in self.components.items()
+            for key, each in named.items()
             if typed or not each.typed_target
             for place, target in each.targets(key)
             if place != key or target.partition(".")[0] != "trainer"
@@ -198,15 +188,12 @@ class RunConfig(Section):
         if self.accum.target != FIXED_CUT or self.batch.unit != "samples":
             return self
         micro, steps = self.accum.params.get("micro"), self.accum.params.get("steps")
-        global_batch = complete_sizes(self.batch.global_batch, micro, steps, world_size)
+        size = complete_sizes(self.batch.global_batch, micro, steps, world_size)
         # One of the two is enough, and leaves nothing to contradict on another number of ranks.
         cut = self.accum.params | ({"steps": None} if micro is not None else {})
-        return self.model_copy(
-            update={
-                "batch": self.batch.model_copy(update={"global_batch": global_batch}),
-                "accum": self.accum.model_copy(update={"params": cut}),
-            }
-        )
+        batch = self.batch.model_copy(update={"global_batch": size})
+        accum = self.accum.model_copy(update={"params": cut})
+        return self.model_copy(update={"batch": batch, "accum": accum})
 
 
 def to_plain(config: RunConfig) -> dict[str, Any]:
@@ -215,19 +202,18 @@ def to_plain(config: RunConfig) -> dict[str, Any]:
     `trust` and the consent to classes of one's own stay out: a file cannot give them. So does
     `--config-dir`, which is typed for a run and not part of it.
     """
-    plain: dict[str, Any] = _plain(config)
-    del plain["trust"], plain["config_dir"]
-    return plain
+    plain = _plain(config).items()
+    return {key: value for key, value in plain if key not in ("trust", "config_dir")}
 
 
 def _plain(value: Any) -> Any:  # noqa: ANN401 - gives mappings, lists and scalars
     if isinstance(value, Component):
-        own = Component.model_fields.keys()
-        extras = {k: _plain(getattr(value, k)) for k in type(value).model_fields if k not in own}
-        return {"_target_": value.target, **copy.deepcopy(value.params), **extras}
-    if isinstance(value, Section):
+        names = [k for k in type(value).model_fields if k not in Component.model_fields]
+        extras = {name: getattr(value, name) for name in names}
+        value = {"_target_": value.target, **value.params, **extras}
+    elif isinstance(value, Section):
         items = type(value).model_fields.items()
-        return {info.alias or name: _plain(getattr(value, name)) for name, info in items}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return copy.deepcopy(value)
+        value = {info.alias or name: getattr(value, name) for name, info in items}
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value

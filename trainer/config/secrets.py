@@ -15,16 +15,15 @@ from urllib.parse import unquote
 
 MASK = "***"
 
-_VARIABLE = re.compile(r"KEY|TOKEN(?!S|IZ)|SECRET|PASSW|PASSPHRASE|CREDENTIAL", re.IGNORECASE)
-_REFERENCE = re.compile(r"\$\{oc\.env:\s*(\w+)")
-_LIKELY_VARIABLE = re.compile(r"(^|_)(PAT|PASS|PWD|AUTH|DSN)(_|$)", re.IGNORECASE)
+_VARIABLE = re.compile(
+    r"KEY|TOKEN(?!S|IZ)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|(^|_)(PAT|PASS|PWD|AUTH|DSN)(_|$)",
+    re.IGNORECASE,
+)
 _SHORTEST = 6
 """Characters from which the value of such a variable is a secret."""
 
-_COMMON = re.compile(r"[A-Za-z]([a-z]{,9}|[A-Z]{,9})|[\d.,]{,7}")
-"""Words and small numbers: too common to be looked for in texts."""
-
-_PATH = re.compile(r"[~.]{,2}/")
+_COMMON = re.compile(r"[A-Za-z]([a-z]{,9}|[A-Z]{,9})|[\d.,]{,7}|[~.]{,2}/.*", re.DOTALL)
+"""Words, small numbers and paths: too common to be looked for in texts."""
 
 _WORDS = (
     r"(?:\w*(?:password|passwd|passphrase|secret|credentials?|api_?key)"
@@ -64,12 +63,10 @@ def is_secret(name: str, value: object) -> bool:
     """
     if value in (None, "", "null") or isinstance(value, bool):
         return False
-    reference = _REFERENCE.search(str(value))
-    if _NAME.fullmatch(name) or (reference and _VARIABLE.search(reference[1])):
-        return True
     text = "" if isinstance(value, Mapping | list | tuple | set | frozenset) else str(value)
     is_likely = bool(_LIKELY_NAME.fullmatch(name) and _LIKELY_VALUE.fullmatch(text))
-    return is_likely or bool(_TOKEN.search(text) or _AFTER.search(text))
+    is_named = is_likely or bool(_NAME.fullmatch(name))
+    return is_named or bool(_TOKEN.search(text) or _AFTER.search(text))
 
 
 def leaked(value: object, environ: Mapping[str, str]) -> str | None:
@@ -106,6 +103,7 @@ class _Masking(logging.Formatter):
         self._inner = inner
 
     def format(self, record: logging.LogRecord) -> str:
+        """Write a record as the other formatter does, masked."""
         return without_secrets(self._inner.format(record), os.environ)
 
 
@@ -116,15 +114,10 @@ def _secrets(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
         A secret, as it is and as Python quotes it, and the name of its variable.
     """
     for name, value in environ.items():
-        for secret in _secrets_of(name, value):
+        found = {value} if _VARIABLE.search(name) else set()
+        for user, password in re.findall(r"\w://([^/\s:@]*)(?::([^/\s@]+))?@", value):
+            secret = password or (user if len(user) >= 2 * _SHORTEST else "")
+            found |= {secret, unquote(secret)}
+        for secret in found:
             if len(secret) >= _SHORTEST and not _COMMON.fullmatch(secret):
                 yield from ((form, name) for form in {secret, repr(secret)[1:-1]})
-
-
-def _secrets_of(name: str, value: str) -> Iterator[str]:
-    is_likely = _LIKELY_VARIABLE.search(name) and not _PATH.match(value)
-    if is_likely or _VARIABLE.search(name):
-        yield value
-    for user, password in re.findall(r"\w://([^/\s:@]*)(?::([^/\s@]+))?@", value):
-        secret = password or (user if len(user) >= 2 * _SHORTEST else "")
-        yield from {secret, unquote(secret)}

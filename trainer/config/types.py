@@ -1,30 +1,18 @@
-"""Name the types of a config's values: range, unit, and the words that an error says them with."""
+"""Name the types of a config's values: range, unit, and the words that an error says them with.
+
+The words are the description of a type, as pydantic has it; those of a `Literal` are its own.
+"""
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal, final, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter
-
-from trainer.config.durations import parse_time
+from pydantic.fields import FieldInfo
 
 _BYTES = re.compile(r"(\d+(?:\.\d+)?) ?(?:([KMGT])(i?))?B")
-
-
-@final
-@dataclass(frozen=True)
-class Kind:
-    """What a value must be, in the words of an error and of the help."""
-
-    text: str
-
-
-HIDDEN = Kind("")
-"""Marks a field that is no key of its own."""
 
 
 def whole(value: object) -> object:
@@ -41,38 +29,6 @@ def parse_bytes(value: object) -> object:
     return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(prefix or " "))
 
 
-def _cadence(value: Any) -> object:  # noqa: ANN401 - checked here
-    """Refuse what is neither a number of steps nor a share of the run.
-
-    Raises:
-        ValueError: it is not.
-    """
-    number: Any = whole(value)
-    is_number = isinstance(number, int | float) and not isinstance(number, bool)
-    if not is_number or not number > 0 or (isinstance(number, float) and number > 1):
-        raise ValueError("no number of steps, and no share of the run")
-    return number
-
-
-def _cadence_or_time(value: object) -> object:
-    return value if isinstance(value, str) and parse_time(value) else _cadence(value)
-
-
-def _warmup(value: object) -> object:
-    return value if whole(value) == 0 and not isinstance(value, bool) else _cadence(value)
-
-
-def _finite(value: object) -> object:
-    """Refuse a boolean, which Python takes for a number, and infinity.
-
-    Raises:
-        ValueError: it is one.
-    """
-    if isinstance(value, bool) or (isinstance(value, float) and not math.isfinite(value)):
-        raise ValueError("no number")
-    return value
-
-
 def _as_text(value: object) -> object:
     return str(value) if type(value) is int else value
 
@@ -81,70 +37,67 @@ def _as_list(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
-Whole = Annotated[int, BeforeValidator(whole), Kind("a whole number")]
-Natural = Annotated[int, BeforeValidator(whole), Field(ge=0), Kind("a whole number, 0 or more")]
-Count = Annotated[int, BeforeValidator(whole), Field(ge=1), Kind("a whole number of at least 1")]
+Whole = Annotated[int, BeforeValidator(whole), Field(description="a whole number")]
+Natural = Annotated[Whole, Field(ge=0, description="a whole number, 0 or more")]
+Count = Annotated[Whole, Field(ge=1, description="a whole number of at least 1")]
 Pair = Annotated[
-    int,
-    BeforeValidator(whole),
-    Field(ge=2),
-    Kind("a whole number of at least 2: a token and the next"),
+    Whole, Field(ge=2, description="a whole number of at least 2: a token and the next")
 ]
-Seed = Annotated[
-    int, BeforeValidator(whole), Field(ge=0, lt=2**63), Kind("a whole number from 0 to 2**63 - 1")
+Seed = Annotated[Whole, Field(ge=0, lt=2**63, description="a whole number from 0 to 2**63 - 1")]
+Number = Annotated[float, Field(description="a number")]
+Positive = Annotated[float, Field(gt=0, description="a number above 0")]
+NonNegative = Annotated[float, Field(ge=0, description="a number, 0 or more")]
+Share = Annotated[float, Field(ge=0, lt=1, description="a share of at least 0 and below 1")]
+Part = Annotated[float, Field(ge=0, le=1, description="a share from 0 to 1")]
+Cadence = Count | Annotated[float, Field(gt=0, lt=1, description="a share of the run below 1")]
+Time = Annotated[
+    str, Field(pattern=r"^\d+(\.\d+)? ?(s|min|h)$", description="a time such as 10min")
 ]
-Cadence = Annotated[
-    int | float,
-    BeforeValidator(_cadence),
-    Kind("a whole number of steps, 1 or more, or a share below 1"),
-]
-CadenceOrTime = Annotated[
-    int | float | str,
-    BeforeValidator(_cadence_or_time),
-    Kind("a time, a number of steps or a share of the run below 1"),
-]
-Warmup = Annotated[
-    int | float,
-    BeforeValidator(_warmup),
-    Kind("a whole number of steps, 0 or more, or a share below 1"),
-]
-Number = Annotated[float, BeforeValidator(_finite), Kind("a number")]
-Positive = Annotated[Number, Field(gt=0), Kind("a number above 0")]
-NonNegative = Annotated[Number, Field(ge=0), Kind("a number, 0 or more")]
-Share = Annotated[Number, Field(ge=0, lt=1), Kind("a share of at least 0 and below 1")]
-Part = Annotated[Number, Field(ge=0, le=1), Kind("a share from 0 to 1")]
+Warmup = Natural | Share
 Betas = Annotated[
     list[Share],
-    Field(min_length=2, max_length=2),
-    Kind("two shares of at least 0 and below 1"),
+    Field(min_length=2, max_length=2, description="two shares of at least 0 and below 1"),
 ]
-Weights = Annotated[list[NonNegative], Kind("a list of numbers, 0 or more, one per class")]
-Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=1), Kind("a size such as 80GiB")]
-Text = Annotated[str, Field(min_length=1), Kind("text")]
+Weights = Annotated[
+    list[NonNegative], Field(description="a list of numbers, 0 or more, one per class")
+]
+Bytes = Annotated[
+    int, BeforeValidator(parse_bytes), Field(ge=1, description="a size such as 80GiB")
+]
+Text = Annotated[str, Field(min_length=1, description="text")]
 Word = Annotated[
     str,
     BeforeValidator(_as_text),
-    Field(pattern=r"^\w[\w.-]{0,99}$"),
-    Kind("one word of letters, digits, -, _ and ."),
+    Field(pattern=r"^\w[\w.-]{0,99}$", description="one word of letters, digits, -, _ and ."),
 ]
 Words = Annotated[
-    tuple[str, ...], BeforeValidator(_as_list), Field(strict=False), Kind("a list, e.g. [a,b]")
+    tuple[str, ...],
+    BeforeValidator(_as_list),
+    Field(strict=False, description="a list, e.g. [a,b]"),
+]
+ParameterGroups = Annotated[
+    dict[str, dict[Literal["lr", "weight_decay", "frozen"], bool | NonNegative]],
+    Field(
+        description="a mapping of name patterns to lr, weight_decay, frozen, e.g. {a*: {lr: 1e-3}}"
+    ),
 ]
 Auto = Literal["auto"]
+
+_STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 
 
 class Section(BaseModel):
     """Keys that belong together; frozen, and strict about types and names."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(**_STRICT, frozen=True, extra="forbid")
 
 
 def type_like(example: object) -> Any:  # noqa: ANN401 - a type, which has no type of its own
     """Give the type of the values that may stand in place of an option's own; None: any."""
     if isinstance(example, list):
         inner = type_like(example[0]) if example else Any
-        return Annotated[list[inner], Kind("a list")]  # type: ignore[valid-type]
-    text = Annotated[str, BeforeValidator(_as_text), Kind("text")]
+        return Annotated[list[inner], Field(description="a list")]  # type: ignore[valid-type]
+    text = Annotated[str, BeforeValidator(_as_text), Field(description="text")]
     kinds = ((bool, bool), (int, Whole), (float, Number), (str, text))
     return next((kind for python, kind in kinds if isinstance(example, python)), Any)
 
@@ -155,38 +108,23 @@ def convert(annotation: Any, value: object) -> Any:  # noqa: ANN401 - gives what
     Raises:
         ValidationError: a `ValueError`; it is of another type, or out of range.
     """
-    return TypeAdapter(annotation, config=ConfigDict(strict=True)).validate_python(value)
+    return TypeAdapter(annotation, config=_STRICT).validate_python(value)
 
 
-def words_of(annotation: object) -> Iterator[str]:
-    """Say in words what a type takes, alternative by alternative.
+def alternatives(annotation: object) -> Iterator[tuple[str, bool]]:
+    """Say in words what a type takes.
 
     Yields:
-        One phrase each.
+        A phrase, and whether it is to be typed as it stands.
     """
     origin, args = get_origin(annotation), get_args(annotation)
-    if origin is Literal:
-        yield from args
-    elif origin is Annotated:
-        yield [mark.text for mark in args if isinstance(mark, Kind)][-1]
-    elif annotation is bool:
-        yield from ("true", "false")
-    elif annotation is type(None):
-        yield "null"
-    elif origin in (dict, tuple):
-        yield "a mapping" if origin is dict else "a list"
+    described = [each.description for each in args if isinstance(each, FieldInfo)]
+    if described and described[-1]:
+        yield described[-1], False
+    elif origin is Literal or annotation is bool:
+        yield from ((word, True) for word in args or ("true", "false"))
+    elif annotation is type(None) or origin in (dict, tuple):
+        yield {dict: "a mapping", tuple: "a list"}.get(origin, "null"), False  # type: ignore[arg-type]
     else:
         for part in args:
-            yield from words_of(part)
-
-
-def literals_of(annotation: object) -> tuple[str, ...]:
-    """Give the words that a type takes; empty where any value of its kind will do."""
-    args = get_args(annotation)
-    if get_origin(annotation) is Literal:
-        return args
-    if annotation is bool:
-        return ("true", "false")
-    if get_origin(annotation) is Annotated:
-        args = args[:1]
-    return tuple(dict.fromkeys(word for part in args for word in literals_of(part)))
+            yield from alternatives(part)

@@ -10,25 +10,24 @@ from __future__ import annotations
 import copy
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from pydantic import ValidationError
 
-from trainer.config.arguments import argument_faults, value_fault
 from trainer.config.components import ARGUMENTS, COMPONENTS, OWN, SHARED, extra_keys, owner_of
-from trainer.config.habits import SYNONYMS
 from trainer.config.keys import KEYS, options_of
 from trainer.config.messages import (
     MISSING,
+    SYNONYMS,
     ancestors,
     clip,
     did_you_mean,
     flat,
     line,
     lookup,
-    prune,
     show,
+    value_fault,
 )
 from trainer.config.rules import give_way, rule_faults
 from trainer.config.run_config import RunConfig
@@ -36,15 +35,15 @@ from trainer.config.secrets import is_secret, leaked
 from trainer.config.types import convert, type_like
 from trainer.core.errors import ConfigError
 
-SHOWN_DEFAULTS: tuple[str, ...] = (
+# Keys whose values the start of a run shows as defaults where nobody set them.
+_SHOWN_DEFAULTS = [
     "optimizer.lr",
     "scheduler.warmup",
     "steps",
     "epochs",
     "eval.every",
     "checkpoint.every",
-)
-"""Keys whose values the start of a run shows as defaults where nobody set them."""
+]
 
 _HYDRA_KEY = re.compile(r"_\w+_")
 
@@ -73,133 +72,44 @@ def validate(
     Raises:
         ConfigError: with one line per fault.
     """
-    picked = _own_choices(choices or {}, typed_keys)
-    # A class that its option does not name takes arguments that only its constructor knows.
-    own = {p for p in COMPONENTS if lookup(raw, f"{p}._target_") != lookup(base, f"{p}._target_")}
-    unknown = dict(_unknown_keys(raw, base, own, picked))
-    tree = prune(copy.deepcopy(dict(raw)), unknown)
-    if unknown:
-        _fill_in(tree, base)  # what a fault took away is no fault of its own
-    faults = [*unknown.values(), *_reserved(tree), *_missing(tree, picked), *_secrets(tree)]
-    faults += _convert_arguments(tree, base, own)
+    named = {
+        g: o for g, o in (choices or {}).items() if not g.startswith("hydra/") and "@" not in g
+    }
+    # A class that was typed is no option's any more.
+    named |= {p.replace(".", "/"): OWN for p in COMPONENTS if f"{p}._target_" in typed_keys}
+    tree = copy.deepcopy(dict(raw))
+    faults = [*_leaf_faults(tree, named), *_argument_faults(tree, base, named)]
     give_way(tree, typed_keys)
-    faults += rule_faults(tree, picked)
-    faults += argument_faults(tree)
-    _apply_wandb_variable(tree, base, typed_keys)
-    unset = [key for key in SHOWN_DEFAULTS if _is_default(key, raw, base, typed_keys)]
+    faults += rule_faults(tree, named)
+    mode, is_default = (
+        os.environ.get("WANDB_MODE"),
+        _is_default("wandb.mode", raw, base, typed_keys),
+    )
+    if is_default and mode in KEYS["wandb.mode"].choices:
+        tree["wandb"] = {**tree["wandb"], "mode": mode}
+    unset = [key for key in _SHOWN_DEFAULTS if _is_default(key, raw, base, typed_keys)]
+    beside = {"config_dir": config_dir, "unset": unset}
     try:
-        fields = _fields(tree, picked, typed_targets)
-        config = RunConfig.model_validate({**fields, "config_dir": config_dir, "unset": unset})
+        config = RunConfig.model_validate(_fields(tree, named, typed_targets) | beside)
     except ValidationError as error:
-        faults += _schema_faults(error, tree, base, picked)
+        faults += _schema_faults(error, tree, base, named)
     if faults:
         # One line for each key and value: the first says most.
         raise ConfigError(*{fault.partition(": ")[0]: fault for fault in reversed(faults)}.values())
     return config
 
 
-def from_plain(
-    plain: Tree, typed_targets: Collection[str] = (), trust: Sequence[str] = ()
-) -> RunConfig:
-    """Read what `to_plain` wrote.
-
-    Args:
-        plain: the mapping.
-        typed_targets: as for `validate`, from whoever was asked; never from a file.
-        trust: likewise.
+def from_plain(plain: Tree) -> RunConfig:
+    """Read what `to_plain` wrote; consent and `trust` are never read from a file.
 
     Raises:
         ConfigError: the mapping is not a config of this version.
     """
-    tree = {**plain, "trust": list(trust)}
-    choices = dict(tree.pop("choices", {}))
+    choices = dict(plain.get("choices", {}))
     try:
-        return RunConfig.model_validate(_fields(tree, choices, typed_targets))
+        return RunConfig.model_validate(_fields({**plain, "trust": []}, choices, ()))
     except ValidationError as error:
-        raise ConfigError(*dict.fromkeys(_schema_faults(error, tree, {}, choices))) from None
-
-
-def _own_choices(choices: Mapping[str, Any], typed: Collection[str]) -> dict[str, Any]:
-    """Leave out Hydra's groups and presets; a class that was typed is no option's any more."""
-    named = {g: o for g, o in choices.items() if not g.startswith("hydra/") and "@" not in g}
-    return named | {p.replace(".", "/"): OWN for p in COMPONENTS if f"{p}._target_" in typed}
-
-
-def _choice(owner: str, choices: Mapping[str, Any]) -> str:
-    """Write which option a component was chosen by: `model=gpt_tiny`."""
-    option = choices.get(owner.replace(".", "/"))
-    return f"{owner}={option}" if option else owner
-
-
-def _unknown_keys(
-    raw: Tree, base: Tree, own: set[str], choices: Mapping[str, Any]
-) -> Iterator[tuple[str, str]]:
-    """Find every key that the options do not offer.
-
-    Yields:
-        Dotted key and fault.
-    """
-    known = flat(base)
-    for key, value in flat(raw).items():
-        if key in known or owner_of(key) in own:
-            continue
-        parts = [other.removeprefix(f"{key}.") for other in known if other.startswith(f"{key}.")]
-        parent = next((path for path in ancestors(key) if path in known), None)
-        if parts:
-            names = ", ".join(dict.fromkeys(part.split(".")[0] for part in parts))
-            yield key, line(key, value, f"is a section, not a value; it has {names}")
-        elif parent is None:
-            yield key, _unknown_line(key, value, known, choices)
-        elif not isinstance(known[parent], Mapping) and (
-            parent in KEYS or known[parent] is not None
-        ):
-            yield key, clip(f"{key}: unknown setting. {parent} is one value, {parent}=...")
-
-
-def _unknown_line(key: str, value: object, known: Tree, choices: Mapping[str, Any]) -> str:
-    owner, name = owner_of(key), key.rpartition(".")[2]
-    others = [o for o, keys in options_of(owner).items() if name in keys] if owner else []
-    if owner and others and key != owner:
-        there = _choice(owner, choices)
-        better = f"{owner}={others[0]} {key}={show(value)}"
-        return line(key, value, f"not a setting of {there}; type {better}")
-    offers = [k for k in (*known, *KEYS) if not k.endswith("_target_")]
-    hint = f" Did you mean {SYNONYMS[name]}?" if name in SYNONYMS else did_you_mean(key, offers)
-    if not hint and owner:
-        names = [k.removeprefix(f"{owner}.") for k in known if k in offers and owner_of(k) == owner]
-        hint = f" {_choice(owner, choices)} has {', '.join(names) or 'none'}"
-    return clip(f"{key}: unknown setting.{hint}")
-
-
-def _fill_in(tree: dict[str, Any], base: Tree) -> None:
-    """Put the options' own values where a tree has none, in place."""
-    for key, value in base.items():
-        if isinstance(tree.setdefault(key, copy.deepcopy(value)), dict) and isinstance(value, dict):
-            _fill_in(tree[key], value)
-
-
-def _reserved(tree: Tree) -> Iterator[str]:
-    for key in flat(tree):
-        for part in key.split("."):
-            if _HYDRA_KEY.fullmatch(part) and part not in ("_target_", "_partial_"):
-                yield clip(f"{key}: {part} is not for a config; _target_ and _partial_ are read")
-
-
-def _missing(tree: Tree, choices: Mapping[str, Any]) -> Iterator[str]:
-    for key, value in flat(tree).items():
-        if value == MISSING:
-            yield clip(f"{key}: {_choice(owner_of(key) or key, choices)} needs it, {key}=...")
-
-
-def _secrets(tree: Tree) -> Iterator[str]:
-    """Find secrets, which would be written to the run folder, and shown with it.
-
-    Yields:
-        One line per fault.
-    """
-    for key, value in _scalars(tree):
-        if fault := secret_fault(key, value):
-            yield fault
+        raise ConfigError(*dict.fromkeys(_schema_faults(error, plain, {}, choices))) from None
 
 
 def secret_fault(key: str, value: object) -> str | None:
@@ -217,6 +127,28 @@ def secret_fault(key: str, value: object) -> str | None:
     return None
 
 
+def _choice(owner: str, choices: Mapping[str, Any]) -> str:
+    """Write which option a component was chosen by: `model=gpt_tiny`."""
+    option = choices.get(owner.replace(".", "/"))
+    return f"{owner}={option}" if option else owner
+
+
+def _leaf_faults(tree: Tree, choices: Mapping[str, Any]) -> Iterator[str]:
+    """Find values that are missing, keys that Hydra would act on, and secrets.
+
+    Yields:
+        One line per fault.
+    """
+    for key, value in _scalars(tree):
+        for part in key.split("."):
+            if _HYDRA_KEY.fullmatch(part) and part not in ("_target_", "_partial_"):
+                yield clip(f"{key}: {part} is not for a config; _target_ and _partial_ are read")
+        if value == MISSING:
+            yield clip(f"{key}: {_choice(owner_of(key) or key, choices)} needs it, {key}=...")
+        elif fault := secret_fault(key, value):
+            yield fault
+
+
 def _scalars(tree: Tree) -> Iterator[tuple[str, object]]:
     """Give every value, those in lists under the key of their list.
 
@@ -224,37 +156,63 @@ def _scalars(tree: Tree) -> Iterator[tuple[str, object]]:
         Dotted key and value.
     """
     for key, value in flat(tree).items():
-        for item in value if isinstance(value, list | tuple) else [value]:
+        for item in value if isinstance(value, list | tuple) and value else [value]:
             if isinstance(item, Mapping):
                 yield from ((f"{key}.{name}", inner) for name, inner in _scalars(item))
             else:
                 yield key, item
 
 
-def _convert_arguments(tree: Tree, base: Tree, own: set[str]) -> Iterator[str]:
+def _argument_faults(tree: Tree, base: Tree, choices: Mapping[str, Any]) -> Iterator[str]:
     """Read every constructor argument as the type it has there or in its option, in place.
 
     Yields:
         One line per fault.
     """
     for path in COMPONENTS:
-        section = lookup(tree, path)
-        target = str(section.get("_target_"))
-        types: dict[str, Any] = {}
-        if path not in own:
-            types = {name: type_like(value) for name, value in lookup(base, path).items()}
-        if path not in own or target.startswith("trainer."):
-            types |= SHARED.get(path, {})
+        section, example = lookup(tree, path), lookup(base, path)
+        target, extras = str(section.get("_target_")), extra_keys(path)
+        # A class that its option does not name takes arguments that only its constructor knows.
+        is_own = section.get("_target_") != example.get("_target_")
+        types = {} if is_own else {name: type_like(value) for name, value in example.items()}
+        is_shared = not is_own or path == "optimizer" or target.startswith("trainer.")
+        types |= SHARED.get(path, {}) if is_shared else {}
         types |= ARGUMENTS.get(target, {})
         for name, value in section.items():
-            example = lookup(base, f"{path}.{name}")
-            is_default = type(value) is type(example) and value == example
-            if name not in types or name in extra_keys(path) or is_default or value == MISSING:
+            key, default = f"{path}.{name}", example.get(name)
+            if name in extras or value == MISSING:
                 continue
-            try:
-                section[name] = convert(types[name], value)
-            except ValidationError:
-                yield value_fault(f"{path}.{name}", types[name], value, example)
+            if name not in example and not is_own:
+                yield from _unknown(key, value, base, choices)
+            elif name in types and not (type(value) is type(default) and value == default):
+                try:
+                    section[name] = convert(types[name], value)
+                except ValidationError:
+                    yield value_fault(key, types[name], value, default)
+
+
+def _unknown(key: str, value: object, known: Tree, choices: Mapping[str, Any]) -> Iterator[str]:
+    """Say what is meant by a key that is none.
+
+    Yields:
+        One line.
+    """
+    if key in KEYS:
+        nested = f"{key.replace('.', ': {')}: ...{'}' * key.count('.')}"
+        yield clip(f"{key}: a file nests its keys, {nested}")
+        return
+    owner, name = owner_of(key), key.rpartition(".")[2]
+    others = [o for o, keys in options_of(owner).items() if name in keys] if owner else []
+    if owner and others and key != owner:
+        better = f"{owner}={others[0]} {key}={show(value)}"
+        yield line(key, value, f"not a setting of {_choice(owner, choices)}; type {better}")
+        return
+    offers = [k for k in (*flat(known), *KEYS) if not k.endswith("_target_")]
+    hint = f" Did you mean {SYNONYMS[name]}?" if name in SYNONYMS else did_you_mean(key, offers)
+    if not hint and owner:
+        names = [k for k in lookup(known, owner) if f"{owner}.{k}" in offers]
+        hint = f" {_choice(owner, choices)} has {', '.join(names) or 'none'}"
+    yield clip(f"{key}: unknown setting.{hint}")
 
 
 def _is_default(key: str, raw: Tree, base: Tree, typed: Collection[str]) -> bool:
@@ -263,22 +221,13 @@ def _is_default(key: str, raw: Tree, base: Tree, typed: Collection[str]) -> bool
     return same.isdisjoint(typed) and all(lookup(raw, k) == lookup(base, k) for k in same)
 
 
-def _apply_wandb_variable(tree: dict[str, Any], base: Tree, typed: Collection[str]) -> None:
-    """Let WANDB_MODE beat the default, and a typed value beat WANDB_MODE."""
-    mode = os.environ.get("WANDB_MODE")
-    is_default = lookup(tree, "wandb.mode") == lookup(base, "wandb.mode")
-    if mode in KEYS["wandb.mode"].choices and is_default and "wandb.mode" not in typed:
-        tree["wandb"] = {**tree["wandb"], "mode": mode}
-
-
 def _fields(tree: Tree, choices: Mapping[str, Any], typed: Collection[str]) -> dict[str, Any]:
     """Bring a composed tree into the shape of `RunConfig`."""
     fields: dict[str, Any] = {**tree, "choices": dict(choices)}
     for path in COMPONENTS:
         if "." not in path:
             fields[path] = _component(tree.get(path), path, choices, typed)
-    hooks = tree.get("hooks")
-    if isinstance(hooks, list | tuple):
+    if isinstance(hooks := tree.get("hooks"), list | tuple):
         sections = [{"_target_": hook} if isinstance(hook, str) else hook for hook in hooks]
         fields["hooks"] = [_component(section, "hooks", {}, typed) for section in sections]
     return fields
@@ -291,16 +240,15 @@ def _component(
         return section
     extras = extra_keys(path)
     option = choices.get(path.replace(".", "/"))
-    fields: dict[str, Any] = {
+    fields: dict[str, Any] = {key: section[key] for key in extras if key in section}
+    if "gradient" in fields:
+        fields["gradient"] = _component(fields["gradient"], f"{path}.gradient", choices, typed)
+    return fields | {
         "target": section.get("_target_"),
         "params": {k: v for k, v in section.items() if k not in extras and k != "_target_"},
         "name": None if option == OWN else option,
         "typed_target": path in typed,
     }
-    fields |= {extra: section[extra] for extra in extras if extra in section}
-    if "gradient" in fields:
-        fields["gradient"] = _component(fields["gradient"], f"{path}.gradient", choices, typed)
-    return fields
 
 
 def _schema_faults(
@@ -314,17 +262,21 @@ def _schema_faults(
     for item in error.errors(include_url=False):
         parts = [str(part) for part in item["loc"] if not isinstance(part, int)]
         path = ".".join(parts)
+        key = next((k for k in (path, *ancestors(path)) if k in KEYS), path)
+        value = lookup(tree, key)
+        inner = next(iter(value), "") if isinstance(value, Mapping) else ""
         if parts[-1] == "target":
             yield _class_fault(path.removesuffix(".target"), tree, choices)
-            continue
-        key = next((k for k in (path, *ancestors(path)) if k in KEYS), None)
-        if item["type"] == "extra_forbidden" and "." in parts[-1]:
-            nested = f"{path.replace('.', ': {')}: ...{'}' * path.count('.')}"
-            yield clip(f"{path}: a file nests its keys, {nested}")
-        elif item["type"] == "extra_forbidden" or key is None:
-            yield clip(f"{path}: unknown setting.{did_you_mean(path, KEYS)}")
+        elif item["type"] == "extra_forbidden":
+            for unknown, given in flat({path: item["input"]}).items():
+                yield from _unknown(unknown, given, base, choices)
+        elif key not in KEYS:
+            names = [k.removeprefix(f"{key}.") for k in KEYS if k.startswith(f"{key}.")]
+            yield line(key, value, f"is a section, not a value; it has {', '.join(names)}")
+        elif inner:
+            yield clip(f"{key}.{inner}: unknown setting. {key} is one value, {key}=...")
         else:
-            yield value_fault(key, KEYS[key].annotation, lookup(tree, key), lookup(base, key))
+            yield value_fault(key, KEYS[key].annotation, value, lookup(base, key))
 
 
 def _class_fault(path: str, tree: Tree, choices: Mapping[str, Any]) -> str:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.config.arguments import heads_fault
+from trainer.config.rules import heads_fault
 from trainer.core.errors import ConfigError
 
 Rotation = tuple[Tensor, Tensor]

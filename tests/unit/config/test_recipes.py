@@ -6,15 +6,14 @@ import os
 
 import pytest
 import yaml
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf, open_dict
 
+from tests.lib.config_support import composed, options
 from trainer.config import recipes
+from trainer.config.consent import consent_faults
 from trainer.config.keys import data_dir
 from trainer.config.validate import validate
 from trainer.core.errors import ConfigError
 
-CONF = data_dir("conf")
 SHIPPED = sorted(data_dir("recipes").glob("*.yaml"))
 NEEDS = {"gpt2_124m": ["data.path=tokens.bin"]}
 
@@ -22,19 +21,6 @@ NEEDS = {"gpt2_124m": ["data.path=tokens.bin"]}
 @pytest.fixture(autouse=True)
 def no_folders(monkeypatch):
     monkeypatch.delenv(recipes.FOLDERS_VARIABLE, raising=False)
-
-
-def composed(*overrides: str):
-    recipes.register()
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        return compose("config", overrides=list(overrides), return_hydra_config=True)
-
-
-def plain(full):
-    full = full.copy()
-    with open_dict(full):
-        del full["hydra"]
-    return OmegaConf.to_container(full, resolve=True)
 
 
 def write(folder, text: str, name: str = "friend"):
@@ -53,14 +39,9 @@ def refusals(folder, text: str) -> list[str]:
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_every_shipped_recipe_composes_and_validates(path):
-    full = composed(f"recipe={path.stem}", *NEEDS.get(path.stem, []))
-    choices = dict(full.hydra.runtime.choices)
-    groups = [
-        f"{group}={option}"
-        for group, option in choices.items()
-        if option is not None and group != "recipe" and not group.startswith("hydra/")
-    ]
-    config = validate(plain(full), plain(composed(*groups)), (), choices)
+    raw, choices = options(f"recipe={path.stem}", *NEEDS.get(path.stem, []))
+    picked = {g: o for g, o in choices.items() if o and not g.startswith(("hydra/", "recipe"))}
+    config = validate(raw, options(*(f"{g}={o}" for g, o in picked.items()))[0], (), choices)
     assert config.choices["recipe"] == path.stem
 
 
@@ -70,7 +51,7 @@ def test_every_shipped_recipe_says_purpose_command_cost_and_result(path):
     assert f"train recipe={path.stem}" in text or f"-m recipe={path.stem}" in text
     assert "# Cost:" in text
     assert "Expected:" in text
-    assert set(yaml.safe_load(text)["meta"]) == set(recipes.META)
+    assert set(yaml.safe_load(text)["meta"]) == {"purpose", "cost", "expected"}
 
 
 def test_a_recipe_beats_the_defaults_and_the_command_line_beats_the_recipe():
@@ -131,73 +112,80 @@ def test_hydra_lists_recipes_as_a_group():
     assert not source.is_group("hydra")
 
 
+HOSTILE = {
+    "hydra: {callbacks: {x: {_target_: os.system}}}": "hydra: not for a recipe",
+    "hydra: {run: {dir: /tmp/x}}": "hydra: not for a recipe",
+    "data: {path: '${oc.env:HOME}'}": "${oc.env:HOME}",
+    "data: {path: '${oc.decode:${name}}'}": "${oc.decode",
+    "data: {path: 'a${oc.env:${name}}b'}": "${oc.env",
+    'data: {path: "\\x24{oc.env:HOME}"}': "${oc.env:HOME}",
+    "wandb: {tags: ['${oc.env:WANDB_API_KEY}']}": "${oc.env",
+    "model: {'${oc.env:X}': 1}": "${oc.env",
+    "defaults: [hydra/launcher: x]": "defaults: hydra/launcher",
+    "defaults: [override /hydra/job_logging: none]": "defaults: override /hydra",
+    "defaults: [override hydra/launcher: x]": "defaults: override hydra",
+    "defaults: [/hydra/launcher/x]": "defaults: /hydra",
+    "defaults: [override /model: ../../x]": "defaults: ../../x",
+    "defaults: [override /model: /etc/x]": "defaults: /etc/x",
+    "defaults: [override /model: 'pkg://x']": "defaults: pkg://x",
+    "defaults: [override /model@hydra.run: x]": "defaults: override /model@",
+    "defaults: ['file:///etc/x']": "defaults: file:",
+    "defaults: [override /model: '${name}']": "defaults: ${name}",
+    "defaults: [../x]": "defaults: ../x",
+    "defaults: x": "defaults: ",
+    "- a\n- b": "a recipe is `key: value`",
+    "a: &x [1]\nb: *x": "a recipe is `key: value` in 64 KiB at most, no *alias",
+    "seed: 1\n# " + "x" * 70_000: "a recipe is `key: value` in 64 KiB at most",
+    "seed: 1\nsteps: 2\nseed: 3\n": "found duplicate key seed",
+    "seed: !!python/object/apply:os.system ['true']\n": "could not determine a constructor",
+    "a: [1\n": "while parsing a flow sequence",
+}
+
+
+@pytest.mark.parametrize(("text", "answer"), HOSTILE.items(), ids=str)
+def test_a_recipe_that_could_do_more_than_set_values_is_refused(tmp_path, text, answer):
+    (fault,) = refusals(tmp_path, text)
+    assert fault.startswith(answer)
+
+
 @pytest.mark.parametrize(
-    ("text", "key"),
+    ("key", "value"),
     [
-        ("hydra: {callbacks: {x: {_target_: os.system}}}", "hydra"),
-        ("hydra: {run: {dir: /tmp/x}}", "hydra"),
-        ("trust: [evil]", "trust"),
-        ("command: export", "command"),
-        ("resume: /some/run", "resume"),
-        ("init: /some/run", "init"),
-        ("outputs: /etc", "outputs"),
-        ("export: {to: /etc}", "export"),
-        ("wandb: {mode: online}", "wandb.mode"),
-        ("wandb: {entity: theirs}", "wandb.entity"),
-        ("wandb: {mode: '${name}'}", "wandb.mode"),
-        ("_target_: trainer.x.Y", "_target_"),
-        ("_partial_: true", "_partial_"),
-        ("model: {_args_: [1]}", "model._args_"),
-        ("model: {inner: {_recursive_: false}}", "model.inner._recursive_"),
-        ("model: {_target_: [a]}", "model._target_"),
-        ("model: {kwargs: {trust_remote_code: true}}", "model.kwargs.trust_remote_code"),
-        ("data: {path: '${oc.env:HOME}'}", "data.path"),
-        ("data: {path: '${oc.decode:${name}}'}", "data.path"),
-        ("data: {path: 'a${oc.env:${name}}b'}", "data.path"),
-        ("wandb: {tags: ['${oc.env:WANDB_API_KEY}']}", "wandb.tags"),
-        ("model: {'${oc.env:X}': 1}", "model.${oc.env"),
-        ("defaults: [hydra/launcher: x]", "defaults"),
-        ("defaults: [override /hydra/job_logging: none]", "defaults"),
-        ("defaults: [override hydra/launcher: x]", "defaults"),
-        ("defaults: [/hydra/launcher/x]", "defaults"),
-        ("defaults: [override /model: ../../x]", "defaults"),
-        ("defaults: [override /model: /etc/x]", "defaults"),
-        ("defaults: [override /model: 'pkg://x']", "defaults"),
-        ("defaults: [override /model@hydra.run: x]", "defaults"),
-        ("defaults: ['file:///etc/x']", "defaults"),
-        ("defaults: [override /model: '${name}']", "defaults"),
-        ("defaults: [../x]", "defaults"),
-        ("defaults: x", "defaults"),
-        ("meta: {secret: x}", "meta"),
-        ("meta: x", "meta"),
-        ("- a\n- b", "a recipe is a mapping"),
-        ("a: &x [1]\nb: *x", "`*alias`"),
-        ("seed: 1\n# " + "x" * 70_000, "more than 64 KiB"),
+        ("trust", ["evil"]),
+        ("command", "export"),
+        ("resume", "/some/run"),
+        ("init", "/some/run"),
+        ("outputs", "/etc"),
+        ("export.to", "/etc"),
+        ("wandb.mode", "online"),
+        ("wandb.entity", "theirs"),
+        ("model.kwargs.trust_remote_code", True),
+        ("model.attn_implementation", "evil/evil"),
     ],
 )
-def test_a_recipe_that_could_do_more_than_set_values_is_refused(tmp_path, text, key):
-    assert refusals(tmp_path, text)[0].startswith(key)
+def test_what_only_its_user_may_set_is_asked_of_them(key, value):
+    base, _ = options()
+    tree = {**base, key: value}
+    (fault,) = consent_faults(tree, base, ())
+    assert fault.startswith(f"{key}=")
+    assert "type it yourself" in fault
+    assert list(consent_faults(tree, base, {key})) == []
+
+
+def test_what_stays_on_this_machine_needs_no_consent():
+    base, _ = options()
+    tree = {**base, "wandb.mode": "disabled", "model.attn_implementation": "sdpa"}
+    assert list(consent_faults(tree, base, ())) == []
 
 
 def test_all_that_is_wrong_with_a_recipe_comes_at_once(tmp_path):
-    assert len(refusals(tmp_path, "hydra: {}\ntrust: [a]\nmodel: {_args_: []}")) == 3
+    assert len(refusals(tmp_path, "hydra: {}\ndefaults: [../x]\nname: '${oc.env:X}'")) == 3
 
 
-def test_a_key_that_is_given_twice_names_its_line(tmp_path):
-    (fault,) = refusals(tmp_path, "seed: 1\nsteps: 2\nseed: 3\n")
-    assert fault == ":3: found duplicate key seed"
-
-
-def test_a_yaml_tag_is_refused_in_one_line(tmp_path):
-    (fault,) = refusals(tmp_path, "seed: !!python/object/apply:os.system ['true']\n")
-    assert fault.startswith(":1: could not determine a constructor for the tag")
-
-
-def test_broken_yaml_and_foreign_bytes_are_refused_in_one_line(tmp_path):
-    assert refusals(tmp_path, "a: [1\n")[0].startswith(":2: ")
+def test_foreign_bytes_are_refused_in_one_line(tmp_path):
     path = tmp_path / "friend.yaml"
     path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match="not UTF-8"):
+    with pytest.raises(ConfigError, match="can't decode"):
         recipes.read(path)
 
 
@@ -230,8 +218,3 @@ def test_registering_twice_changes_nothing():
     recipes.register()
     assert composed("recipe=quickstart", "name=mine").hydra.run.dir.endswith("-mine")
     assert composed("recipe=quickstart").hydra.run.dir.endswith("-train")
-
-
-def test_a_damaged_installation_says_what_is_missing():
-    with pytest.raises(FileNotFoundError, match="nothing"):
-        data_dir("nothing")

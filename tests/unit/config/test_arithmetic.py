@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.config.sizes import complete_sizes, num_replicas
+from trainer.config.arithmetic import complete_sizes, num_replicas
 from trainer.core.errors import ConfigError
 
 SIZES = st.integers(1, 600)
@@ -24,7 +24,7 @@ def test_micro_and_steps_give_the_global_batch(micro, steps, world_size):
 def test_more_steps_than_samples_of_a_rank_name_sizes_that_agree(global_batch, steps, world_size):
     share = -(-global_batch // world_size)
     if steps > share:
-        with pytest.raises(ConfigError, match=f"accum.steps={share}, or batch.global="):
+        with pytest.raises(ConfigError, match=f"accum.steps={share}$"):
             complete_sizes(global_batch, None, steps, world_size)
     else:
         assert complete_sizes(global_batch, None, steps, world_size) == global_batch
@@ -49,9 +49,9 @@ def test_the_nearest_global_batch_is_the_nearest():
     with pytest.raises(ConfigError) as caught:
         complete_sizes(10, 8, 3, 1)
     assert str(caught.value) == (
-        "accum.steps: 3 micro-batches of 8 samples on 1 rank hold 24 samples, not "
-        "batch.global=10. The nearest sizes that agree: batch.global=17, or batch.global=24 "
-        "(no short micro-batch), or accum.steps=2, or accum.micro=4"
+        "accum.steps=3: batch.global=10 gives each of 1 rank 10 samples, which are not 3 "
+        "micro-batches of accum.micro=8. The nearest sizes that agree: batch.global=17, or "
+        "accum.steps=2, or accum.micro=4"
     )
     with pytest.raises(ConfigError, match=r"batch\.global=24, or accum\.steps=64"):
         complete_sizes(509, 8, 3, 1)

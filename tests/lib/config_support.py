@@ -1,0 +1,78 @@
+"""Compose options and validate them with values typed, as the command line does."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+from typing import Any
+
+import pytest
+import yaml
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf, open_dict
+
+from trainer.config.components import COMPONENTS, GROUPS
+from trainer.config.keys import data_dir
+from trainer.config.recipes import register
+from trainer.config.run_config import RunConfig
+from trainer.config.validate import validate
+from trainer.core.errors import ConfigError
+
+CONF = data_dir("conf")
+
+
+def composed(*overrides: str) -> Any:
+    """What Hydra makes of overrides, with its own node."""
+    register()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return compose("config", overrides=list(overrides), return_hydra_config=True)
+
+
+@cache
+def options(*choices: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The options alone, as plain mappings, and which they are."""
+    full = composed(*choices)
+    picked = dict(full.hydra.runtime.choices)
+    with open_dict(full):
+        del full["hydra"]
+    return OmegaConf.to_container(full, resolve=True), picked
+
+
+def put(tree: dict[str, Any], key: str, value: object) -> None:
+    *sections, last = key.split(".")
+    for section in sections:
+        tree[section] = tree.get(section) if isinstance(tree.get(section), dict) else {}
+        tree = tree[section]
+    tree[last] = value
+
+
+def checked(values: dict[str, Any] | None = None, *choices: str) -> RunConfig:
+    """Validate the options with these values typed."""
+    values = values or {}
+    base, picked = options(*choices)
+    raw = copy.deepcopy(base)
+    for key, value in values.items():
+        put(raw, key, value)
+    named = {path for path in COMPONENTS if f"{path}._target_" in values}
+    return validate(raw, base, named, picked, values.keys())
+
+
+def typed(line: str) -> tuple[dict[str, Any], list[str]]:
+    """Values and choices of options of a line."""
+    values: dict[str, Any] = {}
+    choices = []
+    for word in line.split():
+        key, _, value = word.partition("=")
+        if key in GROUPS:
+            choices.append(f"{key.replace('.', '/')}={value}")
+        else:
+            values[key] = float("nan") if value == "nan" else yaml.safe_load(value or '""')
+    return values, choices
+
+
+def faults_of(line: str) -> list[str]:
+    """What a line as typed is answered with."""
+    values, choices = typed(line)
+    with pytest.raises(ConfigError) as caught:
+        checked(values, *choices)
+    return list(caught.value.faults)

@@ -1,0 +1,89 @@
+"""What a resumed run may change, and what it may not."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.lib.config_support import checked
+from trainer.config.contract import config_hash, contract, contract_diff
+
+EXECUTION = {
+    "accum.micro": 4,
+    "activation_checkpointing": True,
+    "checkpoint.every": 7,
+    "compile": True,
+    "device": "cpu",
+    "log.samples": True,
+    "name": "b",
+    "num_workers": 3,
+    "parallel.timeout_s": 9.0,
+}
+STEP = {
+    "batch.global": 64,
+    "batch.tail": "drop",
+    "clip_norm": None,
+    "data.max_length": 128,
+    "model.width": 48,
+    "objective.z_loss": 0.1,
+    "optimizer.lr": 0.1,
+    "precision": "bf16",
+    "scheduler.warmup": 2,
+    "seed": 1,
+}
+
+
+def changed(old, new):
+    return [line.split("=")[0] for line in contract_diff(old, new)]
+
+
+def test_execution_is_no_part_of_the_contract():
+    assert contract(checked(EXECUTION)) == contract(checked())
+
+
+@pytest.mark.parametrize("key", STEP)
+def test_what_changes_the_step_is_refused_by_name_unless_it_is_allowed(key):
+    old, new = contract(checked()), contract(checked({key: STEP[key]}))
+    assert changed(old, new) == [key]
+    assert contract_diff(old, new, [key]) == contract_diff(old, new, [key.split(".")[0]]) == []
+
+
+@pytest.mark.parametrize("size", ["accum.micro", "accum.steps"])
+@pytest.mark.parametrize(
+    ("values", "has_batch_statistics"),
+    [({"batch.normalizer": "micro_batches"}, False), ({"batchnorm": "micro"}, False), ({}, True)],
+)
+def test_the_cut_is_part_of_the_contract_where_the_step_depends_on_it(
+    values, has_batch_statistics, size
+):
+    two, four = (
+        contract(
+            checked({**values, size: count}, "accum=fixed"),
+            has_batch_statistics=has_batch_statistics,
+        )
+        for count in (2, 4)
+    )
+    assert changed(two, four) == [size]
+    assert contract_diff(two, four, [size]) == []
+
+
+def test_so_is_the_number_of_ranks_there():
+    one, two = (contract(checked(), has_batch_statistics=True, ranks=n) for n in (1, 2))
+    assert changed(one, two) == ["parallel.ranks"]
+    assert contract(checked(), ranks=1) == contract(checked(), ranks=2)
+
+
+def test_steps_may_grow_and_not_shrink():
+    short, long = contract(checked({"steps": 10})), contract(checked({"steps": 20}))
+    assert contract_diff(short, long) == []
+    assert contract_diff(long, short) == [
+        "steps=10: the run has 20; may only grow; to change it, resume_allow=[steps]"
+    ]
+
+
+def test_a_contract_survives_json_and_its_hash_knows_it():
+    cases = ({"optimizer.betas": [0.8, 0.9]}, {"optimizer.betas": [0.8, 0.9], "device": "cpu"}, {})
+    one, same, other = (contract(checked(values)) for values in cases)
+    assert json.loads(json.dumps(one)) == one
+    assert config_hash(one) == config_hash(json.loads(json.dumps(same))) != config_hash(other)

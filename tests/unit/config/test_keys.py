@@ -1,0 +1,114 @@
+"""The keys of the interface: which there are, and that schema and option files agree on them."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+
+import pytest
+import yaml
+
+from tests.lib.config_support import CONF, checked, options
+from trainer.config.components import COMPONENTS, GROUPS, OWN
+from trainer.config.keys import KEYS, data_dir
+from trainer.config.messages import flat
+from trainer.config.run_config import to_plain
+from trainer.config.validate import from_plain
+
+SURFACE = """
+accum accum.gradient accum.max_tokens accum.memory accum.micro accum.packed accum.steps
+activation_checkpointing batch batch.global batch.normalizer batch.tail batch.unit batchnorm
+checkpoint.asynchronous checkpoint.every checkpoint.keep checkpoint.on_full clip_norm command
+compile data data.holdout data.max_length data.on_bad data.overlong deterministic device epochs
+eval.every export.to hooks init log.every log.samples model name nonfinite.limit num_workers
+objective optimizer optimizer.groups optimizer.lr optimizer.weight_decay outputs parallel
+parallel.max_restarts parallel.mode parallel.ranks parallel.replicate parallel.shard
+parallel.timeout_s precision resume resume_allow run scheduler scheduler.reference_batch
+scheduler.scale scheduler.warmup seed step steps sync trust wandb.entity wandb.group wandb.mode
+wandb.project wandb.tags
+"""
+
+OPTIONS = {
+    "accum": ["auto", "budget", "fixed", "own"],
+    "accum/gradient": ["auto", "own", "sum"],
+    "batch": ["samples", "tokens"],
+    "data": ["own", "stdlib", "text", "tokens"],
+    "model": ["gpt2", "gpt_small", "gpt_tiny", "own"],
+    "objective": ["classify", "model_loss", "next_token", "own"],
+    "optimizer": ["adamw", "own", "sgd"],
+    "parallel": ["auto", "ddp", "fsdp", "hsdp", "none"],
+    "preset": ["gpt_tiny_stdlib", "gpt_tiny_stdlib_adamw"],
+    "scheduler": ["constant", "cosine", "own", "wsd"],
+    "sync": ["auto", "deferred", "hierarchical", "immediate", "own"],
+}
+
+NEEDS = {
+    "accum=budget": {"accum.max_tokens": 4096},
+    "accum=fixed": {"accum.micro": 8},
+    "data=text": {"data.path": "notes.txt"},
+    "data=tokens": {"data.path": "tokens.bin", "data.vocab_size": 256},
+}
+"""Values without which an option means nothing."""
+
+# What the program passes to a constructor itself, or adds to a cut while it runs.
+GIVEN = {
+    "Auto": {"max_tokens", "alone", "cost", "lowered"},
+    "Budget": {"lowered"},
+    "StdlibText": {"split", "seed", "root"},
+    "Text": {"split", "seed", "on_bad"},
+    "TokenWindows": {"split"},
+}
+
+FILES = sorted(CONF.rglob("*.yaml"))
+
+
+def test_keys_and_options_are_these():
+    assert sorted(KEYS) == SURFACE.split()
+    found = {
+        str(folder.relative_to(CONF)): sorted(file.stem for file in folder.glob("*.yaml"))
+        for folder in CONF.rglob("*")
+        if folder.is_dir()
+    }
+    assert found == OPTIONS
+
+
+def test_every_key_has_a_doc_and_the_default_of_its_option_file():
+    known = flat(options("model=gpt2")[0])
+    for key in KEYS.keys() - set(GROUPS):
+        assert KEYS[key].doc, key
+        assert key not in known or known[key] == KEYS[key].default, key
+    for key in flat(options()[0]):
+        assert key in KEYS or any(key.startswith(f"{path}.") for path in COMPONENTS), key
+
+
+@pytest.mark.parametrize(
+    "choice", [f"{g}={o}" for g, names in OPTIONS.items() for o in names if g != "preset"]
+)
+def test_every_option_composes_validates_and_survives_the_way_to_its_file(choice):
+    group, _, option = choice.partition("=")
+    values = dict(NEEDS.get(choice, {}))
+    if option == OWN:
+        values[f"{group.replace('/', '.')}._target_"] = "my_package.Mine"
+    plain = to_plain(checked(values, choice))
+    assert to_plain(from_plain(plain)) == plain
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(CONF)))
+def test_an_option_file_says_what_it_chooses_and_its_keys_are_its_constructors_arguments(file):
+    lines = file.read_text().splitlines()
+    assert lines[0].startswith("# ")
+    begin = next((i for i, line in enumerate(lines) if line.startswith("command:")), 0)
+    for line in lines[begin : lines.index("hydra:") if begin else None]:
+        if re.match(r"\s*\w+: \S", line) and "_target_" not in line:
+            assert " # " in line, line
+    keys = yaml.safe_load(file.read_text())
+    module, _, name = str(keys.pop("_target_", "")).rpartition(".")
+    if module:
+        parameters = inspect.signature(getattr(importlib.import_module(module), name)).parameters
+        assert keys.keys() == parameters.keys() - GIVEN.get(name, set())
+
+
+def test_a_damaged_installation_says_what_is_missing():
+    with pytest.raises(FileNotFoundError, match="nothing"):
+        data_dir("nothing")
