@@ -56,7 +56,7 @@ MISTAKES = {
     "steps=10 epochs=2": "steps=10: epochs is set too",
     "batch.normalizer=micro_batches": "type accum=fixed accum.micro=8",
     "run=x": "read by evaluate, export and verify; to go on with a run: resume=",
-    "evaluate": "run: train evaluate needs a run folder",
+    "evaluate": "command=evaluate: needs run=outputs/... or run=auto",
     "optimizer.lr=1 optimizer.lr=2": "optimizer.lr: given 2 times (optimizer.lr=1, optimizer.lr=2)",
     "accum.gradient=sum accum/gradient=auto": "accum.gradient: given 2 times",
     "plan command=verify": "command: given 2 times",

@@ -161,7 +161,7 @@ class CheckpointStore:
     def save_files(
         self, step: int, files: FileTensors, meta: Mapping[str, Any], world: World = _ALONE
     ) -> Path:
-        """Write a checkpoint of what `assign_files` gave on each rank. Collective.
+        """Write a checkpoint of what `assign_files` gave on each rank, as `save` does. Collective.
 
         Raises:
             SaveError: as `save` does.
@@ -224,11 +224,7 @@ class CheckpointStore:
         )
 
     def _begin(self, step: int) -> str:
-        """Make the folder that is written into.
-
-        Raises:
-            SaveError: the disk refused.
-        """
+        """Make the folder that is written into."""
         name = f"{durable.UNFINISHED}{self.path(step).name}-{uuid.uuid4().hex}"
         with durable.as_save_error(self.path(step)):
             durable.make_folders(self.folder)
@@ -237,25 +233,14 @@ class CheckpointStore:
         return name
 
     def _write(self, step: int, unfinished: Path, files: FileTensors) -> dict[str, Any]:
-        """Write one rank's files.
-
-        Returns:
-            Size and digest of each, by its name.
-
-        Raises:
-            SaveError: the disk refused.
-        """
+        """Write one rank's files; gives size and digest of each, by its name."""
         needed = sum(each.nbytes for tensors in files.values() for each in tensors.values())
         with durable.as_save_error(self.path(step), needed):
             written = {file: write_tensors(unfinished / file, files[file]) for file in files}
         return {file: {"size": size, "sha256": digest} for file, (size, digest) in written.items()}
 
     def _commit(self, unfinished: Path, manifest: Manifest) -> None:
-        """Give a checkpoint that all ranks have written its name, and prune older ones.
-
-        Raises:
-            SaveError: the disk refused, or the name is taken.
-        """
+        """Give a checkpoint that all ranks have written its name, and prune older ones."""
         path = self.path(manifest.step)
         with durable.as_save_error(path):
             durable.write_file(unfinished / FILE_NAME, [dump(manifest)])
@@ -300,12 +285,9 @@ class CheckpointStore:
             return None, (_NEWER, str(error))
         except OSError as error:
             return None, (_UNREADABLE, str(error.strerror))
+        version = manifest.format_version
         loaded = Loaded(
-            step=step,
-            tensors=tensors,
-            meta=manifest.meta,
-            path=path,
-            format_version=manifest.format_version,
+            step=step, tensors=tensors, meta=manifest.meta, path=path, format_version=version
         )
         return loaded, None
 
@@ -323,12 +305,12 @@ class CheckpointStore:
 
     def _is_intact(self, step: int) -> bool:
         """Verify a checkpoint, unless this process wrote or verified it."""
-        if step not in self._intact:
-            try:
+        try:
+            if step not in self._intact:
                 verify(self.path(step), step)
-            except (DamagedError, NewerFormatError):
-                return False
-            self._intact.add(step)
+        except (DamagedError, NewerFormatError):
+            return False
+        self._intact.add(step)
         return True
 
 

@@ -105,6 +105,9 @@ def read(path: Path) -> dict[str, Any]:
         else:
             content = {str(key): value for key, value in tree.items() if key != "meta"}
             faults = [*vet(content)]
+    except yaml.MarkedYAMLError as error:
+        place = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+        faults = [f"{place}{error.problem}"]
     except (OSError, ValueError, RecursionError, yaml.YAMLError, OmegaConfBaseException) as error:
         faults = [str(error)]
     if faults:

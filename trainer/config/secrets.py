@@ -19,6 +19,7 @@ _VARIABLE = re.compile(
     r"KEY|TOKEN(?!S|IZ)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|(^|_)(PAT|PASS|PWD|AUTH|DSN)(_|$)",
     re.IGNORECASE,
 )
+_REFERENCE = re.compile(r"\$\{oc\.env:\s*(\w+)")
 _SHORTEST = 6
 """Characters from which the value of such a variable is a secret."""
 
@@ -65,8 +66,9 @@ def is_secret(name: str, value: object) -> bool:
         return False
     text = "" if isinstance(value, Mapping | list | tuple | set | frozenset) else str(value)
     is_likely = bool(_LIKELY_NAME.fullmatch(name) and _LIKELY_VALUE.fullmatch(text))
-    is_named = is_likely or bool(_NAME.fullmatch(name))
-    return is_named or bool(_TOKEN.search(text) or _AFTER.search(text))
+    reference = _REFERENCE.search(text)
+    is_named = is_likely or _NAME.fullmatch(name) or (reference and _VARIABLE.search(reference[1]))
+    return bool(is_named or _TOKEN.search(text) or _AFTER.search(text))
 
 
 def leaked(value: object, environ: Mapping[str, str]) -> str | None:

@@ -72,20 +72,19 @@ def validate(
     Raises:
         ConfigError: with one line per fault.
     """
-    named = {
-        g: o for g, o in (choices or {}).items() if not g.startswith("hydra/") and "@" not in g
-    }
+    picked = (choices or {}).items()
+    named = {g: option for g, option in picked if not g.startswith("hydra/") and "@" not in g}
     # A class that was typed is no option's any more.
     named |= {p.replace(".", "/"): OWN for p in COMPONENTS if f"{p}._target_" in typed_keys}
     tree = copy.deepcopy(dict(raw))
+    odd = [p for p in COMPONENTS if not isinstance(lookup(tree, p), Mapping)]
+    if odd:
+        raise ConfigError(*(line(p, lookup(tree, p), "takes an option or a mapping") for p in odd))
     faults = [*_leaf_faults(tree, named), *_argument_faults(tree, base, named)]
     give_way(tree, typed_keys)
     faults += rule_faults(tree, named)
-    mode, is_default = (
-        os.environ.get("WANDB_MODE"),
-        _is_default("wandb.mode", raw, base, typed_keys),
-    )
-    if is_default and mode in KEYS["wandb.mode"].choices:
+    mode = os.environ.get("WANDB_MODE")
+    if mode in KEYS["wandb.mode"].choices and _is_default("wandb.mode", raw, base, typed_keys):
         tree["wandb"] = {**tree["wandb"], "mode": mode}
     unset = [key for key in _SHOWN_DEFAULTS if _is_default(key, raw, base, typed_keys)]
     beside = {"config_dir": config_dir, "unset": unset}

@@ -136,9 +136,9 @@ HOSTILE = {
     "- a\n- b": "a recipe is `key: value`",
     "a: &x [1]\nb: *x": "a recipe is `key: value` in 64 KiB at most, no *alias",
     "seed: 1\n# " + "x" * 70_000: "a recipe is `key: value` in 64 KiB at most",
-    "seed: 1\nsteps: 2\nseed: 3\n": "found duplicate key seed",
-    "seed: !!python/object/apply:os.system ['true']\n": "could not determine a constructor",
-    "a: [1\n": "while parsing a flow sequence",
+    "seed: 1\nsteps: 2\nseed: 3\n": "line 3: found duplicate key seed",
+    "seed: !!python/object/apply:os.system ['true']\n": "line 1: could not determine a constructor",
+    "a: [1\n": "line 2: ",
 }
 
 
