@@ -61,7 +61,7 @@ class Fixed(Cut):
 
     Attributes:
         micro: samples per micro-batch on one rank; wins over `steps`, with which it agrees on a
-            full global batch (`config.sizes.complete_sizes`).
+            full global batch (`config.arithmetic.complete_sizes`).
         steps: micro-batches per rank.
     """
 

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from tests.reliability.faults import FAULTS, FaultyDisk, Killed
 from tests.reliability.support import assert_is, state
-from trainer.checkpoint.shards import assign_files, copy_files
 from trainer.checkpoint.store import CheckpointStore
 from trainer.checkpoint.tensor_files import DTYPES
 from trainer.checkpoint.writer import CheckpointWriter
@@ -46,12 +45,6 @@ def test_every_dtype_keeps_its_bits(dtype: torch.dtype, tmp_path: Path) -> None:
     back = there_and_back(tmp_path, tensor)
     assert back.dtype == dtype
     assert torch.equal(back.view(torch.uint8), raw)
-
-
-def test_nan_keeps_its_payload(tmp_path: Path) -> None:
-    raw = torch.tensor([0x7FC00001, 0x7F800001, 0xFFC0FFEE - (1 << 32)], dtype=torch.int32)
-    back = there_and_back(tmp_path, raw.view(torch.float32))
-    assert torch.equal(back.view(torch.int32), raw)
 
 
 AWKWARD = {
@@ -139,17 +132,6 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
         store_at(tmp_path, keep=0)
 
 
-def test_pruning_reads_only_what_it_does_not_know(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = store_at(tmp_path, keep=2)
-    for step in (1, 2):
-        store.save(step, *state(step))
-    monkeypatch.setattr("trainer.checkpoint.store.verify", None)
-    store.save(3, *state(3))
-    assert store.steps() == [2, 3]
-
-
 def test_a_step_that_is_not_there_is_answered_with_those_that_are(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     with pytest.raises(NoCheckpointError, match="no checkpoint here"):
@@ -234,23 +216,6 @@ def test_a_refused_save_is_one_line_with_path_and_reason(
     assert [path.name for path in store.folder.iterdir()] == ["step-00000001"]
 
 
-def test_a_file_in_the_way_is_a_refused_save(tmp_path: Path) -> None:
-    (tmp_path / "run").write_text("a file")
-    with pytest.raises(SaveError, match="could not be written"):
-        store_at(tmp_path).save(1, *state(1))
-
-
-def test_a_direct_writer_reports_each_checkpoint_once(tmp_path: Path) -> None:
-    store = store_at(tmp_path)
-    writer = CheckpointWriter(store)
-    assert writer.take_saved() is None
-    writer.save(1, *state(1))
-    assert writer.take_saved() == store.path(1)
-    assert writer.take_saved() is None
-    writer.save(2, *state(2))
-    assert writer.close() == store.path(2)
-
-
 class SlowDisk(FaultyDisk):
     """Waits at the first write until it is let go."""
 
@@ -280,18 +245,6 @@ def test_later_steps_do_not_reach_into_a_checkpoint_being_written(tmp_path: Path
         assert_is(store.load(), step)
         writer = CheckpointWriter(store, asynchronous=True)
     writer.close()
-
-
-def test_a_copy_shares_no_memory() -> None:
-    tensors, _ = state(1)
-    copies = {
-        n: t for file in copy_files(assign_files(tensors, 0)).values() for n, t in file.items()
-    }
-    assert copies.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        copy = copies[name]
-        assert torch.equal(copy, tensor)
-        assert tensor.numel() == 0 or copy.data_ptr() != tensor.data_ptr()
 
 
 @pytest.mark.parametrize("when", ["news", "save", "close"])
