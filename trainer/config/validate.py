@@ -196,10 +196,6 @@ def _unknown(key: str, value: object, known: Tree, choices: Mapping[str, Any]) -
     Yields:
         One line.
     """
-    if key in KEYS:
-        nested = f"{key.replace('.', ': {')}: ...{'}' * key.count('.')}"
-        yield clip(f"{key}: a file nests its keys, {nested}")
-        return
     owner, name = owner_of(key), key.rpartition(".")[2]
     others = [o for o, keys in options_of(owner).items() if name in keys] if owner else []
     if owner and others and key != owner:
@@ -266,6 +262,9 @@ def _schema_faults(
         inner = next(iter(value), "") if isinstance(value, Mapping) else ""
         if parts[-1] == "target":
             yield _class_fault(path.removesuffix(".target"), tree, choices)
+        elif item["type"] == "extra_forbidden" and "." in parts[-1]:
+            nested = f"{path.replace('.', ': {')}: ...{'}' * path.count('.')}"
+            yield clip(f"{path}: a file nests its keys, {nested}")
         elif item["type"] == "extra_forbidden":
             for unknown, given in flat({path: item["input"]}).items():
                 yield from _unknown(unknown, given, base, choices)
