@@ -83,7 +83,7 @@ MISTAKES = {
     "--batch.global 3": "--batch.global: unknown flag. Settings are key=value",
     "--resume auto": "--resume: unknown flag",
     "batch.global:64": "Did you mean batch.global=64?",
-    "batch.global = 3": "batch.global: needs a value, as in batch.global=VALUE",
+    "batch.global = 3": "batch.global: unknown command. Did you mean batch.global=VALUE?",
     "eval": "Did you mean evaluate?",
     "--config-name nothing": "Cannot find primary config 'nothing'",
     "--cfg jbo": "--cfg=jbo: no such view. Did you mean job?",
