@@ -348,14 +348,22 @@ class Faulty(toys.Rows):
         ("__init__", "exits", "test_bad_data.Faulty: SystemExit: 0"),
         ("__init__", "raises", "test_bad_data.Faulty: OSError: gone"),
         ("__len__", "exits", "`__len__` of Faulty: SystemExit: 0"),
-        ("__len__", "-1", "`__len__` of Faulty gives -1; it must be a whole number"),
-        ("__len__", "50.0", "`__len__` of Faulty gives 50.0; it must be a whole number"),
+        ("__len__", "-1", "`__len__` of Faulty: ValueError: __len__() should return >= 0"),
+        (
+            "__len__",
+            "50.0",
+            "`__len__` of Faulty: TypeError: 'float' object cannot be interpreted as an integer",
+        ),
         ("lengths", "raises", "`lengths` of Faulty: OSError: gone"),
         ("lengths", "exits", "`lengths` of Faulty: SystemExit: 0"),
         ("fingerprint", "raises", "`fingerprint` of Faulty: OSError: gone"),
         ("collate", "exits", "`collate` of Faulty, on 1 samples"),
-        ("collate", "a key", "`collate` of Faulty: the field 3 is named by a int"),
-        ("collate", "meta", "`collate` of Faulty: field 'labels' is a meta tensor"),
+        ("collate", "a key", "`collate` of Faulty: the field 3 is a int; names are strings"),
+        (
+            "collate",
+            "meta",
+            "`collate` of Faulty: field 'labels' is a Tensor that makes no tensor with",
+        ),
     ],
 )
 def test_data_that_fail_outside_of_their_samples_are_named_in_a_line(where, how, text, tmp_path):

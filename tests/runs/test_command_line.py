@@ -124,8 +124,8 @@ def test_a_word_behind_a_group_chooses_its_option_in_a_recipe_too(tmp_path: Path
     ("recipe", "says"),
     {
         "objective: clasify": "objective=clasify: no such option. Did you mean classify?",
-        "objective: 3": "objective: takes the name of an option, or settings as a mapping",
-        "model: null": "model: takes the name of an option, or settings as a mapping",
+        "objective: 3": "objective=3: takes an option or a mapping",
+        "model: null": "model=null: takes an option or a mapping",
         "data: ../../x": "../../x: is not the name of an option",
         "optimizer: {groups: x}": "optimizer.groups=x: must be a mapping",
         "hydra: {run: {dir: /tmp/x}}": "hydra",

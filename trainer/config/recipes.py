@@ -104,6 +104,7 @@ def read(path: Path) -> dict[str, Any]:
             faults = [f"a recipe is `key: value` in {SIZE_LIMIT >> 10} KiB at most, no *alias"]
         else:
             content = {str(key): value for key, value in tree.items() if key != "meta"}
+            content = _with_choices(content)
             faults = [*vet(content)]
     except yaml.MarkedYAMLError as error:
         place = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
@@ -112,7 +113,7 @@ def read(path: Path) -> dict[str, Any]:
         faults = [str(error)]
     if faults:
         raise ConfigError(*(clip(f"{path}: {fault}") for fault in faults))
-    return _with_choices(content)
+    return content
 
 
 def vet(tree: Mapping[str, Any]) -> Iterator[str]:
