@@ -70,7 +70,7 @@ def check_what_is_refused(run: FinishedRun, asked: str, capsys: pytest.CaptureFi
         (f"init={run.folder} step=3 {' '.join(overrides(''))}", 4, "no checkpoint of step 3"),
         (f"init=at-2 step=2 {' '.join(overrides(''))}", 4, "init=at-2 is no run folder; leave"),
         ("step=2", 2, "picks a checkpoint of run=RUN or init=RUN"),
-        (f"resume={run.folder} step=2 trust=[tests]", 2, "picks a checkpoint of run=RUN or init=RUN"),
+        (f"resume={run.folder} step=2 trust=[tests]", 2, "picks a checkpoint of run=RUN"),
         (f"init={run.folder} step=best", 2, "step=best: must be last or a whole number"),
         ("evaluate run=outputs/nowhere", 4, "no such folder"),
         ("export run=at-2 export.to=weights", 4, "not a run folder"),
