@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.build.instantiate import construct
-from trainer.config.arithmetic import num_replicas
+from trainer.config.rules import num_replicas
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError
 from trainer.core.format import duration, size

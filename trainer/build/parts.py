@@ -21,7 +21,7 @@ from trainer.build.parallel import (
     parallel_setup,
     planned_device,
 )
-from trainer.config.arithmetic import cadence_steps
+from trainer.config.rules import cadence_steps
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError, DataError
 from trainer.core.micro_batch import Fields

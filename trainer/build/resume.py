@@ -17,7 +17,7 @@ from pydantic import BaseModel, Field
 from trainer.build.parts import Parts
 from trainer.checkpoint.codec import decode
 from trainer.checkpoint.store import Loaded
-from trainer.config.contract import contract, contract_diff
+from trainer.config.run_config import contract, contract_diff
 from trainer.core.durable import read_json
 from trainer.core.errors import ConfigError, DataError, NoCheckpointError
 from trainer.models.statistics import batch_statistics

@@ -9,8 +9,8 @@ from typing import Any
 from trainer.build.parallel import planned_device
 from trainer.build.parts import Parts
 from trainer.build.prepare import Prepared
-from trainer.config.arithmetic import warmup_steps
 from trainer.config.messages import flat, show
+from trainer.config.rules import warmup_steps
 from trainer.config.run_config import RunConfig, to_plain
 from trainer.core.format import plural
 from trainer.models.statistics import batch_statistics

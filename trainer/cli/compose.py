@@ -30,7 +30,6 @@ from trainer.cli.referenced_files import refuse_missing
 from trainer.cli.trust import consented_components, trust_faults
 from trainer.config import recipes
 from trainer.config.components import COMPONENTS, GROUPS, OWN, SHARED
-from trainer.config.consent import consent_faults
 from trainer.config.keys import KEYS, data_dir
 from trainer.config.messages import clip, did_you_mean, lookup
 from trainer.config.run_config import RunConfig
@@ -164,7 +163,10 @@ class Composer:
             full, examples = self._compose_with_examples(parts)
             tree = plain_of(full)
             _drop_foreign_arguments(tree, keys)
-            faults += [*_folder_faults(full, tree, keys), *consent_faults(tree, examples, typed)]
+            faults += [
+                *_folder_faults(full, tree, keys),
+                *recipes.consent_faults(tree, examples, typed),
+            ]
             config = validate(
                 tree,
                 examples,

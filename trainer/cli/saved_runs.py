@@ -20,10 +20,9 @@ from trainer.cli.overrides import Groups, dotted, parse, text
 from trainer.cli.referenced_files import refuse_odd_files
 from trainer.cli.trust import sign
 from trainer.config.components import targets_in
-from trainer.config.consent import ONLY_TYPED, asked
-from trainer.config.contract import contract, step_faults
 from trainer.config.messages import clip
-from trainer.config.run_config import RunConfig
+from trainer.config.recipes import ONLY_TYPED, asked
+from trainer.config.run_config import RunConfig, contract, step_faults
 from trainer.config.validate import from_plain
 from trainer.core.durable import read_json
 from trainer.core.errors import ConfigError, NoCheckpointError

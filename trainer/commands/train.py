@@ -38,9 +38,8 @@ from trainer.checkpoint.store import CHECKPOINTS, CheckpointStore, Loaded
 from trainer.checkpoint.weights import load_weights
 from trainer.checkpoint.writer import CheckpointWriter
 from trainer.commands.closing import summarize_end
-from trainer.config.arithmetic import parse_time
-from trainer.config.contract import config_hash, contract_diff
-from trainer.config.run_config import RunConfig, to_plain
+from trainer.config.rules import parse_time
+from trainer.config.run_config import RunConfig, config_hash, contract_diff, to_plain
 from trainer.core.durable import read_json, write_record
 from trainer.core.errors import Preempted
 from trainer.core.signals import UNBEGUN

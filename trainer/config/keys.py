@@ -5,8 +5,6 @@ The line `lr: 3.0e-4 # learning rate` of an option file is the only place that s
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,10 +13,9 @@ from typing import Any, final, get_type_hints
 
 import yaml
 
-from trainer.config.components import GROUPS, OWN, SHARED
+from trainer.config.components import GROUPS, OWN, SHARED, Section, alternatives
 from trainer.config.messages import flat
 from trainer.config.run_config import RunConfig
-from trainer.config.types import Section, alternatives
 
 _LINE = re.compile(r"( *)(\w+):.*?(?: # (.*))?")
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where it was compiled
@@ -32,7 +29,7 @@ class Key:
     Attributes:
         annotation: type of its value; None where it is the name of an option.
         doc: one line.
-        default: of the default options; None where they do not have the key.
+        default: of the default options.
     """
 
     annotation: Any
@@ -90,11 +87,7 @@ def docs_of(file: Path, prefix: str = "") -> dict[str, str]:
 
 
 def _annotations(model: type[Section], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Give every key below a section with its type, in reading order.
-
-    Yields:
-        Dotted key and type.
-    """
+    """Give every key below a section with its type, in reading order."""
     hints = get_type_hints(model, include_extras=True)
     for name, info in model.model_fields.items():
         key, annotation = prefix + (info.alias or name), hints[name]
@@ -124,12 +117,6 @@ def _keys() -> dict[str, Key]:
         key: Key(kind, "" if kind is None else docs[key], defaults.get(key))
         for key, kind in _annotations(RunConfig)
     }
-
-
-def digests(plain: Mapping[str, Any]) -> dict[str, str]:
-    """Hash every key's value that must be the same for all processes of a run."""
-    texts = {k: json.dumps(v, sort_keys=True, default=str) for k, v in flat(plain).items()}
-    return {key: hashlib.sha256(text.encode()).hexdigest() for key, text in texts.items()}
 
 
 KEYS: Mapping[str, Key] = _keys()

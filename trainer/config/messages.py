@@ -12,16 +12,15 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
+from trainer.config.components import alternatives
 from trainer.config.secrets import without_secrets
-from trainer.config.types import alternatives
 
 LINE_LIMIT = 200
 MISSING = "???"
 """What OmegaConf writes for a value that has to be given."""
 
 NEAR = 0.65
-"""Share of common letters from which one word may be meant by another: two letters in the wrong
-order leave 2/3 of a short word, and `depth` and `width`, which differ, share 0.6."""
+"""Common letters of words that may be meant: a swap leaves 2/3, `depth` and `width` share 0.6."""
 
 SYNONYMS: Mapping[str, str] = {
     **dict.fromkeys(("batch_size", "bs", "global_batch_size"), "batch.global"),
@@ -58,8 +57,7 @@ def value_fault(key: str, annotation: object, value: object, example: object = N
 def clip(text: str) -> str:
     """Bring a text into one printable line of at most `LINE_LIMIT` characters, without secrets.
 
-    Where it is too long its long words, which are paths, lose their middle first: what to do stands
-    at the end of a line.
+    Long paths lose their middle first, since what to do stands at the end of a line.
     """
     words = " ".join(without_secrets(text, os.environ).split())
     text = "".join(c if c.isprintable() else "?" for c in words)
@@ -96,8 +94,7 @@ def named(noun: str) -> str:
 def did_you_mean(word: str, choices: Collection[str]) -> str:
     """Offer the nearest choice: ` Did you mean batch.global?`, or nothing where none is near.
 
-    Of dotted keys those of the same section come first, then those with the same last part, so that
-    `lr` finds `optimizer.lr`.
+    Keys of the same section come first, then those with the same last part.
     """
     section, _, last = word.rpartition(".")
     others = [key for key in dict.fromkeys(choices) if key not in {*ancestors(word)}]
@@ -121,11 +118,7 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def ancestors(key: str) -> Iterator[str]:
-    """Give the sections a dotted key lies in, nearest first.
-
-    Yields:
-        Dotted keys.
-    """
+    """Give the dotted keys of the sections that a key lies in, nearest first."""
     while "." in key:
         key = key.rpartition(".")[0]
         yield key

@@ -1,9 +1,9 @@
-"""Find and vet recipes: data from anybody, values and choices of options.
+"""Find and vet recipes, data from anybody, and say what of a config its user alone may give.
 
 Hydra would instantiate what a recipe puts under `hydra:`, resolve what it writes as `${...:...}`,
 and load what it names in its defaults list; so every recipe is read here, and refused where it
 could do more than set values. What only the command line may give is refused in the composed
-config, whoever set it; the classes that a recipe names are checked against the trust list.
+config, whoever set it, for a run may also be a stranger's.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, final
 
@@ -25,9 +25,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config.components import COMPONENTS, GROUPS, OWN
-from trainer.config.consent import ONLY_TYPED
 from trainer.config.keys import data_dir
-from trainer.config.messages import clip, lookup
+from trainer.config.messages import ancestors, clip, flat, lookup, show
 from trainer.core.errors import ConfigError
 
 GROUP = "recipe"
@@ -37,6 +36,25 @@ FOLDERS_VARIABLE = "TRAIN_RECIPES"
 
 SIZE_LIMIT = 64 * 1024
 """Bytes. A recipe is a page of values; what is larger is none."""
+
+ONLY_TYPED: Mapping[str, str] = {
+    "hydra": "Hydra's own settings can start programs",
+    "trust": "it lets code run",
+    "command": "it chooses what to do",
+    "resume": "it chooses a run",
+    "resume_allow": "it chooses what a resumed run may change",
+    "run": "it chooses a run",
+    "step": "it chooses a checkpoint",
+    "init": "it chooses weights to read",
+    "outputs": "it chooses where a run writes",
+    "export": "it chooses where weights are written",
+    "wandb.mode": "it chooses where metrics go",
+    "wandb.entity": "it chooses where metrics go",
+}
+"""Keys that neither a recipe nor a run folder gives, whole sections among them, with the reason."""
+
+_REMOTE_CODE = ("trust_remote_code", "attn_implementation", "experts_implementation")
+_LOCAL = ("disabled", "offline")
 
 _REFERENCE = re.compile(r"\$\{[\w.\[\]]+\}")
 _ENTRY = re.compile(r"(?:(?:override|optional) +)*/?(?!hydra(?:/|$))(\w+(?:/\w+)*)")
@@ -58,8 +76,8 @@ def available() -> list[str]:
 def locate(typed: str) -> str:
     """Turn what was typed behind `recipe=` into the name Hydra gets.
 
-    A text that ends in `.yaml` or holds a separator is a path to a file, and becomes absolute, so
-    that it means the same in every process; anything else is a name.
+    A text that ends in `.yaml` or holds a separator is a path, and becomes absolute, so that it
+    means the same in every process.
 
     Raises:
         ConfigError: there is no such file.
@@ -75,10 +93,7 @@ def locate(typed: str) -> str:
 
 
 def register() -> None:
-    """Make Hydra read recipes, and `${or:a,b}` and `${unless:a,b}` in our own `conf/`.
-
-    Repeating it changes nothing.
-    """
+    """Make Hydra read recipes, and `${or:a,b}` and `${unless:a,b}` in our own `conf/`."""
     Plugins.instance().register(RecipeSource)
     Plugins.instance().register(RecipeSearchPath)
     OmegaConf.register_new_resolver("or", lambda a, b: b if a is None else a, replace=True)
@@ -86,10 +101,7 @@ def register() -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Read and vet one recipe.
-
-    Returns:
-        Its content without `meta`; `defaults` is still in it.
+    """Read and vet one recipe, and give it without `meta`.
 
     Raises:
         ConfigError: one line per fault, file first.
@@ -117,21 +129,12 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def vet(tree: Mapping[str, Any]) -> Iterator[str]:
-    """Name what in a recipe would act while Hydra composes it.
-
-    Args:
-        tree: its content.
-
-    Yields:
-        One line per fault, the key first.
-    """
+    """Name what in a recipe would act while Hydra composes it, one line per fault, key first."""
     if "hydra" in tree:
         yield f"hydra: not for a recipe; type it yourself: {ONLY_TYPED['hydra']}"
     defaults = tree.get("defaults", [])
     items = defaults if isinstance(defaults, list) else [{"": defaults}]
-    pairs = [
-        p for item in items for p in (item.items() if isinstance(item, dict) else [(GROUP, item)])
-    ]
+    pairs = [p for i in items for p in (i if isinstance(i, dict) else {GROUP: i}).items()]
     for entry, options in pairs:
         if not _ENTRY.fullmatch(str(entry)):
             yield f"defaults: {entry}: names no group that a recipe may choose for"
@@ -156,15 +159,47 @@ def _with_choices(tree: dict[str, Any]) -> dict[str, Any]:
             del (tree[parents[0]] if parents else tree)[name]
         elif group in COMPONENTS and isinstance(section, Mapping) and "_target_" in section:
             chosen[group.replace(".", "/")] = OWN
-    others = [item for item in tree.get("defaults", []) if chosen.keys().isdisjoint(_groups(item))]
     choices = [{f"override /{group}": option} for group, option in chosen.items()]
+
+    def is_replaced(item: object) -> bool:
+        entries = map(str, item if isinstance(item, Mapping) else ())
+        return any((match := _ENTRY.fullmatch(entry)) and match[1] in chosen for entry in entries)
+
+    others = [item for item in tree.get("defaults", []) if not is_replaced(item)]
     return {**tree, "defaults": [*others, *choices]} if choices else tree
 
 
-def _groups(item: object) -> set[str]:
-    """Name the groups that an entry of a defaults list chooses for."""
-    entries = map(str, item) if isinstance(item, Mapping) else ()
-    return {match[1] for entry in entries if (match := _ENTRY.fullmatch(entry))}
+def reason_to_type(key: str) -> str | None:
+    """Say why a dotted key is the command line's alone, or None where it is not."""
+    if any(part.lstrip("_") in _REMOTE_CODE for part in key.split(".")):
+        return "it lets in code from the network"
+    return next((ONLY_TYPED[k] for k in (key, *ancestors(key)) if k in ONLY_TYPED), None)
+
+
+def asked(key: str, value: object) -> Iterator[str]:
+    """Find keys that need consent, at any depth; what stays on this machine needs none."""
+    # An implementation of the hub's is written owner/name.
+    is_word = "implementation" in key and isinstance(value, str) and "/" not in value
+    if reason_to_type(key) and not is_word and (key != "wandb.mode" or value not in _LOCAL):
+        yield key
+    elif isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from asked(f"{key}.{name}", inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from asked(key, inner)
+
+
+def consent_faults(
+    tree: Mapping[str, Any], offered: Mapping[str, Any], typed: Collection[str]
+) -> Iterator[str]:
+    """Find what others give and only the user may; values that the options offer alone pass."""
+    offers = flat(offered)
+    for key, value in flat(tree).items():
+        if key not in typed and not (key in offers and offers[key] == value):
+            for found in asked(key, value):
+                text = f"{found}={show(value)}: comes from a recipe or a run"
+                yield clip(f"{text}; type it yourself: {reason_to_type(found)}")
 
 
 @final
@@ -177,11 +212,7 @@ class RecipeSource(ConfigSource):
         return SCHEME
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """See the base class; refuses what is more than values.
-
-        Raises:
-            ConfigError: see `read`.
-        """
+        """See the base class, and `read`, which refuses what is more than values."""
         return ConfigResult(
             provider=self.provider,
             path=self.full_path(),

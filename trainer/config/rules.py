@@ -1,19 +1,20 @@
-"""Check what must hold between keys: one line per fault.
+"""Check what must hold between keys, and work out sizes and steps from what was typed.
 
 A tree is as it was composed, so that any value may be of a wrong type; the schema answers for that.
+Plain Python: it runs while the command line is checked, before numpy or torch are imported.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
-from trainer.config.arithmetic import complete_sizes, nearest, num_replicas, warmup_steps
-from trainer.config.components import FIXED_CUT, GPT
+from trainer.config.components import FIXED_CUT, GPT, TOKENS
 from trainer.config.messages import clip, flat, line, lookup
 from trainer.core.errors import ConfigError
 
@@ -25,11 +26,18 @@ NO_GPU = (
     "not here: train plan device=cuda accum.memory=80GiB"
 )
 
+_TIME = re.compile(r"(\d+(?:\.\d+)?) ?(s|min|h)")
+_SECONDS = {"s": 1, "min": 60, "h": 3600}
 _SIZES = ("batch.global", "accum.micro", "accum.steps")
 
-_PLANNED, _NOT_HSDP = ("auto", "budget"), ("auto", "none", "ddp", "fsdp")
+_PLANNED, _NOT_AUTO = ("auto", "budget"), ("budget", "fixed", "own")
+_NOT_HSDP, _STARTING = ("auto", "none", "ddp", "fsdp"), ("train", "plan", "verify")
 _FIXED = "type accum=fixed accum.micro=8"
 _HSDP = "counts only with parallel=hsdp"
+_MOMENTUM = "needs a momentum; type optimizer.momentum=0.9"
+_REFERENCE = "needs scheduler.reference_batch, the global batch that optimizer.lr was tuned for"
+_IS_READ = "read by evaluate, export and verify; to go on with a run: resume="
+_IS_WRITTEN = "written by train export run=RUN alone; leave it out"
 
 _CONFLICTS: tuple[tuple[str, object, str, object, str], ...] = (
     ("steps", ..., "epochs", ..., "epochs is set too; at most one, type epochs=null"),
@@ -38,54 +46,27 @@ _CONFLICTS: tuple[tuple[str, object, str, object, str], ...] = (
     ("deterministic", ("layout",), "accum", _PLANNED, f"needs fixed micro-batches; {_FIXED}"),
     ("deterministic", ("layout",), "accum.micro", (None,), f"needs a fixed size; {_FIXED}"),
     ("deterministic", ("layout",), "parallel.mode", ("fsdp", "hsdp"), "needs parallel=ddp"),
-    (
-        "activation_checkpointing",
-        ("auto",),
-        "accum",
-        ("budget", "fixed", "own"),
-        "needs accum=auto",
-    ),
+    ("activation_checkpointing", ("auto",), "accum", _NOT_AUTO, "needs accum=auto"),
     ("parallel.shard", int, "parallel.mode", _NOT_HSDP, _HSDP),
     ("parallel.replicate", int, "parallel.mode", _NOT_HSDP, _HSDP),
-    (
-        "scheduler.scale",
-        ("linear", "sqrt"),
-        "scheduler.reference_batch",
-        (None,),
-        "needs scheduler.reference_batch, the global batch that optimizer.lr was tuned for",
-    ),
+    ("optimizer.nesterov", (True,), "optimizer.momentum", (0,), _MOMENTUM),
+    ("scheduler.scale", ("linear", "sqrt"), "scheduler.reference_batch", (None,), _REFERENCE),
     ("command", ("evaluate", "export"), "run", (None,), "needs run=outputs/... or run=auto"),
     ("command", ("export",), "export.to", (None,), "needs a folder to write into: export.to=DIR"),
-    (
-        "run",
-        ...,
-        "command",
-        ("train", "plan", "verify"),
-        "read by evaluate, export and verify; to go on with a run: resume=",
-    ),
-    (
-        "export.to",
-        ...,
-        "command",
-        ("train", "plan", "verify", "evaluate"),
-        "written by train export run=RUN alone; leave it out",
-    ),
+    ("run", ..., "command", _STARTING, _IS_READ),
+    ("export.to", ..., "command", (*_STARTING, "evaluate"), _IS_WRITTEN),
     ("init", ..., "resume", ..., "starts a new run; resume= goes on with an old one"),
 )
 """A key and its values, another key and its values that it cannot stand beside, and what to do.
 
-`...` is anything but null. The value of a group is the name of its option.
+`...` is anything but null, `int` a number of 1 or more. A group's value is its option's name.
 """
 
 Tree = Mapping[str, Any]
 
 
 def rule_faults(tree: Tree, choices: Mapping[str, Any]) -> Iterator[str]:
-    """Name every contradiction between keys.
-
-    Yields:
-        One line per fault.
-    """
+    """Name every contradiction between keys, a line for each."""
     options = {group.replace("/", "."): option for group, option in choices.items()}
     view: Tree = defaultdict(lambda: None, flat(tree) | options)
     for key, values, other, others, text in _CONFLICTS:
@@ -93,12 +74,21 @@ def rule_faults(tree: Tree, choices: Mapping[str, Any]) -> Iterator[str]:
             yield line(key, view[key], text)
     yield from _place_faults(view)
     yield from _size_faults(view)
-    yield from _schedule_faults(tree["scheduler"], tree.get("steps"))
-    model = tree["model"]
-    width, num_heads = model.get("width"), model.get("num_heads")
-    if model.get("_target_") == GPT and _is_count(width) and _is_count(num_heads):
-        is_rotary = model.get("positions") == "rotary"
+    yield from _schedule_faults(view)
+    has_no_vocabulary = view["data._target_"] == TOKENS and view["data.vocab_size"] is None
+    if has_no_vocabulary and view.get("model.vocab_size", 0) is None:
+        yield (
+            "model.vocab_size: token files do not say how many different tokens they hold; type "
+            "it, e.g. model.vocab_size=50257"
+        )
+    width, num_heads = view["model.width"], view["model.num_heads"]
+    if view["model._target_"] == GPT and _is_count(width) and _is_count(num_heads):
+        is_rotary = view["model.positions"] == "rotary"
         yield from filter(None, [heads_fault(width, num_heads, is_rotary=is_rotary)])
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _is_one_of(value: object, values: Any) -> bool:  # noqa: ANN401 - see _CONFLICTS
@@ -108,15 +98,11 @@ def _is_one_of(value: object, values: Any) -> bool:  # noqa: ANN401 - see _CONFL
 
 
 def _place_faults(view: Tree) -> Iterator[str]:
-    """Name contradictions about where a run computes, what it reads and where it writes.
-
-    Yields:
-        One line per fault.
-    """
+    """Name contradictions about where a run computes, what it reads and where it writes."""
     mode, ranks, command = view["parallel.mode"], view["parallel.ranks"], view["command"]
     if mode == "none" and _is_count(ranks) and ranks > 1:
         yield line("parallel.ranks", ranks, "parallel=none is one rank; use parallel=ddp")
-    if view.get("sync") == "hierarchical" and mode != "hsdp" and (_known_ranks(view) or 1) > 1:
+    if view["sync"] == "hierarchical" and mode != "hsdp" and (_known_ranks(view) or 1) > 1:
         yield "sync=hierarchical: needs copies of the model; use parallel=hsdp"
     # A plan computes nothing; only the size of the memory has to be known.
     is_planned = command == "plan" and view.get("accum.memory", True) is not None
@@ -148,11 +134,7 @@ def _may_have_gpu() -> bool:
 
 
 def _size_faults(view: Tree) -> Iterator[str]:
-    """Check the sizes of `accum=fixed`, where any two give the third, and of the mesh.
-
-    Yields:
-        One line per fault.
-    """
+    """Check the sizes of `accum=fixed`, where any two give the third, and of the mesh."""
     global_batch, micro, steps = sizes = [view[key] for key in _SIZES]
     mesh = view["parallel.shard"], view["parallel.replicate"]
     world_size, is_fixed = _known_ranks(view), view["accum._target_"] == FIXED_CUT
@@ -166,27 +148,42 @@ def _size_faults(view: Tree) -> Iterator[str]:
     elif is_fixed and view["batch.unit"] == "tokens" and None not in (micro, steps):
         yield line("accum.steps", steps, "with batch.unit=tokens, set this or accum.micro")
     elif is_fixed and world_size and all(size is None or _is_count(size) for size in sizes):
-        try:
-            complete_sizes(global_batch, micro, steps, world_size)
-        except ConfigError as error:
-            yield from map(clip, error.faults)
+        yield from _refusals(complete_sizes, global_batch, micro, steps, world_size)
     is_mesh = view["parallel.mode"] == "hsdp" and all(s == "auto" or _is_count(s) for s in mesh)
     if is_mesh and world_size not in (None, 1):
-        try:
-            num_replicas(world_size, world_size, *mesh)
-        except ConfigError as error:
-            yield from map(clip, error.faults)
+        yield from _refusals(num_replicas, world_size, world_size, *mesh)
+
+
+def _refusals(compute: Callable[..., int], *sizes: Any) -> list[str]:  # noqa: ANN401 - of the view
+    try:
+        compute(*sizes)
+    except ConfigError as error:
+        return [*map(clip, error.faults)]
+    return []
+
+
+def _schedule_faults(view: Tree) -> Iterator[str]:
+    """Check that a schedule of ours fits into the run, where `steps` says how long that is."""
+    steps, warmup, share = (view[k] for k in ("steps", "scheduler.warmup", "scheduler.decay"))
+    share = share or 0
+    are_numbers = all(isinstance(x, int | float) and 0 <= x < math.inf for x in (warmup, share))
+    is_ours = str(view["scheduler._target_"]).startswith("trainer.")
+    if not (is_ours and are_numbers and _is_count(steps)):
+        return
+    begin, decay = warmup_steps(warmup, steps), round(share * steps)
+    if begin > steps:
+        text = f"is more than steps={steps}; the largest valid value is {steps}"
+        yield line("scheduler.warmup", warmup, text)
+    elif begin + decay > steps:
+        text = f"{decay} steps of decay and {begin} of warm-up exceed the run's {steps} steps"
+        fits = f"the largest valid value is {(steps - begin) / steps:.3g}"
+        yield line("scheduler.decay", share, f"{text}; {fits}")
 
 
 def give_way(tree: dict[str, Any], typed: Collection[str]) -> None:
-    """Null one of three sizes of `accum=fixed` that nobody asked for and the others give, in place.
+    """Null one of three sizes of `accum=fixed` that nobody typed and the others give, in place.
 
-    With all of `batch.global`, `accum.micro` and `accum.steps` set, the one that was not typed
-    gives way: a default `batch.global` first, then `accum.steps`.
-
-    Args:
-        tree: the composed config.
-        typed: dotted keys of the command line.
+    A default `batch.global` gives way first, then `accum.steps`.
     """
     sizes = [lookup(tree, key) for key in _SIZES]
     has_global, has_micro, has_steps = (key in typed for key in _SIZES)
@@ -200,55 +197,101 @@ def give_way(tree: dict[str, Any], typed: Collection[str]) -> None:
         tree["accum"] = {**tree["accum"], other: None}
 
 
-def _schedule_faults(scheduler: Tree, steps: Any) -> Iterator[str]:  # noqa: ANN401
-    """Check that a schedule fits into the run, where its length is known before the data are.
-
-    Yields:
-        One line per fault.
-    """
-    warmup: Any = scheduler.get("warmup")
-    share = scheduler.get("decay", 0)
-    are_numbers = all(isinstance(x, int | float) and 0 <= x < math.inf for x in (warmup, share))
-    if (
-        not _is_count(steps)
-        or not are_numbers
-        or not str(scheduler.get("_target_")).startswith("trainer.")
-    ):
-        return
-    begin, decay = warmup_steps(warmup, steps), round(share * steps)
-    if begin > steps:
-        text = f"is more than steps={steps}; the largest valid value is {steps}"
-        yield line("scheduler.warmup", warmup, text)
-    elif begin + decay > steps:
-        text = f"{decay} steps of decay and {begin} of warm-up exceed the run's {steps} steps"
-        fits = f"the largest valid value is {(steps - begin) / steps:.3g}"
-        yield line("scheduler.decay", share, f"{text}; {fits}")
-
-
 def heads_fault(width: int, num_heads: int, *, is_rotary: bool) -> str | None:
     """Say why a width cannot be shared by so many heads, and name the nearest sizes that can.
 
-    Args:
-        width: channels.
-        num_heads: attention heads.
-        is_rotary: rotary positions turn pairs of channels, so that a head has an even number.
-
-    Returns:
-        One line; None where they can.
+    Rotary positions turn pairs of channels, so that a head has an even number of them.
     """
     step = 2 if is_rotary else 1
-    multiple = max(1, num_heads) * step
-    if width % multiple == 0:
+    if width % (num_heads * step) == 0:
         return None
     # One head always does, so the nearest number is less than twice as many.
     fits = [n for n in range(1, min(2 * num_heads, width, 1024) + 1) if width % (n * step) == 0]
     return (
         f"model.width, model.num_heads: {num_heads} heads do not share a width of {width}"
         f"{' in even parts, which rotary positions need' if is_rotary else ''}; nearest: "
-        f"model.width={max(1, round(width / multiple)) * multiple}"
+        f"model.width={max(1, round(width / num_heads / step)) * num_heads * step}"
         f"{f' or model.num_heads={nearest(num_heads, fits)}' if fits else ''}"
     )
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+def parse_time(text: str) -> float | None:
+    """Turn `"10min"`, `"2h"` or `"90s"` into seconds; None where it is no time above 0."""
+    match = _TIME.fullmatch(text)
+    return float(match[1]) * _SECONDS[match[2]] or None if match else None
+
+
+def warmup_steps(warmup: float, total_steps: int) -> int:
+    """Resolve a warm-up; below 1 it is a share of the run, to the nearest step."""
+    return round(warmup * total_steps) if warmup < 1 else int(warmup)
+
+
+def cadence_steps(every: float, total_steps: int) -> int:
+    """Resolve a cadence; below 1 it is a share of the run, in steps rounded up.
+
+    A share of 0.1 comes due ten times at most, the last time at the end or close to it.
+    """
+    # 0.1 * 30 is above 3 by the last bit.
+    return math.ceil(round(every * total_steps, 6)) if every < 1 else int(every)
+
+
+def nearest(number: float, candidates: Iterable[int]) -> int:
+    """Choose the candidate that is nearest to a number, the smaller of two."""
+    return min(candidates, key=lambda each: (abs(each - number), each))
+
+
+def complete_sizes(
+    global_batch: int | None, micro: int | None, steps: int | None, world_size: int
+) -> int:
+    """Give the global batch of `accum=fixed`, where two of its three sizes give the third.
+
+    Ranks share the global batch as evenly as they can, so the busiest of `world_size` holds
+    `ceil(global_batch / world_size)` samples. With `micro` (samples), its last micro-batch may be
+    short; with `steps` (micro-batches), they are as even as they can be.
+
+    Raises:
+        ConfigError: the global batch neither is given nor follows, `steps` micro-batches cannot be
+            cut from the samples of a rank, or all three contradict; names the nearest that agree.
+    """
+    if global_batch is None:
+        if micro is None or steps is None:
+            raise ConfigError(
+                "batch.global: needed, unless accum.micro and accum.steps are both given"
+            )
+        return micro * steps * world_size
+    share = -(-global_batch // world_size)  # rounded up: samples of the busiest rank
+    if steps is None or (steps <= share if micro is None else steps == -(-share // micro)):
+        return global_batch
+    # `steps` micro-batches of up to `largest` samples hold from `fewest` to `most` of them.
+    largest, even = micro or 1, -(-share // steps)
+    fewest, most = (steps - 1) * largest * world_size + 1, steps * largest * world_size
+    fixes = [f"batch.global={most if micro is None or global_batch > most else fewest}"]
+    fixes.append(f"accum.steps={-(-share // largest)}")
+    if micro is not None and -(-share // even) == steps:
+        fixes.append(f"accum.micro={even}")
+    raise ConfigError(
+        f"accum.steps={steps}: batch.global={global_batch} gives each of {world_size} rank"
+        f"{'s' * (world_size > 1)} {share} samples, which are not {steps} micro-batches"
+        f"{'' if micro is None else f' of accum.micro={micro}'}. The nearest sizes that agree: "
+        f"{', or '.join(fixes)}"
+    )
+
+
+def num_replicas(world_size: int, local_size: int, shard: object, replicate: object) -> int:
+    """Give the number of copies of the model; by default a machine (`local_size` ranks) holds one.
+
+    `shard` is the number of ranks that share a copy and `replicate` that of copies, each or `auto`.
+
+    Raises:
+        ConfigError: they do not give the number of ranks; the line names the nearest that do.
+    """
+    whole = max(1, world_size // replicate) if isinstance(replicate, int) else local_size
+    part = shard if isinstance(shard, int) else whole
+    copies = replicate if isinstance(replicate, int) else max(1, world_size // part)
+    if copies * part == world_size:
+        return copies
+    fitting = nearest(part, (n for n in range(1, world_size + 1) if world_size % n == 0))
+    raise ConfigError(
+        f"parallel.shard={part}: times parallel.replicate={copies} is not the {world_size} ranks "
+        f"there are; e.g. parallel.shard={fitting} parallel.replicate={world_size // fitting}"
+    )

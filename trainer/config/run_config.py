@@ -1,22 +1,31 @@
 """Define a run's config: every key with its type and range. Defaults and docs stand in `conf/`.
 
 A config is composed, validated and turned into a `RunConfig` once, at the edge. Nothing here
-knows Hydra, numpy or torch, so a mistake is answered before any of them is imported.
+knows Hydra, numpy or torch, so a mistake is answered before any of them is imported. The contract
+of a run is what its steps depend on. Micro-batches, ranks, sync, workers and the device are no part
+of it, since they compute the same steps.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Collection, Mapping
 from operator import attrgetter
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field
 
-from trainer.config.arithmetic import complete_sizes
-from trainer.config.components import COMPONENTS, FIXED_CUT, LIBRARIES, Accum, Component, Data
-from trainer.config.types import (
+from trainer.config.components import (
+    COMPONENTS,
+    FIXED_CUT,
+    LIBRARIES,
+    Accum,
     Auto,
     Cadence,
+    Component,
     Count,
+    Data,
     Natural,
     Positive,
     Section,
@@ -25,7 +34,14 @@ from trainer.config.types import (
     Time,
     Word,
     Words,
+    extra_keys,
 )
+from trainer.config.messages import ancestors, did_you_mean, flat, line, show
+from trainer.config.rules import complete_sizes
+
+# What the optimizer step is made of, beside `steps` and `epochs`; the rest is execution.
+_STEP_KEYS: tuple[str, ...] = ("batch", "seed", "data", "model", "objective", "optimizer")
+_STEP_KEYS += ("scheduler", "clip_norm", "precision", "batchnorm")
 
 
 class Batch(Section):
@@ -152,10 +168,8 @@ class RunConfig(Section):
     def own_classes(self, *, typed: bool = True) -> list[tuple[str, str]]:
         """List classes beyond this program and the model libraries, with their dotted keys.
 
-        Our own classes are among them where they are arguments of another.
-
-        Args:
-            typed: whether to list those that the user named themselves.
+        Our own classes are among them where they are arguments of another. Those that the user
+        named themselves may be left out.
         """
         named: dict[str, Component] = {path: attrgetter(path)(self) for path in COMPONENTS}
         named |= {f"hooks[{place}]": hook for place, hook in enumerate(self.hooks)}
@@ -174,13 +188,7 @@ class RunConfig(Section):
         return tuple(sorted({each.partition(".")[0] for _, each in self.own_classes()}))
 
     def with_global_batch(self, world_size: int) -> Self:
-        """Fill in `batch.global` where `accum.micro` and `accum.steps` give it.
-
-        Args:
-            world_size: number of ranks.
-
-        Returns:
-            A config whose `batch.global` is a number, and which cuts as this one.
+        """Fill in `batch.global` where `accum.micro` and `accum.steps` give it; cut as before.
 
         Raises:
             ConfigError: the sizes contradict; the line names the nearest that agree.
@@ -199,8 +207,7 @@ class RunConfig(Section):
 def to_plain(config: RunConfig) -> dict[str, Any]:
     """Write a config as `config.yaml` holds it: as it was composed, with the options by name.
 
-    `trust` and the consent to classes of one's own stay out: a file cannot give them. So does
-    `--config-dir`, which is typed for a run and not part of it.
+    `trust`, consent and `--config-dir` stay out: a file cannot give them.
     """
     plain = _plain(config).items()
     return {key: value for key, value in plain if key not in ("trust", "config_dir")}
@@ -208,8 +215,8 @@ def to_plain(config: RunConfig) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:  # noqa: ANN401 - gives mappings, lists and scalars
     if isinstance(value, Component):
-        names = [k for k in type(value).model_fields if k not in Component.model_fields]
-        extras = {name: getattr(value, name) for name in names}
+        names = type(value).model_fields.keys() - Component.model_fields.keys()
+        extras = {name: getattr(value, name) for name in sorted(names)}
         value = {"_target_": value.target, **value.params, **extras}
     elif isinstance(value, Section):
         items = type(value).model_fields.items()
@@ -217,3 +224,64 @@ def _plain(value: Any) -> Any:  # noqa: ANN401 - gives mappings, lists and scala
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def digests(plain: Mapping[str, Any]) -> dict[str, str]:
+    """Hash every key's value that must be the same for all processes of a run."""
+    texts = {k: json.dumps(v, sort_keys=True, default=str) for k, v in flat(plain).items()}
+    return {key: hashlib.sha256(text.encode()).hexdigest() for key, text in texts.items()}
+
+
+def contract(
+    config: RunConfig, *, has_batch_statistics: bool = False, ranks: int | None = None
+) -> dict[str, Any]:
+    """List what changes the step: flat, JSON-able, equal for every way to execute the run.
+
+    Where the model normalises over micro-batches the cut is part of the step, as it is of a mean of
+    means, and so is the number of ranks that share it, where that is known.
+    """
+    plain = to_plain(config)
+    tree = {key: plain[key] for key in _STEP_KEYS}
+    tree |= {"steps": config.steps, "epochs": config.total_epochs}
+    is_micro = config.batchnorm == "micro" or config.batch.normalizer == "micro_batches"
+    if has_batch_statistics or is_micro:
+        own = extra_keys("accum")
+        tree["accum"] = {key: value for key, value in plain["accum"].items() if key not in own}
+        tree |= {} if ranks is None else {"parallel": {"ranks": ranks}}
+    return {key: value for key, value in flat(tree).items() if key != "data.on_bad"}
+
+
+def config_hash(terms: Mapping[str, Any]) -> str:
+    """Give the SHA-256 of a contract: equal for runs that take the same steps, however executed."""
+    return hashlib.sha256(json.dumps(terms, sort_keys=True).encode()).hexdigest()
+
+
+def contract_diff(
+    old: Mapping[str, Any], new: Mapping[str, Any], allow: Collection[str] = ()
+) -> list[str]:
+    """Name what a resumed run would change about its step, one line per key.
+
+    Keys and whole sections that `allow` names may change; `steps` and `epochs` may grow anyway.
+    """
+    faults = []
+    for key in sorted(old.keys() | new.keys()):
+        before, now = old.get(key), new.get(key)
+        is_clock = key in ("steps", "epochs") and isinstance(before, int) and isinstance(now, int)
+        grows = is_clock and (now or 0) > (before or 0)
+        if before != now and not grows and {key, *ancestors(key)}.isdisjoint(allow):
+            limit = "may only grow; " if is_clock else ""
+            text = f"the run has {show(before)}; {limit}to change it, resume_allow=[{key}]"
+            faults.append(line(key, now, text))
+    return faults
+
+
+def step_faults(config: RunConfig, old: Mapping[str, Any]) -> list[str]:
+    """Name what a config changes about a run's contract, and unknown keys of `resume_allow`."""
+    keys = {*flat(to_plain(config)), *old}
+    known = keys.union(*map(ancestors, keys))
+    unknown = [
+        line("resume_allow", [key], f"{key}: unknown setting.{did_you_mean(key, known)}")
+        for key in config.resume_allow
+        if key not in known and set(COMPONENTS).isdisjoint(ancestors(key))
+    ]
+    return [*unknown, *contract_diff(old, contract(config), config.resume_allow)]

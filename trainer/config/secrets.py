@@ -56,12 +56,7 @@ _AFTER = re.compile(
 
 
 def is_secret(name: str, value: object) -> bool:
-    """Whether a setting looks like a secret.
-
-    Args:
-        name: the setting's own, the last part of a dotted key.
-        value: None, `null` and nothing are no secrets; what is in a collection is not looked at.
-    """
+    """Whether a setting, by the last part of its key, looks like a secret, no collection opened."""
     if value in (None, "", "null") or isinstance(value, bool):
         return False
     text = "" if isinstance(value, Mapping | list | tuple | set | frozenset) else str(value)
@@ -78,12 +73,7 @@ def leaked(value: object, environ: Mapping[str, str]) -> str | None:
 
 
 def without_secrets(text: str, environ: Mapping[str, str]) -> str:
-    """Copy a text without what is secret in it.
-
-    Args:
-        text: may quote a setting, an address, the environment.
-        environ: whose secrets the text may hold; the names of the variables take their place.
-    """
+    """Copy a text without its secrets; those of `environ` give way to their variables' names."""
     for secret, name in sorted(_secrets(environ), key=lambda pair: -len(pair[0])):
         text = text.replace(secret, f"${name}")
     text = _AFTER.sub(lambda found: f"{found[found.lastindex or 0]}{MASK}", text)
@@ -110,11 +100,7 @@ class _Masking(logging.Formatter):
 
 
 def _secrets(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Give what must not be shown of an environment.
-
-    Yields:
-        A secret, as it is and as Python quotes it, and the name of its variable.
-    """
+    """Give each secret of an environment, also as Python quotes it, and its variable's name."""
     for name, value in environ.items():
         found = {value} if _VARIABLE.search(name) else set()
         for user, password in re.findall(r"\w://([^/\s:@]*)(?::([^/\s@]+))?@", value):

@@ -18,8 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from trainer.config.keys import digests
-from trainer.config.run_config import RunConfig, to_plain
+from trainer.config.run_config import RunConfig, digests, to_plain
 from trainer.config.secrets import mask_logs
 from trainer.core import durable
 from trainer.core.errors import ConfigError

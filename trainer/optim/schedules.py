@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, final
 
-from trainer.config.arithmetic import warmup_steps
+from trainer.config.rules import warmup_steps
 from trainer.core.errors import ConfigError
 
 if TYPE_CHECKING:

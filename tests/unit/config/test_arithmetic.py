@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.config.arithmetic import complete_sizes, num_replicas
+from trainer.config.rules import complete_sizes, num_replicas
 from trainer.core.errors import ConfigError
 
 SIZES = st.integers(1, 600)

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tests.lib.config_support import checked
-from trainer.config.contract import config_hash, contract, contract_diff
+from trainer.config.run_config import config_hash, contract, contract_diff
 
 EXECUTION = {
     "accum.micro": 4,

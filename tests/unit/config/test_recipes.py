@@ -9,7 +9,6 @@ import yaml
 
 from tests.lib.config_support import composed, options
 from trainer.config import recipes
-from trainer.config.consent import consent_faults
 from trainer.config.keys import data_dir
 from trainer.config.validate import validate
 from trainer.core.errors import ConfigError
@@ -166,16 +165,16 @@ def test_a_recipe_that_could_do_more_than_set_values_is_refused(tmp_path, text, 
 def test_what_only_its_user_may_set_is_asked_of_them(key, value):
     base, _ = options()
     tree = {**base, key: value}
-    (fault,) = consent_faults(tree, base, ())
+    (fault,) = recipes.consent_faults(tree, base, ())
     assert fault.startswith(f"{key}=")
     assert "type it yourself" in fault
-    assert list(consent_faults(tree, base, {key})) == []
+    assert list(recipes.consent_faults(tree, base, {key})) == []
 
 
 def test_what_stays_on_this_machine_needs_no_consent():
     base, _ = options()
     tree = {**base, "wandb.mode": "disabled", "model.attn_implementation": "sdpa"}
-    assert list(consent_faults(tree, base, ())) == []
+    assert list(recipes.consent_faults(tree, base, ())) == []
 
 
 def test_all_that_is_wrong_with_a_recipe_comes_at_once(tmp_path):

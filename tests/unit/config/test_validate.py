@@ -14,11 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.lib.config_support import checked, faults_of, options, put, typed
-from trainer.config.components import GROUPS
+from trainer.config.components import GROUPS, convert, parse_bytes, type_like
 from trainer.config.keys import KEYS
 from trainer.config.messages import LINE_LIMIT, did_you_mean, flat, lookup
 from trainer.config.run_config import to_plain
-from trainer.config.types import convert, parse_bytes, type_like
 from trainer.config.validate import from_plain, validate
 from trainer.core.errors import ConfigError
 
@@ -116,8 +115,6 @@ FAULTS = {
     "model._target_=net:Net": "model._target_=net:Net: must be the import path of a class: "
     "package.Class",
     "model=own": "model=own: no class is named; type model._target_=package.Class",
-    "model._target_=pkg.Net model._recursive_=1": "model._recursive_: _recursive_ is not for a "
-    "config; _target_ and _partial_ are read",
     "data._target_=pkg.Data data.on_bad=skp": "data.on_bad=skp: must be stop or skip. Did you mean "
     "skip?",
     "data=text": "data.path: data=text needs it, data.path=...",
@@ -151,6 +148,9 @@ FAULTS = {
     "32",
     "scheduler=wsd scheduler.decay=0.9 scheduler.warmup=16": "scheduler.decay=0.9: 29 steps of "
     "decay and 16 of warm-up exceed the run's 32 steps; the largest valid value is 0.5",
+    "data=tokens data.path=.": "model.vocab_size: token files do not say",
+    "optimizer=sgd optimizer.nesterov=true optimizer.momentum=0": "optimizer.nesterov=true: needs "
+    "a momentum; type optimizer.momentum=0.9",
     "model.num_heads=5": "model.width, model.num_heads: 5 heads do not share a width of 96 in even "
     "parts, which rotary positions need; nearest: model.width=100 or model.num_heads=4",
     "command=evaluate": "command=evaluate: needs run=outputs/... or run=auto",
