@@ -10,7 +10,7 @@ import math
 import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -112,9 +112,9 @@ def _place_faults(view: Tree) -> Iterator[str]:
     if view["step"] != "last" and not has_run:
         text = "picks a checkpoint of run=RUN or init=RUN; how long a run is: steps="
         yield line("step", view["step"], text)
-    for key in ("outputs", "name"):
-        if ".." in PurePath(str(view[key])).parts or str(view[key]).startswith("~"):
-            yield line(key, view[key], "must not lead upwards with .., or begin with ~")
+    outputs = str(view["outputs"])
+    if ".." in PurePath(outputs).parts or outputs.startswith("~"):
+        yield line("outputs", outputs, "must not lead upwards with .., or begin with ~")
 
 
 def _known_ranks(view: Tree) -> int | None:
@@ -205,13 +205,14 @@ def heads_fault(width: int, num_heads: int, *, is_rotary: bool) -> str | None:
     step = 2 if is_rotary else 1
     if width % (num_heads * step) == 0:
         return None
-    # One head always does, so the nearest number is less than twice as many.
+    # One head does, if any number, so the nearest is less than twice as many; the smaller of two.
     fits = [n for n in range(1, min(2 * num_heads, width, 1024) + 1) if width % (n * step) == 0]
+    near = min(fits, key=lambda n: abs(n - num_heads), default=None)
     return (
         f"model.width, model.num_heads: {num_heads} heads do not share a width of {width}"
         f"{' in even parts, which rotary positions need' if is_rotary else ''}; nearest: "
         f"model.width={max(1, round(width / num_heads / step)) * num_heads * step}"
-        f"{f' or model.num_heads={nearest(num_heads, fits)}' if fits else ''}"
+        f"{f' or model.num_heads={near}' if near else ''}"
     )
 
 
@@ -233,11 +234,6 @@ def cadence_steps(every: float, total_steps: int) -> int:
     """
     # 0.1 * 30 is above 3 by the last bit.
     return math.ceil(round(every * total_steps, 6)) if every < 1 else int(every)
-
-
-def nearest(number: float, candidates: Iterable[int]) -> int:
-    """Choose the candidate that is nearest to a number, the smaller of two."""
-    return min(candidates, key=lambda each: (abs(each - number), each))
 
 
 def complete_sizes(
@@ -290,7 +286,8 @@ def num_replicas(world_size: int, local_size: int, shard: object, replicate: obj
     copies = replicate if isinstance(replicate, int) else max(1, world_size // part)
     if copies * part == world_size:
         return copies
-    fitting = nearest(part, (n for n in range(1, world_size + 1) if world_size % n == 0))
+    divisors = (n for n in range(1, world_size + 1) if world_size % n == 0)
+    fitting = min(divisors, key=lambda n: abs(n - part))
     raise ConfigError(
         f"parallel.shard={part}: times parallel.replicate={copies} is not the {world_size} ranks "
         f"there are; e.g. parallel.shard={fitting} parallel.replicate={world_size // fitting}"
