@@ -70,7 +70,7 @@ def split(argv: Sequence[str]) -> CommandLine:
     flags: dict[str, str] = {}
     words: list[str] = []
     overrides: list[str] = []
-    waiting = [] if faults else list(reversed(argv))
+    waiting = list(reversed(argv))
     while waiting:
         token = waiting.pop()
         name, equals, value = token.partition("=")

@@ -7,6 +7,7 @@ wording for `key=`, `+key=` and `++key=`, and the options alone stay at hand as 
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,15 +27,14 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer.cli.overrides import TARGET, Classified, classify, dotted, values_in
-from trainer.cli.referenced_files import refuse_missing
-from trainer.cli.trust import consented_components, trust_faults
+from trainer.cli.trust import consented_components, refuse_odd_files, trust_faults
 from trainer.config import recipes
 from trainer.config.components import COMPONENTS, GROUPS, OWN, SHARED
 from trainer.config.keys import KEYS, data_dir
 from trainer.config.messages import clip, did_you_mean, lookup
 from trainer.config.run_config import RunConfig
 from trainer.config.validate import validate
-from trainer.core.errors import ConfigError
+from trainer.core.errors import ConfigError, DataError, NoCheckpointError
 
 CONFIG_NAME = "config"
 
@@ -111,8 +111,10 @@ class Composer:
         loader: Any = hydra.config_loader
         lines = [line for o in overrides if "hydra.searchpath=" in (line := o.input_line or "")]
         try:
-            # `get_group_options` of the loader would read the primary config for every group.
-            _, found = loader._parse_overrides_and_create_caching_repo(self.config_name, lines)
+            found = loader.repository
+            # Reading the primary config for a search path takes as long as half of the options.
+            if lines or (self.config_folder, self.config_name) != (data_dir("conf"), CONFIG_NAME):
+                _, found = loader._parse_overrides_and_create_caching_repo(self.config_name, lines)
             for group in (*GROUPS, recipes.GROUP):
                 names = found.get_group_options(group.replace(".", "/"))
                 self.groups[group] = [name for name in sorted(names) if name != OWN]
@@ -153,7 +155,7 @@ class Composer:
 
         Raises:
             ConfigError: one line per fault.
-            TrainError: what the config names is not there; see `refuse_missing`.
+            TrainError: what the config names is not there; see `_refuse_missing`.
         """
         parts = classify(overrides, self.groups)
         faults = [*faults, *parts.faults]
@@ -180,7 +182,7 @@ class Composer:
             raise ConfigError(*dict.fromkeys([*faults, *error.faults])) from None
         if faults:
             raise ConfigError(*dict.fromkeys(faults))
-        refuse_missing(config)
+        _refuse_missing(config)
         return Job(
             config=config,
             composed=full,
@@ -204,6 +206,28 @@ class Composer:
                 OmegaConf.update(full, path, OmegaConf.select(options, path), merge=False)
         _set_values(full, parts.values)
         return full, examples
+
+
+def _refuse_missing(config: RunConfig) -> None:
+    """Refuse a run whose data or weights are not there.
+
+    Raises:
+        DataError: there is nothing at `data.path`.
+        NoCheckpointError: there is nothing at `init`, or what `refuse_odd_files` refuses.
+    """
+    path, init = config.data.params.get("path"), config.init
+    is_ours = config.data.target.startswith("trainer.") and isinstance(path, str)
+    if is_ours and not _exists(str(path)):
+        raise DataError(clip(f"data.path={path}: no such file or folder"))
+    if init is not None:
+        if not _exists(init):
+            raise NoCheckpointError(clip(f"init={init}: no such file or folder"))
+        source = Path(init).expanduser()
+        refuse_odd_files(source, links=(source / "config.yaml").exists())
+
+
+def _exists(path: str) -> bool:
+    return os.path.exists(os.path.expanduser(path))  # noqa: PTH110, PTH111 - of pathlib some raise
 
 
 def explain(error: BaseException) -> list[str]:

@@ -17,8 +17,7 @@ from hydra.core.override_parser.types import Override
 
 from trainer.checkpoint.status import read_status
 from trainer.cli.overrides import Groups, dotted, parse, text
-from trainer.cli.referenced_files import refuse_odd_files
-from trainer.cli.trust import sign
+from trainer.cli.trust import refuse_odd_files, sign
 from trainer.config.components import targets_in
 from trainer.config.messages import clip
 from trainer.config.recipes import ONLY_TYPED, asked

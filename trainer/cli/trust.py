@@ -1,4 +1,6 @@
-"""Decide whose classes may run: the user's own words, folder and signed runs, or what they trust.
+"""Decide whose classes may run, and which folders may be read.
+
+Classes are the user's own words, folder and signed runs, or what they trust.
 
 A run is signed with a key that lies in the user's configuration folder, and in no run folder.
 Without one, as where that folder cannot be written, every run is a stranger's.
@@ -10,6 +12,7 @@ import hmac
 import json
 import os
 import secrets
+import stat
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,8 +24,11 @@ from trainer.cli.overrides import TARGET
 from trainer.config.components import COMPONENTS, targets_in
 from trainer.config.messages import ancestors, clip, lookup
 from trainer.config.run_config import RunConfig
+from trainer.core.errors import NoCheckpointError
 
 KEY_BYTES = 32
+WANDB_LINK = "debug-core.log"
+"""W&B leaves a link of this name to its own log, outside; nothing is ever written through it."""
 
 
 def sign(config: object, overrides: object) -> str | None:
@@ -109,3 +115,24 @@ def trust_faults(config: RunConfig) -> list[str]:
     packages = dict.fromkeys(each.partition(".")[0] for each in unknown.values())
     named = f"{path}.{TARGET}={target}{more}: named by a recipe or a run, not by you"
     return [clip(f"{named}; type 'trust=[{','.join(packages)}]'")]
+
+
+def refuse_odd_files(folder: Path, *, links: bool = True) -> None:
+    """Refuse a folder, perhaps a stranger's, that leads elsewhere, or that reading waits for.
+
+    Args:
+        folder: a run, or any other files.
+        links: whether to refuse links that lead out of it, as caches of downloads hold them.
+
+    Raises:
+        NoCheckpointError: a link in it leads out of it, or a file is a pipe or a device.
+    """
+    home = folder.resolve()
+    for parent, folders, files in os.walk(folder):
+        for path in (Path(parent, name) for name in (*folders, *files)):
+            if path.is_symlink():
+                is_foreign = not path.resolve().is_relative_to(home)
+                if links and is_foreign and path.name != WANDB_LINK:
+                    raise NoCheckpointError(clip(f"{path}: a link that leads out of the folder"))
+            elif stat.S_IFMT(path.lstat().st_mode) not in (stat.S_IFREG, stat.S_IFDIR):
+                raise NoCheckpointError(clip(f"{path}: neither a file nor a folder"))
