@@ -1,4 +1,4 @@
-"""`train`: from a config to a finished run folder."""
+"""`train`: from a config to a finished run folder; `train plan` stops before the first step."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from trainer.build.prepare import (
     choose_sync,
     describe_cut,
     interruptible,
+    prepare,
     prepare_on_main,
 )
 from trainer.build.resume import (
@@ -45,6 +46,7 @@ from trainer.core.errors import Preempted
 from trainer.core.signals import UNBEGUN
 from trainer.core.world import World
 from trainer.plan.order import Cursor
+from trainer.report.blocks import plan_block
 from trainer.report.console import Screen
 from trainer.report.environment import environment
 from trainer.report.metrics import evaluation_at
@@ -103,6 +105,24 @@ def train_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], 
         for line in filter(None, (*parts.notes, _growth(run, extra))):
             reporter.line(line)
         _finish(prepared, kit, train(run), plan, folder, reporter, started)
+    return 0
+
+
+def plan_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], bool]) -> int:
+    """Print the whole arithmetic of a run, and write it into plan.json; start nothing.
+
+    Args:
+        config: composed and checked.
+        folder: the run folder.
+        world: all ranks.
+        stop: not asked; it takes seconds.
+    """
+    prepared = prepare(assemble(config, world))
+    plan = summarize(choose_sync(prepared, None, None, time.perf_counter))
+    write_record(folder / PLAN_FILE, plan)
+    screen = Screen(folder)
+    screen.show(plan_block(plan, folder / PLAN_FILE))
+    screen.close()
     return 0
 
 

@@ -16,10 +16,8 @@ import torch
 import torch.distributed as dist
 
 from trainer.checkpoint.lock import hold
-from trainer.commands.evaluate import evaluate_run
-from trainer.commands.export import export_run
-from trainer.commands.plan import plan_run
-from trainer.commands.train import train_run
+from trainer.commands.reading import evaluate_run, export_run
+from trainer.commands.train import plan_run, train_run
 from trainer.commands.verify import verify_run
 from trainer.config.rules import NO_GPU
 from trainer.config.run_config import RunConfig
