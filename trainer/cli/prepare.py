@@ -28,9 +28,7 @@ from trainer.cli.overrides import (
 from trainer.config.messages import clip
 from trainer.config.messages import line as fault
 from trainer.core.errors import ConfigError, NoCheckpointError
-
-READING = frozenset({"evaluate", "export"})
-"""Commands that read a run that is there, and make no folder."""
+from trainer.launch.start import READING
 
 
 def prepare_run(lines: Sequence[str], composer: Composer) -> Job:

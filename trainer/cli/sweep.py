@@ -19,13 +19,13 @@ from trainer.cli import saved_runs
 from trainer.cli.compose import Composer, Job
 from trainer.cli.exit_messages import print_error, print_out
 from trainer.cli.overrides import classify, expand, parse, quote, value_of, without, word_of
-from trainer.cli.prepare import READING
 from trainer.cli.start import must_stage, run_and_report, write_config
 from trainer.cli.sweep_report import describe_end, report
 from trainer.config.messages import line
 from trainer.core.durable import read_json
 from trainer.core.errors import INTERRUPTED, ConfigError, Preempted, TrainError
 from trainer.core.signals import unheard
+from trainer.launch.start import READING
 from trainer.report.run_status import staged
 
 _BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
