@@ -29,9 +29,6 @@ def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Json:  # noqa: 
         name: where the value stands; its tensors are named below it, joined by dots.
         tensors: receives the tensors, uncopied.
 
-    Returns:
-        A tree that `json.dumps(..., allow_nan=False)` accepts.
-
     Raises:
         TypeError: something else occurs; the text says where.
         ValueError: two tensors would share a name.
@@ -53,14 +50,9 @@ def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Json:  # noqa: 
 
 
 def decode(tree: Json, read: Callable[[str], Any]) -> Any:  # noqa: ANN401 - any state
-    """Undo `encode`.
-
-    Args:
-        tree: what `encode` returned, after a way through JSON.
-        read: gives what to put in for a tensor, by its name.
+    """Undo `encode`; `read` gives what to put in for a tensor, by its name.
 
     Raises:
-        KeyError: a tensor that the tree names is missing.
         ValueError: the tree is not one that `encode` returns.
     """
     if isinstance(tree, list):

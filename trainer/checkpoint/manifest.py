@@ -38,45 +38,28 @@ class NewerFormatError(Exception):
 
 @final
 class FileDigest(BaseModel):
-    """What a file holds.
-
-    Attributes:
-        size: in bytes.
-        sha256: of them, in hex.
-    """
+    """What a file holds."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
 
-    size: _Size
+    size: _Size  # in bytes
     sha256: Annotated[str, Field(pattern=r"\A[0-9a-f]{64}\z")]
 
 
 @final
 class Manifest(BaseModel):
-    """What a checkpoint consists of.
-
-    Attributes:
-        format_version: of this very layout.
-        step: optimizer steps taken.
-        files: every file but the manifest itself.
-        meta: everything that is not a tensor, as JSON.
-    """
+    """What a checkpoint consists of."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
     format_version: int = FORMAT_VERSION
-    step: _Size
-    files: dict[_FileName, FileDigest]
-    meta: dict[str, Any]
+    step: _Size  # optimizer steps taken
+    files: dict[_FileName, FileDigest]  # every file but the manifest itself
+    meta: dict[str, Any]  # everything that is not a tensor, as JSON
 
 
 def dump(manifest: Manifest) -> bytes:
-    """Write a manifest; equal manifests give equal bytes.
-
-    Raises:
-        ValueError: `meta` holds NaN or infinity.
-        TypeError: `meta` holds something that is not JSON.
-    """
+    """Write a manifest; equal ones give equal bytes, and NaN or infinity a `ValueError`."""
     return sign(json.loads(json.dumps(manifest.model_dump(), allow_nan=False)))
 
 
@@ -113,16 +96,11 @@ def parse(data: bytes) -> Manifest:
 def verify(folder: Path, step: int | None = None, *, rank: int = 0, num_ranks: int = 1) -> Manifest:
     """Check that a checkpoint's folder holds exactly what was written.
 
-    Args:
-        folder: the checkpoint's.
-        step: the step it must be of; `None` accepts any.
-        rank: whose share of the files is read; names and sizes are checked of all.
-        num_ranks: how many shares there are; together they are the whole checkpoint.
+    Of `step`, or any. Names and sizes are checked of all files; contents of this rank's share.
 
     Raises:
         DamagedError: it does not.
         NewerFormatError: it is whole, and of a later format version.
-        OSError: it cannot be read.
     """
     found = _list_files(folder)
     if FILE_NAME not in found or found.pop(FILE_NAME) > MAX_BYTES:
@@ -149,7 +127,7 @@ def share(manifest: Manifest, rank: int, num_ranks: int) -> list[str]:
 
 
 def _list_files(folder: Path) -> dict[str, int]:
-    """List the files of a checkpoint with their sizes.
+    """List the files of a checkpoint with their sizes; a link, folder or device is damage.
 
     Raises:
         DamagedError: there are links, folders or devices, or the folder itself is one.

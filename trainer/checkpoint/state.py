@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer.checkpoint.codec import decode, encode
-from trainer.checkpoint.shards import fill, is_sharded, local_part, rows_of
 from trainer.checkpoint.store import MODEL, Loaded
-from trainer.checkpoint.tensor_files import StoredTensor
+from trainer.checkpoint.tensor_files import StoredTensor, fill, is_sharded, local_part, rows_of
 from trainer.config.messages import clip, first_of
 from trainer.core.errors import NoCheckpointError, NonFiniteError
 
@@ -41,10 +40,8 @@ def capture(
 
     Collective only where an optimizer keeps what is neither in rows over the ranks nor whole.
 
-    Args:
-        model: the module itself, not a data-parallel wrapper.
-        optimizer: of parameters of `model`.
-        extra: what else to keep: numbers, strings, tensors, and lists, tuples, mappings of them.
+    `model` is the module itself, not a data-parallel wrapper; `extra` numbers, strings, tensors,
+    and lists, tuples, mappings of them.
 
     Returns:
         The tensors, which share the live ones' memory and are in shards where those are, and the
@@ -81,8 +78,7 @@ def restore(
         loaded: what `capture` returned and `CheckpointStore` saved.
         model: of the same architecture; wrapped as it likes, on any device.
         optimizer: of the same class and parameters.
-        hyperparameters: whether the optimizer's groups keep the checkpoint's settings or, for a
-            run whose settings were changed on purpose, their own.
+        hyperparameters: "live" where the optimizer's groups keep settings changed on purpose.
 
     Returns:
         The `extra` that was captured.
@@ -105,7 +101,7 @@ def restore(
 
 
 def assert_finite(tensors: Mapping[str, Tensor]) -> None:
-    """Check that no tensor holds NaN or infinity; see `not_finite`.
+    """Raise `NonFiniteError` where a tensor holds NaN or infinity; see `not_finite`.
 
     Raises:
         NonFiniteError: one does; the text names the first few.
@@ -118,10 +114,7 @@ def assert_finite(tensors: Mapping[str, Tensor]) -> None:
 
 
 def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Name the tensors that hold NaN or infinity; one synchronisation per device.
-
-    Of what is in shards, this rank's is looked at.
-    """
+    """Name those that hold NaN or infinity in this rank's part; one synchronisation per device."""
     answers: dict[torch.device, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         values = local_part(tensor)
@@ -162,7 +155,7 @@ def load_model(
     model: nn.Module,
     weights: Mapping[str, StoredTensor],
     source: object,
-    remedy: str,
+    remedy: str = "init= needs weights of this very model",
     others: Mapping[str, Any] | None = None,
 ) -> None:
     """Check stored weights and buffers against a model's, and copy them, one tensor at a time.
@@ -170,8 +163,8 @@ def load_model(
     Args:
         model: whose tensors are to be filled.
         weights: by plain name; a tied one under its first name in the model, or under others.
-        source: names what was read in the error.
-        remedy: ends the error.
+        source: begins the error, which `remedy` ends.
+        remedy: what to do.
         others: by plain name, what modules keep besides tensors.
 
     Raises:
@@ -214,10 +207,7 @@ def _kind(tensor: Tensor | StoredTensor) -> str:
 
 
 def _in_rows_or_whole(tensor: Tensor) -> Tensor:
-    """Make whole what ranks hold otherwise than in rows, which an optimizer may make. Collective.
-
-    FSDP2 holds rows.
-    """
+    """Make whole what an optimizer shards otherwise than FSDP2, not in rows. Collective then."""
     if is_sharded(tensor) and rows_of(tensor) is None:
         return tensor.full_tensor().cpu()
     return tensor
@@ -270,7 +260,7 @@ def _restore_optimizer(
 
 
 def _check_fused_states(states: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> None:
-    """Refuse states beyond which a fused kernel would read.
+    """Refuse states of another shape or dtype, beyond which a fused kernel would read.
 
     Raises:
         ValueError: a tensor has another shape or dtype than its parameter.

@@ -19,20 +19,13 @@ State = Literal["running", "completed", "preempted", "failed"]
 @final
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """Where a run stands.
+    """Where a run stands."""
 
-    Attributes:
-        state: what it is doing, or how it ended.
-        exit_code: the process's, once it ended.
-        step: optimizer steps taken; at least these while it is running, as of its newest checkpoint
-            or evaluation.
-        reason: why it ended, in one line.
-    """
-
-    state: State
-    exit_code: int | None = None
+    state: State  # what it is doing, or how it ended
+    exit_code: int | None = None  # the process's, once it ended
+    # Optimizer steps taken; while it is running, as of its newest checkpoint or evaluation.
     step: int = 0
-    reason: str | None = None
+    reason: str | None = None  # why it ended, in one line
 
 
 def read_status(run: Path) -> dict[str, Any]:
@@ -47,11 +40,7 @@ def read_status(run: Path) -> dict[str, Any]:
 
 
 def write_status(run: Path, status: Status) -> None:
-    """Replace `status.json`.
-
-    Raises:
-        SaveError: the disk refused.
-    """
+    """Replace `status.json`; `SaveError` if the disk refuses."""
     content = asdict(status)
     if status.reason is not None:
         content["reason"] = without_secrets(status.reason, os.environ)

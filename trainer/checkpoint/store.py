@@ -37,8 +37,13 @@ from trainer.checkpoint.manifest import (
     dump,
     verify,
 )
-from trainer.checkpoint.shards import FileTensors, assign_files
-from trainer.checkpoint.tensor_files import StoredTensor, open_tensors, write_tensors
+from trainer.checkpoint.tensor_files import (
+    FileTensors,
+    StoredTensor,
+    assign_files,
+    open_tensors,
+    write_tensors,
+)
 from trainer.config.messages import first_of
 from trainer.core import durable
 from trainer.core.errors import NoCheckpointError, SaveError
@@ -61,23 +66,14 @@ _ALONE = World()
 @final
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """A verified checkpoint.
+    """A verified checkpoint."""
 
-    Attributes:
-        step: optimizer steps taken.
-        tensors: by name, unread.
-        meta: everything that is not a tensor, as JSON; what it consists of depends on the format.
-        path: its folder.
-        format_version: of its manifest.
-        messages: one line for each newer checkpoint that could not be used.
-    """
-
-    step: int
-    tensors: Mapping[str, StoredTensor]
-    meta: Mapping[str, Any]
-    path: Path
+    step: int  # optimizer steps taken
+    tensors: Mapping[str, StoredTensor]  # by name, unread
+    meta: Mapping[str, Any]  # everything else, as JSON; what it consists of depends on the format
+    path: Path  # its folder
     format_version: int = FORMAT_VERSION
-    messages: tuple[str, ...] = ()
+    messages: tuple[str, ...] = ()  # one line for each newer checkpoint that could not be used
 
     @property
     def weights(self) -> dict[str, StoredTensor]:
@@ -153,8 +149,6 @@ class CheckpointStore:
         Raises:
             SaveError: it could not be written, or the step's name is taken by another state. The
                 older checkpoints are as they were, and nothing of this one is left.
-            TypeError: something is no tensor that can be stored, or no JSON.
-            ValueError: `meta` holds NaN or infinity.
         """
         return self.save_files(step, assign_files(tensors, world.rank), meta, world)
 
@@ -254,19 +248,17 @@ class CheckpointStore:
     def _is_same(self, path: Path, manifest: Manifest) -> bool:
         """Whether an intact checkpoint of the step is the same; a damaged one makes room.
 
-        Random states may have moved on since (an evaluation), so weights and moments are compared.
-
         Raises:
             SaveError: it holds another state.
         """
         try:
-            there = verify(path, manifest.step)
+            there = _trained_files(verify(path, manifest.step))
         except DamagedError as damage:
             _logger.warning("%s: damaged: %s%s", path, damage, _set_aside(path))
             return False
         except NewerFormatError:
-            there = None
-        if there is None or _trained_files(there) != _trained_files(manifest):
+            there = None  # of a newer version: another state
+        if there != _trained_files(manifest):
             raise SaveError(
                 f"{path}: holds another state of this step, and is never overwritten: move it "
                 "away, or use another run folder"
@@ -315,6 +307,7 @@ class CheckpointStore:
 
 
 def _trained_files(manifest: Manifest) -> dict[str, FileDigest]:
+    """List weights and moments; random states may have moved on since (an evaluation)."""
     return {name: each for name, each in manifest.files.items() if not name.startswith("state")}
 
 

@@ -4,6 +4,9 @@ The format (https://github.com/huggingface/safetensors#format): eight bytes of h
 JSON header, then the tensors' bytes without gaps. It is written here, straight from the tensors'
 own memory through the durable seam, since a serialised copy of the weights may be what no longer
 fits; reading is the library's, so every checkpoint passes two implementations.
+
+What every rank holds whole is stored by the first rank; of a tensor in shards (FSDP2) each rank
+stores its own rows, in a file named after it, and reads its own. Nothing here sends anything.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import EllipsisType
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, final
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,6 +26,12 @@ from trainer.checkpoint.manifest import DamagedError
 from trainer.core import durable
 from trainer.core.bits import bits_of
 from trainer.core.durable import Bytes
+
+if TYPE_CHECKING:  # the import costs half a second, which a run without shards need not wait for
+    from torch.distributed.tensor import DTensor
+
+FileTensors = Mapping[str, Mapping[str, Tensor]]
+"""By name of a file, the tensors that it is to hold, by theirs."""
 
 DTYPES: Mapping[torch.dtype, str] = {
     torch.float64: "F64",
@@ -50,17 +59,12 @@ _BY_SPELLING = {spelling: dtype for dtype, spelling in DTYPES.items()}
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredTensor:
-    """A tensor on disk, of which only what is asked for is read.
-
-    Attributes:
-        shape: sizes of its dimensions.
-        dtype: type of its elements.
-        parts: safetensors' slices, whose rows follow each other; they keep the file mapped, so
-            that a reader survives the deletion of what it reads.
-    """
+    """A tensor on disk, of which only what is asked for is read."""
 
     shape: torch.Size
     dtype: torch.dtype
+    # safetensors' slices, whose rows follow each other; they keep the file mapped, so that a
+    # reader survives the deletion of what it reads.
     parts: tuple[Any, ...]
 
     @property
@@ -69,10 +73,9 @@ class StoredTensor:
         return self.shape.numel() * self.dtype.itemsize
 
     def __getitem__(self, rows: slice | EllipsisType) -> Tensor:
-        """Read some rows, from one number up to another, or everything with `...`.
+        """Read rows `start:stop`, or all with `...`; perhaps the file's own memory: do not write.
 
-        Returns:
-            On the CPU; the file's own memory where they lie in one, not to be written into.
+        The result is on the CPU.
         """
         if len(self.parts) == 1:
             whole: Tensor = self.parts[0][rows]
@@ -88,18 +91,9 @@ class StoredTensor:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor | StoredTensor]) -> tuple[int, str]:
-    """Write one new safetensors file, durably; one tensor after the other is read for it.
+    """Write one new safetensors file durably, tensor by tensor; gives size and SHA-256.
 
-    Args:
-        path: a name that is not taken.
-        tensors: by name, dense and of dtypes in `DTYPES`; any layout in memory, any device, any
-            size including none.
-
-    Returns:
-        Size in bytes, and SHA-256 in hex.
-
-    Raises:
-        OSError: the disk refused.
+    The tensors are of dtypes in `DTYPES`; any layout in memory, any device, any size.
     """
     # Wide dtypes first keep every tensor aligned to its own width.
     names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
@@ -107,14 +101,10 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor | StoredTensor]) -> t
 
 
 def open_tensors(paths: Iterable[Path]) -> dict[str, StoredTensor]:
-    """List the tensors of safetensors files, unread.
-
-    Args:
-        paths: the files. The rows of a tensor that lies in several follow each other as they do.
+    """List the tensors of safetensors files, unread; rows of one in several follow each other.
 
     Raises:
         DamagedError: one is no such file, or parts of a tensor do not fit together.
-        OSError: one cannot be read.
     """
     parts: dict[str, list[Any]] = {}
     for path in paths:
@@ -156,3 +146,99 @@ def _pieces(tensors: Mapping[str, Tensor | StoredTensor]) -> Iterator[Bytes]:
     for tensor in tensors.values():
         if tensor.nbytes > 0:
             yield bits_of(tensor[...].cpu()).numpy().data
+
+
+class RowRange(NamedTuple):
+    """The rows of a tensor in shards that this rank holds."""
+
+    start: int
+    stop: int
+    replica: int  # which of the groups of ranks that hold the same this rank is in
+    num_replicas: int  # how many such groups there are; more than one under HSDP
+
+
+def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Whether a tensor is one rank's view of a distributed one."""
+    return hasattr(tensor, "device_mesh")
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return what this rank holds of a tensor, sharing its memory."""
+    return (tensor.to_local() if is_sharded(tensor) else tensor).detach()
+
+
+def rows_of(tensor: DTensor) -> RowRange | None:
+    """Compute which rows this rank holds; None where the ranks hold something else than rows."""
+    from torch.distributed.tensor import Replicate, Shard  # noqa: PLC0415 - as above
+
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        return None
+    num_rows = tensor.shape[0] if tensor.dim() else 1
+    rows, replica, num_replicas = (0, num_rows), 0, 1
+    for size, index, placement in zip(
+        tensor.device_mesh.shape, coordinate, tensor.placements, strict=True
+    ):
+        if isinstance(placement, Replicate):
+            replica, num_replicas = replica * size + index, num_replicas * size
+        elif type(placement) is Shard and placement.dim == 0 and rows == (0, num_rows):
+            # Equal shards of rows, rounded up; the last ones are shorter or empty.
+            most = -(-num_rows // size)
+            rows = min(index * most, num_rows), min((index + 1) * most, num_rows)
+        else:
+            return None
+    return RowRange(*rows, replica, num_replicas)
+
+
+def assign_files(tensors: Mapping[str, Tensor], rank: int) -> FileTensors:
+    """Decide which files a rank writes, and what into them; the ranks together write everything.
+
+    Every rank gives the same names, whose first word decides on the file. Nothing is copied.
+
+    Raises:
+        TypeError: something is no dense tensor of a dtype that can be stored.
+    """
+    files: dict[str, dict[str, Tensor]] = {}
+    num_sharded = 0
+    for name, tensor in tensors.items():
+        if tensor.layout != torch.strided or tensor.is_meta:
+            raise TypeError(f"{name}: a tensor without dense memory cannot be stored")
+        if tensor.dtype not in DTYPES:
+            raise TypeError(f"{name}: safetensors has no {tensor.dtype}")
+        head = name.partition(".")[0]
+        file = head if head in {"model", "optimizer"} else "state"
+        if not is_sharded(tensor):
+            if rank == 0:
+                files.setdefault(f"{file}.safetensors", {})[name] = tensor
+            continue
+        rows = rows_of(tensor)
+        assert rows is not None, "captured tensors are in rows, or whole"
+        # Ranks hold rows in the order of their numbers, and so do files that are sorted by name.
+        is_turn = num_sharded % rows.num_replicas == rows.replica
+        num_sharded += 1
+        if is_turn and rows.start < rows.stop:
+            files.setdefault(f"{file}-rank-{rank:05d}.safetensors", {})[name] = local_part(tensor)
+    return files
+
+
+def copy_files(files: FileTensors) -> FileTensors:
+    """Copy tensors to the CPU, out of reach of later steps."""
+    return {
+        file: {
+            name: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+            for name, tensor in tensors.items()
+        }
+        for file, tensors in files.items()
+    }
+
+
+def fill(target: Tensor, source: Tensor | StoredTensor) -> None:
+    """Copy a whole tensor into another, or of it the rows that this rank holds there."""
+    if not is_sharded(target):
+        target.copy_(source[...])
+        return
+    rows = rows_of(target)
+    assert rows is not None, "parameters are in rows"
+    own = target.to_local()
+    is_whole = own.shape == target.shape
+    own.copy_(source[...] if is_whole else source[rows.start : rows.stop])

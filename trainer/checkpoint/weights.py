@@ -28,8 +28,6 @@ from trainer.core.world import World
 WEIGHTS_FILE = "model.safetensors"
 CONFIG_FILE = "config.json"
 
-_REMEDY = "init= needs weights of this very model"
-
 
 def load_weights(
     model: nn.Module, path: Path, world: World | None = None, step: int | None = None
@@ -57,17 +55,8 @@ def load_weights(
         raise NoCheckpointError(f"step={step}: init={path} is no run folder; leave step out")
     else:
         world.on_all(lambda: found.update(_open_weights(path, world)))
-    load_model(model, found, path, _REMEDY)
+    load_model(model, found, path)
     return path
-
-
-def take_weights(model: nn.Module, loaded: Loaded) -> None:
-    """Fill a model with a verified checkpoint's weights and buffers.
-
-    Raises:
-        NoCheckpointError: they do not fit the model.
-    """
-    load_model(model, loaded.weights, loaded.path, _REMEDY)
 
 
 def export(
@@ -80,12 +69,9 @@ def export(
 
     Args:
         loaded: the checkpoint.
-        to: a folder that does not exist, or is empty.
+        to: a folder that does not exist, or is empty; returned.
         config: becomes `config.json`.
         model: of Hugging Face, with these weights; it writes itself, for its `from_pretrained`.
-
-    Returns:
-        `to`.
 
     Raises:
         ConfigError: `to` is taken.

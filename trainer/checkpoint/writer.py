@@ -10,8 +10,8 @@ from typing import Any, final
 
 from torch import Tensor
 
-from trainer.checkpoint.shards import assign_files, copy_files
 from trainer.checkpoint.store import CheckpointStore
+from trainer.checkpoint.tensor_files import assign_files, copy_files
 from trainer.core.world import World
 
 
@@ -20,13 +20,8 @@ class CheckpointWriter:
     """Saves checkpoints; ask `has_news` at each step, and call `close` at the end.
 
     `save`, `wait` and `close` are collective, and raise on all ranks or on none: a write behind the
-    steps that failed raises its `SaveError` from the next of them.
-
-    Args:
-        store: where to.
-        world: the ranks that save.
-        asynchronous: whether the state is copied on the caller's thread and written on another, one
-            at a time. Costs one copy of what this rank stores in main memory.
+    steps that failed raises its `SaveError` from the next of them. If `asynchronous`, the state is
+    copied to main memory on the caller's thread, and written on another, one at a time.
     """
 
     def __init__(
@@ -43,12 +38,7 @@ class CheckpointWriter:
         self._saved: Path | None = None
 
     def save(self, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-        """Save the state as it is now, as `CheckpointStore.save` does.
-
-        Raises:
-            SaveError: it could not be written, or the write before it failed; then this state is
-                being written all the same.
-        """
+        """Save the state as it is now, even where the write before it turns out to have failed."""
         if self._thread is None:
             self._saved = self._store.save(step, tensors, meta, self._world)
             return
@@ -61,10 +51,7 @@ class CheckpointWriter:
 
     @property
     def has_news(self) -> bool:
-        """Whether a write ended, well or not, that `wait` would report. Never waits.
-
-        Ranks may differ for a moment; where one has news, all soon have.
-        """
+        """Whether a write ended, well or not; where one rank has news, all soon have."""
         return self._saved is not None or (self._in_flight is not None and self._in_flight.done())
 
     def take_saved(self) -> Path | None:
@@ -73,20 +60,12 @@ class CheckpointWriter:
         return saved
 
     def wait(self) -> Path | None:
-        """Wait for what is being written; returns as `take_saved` does.
-
-        Raises:
-            SaveError: it failed.
-        """
+        """Wait for what is being written; returns as `take_saved` does."""
         self._finish()
         return self.take_saved()
 
     def close(self) -> Path | None:
-        """Wait likewise, and save no more. Closing twice does nothing.
-
-        Raises:
-            SaveError: what was being written failed.
-        """
+        """Wait likewise, and save no more. Closing twice does nothing."""
         try:
             return self.wait()
         finally:

@@ -11,8 +11,9 @@ from trainer.build.consistency import check_consistency
 from trainer.build.instantiate import look_up
 from trainer.build.parts import assemble
 from trainer.build.prepare import prepare_on_main
+from trainer.checkpoint.state import load_model
 from trainer.checkpoint.store import CHECKPOINTS, CheckpointStore, Loaded
-from trainer.checkpoint.weights import export, take_weights
+from trainer.checkpoint.weights import export
 from trainer.config.run_config import RunConfig
 from trainer.core.durable import write_record
 from trainer.core.errors import ConfigError, DataError
@@ -40,7 +41,7 @@ def evaluate_run(config: RunConfig, folder: Path, world: World, stop: Callable[[
     loaded = store.load(config.checkpoint_step, set_aside=False, world=world)
     parts = assemble(config, world)
     check_consistency(world, parts.data_views, parts.module, parts.weights, begins=False)
-    take_weights(parts.module, loaded)
+    load_model(parts.module, loaded.weights, loaded.path)
     data = prepare_on_main(parts).parts.held_out
     if data is None:
         raise DataError("data.holdout: nothing is held out to evaluate on")
@@ -90,7 +91,7 @@ def _hugging_face(config: RunConfig, loaded: Loaded, world: World) -> Any:  # no
     module = assemble(config, world).module
     if not hasattr(module, "save_pretrained"):
         return None
-    take_weights(module, loaded)
+    load_model(module, loaded.weights, loaded.path)
     return module
 
 

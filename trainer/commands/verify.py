@@ -8,8 +8,9 @@ from pathlib import Path
 
 from trainer.build.parts import Parts, assemble
 from trainer.build.prepare import Prepared, prepare
+from trainer.checkpoint.state import load_model
 from trainer.checkpoint.store import CHECKPOINTS, CheckpointStore
-from trainer.checkpoint.weights import load_weights, take_weights
+from trainer.checkpoint.weights import load_weights
 from trainer.config.run_config import RunConfig
 from trainer.core.durable import write_record
 from trainer.core.errors import NotExactError
@@ -75,7 +76,8 @@ def _kit(parts: Parts) -> Kit:
     kit = parts.kit(is_fresh=config.init is None and config.resume is None)
     if config.resume is not None:
         store = CheckpointStore(Path(config.resume) / CHECKPOINTS)
-        take_weights(parts.module, store.load(config.checkpoint_step, set_aside=False, world=here))
+        loaded = store.load(config.checkpoint_step, set_aside=False, world=here)
+        load_model(parts.module, loaded.weights, loaded.path)
     elif config.init is not None:
         load_weights(parts.module, Path(config.init), here, config.checkpoint_step)
     return kit

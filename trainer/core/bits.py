@@ -7,12 +7,7 @@ from torch import Tensor
 
 
 def bits_of(tensor: Tensor, dtype: torch.dtype = torch.uint8) -> Tensor:
-    """View a dense tensor as a row of integers, on its device; copied where elements lie apart.
-
-    Args:
-        tensor: of any dtype and shape.
-        dtype: an integer no wider than the tensor's elements.
-    """
+    """View a dense tensor as a row of integers no wider than its elements; copied if need be."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().flatten()
     # One element is contiguous whatever its stride, but only stride 1 takes another dtype.
     return flat.as_strided(flat.shape, (1,)).view(dtype)

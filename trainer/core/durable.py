@@ -110,10 +110,7 @@ def use(file_system: FileSystem) -> Iterator[None]:
 def write_file(path: Path, pieces: Iterable[Bytes]) -> tuple[int, str]:
     """Write a new file piece by piece and make its bytes durable, but not yet its name.
 
-    Each one-dimensional piece is released before the next is asked for.
-
-    Returns:
-        Size in bytes, and SHA-256 in hex, both taken from the bytes on their way to the disk.
+    Gives size in bytes and SHA-256 in hex, both taken from the bytes on their way to the disk.
     """
     disk, digest, size = _in_use[-1], hashlib.sha256(), 0
     handle = disk.create(path)
@@ -188,10 +185,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def append(path: Path, data: bytes, *, durable: bool = False) -> None:
-    """Add whole lines to the end of a log, new or not. A crash may leave a part of them.
-
-    With `durable` it waits until the disk has them.
-    """
+    """Add whole lines to a log; a crash may leave a part of them. `durable` waits for the disk."""
     disk = _in_use[-1]
     handle = disk.open_append(path)
     try:
@@ -231,9 +225,8 @@ def publish(unfinished: Path, final_path: Path) -> None:
     Raises:
         FileExistsError: the name is taken; rename would replace an empty folder in silence.
     """
-    disk = _in_use[-1]
-    disk.sync_folder(unfinished)
-    if os.path.lexists(final_path):
+    _in_use[-1].sync_folder(unfinished)
+    if os.path.lexists(final_path):  # rename would replace an empty folder in silence
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(final_path))
     rename(unfinished, final_path)
 
@@ -267,7 +260,7 @@ def clean(folder: Path) -> None:
 
 @contextlib.contextmanager
 def as_save_error(path: Path, needed: int | None = None) -> Iterator[None]:
-    """Put what the disk refuses inside into one line.
+    """Turn what the disk refuses inside into a `SaveError` of one line.
 
     Raises:
         save_error: a `SaveError`: the disk refused.

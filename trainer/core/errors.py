@@ -10,23 +10,14 @@ INTERRUPTED = 130
 
 
 class TrainError(Exception):
-    """An end of the run that a user can act on: one line on stderr, no traceback.
+    """An end of the run that a user can act on: one line on stderr, no traceback."""
 
-    Attributes:
-        exit_code: the process's exit status.
-        is_own: whether this process prints it, though it is not the first of several ranks.
-    """
-
-    exit_code: int = 1
-    is_own: bool = False
+    exit_code: int = 1  # the process's exit status
+    is_own: bool = False  # whether this process prints it, though not the first of several ranks
 
 
 class ConfigError(TrainError):
-    """The command line or a recipe asks for something that does not exist or cannot be.
-
-    Args:
-        faults: one line per fault, the key first, with the nearest remedy.
-    """
+    """The command line or a recipe asks for what does not exist or cannot be; a line per fault."""
 
     exit_code = 2
 

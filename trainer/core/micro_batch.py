@@ -16,11 +16,7 @@ Fields = Mapping[str, Tensor]
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """Samples that share one forward and backward.
-
-    Attributes:
-        metrics: sums of the objective's metrics, which a strategy writes down as it computes them.
-    """
+    """Samples that share one forward and backward."""
 
     fields: Fields  # collated tensors by name
     ids: tuple[int, ...]  # sample ids, for the ledger and for messages
@@ -28,6 +24,7 @@ class MicroBatch:
     num_tokens: int  # real input positions
     num_positions: int  # computed positions, padding counted
     rng_key: int  # seed of every random draw of its forward
+    # Sums of the objective's metrics, which a strategy writes down as it computes them.
     metrics: dict[str, Tensor] = field(default_factory=dict)
 
     def to(self, device: torch.device) -> MicroBatch:

@@ -71,10 +71,7 @@ class AllocationGuard:
 
 @contextmanager
 def fatal(what: str) -> Iterator[None]:
-    """End the run with one line when an allocation fails in this block, which cannot be repeated.
-
-    Args:
-        what: ran out of memory, and the remedy.
+    """End the run with `DoesNotFitError` when an allocation fails in a block that has no replay.
 
     Raises:
         DoesNotFitError: it did.

@@ -27,11 +27,7 @@ Mark = Any
 class PhaseTimes:
     """Adds up what each phase of a rank's steps takes. A step begins with the phase `data`.
 
-    Args:
-        mark: marks the present moment of the work that was launched so far.
-
-    Attributes:
-        phase: the present one.
+    `mark` marks the present moment of the work that was launched so far.
     """
 
     def __init__(self, mark: Callable[[], Mark] = time.perf_counter) -> None:
@@ -55,13 +51,9 @@ class PhaseTimes:
         return ended
 
     def flew(self, launched: Mark, asked: Mark) -> None:
-        """Count a collective that has landed, in order of launch.
+        """Count a collective that has landed, in order of launch, and was waited for since `asked`.
 
         One that had landed before anyone asked for it counts as on its way until then.
-
-        Args:
-            launched: when it began to travel.
-            asked: since when nothing but its end was waited for.
         """
         self._passing.append((None, launched, self.mark(), asked))
 

@@ -41,11 +41,8 @@ class Place:
     since: float = 0.0  # when it came there, by the machine's monotonic clock
 
     def limit_s(self, timeout_s: float) -> float:
-        """Give the seconds that a rank may stay here, by `parallel.timeout_s`.
-
-        Without end outside of steps: there one rank may tune, save or evaluate for long, and the
-        others' collectives have their own, longer limit.
-        """
+        """Give the seconds that a rank may stay here, by `parallel.timeout_s`."""
+        # One may tune, save or evaluate for long; the others' collectives have a longer limit.
         if self.phase not in _IN_STEP:
             return math.inf
         return FIRST_STEP * timeout_s if self.is_first else timeout_s
@@ -62,11 +59,7 @@ class Place:
 
 @final
 class Board:
-    """Memory in which one rank notes its place.
-
-    Args:
-        path: of its file; made when it is missing. None is memory of this process alone.
-    """
+    """Memory in which one rank notes its place: a file's, or of this process alone."""
 
     def __init__(self, path: Path | None = None) -> None:
         self._memory: bytearray | mmap.mmap = bytearray(_LAYOUT.size)

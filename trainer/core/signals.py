@@ -126,7 +126,7 @@ def was_asked() -> bool:
 
 
 def check() -> None:
-    """End what takes long before the first step, if a signal asked to.
+    """Raise `Preempted` in what takes long before the first step, if a signal asked to.
 
     Raises:
         Preempted: one did.

@@ -62,8 +62,7 @@ class World:
     def begin_sum(self, values: Tensor) -> Callable[[], Any]:
         """Begin to add a tensor over several ranks, in place. Collective.
 
-        Returns:
-            Waits for the sum; on an accelerator its stream does, and not the host.
+        What it gives waits for the sum; on an accelerator its stream does, and not the host.
         """
         launched, work = self.times.mark(), dist.all_reduce(values, async_op=True)
         assert work is not None
@@ -94,11 +93,7 @@ class World:
         return self.sum_numbers([float(claim)])[0] > 0
 
     def collect(self, value: Any) -> list[Any]:  # noqa: ANN401 - any JSON
-        """Give every rank the values of all ranks, in order of rank. Collective.
-
-        The values travel as JSON, so nothing that arrives can run anything. Waits for up to
-        `LONG_TIMEOUT`.
-        """
+        """Give every rank all ranks' values, in their order, as JSON: no pickle. Collective."""
         text, group = json.dumps(value).encode(), self.long_timeout_group
         if group is None:
             return [json.loads(text)]
@@ -114,20 +109,14 @@ class World:
         return [json.loads(bytes(each[:count].tolist())) for each, count in pairs]
 
     def on_main(self, work: Callable[[], Value]) -> Value:
-        """Do something on the main rank alone; all get what came out, or its `TrainError`.
-
-        Collective; see `on_all`.
-        """
+        """Do something on the main rank alone; all get what came out, or its error. Collective."""
         if self.long_timeout_group is None:
             return work()
         value: Value = self.on_all(work if self.is_main else dict[str, Any])[0]  # type: ignore[assignment]
         return value
 
     def on_all(self, work: Callable[[], Value]) -> list[Value]:
-        """Do something on every rank, and give every rank what came out of all. Collective.
-
-        Args:
-            work: gives something that JSON holds.
+        """Give every rank what came out of all, as JSON, or one's `TrainError`. Collective.
 
         Raises:
             TrainError: a rank did, and so every rank does.
