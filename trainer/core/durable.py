@@ -226,7 +226,7 @@ def publish(unfinished: Path, final_path: Path) -> None:
         FileExistsError: the name is taken; rename would replace an empty folder in silence.
     """
     _in_use[-1].sync_folder(unfinished)
-    if os.path.lexists(final_path):  # rename would replace an empty folder in silence
+    if os.path.lexists(final_path):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(final_path))
     rename(unfinished, final_path)
 
