@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from trainer.build.parallel import ParallelSetup
 from trainer.core.world import World
 from trainer.models.bind import bind
-from trainer.parallel.base import Parallel, Replicated, num_buckets
+from trainer.parallel.base import Parallel, Replicated, buckets
 from trainer.parallel.fsdp import Sharded
 from trainer.parallel.sync import POLICIES, Deferred, SyncPolicy
 from trainer.plan.traffic import Bulk, Work
@@ -183,7 +183,7 @@ def setup_of(mode: str, world: World, options: argparse.Namespace) -> ParallelSe
         shard=world.size // replicas,
         replicas=replicas,
         limit_bytes=2**34,
-        groups=num_buckets(parameters) if mode == "ddp" else options.depth,
+        groups=len([*buckets(parameters)]) if mode == "ddp" else options.depth,
     )
     return ParallelSetup(mode=mode, replicas=replicas, sync=Deferred(), bulk=bulk, is_open=True)
 

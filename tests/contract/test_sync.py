@@ -19,8 +19,7 @@ from trainer.core.rank_progress import Board, Place
 from trainer.core.world import World
 from trainer.models.bind import bind
 from trainer.parallel.deterministic import Ordered
-from trainer.parallel.fake_mesh import fake_mesh
-from trainer.parallel.fsdp import Sharded
+from trainer.parallel.fsdp import Sharded, fake_mesh
 from trainer.parallel.sync import Deferred, Immediate, SyncPolicy
 from trainer.plan.cut import Layout
 from trainer.plan.cuts import LayoutInvariant

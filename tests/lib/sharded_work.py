@@ -23,8 +23,7 @@ from trainer.models.meta_start import build_on_meta
 from trainer.models.recompute import blocks_of, checkpoint_blocks
 from trainer.objectives.next_token import NextToken
 from trainer.parallel.base import Parallel
-from trainer.parallel.fake_mesh import fake_mesh
-from trainer.parallel.fsdp import Sharded
+from trainer.parallel.fsdp import Sharded, fake_mesh
 from trainer.plan.cuts import Fixed
 from trainer.plan.memory import Shape
 from trainer.training.step import train_step

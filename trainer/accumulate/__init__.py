@@ -1,1 +1,1 @@
-"""Gradient strategies: how the gradients of micro-batches become the step's gradient."""
+"""Turn the gradients of micro-batches into the step's gradient. Read `sum.py` first."""

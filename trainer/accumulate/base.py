@@ -1,4 +1,4 @@
-"""What a gradient strategy is: it owns the loop over the micro-batches of one step.
+"""Define gradient strategies: each owns the loop over the micro-batches of one step.
 
 It leaves this rank's share of the step's gradient in `.grad`. It never divides by a count of its
 own, runs no collective of its own making, and does not catch allocation failures: agreeing over
@@ -9,6 +9,8 @@ To add one, subclass `GradientStrategy` and name the class in a YAML file of `ac
 
 from __future__ import annotations
 
+import functools
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
@@ -78,7 +80,4 @@ def divided(losses: Mapping[str, Tensor], divisors: Divisors) -> Tensor:
 
 def sum_of(terms: Sequence[Tensor]) -> Tensor:
     """Add 0-d tensors, in order."""
-    total = terms[0]
-    for term in terms[1:]:
-        total = total + term
-    return total
+    return functools.reduce(operator.add, terms)

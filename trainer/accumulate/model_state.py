@@ -35,7 +35,7 @@ class ModelState:
         self._model = model
         self._world = world
         self._is_ordered = is_ordered
-        self._parameters = _identities(model)
+        self._parameters = dict(model.named_parameters())
         self._is_sharded = any(isinstance(p, DTensor) for p in model.parameters())
         self._parts = list(_registered(model)) if world.size > 1 or is_ordered else []
         self._is_first = True
@@ -100,10 +100,10 @@ class ModelState:
         Raises:
             ConfigError: there are some.
         """
-        for name, identity in _identities(self._model).items():
+        for name, parameter in self._model.named_parameters():
             known = self._parameters.get(name)
             # Those of sharded models come and go with the window.
-            if known is None or (known != identity and not self._is_sharded):
+            if known is None or (known is not parameter and not self._is_sharded):
                 raise ConfigError(
                     f"model: {name} is a parameter made in forward, after the optimizer was "
                     "built, so nothing would train it: make it in the constructor, and what no "
@@ -148,16 +148,12 @@ class _Part:
                     f"model: {self.prefix}{name} changes its shape in forward, so ranks may "
                     "differ in it: if it is a cache, register it with persistent=False"
                 )
-        for now, (tensor, version, before) in zip(self.tensors(), self.seen, strict=True):
-            if now is not tensor or now._version != version:
-                return True
-            if before is not None and not torch.equal(bits_of(now), bits_of(before)):
-                return True
-        return False
-
-
-def _identities(model: nn.Module) -> dict[str, int]:
-    return {name: id(parameter) for name, parameter in model.named_parameters()}
+        return any(
+            now is not tensor
+            or now._version != version
+            or (before is not None and not torch.equal(bits_of(now), bits_of(before)))
+            for now, (tensor, version, before) in zip(self.tensors(), self.seen, strict=True)
+        )
 
 
 def _registered(model: nn.Module) -> Iterator[_Part]:

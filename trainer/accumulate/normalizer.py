@@ -1,4 +1,4 @@
-"""The one place that says what a loss sum is divided by."""
+"""Compute what a loss sum is divided by, here and nowhere else."""
 
 from __future__ import annotations
 

@@ -94,14 +94,9 @@ def _parts(*roots: object) -> Iterator[object]:
 
 
 def own_generators(*roots: object) -> Iterator[Any]:
-    """Find the random generators among the attributes of modules and of other objects.
-
-    Yields:
-        Each of them.
-    """
-    for part in _parts(*roots):
-        values = getattr(part, "__dict__", {}).values()
-        yield from (value for value in values if isinstance(value, GENERATORS))
+    """Find the random generators among the attributes of modules and of other objects."""
+    attributes = (getattr(part, "__dict__", {}).values() for part in _parts(*roots))
+    return (each for values in attributes for each in values if isinstance(each, GENERATORS))
 
 
 def _undo_of(generator: Any) -> Callable[[], object]:  # noqa: ANN401 - of any kind

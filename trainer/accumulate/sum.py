@@ -1,4 +1,4 @@
-"""One pass: every micro-batch backpropagates its sums over the step's divisors."""
+"""Accumulate in one pass: every micro-batch backpropagates its sums over the step's divisors."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from trainer.core.format import duration, size
 from trainer.core.world import World
 from trainer.models.recompute import separable_blocks
 from trainer.objectives.base import ModelCall
-from trainer.parallel.base import Parallel, Replicated, num_buckets
+from trainer.parallel.base import Parallel, Replicated, buckets
 from trainer.parallel.deterministic import Ordered
 from trainer.parallel.sync import POLICIES, Deferred, Exact, SyncPolicy
 from trainer.plan import traffic
@@ -129,8 +129,7 @@ class ParallelSetup:
         Yields:
             Lays a model out in place, as the first of the ranks.
         """
-        from trainer.parallel.fake_mesh import fake_mesh  # noqa: PLC0415 - half a second
-        from trainer.parallel.fsdp import Sharded  # noqa: PLC0415 - likewise
+        from trainer.parallel.fsdp import Sharded, fake_mesh  # noqa: PLC0415 - half a second
 
         world, copies = World(size=world_size, local_size=world_size), self.replicas
         with fake_mesh(world_size, copies) as mesh:
@@ -175,7 +174,7 @@ def parallel_setup(config: RunConfig, world: World, module: nn.Module, mode: str
         shard=world.size // replicas,
         replicas=replicas,
         limit_bytes=world.on_main(lambda: sys.maxsize if limit is None else limit.bytes),
-        groups=num_buckets(parameters) if mode == "ddp" else len(separable_blocks(module)) + 1,
+        groups=len([*buckets(parameters)]) if mode == "ddp" else len(separable_blocks(module)) + 1,
     )
     is_open = config.sync.name == "auto"
     found = ParallelSetup(mode=mode, replicas=replicas, sync=policy, bulk=bulk, is_open=is_open)

@@ -1,5 +1,13 @@
-"""Start the ranks of a run, here or under torchrun or srun, and watch them.
+"""Start the ranks of a run, watch them, and say in one line why they ended.
 
-Whatever starts it, a rank is a process of its own with a light supervisor beside it, which outlives
-it and says in one line why it ended. Read `start.py`, then `supervise.py`.
+`start.run` begins every run. On one rank it calls the command here (`session.run_alone`). For
+several on this machine it becomes a light supervisor, without torch, that starts each rank as a
+process (`rank.py`). Under torchrun or srun, every process that they started is a supervisor, of the
+one rank that it was to be (`membership.py` reads which). Ranks find each other by a file here, else
+by the launcher's address; then they agree on config and folder, and run the command
+(`session.py`). Each notes its place in memory that its supervisor reads (`watch.py`): a rank that
+hangs is killed, and one that fails ends the others. As a rank ends it writes why; from all of that
+the supervisor names the cause (`ends.py`). Under a launcher supervisors leave each other word in
+the run folder, and that of the lowest rank prints it. A run of our own ranks may then start again
+from its newest checkpoint (`supervise.py`).
 """

@@ -17,7 +17,6 @@ from trainer.config.secrets import without_secrets
 from trainer.core.errors import (
     ConfigError,
     DataError,
-    DoesNotFitError,
     RankFailedError,
     TrainError,
     error_from_dict,
@@ -46,13 +45,11 @@ class Ended:
     is_killed: bool = False  # since it did not go on, or another one had ended
 
     @classmethod
-    def now(
-        cls, rank: int, place: Place, report: Mapping[str, Any], *, is_killed: bool = False
-    ) -> Ended:
+    def now(cls, rank: int, place: Place, report: Mapping[str, Any]) -> Ended:
         """Describe the end of a rank of this machine at this moment."""
-        at, code = time.time(), report.get("code", 1)
+        at = time.time()
         since = at - (time.monotonic() - place.since)
-        return cls(rank, code, report, at, place, since, is_killed)
+        return cls(rank, report.get("code", 1), report, at, place, since)
 
     @property
     def has_failed(self) -> bool:
@@ -106,20 +103,13 @@ def is_peer_failure(error: BaseException) -> bool:
 
 
 def describe_end(error: BaseException, folder: Path, rank: int) -> dict[str, Any]:
-    """Describe an error for whoever reports it; the traceback of a crash goes to `errors/`.
+    """Describe an error: `code`, and what it is.
 
-    So does that of what broke in the user's own code, of which the line has the last word only.
-
-    Returns:
-        `code`, and `error` with `text` of what a user can act on, or `peer` of a collective that
-        another rank left, or `crash` of anything else.
+    That is `error` and `text` of what a user can act on, `peer` of a collective that another rank
+    left, or `crash` of anything else. Tracebacks of crashes and of the user's code go to `errors/`.
     """
-    from trainer.core.out_of_memory import is_out_of_memory  # noqa: PLC0415 - imports torch
-
     text = " ".join(str(error).split())
-    if is_out_of_memory(error):
-        error = DoesNotFitError(f"out of memory outside of micro-batches: {text:.200}")
-    elif isinstance(error, RuntimeError) and "DataLoader worker" in text:
+    if isinstance(error, RuntimeError) and "DataLoader worker" in text:
         # PyTorch's handler of SIGCHLD raises wherever the rank is at that moment.
         error = DataError(f"data: a loading process died: {text:.200}")
     is_crash = not isinstance(error, TrainError)
@@ -137,15 +127,12 @@ def describe_end(error: BaseException, folder: Path, rank: int) -> dict[str, Any
 
 
 def verdict(ended: Mapping[int, Ended], folder: Path, timeout_s: float) -> TrainError | None:
-    """Name why the ranks ended; None where all ended well.
+    """Name why ranks ended: as one of them gave it, else by what is known; None where all is well.
 
     Args:
         ended: every rank, or those of which there is word.
         folder: the run folder, for stacks and tracebacks.
         timeout_s: `parallel.timeout_s`.
-
-    Returns:
-        The reason that one of them gave, or a `RankFailedError` where none of them could give one.
     """
     failed = [end for end in ended.values() if end.has_failed]
     if not failed:
@@ -156,8 +143,9 @@ def verdict(ended: Mapping[int, Ended], folder: Path, timeout_s: float) -> Train
         if first.rank and any(end.report.get("text") != text for end in failed):
             text = f"rank {first.rank}, {first.place}: {text}"
         return error_from_dict({**first.report, "text": text})
-    is_hung = first.is_killed
-    return RankFailedError(_name_hung(failed, folder, timeout_s) if is_hung else _name(first))
+    if first.is_killed:
+        return RankFailedError(_name_hung(failed, folder, timeout_s))
+    return RankFailedError(_name(first))
 
 
 def _order(end: Ended) -> int:

@@ -30,22 +30,25 @@ class Membership:
     attempt: str = ""  # of which job, and which one it is of those that use the address
     start_timeout_s: float | None = None  # to wait for the others; None is until we are ended
 
+    @property
+    def is_ours(self) -> bool:
+        """Whether the supervisor beside it starts all ranks of the run, and no launcher does."""
+        return self.start_timeout_s is None
+
 
 def membership(environment: Mapping[str, str] = os.environ) -> Membership | None:
     """Read the place that torchrun, a job with RANK and WORLD_SIZE, or srun gave this process.
 
-    Returns:
-        None where this process is to start its own ranks, if any.
+    None where this process is to start its own ranks, if any.
 
     Raises:
         ConfigError: a number of it cannot be, or nothing says where the ranks find each other.
-            Every rank prints it, since its environment is its own.
     """
     names = _names(environment)
     try:
         return _membership(environment, names) if names[0] in environment else None
     except ConfigError as error:
-        error.is_own = True
+        error.is_own = True  # every rank prints it, since its environment is its own
         raise
 
 
@@ -91,11 +94,7 @@ def global_rank(environment: Mapping[str, str] = os.environ) -> int:
 
 
 def first_host(listed: str) -> str:
-    """Name the first machine of a list as Slurm writes it: `gpu[03-05,9],head` begins with gpu03.
-
-    Args:
-        listed: such as SLURM_JOB_NODELIST.
-    """
+    """Name the first machine of a list as Slurm writes it: gpu03 of `gpu[03-05,9],head`."""
     head, bracket, rest = listed.partition("[")
     if not bracket or "," in head:
         return head.partition(",")[0]

@@ -84,12 +84,11 @@ def _work(
             from trainer.launch.session import joined, run_rank  # noqa: PLC0415 - imports torch
 
             config = RunConfig.model_validate_json(json.dumps(job["config"]))
-            is_ours = member.start_timeout_s is None
-            if is_ours:
+            if member.is_ours:
                 _redirect(rank_log(config, folder, member.rank))
             with joined(config, member, board) as world:
                 folder = _agree(config, folder, world)
-                if not is_ours:
+                if not member.is_ours:
                     _redirect(rank_log(config, folder, member.rank))
                     _share(records, folder, world)
                 return {"code": run_rank(config, folder, world, stop)}
@@ -130,14 +129,11 @@ def _share(records: Records, folder: Path, world: World) -> None:
 
     Raises:
         ConfigError: the first rank's run folder is not on this machine.
-        save_error: a `SaveError`: it cannot be written to.
     """
 
     def make() -> str:
-        try:
+        with durable.as_save_error(folder):
             return tempfile.mkdtemp(prefix=f"{durable.UNFINISHED}ranks-", dir=folder)
-        except OSError as error:
-            raise durable.save_error(error, folder) from error
 
     def find() -> None:
         if not shared.is_dir():

@@ -1,4 +1,4 @@
-"""Set up one process's part in a run: its device, the ranks, how memory running out ends.
+"""Set up one process's part in a run, its device and its way to the other ranks; run the command.
 
 Commands are run here and nowhere else, whether this process is alone or one of several ranks.
 """
@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import gc
 import os
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
 from trainer.checkpoint.lock import hold
 from trainer.commands.reading import evaluate_run, export_run
@@ -21,15 +24,14 @@ from trainer.commands.train import plan_run, train_run
 from trainer.commands.verify import verify_run
 from trainer.config.rules import NO_GPU
 from trainer.config.run_config import RunConfig
-from trainer.core.errors import ConfigError, DoesNotFitError, TrainError
+from trainer.core.errors import ConfigError, DoesNotFitError, RankFailedError, TrainError
 from trainer.core.out_of_memory import is_out_of_memory
 from trainer.core.phases import PhaseTimes, stream_mark
 from trainer.core.rank_progress import Board
-from trainer.core.signals import StopFlag
+from trainer.core.signals import StopFlag, check
 from trainer.core.world import LONG_TIMEOUT, World
 from trainer.data.samples import described
-from trainer.launch.membership import Membership
-from trainer.launch.rendezvous import open_store
+from trainer.launch.membership import START_TIMEOUT, Membership
 from trainer.launch.start import READING
 from trainer.report.environment import num_cores
 from trainer.report.run_status import recorded
@@ -44,6 +46,9 @@ COMMANDS = {
 
 SIMULATING = ("plan", "verify")
 """Commands that work out in one process what several ranks would do."""
+
+_POLL_S = 0.2
+_CONNECT_S = 10.0  # that one attempt to connect may take
 
 
 def choose_device(config: RunConfig, local_rank: int = 0) -> torch.device:
@@ -77,15 +82,7 @@ def local_ranks(config: RunConfig) -> int:
 
 
 def run_alone(config: RunConfig, folder: Path, stop: StopFlag) -> int:
-    """Run one command in this process alone, with the run folder to itself.
-
-    Args:
-        config: composed and valid.
-        folder: the run folder; it exists.
-        stop: whether a signal asked to stop at the next step boundary.
-
-    Returns:
-        The process's exit code.
+    """Run one command in this process alone, with the run folder to itself; give the exit code.
 
     Raises:
         TrainError: how the run ended, where it did not end well; its exit code is in status.json.
@@ -117,8 +114,7 @@ def joined(config: RunConfig, member: Membership, board: Board) -> Iterator[Worl
         # Machines differ: one rank of each prints it.
         error.is_own = member.local_rank in (0, torch.cuda.device_count())
         raise
-    is_ours = member.start_timeout_s is None and config.deterministic != "layout"
-    if is_ours and "OMP_NUM_THREADS" not in os.environ:
+    if member.is_ours and config.deterministic != "layout" and "OMP_NUM_THREADS" not in os.environ:
         # A launcher gives each of its ranks a share of the cores; so do we.
         torch.set_num_threads(max(1, num_cores() // member.local_size))
     if device.type == "cuda":
@@ -126,7 +122,7 @@ def joined(config: RunConfig, member: Membership, board: Board) -> Iterator[Worl
     with board.waiting():
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            store=open_store(member),
+            store=_open_store(member),
             rank=member.rank,
             world_size=member.size,
             timeout=LONG_TIMEOUT,
@@ -167,6 +163,73 @@ def run_rank(config: RunConfig, folder: Path, world: World, stop: StopFlag) -> i
             raise
         text = " ".join(str(error).split())
         raise DoesNotFitError(f"out of memory outside of micro-batches: {text:.200}") from error
+
+
+def _open_store(member: Membership) -> Store:
+    """Open the store by which ranks find each other, and wait there for all. Collective.
+
+    Ranks of our own find each other by a file, and wait until their supervisor ends them.
+
+    Raises:
+        RankFailedError: a rank did not come.
+    """
+    if member.start_timeout_s is None:
+        return FileStore(member.address, member.size)
+    limit = time.monotonic() + member.start_timeout_s
+    # A launcher's store outlives an attempt, and a port may be used by two jobs by mistake.
+    store = PrefixStore(f"train/{member.attempt}", _connect(member, limit))
+    store.set(f"here/{member.rank}", "")
+    # Counted, so that many ranks ask little of the store; and in Python, which gets signals.
+    store.add("count", 1)
+    while store.add("count", 0) < member.size:
+        if time.monotonic() > limit:
+            late = [rank for rank in range(member.size) if not store.check([f"here/{rank}"])]
+            raise RankFailedError(
+                f"rank{'s' if late[1:] else ''} {', '.join(map(str, late))} did not come to "
+                f"{member.address} within {member.start_timeout_s:g} s ({START_TIMEOUT})"
+            )
+        check()
+        time.sleep(_POLL_S)
+    return store
+
+
+def _connect(member: Membership, limit: float) -> Store:
+    """Serve the store, or connect to it once it is there, until a moment of the monotonic clock.
+
+    Raises:
+        ConfigError: the first rank cannot listen there.
+        RankFailedError: nothing answers there, or something that is no store.
+    """
+    host, _, written = member.address.rpartition(":")
+    host, port = host.strip("[]"), int(written)
+    is_server = member.rank == 0 and not member.is_hosted
+    try:
+        while not is_server and not _answers(host, port, limit):
+            check()
+            time.sleep(_POLL_S)
+        wait = timedelta(seconds=member.start_timeout_s or 0)
+        store = TCPStore(host, port, member.size, is_server, wait, wait_for_workers=False)
+    except (OSError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        if is_server:
+            text = f"MASTER_PORT={port}: rank 0 cannot listen there: {reason:.150}"
+            raise ConfigError(text) from error
+        failure = RankFailedError(
+            f"rank {member.rank}: rank 0 does not answer at {member.address} within "
+            f"{member.start_timeout_s:g} s ({START_TIMEOUT}): {reason:.150}"
+        )
+        failure.is_own = True
+        raise failure from error
+    store.set_timeout(LONG_TIMEOUT)
+    return store
+
+
+def _answers(host: str, port: int, limit: float) -> bool:
+    """Look whether somebody listens; PyTorch's own attempts to connect fill the screen."""
+    with suppress(*(() if time.monotonic() > limit else (OSError,))):
+        socket.create_connection((host, port), timeout=_CONNECT_S).close()
+        return True
+    return False
 
 
 def _prepare(config: RunConfig, local_rank: int = 0) -> torch.device:

@@ -1,14 +1,8 @@
 """Start ranks, watch over them, and say in one line why they ended.
 
-Each is a process of this program, started by a command and never by a function, so that a notebook,
-joblib or a sweep can start it too. Ranks of our own are all on this machine, find each other by a
-file in a folder of this attempt, and talk over the loopback interface alone. Where torchrun or srun
-started this process, it starts the one rank that it was to be, and the supervisors of all ranks
-leave word of bad ends in the run folder, which their machines share.
-
-PyTorch's own launcher does not watch: its store listens on every interface, whatever address it is
-given; it takes a rank that hangs for one that works; and it ends with code 1 for every cause and
-says so in fifty lines (torch 2.13).
+Each rank is a process of this program, started by a command and never by a function, so that a
+notebook, joblib or a sweep can start it too. Ranks of our own talk over the loopback interface
+alone. Why this is not torchrun's: docs/decisions/local-ranks.md.
 """
 
 from __future__ import annotations
@@ -45,16 +39,13 @@ FIRST_S = 10.0  # that those of others wait for the first, which then says why t
 def supervise(
     config: RunConfig, folder: Path, members: Sequence[Membership], stop: signals.StopFlag
 ) -> int:
-    """Run one command on some ranks; after one failed again, where allowed and all are here.
+    """Run one command on some ranks, and give the exit code; after one failed again, where allowed.
 
     Args:
         config: composed and valid.
         folder: the run folder; it exists where the first rank is.
         members: the ranks to start: all of the run, or the one that a launcher meant.
         stop: whether a signal asked to stop.
-
-    Returns:
-        The exit code: 0.
 
     Raises:
         RankFailedError: a rank failed more often than `parallel.max_restarts` allows.
@@ -63,8 +54,9 @@ def supervise(
     """
     # A last look for garbage takes long where a class of the user's own brought torch along.
     atexit.register(gc.freeze)
-    is_ours, trains = members[0].start_timeout_s is None, config.command == "train"
-    restarts_left = config.parallel.max_restarts if trains and is_ours else 0
+    is_ours, trains = members[0].is_ours, config.command == "train"
+    most = config.parallel.max_restarts if trains and is_ours else 0
+    restarts = 0
     with ExitStack() as opened:
         if members[0].rank == 0 and config.command not in READING:
             opened.enter_context(lock.hold(folder))
@@ -74,29 +66,19 @@ def supervise(
                 _attempt(config, folder, members, stop)
                 return 0
             except RankFailedError as error:
-                if not restarts_left or stop():
-                    step = saved_step(folder) if trains and is_ours else 0
+                step = saved_step(folder) if trains and is_ours else 0
+                if restarts == most or stop():
                     command = to_go_on(config, folder)
                     saved = f"; saved up to step {step}: go on with: {command}" if step else ""
                     error.args = (f"{error}{saved}",)
                     raise
-                restarts_left -= 1
-                config = _prepare_restart(config, folder, restarts_left, error)
-
-
-def _prepare_restart(
-    config: RunConfig, folder: Path, restarts_left: int, error: RankFailedError
-) -> RunConfig:
-    """Go on from the newest checkpoint; begin the metrics anew where nothing is saved."""
-    step, most = saved_step(folder), config.parallel.max_restarts
-    sys.stderr.write(
-        f"train: {error}; starting again after step {step} "
-        f"({most - restarts_left} of {most} restarts)\n"
-    )
-    if step:
-        return config.model_copy(update={"resume": str(folder)})
-    journal.truncate_after(folder / journal.METRICS_FILE, 0)
-    return config
+                restarts += 1
+                counted = f"({restarts} of {most} restarts)"
+                sys.stderr.write(f"train: {error}; starting again after step {step} {counted}\n")
+            if step:
+                config = config.model_copy(update={"resume": str(folder)})
+            else:  # nothing is saved: the metrics begin anew
+                journal.truncate_after(folder / journal.METRICS_FILE, 0)
 
 
 def _attempt(
@@ -109,7 +91,7 @@ def _attempt(
     """
     again = to_go_on(config, folder, begins=True)
     with tempfile.TemporaryDirectory(prefix="train-", ignore_cleanup_errors=True) as name:
-        records, is_ours = Records(Path(name)), members[0].start_timeout_s is None
+        records, is_ours = Records(Path(name)), members[0].is_ours
         if is_ours:
             members = [replace(each, address=f"{name}/rendezvous") for each in members]
         job = {
@@ -122,7 +104,6 @@ def _attempt(
         (records.folder / JOB_FILE).write_text(json.dumps(job))
         timeout_s, shared = config.parallel.timeout_s, Records(records.folder / SHARED)
         watch = Watch(
-            size=len(members),
             records=records,
             shared=shared,
             timeout_s=timeout_s,
@@ -136,7 +117,7 @@ def _attempt(
             watch.run()
         finally:
             # Where a launcher started us, the first rank's folder counts, once the ranks have met.
-            place = shared.folder.resolve().parent if shared.folder.exists() else folder
+            place = shared.folder.resolve().parent if shared.folder.is_symlink() else folder
             watch.end(place)
             for log in filter(None, (rank_log(config, place, each.rank) for each in members)):
                 drop_empty(log)

@@ -50,7 +50,7 @@ class Child:
 def start(records: Records, member: Membership) -> Child:
     """Start a rank, whose job lies in the folder of the records."""
     environment = {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ}
-    if member.start_timeout_s is None:  # no launcher set the variables that user code reads
+    if member.is_ours:  # no launcher set the variables that user code reads
         # Else gloo and NCCL listen on whatever the host name resolves to.
         loopback = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
         numbers = {"RANK": member.rank, "LOCAL_RANK": member.rank}
@@ -76,9 +76,8 @@ def start(records: Records, member: Membership) -> Child:
 @final
 @dataclass(kw_only=True)
 class Watch:
-    """What a supervisor knows of its ranks."""
+    """Waits for the ranks of one supervisor, and ends them all when one ended badly."""
 
-    size: int  # how many ranks it has
     records: Records  # what they leave
     shared: Records  # what other supervisors leave
     timeout_s: float  # `parallel.timeout_s`
@@ -99,7 +98,7 @@ class Watch:
             KeyboardInterrupt: a second signal asked to end them at once.
             Preempted: a signal came before the first step, and they do not follow it.
         """
-        while len(self.ended) < self.size:
+        while len(self.ended) < len(self.children):
             running = [child for child in self.children if child.rank not in self.ended]
             places = [child.board.read() for child in running]
             if self.stop():
@@ -147,9 +146,10 @@ class Watch:
             child.kill()
             code = child.process.wait()
         place = self.places.get(child.rank) if is_overdue else None
-        end = self.records.read(child.rank) or Ended.now(
-            child.rank, place or child.board.read(), {}, is_killed=is_overdue
-        )
+        end = self.records.read(child.rank)
+        if end is None:
+            unsaid = Ended.now(child.rank, place or child.board.read(), {})
+            end = replace(unsaid, is_killed=is_overdue)
         if "peer" in end.report:
             end = replace(end, place=self.places.get(child.rank, end.place))
         self.ended[child.rank] = end = replace(end, code=code)
@@ -162,14 +162,20 @@ class Watch:
         self.deadline = min(self.deadline, time.monotonic() + wait_s)
 
     def end(self, folder: Path) -> None:
-        """End what is left of the ranks, and move their stacks to the run folder."""
+        """End what is left of the ranks, and move their stacks to the run folder.
+
+        Not of one that gave a reason: it was on its way out as its stacks were asked for.
+        """
         for child in self.children:
             child.kill()
         for child in self.children:
             child.process.wait()
             child.board.close()
-            stacks = self.records.stacks(child.rank)
-            if stacks.exists() and (dumped := stacks.read_bytes()):
+            stacks, end = self.records.stacks(child.rank), self.ended.get(child.rank)
+            dumped = stacks.read_bytes() if stacks.exists() else b""
+            has_said = end is not None and "error" in end.report
+            # A first rank that ended may have taken its folder back.
+            if dumped and not has_said and folder.is_dir():
                 # Before its traceback, if it left one: what it was at before that.
                 target = folder / "errors" / f"rank{child.rank}.txt"
                 durable.make_folders(target.parent)

@@ -20,6 +20,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
@@ -41,29 +42,17 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+@dataclass(eq=False, repr=False)
 class Parallel(ABC):
-    """A model laid out over the ranks.
+    """A model laid out over the ranks."""
 
-    Attributes:
-        module: the user's module; its parameters are the ones the optimizer steps.
-        call: runs the model on the fields of a micro-batch.
-        parameters: those that are trained, in an order that is the same on every rank.
-        world: all ranks.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        call: Callable[[Fields], Any],
-        parameters: Sequence[nn.Parameter],
-        world: World,
-    ) -> None:
-        self.module = module
-        self.call = call
-        self.parameters = parameters
-        self.world = world
-        self._live: set[int] = set()  # parameters that micro-batches gave a gradient in lockstep
-        self._in_lockstep = False
+    module: nn.Module  # the user's; its parameters are the ones the optimizer steps
+    call: Callable[[Fields], Any]  # runs the model on the fields of a micro-batch
+    parameters: Sequence[nn.Parameter]  # those that are trained, in one order on every rank
+    world: World  # all ranks
+    # Which parameters micro-batches gave a gradient in lockstep.
+    _live: set[int] = field(default_factory=set, init=False)
+    _in_lockstep: bool = field(default=False, init=False)
 
     @abstractmethod
     def gather(self) -> None:
@@ -127,6 +116,7 @@ class Parallel(ABC):
 
 
 @final
+@dataclass(eq=False, repr=False)
 class Replicated(Parallel):
     """Every rank has the whole model; all-reduces of its gradients end the window.
 
@@ -135,20 +125,13 @@ class Replicated(Parallel):
     runs out. Weights must be the same on every rank.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        call: Callable[[Fields], Any],
-        parameters: Sequence[nn.Parameter],
-        world: World,
-    ) -> None:
-        super().__init__(module, call, parameters, world)
-        self._staging: dict[tuple[torch.dtype, int], Tensor] = {}
+    # Memory for buckets on their way, by dtype and slot.
+    _staging: dict[tuple[torch.dtype, int], Tensor] = field(default_factory=dict, init=False)
 
     def gather(self) -> None:
         """Set memory aside for the reduction, so that it cannot run out once ranks have agreed."""
         self._in_lockstep = False
-        for bucket in _buckets(self.parameters) if self.world.size > 1 else ():
+        for bucket in buckets(self.parameters) if self.world.size > 1 else ():
             if len(bucket) > 1 or not bucket[0].is_contiguous():
                 for slot in range(IN_FLIGHT):
                     self._stage(bucket, slot)
@@ -179,7 +162,7 @@ class Replicated(Parallel):
     def _sum(self, parameters: Sequence[nn.Parameter]) -> None:
         """All-reduce gradients bucket by bucket, while the one before is on its way."""
         flying: deque[Callable[[], None]] = deque()
-        for index, bucket in enumerate(_buckets(parameters)):
+        for index, bucket in enumerate(buckets(parameters)):
             if len(flying) == IN_FLIGHT:
                 flying.popleft()()
             flying.append(self._send(bucket, index % IN_FLIGHT))
@@ -256,16 +239,11 @@ def total_norm(grads: Sequence[Tensor]) -> Tensor:
     return norm
 
 
-def num_buckets(parameters: Sequence[nn.Parameter]) -> int:
-    """Count the all-reduces that sum the gradients of some parameters."""
-    return sum(1 for _ in _buckets(parameters))
-
-
-def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Group parameters of one dtype into buckets, in order; the same on every rank.
+def buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Group parameters whose gradients are reduced together, the same on every rank.
 
     Yields:
-        Parameters whose gradients are reduced together.
+        Those of one dtype, in order, of up to `BUCKET_BYTES`; a larger one alone.
     """
     for dtype in dict.fromkeys(p.dtype for p in parameters):
         bucket: list[nn.Parameter] = []

@@ -22,7 +22,6 @@ from trainer.core.errors import ConfigError
 from trainer.core.world import World
 
 END = "its end"
-
 OBJECT = "the object itself"  # the entry of an opened object beside its attributes
 
 

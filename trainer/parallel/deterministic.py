@@ -13,14 +13,14 @@ of traffic per parameter (fp64: 25).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, final
+from dataclasses import dataclass, field
+from typing import final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from trainer.core.micro_batch import Fields
 from trainer.core.world import World
 from trainer.parallel.base import Parallel
 
@@ -92,19 +92,15 @@ def _real(values: Tensor) -> Tensor:
 
 
 @final
+@dataclass(eq=False, repr=False)
 class Ordered(Parallel):
     """Every rank has the whole model, with the same weights; gradients are summed as integers."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        call: Callable[[Fields], Any],
-        parameters: Sequence[nn.Parameter],
-        world: World,
-    ) -> None:
-        super().__init__(module, call, parameters, world)
-        self._sums: list[_BinnedSum] = []
-        self._wrong = torch.zeros(1, dtype=torch.int64, device=world.device)
+    _sums: list[_BinnedSum] = field(default_factory=list, init=False)
+    _wrong: Tensor = field(init=False)  # how many gradients were not finite
+
+    def __post_init__(self) -> None:
+        self._wrong = torch.zeros(1, dtype=torch.int64, device=self.world.device)
 
     def gather(self) -> None:
         """Set the integer sums to zero."""

@@ -141,7 +141,7 @@ class Sharded(Parallel):
         if self._in_lockstep:
             return
         shards = [
-            sum(self._size(name) * self._shards[name].itemsize for name in names)
+            sum(prod(self._shape(name)) * self._shards[name].itemsize for name in names)
             for names in self._groups.values()
         ]
         sizes = (max(shards) * self._sharing.size(), sum(shards))
@@ -162,7 +162,7 @@ class Sharded(Parallel):
     def _reduce_group(self, names: Sequence[str]) -> None:
         """Sum the whole gradients of a group, and leave each rank its shard of them."""
         size, first = self._sharing.size(), self._shards[names[0]]
-        pieces = [self._size(name) for name in names]
+        pieces = [prod(self._shape(name)) for name in names]
         flat = torch.zeros((size, sum(pieces)), dtype=first.dtype, device=self.world.device)
         for name, place in zip(names, torch.split(flat, pieces, 1), strict=True):
             whole = self._whole[name]
@@ -189,9 +189,6 @@ class Sharded(Parallel):
         """Give the shape of a parameter's shard, padded: its first dimension is divided."""
         rows, *others = self._shards[name].shape
         return -(-rows // self._sharing.size()), *others
-
-    def _size(self, name: str) -> int:
-        return prod(self._shape(name))
 
     def begin_lockstep(self) -> None:
         """See the base class: each block gathers and reduces for itself, where it is used."""
@@ -314,3 +311,45 @@ def _mesh(world: World, replicas: int) -> DeviceMesh:
     shape, names = (replicas, world.size // replicas), ("replicate", "shard")
     start = int(replicas == 1)  # one copy has no dimension of its own
     return init_device_mesh(world.device.type, shape[start:], mesh_dim_names=names[start:])
+
+
+@contextmanager
+def fake_mesh(size: int, replicas: int) -> Iterator[DeviceMesh]:
+    """Give the mesh of a sharded model over ranks that are not there, as its first rank sees it.
+
+    Collectives allocate as they would, and send nothing. May be entered by one rank of a real run
+    while the others wait.
+
+    Args:
+        size: ranks to pretend.
+        replicas: copies of the model; 1 shards over all ranks.
+
+    Yields:
+        The mesh, of the CPU, with a dimension `replicate` where there are several copies.
+    """
+    # Registers the backend. Its name says what it is for; nothing but its allocations counts here.
+    import torch.testing._internal.distributed.fake_pg as _  # noqa: PLC0415, F401
+
+    is_alone = not dist.is_initialized()
+    if is_alone:
+        dist.init_process_group("fake", rank=0, world_size=size)
+    ranks, names = torch.arange(size).view(replicas, -1), ("fake replicate", "fake shard")
+    start = int(replicas == 1)  # one copy has no dimension of its own
+    groups = [_fake_group(each) for each in (ranks[:, 0], ranks[0])[start:]]
+    try:
+        # Caches inside of DTensor take meshes of the same names for one and the same, and would go
+        # on with this one's groups when they are gone.
+        yield DeviceMesh.from_group(
+            groups[0] if start else groups,
+            "cpu",
+            mesh=ranks[0] if start else ranks,
+            mesh_dim_names=names[start:],
+        )
+    finally:
+        for group in (None,) if is_alone else groups:
+            dist.destroy_process_group(group)
+
+
+def _fake_group(ranks: Tensor) -> Any:  # noqa: ANN401 - PyTorch does not say
+    """Make a group of this process's own, of which the other ranks hear nothing."""
+    return dist.new_group(ranks.tolist(), backend="fake", use_local_synchronization=True)

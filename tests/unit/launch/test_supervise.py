@@ -48,7 +48,6 @@ def watching(place: Path, opened: ExitStack, *works: str, timeout_s: float = 600
     return Watch(
         children=children,
         stop=StopFlag(),
-        size=len(works),
         records=Records(place),
         shared=Records(place / "shared"),
         timeout_s=timeout_s,
@@ -169,6 +168,21 @@ def test_supervisors_that_know_of_one_rank_each_name_the_cause_and_one_of_them_s
     assert error is not None
     assert (error.exit_code, str(error)[: len(says)]) == (code, says)
     assert (tmp_path / "shared").exists() is (who != 0)
+
+
+def test_stacks_are_of_ranks_that_gave_no_reason_and_make_no_folder_that_was_taken_back(
+    tmp_path: Path, opened: ExitStack
+) -> None:
+    watch, folder = watching(tmp_path, opened, "true", "true"), tmp_path / "run"
+    for rank, report in enumerate((TORN, PEER)):
+        watch.records.write(Ended.now(rank, Place(), report))
+        watch.records.stacks(rank).write_text("where it was")
+    watch.run()
+    watch.end(folder)
+    assert not folder.exists()
+    folder.mkdir()
+    watch.end(folder)
+    assert [path.name for path in folder.rglob("*.txt")] == ["rank1.txt"]
 
 
 def test_ranks_that_saved_and_stopped_leave_no_word_that_would_end_the_others(
