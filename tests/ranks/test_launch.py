@@ -193,6 +193,14 @@ def test_ranks_that_were_given_another_config_are_refused_with_one_line(tmp_path
     assert finish(second) == (2, [])
 
 
+def test_a_config_error_that_joined_ranks_raise_together_leaves_no_folder(tmp_path):
+    first, second = start_joined(tmp_path / "run", "objective=next_token")
+    code, (error,) = finish(first)
+    assert (code, finish(second)) == (2, (2, []))
+    assert error.startswith("train: error: objective=next_token: labels of shape (2,)")
+    assert not [*tmp_path.iterdir()]
+
+
 def test_one_rank_and_several_contradict_before_anything_starts(tmp_path, capsys):
     folder = tmp_path / "run"
     assert run([*TYPED, f"hydra.run.dir={folder}", "parallel=none", "parallel.ranks=2"]) == 2

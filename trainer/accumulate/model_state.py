@@ -130,11 +130,10 @@ class _Part:
 
     def watch(self, *, by_value: bool) -> None:
         """Remember how they are. A frozen parameter is too large for a copy."""
-        copied = [by_value and not isinstance(each, nn.Parameter) for each in self.tensors()]
-        self.seen = [
-            (tensor, tensor._version, tensor.detach().clone() if flag else None)
-            for tensor, flag in zip(self.tensors(), copied, strict=True)
-        ]
+        self.seen = []
+        for each in self.tensors():
+            is_copied = by_value and not isinstance(each, nn.Parameter)
+            self.seen.append((each, each._version, each.detach().clone() if is_copied else None))
 
     def has_moved(self) -> bool:
         """Compare them with how they were.

@@ -44,9 +44,6 @@ COMMANDS = {
     "export": export_run,
 }
 
-SIMULATING = ("plan", "verify")
-"""Commands that work out in one process what several ranks would do."""
-
 _POLL_S = 0.2
 _CONNECT_S = 10.0  # that one attempt to connect may take
 
@@ -87,7 +84,8 @@ def run_alone(config: RunConfig, folder: Path, stop: StopFlag) -> int:
     Raises:
         TrainError: how the run ended, where it did not end well; its exit code is in status.json.
     """
-    size = local_ranks(config) if config.command in SIMULATING else 1
+    # These work out in one process what several ranks would do.
+    size = local_ranks(config) if config.command in ("plan", "verify") else 1
     device = _prepare(config)
     world = World(size=size, local_size=size, device=device, times=_times(device))
     with ExitStack() as opened:

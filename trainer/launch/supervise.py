@@ -1,4 +1,4 @@
-"""Start ranks, watch over them, and say in one line why they ended.
+"""Run a command on ranks, again where one failed and that is allowed, and conclude why it ended.
 
 Each rank is a process of this program, started by a command and never by a function, so that a
 notebook, joblib or a sweep can start it too. Ranks of our own talk over the loopback interface
@@ -7,8 +7,6 @@ alone. Why this is not torchrun's: docs/decisions/local-ranks.md.
 
 from __future__ import annotations
 
-import atexit
-import gc
 import json
 import os
 import shutil
@@ -52,8 +50,6 @@ def supervise(
         TrainError: how the run ended otherwise, where it did not end well. Of one that this
             process is to print, though it is not the first, `is_own` is true.
     """
-    # A last look for garbage takes long where a class of the user's own brought torch along.
-    atexit.register(gc.freeze)
     is_ours, trains = members[0].is_ours, config.command == "train"
     most = config.parallel.max_restarts if trains and is_ours else 0
     restarts = 0

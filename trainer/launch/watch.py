@@ -173,9 +173,9 @@ class Watch:
             child.board.close()
             stacks, end = self.records.stacks(child.rank), self.ended.get(child.rank)
             dumped = stacks.read_bytes() if stacks.exists() else b""
-            has_said = end is not None and "error" in end.report
+            is_explained = end is not None and "error" in end.report
             # A first rank that ended may have taken its folder back.
-            if dumped and not has_said and folder.is_dir():
+            if dumped and not is_explained and folder.is_dir():
                 # Before its traceback, if it left one: what it was at before that.
                 target = folder / "errors" / f"rank{child.rank}.txt"
                 durable.make_folders(target.parent)

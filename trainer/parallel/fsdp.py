@@ -89,12 +89,8 @@ class Sharded(Parallel):
         self._sharing = mesh.get_group(mesh.ndim - 1)
         self._copies = mesh.get_group(0) if replicas > 1 else None
         self._order: BlockOrder | None = None
-
-    @property
-    def _root(self) -> FSDPModule:
-        root = self.module
-        assert isinstance(root, FSDPModule)
-        return root
+        assert isinstance(module, FSDPModule)  # which `fully_shard` made of it
+        self._root: FSDPModule = module
 
     def gather(self) -> None:
         """See the base class: one all-gather per block."""
