@@ -12,8 +12,7 @@ from torch import Tensor
 
 from trainer.accumulate.base import Divisors, GradientStrategy, divided, seed_draws
 from trainer.core.micro_batch import MicroBatch
-from trainer.models.check import refuse_sparse_gradients
-from trainer.models.statistics import unmoved
+from trainer.models.check import refuse_sparse_gradients, unmoved
 from trainer.objectives.base import Objective, refuse_left_out, sums_of
 from trainer.parallel.base import Parallel
 from trainer.parallel.sync import SyncPolicy

@@ -26,16 +26,14 @@ from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError, DataError
 from trainer.core.micro_batch import Fields
 from trainer.core.world import World, rng_key
-from trainer.data.limits import Limits
+from trainer.data.collate import Limits
 from trainer.data.loader import Loader, Request
 from trainer.data.samples import INPUT_IDS, preserve_generators
 from trainer.data.view import DataView
 from trainer.models.bind import bind
-from trainer.models.check import check_unwrapped, refuse_sparse
+from trainer.models.check import batch_statistics, check_unwrapped, refuse_sparse, vocabulary_of
 from trainer.models.meta_start import Weights, build_on_meta
 from trainer.models.recompute import checkpoint_blocks
-from trainer.models.statistics import batch_statistics
-from trainer.models.vocabulary import vocabulary_of
 from trainer.objectives.base import ModelCall, Objective, weights_of
 from trainer.optim.optimizers import OptimizerSpec, OwnOptimizer
 from trainer.optim.schedules import Schedule

@@ -20,7 +20,7 @@ from trainer.checkpoint.store import Loaded
 from trainer.config.run_config import contract, contract_diff
 from trainer.core.durable import read_json
 from trainer.core.errors import ConfigError, DataError, NoCheckpointError
-from trainer.models.statistics import batch_statistics
+from trainer.models.check import batch_statistics
 from trainer.plan.cut import Cost
 from trainer.plan.order import Order
 from trainer.plan.traffic import Network

@@ -13,7 +13,7 @@ from trainer.config.messages import flat, show
 from trainer.config.rules import warmup_steps
 from trainer.config.run_config import RunConfig, to_plain
 from trainer.core.format import plural
-from trainer.models.statistics import batch_statistics
+from trainer.models.check import batch_statistics
 from trainer.optim.optimizers import match_groups
 from trainer.plan.cuts import Auto
 

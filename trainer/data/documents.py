@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from trainer.core.errors import DataError
-from trainer.data.holdout import HELD_OUT, TRAIN, held_out_mask
 from trainer.data.index import Index
+from trainer.data.samples import HELD_OUT, TRAIN, held_out_mask
 from trainer.plan.cut import IntArray
 
 BOS = 256

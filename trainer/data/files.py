@@ -1,4 +1,4 @@
-"""Find the files behind `data.path`, name those that cannot be read, and show progress."""
+"""Find the files behind `data.path`, name those that cannot be read, and name long reads."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from trainer.core import signals
@@ -65,39 +65,25 @@ def reading(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show on stderr how far a long read has come; only the first rank of a machine does.
-
-    On a terminal that is a bar, elsewhere one plain line once the read has taken `LONG_S`.
+def progress(label: str) -> Iterator[Callable[[], None]]:
+    """Say on stderr, once, what takes longer than `LONG_S`; only the first rank of a machine does.
 
     Args:
         label: what is being done, e.g. `indexing the standard library`.
-        total: units of work.
 
     Yields:
-        A function to call with the units of work just finished; it raises `Preempted` once a
-        signal has asked the run to stop.
+        A function to call after each unit of work; it raises `Preempted` once a signal has asked
+        the run to stop.
     """
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
     due = time.monotonic() + LONG_S if is_first else math.inf
-    bar = None
-    with ExitStack() as stack:
-        if is_first and sys.stderr.isatty():
-            # Only a terminal pays for the import, some 50 ms.
-            from rich.console import Console  # noqa: PLC0415
-            from rich.progress import Progress  # noqa: PLC0415
 
-            bar = stack.enter_context(Progress(console=Console(stderr=True)))
-            bar.add_task(label, total=total)
+    def advance() -> None:
+        nonlocal due
+        signals.check()
+        if time.monotonic() > due:
+            due = math.inf
+            with suppress(OSError):  # stderr may be a closed pipe
+                sys.stderr.write(f"train: {label} ...\n")
 
-        def advance(amount: int) -> None:
-            nonlocal due
-            signals.check()
-            if bar is not None:
-                bar.advance(bar.task_ids[0], amount)
-            elif time.monotonic() > due:
-                due = math.inf
-                with suppress(OSError):  # stderr may be a closed pipe
-                    sys.stderr.write(f"train: {label} ...\n")
-
-        yield advance
+    yield advance

@@ -14,7 +14,6 @@ import json
 import logging
 import os
 import shutil
-import stat
 import tempfile
 from array import array
 from collections.abc import Callable, Iterable, Mapping
@@ -27,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainer.core.errors import DataError
-from trainer.data.holdout import KeyArray
+from trainer.data.samples import KeyArray
 from trainer.plan.cut import IntArray
 
 CHECKED_BYTES = 256 * 2**20
@@ -83,26 +82,25 @@ def cached_index(name: str, key: str, build: Callable[[Add], Mapping[str, Any]])
             own OSError into something else: one that leaves it counts as a failure to write.
 
     Raises:
-        DataError: the index cannot be written, neither to the cache nor to the temporary folder.
+        DataError: the index cannot be written.
     """
-    for parent in (cache_folder, _temporary_folder):
-        path = parent() / f"{name}-{key[:16]}"
-        if path.is_dir():
-            try:
-                return _open(path, key)
-            except DataError as error:
-                _log.warning("%s: it is built again", error)
-                shutil.rmtree(path, ignore_errors=True)
+    path = cache_folder() / f"{name}-{key[:16]}"
+    if path.is_dir():
         try:
-            _write(path, key, build)
-        except OSError as error:
-            _log.warning("cannot write the index %s (%s)", path, error)
-            continue
-        for older in path.parent.glob(f"{name}-*"):
-            if older != path:
-                shutil.rmtree(older, ignore_errors=True)
-        return _open(path, key)
-    raise DataError(f"data: cannot write the index {path}; name another folder in TRAIN_CACHE")
+            return _open(path, key)
+        except DataError as error:
+            _log.warning("%s: it is built again", error)
+            shutil.rmtree(path, ignore_errors=True)
+    try:
+        _write(path, key, build)
+    except OSError as error:
+        raise DataError(
+            f"data: cannot write the index {path} ({error}); name another folder in TRAIN_CACHE"
+        ) from error
+    for older in path.parent.glob(f"{name}-*"):
+        if older != path:
+            shutil.rmtree(older, ignore_errors=True)
+    return _open(path, key)
 
 
 def cache_folder() -> Path:
@@ -111,17 +109,6 @@ def cache_folder() -> Path:
         return Path(typed).expanduser().absolute()
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111 - never raises
     return Path(base) / "step-trainer"
-
-
-def _temporary_folder() -> Path:
-    """Make a folder that is this user's alone: the parent is shared by all users."""
-    path = Path(tempfile.gettempdir()) / f"step-trainer-{os.getuid()}"
-    with suppress(OSError):
-        path.mkdir(mode=0o700, exist_ok=True)
-        status = path.lstat()
-        if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid():
-            return path
-    return Path(tempfile.mkdtemp(prefix="step-trainer-"))
 
 
 def corpus_key(settings: str, names: Iterable[object], states: Iterable[os.stat_result]) -> str:

@@ -17,8 +17,7 @@ from trainer.core.errors import DataError, TrainError
 from trainer.core.micro_batch import Fields
 from trainer.core.out_of_memory import is_out_of_memory
 from trainer.core.world import rng_key
-from trainer.data.collate import IGNORED_LABEL, LABELS, aligned_fields, pack, pad
-from trainer.data.limits import Limits, limits_of
+from trainer.data.collate import IGNORED_LABEL, LABELS, Limits, aligned_fields, limits_of, pack, pad
 from trainer.data.samples import (
     INPUT_IDS,
     Sample,

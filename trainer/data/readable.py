@@ -78,7 +78,7 @@ def _read_all(dataset: DataView, seed: int) -> tuple[list[tuple[int, str]], list
     first: tuple[int, Sample] | None = None
     most = max(1, int(SKIP_CAP * len(dataset)))
     label = f"reading {len(dataset)} samples of {dataset.kind} once (data.on_bad=skip)"
-    with dataset.isolated_rng(), progress(label, len(dataset)) as advance:
+    with dataset.isolated_rng(), progress(label) as advance:
         for i in range(len(dataset)):
             try:
                 sample = dataset.read(i, seed=seed, epoch=0)
@@ -92,7 +92,7 @@ def _read_all(dataset: DataView, seed: int) -> tuple[list[tuple[int, str]], list
                     f"{SKIP_CAP:.0%} of {len(dataset)} that data.on_bad=skip passes over; "
                     f"the first: {bad[0][1]}"
                 )
-            advance(1)
+            advance()
     return bad, lengths
 
 

@@ -1,4 +1,4 @@
-"""Say what a data set must be, turn its samples into tensors, and make its faults readable."""
+"""Say what a data set must be, make tensors of its samples, and name its faults and its halves."""
 
 from __future__ import annotations
 
@@ -10,14 +10,20 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from trainer.core.errors import DataError, DoesNotFitError, TrainError
 from trainer.core.out_of_memory import is_out_of_memory
+from trainer.core.world import rng_key
 
 Sample = Mapping[str, Tensor]
 INPUT_IDS = "input_ids"
+KeyArray = npt.NDArray[np.uint64]
+
+TRAIN = "train"
+HELD_OUT = "held_out"
 
 
 class Samples(Protocol):
@@ -138,3 +144,27 @@ def described(error: BaseException) -> str:
     frame = traceback.extract_tb(error.__traceback__)[-1]
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text} ({Path(frame.filename).name}:{frame.lineno})"
+
+
+def held_out_count(count: int, holdout: float) -> int:
+    """Round the held-out share of `count` things; of two or more, one is on either side."""
+    if holdout == 0.0 or count <= 1:
+        return 0
+    return min(max(round(count * holdout), 1), count - 1)
+
+
+def held_out_mask(keys: KeyArray, holdout: float, seed: int) -> npt.NDArray[np.bool_]:
+    """Mark the samples that are held out, `(samples,)`; those that share a key stay together.
+
+    The distinct keys are ranked by a hash of (seed, key), SplitMix64's finaliser (Steele, Lea,
+    Flood 2014), and the first of them are held out: the share is exact in keys, and which ones
+    are held out depends neither on the order of the samples nor on the number of copies.
+    """
+    distinct = np.unique(keys)
+    draws = distinct ^ np.uint64(rng_key("holdout", seed))
+    draws = (draws ^ (draws >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    draws = (draws ^ (draws >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    draws ^= draws >> np.uint64(31)
+    count = held_out_count(len(distinct), holdout)
+    chosen = distinct[np.argsort(draws, kind="stable")[:count]]
+    return np.isin(keys, chosen)

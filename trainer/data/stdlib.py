@@ -68,7 +68,7 @@ def _stdlib_index(root: Path) -> Index:
     def build(add: Add) -> Mapping[str, Any]:
         label = f"indexing the Python standard library, {len(modules)} modules"
         num_documents, skipped = 0, []
-        with progress(label, len(modules)) as advance, warnings.catch_warnings():
+        with progress(label) as advance, warnings.catch_warnings():
             # Old modules hold escapes and literals that newer parsers warn about.
             warnings.simplefilter("ignore")
             for name in modules:
@@ -79,7 +79,7 @@ def _stdlib_index(root: Path) -> Index:
                 # A null byte is a ValueError, as is what does not decode.
                 except (OSError, SyntaxError, ValueError, RecursionError) as error:
                     skipped.append(f"{name}: {error}")
-                advance(1)
+                advance()
         if num_documents == 0:
             raise DataError(
                 f"data=stdlib: no Python source below {root}; use data=text data.path=FILE"

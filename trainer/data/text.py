@@ -81,9 +81,9 @@ def _text_index(path: Path, name: str, skips: bool) -> Index:
 
     def build(add: Add) -> Mapping[str, Any]:
         total, bad = 0, list[str]()
-        with progress(f"indexing {path}, {size:,} bytes", size) as advance:
+        with progress(f"indexing {path}, {size:,} bytes") as advance:
             for file, number, record in _records(path, files):
-                advance(len(record))
+                advance()
                 total += 1
                 try:
                     document = _document(file, record, name)

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 from trainer.core.errors import DataError
 from trainer.data.files import files_at, reading
-from trainer.data.holdout import HELD_OUT, TRAIN, held_out_count
+from trainer.data.samples import HELD_OUT, TRAIN, held_out_count
 from trainer.plan.cut import IntArray
 
 _DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}

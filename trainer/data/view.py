@@ -16,12 +16,13 @@ from trainer.core.bits import bits_of
 from trainer.core.errors import DataError, TrainError
 from trainer.core.world import rng_key
 from trainer.data.files import progress
-from trainer.data.holdout import HELD_OUT, held_out_mask
 from trainer.data.samples import (
+    HELD_OUT,
     Sample,
     Samples,
     as_tensors,
     faults_of,
+    held_out_mask,
     num_tokens,
     preserve_generators,
     seed_draws,
@@ -150,7 +151,7 @@ class DataView:
             if len(self) == 0 or num_tokens(self.read(0, seed=0, epoch=0)) is None:
                 return lengths
             label = f"measuring {len(self)} samples of {self.kind}, which has no `lengths`"
-            with progress(label, len(self)) as advance:
+            with progress(label) as advance:
                 for i in range(len(self)):
                     length = num_tokens(self.read(i, seed=0, epoch=0))
                     if length is None:
@@ -158,7 +159,7 @@ class DataView:
                             f"data: {self.name_of(i)} lacks one-dimensional `input_ids`"
                         )
                     lengths[i] = length
-                    advance(1)
+                    advance()
         return lengths
 
     def check_length(self, i: int, counts: Sequence[int]) -> None:

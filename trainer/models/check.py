@@ -1,17 +1,24 @@
-"""Refuse models that are not plain modules of dense, finished tensors."""
+"""Read off a model what the trainer must know: whether it can be trained here, what it counts."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import chain
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from trainer.core.errors import ConfigError
+from trainer.models.gpt import GPT
 
 WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule"}
 """Classes of PyTorch that wrap or shard a model; known by name, since to import them takes long."""
+
+_HEADS = ("SequenceClassification", "TokenClassification", "ImageClassification")
+"""Hugging Face's models whose logits are `config.num_labels`, by the end of `For...`."""
 
 
 def check_unwrapped(model: nn.Module) -> nn.Module:
@@ -73,3 +80,50 @@ def _of_gradient(name: str) -> str:
         f"model: {name} gets sparse gradients, which are not clipped, reduced or saved here: build "
         "its embedding with sparse=False, whose gradient holds the same numbers"
     )
+
+
+def batch_statistics(model: nn.Module) -> str | None:
+    """Name the first BatchNorm that normalises within each micro-batch, as it is set now.
+
+    One that is kept in evaluation mode does not: it normalises with its running statistics.
+    """
+    parts: Iterator[tuple[str, nn.Module]] = model.named_modules()
+    for name, part in parts:
+        if isinstance(part, _BatchNorm) and (part.training or part.running_mean is None):
+            return name
+    return None
+
+
+@contextmanager
+def unmoved(model: nn.Module) -> Iterator[None]:
+    """Put back what the block writes into buffers: the mean of no samples is not a number."""
+    owners = [part._buffers for part in model.modules()]
+    entries = [(o, n, b, b.clone()) for o in owners for n, b in o.items() if b is not None]
+    yield
+    with torch.no_grad():
+        for owner, name, buffer, copy in entries:
+            if not torch.equal(buffer, copy):
+                buffer.copy_(copy)
+            owner[name] = buffer
+
+
+def vocabulary_of(module: nn.Module) -> tuple[int | None, int | None]:
+    """Give its numbers of token ids and labels, None where they are not known.
+
+    Known are our own models and those that offer what Hugging Face's do.
+    """
+    if isinstance(module, GPT):
+        return module.vocab_size, module.vocab_size
+    rows, classes = (_size(module, f"get_{end}put_embeddings") for end in ("in", "out"))
+    if type(module).__name__.endswith(_HEADS):
+        classes = getattr(getattr(module, "config", None), "num_labels", None)
+    return rows, classes
+
+
+def _size(module: nn.Module, name: str) -> int | None:
+    """Ask a Hugging Face model for the size of its vocabulary, before or after its layers."""
+    try:
+        table = getattr(module, name)()
+    except (AttributeError, NotImplementedError):  # one of another kind, or without tokens
+        return None
+    return len(table.weight) if isinstance(table, nn.Embedding | nn.Linear) else None

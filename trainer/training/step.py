@@ -22,7 +22,7 @@ from torch import Tensor
 from trainer.accumulate.normalizer import divisors
 from trainer.core.errors import DoesNotFitError
 from trainer.core.out_of_memory import fatal, release_memory
-from trainer.models.statistics import batch_statistics
+from trainer.models.check import batch_statistics
 from trainer.optim.schedules import apply_factor
 from trainer.training.batches import Feed, PlannedBatch
 from trainer.training.kit import Kit

@@ -1,7 +1,6 @@
 """Documents, their index on disk, and the two data sets of texts."""
 
 import math
-import sys
 import warnings
 from collections import Counter
 from itertools import pairwise
@@ -228,12 +227,6 @@ def test_off_a_terminal_building_says_one_plain_line(library, capsys, monkeypatc
     (library / "alpha.py").write_text("def changed(): ...\n")
     StdlibText(root=str(library))
     assert capsys.readouterr().err == ""
-
-
-def test_on_a_terminal_building_shows_a_bar(library, capsys, monkeypatch):
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    StdlibText(root=str(library))
-    assert "100%" in capsys.readouterr().err
 
 
 def test_old_modules_with_odd_escapes_raise_no_warning(library):

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from trainer.core.errors import DataError
 from trainer.data import files
-from trainer.data.limits import Limits
+from trainer.data.collate import Limits
 from trainer.data.loader import Loader, Request
 from trainer.data.view import DataView, split_by_seed
 

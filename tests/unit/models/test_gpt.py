@@ -9,10 +9,9 @@ from torch import Tensor, nn
 
 from trainer.core.errors import ConfigError
 from trainer.models.bind import bind
-from trainer.models.check import refuse_sparse
+from trainer.models.check import refuse_sparse, vocabulary_of
 from trainer.models.gpt import GPT, rotary_tables, rotate, varlen_attention
 from trainer.models.sample import generate
-from trainer.models.vocabulary import vocabulary_of
 
 TINY = {"vocab_size": 17, "width": 24, "num_layers": 2, "num_heads": 2, "max_length": 16}
 MODERN = {**TINY}
