@@ -25,11 +25,7 @@ IGNORED_LABEL = -100
 
 
 def aligned_fields(samples: Sequence[Sample], lengths: Sequence[int]) -> frozenset[str]:
-    """Find the fields that hold one entry per token, given samples and the tokens of each.
-
-    Given samples of different lengths, a field that merely happens to be as long as one of them
-    (ten classes, ten tokens) is not taken for one that follows.
-    """
+    """Find the fields with one entry per token; of unlike lengths none fits by chance."""
     return frozenset(
         name
         for name in samples[0]
@@ -124,11 +120,7 @@ def pack(
 
 
 def _columns(samples: Sequence[Sample], name_of: NameOf) -> dict[str, list[Tensor]]:
-    """Turn samples into one list per field.
-
-    Raises:
-        DataError: two samples cannot be joined, or token ids are not integers.
-    """
+    """Turn samples into one list per field; refuse what cannot be joined."""
     first = samples[0]
     for k, sample in enumerate(samples):
         if sample.keys() != first.keys():
@@ -210,14 +202,7 @@ class Limits:
 
 
 def limits_of(error: BaseException) -> Limits | None:
-    """Read off a failed look-up on the CPU how many rows or classes there are.
-
-    Args:
-        error: as a model or a loss raised it, or caused by that.
-
-    Returns:
-        None where nothing was looked up.
-    """
+    """Read off a failed look-up on the CPU how many rows or classes there are; None without one."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, IndexError):
         cause = cause.__cause__

@@ -176,12 +176,7 @@ class ByteDocuments(Dataset[dict[str, Tensor]]):
 def _divide(
     whole: IntArray, max_length: int, overlong: Overlong
 ) -> tuple[IntArray, IntArray, IntArray]:
-    """Divide documents of `whole` tokens each, at least 2, into samples.
-
-    Returns:
-        Of each sample, `(samples,)`: its document, ascending; its first token in the document; its
-        length in tokens.
-    """
+    """Divide documents into samples: of each its document, first token there, length."""
     counts = np.ones_like(whole)
     if overlong == "chunk":
         counts = -(-whole // max_length)

@@ -52,11 +52,7 @@ def _refuse(error: OSError) -> None:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Name the file in a data error in place of an OSError.
-
-    Raises:
-        DataError: in place of an OSError.
-    """
+    """Raise a DataError that names the file in place of an OSError."""
     try:
         yield
     except OSError as error:

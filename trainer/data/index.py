@@ -149,11 +149,7 @@ def _write(path: Path, key: str, build: Callable[[Add], Mapping[str, Any]]) -> N
 
 
 def _open(path: Path, key: str) -> Index:
-    """Map and check an index.
-
-    Raises:
-        DataError: it is gone, damaged, or that of another corpus.
-    """
+    """Map and check an index; a DataError where it is gone, damaged, or that of another corpus."""
     try:
         about = json.loads((path / "index.json").read_bytes())
         blob = np.asarray(np.memmap(path / "documents.bin", np.uint8, mode="r"))

@@ -102,16 +102,7 @@ class Loader:
     def naming_samples(
         self, request: Request, pause: Callable[[], None] = lambda: None
     ) -> Iterator[None]:
-        """Name the sample whose token id or label a model or a loss has failed to look up.
-
-        Args:
-            request: what is computed on; read again, in this process.
-            pause: lets nothing else read the data meanwhile.
-
-        Raises:
-            DataError: in place of a failed look-up.
-            Exception: as raised inside.
-        """
+        """Name the sample whose id or label a model failed to look up; read again after `pause`."""
         try:
             yield
         except Exception as error:

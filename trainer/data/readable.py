@@ -65,14 +65,7 @@ def _without(dataset: DataView, bad: Sequence[tuple[int, str]], lengths: Sequenc
 
 
 def _read_all(dataset: DataView, seed: int) -> tuple[list[tuple[int, str]], list[int]]:
-    """Read every sample once.
-
-    Returns:
-        The position of each bad sample, and why it is; and the length of each.
-
-    Raises:
-        DataError: too many are bad.
-    """
+    """Read every sample once; gives what is bad, by position, and all lengths."""
     bad: list[tuple[int, str]] = []
     lengths = [1] * len(dataset)
     first: tuple[int, Sample] | None = None
@@ -99,11 +92,7 @@ def _read_all(dataset: DataView, seed: int) -> tuple[list[tuple[int, str]], list
 def _checked_length(
     dataset: DataView, i: int, sample: Sample, first: tuple[int, Sample] | None
 ) -> int:
-    """Count a sample's tokens, 1 where it has none.
-
-    Raises:
-        DataError: it is empty, not as long as was stated, or cannot be joined with the first.
-    """
+    """Count the tokens of a sample, 1 where it has none; a DataError where it cannot be used."""
     count = num_tokens(sample)
     if count == 0:
         raise DataError(f"{dataset.name_of(i)} is empty")

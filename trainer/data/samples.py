@@ -56,15 +56,7 @@ def num_tokens(sample: Sample) -> int | None:
 
 
 def as_tensors(fields: Mapping[Any, Any], place: Callable[[], str]) -> dict[str, Tensor]:
-    """Turn fields into dense tensors; arrays, numbers and lists of numbers are converted.
-
-    Args:
-        fields: of a sample, or as a `collate` gave them.
-        place: names them for a message.
-
-    Raises:
-        DataError: a field has no name, or makes no dense tensor.
-    """
+    """Turn fields into dense tensors; arrays, numbers and lists of numbers are converted."""
     tensors = {}
     for name, value in fields.items():
         if not isinstance(name, str):
@@ -114,17 +106,7 @@ def preserve_generators() -> Iterator[None]:
 
 @contextmanager
 def faults_of(place: str | Callable[[], str]) -> Iterator[None]:
-    """Name the part of a data set that failed, in one line.
-
-    Args:
-        place: the part, or what names it once it has failed.
-
-    Raises:
-        TrainError: as raised inside.
-        DataError: in place of what else was raised.
-        DoesNotFitError: likewise, where the host's memory ran out.
-        KeyboardInterrupt: as raised inside.
-    """
+    """Raise a DataError that names the part of a data set that failed, in one line."""
     try:
         yield
     except (TrainError, KeyboardInterrupt):

@@ -94,11 +94,7 @@ def _stdlib_index(root: Path) -> Index:
 
 
 def _modules(root: Path) -> Iterator[str]:
-    """Walk the library.
-
-    Yields:
-        Its source files, relative to `root`, with forward slashes.
-    """
+    """Walk the library; yields its source files, relative to `root`, with forward slashes."""
     for folder, subfolders, files in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in _LEFT_OUT]
         for path in (Path(folder, name) for name in files if name.endswith(".py")):
@@ -107,15 +103,7 @@ def _modules(root: Path) -> Iterator[str]:
 
 
 def top_level_definitions(source: bytes) -> list[bytes]:
-    """Cut out the functions and classes that stand at the top level of a module.
-
-    Returns:
-        The exact source of each in UTF-8, from its first decorator to its last token.
-
-    Raises:
-        SyntaxError: it does not parse, or declares an encoding that does not exist.
-        ValueError: it does not decode, or holds a null byte.
-    """
+    """Cut the functions and classes at top level out of a module, decorators included."""
     encoding, _ = tokenize.detect_encoding(io.BytesIO(source).readline)
     text = source.decode(encoding)
     utf8 = text.encode()

@@ -112,11 +112,7 @@ def _text_index(path: Path, name: str, skips: bool) -> Index:
 
 
 def _records(path: Path, files: list[Path]) -> Iterator[tuple[Path, int, bytes]]:
-    """Divide files into what should be documents.
-
-    Yields:
-        File, number of the first line, and bytes.
-    """
+    """Divide files into records; yields file, number of the first line, and bytes."""
     for file in files:
         with reading(file), file.open("rb") as stream:
             if file.suffix not in _JSON_LINES and file != path:
@@ -132,12 +128,7 @@ def _records(path: Path, files: list[Path]) -> Iterator[tuple[Path, int, bytes]]
 
 
 def _document(file: Path, record: bytes, name: str) -> bytes:
-    """Take the text out of a record, in UTF-8.
-
-    Raises:
-        ValueError: it is bad; says how.
-        _no_field: likewise.
-    """
+    """Take the text out of a record, in UTF-8; a ValueError says what is bad."""
     if file.suffix not in _JSON_LINES:
         record.decode()
         if not record.strip():

@@ -77,11 +77,7 @@ class DataView:
         return len(self.ids)
 
     def optional(self, name: str) -> Any:  # noqa: ANN401 - whatever it is
-        """Give an attribute of the data set that `Samples` lists as optional, or None.
-
-        Raises:
-            DataError: reading it fails.
-        """
+        """Give an attribute of the data set that `Samples` lists as optional, or None."""
         with faults_of(f"`{name}` of {self.kind}"):
             return getattr(self.dataset, name, None)
 
@@ -163,15 +159,7 @@ class DataView:
         return lengths
 
     def check_length(self, i: int, counts: Sequence[int]) -> None:
-        """Compare a sample with the length that the data set states, by which it is planned.
-
-        Args:
-            i: its position.
-            counts: its tokens, or entries of each field with one per token; empty for neither.
-
-        Raises:
-            DataError: they differ.
-        """
+        """Refuse a sample none of whose `counts` is the length that the data set states."""
         if self.states_lengths and counts and self.lengths[i] not in counts:
             raise DataError(
                 f"data: {self.name_of(i)} has {counts[0]} tokens, and {self.lengths[i]} by the "

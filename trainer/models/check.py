@@ -22,11 +22,7 @@ _HEADS = ("SequenceClassification", "TokenClassification", "ImageClassification"
 
 
 def check_unwrapped(model: nn.Module) -> nn.Module:
-    """Give a model back that the trainer can shard or replicate itself.
-
-    Raises:
-        ConfigError: it is sharded already, or parameters still wait for a first forward.
-    """
+    """Refuse a model that is sharded already or lazy, and give any other back."""
     for name, part in chain(model.named_modules(), model.named_parameters(), model.named_buffers()):
         kinds = {k.__name__ for k in type(part).__mro__ if k.__module__.startswith("torch.")}
         if found := kinds & (WRAPPERS | {"DTensor"}):
@@ -44,11 +40,7 @@ def check_unwrapped(model: nn.Module) -> nn.Module:
 
 
 def refuse_sparse(model: nn.Module) -> None:
-    """Refuse layers that are built to give sparse gradients, unless frozen, and sparse tensors.
-
-    Raises:
-        ConfigError: naming the first one, and what to do.
-    """
+    """Refuse layers built to give sparse gradients, unless frozen, and sparse tensors."""
     for name, part in model.named_modules():
         is_table = isinstance(part, nn.Embedding | nn.EmbeddingBag)
         if is_table and part.sparse and part.weight.requires_grad:
@@ -65,11 +57,7 @@ def refuse_sparse(model: nn.Module) -> None:
 
 
 def refuse_sparse_gradients(model: nn.Module) -> None:
-    """Refuse gradients that are there and sparse, whatever made them.
-
-    Raises:
-        ConfigError: naming the first one's parameter, and what to do.
-    """
+    """Refuse gradients that are there and sparse, whatever made them."""
     for name, parameter in model.named_parameters():
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
             raise ConfigError(_of_gradient(name))

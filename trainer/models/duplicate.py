@@ -41,12 +41,6 @@ def duplicate(
     memo: dict[int, Any] | None = None,
     copy_of: Callable[[Tensor], Tensor] | None = None,
 ) -> Value:
-    """Copy a model, or several objects that share parts.
-
-    Args:
-        value: it, or them.
-        memo: of `copy.deepcopy`: what stands for which objects, by identity.
-        copy_of: how tensors are copied; None is by value.
-    """
+    """Copy a model, or several objects that share parts, tensors by `copy_of` where it is given."""
     with _TensorCopies(copy_of):
         return copy.deepcopy(value, memo)

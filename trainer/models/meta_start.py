@@ -65,11 +65,7 @@ class Weights:
 
 
 def build_on_meta(build: Callable[[], nn.Module]) -> tuple[nn.Module, Weights]:
-    """Build a model of this package with its parameters on the meta device.
-
-    Returns:
-        The model, and what its parameters begin with. The generator moves as on the CPU.
-    """
+    """Build a model of this package on the meta device; the generator moves as on the CPU."""
     recorder = _FillRecorder()
     with recorder, torch.device("meta"):
         module = build()
@@ -111,11 +107,7 @@ class _FillRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call] # untyp
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401 - whatever the operation gives
-        """Run one operation, and record it if it fills a tensor on the meta device.
-
-        Raises:
-            NotImplementedError: it fills a part of one, or from other tensors.
-        """
+        """Run one operation, and record it if it fills a whole tensor on the meta device."""
         kwargs = dict(kwargs or {})
         target = args[0] if func._schema.is_mutable else None
         if isinstance(target, Tensor) and target.is_meta:

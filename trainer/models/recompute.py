@@ -96,11 +96,7 @@ def release_blocks(model: nn.Module) -> None:
 
 @contextmanager
 def with_checkpointing(model: nn.Module) -> Iterator[int]:
-    """Recompute inside the block only, on real and on fake tensors.
-
-    Yields:
-        The number of blocks.
-    """
+    """Recompute inside the block only, on real and on fake tensors; yields the number of blocks."""
     count = checkpoint_blocks(model)
     try:
         yield count

@@ -90,11 +90,7 @@ class Objective(ABC):
 
 
 def weights_of(objective: Objective, fields: Fields) -> dict[str, float]:
-    """Count what an objective's sums are divided by.
-
-    Raises:
-        ConfigError: it gives something else than a finite number from 0 on for every name.
-    """
+    """Count what the sums of an objective are divided by, finite numbers from 0 on."""
     given: object = objective.weights(fields)
     method = f"weights of {type(objective).__name__}"
     if not isinstance(given, Mapping) or not given:
@@ -111,18 +107,7 @@ def weights_of(objective: Objective, fields: Fields) -> dict[str, float]:
 def sums_of(
     objective: Objective, model: ModelCall, fields: Fields, weights: Mapping[str, float] | None
 ) -> Sums:
-    """Run an objective on a micro-batch.
-
-    Args:
-        objective: gives the sums.
-        model: to call.
-        fields: of the micro-batch.
-        weights: by name, as the objective counted them; None where they do not matter.
-
-    Raises:
-        ConfigError: it gives something else than 0-d sums for the names that it weighs, or losses
-            without a gradient where one is recorded and a loss has a weight.
-    """
+    """Run an objective on a micro-batch; `weights` are None where they do not matter."""
     sums, kind = objective.sums(model, fields), type(objective).__name__
     method = f"sums of {kind}"
     losses: object = getattr(sums, "losses", None)
@@ -152,11 +137,7 @@ def sums_of(
 def _with_a_backward(
     method: str, losses: Mapping[str, Tensor], weights: Mapping[str, float]
 ) -> dict[str, Tensor]:
-    """Give constants, the sums where nothing is counted, a backward as others have.
-
-    Raises:
-        ConfigError: something is counted.
-    """
+    """Give the sums where nothing is counted a backward; refuse other constants."""
     if any(weights.get(name) for name in losses):
         raise ConfigError(
             f"objective: {method} returned losses without a gradient: compute them from what the "
@@ -170,16 +151,7 @@ def refuse_left_out(
     weights: Sequence[Mapping[str, float]],
     given: Sequence[Collection[str]],
 ) -> None:
-    """Compare the names of sums over the micro-batches of a step.
-
-    Args:
-        objective: gave them.
-        weights: of every micro-batch.
-        given: names of the sums of every micro-batch.
-
-    Raises:
-        ConfigError: a micro-batch has a weight, and no sum, for a name that others have.
-    """
+    """Refuse a loss that some micro-batches of a step give, and others leave out."""
     pairs = list(zip(weights, given, strict=True))
     for name in set[str]().union(*given):
         if any(each[name] and name not in names for each, names in pairs):
@@ -190,11 +162,7 @@ def refuse_left_out(
 
 
 def refuse_unsummed(objective: Objective, sums: Sums, weights: Mapping[str, float]) -> None:
-    """Refuse a name that is counted and not summed: an evaluation would report it as 0.
-
-    Raises:
-        ConfigError: there is one.
-    """
+    """Refuse a name that is counted and not summed: an evaluation would report it as 0."""
     given = {*sums.losses, *sums.metrics}
     left_out = [name for name, weight in weights.items() if weight and name not in given]
     if left_out:
@@ -221,11 +189,7 @@ def _refuse(method: str, value: object, remedy: str) -> NoReturn:
 
 
 def logits_of(output: Any) -> Tensor:  # noqa: ANN401 - models return what they like
-    """Take the logits out of a model's output: the output itself or its `.logits`.
-
-    Raises:
-        ConfigError: the model gives something else, such as a loss it computed itself.
-    """
+    """Take the logits out of the output of a model: the output itself or its `.logits`."""
     logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     if isinstance(logits, Tensor) and logits.ndim > 1:
         return logits
@@ -239,11 +203,7 @@ def logits_of(output: Any) -> Tensor:  # noqa: ANN401 - models return what they 
 
 
 def labels_of(fields: Fields) -> Tensor:
-    """Take the labels out of a micro-batch.
-
-    Raises:
-        ConfigError: the data give none, or real numbers.
-    """
+    """Take the labels out of a micro-batch; they must be there and whole numbers."""
     if "labels" not in fields:
         raise ConfigError(
             f"objective: the data give no field named labels (they give: {', '.join(fields)})"
@@ -259,12 +219,7 @@ def labels_of(fields: Fields) -> Tensor:
 
 @contextmanager
 def shapes_named(name: str, logits: Tensor, labels: Tensor) -> Iterator[None]:
-    """Say with which shapes the objective `name` failed on what the user's own code gave.
-
-    Raises:
-        ConfigError: what PyTorch says is wrong, and the shapes.
-        Exception: as raised inside, where it is the machinery's own.
-    """
+    """Raise a ConfigError with the shapes where PyTorch refuses what the user's code gave."""
     try:
         yield
     except Exception as error:

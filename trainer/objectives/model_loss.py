@@ -55,11 +55,7 @@ class ModelLoss(Objective):
         return {"model_loss": float((counted != IGNORED).sum())}
 
     def sums(self, model: ModelCall, fields: Fields) -> Sums:
-        """Take the loss out of the model's output.
-
-        Raises:
-            ConfigError: the model gives none, or one number per sample or token.
-        """
+        """Take the loss out of the output of the model."""
         if self.reduction == "sum":
             device = next(iter(fields.values())).device
             output = model({**fields, NUM_ITEMS: torch.ones((), device=device)})
@@ -72,11 +68,7 @@ class ModelLoss(Objective):
 
 
 def _loss_of(output: Any) -> Tensor:  # noqa: ANN401 - models return what they like
-    """Take the loss: `.loss`, the first of a tuple, or the output itself.
-
-    Raises:
-        ConfigError: it is not one number.
-    """
+    """Take the loss, one number: `.loss`, the first of a tuple, or the output itself."""
     loss = output[0] if isinstance(output, tuple) and output else output
     loss = getattr(loss, "loss", loss)
     if isinstance(loss, Mapping):

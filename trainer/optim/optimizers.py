@@ -44,11 +44,7 @@ class OptimizerSpec(ABC):
     groups: Groups = field(default_factory=dict)
 
     def freeze(self, model: nn.Module) -> None:
-        """Freeze what the groups say, before the model is sharded. Repeating it changes nothing.
-
-        Raises:
-            ConfigError: a pattern matches no parameter.
-        """
+        """Freeze what the groups say, before the model is sharded. Repeating it changes nothing."""
         for pattern, members in match_groups(model, self.groups).items():
             if self.groups[pattern].get("frozen", False):
                 for parameter in members:
@@ -158,11 +154,7 @@ class OwnOptimizer(OptimizerSpec):
         return cls(kind=kind, lr=lr, weight_decay=weight_decay, groups=groups, options=options)
 
     def construct(self, params: list[dict[str, Any]]) -> Optimizer:
-        """See the base class.
-
-        Raises:
-            ConfigError: the constructor refuses the options or has no parameter groups.
-        """
+        """See the base class."""
         named = inspect.signature(self.kind).parameters
         own = {"lr": self.lr, "weight_decay": self.weight_decay}
         options = {name: value for name, value in own.items() if name in named} | dict(self.options)
@@ -225,11 +217,7 @@ def param_groups(
 
 
 def match_groups(model: nn.Module, groups: Groups) -> dict[str, list[nn.Parameter]]:
-    """Give every parameter to the first pattern that matches one of its names.
-
-    Raises:
-        ConfigError: a pattern matches no parameter, or only what earlier patterns took.
-    """
+    """Give every parameter to the first pattern that matches one of its names."""
     names = list(model.named_parameters(remove_duplicate=False))
     taken: set[int] = set()
     found: dict[str, list[nn.Parameter]] = {}
@@ -261,12 +249,7 @@ def all_fuse(params: Sequence[Mapping[str, Any]]) -> bool:
 
 @cache
 def without_compiler(kind: type[Optimizer]) -> Callable[..., Optimizer]:
-    """Derive an optimizer class that does the same without importing torch's compiler.
-
-    torch wraps the methods of its optimizers to keep `torch.compile` out of them, and imports
-    the compiler to do so, which takes as long as importing torch. An optimizer is never compiled
-    here, so the functions under those wrappers are all that is needed.
-    """
+    """Derive an optimizer class that does not import the compiler of torch, as its wrappers do."""
     plain_step: Callable[..., float | None] = inspect.unwrap(kind.step)
 
     def step(self: Optimizer, closure: Callable[[], float] | None = None) -> float | None:

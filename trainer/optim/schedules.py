@@ -123,11 +123,7 @@ class WSD(Schedule):
     floor: float = 0.0
 
     def factor(self, step: int, total_steps: int) -> float:
-        """See the base class.
-
-        Raises:
-            ConfigError: warm-up and decay together outlast the run.
-        """
+        """See the base class."""
         warmup = check_room(self.warmup, total_steps)
         # In whole steps, so that a share such as 0.2 of 10 steps is 2 and not 1.9999.
         decay_steps = round(self.decay * total_steps)
@@ -152,11 +148,7 @@ def apply_factor(optimizer: Optimizer, base_lrs: Sequence[float], factor: float)
 
 
 def check_room(warmup: float, total_steps: int) -> int:
-    """Resolve a warm-up to steps.
-
-    Raises:
-        ConfigError: it outlasts the run; names both numbers.
-    """
+    """Resolve a warm-up to steps; refuse one that outlasts the run."""
     steps = warmup_steps(warmup, total_steps)
     if steps > total_steps:
         raise ConfigError(
