@@ -48,9 +48,8 @@ from trainer.core.world import World
 from trainer.plan.order import Cursor
 from trainer.report.blocks import plan_block
 from trainer.report.console import Screen
-from trainer.report.environment import environment
 from trainer.report.metrics import evaluation_at
-from trainer.report.records import Record
+from trainer.report.records import Record, environment
 from trainer.report.reporter import Hook, Reporter, RunReporter, SilentReporter
 from trainer.report.run_status import publish, to_go_on
 from trainer.report.wandb import WandbMirror

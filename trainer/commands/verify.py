@@ -61,8 +61,7 @@ def verify_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
         text = "not proven that the planned step is the whole-batch step"
         raise NotExactError(f"{text}: {culprits} cannot be compared; see {folder / VERIFY_FILE}")
     if report.verdict == "not_exact":
-        is_rounding = report.limit is not None and report.max_relative_error <= report.limit
-        chance = " but by accident" if is_rounding else ""
+        chance = " but by accident" if report.max_relative_error <= report.limit else ""
         raise NotExactError(
             f"the planned step is not the whole-batch step{chance}: relative error "
             f"{report.max_relative_error:.2g}, by {culprits}; see {folder / VERIFY_FILE}"

@@ -33,7 +33,7 @@ from trainer.core.world import LONG_TIMEOUT, World
 from trainer.data.samples import described
 from trainer.launch.membership import START_TIMEOUT, Membership
 from trainer.launch.start import READING
-from trainer.report.environment import num_cores
+from trainer.report.records import num_cores
 from trainer.report.run_status import recorded
 
 COMMANDS = {

@@ -1,4 +1,7 @@
-"""Lay out the blocks a person sees at once: start, plan, verify. Pure: a record in, text out."""
+"""Lay out the blocks a person sees at once: start, plan, verify, end. Pure: a record in, text out.
+
+A grid of labels and texts reads the same at 80 columns, at 120, without colour, in a file.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,31 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from rich import box
 from rich.console import Group, RenderableType
 from rich.padding import Padding
+from rich.rule import Rule
+from rich.table import Table
 from rich.text import Text
 
-from trainer.core.format import duration, number, percent, plural, short, shown_path, size
-from trainer.report.grids import Row, grid, heading, indented, joined, plain_table, title
-from trainer.report.records import Noun, Record, Verdict, VerifyReport
+from trainer.core.format import (
+    duration,
+    durations,
+    loss,
+    number,
+    percent,
+    plural,
+    printable,
+    short,
+    shown_path,
+    size,
+)
+from trainer.report.records import Noun, Record, RunEnd, Verdict, VerifyReport, is_noise
 
+LABEL_WIDTH = 10
 MAX_SHAPE_ROWS = 12
 MAX_WORST = 8
+SAMPLE_CHARACTERS = 240
 
 VERDICTS: Mapping[Verdict, str] = {
     "exact": "exact: the planned step is the whole-batch step",
@@ -24,6 +42,8 @@ VERDICTS: Mapping[Verdict, str] = {
     "not_exact": "not exact: this plan computes another step than the whole batch",
     "not_proven": "not proven: something cannot be compared",
 }
+
+Row = tuple[str, str | Text | None]
 
 
 def start_block(
@@ -42,7 +62,7 @@ def start_block(
     rows = [*_arithmetic(plan, threads), ("output", shown_path(folder))]
     if resumed_step is not None:
         rows.append(("resumed", f"after step {number(resumed_step)}, in the same folder"))
-    return Group(title(f"train {name or ''}"), grid(rows), _warnings(plan["warnings"]))
+    return Group(_title(f"train {name or ''}"), _grid(rows), _warnings(plan["warnings"]))
 
 
 def plan_block(plan: Record, file: Path | None = None) -> RenderableType:
@@ -50,7 +70,7 @@ def plan_block(plan: Record, file: Path | None = None) -> RenderableType:
     parts = [f"{name} {size(count)}" for name, count in plan["memory_parts"].items() if count]
     means = plan["epoch_means"]
     sync = plan["sync_why"] or f"{plan['sync']}, parallel {plan['parallel']}"
-    epoch = joined(  # what varies from step to step, as the mean over those that were sampled
+    epoch = _joined(  # what varies from step to step, as the mean over those that were sampled
         f"mean of {number(means['steps'])} steps: {plural(round(means['tokens']), noun_of(plan))}",
         plural(round(means["micro_batches"], 1), "micro-batch"),
         f"{percent(means['padding'])} padding",
@@ -64,44 +84,61 @@ def plan_block(plan: Record, file: Path | None = None) -> RenderableType:
         ("parallel", plan["parallel_why"]),
         ("sync", sync if plan["world_size"] > 1 else "one rank, which sends nothing"),
     ]
-    tables = [heading("cadences"), grid(_cadences(plan))]
-    tables += [heading("micro-batches of step 1"), _shapes(plan, file)]
+    tables = [_heading("cadences"), _grid(_cadences(plan))]
+    tables += [_heading("micro-batches of step 1"), _shapes(plan, file)]
     if plan["candidates"]:
-        tables += [heading("caps weighed"), _candidates(plan["candidates"], noun_of(plan))]
-    return Group(title("plan"), grid(rows), *tables, _warnings(plan["warnings"]))
+        tables += [_heading("caps weighed"), _candidates(plan["candidates"], noun_of(plan))]
+    return Group(_title("plan"), _grid(rows), *tables, _warnings(plan["warnings"]))
 
 
 def verify_block(report: VerifyReport) -> RenderableType:
     """Lay out whether the planned step is the whole-batch step, and what breaks it."""
     is_exact = report.verdict in {"exact", "exact_without_dropout"}
-    proven = "" if report.dtype == "float64" else f", as far as {report.dtype} tells"
-    colour = "green" if is_exact else "red"
-    verdict = Text(VERDICTS[report.verdict] + proven * is_exact, f"bold {colour}")
-    step = plural(report.micro_batches, "micro-batch") if report.micro_batches else "planned step"
-    step += f" ({plural(report.global_batch, 'sample')})" if report.global_batch else ""
-    largest = f"{report.max_relative_error:.2e}, the largest of any parameter, relative"
-    largest += "" if report.limit is None else f"; up to {report.limit:.0e} is rounding"
-    count = report.num_parameters
+    verdict = VERDICTS[report.verdict]
+    if is_exact and report.dtype != "float64":
+        verdict += f", as far as {report.dtype} tells"
+    step = plural(report.micro_batches, "micro-batch")
+    step += f" ({plural(report.global_batch, 'sample')})"
+    largest = f"{report.max_relative_error:.2e}, the largest of any parameter, relative; "
     rows: list[Row] = [
-        ("verdict", verdict),
-        ("error", largest),
+        ("verdict", Text(verdict, "bold green" if is_exact else "bold red")),
+        ("error", f"{largest}up to {report.limit:.0e} is rounding"),
         ("compared", f"the gradient of {step} against: {report.reference}"),
-        ("over", plural(count, "parameter tensor") if count else None),
+        ("over", plural(report.num_parameters, "parameter tensor")),
         ("dtype", report.dtype),
         *(("note", note) for note in report.notes),
     ]
-    blocks: list[RenderableType] = [title("verify"), grid(rows)]
+    blocks: list[RenderableType] = [_title("verify"), _grid(rows)]
     if report.culprits and not is_exact:
-        culprits = plain_table("culprit", "why the step depends on the cut, and what to change")
+        culprits = _table("culprit", "why the step depends on the cut, and what to change")
         for name, reason in report.culprits:
             culprits.add_row(Text(name, "bold red"), reason)
-        blocks += [heading("culprits"), indented(culprits)]
+        blocks += [_heading("culprits"), _indented(culprits)]
     if report.worst and report.verdict != "exact_without_dropout":
-        worst = plain_table("parameter", ">error")
+        worst = _table("parameter", ">error")
         for name, error in report.worst[:MAX_WORST]:
             worst.add_row(name, f"{error:.2e}")
-        blocks += [heading("worst parameters"), indented(worst)]
+        blocks += [_heading("worst parameters"), _indented(worst)]
     return Group(*blocks)
+
+
+def end_block(end: RunEnd) -> RenderableType:
+    """Lay out how a run ended and what it is worth; its commands follow it."""
+    result = end.result
+    blocks: list[RenderableType] = [_title("done"), _outcome(end)]
+    if result["eval_loss"] is not None:
+        unit = f", {end.unit}" if end.unit else ""
+        blocks += [_heading(f"held-out loss{unit}"), _indented(_losses(result))]
+    if result["time"] is not None:
+        blocks += [_heading("where the time of a step went"), _times(result["time"])]
+        blocks += [_indented(Text.assemble(("-> ", "bold yellow"), x)) for x in result["advice"]]
+    shown = Text(printable((end.sample or "")[:SAMPLE_CHARACTERS]), "green")
+    if is_noise(result["eval_loss"], result["baselines"]):
+        why = "not shown: counting bytes alone predicts better, the model needs more training"
+        shown = Text(why, "dim")
+    if shown:
+        blocks += [_heading("a generated sample"), _indented(shown)]
+    return Group(*blocks, _heading("look further"))
 
 
 def noun_of(plan: Record) -> Noun:
@@ -111,67 +148,64 @@ def noun_of(plan: Record) -> Noun:
 
 def batch_equation(plan: Record) -> str:
     """Write the global batch as what it is cut into: `512 samples = 1 rank x 11 micro-batches`."""
-    whole, unit, world_size = plan["global_batch"], plan["unit"], plan["world_size"]
-    accum_steps, micro_batches = plan["accum_steps"], plan["micro_batches"]
+    whole, unit, accum_steps = plan["global_batch"], plan["unit"], plan["accum_steps"]
     num_samples = [shape["num_samples"] for shape in plan["shapes"]]
-    total, ranks = sum(num_samples), plural(world_size, "rank")
-    is_short = unit == "samples" and total < whole
-    left = plural(total if is_short else whole, unit.removesuffix("s"))
-    left += f" (all there are; batch.global={whole})" if is_short else ""
-    of_ranks = Counter(shape["rank"] for shape in plan["shapes"]).values()
-    if world_size * accum_steps == micro_batches:
-        right = f"{ranks} x {plural(accum_steps, 'micro-batch')}"
-    elif len(of_ranks) == world_size:
-        right = f"{ranks} x {_range(of_ranks)} micro-batches"
-    else:
-        right = f"{plural(micro_batches, 'micro-batch')} over {ranks}, at most {accum_steps} each"
-    counts = set(num_samples)
-    if len(counts) == 1 and unit == "samples" and total == whole:
-        right += f" x {plural(num_samples[0], 'sample')}"
-    else:
-        right += f" of {_range(counts)} {'sample' if counts == {1} else 'samples'}"
-    return f"{left}{' or just above' if unit == 'tokens' else ''} = {right}"
+    total, ranks = sum(num_samples), plural(plan["world_size"], "rank")
+    left = plural(whole, unit.removesuffix("s"))
+    if unit == "tokens":
+        left += " or just above"
+    elif total < whole:
+        left = f"{plural(total, 'sample')} (all there are; batch.global={whole})"
+    right = f"{ranks} x {plural(accum_steps, 'micro-batch')}"
+    if plan["world_size"] * accum_steps != plan["micro_batches"]:
+        count = plural(plan["micro_batches"], "micro-batch")
+        right = f"{count} over {ranks}, at most {accum_steps} each"
+    low, high = min(num_samples), max(num_samples)
+    if low < high:
+        return f"{left} = {right} of {number(low)} to {number(high)} samples"
+    return f"{left} = {right} {'x' if total == whole else 'of'} {plural(low, 'sample')}"
 
 
 def _arithmetic(plan: Record, threads: int | None = None) -> list[Row]:
     """Write what the start of a run and a plan have in common."""
-    noun, cap, seconds = noun_of(plan), plan["max_tokens"], plan["step_seconds"]
+    noun, cap, source = noun_of(plan), plan["max_tokens"], plan["cap_source"]
     shown_cap = plural(cap or 0, f"{'padded ' * (noun == 'token')}{noun}") + " per micro-batch"
-    source = plan["cap_source"]
     count, frozen, groups = plan["num_parameters"], plan["num_frozen"], plan["groups"]
     cut, warmup, steps = plan["num_cut_tokens"], plan["warmup_steps"], plan["steps"]
-    data = joined(
+    data = _joined(
         plural(plan["num_samples"], "sample"),
         f"{short(plan['num_tokens'])} tokens" if noun == "token" else None,
         f"{short(cut)} more are left out" if cut and noun == "token" else None,
         f"{number(plan['num_held_out'])} held out",
     )
-    normalizer, epochs = plan["normalizer"], plan["epochs"]
+    normalizer, epochs, seconds = plan["normalizer"], plan["epochs"], plan["step_seconds"]
     over = "loss terms" if normalizer == "tokens" else normalizer
     loss = f"sum over the whole global batch / its {over}"
     if normalizer == "micro_batches":
         loss = "mean of the micro-batches' means (not the whole-batch step)"
-    model = joined(
+    model = _joined(
         plan["model"],
         plural(count + frozen, "parameter"),
         f"{number(frozen)} frozen" if frozen else None,
     )
     length = plural(epochs, "epoch") if float(epochs).is_integer() else f"{epochs:.2f} epochs"
-    share = f" ({percent(warmup / steps)} of the run)" if steps else ""
-    lr = joined(
+    lr = _joined(
         f"{plan['lr']:g}",
         plan["optimizer"],
         plan["scheduler"],
-        f"{plural(warmup, 'step')} of warm-up{share}" if warmup else None,
+        f"{plural(warmup, 'step')} of warm-up ({percent(warmup / steps)} of the run)"
+        if warmup
+        else None,
     )
     time = seconds and f"about {duration(seconds)} per step, {duration(seconds * steps)} in all"
     workers = plural(plan["num_workers"], "loading process") + " each" * (plan["world_size"] > 1)
-    compute = joined(
+    compute = _joined(
         plan["device"],
         plural(threads, "thread") if threads and plan["device"] == "cpu" else None,
         plan["precision"],
         workers if plan["num_workers"] else None,
     )
+    per_epoch = plural(plan["steps_per_epoch"], "step")
     return [
         ("batch", batch_equation(plan)),
         ("cap" if cap else "cut", shown_cap if cap else source),
@@ -181,99 +215,156 @@ def _arithmetic(plan: Record, threads: int | None = None) -> list[Row]:
         *zip(["groups", *[""] * len(groups)], groups, strict=False),
         ("data", f"{plan['data']}: {data}"),
         ("memory", _memory(plan)),
-        (
-            "steps",
-            f"{number(steps)} = {length}, {plural(plan['steps_per_epoch'], 'step')} per epoch",
-        ),
+        ("steps", f"{number(steps)} = {length}, {per_epoch} per epoch"),
         ("lr", lr),
-        ("defaults", joined(*plan["defaults"])),
-        ("time", joined(time or None, plan["time_note"])),
+        ("defaults", _joined(*plan["defaults"])),
+        ("time", _joined(time or None, plan["time_note"])),
         ("compute", compute),
     ]
 
 
-def _warnings(warnings: Sequence[str]) -> RenderableType:
-    lines = [Text.assemble(("warning: ", "bold yellow"), text) for text in warnings]
-    return Padding(Group(*lines), (1, 0, 0, 2), expand=False) if lines else Group()
-
-
-def _range(values: Iterable[int]) -> str:
-    low, high = min(values := set(values)), max(values)
-    return number(low) if low == high else f"{number(low)} to {number(high)}"
-
-
 def _memory(plan: Record) -> str | None:
     peak, limit = plan["predicted_peak_bytes"], plan["memory_limit_bytes"]
-    if peak is None and limit is None:
-        return None
-    share = percent(peak / limit) if peak is not None and limit else "more"
-    there = "limit unknown" if limit is None else f"{share} of {size(limit)}"
-    predicted = f"{size(peak)} of tensors predicted, {there}"
     if peak is None:
-        predicted = f"limit {size(limit)}, need not predicted"
+        text = f"limit {size(limit)}, need not predicted" if limit else None
+    else:
+        share = f"{percent(peak / limit)} of {size(limit)}" if limit else "limit unknown"
+        text = f"{size(peak)} of tensors predicted, {share}"
     each = " per rank" if plan["world_size"] > 1 else ""
-    return joined(f"{predicted}{each}", plan["memory_note"])
+    return text and _joined(text + each, plan["memory_note"])
 
 
 def _tail(plan: Record) -> str:
     tail, count = plan["tail"], plan["tail_size"]
-    end = "left out of it" if tail == "drop" else "a step with a normaliser of its own"
+    last = f"the last {plural(count, 'sample')} of an epoch"
     if plan["unit"] == "tokens":
-        return f"{tail}: the last samples of an epoch, where they are too few, are {end}"
-    if not count:
+        last = "the last samples of an epoch, where they are too few"
+    elif not count:
         return f"{tail}: every epoch ends with a whole global batch"
-    verb = "is" if count == 1 else "are"
-    return f"{tail}: the last {plural(count, 'sample')} of an epoch {verb} {end}"
+    end = "left out" if tail == "drop" else "make a step with a normaliser of its own"
+    return f"{tail}: {last}, {end}"
 
 
 def _cadences(plan: Record) -> list[Row]:
     rows: list[Row] = []
     for name, every in plan["cadences"].items():
-        if isinstance(every, str):
-            rows.append((name, f"every {every}, and at the end"))
-        elif every is None or every > plan["steps"]:
-            rows.append((name, "step 1 and the last" if name == "log" else "once, at the end"))
-        else:
-            count, left = divmod(plan["steps"], every)
-            times = plural(count, "time") + (" and at the end" if left else "")
-            steps = "step" if every == 1 else plural(every, "step")
-            rows.append((name, f"every {steps}, {times}"))
+        text = f"every {every}, and at the end"
+        if every is None or (isinstance(every, int) and every > plan["steps"]):
+            text = "step 1 and the last" if name == "log" else "once, at the end"
+        elif isinstance(every, int):
+            times = plural(plan["steps"] // every, "time")
+            text = f"every {'step' if every == 1 else f'{every:,} steps'}, {times}"
+            text += " and at the end" if plan["steps"] % every else ""
+        rows.append((name, text))
     return rows
 
 
 def _shapes(plan: Record, file: Path | None) -> RenderableType:
     """List the shapes, the first to run first; equal ones share a row."""
-    groups = Counter(
-        (
-            shape["rank"],
-            shape["num_samples"],
-            shape["length"],
-            # Computed positions; under packing the micro-batch is one row.
-            shape["length"] * (1 if shape["packed"] else shape["num_samples"]),
-        )
-        for shape in plan["shapes"]
-    )
-    table = plain_table(">rank", ">count", ">samples", f">length, {noun_of(plan)}s", ">positions")
-    for (rank, *figures), count in [*groups.items()][:MAX_SHAPE_ROWS]:
-        table.add_row(*map(number, (rank, count, *figures)))
+    keys = ("rank", "num_samples", "length", "packed")
+    groups = Counter(tuple(shape[key] for key in keys) for shape in plan["shapes"])
+    table = _table(">rank", ">count", ">samples", f">length, {noun_of(plan)}s", ">positions")
+    for (rank, samples, length, packed), count in [*groups.items()][:MAX_SHAPE_ROWS]:
+        positions = length * (1 if packed else samples)  # a packed micro-batch is one row
+        table.add_row(*map(number, (rank, count, samples, length, positions)))
     left = len(groups) - MAX_SHAPE_ROWS
     place = "plan.json" if file is None else shown_path(file)
     more = [Text(f"and {number(left)} more; all are in {place}", "dim")] if left > 0 else []
-    return indented(Group(table, *more))
+    return _indented(Group(table, *more))
 
 
 def _candidates(candidates: Sequence[Record], noun: Noun) -> RenderableType:
-    table = plain_table(f">cap, {noun}s", ">micro-batches", ">padding", ">memory", ">step time", "")
+    table = _table(f">cap, {noun}s", ">micro-batches", ">padding", ">memory", ">step time", "")
     for row in candidates:
-        note = "recomputing" if row["recomputes"] else ""
-        note = note if row["fits"] else "does not fit"
-        table.add_row(
-            number(row["max_tokens"]),
-            number(row["micro_batches"]),
-            percent(row["padding"]),
-            size(row["predicted_bytes"]),
-            duration(row["predicted_seconds"]),
-            f"<- chosen {note}".strip() if row["is_chosen"] else note,
-            style="bold green" if row["is_chosen"] else ("" if row["fits"] else "dim"),
-        )
-    return indented(table)
+        notes = ["<- chosen"] * row["is_chosen"] + ["recomputing"] * row["recomputes"]
+        notes = notes if row["fits"] else ["does not fit"]
+        style = "bold green" if row["is_chosen"] else ("" if row["fits"] else "dim")
+        counts = number(row["max_tokens"]), number(row["micro_batches"]), percent(row["padding"])
+        costs = size(row["predicted_bytes"]), duration(row["predicted_seconds"])
+        table.add_row(*counts, *costs, " ".join(notes), style=style)
+    return _indented(table)
+
+
+def _outcome(end: RunEnd) -> RenderableType:
+    result = end.result
+    step, speed, peak = result["step"], result["tokens_per_second"], result["peak_bytes"]
+    skipped, replays, metrics = result["skipped_steps"], result["replays"], result["metrics"]
+    here = f", {number(end.taken)} of them in this start," if end.taken != step else ""
+    others = [f"{n} {mean:.4f}" for n, mean in metrics.items() if n not in {"loss", "eval_loss"}]
+    return _grid(
+        [
+            ("completed", f"{plural(step, 'step')}{here} in {duration(result['seconds'])}"),
+            ("speed", f"{number(round(speed))} {end.noun}s/s" if speed else None),
+            ("memory", f"{size(peak)} at the peak of {end.peak_of}" if peak else None),
+            ("skipped", f"{plural(skipped, 'step')} without an update" if skipped else None),
+            ("replayed", f"{plural(replays, 'time')}, for want of memory" if replays else None),
+            ("held out", _joined(*others)),
+        ]
+    )
+
+
+def _losses(result: Record) -> Table:
+    """Set the held-out loss beside each baseline, with the difference."""
+    table = Table.grid("", "", "", padding=(0, 3, 0, 0))
+    table.add_row("this model", Text(loss(result["eval_loss"]), "bold green"), "")
+    for name, baseline in result["baselines"].items():
+        gain = baseline - result["eval_loss"]
+        word = "better" if gain >= 0 else f"worse, after {plural(result['step'], 'step')}"
+        style = "green" if gain >= 0 else "yellow"
+        table.add_row(name, loss(baseline), Text(f"this model is {abs(gain):.4f} {word}", style))
+    return table
+
+
+def _times(time: Record) -> RenderableType:
+    """Set every part of the mean step beside its share; a part that took nothing is left out."""
+    parts = {name: seconds for name, seconds in time["seconds"].items() if seconds > 0}
+    rows: list[Row] = [
+        (name, f"{percent(time['share'][name]):>6}  {shown:>8}")
+        for name, shown in zip(parts, durations(list(parts.values())), strict=True)
+    ]
+    if time["hidden_share"] is not None:
+        in_flight = duration(time["in_flight_seconds"])
+        hidden = f"of {in_flight} on the network hidden by other work: {time['overlap']}"
+        rows.append(("overlap", f"{percent(time['hidden_share']):>6}  {hidden}"))
+    return _grid(rows)
+
+
+def _warnings(warnings: Sequence[str]) -> RenderableType:
+    lines = [Text.assemble(("warning: ", "bold yellow"), text) for text in warnings]
+    return Padding(Group(*lines), (1, 0, 0, 2)) if lines else Group()
+
+
+def _title(text: str) -> RenderableType:
+    return Rule(Text(text.strip(), "bold"), align="left", style="cyan", characters="─")
+
+
+def _heading(text: str) -> RenderableType:
+    return Padding(Text(text, "bold"), (1, 0, 0, 2), expand=False)
+
+
+def _indented(block: RenderableType) -> RenderableType:
+    return Padding(block, (0, 0, 0, 2), expand=False)
+
+
+def _grid(rows: Iterable[Row]) -> RenderableType:
+    """Lay out labels and texts; a row without text is left out."""
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(width=LABEL_WIDTH, style="cyan", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for label, text in rows:
+        if text is not None:
+            grid.add_row(label, Text(text) if isinstance(text, str) else text)
+    return _indented(grid)
+
+
+def _table(*columns: str) -> Table:
+    """Make a plain table; a column whose name begins with `>` is set to the right."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="dim")
+    for column in columns:
+        name = column.removeprefix(">")
+        table.add_column(name, justify="left" if name == column else "right", overflow="fold")
+    return table
+
+
+def _joined(*parts: str | None) -> str | None:
+    return ", ".join(part for part in parts if part) or None

@@ -28,37 +28,33 @@ LOG_WIDTH = 100
 BRIEF = "TRAIN_BRIEF"
 """Environment variable: 1 leaves to train.log what a run would print, as in a sweep."""
 
-REFRESHES_PER_SECOND = 4
-
 _AS_IT_IS: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False}
 
 
 @final
 class Screen:
-    """Where a run prints.
+    """Where a run prints: a file, or standard output, and train.log where it has a run folder.
 
-    Args:
-        folder: the run folder, for train.log; None writes no log. With one, and `BRIEF` in the
-            environment, nothing is printed.
-        file: where to print; None is standard output.
+    With a folder, and `BRIEF` in the environment, nothing but the log is written.
     """
 
     def __init__(self, folder: Path | None = None, *, file: TextIO | None = None) -> None:
         is_brief = folder is not None and os.environ.get(BRIEF) == "1"
         self._console = Console(file=file, quiet=is_brief, **_AS_IT_IS)
         is_terminal = self._console.is_interactive and self._console.file.isatty()
-        self._may_show_bar = is_terminal and not is_brief
+        self._shows_bar = is_terminal and not is_brief
         if isinstance(self._console.file, TextIOWrapper):
             # A generated sample or a path may hold what the terminal's encoding does not.
             self._console.file.reconfigure(errors="backslashreplace")
         self._log: Console | None = None
         if folder is not None:
             log = (folder / LOG_FILE).open("a", encoding="utf-8", errors="backslashreplace")
-            no_colour: dict[str, Any] = {"color_system": None, "force_terminal": False}
-            self._log = Console(file=log, width=LOG_WIDTH, **no_colour, **_AS_IT_IS)
+            self._log = Console(
+                file=log, width=LOG_WIDTH, color_system=None, force_terminal=False, **_AS_IT_IS
+            )
         self._live: Live | None = None
         self._progress: Progress | None = None
-        self._figures = Text()
+        self._figures = Text(no_wrap=True, overflow="ellipsis")
         self._noun: Noun = "token"
 
     @property
@@ -84,9 +80,8 @@ class Screen:
         self.line(Text.assemble(("warning: ", "bold yellow"), text))
 
     def begin(self, step: int, steps: int, noun: Noun = "token") -> None:
-        """Begin to show progress after a step, the last one done; speed counts the noun."""
+        """Begin to show progress after a step; speed counts the noun."""
         self._noun = noun
-        self._figures = Text(no_wrap=True, overflow="ellipsis")
         # Drawn below, with the figures; evaluations take their part in the time that is left.
         self._progress = Progress(
             TextColumn("[bold]{task.description}"),
@@ -98,13 +93,8 @@ class Screen:
         )
         description = step_of(step, steps)
         self._progress.add_task(description, total=steps, completed=step, left="first step")
-        if self._may_show_bar:
-            self._live = Live(
-                self.progress,
-                console=self._console,
-                transient=True,
-                refresh_per_second=REFRESHES_PER_SECOND,
-            )
+        if self._shows_bar:
+            self._live = Live(self.progress, console=self._console, transient=True)
             self._live.start(refresh=True)
             # A killed process cannot show a hidden cursor again.
             self._console.show_cursor(show=True)
@@ -115,11 +105,11 @@ class Screen:
             return
         (task,) = self._progress.tasks
         step, steps = entry["step"], int(task.total or 0)
-        at, figures = step_of(step, steps), "  ".join(_figures(entry, self._noun))
+        at, figures = step_of(step, steps), _figures(entry, self._noun)
         self._progress.update(task.id, completed=step, description=at)
-        # The first step is not typical (it compiles, it warms up), and a guess until the next.
         left_s = task.time_remaining
-        left_s = entry["seconds"] * (steps - step) if left_s is None else left_s
+        if left_s is None:  # the first step is not typical, and a guess until the next
+            left_s = entry["seconds"] * (steps - step)
         self._progress.update(task.id, left=f"{clock(left_s)} left")
         self._figures.plain = figures
         if is_due:
@@ -142,10 +132,7 @@ class Screen:
 
 
 def _print(console: Console | None, block: RenderableType, *, soft_wrap: bool = False) -> None:
-    """Print and flush. A console that is gone falls silent; training goes on without it.
-
-    rich turns a broken pipe into `SystemExit`.
-    """
+    """Print and flush; training goes on without a console that is gone."""
     if console is None:
         return
     try:
@@ -157,7 +144,7 @@ def _print(console: Console | None, block: RenderableType, *, soft_wrap: bool = 
                 console.print(block, soft_wrap=soft_wrap)
             lines = captured.get().splitlines()
             _write(console, "".join(f"{line.rstrip()}\n" for line in lines))
-    except (OSError, SystemExit) as error:
+    except (OSError, SystemExit) as error:  # rich turns a broken pipe into the latter
         _fall_silent(console, error)
 
 
@@ -173,7 +160,7 @@ def _write(console: Console | None, lines: str) -> None:
 
 
 def _fall_silent(console: Console, error: BaseException) -> None:
-    """Print nothing more; what is still in a buffer must not break the end of the process."""
+    """Print nothing more; what is in a buffer must not break the end of the process."""
     console.quiet = True
     if isinstance(error, BrokenPipeError):
         lead_nowhere(console.file)  # type: ignore[arg-type] # of text, as rich writes
@@ -184,13 +171,11 @@ def step_of(step: int, steps: int) -> str:
     return f"step {step:>{len(str(steps))}}/{steps}" if steps else f"step {step}"
 
 
-def _figures(entry: Entry, noun: Noun) -> tuple[str, ...]:
+def _figures(entry: Entry, noun: Noun) -> str:
     """Write the figures of a step, each as wide as those of other steps."""
-    return (
-        f"loss {loss(entry['loss']):>8}",
-        *(f"{name} {loss(value)}" for name, value in metrics_of(entry).items()),
-        f"{short(entry['tokens_per_second']):>5} {noun}s/s",
-        f"padding {percent(entry['padding']):>5}",
-        f"grad norm {rate(entry['grad_norm']):>5}",
-        f"lr {entry['lr']:.2e}",
-    )
+    named = (f"{name} {loss(value)}" for name, value in metrics_of(entry).items())
+    speed = f"{short(entry['tokens_per_second']):>5} {noun}s/s"
+    padding, norm = f"{percent(entry['padding']):>5}", f"{rate(entry['grad_norm']):>5}"
+    first = f"loss {loss(entry['loss']):>8}"
+    last = f"padding {padding}", f"grad norm {norm}", f"lr {entry['lr']:.2e}"
+    return "  ".join([first, *named, speed, *last])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from operator import methodcaller
 from pathlib import Path
 from typing import Any, final
@@ -16,9 +16,7 @@ from trainer.core.errors import SaveError
 Entry = dict[str, Any]
 
 METRICS_FILE = "metrics.jsonl"
-
 _MAX_LINE_BYTES = 1 << 28
-
 _as_json = json.JSONEncoder(allow_nan=False, default=methodcaller("item")).encode
 
 
@@ -33,14 +31,10 @@ def to_line(entry: Mapping[str, Any]) -> bytes:
 
 @final
 class Journal:
-    """Appends JSON lines; each is handed to the operating system before `write` returns.
+    """Appends JSON lines; each is with the operating system when `write` returns.
 
     A line that cannot be written (a full disk, a lost mount) never stops training: it waits in
-    memory and is tried again with the next one.
-
-    Args:
-        path: made with the first line when missing, appended to when not.
-        warn: called once when a line could not be written.
+    memory and is tried again with the next one. `warn` is called once.
     """
 
     def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
@@ -89,48 +83,30 @@ class Journal:
 
 def read(path: Path) -> list[Entry]:
     """Read every whole entry of a journal; a torn line, or a stranger's, is passed over."""
-    lines = path.read_bytes().splitlines() if path.exists() else []
-    return [entry for line in lines if (entry := _parse(line)) is not None]
+    return _entries(path.read_bytes()) if path.exists() else []
 
 
 @final
 class Follower:
-    """Reads a growing journal.
+    """Reads what a journal, which may not exist yet, gets from here on."""
 
-    Args:
-        path: may not exist yet.
-        offset: bytes to pass over.
-    """
+    def __init__(self, path: Path) -> None:
+        self._path, self._offset = path, path.stat().st_size if path.exists() else 0
 
-    def __init__(self, path: Path, offset: int) -> None:
-        self._path, self._offset = path, offset
-
-    def new(self) -> Iterator[Entry]:
-        """Read the whole entries that have come since the last call.
-
-        Yields:
-            An entry each.
-        """
+    def new(self) -> list[Entry]:
+        """Read the whole entries that have come since the last call."""
         if not self._path.exists():
-            return
-        with self._path.open("rb") as lines:
-            lines.seek(self._offset)
-            while (line := lines.readline()).endswith(b"\n"):
-                self._offset += len(line)
-                if (entry := _parse(line)) is not None:
-                    yield entry
+            return []
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            lines, _, _ = file.read().rpartition(b"\n")
+        self._offset += len(lines) + bool(lines)
+        return _entries(lines)
 
 
 def truncate_after(path: Path, step: float = math.inf) -> None:
-    """Cut the entries beyond a checkpoint's step, and mend a line torn by a crash. Atomic.
-
-    Args:
-        path: may be missing.
-        step: the last one whose entries stay.
-    """
-    if not path.exists():
-        return
-    content = path.read_bytes()
+    """Cut entries beyond a checkpoint's step, and mend a line torn by a crash. Atomic."""
+    content = path.read_bytes() if path.exists() else b""
     whole = b"".join(
         line.rstrip(b"\n") + b"\n"
         for line in content.splitlines(keepends=True)
@@ -140,8 +116,11 @@ def truncate_after(path: Path, step: float = math.inf) -> None:
         write_file_atomic(path, whole)
 
 
+def _entries(lines: bytes) -> list[Entry]:
+    return [entry for line in lines.splitlines() if (entry := _parse(line)) is not None]
+
+
 def _parse(line: bytes) -> Entry | None:
     """Read one line; None when it is torn or no entry of ours."""
     entry = parsed(line) if len(line) <= _MAX_LINE_BYTES else None
-    is_entry = isinstance(entry, dict) and type(entry.get("step")) is int
-    return entry if is_entry else None
+    return entry if isinstance(entry, dict) and type(entry.get("step")) is int else None

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from statistics import median
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -23,22 +22,9 @@ STEP_KEYS = {
     *("micro_batches", "padding", "seconds", "tokens_per_second", "memory_bytes"),
     *("skipped", "replays"),
 }
-"""What an entry of a step holds whatever the objective is; the last two where they apply."""
+"""What an entry of a step has whatever the objective is; the last two where they apply."""
 
-EVAL_SECONDS = "eval_seconds"
-"""Wall time; evaluations in metrics.jsonl have it, and steps have not."""
-
-RECENT_STEPS = 50
-"""Whose time tells how long the next ones take."""
-
-
-class _InFlight(NamedTuple):
-    """A step some of whose numbers are being copied from an accelerator, there after `copied`."""
-
-    entry: Entry
-    names: tuple[str, ...]
-    numbers: Tensor
-    copied: torch.cuda.Event
+EVAL_SECONDS = "eval_seconds"  # wall time; evaluations in metrics.jsonl have it, steps have not
 
 
 @final
@@ -46,8 +32,7 @@ class MetricsLog:
     """Writes one object per optimizer step, and one per evaluation.
 
     On an accelerator the numbers of a step are copied behind its kernels and read when the next
-    step arrives, so writing them never makes the host wait; the file lags by that one step. On a
-    CPU it does not lag.
+    step arrives, so writing them never makes the host wait; the file lags by that one step.
 
     Args:
         folder: the run folder.
@@ -73,38 +58,30 @@ class MetricsLog:
                 truncate_after(folder / name, -1 if resumed_step is None else resumed_step)
         self._metrics = Journal(folder / METRICS_FILE, warn)
         self._samples = Journal(folder / SAMPLES_FILE, warn) if keep_samples else None
-        self._waiting: _InFlight | None = None
+        # A step whose numbers, by name, are there once they have been copied.
+        self._waiting: tuple[Entry, list[str], Tensor, torch.cuda.Event] | None = None
 
     def step(self, entry: Mapping[str, Any]) -> list[Entry]:
-        """Take a step, of which every 0-d tensor becomes its number.
-
-        Returns:
-            The entries that were written: this step's, or on an accelerator the one before.
-        """
+        """Take a step, whose tensors are 0-d; give the entries that were written meanwhile."""
         written, entry = self.flush(), dict(entry)
-        remote = tuple(n for n, v in entry.items() if isinstance(v, Tensor) and v.is_cuda)
+        remote = [n for n, v in entry.items() if isinstance(v, Tensor) and v.is_cuda]
         if remote:
             packed = torch.stack([entry[name].detach().double() for name in remote])
             numbers = packed.to("cpu", non_blocking=True)
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record(torch.cuda.current_stream(packed.device))
-            self._waiting = _InFlight(entry, remote, numbers, copied)
+            self._waiting = entry, remote, numbers, copied
             return written
         return [*written, self._write(entry)]
 
-    def consumed(self, step: int, ids: Iterable[int], skipped: Iterable[int] = ()) -> None:
-        """Enter the sample ids behind a step into the ledger, if there is one."""
+    def consumed(
+        self, step: int, ids: Iterable[int], skipped: Iterable[int] = (), **more: object
+    ) -> None:
+        """Enter the sample ids behind a step, or at step 0 bad records, into the ledger."""
         if self._samples is not None:
-            bad = list(skipped)
-            self._samples.write(
-                {"step": step, "ids": list(ids)} | ({"skipped": bad} if bad else {})
-            )
-
-    def passed_over(self, count: int, records: Iterable[str]) -> None:
-        """Enter records that are no samples into the ledger, if there is one, at step 0."""
-        if self._samples is not None:
-            entry: Entry = {"step": 0, "ids": [], "bad_records": count, "records": list(records)}
-            self._samples.write(entry)
+            if bad := list(skipped):
+                more["skipped"] = bad
+            self._samples.write({"step": step, "ids": list(ids), **more})
 
     def evaluation(self, step: int, metrics: Mapping[str, float], seconds: float) -> Entry:
         """Write an evaluation, every metric as `eval_...`; steps before it must be flushed."""
@@ -121,15 +98,14 @@ class MetricsLog:
         return [self._write(entry | dict(zip(names, numbers.tolist(), strict=True)))]
 
     def sync(self) -> list[Entry]:
-        """Write the step that is on its way, as `flush`, and wait until the disk holds all.
+        """Write the step that is on its way, as `flush`, and wait until the disk has everything.
 
         Raises:
             SaveError: lines are left that cannot be written.
         """
         written = self.flush()
-        self._metrics.sync()
-        if self._samples is not None:
-            self._samples.sync()
+        for journal in filter(None, (self._metrics, self._samples)):
+            journal.sync()
         return written
 
     def _write(self, entry: Entry) -> Entry:
@@ -147,13 +123,6 @@ def evaluation_at(folder: Path, step: int) -> dict[str, float] | None:
         for name, value in entry.items()
         if name not in {"step", EVAL_SECONDS} and isinstance(value, int | float | None)
     } or None
-
-
-def step_seconds_at(folder: Path, step: int) -> float | None:
-    """Find what a step typically took, up to this one; None where there was none."""
-    entries = [entry for entry in read(folder / METRICS_FILE) if entry["step"] <= step]
-    took = [each for entry in entries if isinstance(each := entry.get("seconds"), int | float)]
-    return median(map(float, took[-RECENT_STEPS:])) if took else None
 
 
 def metrics_of(entry: Entry) -> dict[str, float | None]:

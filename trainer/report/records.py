@@ -1,19 +1,30 @@
-"""Record what happened: plain values, numbers and words only.
+"""Describe what happened, and what it ran on: plain values, numbers and words only.
 
 plan.json and result.json are mappings that are written as they are, and printed from.
 """
 
 from __future__ import annotations
 
+import os
+import platform
+import subprocess
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any, Literal, final
+
+import torch
 
 Record = Mapping[str, Any]
 """What plan.json or result.json holds."""
 
 Noun = Literal["token", "sample"]
 Verdict = Literal["exact", "exact_without_dropout", "not_exact", "not_proven"]
+
+GIT_TIMEOUT_S = 2.0
+PACKAGES = ("torch", "hydra-core", "omegaconf", "numpy", "safetensors", "wandb")
 
 
 @final
@@ -57,13 +68,13 @@ class VerifyReport:
         max_relative_error: over parameters, of max absolute difference / max absolute reference.
         reference: `whole batch`, or `sample by sample, summed` where the whole does not fit.
         dtype: both were computed in, e.g. `float64`.
-        worst: parameters by name with their error, the largest first.
-        culprits: modules by name with the reason why they depend on the cut.
         num_parameters: tensors compared.
         micro_batches: of the planned step.
         global_batch: samples of the step.
         limit: largest error that is rounding: 1e-10 in float64; in float32 as measured, for the
             worst parameter.
+        worst: parameters by name with their error, the largest first.
+        culprits: modules by name with the reason why they depend on the cut.
         notes: what a reader of the verdict must know, one line each.
     """
 
@@ -71,12 +82,12 @@ class VerifyReport:
     max_relative_error: float
     reference: str
     dtype: str
+    num_parameters: int
+    micro_batches: int
+    global_batch: int
+    limit: float
     worst: tuple[tuple[str, float], ...] = ()
     culprits: tuple[tuple[str, str], ...] = ()
-    num_parameters: int | None = None
-    micro_batches: int | None = None
-    global_batch: int | None = None
-    limit: float | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -97,3 +108,80 @@ class VerifyReport:
             "limit": self.limit,
             "notes": list(self.notes),
         }
+
+
+def environment() -> dict[str, Any]:
+    """Describe the program, its source and the machine; what cannot be found out is None.
+
+    Takes a few milliseconds; at most a few seconds where git hangs.
+    """
+    versions: dict[str, str | None] = {"python": platform.python_version()}
+    for name, package in [("trainer", "step-trainer"), *zip(PACKAGES, PACKAGES, strict=True)]:
+        try:
+            versions[name] = version(package)
+        except PackageNotFoundError:
+            versions[name] = None
+    ours = Path(__file__)
+    # An installed copy may lie in a virtual environment inside somebody's repository.
+    is_tracked = _git(ours.parent, "ls-files", "--error-unmatch", ours.name) is not None
+    return {
+        "versions": versions | {"cuda": torch.version.cuda},
+        "git": {
+            "project": git_revision(Path.cwd()),
+            "trainer": git_revision(ours.parent) if is_tracked else None,
+        },
+        "hardware": {
+            "host": platform.node(),
+            "system": platform.platform(),
+            "cpu": cpu_model(),
+            "cores": num_cores(),
+            "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+            "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        },
+    }
+
+
+def git_revision(folder: Path) -> dict[str, Any] | None:
+    """Name the commit checked out in a folder.
+
+    Returns:
+        `commit`, and `dirty`: whether tracked files differ (None if that took too long); None
+        outside a repository, in one without a commit, or without git.
+    """
+    commit = _git(folder, "rev-parse", "HEAD")
+    changes = commit and _git(folder, "status", "--porcelain", "--untracked-files=no")
+    dirty = None if changes is None else bool(changes)
+    return None if commit is None else {"commit": commit, "dirty": dirty}
+
+
+def num_cores() -> int:
+    """Count the processors that this process may use."""
+    # macOS binds no process to some of them.
+    can_tell = hasattr(os, "sched_getaffinity")
+    return len(os.sched_getaffinity(0)) if can_tell else os.cpu_count() or 1
+
+
+def cpu_model() -> str:
+    """Name the processor."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    """Ask git, which may be missing, may hang on a network drive, and must ask nobody."""
+    try:
+        answer = subprocess.run(
+            ["git", "-C", str(folder), *arguments],
+            check=False,
+            capture_output=True,
+            stdin=subprocess.DEVNULL,
+            timeout=GIT_TIMEOUT_S,
+            env=os.environ | {"GIT_TERMINAL_PROMPT": "0", "GIT_OPTIONAL_LOCKS": "0"},
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return answer.stdout.decode(errors="replace").strip() if answer.returncode == 0 else None

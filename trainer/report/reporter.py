@@ -12,9 +12,8 @@ from typing import Any, final
 from trainer.checkpoint.status import Status, write_status
 from trainer.config.secrets import without_secrets
 from trainer.core.errors import SaveError
-from trainer.core.format import duration
-from trainer.report.blocks import noun_of, start_block
-from trainer.report.closing import end_block
+from trainer.core.format import duration, plural
+from trainer.report.blocks import end_block, noun_of, start_block
 from trainer.report.console import Screen, step_of
 from trainer.report.journal import Entry
 from trainer.report.metrics import MetricsLog
@@ -24,7 +23,6 @@ from trainer.report.wandb import WandbMirror
 Ids = Iterable[int]
 
 WATCHED = ("on_step", "on_eval", "on_checkpoint")
-"""Methods that a hook may have."""
 
 
 class Hook(ABC):  # noqa: B024 - known by its methods
@@ -32,7 +30,7 @@ class Hook(ABC):  # noqa: B024 - known by its methods
 
     @classmethod
     def __subclasshook__(cls, kind: type) -> bool:
-        """Take a class for a hook by its methods, without inheritance."""
+        """Whether a class has one, without inheritance."""
         return any(callable(getattr(kind, event, None)) for event in WATCHED)
 
 
@@ -40,9 +38,8 @@ class Hook(ABC):  # noqa: B024 - known by its methods
 class RunReporter:
     """Reports a run into its folder, onto the screen, to W&B and to the user's hooks.
 
-    Hooks are objects with any of the methods `on_step`, `on_eval` and `on_checkpoint`. Each takes
-    a dict of plain values, its own copy: hooks watch, they cannot change a run. One that fails is
-    reported once, and called again the next time.
+    Every hook gets a dict of plain values, its own copy. One that fails is reported once, and
+    called again the next time.
 
     Args:
         folder: the run folder; it exists.
@@ -67,8 +64,7 @@ class RunReporter:
     ) -> None:
         self._folder, self._screen, self._log_every = folder, screen, log_every
         self._hooks, self._failed_hooks = dict(hooks or {}), set[str]()
-        self._steps, self._noted_step = 0, resumed_step or 0
-        self._resumed_step = resumed_step
+        self._steps, self._noted_step, self._resumed_step = 0, resumed_step or 0, resumed_step
         self._summary: Record | None = None
         self._metrics = MetricsLog(
             folder, screen.warn, resumed_step=resumed_step, keep_samples=keep_samples
@@ -90,20 +86,17 @@ class RunReporter:
         self._screen.begin(step or 0, self._steps, noun_of(plan))
 
     def passed_over(self, count: int, records: Sequence[str]) -> None:
-        """Take note of records of the data that could not be read, the first with their reasons."""
+        """Report records of the data that could not be read, the first with their reasons."""
         records = [without_secrets(record, os.environ) for record in records]
-        noun = "record is" if count == 1 else "records are"
-        first = "" if not records else f"; the first: {records[0]}"
-        self.warn(f"{count:,} bad {noun} passed over (data.on_bad=skip){first}")
-        self._metrics.passed_over(count, records)
+        first = f"; the first: {records[0]}" if records else ""
+        self.warn(f"{plural(count, 'bad record')} passed over (data.on_bad=skip){first}")
+        self._metrics.consumed(0, (), bad_records=count, records=records)
 
     def step(self, entry: Mapping[str, Any], ids: Ids = (), skipped_ids: Ids = ()) -> None:
         """Take an optimizer step; on an accelerator it is shown when the next one comes.
 
-        Args:
-            entry: for metrics.jsonl; its numbers may be 0-d tensors.
-            ids: samples behind it, for the ledger.
-            skipped_ids: those of them that changed nothing.
+        Numbers of the entry may be 0-d tensors; of the samples behind it some may have been
+        skipped.
         """
         step = entry["step"]
         if "replays" in entry:
@@ -118,17 +111,13 @@ class RunReporter:
         """Take a pass over the held-out data after a step: means by name, and its wall time."""
         self._show(self._metrics.flush())
         entry = self._metrics.evaluation(step, metrics, seconds)
-        figures = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-        took = duration(seconds)
-        self._screen.line(f"{step_of(step, self._steps)}  held out: {figures}  ({took})", "bold")
+        means = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+        text = f"{step_of(step, self._steps)}  held out: {means}  ({duration(seconds)})"
+        self._screen.line(text, "bold")
         self._note(step, "on_eval", entry)
 
     def flush(self) -> None:
-        """Bring every step so far to the disk; called before a checkpoint is written.
-
-        Raises:
-            SaveError: metrics cannot be written.
-        """
+        """Bring every step so far to the disk, before a checkpoint; `SaveError` if it refuses."""
         self._show(self._metrics.sync())
 
     def checkpoint(self, step: int, path: Path) -> None:
@@ -148,11 +137,7 @@ class RunReporter:
             self._screen.line(f"  {command}", "cyan")
 
     def close(self) -> None:
-        """Write and release everything, however the run ended. Closing twice does nothing.
-
-        Raises:
-            SaveError: metrics cannot be written.
-        """
+        """Write and release everything, however the run ended; `SaveError` if the disk refuses."""
         self._screen.end_progress()
         try:
             self._show(self._metrics.sync())
@@ -161,7 +146,7 @@ class RunReporter:
             self._screen.close()
 
     def _note(self, step: int, event: str, values: Entry) -> None:
-        """Let status.json say how far the run is, for who asks while it goes on or was killed."""
+        """Let status.json say how far the run is, and hooks see it."""
         if step > self._noted_step:
             self._noted_step = step
             with suppress(SaveError):  # a full disk is the checkpoints' matter
@@ -169,7 +154,6 @@ class RunReporter:
         self._call(event, values)
 
     def _show(self, entries: Sequence[Entry]) -> None:
-        """Show steps that have been written."""
         for entry in entries:
             step = entry["step"]
             if "skipped" in entry:
@@ -183,8 +167,8 @@ class RunReporter:
         for name, hook in self._hooks.items():
             call = f"{name}.{event}"
             try:
-                if (method := getattr(hook, event, None)) is not None:
-                    method(dict(values))
+                if hasattr(hook, event):
+                    getattr(hook, event)(dict(values))
             except Exception as error:  # a watcher never stops what it watches
                 if call not in self._failed_hooks:
                     reason = f"{type(error).__name__}: {error}"

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from trainer.checkpoint.lock import hold
-from trainer.checkpoint.status import FILE_NAME, Status, write_status
+from trainer.checkpoint.status import FILE_NAME, State, Status, write_status
 from trainer.config.run_config import RunConfig
 from trainer.config.secrets import without_secrets
 from trainer.core import durable
@@ -26,7 +26,7 @@ from trainer.core.format import shown_path
 from trainer.report import journal
 
 STAGED = f"{durable.UNFINISHED}records"
-"""Folder in a run folder that holds what its config.yaml and .hydra are to become."""
+"""Folder in a run folder with what its config.yaml and .hydra are to become."""
 
 CONSENT_FILE = "consent.json"
 """Signature of the user who made the run."""
@@ -36,10 +36,10 @@ _REFUSALS = (ConfigError, DataError, NoCheckpointError)
 
 @contextmanager
 def staged(folder: Path) -> Iterator[Path]:
-    """Hold a run that is there, and keep its records as they are until `publish`.
+    """Lock a run while its new records are written into another folder, until `publish`.
 
     Yields:
-        Where new records are to be written, each under its path in the run folder.
+        That folder.
 
     Raises:
         RunInUseError: another process holds the run; nothing was written.
@@ -53,15 +53,10 @@ def staged(folder: Path) -> Iterator[Path]:
 
 
 def publish(folder: Path) -> None:
-    """Let staged records be the run's, now that it goes on; nothing where none are staged.
-
-    Raises:
-        SaveError: the disk refused.
-    """
-    new = folder / STAGED
+    """Let staged records be the run's, now that it goes on; `SaveError` if the disk refuses."""
     with durable.as_save_error(folder):
-        for path in _files(new):
-            target = folder / path.relative_to(new)
+        for path in _files(folder / STAGED):
+            target = folder / path.relative_to(folder / STAGED)
             durable.make_folders(target.parent)
             durable.rename(path, target)
 
@@ -83,15 +78,14 @@ def recorded(folder: Path) -> Iterator[None]:
                 durable.write_file_atomic(path, before)
             raise
         reason = str(error) or type(error).__name__
-        is_preempted = isinstance(error, Preempted)
         code = INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
-        status = Status(
-            state="preempted" if is_preempted else "failed",
-            exit_code=error.exit_code if isinstance(error, TrainError) else code,
-            step=saved_step(folder) if is_preempted else last_step(folder),
-            reason=reason.splitlines()[0],
+        code = error.exit_code if isinstance(error, TrainError) else code
+        is_saved = isinstance(error, Preempted)
+        step = saved_step(folder) if is_saved else last_step(folder)
+        state: State = "preempted" if is_saved else "failed"
+        write_status(
+            folder, Status(state=state, exit_code=code, step=step, reason=reason.splitlines()[0])
         )
-        write_status(folder, status)
         raise
     write_status(folder, Status(state="completed", exit_code=0, step=last_step(folder)))
 
@@ -105,21 +99,18 @@ def trusting(config: RunConfig, run: Path) -> list[str]:
 
 
 def to_go_on(config: RunConfig, folder: Path, *, begins: bool = False) -> str:
-    """Say what to type for a run to go on, with the consent that a folder cannot give.
-
-    One that `begins` has nothing saved, so that it needs again what it began with.
-    """
-    wandb = config.wandb
-    online = ["wandb.mode=online"] if wandb.mode == "online" else []
-    entity = [f"wandb.entity={wandb.entity}"] if wandb.entity else []
-    init = [f"init={config.init}"] if begins and config.init else []
-    init += [f"step={config.step}"] if init and config.checkpoint_step is not None else []
-    place = [*trusting(config, folder), *online, *entity, *init]
-    return " ".join(["train", f"resume={shown_path(folder)}", *place])
+    """Say what to type for a run to go on; one that `begins` has nothing saved yet."""
+    words = ["train", f"resume={shown_path(folder)}", *trusting(config, folder)]
+    words += ["wandb.mode=online"] if config.wandb.mode == "online" else []
+    words += [f"wandb.entity={config.wandb.entity}"] if config.wandb.entity else []
+    if begins and config.init:
+        words.append(f"init={config.init}")
+        words += [f"step={config.step}"] if config.checkpoint_step is not None else []
+    return " ".join(words)
 
 
 def keep_traceback(error: BaseException, folder: Path, rank: int) -> Path | None:
-    """Write a traceback into the run folder, and say where; None where there is no room for it."""
+    """Write a traceback into the run folder, and say where; None where there is no room."""
     path = folder / "errors" / f"rank{rank}.txt"
     whole = without_secrets("".join(traceback.format_exception(error)), os.environ)
     try:

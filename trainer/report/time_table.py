@@ -15,15 +15,12 @@ from typing import Any
 from trainer.core.format import duration, percent, size
 from trainer.core.rank_progress import Phase
 
-MEETINGS: tuple[Phase, Phase] = ("normalizer", "agree")
-TRANSFERS: tuple[Phase, Phase] = ("gather", "reduce")
+MEETINGS: tuple[Phase, ...] = ("normalizer", "agree")
+TRANSFERS: tuple[Phase, ...] = ("gather", "reduce")
 PARTS = ("data", "compute", "sync", "optimizer", "waiting", "rest")
 
-TOO_MUCH = 0.1
-"""Share of a step beyond which a part is worth a line."""
-
-LEAST_S = 0.5
-"""Of a whole run; nobody changes a setting for less."""
+TOO_MUCH = 0.1  # share of a step beyond which a part is worth a line
+LEAST_S = 0.5  # of a whole run; nobody changes a setting for less
 
 NEVER = {"seconds": 0.0, "times": 0, "least": 0.0}
 """What a phase took that was never entered."""
@@ -33,16 +30,12 @@ Split = dict[str, float]
 `in_flight` (a collective of parameters or gradients travelled), `unhidden` (and nothing else was
 done meanwhile)."""
 
-Line = tuple[float, str, str]
-"""Seconds of a step; the part and, behind a colon, what it is; the setting."""
+Line = tuple[float, str, str, str]
+"""Seconds of a step, the part, what it is, the setting."""
 
 
 def split(spendings: Sequence[Mapping[str, Any]]) -> list[Split]:
-    """Split the mean step of every rank.
-
-    Args:
-        spendings: of `PhaseTimes`, rank by rank; all counted the same steps.
-    """
+    """Split the mean step of every rank; `PhaseTimes` of all ranks counted the same steps."""
 
     def seconds(spending: Mapping[str, Any], *phases: Phase) -> float:
         return math.fsum(spending["phases"].get(phase, NEVER)["seconds"] for phase in phases)
@@ -76,15 +69,10 @@ def split(spendings: Sequence[Mapping[str, Any]]) -> list[Split]:
 
 
 def time_table(spendings: Sequence[Mapping[str, Any]], overlap: str | None) -> dict[str, Any]:
-    """Say where the time of a run's steps went: `time` of result.json.
+    """Say where the time of a run's steps went: `time` of result.json, the mean over all ranks.
 
-    Args:
-        spendings: as for `split`.
-        overlap: why as much as was measured of the communication is hidden; None on one rank.
-
-    Returns:
-        `seconds` and `share` of the mean step by part, over all ranks, and what else was measured.
-        Evaluation and saving stand beside the steps, and are the first rank's.
+    `overlap` says why as much as was measured of the communication is hidden; None on one rank.
+    Evaluation and saving stand beside the steps, and are the first rank's.
     """
     splits = split(spendings)
     parts = {name: fmean(each[name] for each in splits) for name in PARTS}
@@ -113,33 +101,32 @@ def advice(
     `time` is of result.json, `plan` of plan.json, `cut` the option of `accum`.
     """
     lines = [_data(splits, plan), _sync(time, plan)]
-    if len(splits) > 1:
-        lines.append(_waiting(splits, plan, cut))
+    lines += [_waiting(splits, plan, cut)] if len(splits) > 1 else []
     found = []
-    for seconds, what, remedy in sorted(lines, reverse=True):
+    for seconds, part, what, remedy in sorted(lines, reverse=True):
         share = seconds / (time["step_seconds"] or 1.0)
         if share > TOO_MUCH and seconds * time["steps"] > LEAST_S:
-            part, is_what = what.split(":", 1)
             took = f"{percent(share)} of a step ({duration(seconds)})"
-            found.append(f"{part}: {took}{is_what}: {remedy}")
+            found.append(f"{part}: {took} {what}: {remedy}")
     return found
 
 
 def _data(splits: Sequence[Split], plan: Mapping[str, Any]) -> Line:
     workers, whose = plan["num_workers"], ""
     if len(splits) > 1:
-        slowest = max(range(len(splits)), key=lambda rank: splits[rank]["data"])
-        whose = f", {duration(splits[slowest]['data'])} of them on rank {slowest}"
+        longest, rank = max((each["data"], rank) for rank, each in enumerate(splits))
+        whose = f", {duration(longest)} of them on rank {rank}"
     return (
         fmean(each["data"] + each["late"] for each in splits),
-        f"data: is waiting for samples{whose}",
+        "data",
+        f"is waiting for samples{whose}",
         f"num_workers={2 * workers or 2} loads them beside the training (now {workers})",
     )
 
 
 def _waiting(splits: Sequence[Split], plan: Mapping[str, Any], cut: str) -> Line:
     waits = [each["waiting"] - each["late"] for each in splits]
-    slowest = min(range(len(waits)), key=waits.__getitem__)
+    slowest = waits.index(min(waits))
     others = fmean(each["compute"] for rank, each in enumerate(splits) if rank != slowest)
     remedy = "look what else runs on its machine, or raise batch.global to even the work out"
     if plan["sync"] != "deferred":
@@ -148,7 +135,8 @@ def _waiting(splits: Sequence[Split], plan: Mapping[str, Any], cut: str) -> Line
         remedy = "accum=auto deals samples out by what they cost"
     return (
         fmean(waits),
-        f"waiting: ranks wait, mostly for rank {slowest}, which computes "
+        "waiting",
+        f"ranks wait, mostly for rank {slowest}, which computes "
         f"{duration(splits[slowest]['compute'])} where others take {duration(others)}",
         remedy,
     )
@@ -157,7 +145,7 @@ def _waiting(splits: Sequence[Split], plan: Mapping[str, Any], cut: str) -> Line
 def _sync(time: Mapping[str, Any], plan: Mapping[str, Any]) -> Line:
     rows = {row["policy"]: row for row in plan["sync_table"]}
     row, deferred = rows.get(plan["sync"]), rows.get("deferred")
-    what, remedy = "sync: is traffic", "a larger batch.global sends gradients less often"
+    what, remedy = "is traffic", "a larger batch.global sends gradients less often"
     if row is not None:
         what += f", {size(round(row['within'] + row['across']))} sent"
         what += f", predicted {duration(row['seconds'])}" if row["seconds"] else ""
@@ -166,4 +154,4 @@ def _sync(time: Mapping[str, Any], plan: Mapping[str, Any]) -> Line:
     if deferred is not None and row is not deferred and deferred["fits"]:
         sent = size(round(deferred["within"] + deferred["across"]))
         remedy = f"sync=deferred sends {sent}, in one reduction a step"
-    return time["seconds"]["sync"], what, remedy
+    return time["seconds"]["sync"], "sync", what, remedy

@@ -23,22 +23,17 @@ from trainer.report.journal import METRICS_FILE, Entry, Follower
 POLL_S = 1.0
 IMPORT_TIMEOUT_S = 5.0
 INIT_TIMEOUT_S = 20
-CLOSE_TIMEOUT_S = 8.0
-"""The end of a command is promised within 10 s."""
-
+CLOSE_TIMEOUT_S = 8.0  # the end of a command is promised within 10 s
 THREAD = "W&B mirror"
 
 
 def is_hanging() -> bool:
-    """Whether a mirror was left behind.
-
-    Then a process must end by `os._exit`: the exit hooks of wandb would wait for its server.
-    """
+    """Whether a mirror was left behind: end by `os._exit`, since wandb's exit hooks would wait."""
     return any(thread.name == THREAD for thread in threading.enumerate())
 
 
 def shown_config(value: Any) -> Any:  # noqa: ANN401 - any config value
-    """Copy a config as plain JSON values, with everything that looks like a secret hidden."""
+    """Copy a config as plain JSON values, secrets hidden."""
     if isinstance(value, Mapping):
         return {
             str(key): MASK if is_secret(str(key), item) else shown_config(item)
@@ -98,28 +93,21 @@ class WandbMirror:
             warn(f"W&B is off ({error}); metrics.jsonl holds everything")
 
     def start(self) -> None:
-        """Begin with what the file holds from here on: an earlier process mirrored the rest.
+        """Mirror what the file gets from here on; an earlier process mirrored the rest.
 
-        Waits until wandb is imported (0.5 s, and no more than `IMPORT_TIMEOUT_S`), not until it has
-        started: a loading process forked in the midst of an import can never import that module,
-        since nobody is left to release its lock.
+        Waits until wandb is imported (0.5 s), not until it has started: a loading process forked
+        in the midst of an import can never import that module, whose lock nobody releases.
         """
         if self.run_id is None:
             return
-        path = self._folder / METRICS_FILE
-        follower = Follower(path, path.stat().st_size if path.exists() else 0)
-        self._thread = threading.Thread(
-            target=self._mirror, args=(follower,), name=THREAD, daemon=True
-        )
-        self._thread.start()
+        follower = Follower(self._folder / METRICS_FILE)
+        work = threading.Thread(target=self._mirror, args=(follower,), name=THREAD, daemon=True)
+        self._thread = work
+        work.start()
         self._is_imported.wait(IMPORT_TIMEOUT_S)
 
     def close(self, summary: Mapping[str, Any] | None = None) -> None:
-        """Let the mirror finish, for a few seconds at most. Closing twice does nothing.
-
-        Args:
-            summary: final figures; None marks the run as failed.
-        """
+        """Let the mirror finish, for a few seconds; without final figures the run has failed."""
         thread, self._thread = self._thread, None
         if thread is None:
             return
@@ -138,7 +126,7 @@ class WandbMirror:
                 os.environ["WANDB_ERROR_REPORTING"] = "false"
             wandb = importlib.import_module("wandb")
             self._is_imported.set()
-            run = self._online(wandb) or self._init(wandb, "offline")
+            run = self._begin(wandb)
             sys.exit, sys.excepthook = exits  # wandb replaces both
             is_over = False
             while not is_over:
@@ -155,24 +143,8 @@ class WandbMirror:
             self._is_imported.set()
             sys.exit, sys.excepthook = exits
 
-    def _online(self, wandb: Any) -> Any:  # noqa: ANN401 - imported by the thread alone
-        """Start W&B's run online, if asked; None where there is no way."""
-        if self._mode != "online":
-            return None
-        why = "no API key: type wandb login once"
-        try:
-            wandb.setup(wandb.Settings(silent=True))
-            if wandb.login(prompt=False):  # `init` would ask for a key
-                return self._init(wandb, "online")
-        except Exception as error:
-            why = _line(error)
-        self._warn(
-            f"W&B is not reachable ({why}); this run is recorded offline, to upload it later: "
-            f"wandb sync {self._folder}/wandb/offline-run-*"
-        )
-        return None
-
-    def _init(self, wandb: Any, mode: str) -> Any:  # noqa: ANN401
+    def _begin(self, wandb: Any) -> Any:  # noqa: ANN401 - imported by the thread alone
+        """Start W&B's run, offline where there is no way online."""
         settings = wandb.Settings(
             init_timeout=INIT_TIMEOUT_S,
             console="off",
@@ -180,26 +152,31 @@ class WandbMirror:
             save_code=False,
             reinit="create_new",  # a sweep has several runs in a process, a notebook its own
         )
-        return wandb.init(
-            mode=mode,
-            dir=str(self._folder),
-            id=self.run_id,
-            resume="allow",
-            job_type="train",
-            settings=settings,
-            **self._labels,
-        )
+        given = {"dir": str(self._folder), "id": self.run_id, "resume": "allow", **self._labels}
+        given |= {"job_type": "train", "settings": settings}
+        if self._mode == "online":
+            why = "no API key: type wandb login once"
+            try:
+                wandb.setup(wandb.Settings(silent=True))
+                if wandb.login(prompt=False):  # `init` would ask for a key
+                    return wandb.init(mode="online", **given)
+            except Exception as error:
+                why = _line(error)
+            self._warn(
+                f"W&B is not reachable ({why}); this run is recorded offline, to upload it later: "
+                f"wandb sync {self._folder}/wandb/offline-run-*"
+            )
+        return wandb.init(mode="offline", **given)
 
 
 def row(entry: Entry) -> dict[str, Any]:
     """Name the figures of an entry as W&B has them: `train/loss`, `eval/loss`."""
-    return {
-        f"eval/{key.removeprefix('eval_')}" if key.startswith("eval_") else f"train/{key}": (
-            1 if isinstance(value, str) else value
-        )
-        for key, value in entry.items()
-        if key != "step" and value is not None
-    }
+    figures = dict[str, Any]()
+    for key, value in entry.items():
+        if key != "step" and value is not None:
+            is_eval, number = key.startswith("eval_"), 1 if isinstance(value, str) else value
+            figures[f"eval/{key[5:]}" if is_eval else f"train/{key}"] = number
+    return figures
 
 
 def _line(error: Exception) -> str:

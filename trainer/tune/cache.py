@@ -21,7 +21,7 @@ import torch
 from trainer.core import durable
 from trainer.data.index import cache_folder
 from trainer.plan.memory import Shape
-from trainer.report.environment import cpu_model
+from trainer.report.records import cpu_model
 from trainer.tune.fake import operators_of
 from trainer.tune.speed import QUIET
 from trainer.tune.tensors import MemoryEstimate

@@ -15,8 +15,7 @@ import pytest
 from rich.console import Console
 
 from trainer.core.signals import STOPPING
-from trainer.report.blocks import batch_equation, plan_block, verify_block
-from trainer.report.closing import end_block
+from trainer.report.blocks import batch_equation, end_block, plan_block, verify_block
 from trainer.report.console import BRIEF, LOG_FILE, Screen
 from trainer.report.records import RunEnd, VerifyReport
 from trainer.report.reporter import Reporter, RunReporter, SilentReporter
@@ -134,6 +133,10 @@ def test_every_block_fits_the_width_without_trailing_blanks(width, no_color, mon
         max_relative_error=0.03,
         reference="whole batch",
         dtype="float64",
+        num_parameters=10,
+        micro_batches=3,
+        global_batch=12,
+        limit=1e-10,
         worst=(("blocks.0.attention.qkv.weight", 0.03),),
         culprits=(("net.bn1", "takes mean and variance of the micro-batch " * 4),),
     )
@@ -197,6 +200,10 @@ def test_verify_names_the_culprits(monkeypatch):
         max_relative_error=0.032,
         reference="sample by sample, summed",
         dtype="float64",
+        num_parameters=10,
+        micro_batches=3,
+        global_batch=12,
+        limit=1e-10,
         culprits=(("net.bn1", "BatchNorm"),),
     )
     text = shown(verify_block(report), monkeypatch)
