@@ -44,7 +44,7 @@ from trainer.training.batches import Source
 from trainer.training.evaluation import HeldOut
 from trainer.training.kit import Kit
 from trainer.tune.layout import layout_for, packs
-from trainer.verify.hooks import hooked
+from trainer.verify.case import hooked
 
 NUM_WORKERS = {"cpu": 0, "cuda": 4}
 """Loading processes per rank where nobody says."""

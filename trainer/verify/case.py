@@ -33,8 +33,22 @@ NARROWING: Mapping[Any, torch.dtype] = {
     Tensor.bfloat16: torch.bfloat16,
 }
 
+HOOKS = {
+    "_backward_hooks": "register_hook",
+    "_post_accumulate_grad_hooks": "register_post_accumulate_grad_hook",
+}
+
 ORDER_SEED = 0
 """Of the order in which a reference takes the samples: the same for every verification."""
+
+
+def hooked(module: nn.Module) -> dict[str, str]:
+    """Name the parameters with a hook on their gradient, each with what registered it.
+
+    Such hooks run for every micro-batch.
+    """
+    named = list(module.named_parameters())
+    return {name: HOOKS[kind] for name, p in named for kind in HOOKS if getattr(p, kind, None)}
 
 
 @final
@@ -50,7 +64,7 @@ class Widened(TorchFunctionMode):
         self._undone = undone
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
-        """Call a function of PyTorch with wider dtypes."""
+        """Call PyTorch with wider dtypes."""
         if func in NARROWING:
             self._undone.add(NARROWING[func])
             func = Tensor.double
@@ -74,8 +88,7 @@ def _in_precision(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 def copied(kit: Kit, dtype: torch.dtype | None, shared: Iterable[object] = ()) -> Kit:
     """Copy the model and the objective of a run, but for `shared`, in one precision if given.
 
-    Hooks on parameters are not copied, and functions that hold the model go on holding it: what
-    these reach is compared with nothing, and named.
+    Hooks on parameters are not copied, and a function that holds the model goes on holding it.
     """
     memo: dict[int, Any] = {id(it): it for it in shared}
     module, objective = duplicate(kit.model.module, memo), kit.objective
@@ -101,7 +114,7 @@ class Case:
         feed: loads its samples anew, in other groups.
         size: samples per group of the reference, once it is chosen.
         undone: what hand-written casts asked for.
-        plain: tensors that stood in plain attributes of modules after a pass.
+        plain: names of tensors in plain attributes of modules after a pass.
     """
 
     kit: Kit
@@ -116,6 +129,11 @@ class Case:
     def module(self) -> nn.Module:
         """The copy."""
         return self.kit.model.module
+
+    @property
+    def objective_name(self) -> str:
+        """The objective, as a culprit."""
+        return f"objective {type(self.kit.objective).__name__}"
 
     @property
     def limit_dtype(self) -> torch.dtype:
@@ -149,10 +167,7 @@ class Case:
         return list(positions[: whole * size].reshape(whole, size)) if whole else [positions]
 
     def load(self, positions: IntArray, *, pad_to: int | None = None) -> MicroBatch:
-        """Load samples as one micro-batch, which draws under the key of the step's first.
-
-        It is padded to its longest sample unless told otherwise; packed rows are not padded.
-        """
+        """Load samples as one micro-batch, padded to its longest sample unless given a length."""
         samples, plan = self.batch.samples, self.batch.plan
         lengths = plan.lengths[positions]
         length = int(lengths.sum()) if plan.packed else pad_to or int(lengths.max())
@@ -164,15 +179,14 @@ class Case:
             weights=weights_of(self.kit.objective, fields),
             num_tokens=int(lengths.sum()),
             num_positions=length if plan.packed else length * len(ids),
-            rng_key=self.batch.micro_batches[0].rng_key,
+            rng_key=self.batch.micro_batches[0].rng_key,  # draws as the step's first does
         )
 
     def planned(
         self, kind: Kind | None = None, strategy: GradientStrategy | None = None
     ) -> Gradient:
         """Compute the planned step's gradient, with one thing changed where it is given."""
-        kind = kind or self.kit.normalizer
-        return self._gradient(self.batch.micro_batches, kind, strategy or self.kit.strategy)
+        return self._gradient(self.batch.micro_batches, kind or self.kit.normalizer, strategy)
 
     def expected(self) -> Gradient:
         """Compute the reference: the whole step in groups of `size`, the last maybe smaller.
@@ -185,34 +199,31 @@ class Case:
         mixed = np.concatenate([units[i] for i in order])
         # What must stay together does, and a short last group stays last.
         mixed = np.concatenate([mixed, np.sort(self.positions)[len(mixed) :]])
-        starts = range(0, len(mixed), self.size)
+        cuts = range(self.size, len(mixed), self.size)
         # A mean of means has no reference of its own; what it approximates is the mean.
         kind: Kind = "samples" if self.kit.normalizer == "samples" else "tokens"
-        groups = [self.load(mixed[start : start + self.size]) for start in starts]
-        return self._gradient(groups, kind, self.kit.strategy)
+        return self._gradient([self.load(group) for group in np.split(mixed, cuts)], kind)
 
     def one_piece(self) -> Gradient:
         """Compute the step in one piece, in the order of the plan, as the run itself would."""
-        return self._gradient([self.load(self.positions)], self.kit.normalizer, self.kit.strategy)
+        return self._gradient([self.load(self.positions)], self.kit.normalizer)
 
     def errors(self, found: Gradient, expected: Gradient) -> Errors:
         """Compare two gradients by the precision of this case, and by its rounding."""
         return compared(found, expected, self.limit_dtype, self.rounding)
 
     def rounding(self, amount: float) -> Mapping[str, float]:
-        """Measure how far the planned gradient goes when weights move; see `measure_rounding`."""
+        """Measure how far the planned gradient goes when weights move."""
         return measure_rounding(self.module, self.planned, amount)
 
     @contextmanager
     def running(self) -> Iterator[Case]:
         """Lend a copy to compute with, in its precision: what a forward moves goes with it.
 
-        Random generators of the model's own are shared: in a run no seed governs them, and that is
-        to show.
-
         Yields:
             The copy.
         """
+        # Generators of the model's own are shared: no seed governs them, and that is to show.
         kit = copied(self.kit, self.dtype, own_generators(self.module, self.kit.objective))
         default = torch.get_default_dtype()
         try:
@@ -234,13 +245,16 @@ class Case:
         return cast.to(self.kit.world.device)
 
     def _gradient(
-        self, micro_batches: Sequence[MicroBatch], kind: Kind, strategy: GradientStrategy
+        self,
+        micro_batches: Sequence[MicroBatch],
+        kind: Kind,
+        strategy: GradientStrategy | None = None,
     ) -> Gradient:
         """Compute one step's gradient from all its micro-batches, on a copy."""
         with self.running() as run:
             kit, cast = run.kit, [self.cast(m) for m in micro_batches]
             _, parts = divisors(kind, kit.terms, cast, kit.world)
-            strategy.backward(kit.model, kit.objective, cast, parts, kit.sync)
+            (strategy or kit.strategy).backward(kit.model, kit.objective, cast, parts, kit.sync)
             # Tensors that modules hold and have not registered, but for computed ones.
             self.plain.update(
                 f"{name}.{key}".lstrip(".")

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import final
 
@@ -45,14 +44,12 @@ the same noise twice."""
 @final
 @dataclass(frozen=True, kw_only=True)
 class Errors:
-    """How far a gradient is from its reference.
+    """How far a gradient is from its reference, by parameter.
 
     Attributes:
-        by_name: per parameter, max absolute difference over max absolute reference; infinite
-            where either is not finite. Over the size of the terms that cancel, where all of the
-            difference or all of the reference is rounding.
-        limits: largest that is rounding, by parameter.
-        sizes: what the difference is relative to, by parameter.
+        by_name: max absolute difference relative to `sizes`; infinite where it is not finite.
+        limits: largest that is rounding.
+        sizes: max absolute reference; that of the terms that cancel, where all is rounding.
         cancelled: parameters whose error is relative to the terms that cancel.
     """
 
@@ -92,10 +89,7 @@ def compared(
 
     A gradient that only one side has is compared with zeros. What rounding leaves of terms that
     cancel is compared with those terms instead, whose size is the measured rounding over `eps`,
-    and no more than the largest gradient: where a gradient is zero on paper, and where it is so
-    much smaller than its terms that rounding alone exceeds the limit. Neither can hide what is
-    larger than the limit times the largest gradient.
-
+    and no more than the largest gradient; this cannot hide more than the limit times that one.
     `rounding` measures that of the gradient for a relative move of the weights, where it matters.
     """
     rounding, eps = functools.cache(rounding), torch.finfo(dtype).eps
@@ -110,7 +104,7 @@ def compared(
         return min(EXACT[dtype], MARGIN * noise / size)
 
     def cancelling(name: str, distance: float, size: float) -> float:
-        """Give the size of the terms that cancel, where nothing but rounding is left; else 0."""
+        """Size the terms that cancel, where nothing but rounding is left; else 0."""
         if not min(distance, size) <= least:  # not a number, maybe
             return 0.0
         noise = rounding(eps).get(name, 0.0)
@@ -138,34 +132,26 @@ def measure_rounding(
 ) -> dict[str, float]:
     """Measure how far a gradient goes when every weight moves by a relative amount and back.
 
-    Returns:
-        The largest element, by parameter.
+    Gives the largest element by parameter, over several draws of the signs.
     """
     low: dict[str, Tensor] = {}
     high: dict[str, Tensor] = {}
+    weights = [_as_real(weight.detach()) for weight in module.parameters()]
+    weights = [weight for weight in weights if weight.is_floating_point()]
+    before = [weight.clone() for weight in weights]
     for seed in range(NUM_DRAWS):
-        with _moved(module, amount, seed):
+        draw = torch.Generator().manual_seed(seed)
+        try:
+            for weight in weights:
+                signs = torch.randint(0, 2, weight.shape, generator=draw) * 2 - 1
+                weight.mul_(1 + amount * signs.to(weight))
             found = {name: _as_real(values) for name, values in gradient().items()}
+        finally:
+            for weight, old in zip(weights, before, strict=True):
+                weight.copy_(old)
         low = {name: torch.minimum(low.get(name, g), g) for name, g in found.items()}
         high = {name: torch.maximum(high.get(name, g), g) for name, g in found.items()}
     return {name: float((high[name] - low[name]).max()) for name in high if high[name].numel()}
-
-
-@contextmanager
-def _moved(module: nn.Module, amount: float, seed: int) -> Iterator[None]:
-    """Multiply every weight by one plus or minus an amount, the sign drawn."""
-    draw = torch.Generator().manual_seed(seed)
-    weights = [_as_real(w.detach()) for w in module.parameters()]
-    weights = [weight for weight in weights if weight.is_floating_point()]
-    saved = [weight.clone() for weight in weights]
-    try:
-        for weight in weights:
-            signs = torch.randint(0, 2, weight.shape, generator=draw) * 2 - 1
-            weight.mul_(1 + amount * signs.to(weight))
-        yield
-    finally:
-        for weight, before in zip(weights, saved, strict=True):
-            weight.copy_(before)
 
 
 def _as_real(values: Tensor) -> Tensor:
@@ -174,7 +160,7 @@ def _as_real(values: Tensor) -> Tensor:
 
 def _distance(found: Tensor | None, expected: Tensor | None) -> float:
     if found is None or expected is None:
-        return _largest(next(each for each in (found, expected) if each is not None))
+        return max(_largest(each) for each in (found, expected) if each is not None)
     wide = torch.promote_types(expected.dtype, torch.float64)
     return _largest(found.to(wide) - expected.to(wide))
 

@@ -51,15 +51,15 @@ MAX_TRACED = 8
 """Planned micro-batches that are taken apart when the whole batch cannot be traced."""
 
 
-def low_precision(kit: Kit) -> torch.dtype | None:
-    """Give the dtype of parameters that accumulate in fewer bits than fp32."""
-    dtypes = {p.dtype for p in kit.model.module.parameters() if p.requires_grad}
-    return next((dtype for dtype in LOW if dtype in dtypes), None)
-
-
-def short(dtype: torch.dtype | None) -> str:
+def short(dtype: torch.dtype) -> str:
     """Write a type without its module: `float64`."""
     return str(dtype).removeprefix("torch.")
+
+
+def low_precision(kit: Kit) -> str | None:
+    """Name the dtype of parameters that accumulate in fewer bits than fp32."""
+    dtypes = {p.dtype for p in kit.model.module.parameters() if p.requires_grad}
+    return next((short(dtype) for dtype in LOW if dtype in dtypes), None)
 
 
 def diagnose(
@@ -77,11 +77,11 @@ def diagnose(
     """
     errors, culprits = case.errors(planned, expected), Culprits()
     kind: Kind = "tokens" if kit.normalizer == "micro_batches" else kit.normalizer
-    if low_precision(kit) is not None:
+    if (low := low_precision(kit)) is not None:
         reason = (
-            f"{short(low_precision(kit))} weights: their gradients lose bits as micro-batches "
-            f"accumulate (the plan in {short(case.dtype)}: {errors.largest:.0e}); keep fp32 "
-            "weights and use precision=bf16"
+            f"{low} weights: their gradients lose bits as micro-batches accumulate (the plan in "
+            f"{short(case.limit_dtype)}: {errors.largest:.0e}); keep fp32 weights and use "
+            "precision=bf16"
         )
         culprits.append(("parameters", reason))
     if kit.normalizer == "micro_batches" and not errors.is_exact:
@@ -105,7 +105,7 @@ def diagnose(
             name = type(kit.strategy).__name__
             reason = f"{name} makes of the pieces' gradients another than their sum, which is exact"
             return [*culprits, ("accum.gradient", reason)], False
-        named = _search_step(case, traces_whole=traces_whole) or [_unexplained(errors)]
+        named = _search_step(case, errors, traces_whole=traces_whole)
     return [*culprits, *(culprit for culprit in named if culprit not in culprits)], False
 
 
@@ -119,16 +119,12 @@ def _drawing(case: Case, found: Found, errors: Errors) -> Culprits:
     reasons = dict.fromkeys(found.quiet, quiet) | dict.fromkeys(found.loud, LOUD)
     outside = reasons.pop(OUTSIDE, None)
     culprits = describe(dict(case.module.named_modules()), reasons)
-    if outside is not None:
-        culprits.append((f"objective {type(case.kit.objective).__name__}", outside))
-    return culprits
+    return culprits + ([(case.objective_name, outside)] if outside else [])
 
 
 def _amplified(case: Case, errors: Errors) -> Culprits:
-    """Tell whether rounding alone moves the gradient as far as the cut does.
-
-    An error that has lost more than half of the digits of the limit is not asked.
-    """
+    """Tell whether rounding alone moves the gradient as far as the cut does."""
+    # An error that has lost more than half of the digits of the limit is not asked.
     if errors.largest > math.sqrt(EXACT[case.limit_dtype]):
         return []
     noise = case.rounding(torch.finfo(case.limit_dtype).eps)
@@ -145,8 +141,11 @@ def _amplified(case: Case, errors: Errors) -> Culprits:
     return [("rounding", reason)]
 
 
-def _search_step(case: Case, *, traces_whole: bool) -> Culprits:
-    """Take the step's own micro-batches apart: a few samples may be too few to show a coupling."""
+def _search_step(case: Case, errors: Errors, *, traces_whole: bool) -> Culprits:
+    """Take the step's own micro-batches apart: a few samples may be too few to show a coupling.
+
+    Where no module's result, loss sum or weight differs, the worst parameter is named.
+    """
     planned, positions = [m for m in case.batch.micro_batches if m.ids], case.positions
     culprits: Culprits = []
     with AllocationGuard():
@@ -159,15 +158,12 @@ def _search_step(case: Case, *, traces_whole: bool) -> Culprits:
             if not culprits and units:
                 parts = [case.load(part) for part in np.split(mine, units)]
                 culprits = find(case, micro_batch, {EITHER: parts}).all
-    return culprits
-
-
-def _unexplained(errors: Errors) -> tuple[str, str]:
-    """Say the finest that is true when no module's result, loss sum or weight differs."""
+    if culprits:
+        return culprits
     name, error = errors.worst[0]
     reason = (
         f"the gradient of {name} depends on the cut (error {error:.0e}), while what every module "
         "gives and every loss sum agree: look for a backward of its own, a hook on gradients, or "
         "state kept outside of buffers"
     )
-    return name.rpartition(".")[0] or name, reason
+    return [(name.rpartition(".")[0] or name, reason)]

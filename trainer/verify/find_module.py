@@ -16,9 +16,8 @@ from trainer.core.micro_batch import MicroBatch
 from trainer.core.out_of_memory import AllocationGuard, release_memory
 from trainer.objectives.base import Sums
 from trainer.objectives.model_loss import ModelLoss
-from trainer.verify.align import shares
 from trainer.verify.case import Case
-from trainer.verify.trace import OUTSIDE, Trace, compare, record, repeat
+from trainer.verify.trace import OUTSIDE, Trace, compare, record, repeat, shares
 
 Culprits = list[tuple[str, str]]
 """Names of modules, the objective, the data or a setting, each with the reason."""
@@ -26,14 +25,12 @@ Culprits = list[tuple[str, str]]
 NEIGHBOURS, PADDING = "the rest of its micro-batch", "its padding"
 """What a sample does not share when it is run in another micro-batch."""
 
-TOLERANCE = 1e-9
-"""Relative difference of two sums that is rounding."""
+# Relative differences of two sums that are rounding: in float64, in fewer bits, and of weights,
+# which may be sums of the data's own float32 numbers.
+TOLERANCE, SINGLE_TOLERANCE, WEIGHT_TOLERANCE = 1e-9, 1e-4, 1e-6
 
-SINGLE_TOLERANCE = 1e-4
-"""The same of sums in fewer bits than float64."""
-
-WEIGHT_TOLERANCE = 1e-6
-"""Relative; a weight may be a sum of the data's own float32 numbers."""
+MAX_PICKED = 4
+"""Samples that are run together and alone."""
 
 UNREPEATABLE = (
     "gives something else each time: it draws from a generator that no seed of the run governs, or "
@@ -61,9 +58,6 @@ CAUSES = {
     PADDING: ": mask the padding, or use a layer that looks only backwards, or samples of one "
     "length",
 }
-
-MAX_PICKED = 4
-"""Samples that are run together and alone."""
 
 Ways = Mapping[str, Sequence[MicroBatch]]
 """Ways to part a micro-batch into smaller ones, in order, by what these do not share with it."""
@@ -100,7 +94,7 @@ def examine(case: Case) -> Found:
         for module in training:  # what an attempt that ran out of memory switched off
             module.training = True
         with AllocationGuard():
-            whole, ways = pick(case, most)
+            whole, ways = _pick(case, most)
             quiet, loud = _silence(case, whole)
             return find(case, whole, ways, excused=loud)._replace(quiet=quiet, loud=loud)
         release_memory()
@@ -110,8 +104,7 @@ def examine(case: Case) -> Found:
 def _silence(case: Case, micro_batch: MicroBatch) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Switch off the modules that draw random numbers; give those that stop, and the others.
 
-    Only they leave training mode, and none of their children: what else the mode changes, such as
-    BatchNorm, stays as it is in training.
+    Only they leave training mode, not their children: BatchNorm, say, stays as it is in training.
     """
     modules = dict(case.module.named_modules())
     found: dict[str, None] = {}
@@ -126,7 +119,7 @@ def _silence(case: Case, micro_batch: MicroBatch) -> tuple[tuple[str, ...], tupl
                 modules[name].training = False
 
 
-def pick(case: Case, most: int = MAX_PICKED) -> tuple[MicroBatch, Ways]:
+def _pick(case: Case, most: int) -> tuple[MicroBatch, Ways]:
     """Load a few samples, or groups that stay together, of different length together and apart."""
     units = case.units()
     lengths = np.array([case.batch.plan.lengths[unit].max() for unit in units])
@@ -158,8 +151,10 @@ def find(case: Case, whole: MicroBatch, ways: Ways, *, excused: Collection[str] 
     added = _added_faults(case, trace, parts) if sums else []
     faults: Culprits = []
     if case.kit.objective.scope == "sample":
-        faults = [] if case.kit.normalizer == "samples" else _weight_faults(case, trace, parts)
-        faults += [] if data or added else _sum_faults(case, trace, sums)
+        if case.kit.normalizer != "samples":
+            faults += _weight_faults(case, trace, parts)
+        if not (data or added):
+            faults += _sum_faults(case, trace, sums)
     return Found([*added, *describe(modules, charged), *data], faults)
 
 
@@ -174,17 +169,17 @@ def _compare_ways(
     for changes, parts in ways.items():
         places = shares(trace.micro_batch, parts, packed=case.batch.plan.packed)
         passes = [compare(case, trace, m, share) for m, share in zip(parts, places, strict=True)]
+        reason = f"gives a sample another output when {changes} changes{CAUSES.get(changes, '')}"
         for found in passes:
             for name in found.blamed:
-                reason = f"gives a sample another output when {changes} changes"
-                reasons.setdefault(name, reason + CAUSES.get(changes, ""))
+                reasons.setdefault(name, reason)
             fields.update(found.fields)
             failures |= dict([found.failure] if found.failure else [])
         complete = [found.sums for found in passes if found.sums is not None]
         if len(complete) == len(passes):
             sums[changes] = complete
-    for name, reason in failures.items():
-        reasons.setdefault(name, reason)
+    for name, failure in failures.items():
+        reasons.setdefault(name, failure)
     return fields, sums
 
 
@@ -196,9 +191,10 @@ def describe(modules: Mapping[str, nn.Module], reasons: Mapping[str, str]) -> Cu
         groups.setdefault((re.sub(r"\d+", "*", name), kind, reason), []).append(name)
     lines = []
     for (pattern, kind, reason), names in groups.items():
-        many = f"{len(names)} x " if len(names) > 1 else ""
-        name = (names[0] if len(names) == 1 else pattern) or f"{kind} (in its own forward)"
-        lines.append((name, f"{many}{kind} {reason}"))
+        if len(names) > 1:
+            lines.append((pattern, f"{len(names)} x {kind} {reason}"))
+        else:
+            lines.append((names[0] or f"{kind} (in its own forward)", f"{kind} {reason}"))
     return lines
 
 
@@ -207,7 +203,7 @@ def _sum_faults(case: Case, trace: Trace, sums: Mapping[str, Sequence[Sums]]) ->
 
     A loss that is no sum can be exact for one cut: a mean over micro-batches of one size, say.
     """
-    objective, faults = case.kit.objective, Culprits()
+    faults = Culprits()
     for term, loss in trace.sums.losses.items():
         # A group without a loss term may leave it out.
         apart = {way: [float(s.losses.get(term, 0.0)) for s in sums[way]] for way in sums}
@@ -215,28 +211,26 @@ def _sum_faults(case: Case, trace: Trace, sums: Mapping[str, Sequence[Sums]]) ->
         if not wrong:
             continue
         last = apart[wrong[-1]]
+        reason = (
+            f"`{term}` is no sum: {len(trace.micro_batch.ids)} samples together give "
+            f"{float(loss):.6g}, in {len(last)} groups they add up to {sum(last):.6g}; it divides "
+            f"by a count of its own, or couples samples; {_remedy(case)}"
+        )
         if wrong[0] == PADDING and len(sums) > 1:
             reason = (
                 f"`{term}` changes with padding: {sum(last):.6g} without, {float(loss):.6g} with "
                 "it; mask padded positions in the loss, or use samples of one length"
             )
-        else:
-            reason = (
-                f"`{term}` is no sum: {len(trace.micro_batch.ids)} samples together give "
-                f"{float(loss):.6g}, in {len(last)} groups they add up to {sum(last):.6g}; it "
-                "divides by a count of its own, or couples samples; "
-                f"{_remedy(case)}"
-            )
-        faults.append((f"objective {type(objective).__name__}", reason))
+        faults.append((case.objective_name, reason))
     return faults
 
 
 def _weight_faults(case: Case, trace: Trace, parts: Sequence[MicroBatch]) -> Culprits:
     """Name every weight of a loss that is no count over samples."""
-    whole, name = trace.micro_batch, f"objective {type(case.kit.objective).__name__}"
+    whole = trace.micro_batch
     return [
         (
-            name,
+            case.objective_name,
             f"the weight of `{term}` does not add up: {len(whole.ids)} samples together weigh "
             f"{weight:g}, in {len(parts)} groups {sum(m.weights[term] for m in parts):g}; "
             "`weights` must count what `sums` adds up, or the loss is not divided by it",
@@ -248,47 +242,42 @@ def _weight_faults(case: Case, trace: Trace, parts: Sequence[MicroBatch]) -> Cul
 
 
 def _added_faults(case: Case, trace: Trace, parts: Sequence[MicroBatch]) -> Culprits:
-    """Name the losses beside `.loss` in a model's output that its loss depends on and are no sums.
-
-    A router's load balance is a statistic of a micro-batch.
-    """
-    added, faults, kind = _added(trace), Culprits(), type(case.module).__name__
+    """Name the losses that a model adds to its own, such as a router's, and that are no sums."""
+    added, kind = _added(trace), type(case.module).__name__
     traces = [_added(record(case, part)) for part in parts] if added else []
-    for name, value in added.items():
-        apart = [float(each.get(name, math.nan)) for each in traces]
-        if not _adds_up(value, apart):
-            reason = (
-                f"`{name}`, which {kind} adds to its loss, is no sum over samples but a "
-                f"statistic of the micro-batch, as a router's load balance is: together it is "
-                f"{float(value):.6g}, in {len(parts)} groups {sum(apart):.6g} in all; switch it "
-                "off in the model's config (output_router_logits=False, or a coefficient of 0), "
-                "or use one micro-batch per step"
-            )
-            faults.append((f"{kind}.{name}", reason))
-    return faults
+    apart = {name: [float(each.get(name, math.nan)) for each in traces] for name in added}
+    return [
+        (
+            f"{kind}.{name}",
+            f"`{name}`, which {kind} adds to its loss, is no sum over samples but a statistic of "
+            f"the micro-batch, as a router's load balance is: together it is {float(value):.6g}, "
+            f"in {len(parts)} groups {sum(apart[name]):.6g} in all; switch it off in the model's "
+            "config (output_router_logits=False, or a coefficient of 0), or use one micro-batch "
+            "per step",
+        )
+        for name, value in added.items()
+        if not _adds_up(value, apart[name])
+    ]
 
 
 def _added(trace: Trace) -> Mapping[str, Tensor]:
-    """List the losses beside its own that the first call of the model itself gave, by name."""
+    """List the losses beside `.loss` that the model's first call gave and its loss depends on."""
     found: dict[str, Tensor] = {}
-    if ("", 0) not in trace.calls:
-        return found
-    outputs = trace.calls["", 0].outputs
-    for path, gradient in outputs.gradients.items():
-        name = path.rpartition(".")[2]
-        if gradient is None or gradient.dim() or not float(gradient):
-            continue
-        if name.endswith("loss") and name != "loss":
-            found[name] = outputs.values[path]
+    if ("", 0) in trace.calls:
+        outputs = trace.calls["", 0].outputs
+        for path, gradient in outputs.gradients.items():
+            name = path.rpartition(".")[2]
+            is_loss = name.endswith("loss") and name != "loss"
+            if is_loss and gradient is not None and not gradient.dim() and float(gradient):
+                found[name] = outputs.values[path]
     return found
 
 
 def _adds_up(
-    together: Tensor | float, apart: Sequence[float], tolerance: float | None = None
+    together: Tensor | float, apart: Sequence[float], tolerance: float = SINGLE_TOLERANCE
 ) -> bool:
-    if tolerance is None:
-        is_double = isinstance(together, Tensor) and together.dtype == torch.float64
-        tolerance = TOLERANCE if is_double else SINGLE_TOLERANCE
+    if isinstance(together, Tensor) and together.dtype == torch.float64:
+        tolerance = TOLERANCE
     together, summed = float(together), sum(apart)
     if not math.isfinite(together) and not math.isfinite(summed):
         return True
@@ -301,8 +290,7 @@ def _remedy(case: Case) -> str:
     objective = case.kit.objective
     if not isinstance(objective, ModelLoss):
         return "let `sums` add up over samples, and `weights` count what it adds up"
-    flipped = f"objective.causal={str(not objective.causal).lower()}"
-    typed = f"{flipped} or objective.reduction=sum"
+    typed = f"objective.causal={str(not objective.causal).lower()} or objective.reduction=sum"
     if objective.reduction == "sum":
         typed = "objective.reduction=mean where the model drops num_items_in_batch"
     return f"try {typed}, or take an objective that sums, such as next_token or classify"

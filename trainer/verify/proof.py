@@ -19,16 +19,14 @@ from trainer.objectives.model_loss import ModelLoss
 from trainer.report.records import Verdict, VerifyReport
 from trainer.training.batches import Feed, PlannedBatch
 from trainer.training.kit import Kit
-from trainer.verify.case import Case, copied
+from trainer.verify.case import Case, copied, hooked
 from trainer.verify.comparison import Errors, Gradient
 from trainer.verify.diagnose import HOOKED, LOW, SHARED, UNPROVEN, diagnose, low_precision, short
 from trainer.verify.find_module import Culprits, Found, examine
-from trainer.verify.hooks import hooked
 from trainer.verify.trace import OUTSIDE
 
 MAX_WORST = 10
 ERROR_CHARACTERS = 120
-UNCHECKED = "the loss sums were not checked on their own: not two samples fit"
 
 
 def verify(kit: Kit, batch: PlannedBatch, feed: Feed, *, whole_fits: bool) -> VerifyReport:
@@ -67,7 +65,7 @@ def _verify(kit: Kit, batch: PlannedBatch, feed: Feed, *, whole_fits: bool) -> V
     if low is not None:
         as_is = replace(case, kit=copied(kit, None), dtype=None)
         errors = case.errors(as_is.planned(), expected)
-        why.append(f"the planned step in {short(low)}, as the weights are")
+        why.append(f"the planned step in {low}, as the weights are")
     elif is_one_piece and not errors.is_exact:
         whole_errors = whole.errors(planned, whole.one_piece())
     found = examine(case)
@@ -75,15 +73,16 @@ def _verify(kit: Kit, batch: PlannedBatch, feed: Feed, *, whole_fits: bool) -> V
         case, errors, why = whole, whole_errors, []
     culprits, is_without = found.sums, False
     if not errors.is_exact:
-        fits = whole_fits
-        culprits, is_without = diagnose(case, kit, found, planned, expected, traces_whole=fits)
+        culprits, is_without = diagnose(
+            case, kit, found, planned, expected, traces_whole=whole_fits
+        )
     notes += [*why, *_asides(case, errors, found, culprits)]
     culprits = [*culprits, *unproven]
     return VerifyReport(
         verdict=_verdict(errors, culprits, is_without=is_without and not unproven),
         max_relative_error=errors.largest,
         reference=case.reference,
-        dtype=short(case.dtype),
+        dtype=short(case.limit_dtype),
         worst=tuple(errors.worst[:MAX_WORST]),
         culprits=tuple(culprits),
         num_parameters=len(errors.by_name),
@@ -105,10 +104,7 @@ def _verdict(errors: Errors, culprits: Culprits, *, is_without: bool) -> Verdict
 
 
 def _plan(kit: Kit, batch: PlannedBatch, feed: Feed) -> tuple[Case, Gradient, list[str]]:
-    """Compute the planned gradient in float64, or in float32 where the model fixes its precision.
-
-    Also give what a reader of the verdict must know.
-    """
+    """Compute the planned gradient in float64, or float32 where the model fixes that; add notes."""
     notes = list[str]()
     for dtype in (torch.float64, torch.float32):
         try:
@@ -124,9 +120,9 @@ def _plan(kit: Kit, batch: PlannedBatch, feed: Feed) -> tuple[Case, Gradient, li
                 f"the model does not run in float64 ({_text(error)}), so this proves what float32 "
                 "can: no error beyond the model's own rounding, which was measured"
             )
-    low = [short(cast) for cast in LOW if cast in case.undone]
+    low = ", ".join(short(cast) for cast in LOW if cast in case.undone)
     if low and low_precision(kit) is None:
-        notes.append(f"casts to {', '.join(low)} by hand in the model are undone in float64")
+        notes.append(f"casts to {low} by hand in the model are undone in float64")
     asked, used = batch.plan.num_micro_batches, case.batch.plan.num_micro_batches
     if used != asked:
         notes.append(
@@ -142,7 +138,7 @@ def _fit(case: Case) -> tuple[Case, Gradient]:
     Raises:
         DoesNotFitError: it cannot be cut finer and stay the same step.
     """
-    dtype = short(case.dtype)
+    dtype = short(case.limit_dtype)
     while True:
         with AllocationGuard():
             return case, case.planned()
@@ -151,12 +147,11 @@ def _fit(case: Case) -> tuple[Case, Gradient]:
         is_mean = case.kit.normalizer == "micro_batches"  # which changes with the cut
         cut = None if is_mean else feed.cut.smaller(batch.plan)
         if cut is None:
-            sample, length = batch.largest_sample()
-            what = f"sample {sample} of {length} tokens does not fit into memory in {dtype}, even "
-            what += "alone: lower data.max_length, or verify a smaller model of its kind"
+            (sample, length), no = batch.largest_sample(), f"does not fit into memory in {dtype}"
+            what = f"sample {sample} of {length} tokens {no}, even alone: lower data.max_length"
             if is_mean:
-                what = f"a micro-batch does not fit into memory in {dtype}, and a mean of means "
-                what += "changes with the cut: lower accum.micro"
+                what = f"a micro-batch {no}, and a mean of means changes with the cut: lower "
+                what += "accum.micro"
             raise DoesNotFitError(f"train verify: {what}")
         feed.use(cut)
         case = replace(case, batch=replace(batch, plan=cut.cut(batch.plan.lengths, feed.layout)))
@@ -191,7 +186,7 @@ def _refer(case: Case, *, whole_first: bool) -> tuple[Case, Gradient]:
         )
     raise DoesNotFitError(
         "train verify: no group of samples fits into memory in "
-        f"{short(case.dtype)}: lower data.max_length"
+        f"{short(case.limit_dtype)}: lower data.max_length"
     )
 
 
@@ -214,12 +209,14 @@ def _why(case: Case, *, is_one_piece: bool, whole_fits: bool) -> list[str]:
     if is_one_piece:
         return ["the plan is the whole batch in one piece; compared with less, which proves more"]
     fault = "ran out of memory" if whole_fits else "is not sure to fit into memory"
-    return [f"the whole batch in one piece {fault} in {short(case.dtype)}"]
+    return [f"the whole batch in one piece {fault} in {short(case.limit_dtype)}"]
 
 
 def _asides(case: Case, errors: Errors, found: Found, culprits: Culprits) -> list[str]:
     """Say what the verdict leaves open, and what this batch could not show."""
-    notes = [] if found.was_checked else [UNCHECKED]
+    notes = list[str]()
+    if not found.was_checked:
+        notes.append("the loss sums were not checked on their own: not two samples fit")
     if errors.is_exact and (found.quiet or found.loud):
         names = {OUTSIDE: "the objective", "": "the model itself"}
         drawn = first_of([names.get(name, name) for name in (*found.quiet, *found.loud)])
@@ -249,11 +246,11 @@ def _asides(case: Case, errors: Errors, found: Found, culprits: Culprits) -> lis
 
 def _hides_shift(case: Case) -> bool:
     objective, micro_batches = case.kit.objective, case.batch.micro_batches
+    if type(objective).__module__.startswith("trainer.") and not isinstance(objective, ModelLoss):
+        return False
     fields = [m.fields["labels"] for m in micro_batches if "labels" in m.fields]
     rows = [labels for labels in fields if labels.dim() > 1]
-    is_ours = type(objective).__module__.startswith("trainer.")
-    may_shift = isinstance(objective, ModelLoss) or not is_ours
-    return bool(rows) and may_shift and all((row[:, 0] == IGNORED).all() for row in rows)
+    return bool(rows) and all((row[:, 0] == IGNORED).all() for row in rows)
 
 
 def _text(error: Exception) -> str:

@@ -7,11 +7,13 @@ first, and no type of module needs to be known.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -22,7 +24,6 @@ from trainer.accumulate.base import seed_draws, sum_of
 from trainer.core.micro_batch import MicroBatch
 from trainer.core.out_of_memory import is_out_of_memory
 from trainer.objectives.base import Sums, sums_of
-from trainer.verify.align import Share, align, close, tensors_of
 from trainer.verify.case import Case
 
 OUTSIDE = "\x00outside"
@@ -31,10 +32,96 @@ OUTSIDE = "\x00outside"
 MAX_CHARACTERS = 190
 """Of what a model raised."""
 
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+"""Relative difference of activations that is rounding; coupling shows at 1e-3 and more."""
+
+LOW_TOLERANCE = 1e-2
+
 CallKey = tuple[str, int]
 """A module and how often it was called before."""
 
 Tensors = dict[str, Tensor]
+
+
+class Share(NamedTuple):
+    """Where the samples of a smaller micro-batch lie within a larger one.
+
+    Counted in samples, or under packing in tokens: the first, how many, and of how many; then the
+    positions per sample of the smaller one, and of the larger one.
+    """
+
+    start: int
+    size: int
+    total: int
+    length: int = 0
+    total_length: int = 0
+
+
+def shares(whole: MicroBatch, parts: Sequence[MicroBatch], *, packed: bool) -> list[Share]:
+    """Place micro-batches that hold, in order, the samples of a larger one."""
+    sizes = [m.num_positions if packed else len(m.ids) for m in parts]
+    total, positions = sum(sizes), whole.num_positions
+    return [
+        Share(sum(sizes[:i]), size, total, part.num_positions // max(1, size), positions // total)
+        for i, (size, part) in enumerate(zip(sizes, parts, strict=True))
+    ]
+
+
+def align(whole: Tensor, part: Tensor, share: Share) -> tuple[Tensor, Tensor] | None:
+    """View the same samples and positions in both; None where it cannot be known which they are.
+
+    Dimensions that differ otherwise, such as time, are cut to what both have, from the front:
+    padding is on the right.
+    """
+    start, size, total, length, total_length = share
+    if whole.dim() != part.dim() or not whole.dim():
+        return None
+    for dim in range(whole.dim()):
+        if (whole.shape[dim], part.shape[dim]) == (total, size):
+            return _crop(whole.narrow(dim, start, size), part)
+    # (samples * positions, ...): modules that work on single tokens flatten so.
+    if (whole.shape[0], part.shape[0]) != (total * total_length, size * length) or not size:
+        return None
+    rows = whole.view(total, total_length, *whole.shape[1:])
+    return _crop(rows.narrow(0, start, size), part.view(size, length, *part.shape[1:]))
+
+
+def _crop(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    common = tuple(slice(min(sizes)) for sizes in zip(first.shape, second.shape, strict=True))
+    return first[common], second[common]
+
+
+def close(first: Tensor, second: Tensor, relevant: Tensor | None = None) -> bool:
+    """Whether two tensors of one shape differ by rounding, relative to the second's largest value.
+
+    Only floating-point numbers may be rounded. Elements that are not relevant do not count.
+    """
+    if relevant is not None:
+        first, second = first[relevant], second[relevant]
+    if not second.is_floating_point() or first.dtype != second.dtype:
+        return bool((first == second).all())
+    finite = second[torch.isfinite(second)]
+    scale = float(finite.abs().max()) if finite.numel() else 0.0
+    limit = TOLERANCE.get(second.dtype, LOW_TOLERANCE) * scale
+    return torch.allclose(first, second, rtol=0.0, atol=limit, equal_nan=True)
+
+
+def tensors_of(value: Any, path: str = "") -> Tensors:  # noqa: ANN401 - module arguments
+    """List the tensors that a module takes or gives, by where they stand."""
+    if isinstance(value, Tensor):
+        return {path: value}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type | Mapping):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, SimpleNamespace):
+        value = vars(value)
+    if isinstance(value, list | tuple):
+        value = dict(enumerate(value))
+    if not isinstance(value, Mapping):
+        return {}
+    found: Tensors = {}
+    for name, item in value.items():
+        found |= tensors_of(item, f"{path}.{name}")
+    return found
 
 
 class Seen(NamedTuple):
@@ -59,28 +146,23 @@ class Seen(NamedTuple):
             tensors[path].register_hook(partial(seen.gradients.__setitem__, path))  # type: ignore[no-untyped-call] # torch
         return seen
 
-    def relevant(self, path: str) -> Tensor | None:
-        """Tell which elements the loss depends on; None where that cannot be known."""
-        if path not in self.gradients:
-            return None
-        gradient = self.gradients[path]
-        return (
-            torch.zeros_like(self.values[path], dtype=torch.bool)
-            if gradient is None
-            else gradient != 0
-        )
-
     def wrong(
         self, found: Tensors, share: Share, *, judges_all: bool
-    ) -> Sequence[tuple[Tensor, Tensor]]:
-        """List what differs where the loss depends on it: as it should be, and as it is."""
+    ) -> list[tuple[Tensor, Tensor]]:
+        """List what differs where the loss depends on it: as it should be, and as it is.
+
+        Tensors without a gradient, of which that cannot be known, count where all are judged.
+        """
         wrong = []
         for path in self.values.keys() & found.keys():
-            relevant = self.relevant(path)
             pair = align(self.values[path], found[path], share)
-            if pair is None or (relevant is None and not judges_all):
+            if pair is None or not (judges_all or path in self.gradients):
                 continue
-            mask = None if relevant is None else align(relevant, found[path], share)
+            mask = None
+            if path in self.gradients:
+                gradient = self.gradients[path]
+                gradient = torch.zeros_like(self.values[path]) if gradient is None else gradient
+                mask = align(gradient != 0, found[path], share)
             if not close(pair[1], pair[0], None if mask is None else mask[0]):
                 wrong.append(pair)
         return wrong
@@ -120,12 +202,12 @@ class Difference(NamedTuple):
 
 
 def record(case: Case, micro_batch: MicroBatch) -> Trace:
-    """Run one micro-batch forward and backward, and keep what every module took and gave."""
+    """Run one micro-batch forward and backward, and record what every module took and gave."""
     recorder = _CallRecorder()
     with case.running() as run, torch.enable_grad():
         for parameter in run.module.parameters():
             parameter.requires_grad_(parameter.requires_grad or parameter.is_floating_point())
-        with _watching(run.module, recorder.enter, recorder.leave):
+        with _watching(run.module, recorder):
             # As the forward will, so that what the objective draws before it is seen.
             seed_draws(micro_batch.rng_key, run.kit.world.device)
             recorder.charge()
@@ -150,7 +232,7 @@ def compare(case: Case, trace: Trace, part: MicroBatch, share: Share) -> Differe
     ]
     with case.running() as run, torch.no_grad():
         try:
-            with _watching(run.module, comparer.enter, comparer.leave):
+            with _watching(run.module, comparer):
                 sums = _forward(run, part, whole.rng_key)
         except Exception as error:  # a model may raise anything on a group it was not made for
             if is_out_of_memory(error):
@@ -177,7 +259,7 @@ def repeat(case: Case, trace: Trace, other: MicroBatch) -> tuple[list[str], list
             _forward(run, other, other.rng_key)
         for _ in range(2):  # state may come back to where it was with every second pass
             comparer = _CallComparer(trace, share)
-            with _watching(run.module, comparer.enter, comparer.leave):
+            with _watching(run.module, comparer):
                 _forward(run, whole, whole.rng_key)
             stateful |= comparer.blamed
     return [name for name in stateful if name not in unrepeatable], unrepeatable
@@ -195,23 +277,19 @@ def _detached(sums: Sums) -> Sums:
 
 
 @contextmanager
-def _watching(
-    module: nn.Module,
-    enter: Callable[[CallKey, Tensors], None],
-    leave: Callable[[Tensors], None],
-) -> Iterator[None]:
-    """Call around every call of every module."""
+def _watching(module: nn.Module, watcher: _CallRecorder | _CallComparer) -> Iterator[None]:
+    """Let a watcher see every call of every module."""
     counts = Counter[str]()
 
     def before(name: str) -> Callable[..., None]:
         def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:  # noqa: ANN401
             counts[name] += 1
-            enter((name, counts[name] - 1), tensors_of([args, kwargs]))
+            watcher.enter((name, counts[name] - 1), tensors_of([args, kwargs]))
 
         return hook
 
     def after(_module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:  # noqa: ANN401
-        leave(tensors_of(output))
+        watcher.leave(tensors_of(output))
 
     handles = []
     for name, part in module.named_modules():
@@ -287,10 +365,8 @@ class _CallComparer:
         name, call = self.running.pop(), self._agreeing.pop()
         if call is None:
             return
-        wrong = call.outputs.wrong(given, self._share, judges_all=not call.is_traced)
-        if wrong:
+        for right, found in call.outputs.wrong(given, self._share, judges_all=not call.is_traced):
             self.blamed[name] = None
-        for right, found in wrong:
             # An expanded tensor cannot be written to; what follows then stays as it is.
             with suppress(RuntimeError):
                 found.copy_(right)

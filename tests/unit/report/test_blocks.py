@@ -206,7 +206,7 @@ def test_verify_names_the_culprits(monkeypatch):
         limit=1e-10,
         culprits=(("net.bn1", "BatchNorm"),),
     )
-    text = shown(verify_block(report), monkeypatch)
+    text = shown(verify_block(report), monkeypatch, 120)
     for part in ("not exact", "3.20e-02", "sample by sample, summed", "net.bn1"):
         assert part in text
     assert report.to_json()["culprits"] == [{"module": "net.bn1", "reason": "BatchNorm"}]
