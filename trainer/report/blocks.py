@@ -84,10 +84,10 @@ def plan_block(plan: Record, file: Path | None = None) -> RenderableType:
         ("parallel", plan["parallel_why"]),
         ("sync", sync if plan["world_size"] > 1 else "one rank, which sends nothing"),
     ]
-    tables = [_heading("cadences"), _grid(_cadences(plan))]
-    tables += [_heading("micro-batches of step 1"), _shapes(plan, file)]
+    tables = [_section("cadences", _rows(_cadences(plan)))]
+    tables.append(_section("micro-batches of step 1", _shapes(plan, file)))
     if plan["candidates"]:
-        tables += [_heading("caps weighed"), _candidates(plan["candidates"], noun_of(plan))]
+        tables.append(_section("caps weighed", _candidates(plan["candidates"], noun_of(plan))))
     return Group(_title("plan"), _grid(rows), *tables, _warnings(plan["warnings"]))
 
 
@@ -113,12 +113,12 @@ def verify_block(report: VerifyReport) -> RenderableType:
         culprits = _table("culprit", "why the step depends on the cut, and what to change")
         for name, reason in report.culprits:
             culprits.add_row(Text(name, "bold red"), reason)
-        blocks += [_heading("culprits"), _indented(culprits)]
+        blocks.append(_section("culprits", culprits))
     if report.worst and report.verdict != "exact_without_dropout":
         worst = _table("parameter", ">error")
         for name, error in report.worst[:MAX_WORST]:
             worst.add_row(name, f"{error:.2e}")
-        blocks += [_heading("worst parameters"), _indented(worst)]
+        blocks.append(_section("worst parameters", worst))
     return Group(*blocks)
 
 
@@ -128,17 +128,18 @@ def end_block(end: RunEnd) -> RenderableType:
     blocks: list[RenderableType] = [_title("done"), _outcome(end)]
     if result["eval_loss"] is not None:
         unit = f", {end.unit}" if end.unit else ""
-        blocks += [_heading(f"held-out loss{unit}"), _indented(_losses(result))]
+        blocks.append(_section(f"held-out loss{unit}", _losses(result)))
     if result["time"] is not None:
-        blocks += [_heading("where the time of a step went"), _times(result["time"])]
-        blocks += [_indented(Text.assemble(("-> ", "bold yellow"), x)) for x in result["advice"]]
+        advice = [Text.assemble(("-> ", "bold yellow"), text) for text in result["advice"]]
+        spent = Group(_rows(_times(result["time"])), *advice)
+        blocks.append(_section("where the time of a step went", spent))
     shown = Text(printable((end.sample or "")[:SAMPLE_CHARACTERS]), "green")
     if is_noise(result["eval_loss"], result["baselines"]):
         why = "not shown: counting bytes alone predicts better, the model needs more training"
         shown = Text(why, "dim")
     if shown:
-        blocks += [_heading("a generated sample"), _indented(shown)]
-    return Group(*blocks, _heading("look further"))
+        blocks.append(_section("a generated sample", shown))
+    return Group(*blocks, _section("look further"))
 
 
 def noun_of(plan: Record) -> Noun:
@@ -241,7 +242,7 @@ def _tail(plan: Record) -> str:
         last = "the last samples of an epoch, where they are too few"
     elif not count:
         return f"{tail}: every epoch ends with a whole global batch"
-    end = "left out" if tail == "drop" else "make a step with a normaliser of its own"
+    end = "left out" if tail == "drop" else "in a step with a normaliser of its own"
     return f"{tail}: {last}, {end}"
 
 
@@ -270,7 +271,7 @@ def _shapes(plan: Record, file: Path | None) -> RenderableType:
     left = len(groups) - MAX_SHAPE_ROWS
     place = "plan.json" if file is None else shown_path(file)
     more = [Text(f"and {number(left)} more; all are in {place}", "dim")] if left > 0 else []
-    return _indented(Group(table, *more))
+    return Group(table, *more)
 
 
 def _candidates(candidates: Sequence[Record], noun: Noun) -> RenderableType:
@@ -282,7 +283,7 @@ def _candidates(candidates: Sequence[Record], noun: Noun) -> RenderableType:
         counts = number(row["max_tokens"]), number(row["micro_batches"]), percent(row["padding"])
         costs = size(row["predicted_bytes"]), duration(row["predicted_seconds"])
         table.add_row(*counts, *costs, " ".join(notes), style=style)
-    return _indented(table)
+    return table
 
 
 def _outcome(end: RunEnd) -> RenderableType:
@@ -315,7 +316,7 @@ def _losses(result: Record) -> Table:
     return table
 
 
-def _times(time: Record) -> RenderableType:
+def _times(time: Record) -> list[Row]:
     """Set every part of the mean step beside its share; a part that took nothing is left out."""
     parts = {name: seconds for name, seconds in time["seconds"].items() if seconds > 0}
     rows: list[Row] = [
@@ -326,27 +327,28 @@ def _times(time: Record) -> RenderableType:
         in_flight = duration(time["in_flight_seconds"])
         hidden = f"of {in_flight} on the network hidden by other work: {time['overlap']}"
         rows.append(("overlap", f"{percent(time['hidden_share']):>6}  {hidden}"))
-    return _grid(rows)
+    return rows
 
 
 def _warnings(warnings: Sequence[str]) -> RenderableType:
     lines = [Text.assemble(("warning: ", "bold yellow"), text) for text in warnings]
-    return Padding(Group(*lines), (1, 0, 0, 2)) if lines else Group()
+    return Padding(Group(*lines), (1, 0, 0, 2), expand=False) if lines else Group()
 
 
 def _title(text: str) -> RenderableType:
     return Rule(Text(text.strip(), "bold"), align="left", style="cyan", characters="─")
 
 
-def _heading(text: str) -> RenderableType:
-    return Padding(Text(text, "bold"), (1, 0, 0, 2), expand=False)
-
-
-def _indented(block: RenderableType) -> RenderableType:
-    return Padding(block, (0, 0, 0, 2), expand=False)
+def _section(heading: str, *blocks: RenderableType) -> RenderableType:
+    """Set blocks below a heading."""
+    return Padding(Group(Text(heading, "bold"), *blocks), (1, 0, 0, 2), expand=False)
 
 
 def _grid(rows: Iterable[Row]) -> RenderableType:
+    return Padding(_rows(rows), (0, 0, 0, 2), expand=False)
+
+
+def _rows(rows: Iterable[Row]) -> Table:
     """Lay out labels and texts; a row without text is left out."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(width=LABEL_WIDTH, style="cyan", no_wrap=True)
@@ -354,7 +356,7 @@ def _grid(rows: Iterable[Row]) -> RenderableType:
     for label, text in rows:
         if text is not None:
             grid.add_row(label, Text(text) if isinstance(text, str) else text)
-    return _indented(grid)
+    return grid
 
 
 def _table(*columns: str) -> Table:

@@ -25,8 +25,7 @@ from trainer.report.records import Noun
 
 LOG_FILE = "train.log"
 LOG_WIDTH = 100
-BRIEF = "TRAIN_BRIEF"
-"""Environment variable: 1 leaves to train.log what a run would print, as in a sweep."""
+BRIEF = "TRAIN_BRIEF"  # in the environment: 1 leaves to train.log what a run would print
 
 _AS_IT_IS: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False}
 

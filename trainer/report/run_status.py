@@ -25,12 +25,8 @@ from trainer.core.errors import (
 from trainer.core.format import shown_path
 from trainer.report import journal
 
-STAGED = f"{durable.UNFINISHED}records"
-"""Folder in a run folder with what its config.yaml and .hydra are to become."""
-
-CONSENT_FILE = "consent.json"
-"""Signature of the user who made the run."""
-
+STAGED = f"{durable.UNFINISHED}records"  # holds what config.yaml and .hydra are to become
+CONSENT_FILE = "consent.json"  # the signature of the user who made the run
 _REFUSALS = (ConfigError, DataError, NoCheckpointError)
 
 

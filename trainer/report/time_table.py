@@ -22,16 +22,14 @@ PARTS = ("data", "compute", "sync", "optimizer", "waiting", "rest")
 TOO_MUCH = 0.1  # share of a step beyond which a part is worth a line
 LEAST_S = 0.5  # of a whole run; nobody changes a setting for less
 
-NEVER = {"seconds": 0.0, "times": 0, "least": 0.0}
-"""What a phase took that was never entered."""
+NEVER = {"seconds": 0.0, "times": 0, "least": 0.0}  # of a phase that was never entered
 
 Split = dict[str, float]
 """Seconds of one rank's mean step: by `PARTS`, and `late` (waiting for the data of others),
 `in_flight` (a collective of parameters or gradients travelled), `unhidden` (and nothing else was
 done meanwhile)."""
 
-Line = tuple[float, str, str, str]
-"""Seconds of a step, the part, what it is, the setting."""
+Line = tuple[float, str, str, str]  # seconds of a step, the part, what it is, the setting
 
 
 def split(spendings: Sequence[Mapping[str, Any]]) -> list[Split]:

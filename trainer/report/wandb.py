@@ -55,10 +55,7 @@ class WandbMirror:
         config: what to show as the run's config.
         warn: called with one line when something does not work.
         labels: `project`, `entity`, `group`, `tags`, `name`; None leaves one to W&B.
-        run_id: of W&B's run, where the folder has lost its own.
-
-    Attributes:
-        run_id: of W&B's run; None where there is none.
+        run_id: of W&B's run, where the folder has lost its own; None on the mirror: there is none.
     """
 
     def __init__(

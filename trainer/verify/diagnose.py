@@ -37,18 +37,11 @@ SHARED = (
 )
 
 AMPLIFIED = "no cut is to blame and none can be cleared"
-
+# Words of the reasons by which a step is neither exact nor known to depend on its cut.
 UNPROVEN = (DRAWS, UNREPEATABLE, HOOKED, SHARED, AMPLIFIED)
-"""Words of the reasons by which a step is neither exact nor known to depend on its cut."""
 
-EITHER = "its micro-batch"
-"""What changes between planned micro-batches and the whole batch: neighbours and padding."""
-
-LOW = (torch.bfloat16, torch.float16)
-"""Precisions in which adding up micro-batches loses bits."""
-
-MAX_TRACED = 8
-"""Planned micro-batches that are taken apart when the whole batch cannot be traced."""
+LOW = (torch.bfloat16, torch.float16)  # in which adding up micro-batches loses bits
+MAX_TRACED = 8  # micro-batches that are taken apart when the whole batch cannot be traced
 
 
 def short(dtype: torch.dtype) -> str:
@@ -150,14 +143,14 @@ def _search_step(case: Case, errors: Errors, *, traces_whole: bool) -> Culprits:
     culprits: Culprits = []
     with AllocationGuard():
         if traces_whole and len(planned) > 1:
-            culprits = find(case, case.load(positions), {EITHER: planned}).all
+            culprits = find(case, case.load(positions), {"its micro-batch": planned}).all
     for micro_batch in planned[:MAX_TRACED]:
         mine, positions = np.split(positions, [len(micro_batch.ids)])
         with AllocationGuard():
             units = range(case.batch.plan.group_size, len(mine), case.batch.plan.group_size)
             if not culprits and units:
                 parts = [case.load(part) for part in np.split(mine, units)]
-                culprits = find(case, micro_batch, {EITHER: parts}).all
+                culprits = find(case, micro_batch, {"its micro-batch": parts}).all
     if culprits:
         return culprits
     name, error = errors.worst[0]

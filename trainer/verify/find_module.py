@@ -22,15 +22,14 @@ from trainer.verify.trace import OUTSIDE, Trace, compare, record, repeat, shares
 Culprits = list[tuple[str, str]]
 """Names of modules, the objective, the data or a setting, each with the reason."""
 
+# What a sample does not share when it is run in another micro-batch.
 NEIGHBOURS, PADDING = "the rest of its micro-batch", "its padding"
-"""What a sample does not share when it is run in another micro-batch."""
 
 # Relative differences of two sums that are rounding: in float64, in fewer bits, and of weights,
 # which may be sums of the data's own float32 numbers.
 TOLERANCE, SINGLE_TOLERANCE, WEIGHT_TOLERANCE = 1e-9, 1e-4, 1e-6
 
-MAX_PICKED = 4
-"""Samples that are run together and alone."""
+MAX_PICKED = 4  # samples that are run together and alone
 
 UNREPEATABLE = (
     "gives something else each time: it draws from a generator that no seed of the run governs, or "
@@ -59,12 +58,12 @@ CAUSES = {
     "length",
 }
 
+# Ways to part a micro-batch into smaller ones, in order, by what these do not share with it.
 Ways = Mapping[str, Sequence[MicroBatch]]
-"""Ways to part a micro-batch into smaller ones, in order, by what these do not share with it."""
 
 
 class Found(NamedTuple):
-    """What was found.
+    """What was found in a few samples.
 
     Attributes:
         modules: those that couple samples, heed padding, keep state or cannot be repeated; what

@@ -26,35 +26,28 @@ from trainer.core.out_of_memory import is_out_of_memory
 from trainer.objectives.base import Sums, sums_of
 from trainer.verify.case import Case
 
-OUTSIDE = "\x00outside"
-"""Stands for code that runs in no module of the model: the objective's."""
-
-MAX_CHARACTERS = 190
-"""Of what a model raised."""
+OUTSIDE = "\x00outside"  # stands for code that runs in no module of the model: the objective's
+MAX_CHARACTERS = 190  # of what a model raised
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 """Relative difference of activations that is rounding; coupling shows at 1e-3 and more."""
-
 LOW_TOLERANCE = 1e-2
 
-CallKey = tuple[str, int]
-"""A module and how often it was called before."""
-
+CallKey = tuple[str, int]  # a module and how often it was called before
 Tensors = dict[str, Tensor]
 
 
 class Share(NamedTuple):
     """Where the samples of a smaller micro-batch lie within a larger one.
 
-    Counted in samples, or under packing in tokens: the first, how many, and of how many; then the
-    positions per sample of the smaller one, and of the larger one.
+    Counted in samples, or under packing in tokens: the first, how many, and of how many.
     """
 
     start: int
     size: int
     total: int
-    length: int = 0
-    total_length: int = 0
+    length: int = 0  # positions per sample of the smaller one
+    total_length: int = 0  # and of the larger one
 
 
 def shares(whole: MicroBatch, parts: Sequence[MicroBatch], *, packed: bool) -> list[Share]:
@@ -125,14 +118,10 @@ def tensors_of(value: Any, path: str = "") -> Tensors:  # noqa: ANN401 - module 
 
 
 class Seen(NamedTuple):
-    """Tensors on one side of a module call as they were, and where the loss depends on them.
-
-    Attributes:
-        gradients: of the loss, for tensors that have one; None where it does not depend on it.
-    """
+    """Tensors on one side of a module call as they were, and where the loss depends on them."""
 
     values: Tensors
-    gradients: dict[str, Tensor | None]
+    gradients: dict[str, Tensor | None]  # of the loss, of those that autograd follows
 
     @classmethod
     def of(cls, tensors: Tensors) -> Seen:
@@ -186,19 +175,12 @@ class Trace(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """One pass over some of the samples of a trace.
+    """One pass over some of the samples of a trace."""
 
-    Attributes:
-        blamed: modules whose inputs agree and outputs do not, in order.
-        fields: of the data that differ.
-        sums: what the objective gave once those were put right; None where the pass failed.
-        failure: the module that raised, and in words what.
-    """
-
-    blamed: list[str]
-    fields: list[str]
-    sums: Sums | None
-    failure: tuple[str, str] | None = None
+    blamed: list[str]  # modules whose inputs agree and outputs do not, in order
+    fields: list[str]  # of the data that differ
+    sums: Sums | None  # once those were put right; None where the pass failed
+    failure: tuple[str, str] | None = None  # the module that raised, and what
 
 
 def record(case: Case, micro_batch: MicroBatch) -> Trace:
@@ -220,10 +202,7 @@ def record(case: Case, micro_batch: MicroBatch) -> Trace:
 
 
 def compare(case: Case, trace: Trace, part: MicroBatch, share: Share) -> Difference:
-    """Run some of the samples of a trace as a micro-batch of their own, and compare.
-
-    What a model raises is part of the result, but for memory that runs out.
-    """
+    """Run some of the samples of a trace as a micro-batch of their own, and compare."""
     whole, comparer = trace.micro_batch, _CallComparer(trace, share)
     fields = [
         name
@@ -247,8 +226,8 @@ def compare(case: Case, trace: Trace, part: MicroBatch, share: Share) -> Differe
 def repeat(case: Case, trace: Trace, other: MicroBatch) -> tuple[list[str], list[str]]:
     """Run a traced micro-batch twice more, after another one, without putting the buffers back.
 
-    Gives the modules whose results differ although nothing was drawn anew: those whose state
-    moves, in buffers or outside of them, and those that no seed governs.
+    Gives the modules whose results differ although nothing was drawn anew: those whose state moves,
+    and those that no seed governs.
     """
     whole = trace.micro_batch
     share = Share(0, len(whole.ids), len(whole.ids))
@@ -332,12 +311,10 @@ class _CallRecorder:
         self._state = state
 
     def enter(self, key: CallKey, taken: Tensors) -> None:
-        """Begin a call."""
         self.charge()
         self._stack.append((key, Seen.of(taken), torch.is_grad_enabled()))
 
     def leave(self, given: Tensors) -> None:
-        """End a call."""
         self.charge()
         key, inputs, is_traced = self._stack.pop()
         self.calls[key] = Call(inputs, Seen.of(given), is_traced)
@@ -354,14 +331,12 @@ class _CallComparer:
         self._agreeing: list[Call | None] = []
 
     def enter(self, key: CallKey, taken: Tensors) -> None:
-        """Begin a call."""
         self.running.append(key[0])
         call = self._trace.calls.get(key)
         agrees = call is not None and not call.inputs.wrong(taken, self._share, judges_all=True)
         self._agreeing.append(call if agrees else None)
 
     def leave(self, given: Tensors) -> None:
-        """End a call."""
         name, call = self.running.pop(), self._agreeing.pop()
         if call is None:
             return
