@@ -29,7 +29,7 @@ from trainer.data import text
 from trainer.launch import watch
 from trainer.training import loop
 from trainer.training.checkpointing import Checkpointer
-from trainer.tune import known_memory
+from trainer.tune import tuner
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 AT_ONCE_S = 20.0
@@ -114,7 +114,7 @@ STAGES: Mapping[str, tuple[Any, str, int, tuple[str, ...], int | None]] = {
     "indexing a corpus": (text, "_document", signal.SIGTERM, ("data=text",), None),
     "measuring samples": (toys, "on_read", signal.SIGUSR1, (UNMEASURED, "+data.bad=0"), None),
     "bad samples": (toys, "on_read", signal.SIGUSR1, (UNMEASURED, "data.on_bad=skip"), None),
-    "predicting memory": (known_memory, "corner_shapes", signal.SIGTERM, TUNED, None),
+    "predicting memory": (tuner, "corner_shapes", signal.SIGTERM, TUNED, None),
     "tuning": (toys, "on_call", signal.SIGUSR1, TUNED, None),
     "loading": (toys, "on_read", signal.SIGTERM, (), 0),
     "the first step": (loop, "train_step", signal.SIGTERM, (), 1),

@@ -16,7 +16,7 @@ from trainer.data.loader import Request
 from trainer.objectives.base import Objective, sums_of, weights_of
 from trainer.objectives.model_loss import REDUCTIONS, ModelLoss
 from trainer.plan.cut import IntArray
-from trainer.tune.restored import restoring
+from trainer.tune.workload import restoring
 
 ROUNDING = {"fp32": 1e-4, "bf16": 0.02}
 """Relative; sums over different shapes differ by less, and a mean by a half."""

@@ -33,13 +33,11 @@ from trainer.tune.cache import TuningCache, describe
 from trainer.tune.layout import BOUNDARIES
 from trainer.tune.memory_limit import MemoryLimit
 from trainer.tune.predict import Predictor
-from trainer.tune.ragged import look
-from trainer.tune.restored import restoring
 from trainer.tune.speed import Clock, meter_for
 from trainer.tune.tensors import MemoryEstimate
 from trainer.tune.tuner import tune
 from trainer.tune.tuning import Question, Recompute, Tuning
-from trainer.tune.workload import Tiled, Workload
+from trainer.tune.workload import Tiled, Workload, look, restoring
 
 RECOMPUTE: Mapping[bool | str, Recompute] = {False: "never", True: "always", "auto": "auto"}
 

@@ -64,7 +64,7 @@ class Facts:
         self.tries_left = 0 if noise <= QUIET else max(0, self.tries_left - 1)
 
     def to_dict(self) -> dict[str, Any]:
-        """Give a mapping that JSON can hold; it writes infinity as null."""
+        """Give a mapping for JSON, which writes infinity as null."""
         return {
             **asdict(self),
             "peaks": [[*shape, asdict(peak)] for shape, peak in self.peaks.items()],
@@ -73,11 +73,7 @@ class Facts:
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> Self:
-        """Read what `to_dict` gave.
-
-        Raises:
-            LookupError, TypeError, ValueError: it is something else.
-        """
+        """Read what `to_dict` gave; of anything else a LookupError, TypeError or ValueError."""
         peaks = {Shape(n, length): MemoryEstimate(**peak) for n, length, peak in saved["peaks"]}
         seconds = {Shape(n, length): quickest for n, length, quickest in saved["seconds"]}
         noise = math.inf if saved["noise"] is None else saved["noise"]

@@ -29,9 +29,8 @@ from trainer.core.world import World
 from trainer.models.duplicate import duplicate
 from trainer.parallel.base import Parallel, Replicated
 from trainer.plan.memory import Shape
-from trainer.tune.restored import restoring
 from trainer.tune.tensors import MemoryEstimate, PeakBytes
-from trainer.tune.workload import LayOut, Workload, fullest_steps
+from trainer.tune.workload import LayOut, Workload, fullest_steps, restoring
 
 
 class CannotRunFake(Exception):  # noqa: N818 - an answer, not a fault: a real probe follows

@@ -28,15 +28,10 @@ def layout_for(
     compiled: bool,
     group_size: int = 1,
 ) -> Layout:
-    """Choose a layout for a run.
+    """Choose a layout for all training data, whose lengths are `(samples,)`; see `Layout`.
 
-    Args:
-        lengths: `(samples,)`, of all training data.
-        world_size: data-parallel ranks.
-        device_type: where it computes: `cuda` pads to a multiple of 8 tokens.
-        packed: documents are laid end to end.
-        compiled: bounds the padded lengths, the same for the whole run.
-        group_size: samples that no cut divides.
+    On `cuda` lengths are padded to a multiple of 8 tokens; a compiled model bounds the number of
+    padded lengths, the same for the whole run.
     """
     longest = int(lengths.max())
     # A sample without tokens counts as one, and is not padded to eight.
@@ -53,11 +48,6 @@ def layout_for(
         return plain
     padded = pad(lengths, Layout(pad_multiple=multiple, longest=longest))
     return replace(plain, shapes=ladder(padded, COMPILED_SHAPES, Cost()), max_shapes=None)
-
-
-def takes_boundaries(module: nn.Module) -> bool:
-    """Tell whether a model's `forward` names `cu_seqlens`."""
-    return BOUNDARIES in inspect.signature(module.forward).parameters
 
 
 def packs(
@@ -81,12 +71,13 @@ def packs(
         precision: of the forward.
 
     Raises:
-        ConfigError: packing was asked for, and something cannot be packed.
+        ConfigError: packing was asked for, and the model, data or objective cannot be packed.
     """
+    takes_boundaries = BOUNDARIES in inspect.signature(module.forward).parameters
     if asked == "auto":
         is_fast = device.type == "cuda" and precision == "bf16"
-        return is_fast and unfit is None and takes_boundaries(module)
-    if asked and not takes_boundaries(module):
+        return is_fast and unfit is None and takes_boundaries
+    if asked and not takes_boundaries:
         raise ConfigError(
             f"accum.packed=true: forward of {type(module).__name__} takes no {BOUNDARIES}, so "
             "documents laid end to end would see each other; use accum.packed=false"

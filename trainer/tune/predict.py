@@ -16,10 +16,9 @@ from trainer.parallel.base import Replicated
 from trainer.parallel.sync import Deferred
 from trainer.plan.memory import Shape
 from trainer.tune.fake import CannotRunFake, fake_copy, fake_micro_batch, predict_peak
-from trainer.tune.fit import fit_shapes, terms
-from trainer.tune.restored import restoring
+from trainer.tune.speed import fit_shapes, terms
 from trainer.tune.tensors import MemoryEstimate, PeakBytes
-from trainer.tune.workload import Workload, forward_bytes, fullest_steps, gradients
+from trainer.tune.workload import Workload, forward_bytes, fullest_steps, gradients, restoring
 
 COMPARED_TOKENS = 32  # longest sample of the micro-batch that is run both ways
 CLOSE = 0.05  # how far a fake forward's bytes may be from the real one's
@@ -73,14 +72,10 @@ def _compare(work: Workload, smallest: Shape, *, recompute: bool) -> None:
     if any(p.is_meta for p in work.model.parameters()):
         return
     # BatchNorm of single values needs two samples.
-    shape = Shape(min(2, smallest.num_samples), min(smallest.length, COMPARED_TOKENS))
-    real = 0
+    shape, real = Shape(min(2, smallest.num_samples), min(smallest.length, COMPARED_TOKENS)), 0
+    states = restoring(work.model, work.objective)
     # What fails here fails again, in full, in the step.
-    with (
-        suppress(Exception),
-        restoring(work.model, work.objective),
-        work.variant(recompute=recompute),
-    ):
+    with suppress(Exception), states, work.variant(recompute=recompute):
         real = forward_bytes(work, work.fields(*shape))
     if not real:
         return
@@ -125,10 +120,7 @@ def _activations(work: Workload, shape: Shape) -> float:
 
 
 def _resting(work: Workload) -> MemoryEstimate:
-    """Count what any shape needs; the optimizer runs fake even where the model does not.
-
-    An optimizer that needs values, too, runs on a copy of the model.
-    """
+    """Count what any shape needs; the optimizer runs fake even where the model does not."""
     peak = PeakBytes()
     try:
         with fake_copy(work) as (_, theirs, lay_out):
@@ -137,6 +129,7 @@ def _resting(work: Workload) -> MemoryEstimate:
             with peak:
                 fullest_steps(replace(theirs, sync=Deferred()), model, peak)
     except CannotRunFake:
+        # An optimizer that needs values, too, runs on a copy of the model.
         peak = PeakBytes()
         with work.filled():
             copy = duplicate(work.model)

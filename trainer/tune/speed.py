@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import combinations
 from statistics import median_high
 from typing import Self, final
 
@@ -22,9 +23,7 @@ import torch
 from trainer.core.out_of_memory import AllocationGuard
 from trainer.plan.cut import Cost, FloatArray, Plan
 from trainer.plan.memory import Shape
-from trainer.tune.fit import fit_shapes, terms
-from trainer.tune.restored import restoring
-from trainer.tune.workload import Workload
+from trainer.tune.workload import Workload, restoring
 
 Clock = Callable[[], float]
 Prepare = Callable[[Shape], Callable[[], None]]
@@ -36,8 +35,7 @@ ROUNDS = 12
 FEWEST = 3
 AGREED = 0.03  # how far the quickest timings of a shape may differ for it not to be timed again
 REPEATED_SHAPES = 3  # shapes that must have been repeated for a machine to count as quiet
-# Numbers of positions that must have been timed for sizes to be compared by time
-COMPARED_SIZES = 2
+COMPARED_SIZES = 2  # numbers of positions that must have been timed for sizes to be compared
 QUIET = 0.05  # noise above which other programs were in the way
 CONTENDER = 1.25  # a size whose time per token is this much above the best is not timed again
 # Time per token over the best, beyond which a larger size no longer lies on the fitted line
@@ -65,13 +63,17 @@ def time_budget(run_s: float, budget_s: float = MOST_BUDGET_S) -> float:
     return min(max(RUN_SHARE * run_s, LEAST_BUDGET_S), budget_s)
 
 
+def positions(shape: Shape) -> int:
+    """Computed positions of a micro-batch of this shape."""
+    return shape.num_samples * shape.length
+
+
 @final
 class Stopwatch:
     """Times tuning by `clock`, and shapes by `meter`; says whether tuning may go on."""
 
     def __init__(self, clock: Clock, meter: Clock) -> None:
-        self.clock = clock
-        self.meter = meter
+        self.clock, self.meter = clock, meter
         self.budget_s = MOST_BUDGET_S - LEAST_BUDGET_S  # the time to measure is left out at first
         self.was_short = False
         self._started = clock()
@@ -222,14 +224,12 @@ class _Series:
     def repeat(self, deadline: float) -> None:
         """Time shapes in turn until they agree or time is up."""
         for round_ in range(ROUNDS):
-            for shape in self.to_repeat(round_):
+            for shape in [*self.once] if round_ < FEWEST else self.undecided():
                 if self.clock() + self.took[shape] <= deadline:
                     self.repeated[shape].append(self.time(shape))
 
-    def to_repeat(self, round_: int) -> list[Shape]:
+    def undecided(self) -> list[Shape]:
         """Give the shapes whose timings do not agree yet and whose time matters to the choice."""
-        if round_ < FEWEST:
-            return [*self.once]
         quickest = {shape: min(seconds) for shape, seconds in self.repeated.items() if seconds}
         slowest = CONTENDER * min(self.rates(quickest), default=math.inf)
         return [
@@ -256,15 +256,8 @@ class _Series:
 
 def _gap(seconds: Sequence[float]) -> float:
     """Say how far the third-quickest timing lies above the quickest; infinite where few are."""
-    if len(seconds) < FEWEST:
-        return math.inf
     ascending = sorted(seconds)
-    return ascending[FEWEST - 1] / ascending[0] - 1.0
-
-
-def positions(shape: Shape) -> int:
-    """Computed positions of a micro-batch of this shape."""
-    return shape.num_samples * shape.length
+    return math.inf if len(seconds) < FEWEST else ascending[FEWEST - 1] / ascending[0] - 1.0
 
 
 @final
@@ -272,7 +265,7 @@ def positions(shape: Shape) -> int:
 class SpeedModel:
     """Time of any micro-batch: three fitted terms times what was seen at its size."""
 
-    coefficients: FloatArray  # time per term of `fit.terms`
+    coefficients: FloatArray  # time per term of `terms`
     sizes: FloatArray  # (timed,), positions of the timed shapes, ascending
     bends: FloatArray  # (timed,), measured over fitted time
 
@@ -295,19 +288,13 @@ class SpeedModel:
 
     def step_seconds(self, plan: Plan, *, lockstep: bool = False) -> float:
         """Estimate the time of one step; in lockstep ranks wait in every micro-batch."""
-        ranks = [
-            [self.seconds(_shape(plan, rank, slot)) for slot in range(len(slots))]
-            for rank, slots in enumerate(plan.ranks)
-        ]
+        ranks: list[list[float]] = [[] for _ in plan.ranks]
+        for rank, slot in plan.slots():
+            count = max(1, len(plan.ranks[rank][slot]))  # a packed row: of their mean length
+            ranks[rank].append(self.seconds(Shape(count, plan.positions(rank, slot) // count)))
         if lockstep:
             return float(sum(map(max, zip(*ranks, strict=True))))
         return max(map(sum, ranks))
-
-
-def _shape(plan: Plan, rank: int, slot: int) -> Shape:
-    """Give a micro-batch's shape; a packed row counts as samples of their mean length."""
-    num_samples = max(1, len(plan.ranks[rank][slot]))
-    return Shape(num_samples, plan.positions(rank, slot) // num_samples)
 
 
 def fit_speed(sizes: Mapping[Shape, float], others: Mapping[Shape, float]) -> SpeedModel:
@@ -336,3 +323,43 @@ def fit_speed(sizes: Mapping[Shape, float], others: Mapping[Shape, float]) -> Sp
         sizes=np.array([positions(shape) for shape in ascending], dtype=np.float64),
         bends=(np.array([sizes[shape] for shape in ascending]) + OVERHEAD_S) / fitted,
     )
+
+
+def terms(shape: Shape) -> tuple[float, float, float]:
+    """Give what time and memory of a micro-batch grow with: its positions, 1, attention's pairs.
+
+    Positions come first: one shape alone cannot tell terms apart, and no position comes for free.
+    """
+    return float(positions(shape)), 1.0, float(positions(shape)) * shape.length
+
+
+def fit_shapes(measured: Mapping[Shape, float]) -> FloatArray:
+    """Fit a coefficient of each term to what was measured at a few shapes."""
+    rows = np.array([terms(shape) for shape in measured])
+    return non_negative_fit(rows, np.array([*measured.values()], dtype=np.float64))
+
+
+def non_negative_fit(rows: FloatArray, values: FloatArray) -> FloatArray:
+    """Find the coefficients, none negative, with the least squared relative error.
+
+    Solved exactly: the best of the least-squares solutions over every subset of the columns
+    whose coefficients come out non-negative (Lawson and Hanson 1974, ch. 23, has the condition).
+    Of equally good ones that with fewer columns counts, then that with earlier ones. Meant for a
+    handful of columns: `rows` is `(observations, columns)`, not negative; `values` are positive.
+    """
+    relative, ones = rows / values[:, None], np.ones(len(values))
+    # Columns differ by many orders of magnitude; at scale one no small one drowns.
+    scale = np.maximum(np.abs(relative).max(axis=0), np.finfo(np.float64).tiny)
+    scaled = relative / scale
+    best, least = np.zeros(rows.shape[1]), float(len(values))
+    for size in range(1, rows.shape[1] + 1):
+        for subset in combinations(range(rows.shape[1]), size):
+            found = np.linalg.lstsq(scaled[:, subset], ones, rcond=None)[0]
+            error = float(np.square(scaled[:, subset] @ found - ones).sum())
+            # An equally good fit with fewer terms stays: two lengths cannot tell three apart.
+            if (found >= 0).all() and error < least - 1e-12:
+                least = error
+                best = np.zeros(rows.shape[1])
+                best[list(subset)] = found
+    coefficients: FloatArray = best / scale
+    return coefficients

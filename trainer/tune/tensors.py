@@ -21,26 +21,19 @@ class MemoryEstimate:
 
     Allocator rounding, fragmentation and the scratch space inside kernels are not tensors.
 
-    Attributes:
-        peak_bytes: the sum of all parts.
-        parameters: bytes of the weights.
-        gradients: bytes of accumulated gradients.
-        optimizer_state: bytes the optimizer keeps between steps.
-        activations: bytes of everything else: inputs, saved for backward, temporaries.
-        buffers: bytes of the model's buffers.
     """
 
-    peak_bytes: int
+    peak_bytes: int  # the sum of all parts
     parameters: int = 0
-    gradients: int = 0
-    optimizer_state: int = 0
-    activations: int = 0
+    gradients: int = 0  # accumulated
+    optimizer_state: int = 0  # between steps
+    activations: int = 0  # everything else: inputs, saved for backward, temporaries
     buffers: int = 0
 
     def plus(self, activations: int) -> MemoryEstimate:
         """Add bytes of activations."""
-        more = {"peak_bytes": self.peak_bytes, "activations": self.activations}
-        return replace(self, **{part: size + activations for part, size in more.items()})
+        peak = self.peak_bytes + activations
+        return replace(self, peak_bytes=peak, activations=self.activations + activations)
 
 
 @final
@@ -52,18 +45,16 @@ class PeakBytes(TorchDispatchMode):  # type: ignore[no-untyped-call] # untyped i
     tensors do not. About 5 us per operation.
 
     Args:
-        limit: bytes at which an allocation fails as a full device would; None never fails.
+        limit: bytes beyond which an allocation raises `torch.OutOfMemoryError`, as a full device
+            would; None never fails.
     """
 
     def __init__(self, limit: int | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # untyped in torch
         self.limit = limit
-        self._sizes: dict[int, int] = {}
-        self._parts: dict[int, str] = {}
-        self._totals: Counter[str] = Counter()
-        self._live = 0
-        self._peak = 0
-        self._at_peak: dict[str, int] = {}
+        self._sizes, self._parts = dict[int, int](), dict[int, str]()
+        self._totals, self._at_peak = Counter[str](), dict[str, int]()
+        self._live = self._peak = 0
 
     @property
     def estimate(self) -> MemoryEstimate:
@@ -75,11 +66,7 @@ class PeakBytes(TorchDispatchMode):  # type: ignore[no-untyped-call] # untyped i
         self._peak, self._at_peak = self._live, dict(self._totals)
 
     def assign(self, part: str, tensors: Iterable[Tensor]) -> None:
-        """Say which part of `MemoryEstimate` tensors belong to, counting those not seen before.
-
-        Raises:
-            torch.OutOfMemoryError: they exceed the limit.
-        """
+        """Say which part of `MemoryEstimate` tensors belong to, counting those not seen before."""
         for tensor in tensors:
             key = self._count(tensor)
             if key is not None:
@@ -96,11 +83,7 @@ class PeakBytes(TorchDispatchMode):  # type: ignore[no-untyped-call] # untyped i
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401 - whatever the operation gives
-        """Run one operation and count what it allocated.
-
-        Raises:
-            torch.OutOfMemoryError: it exceeds the limit.
-        """
+        """Run one operation and count what it allocated."""
         if any(hasattr(kind, "device_mesh") for kind in types):
             return NotImplemented  # a DTensor's operations come again, on what this rank holds
         result = func(*args, **(kwargs or {}))

@@ -1,20 +1,28 @@
-"""Choose the size of micro-batches: of those as fast as any, the most usual for the device."""
+"""Choose the size of micro-batches: of those as fast as any, the most usual for the device.
+
+What fits is found by predicted peaks, as many as time allows; what is fast, by a few timings.
+"""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from statistics import fmean
+from typing import final
 
+import numpy as np
+
+from trainer.core import signals
 from trainer.core.errors import DoesNotFitError
 from trainer.core.format import size
 from trainer.models.recompute import can_recompute
-from trainer.plan.memory import Shape, candidate_caps, largest_cap
+from trainer.plan.cut import Cost
+from trainer.plan.memory import Shape, candidate_caps, corner_shapes, largest_cap
 from trainer.tune.cache import Facts, TuningCache
-from trainer.tune.known_memory import NEAR_BEST, Variant
 from trainer.tune.memory_limit import ASKED, MEBI, resident_growth, resident_ratio
+from trainer.tune.predict import Predictor
 from trainer.tune.speed import (
     COMPARED_SIZES,
     LEAST_BUDGET_S,
@@ -30,6 +38,7 @@ from trainer.tune.speed import (
     rehearsal,
     time_budget,
 )
+from trainer.tune.tensors import MemoryEstimate
 from trainer.tune.tuning import Candidate, Question, Tuning
 
 # With and without activation checkpointing, by `Question.recompute`
@@ -38,6 +47,7 @@ VARIANTS = {"never": (False,), "always": (True,), "auto": (False, True)}
 RECOMPUTED = 4 / 3
 # Padded tokens of a micro-batch that is near the best as a rule, where timings cannot tell
 NEAR_BEST_TOKENS = {"cuda": 16_384, "cpu": 2048}
+NEAR_BEST = 0.03  # steps that differ by less count as equally fast
 NOISES = 2.0  # times the noise of the timings, below which a difference between steps may be noise
 UNKNOWN_NOISE = 0.1  # taken for the noise of timings that could not be repeated
 QUADRATIC_TOKENS = 2048  # size at which further lengths are timed, to tell attention's share
@@ -71,16 +81,16 @@ def tune(
     for recompute in VARIANTS[question.recompute]:
         if not variants or _may_gain_by_recomputing(variants[0]):
             facts = cache.facts(recompute=recompute)
-            variants.append(_explore(Variant(question, facts, watch, recompute=recompute)))
+            variants.append(Variant(question, facts, watch, recompute=recompute))
+            variants[-1].explore()
     found = [variant for variant in variants if variant.rows]
     if not found:
-        raise DoesNotFitError(_does_not_fit(variants[-1]))
+        raise variants[-1].refusal()
     best, row = _best(found)
     # The chosen shape itself is run, whatever the rows of the table were interpolated from.
     predicted = best.peak_under(row.max_tokens)
     cache.save()
     chosen = replace(row, predicted_bytes=predicted.peak_bytes, chosen=True)
-    rows = [chosen if each is row else each for variant in variants for each in variant.rows]
     return Tuning(
         max_tokens=row.max_tokens,
         alone=question.alone,
@@ -89,7 +99,9 @@ def tune(
         predicted=predicted,
         limit_bytes=best.limit_bytes,
         method=_method(best, row),
-        candidates=tuple(rows),
+        candidates=tuple(
+            chosen if each is row else each for variant in variants for each in variant.rows
+        ),
     )
 
 
@@ -102,133 +114,6 @@ def _may_gain_by_recomputing(plain: Variant) -> bool:
     largest = plain.rows[-1]
     wants_memory = largest.max_tokens < plain.question.top and _best([plain])[1] is largest
     return wants_memory and plain.watch.has_room_for(0.0)
-
-
-def _explore(variant: Variant) -> Variant:
-    """Find the caps that fit, and what a step takes under each."""
-    question, layout = variant.question, variant.question.layout
-    speed, variant.cost = SpeedModel.of(layout.cost), layout.cost
-    fits = variant.largest_fit()
-    if fits is not None and question.timed:
-        speed = _timed(variant, fits)
-        variant.cost = speed.cost
-        run_s = float(speed.coefficients[0]) * question.num_positions
-        variant.watch.budget_s = max(MOST_BUDGET_S, RUN_SHARE * run_s)
-        fits = variant.largest_fit()
-    layout = replace(layout, cost=variant.cost)
-    # Where nothing is timed, recomputing costs what arithmetic says.
-    factor = RECOMPUTED if variant.recompute and not question.timed else 1.0
-    for cap in () if fits is None else _doublings(min(variant.smallest_cap, fits), fits):
-        cut = question.cut_at(cap, variant.cost, question.alone)
-        plans = [cut.cut(lengths, layout) for lengths in question.batches]
-        seconds = [speed.step_seconds(plan, lockstep=layout.lockstep) for plan in plans]
-        variant.times[cap] = factor * fmean(seconds)
-        computed = sum(plan.num_positions for plan in plans)
-        tokens = sum(int(plan.lengths.sum()) for plan in plans)
-        row = Candidate(
-            max_tokens=cap,
-            predicted_bytes=variant.bytes_under(cap),
-            seconds_per_step=variant.times[cap] if question.timed else None,
-            padding=1.0 - tokens / computed if computed else 0.0,
-            micro_batches=fmean(plan.num_micro_batches for plan in plans),
-            activation_checkpointing=variant.recompute,
-        )
-        variant.rows.append(row)
-    return variant
-
-
-def _doublings(smallest: int, largest: int) -> tuple[int, ...]:
-    """List caps, each twice the one before, and the largest."""
-    caps = [smallest]
-    while caps[-1] * 2 < largest:
-        caps.append(caps[-1] * 2)
-    return tuple(dict.fromkeys((*caps, largest)))
-
-
-def _timed(variant: Variant, fits: int) -> SpeedModel:
-    """Time what is not known yet, and learn what tensors cost in resident memory.
-
-    Raises:
-        DoesNotFitError: even the smallest size ran out of memory.
-    """
-    facts, watch = variant.facts, variant.watch
-    sizes, others = _shapes_to_time(variant, fits)
-    known = _known(facts, [*sizes, *others])
-    is_enough = len(set(map(positions, known))) >= min(COMPARED_SIZES, len(sizes))
-    # A run that is long enough corrects the timings of a busy machine in 2 % of it.
-    rate = min((seconds / positions(shape) for shape, seconds in known.items()), default=0.0)
-    is_long = RUN_SHARE * rate * variant.question.num_positions > LEAST_BUDGET_S
-    variant.how = "timed in an earlier run"
-    if known.keys().isdisjoint(sizes) or (facts.tries_left and (is_long or not is_enough)):
-        before = watch.elapsed()
-        count = _measure(variant, sizes, others)
-        shapes = "shape" if count == 1 else "shapes"
-        variant.how = f"timed {count} {shapes} in {watch.elapsed() - before:.1f} s"
-    of_sizes, of_others = _known(facts, sizes), _known(facts, others)
-    if not of_sizes:
-        raise DoesNotFitError(_does_not_fit(variant))
-    is_repeated = math.isfinite(facts.noise)
-    noise = facts.noise if is_repeated else UNKNOWN_NOISE
-    variant.margin = max(NEAR_BEST, NOISES * noise)
-    if len(set(map(positions, of_sizes | of_others))) < COMPARED_SIZES:
-        variant.margin = math.inf
-    elif facts.noise > QUIET:
-        variant.how += ", disturbed by other programs" if is_repeated else ", once each"
-    return fit_speed(of_sizes, of_others)
-
-
-def _known(facts: Facts, shapes: Sequence[Shape]) -> dict[Shape, float]:
-    return {shape: facts.seconds[shape] for shape in shapes if shape in facts.seconds}
-
-
-def _shapes_to_time(variant: Variant, fits: int) -> tuple[list[Shape], list[Shape]]:
-    """Choose shapes: every size at the typical length, and one size at other lengths."""
-    question = variant.question
-    longest, typical = question.padded(question.longest), question.typical
-    caps = _doublings(min(variant.smallest_cap, fits), fits)
-    middle = min(caps, key=lambda cap: abs(cap - QUADRATIC_TOKENS))
-
-    def shape(size: int, length: int) -> Shape:
-        return Shape(max(1, min(question.most_samples, size // length)), length)
-
-    sizes = list(dict.fromkeys(shape(cap, typical) for cap in caps))
-    lengths = {longest, question.padded(typical // 4)} - {typical}
-    if question.shortest == question.longest:
-        lengths = set()  # attention's share is the same in every sample
-    return sizes, [shape(middle, length) for length in sorted(lengths)]
-
-
-def _measure(variant: Variant, sizes: Sequence[Shape], others: Sequence[Shape]) -> int:
-    """Time shapes, and compare the memory they took with the predicted; gives their number."""
-    question, work, facts = variant.question, variant.question.work, variant.facts
-    watch = variant.watch
-    # Predictions have taken their part of what tuning may take.
-    left_s = max(LEAST_BUDGET_S, MOST_BUDGET_S - watch.elapsed())
-    with (
-        work.filled(),
-        resident_growth(work.device) as growth,
-        rehearsal(work, recompute=variant.recompute) as prepare,
-    ):
-        timings = measure(
-            prepare,
-            sizes,
-            others,
-            lambda rate: time_budget(rate * question.num_positions, left_s),
-            watch.clock,
-            watch.meter,
-            patience_s=left_s,
-        )
-    if timings.failed is not None:
-        # The least ratio that explains the failure, and so stays clear of it.
-        resident = work.resident_bytes
-        failed = variant.peak(timings.failed, is_needed=True).peak_bytes - resident - 1
-        ratio = (question.limit.bytes - resident) / max(1, failed)
-    else:
-        peak = variant.peak(max(timings.seconds, key=positions), is_needed=True)
-        ratio = resident_ratio(max(growth, default=0), peak.activations + peak.gradients)
-    facts.ratio = max(ratio, facts.ratio)
-    facts.add_timings(timings.seconds, timings.noise)
-    return len(timings.seconds)
 
 
 def _best(variants: Sequence[Variant]) -> tuple[Variant, Candidate]:
@@ -264,30 +149,223 @@ def _method(best: Variant, row: Candidate) -> str:
     return "; ".join(method)
 
 
-def _does_not_fit(variant: Variant) -> str:
-    """Say what does not fit, and what would, within 4 %."""
-    question, there = variant.question, variant.limit_bytes
-    sample = "" if question.longest_id is None else f" {question.longest_id}"
-    waiting = question.limit.inputs
-    inputs = f", {size(waiting)} for inputs" if waiting else ""
-    count, longest = variant.single
-    needed = variant.peak(variant.single).peak_bytes
-    fits = largest_cap(
-        lambda length: variant.peak(Shape(count, length)).peak_bytes,
-        there,
-        candidate_caps(1, longest),
-    )
-    remedies = ["use a smaller model"]
-    if question.recompute == "never":
-        remedies.insert(0, "try activation_checkpointing=true")
-    if fits is not None and fits > 1:
-        remedies.insert(0, f"shorten it, data.max_length={fits} being the longest that fits")
-    if question.limit.source.startswith(ASKED):
-        whole = question.limit.whole_for(needed, variant.ratio, question.work.resident_bytes)
-        enough = math.ceil((whole + 1) / MEBI)  # what is left is rounded down to a byte
-        remedies.insert(0, f"type accum.memory={enough}MiB or more")
-    return (
-        f"sample{sample} of {question.longest} tokens does not fit, even alone: a step with it "
-        f"needs {size(needed)} of tensors, and {size(there)} are there "
-        f"({question.limit.source}{inputs}): {', or '.join(remedies)}"
-    )
+def _doublings(smallest: int, largest: int) -> tuple[int, ...]:
+    """List caps, each twice the one before, and the largest."""
+    caps = [min(smallest, largest)]
+    while caps[-1] * 2 < largest:
+        caps.append(caps[-1] * 2)
+    return tuple(dict.fromkeys((*caps, largest)))
+
+
+@final
+@dataclass
+class Variant:
+    """What is found out with, or without, activation checkpointing, as far as time allows."""
+
+    question: Question
+    facts: Facts  # known already; gets what is found
+    watch: Stopwatch
+    recompute: bool = field(kw_only=True)
+    predictor: Predictor | None = None  # made when the facts lack a shape
+    caps_run: dict[int, int] = field(default_factory=dict)  # predicted bytes
+    quickest: float = math.inf  # seconds of a prediction; the first sets things up, too
+    rows: list[Candidate] = field(default_factory=list)  # caps that fit, ascending
+    times: dict[int, float] = field(default_factory=dict)  # of a step, by cap; in tokens if untimed
+    cost: Cost = field(default_factory=Cost)
+    how: str = "time unknown"  # where times and cost are from
+    margin: float = NEAR_BEST  # infinite where no choice can be made by time
+
+    @property
+    def ratio(self) -> float:
+        """Resident bytes per byte of tensors; of a machine that is not here nobody knows."""
+        return self.facts.ratio if self.question.timed else 1.0
+
+    @property
+    def limit_bytes(self) -> int:
+        """What tensors may take, as far as is known."""
+        return self.question.limit.for_tensors(self.ratio, self.question.work.resident_bytes)
+
+    def explore(self) -> None:
+        """Find the caps that fit, and what a step takes under each."""
+        question, layout = self.question, self.question.layout
+        speed, self.cost = SpeedModel.of(layout.cost), layout.cost
+        fits = self.largest_fit()
+        if fits is not None and question.timed:
+            speed = self.timed_speed(fits)
+            self.cost = speed.cost
+            run_s = float(speed.coefficients[0]) * question.num_positions
+            self.watch.budget_s = max(MOST_BUDGET_S, RUN_SHARE * run_s)
+            fits = self.largest_fit()
+        layout = replace(layout, cost=self.cost)
+        # Where nothing is timed, recomputing costs what arithmetic says.
+        factor = RECOMPUTED if self.recompute and not question.timed else 1.0
+        # As long as the same corner is the worst, peaks are affine in the cap.
+        caps, peaks = zip(*sorted(self.caps_run.items()), strict=True)
+        for cap in () if fits is None else _doublings(question.smallest_cap, fits):
+            cut = question.cut_at(cap, self.cost, question.alone)
+            plans = [cut.cut(lengths, layout) for lengths in question.batches]
+            seconds = [speed.step_seconds(plan, lockstep=layout.lockstep) for plan in plans]
+            self.times[cap] = factor * fmean(seconds)
+            computed = sum(plan.num_positions for plan in plans)
+            tokens = sum(int(plan.lengths.sum()) for plan in plans)
+            row = Candidate(
+                max_tokens=cap,
+                predicted_bytes=int(np.interp(cap, caps, peaks)),
+                seconds_per_step=self.times[cap] if question.timed else None,
+                padding=1.0 - tokens / computed if computed else 0.0,
+                micro_batches=fmean(plan.num_micro_batches for plan in plans),
+                activation_checkpointing=self.recompute,
+            )
+            self.rows.append(row)
+
+    def largest_fit(self) -> int | None:
+        """Find the largest cap that fits; None when not even one sample does."""
+        question, limit = self.question, self.limit_bytes
+
+        def predict(cap: int) -> int:
+            self.caps_run[cap] = self.peak_under(cap).peak_bytes
+            return self.caps_run[cap]
+
+        single = self.peak(question.single).peak_bytes
+        fits = largest_cap(predict, limit, candidate_caps(question.smallest_cap, question.top))
+        if fits is None and single <= limit:
+            # Many short samples may take more than the longest one, which is alone then.
+            least = question.padded(question.shortest)
+            fits = largest_cap(predict, limit, candidate_caps(least, question.smallest_cap))
+        return fits
+
+    def peak_under(self, cap: int) -> MemoryEstimate:
+        """Predict the peak of a step under a cap: that of its worst corner."""
+        q = self.question
+        shapes = corner_shapes(cap, q.padded(q.longest), q.padded(q.shortest), q.most_samples)
+        return max((self.peak(shape) for shape in shapes), key=lambda peak: peak.peak_bytes)
+
+    def peak(self, shape: Shape, *, is_needed: bool = False) -> MemoryEstimate:
+        """Predict the peak of a step whose largest micro-batch has this shape.
+
+        Where there is no time left, and the shape is neither needed nor the single one, bound it by
+        what that takes: `n` times the positions take at most `n` times the activations.
+        """
+        peaks, watch, single = self.facts.peaks, self.watch, self.question.single
+        if shape in peaks:
+            return peaks[shape]
+        signals.check()
+        expected_s = self.quickest if math.isfinite(self.quickest) else 0.0
+        if not (is_needed or shape == single or watch.has_room_for(expected_s)):
+            one = self.peak(single)
+            grown = math.ceil(one.activations * max(0.0, positions(shape) / positions(single) - 1))
+            return one.plus(grown)
+        started = watch.clock()
+        if self.predictor is None:
+            self.predictor = Predictor(self.question.work, single, recompute=self.recompute)
+        peaks[shape] = self.predictor(shape)
+        self.facts.method = self.predictor.method
+        self.quickest = min(watch.clock() - started, self.quickest)
+        return peaks[shape]
+
+    def timed_speed(self, fits: int) -> SpeedModel:
+        """Time what is not known yet, and learn what tensors cost in resident memory.
+
+        Raises:
+            DoesNotFitError: even the smallest size ran out of memory.
+        """
+        facts = self.facts
+        sizes, others = self._shapes_to_time(fits)
+        known = self._known([*sizes, *others])
+        is_enough = len(set(map(positions, known))) >= min(COMPARED_SIZES, len(sizes))
+        # A run that is long enough corrects the timings of a busy machine in 2 % of it.
+        rate = min((seconds / positions(shape) for shape, seconds in known.items()), default=0.0)
+        is_long = RUN_SHARE * rate * self.question.num_positions > LEAST_BUDGET_S
+        self.how = "timed in an earlier run"
+        if known.keys().isdisjoint(sizes) or (facts.tries_left and (is_long or not is_enough)):
+            self._measure(sizes, others)
+        of_sizes, of_others = self._known(sizes), self._known(others)
+        if not of_sizes:
+            raise self.refusal()
+        is_repeated = math.isfinite(facts.noise)
+        self.margin = max(NEAR_BEST, NOISES * (facts.noise if is_repeated else UNKNOWN_NOISE))
+        if len(set(map(positions, of_sizes | of_others))) < COMPARED_SIZES:
+            self.margin = math.inf
+        elif facts.noise > QUIET:
+            self.how += ", disturbed by other programs" if is_repeated else ", once each"
+        return fit_speed(of_sizes, of_others)
+
+    def _known(self, shapes: Sequence[Shape]) -> dict[Shape, float]:
+        return {shape: self.facts.seconds[shape] for shape in shapes if shape in self.facts.seconds}
+
+    def _shapes_to_time(self, fits: int) -> tuple[list[Shape], list[Shape]]:
+        """Choose shapes: every size at the typical length, and one size at other lengths."""
+        question, typical = self.question, self.question.typical
+        caps = _doublings(question.smallest_cap, fits)
+        middle = min(caps, key=lambda cap: abs(cap - QUADRATIC_TOKENS))
+
+        def shape(size: int, length: int) -> Shape:
+            return Shape(max(1, min(question.most_samples, size // length)), length)
+
+        sizes = list(dict.fromkeys(shape(cap, typical) for cap in caps))
+        lengths = {question.padded(question.longest), question.padded(typical // 4)} - {typical}
+        if question.shortest == question.longest:
+            lengths = set()  # attention's share is the same in every sample
+        return sizes, [shape(middle, length) for length in sorted(lengths)]
+
+    def _measure(self, sizes: Sequence[Shape], others: Sequence[Shape]) -> None:
+        """Time shapes, and compare the memory they took with the predicted."""
+        question, work, facts, watch = self.question, self.question.work, self.facts, self.watch
+        # Predictions have taken their part of what tuning may take.
+        began_s = watch.elapsed()
+        left_s = max(LEAST_BUDGET_S, MOST_BUDGET_S - began_s)
+        with (
+            work.filled(),
+            resident_growth(work.device) as growth,
+            rehearsal(work, recompute=self.recompute) as prepare,
+        ):
+            timings = measure(
+                prepare,
+                sizes,
+                others,
+                lambda rate: time_budget(rate * question.num_positions, left_s),
+                watch.clock,
+                watch.meter,
+                patience_s=left_s,
+            )
+        if timings.failed is not None:
+            # The least ratio that explains the failure, and so stays clear of it.
+            resident = work.resident_bytes
+            failed = self.peak(timings.failed, is_needed=True).peak_bytes - resident - 1
+            ratio = (question.limit.bytes - resident) / max(1, failed)
+        else:
+            peak = self.peak(max(timings.seconds, key=positions), is_needed=True)
+            ratio = resident_ratio(max(growth, default=0), peak.activations + peak.gradients)
+        facts.ratio = max(ratio, facts.ratio)
+        facts.add_timings(timings.seconds, timings.noise)
+        count = len(timings.seconds)
+        shapes = "shape" if count == 1 else "shapes"
+        self.how = f"timed {count} {shapes} in {watch.elapsed() - began_s:.1f} s"
+
+    def refusal(self) -> DoesNotFitError:
+        """Say what does not fit, and what would, within 4 %."""
+        question, there = self.question, self.limit_bytes
+        sample = "" if question.longest_id is None else f" {question.longest_id}"
+        waiting = question.limit.inputs
+        inputs = f", {size(waiting)} for inputs" if waiting else ""
+        count, longest = question.single
+        needed = self.peak(question.single).peak_bytes
+        fits = largest_cap(
+            lambda length: self.peak(Shape(count, length)).peak_bytes,
+            there,
+            candidate_caps(1, longest),
+        )
+        remedies = ["use a smaller model"]
+        if question.recompute == "never":
+            remedies.insert(0, "try activation_checkpointing=true")
+        if fits is not None and fits > 1:
+            remedies.insert(0, f"shorten it, data.max_length={fits} being the longest that fits")
+        if question.limit.source.startswith(ASKED):
+            whole = question.limit.whole_for(needed, self.ratio, question.work.resident_bytes)
+            enough = math.ceil((whole + 1) / MEBI)  # what is left is rounded down to a byte
+            remedies.insert(0, f"type accum.memory={enough}MiB or more")
+        return DoesNotFitError(
+            f"sample{sample} of {question.longest} tokens does not fit, even alone: a step with it "
+            f"needs {size(needed)} of tensors, and {size(there)} are there "
+            f"({question.limit.source}{inputs}): {', or '.join(remedies)}"
+        )

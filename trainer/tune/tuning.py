@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, Literal, Self, final
+from typing import Literal, final
 
 import numpy as np
 
 from trainer.plan.cut import Cost, Cut, IntArray, Layout
+from trainer.plan.memory import Shape
 from trainer.plan.partition import pad
 from trainer.tune.memory_limit import MemoryLimit
 from trainer.tune.tensors import MemoryEstimate
@@ -20,6 +21,8 @@ Recompute = Literal["never", "always", "auto"]
 
 # Padded tokens beyond which no device gains speed; larger caps are not tried
 LARGEST_TIMED = {"cuda": 131_072, "cpu": 16_384}
+# Caps below the longest sample are asked about down to this: no device is faster below
+LEAST_CAP = 512
 
 
 @final
@@ -71,24 +74,6 @@ class Tuning:
     limit_bytes: int
     method: str
     candidates: tuple[Candidate, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Give a mapping that JSON can hold."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, saved: Mapping[str, Any]) -> Self:
-        """Read what `to_dict` gave.
-
-        Raises:
-            KeyError, TypeError: it is something else.
-        """
-        parts = {
-            "cost": Cost(**saved["cost"]),
-            "predicted": MemoryEstimate(**saved["predicted"]),
-            "candidates": tuple(Candidate(**row) for row in saved["candidates"]),
-        }
-        return cls(**{**saved, **parts})
 
 
 @final
@@ -145,9 +130,22 @@ class Question:
         return int(pad(np.array([length]), self.layout)[0])
 
     @property
+    def single(self) -> Shape:
+        """The least that any step needs: one sample, or one group, of the greatest length."""
+        return Shape(min(self.layout.group_size, self.most_samples), self.padded(self.longest))
+
+    @property
     def alone(self) -> int:
         """What the longest sample takes, or the largest group: it must fit, whatever the cap."""
-        return min(self.layout.group_size, self.most_samples) * self.padded(self.longest)
+        return self.single.num_samples * self.single.length
+
+    @property
+    def smallest_cap(self) -> int:
+        """The least cap worth asking about: what is longer than it is alone."""
+        cap = self.alone
+        while cap % 2 == 0 and cap // 2 >= max(self.typical, LEAST_CAP):
+            cap //= 2
+        return cap
 
     @property
     def top(self) -> int:

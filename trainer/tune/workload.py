@@ -1,13 +1,21 @@
-"""Compute what one rank of a run does, as far as time and memory are concerned."""
+"""Compute what one rank of a run does, as far as time and memory are concerned.
+
+Samples of any shape are made out of a real one, whose dimensions either follow the length of its
+sequence, or have a length of their own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import random
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -21,11 +29,15 @@ from trainer.models.recompute import with_checkpointing
 from trainer.objectives.base import ModelCall, Objective, sums_of
 from trainer.parallel.base import Parallel
 from trainer.parallel.sync import Deferred, SyncPolicy
-from trainer.tune.ragged import Dims
+from trainer.plan.cut import IntArray
 from trainer.tune.tensors import PeakBytes
 
 LayOut = Callable[[nn.Module], Parallel]
 """Lays a copy of the model out over ranks, in place, and binds a call to it."""
+Dim = tuple[str, int]
+"""A field's name, and which of its dimensions."""
+
+SAMPLES = (16, 256)  # looked at first, and where something in them has a length of its own
 
 
 @final
@@ -114,6 +126,36 @@ def forward_bytes(work: Workload, fields: Fields) -> int:
     return peak.estimate.activations
 
 
+@contextmanager
+def restoring(model: nn.Module, *others: object) -> Iterator[None]:
+    """Run a live model, and put its declared state and the random generators back in the end.
+
+    Covers `.grad`, whether modules train or evaluate, what a step's `Snapshot` does of the model
+    and `others` such as its objective, and the random state of torch on the CPU and the model's
+    GPU, of Python and of NumPy. Weights are not copied: forward and backward do not change them.
+    Inside, `.grad` is None. The model is not wrapped for several ranks; one may do this alone.
+    """
+    snapshot = Snapshot(model, *others)
+    snapshot.take()
+    modes = [(module, module.training) for module in model.modules()]
+    grads = [(parameter, parameter.grad) for parameter in model.parameters()]
+    for parameter, _ in grads:
+        parameter.grad = None
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    on_gpu = {p.device.index for p, _ in grads if p.device.type == "cuda"}
+    try:
+        with torch.random.fork_rng(devices=sorted(on_gpu)):
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        snapshot.restore()
+        for module, trains in modes:
+            module.training = trains
+        for parameter, gradient in grads:
+            parameter.grad = gradient
+
+
 def fullest_steps(
     work: Workload, model: Parallel, peak: PeakBytes, fields: Fields | None = None
 ) -> None:
@@ -164,6 +206,54 @@ def gradients(model: nn.Module) -> list[Tensor]:
 
 
 @final
+@dataclass(frozen=True, slots=True)
+class Dims:
+    """The dimensions, but the first, that are not the same in every sample.
+
+    Attributes:
+        sequence: those with one entry per token; None where samples of one length cannot tell.
+        own: those with a length of their own: lengths of samples, ascending, and the most entries
+            of any sample up to each.
+    """
+
+    sequence: frozenset[Dim] | None = None
+    own: Mapping[Dim, tuple[Sequence[int], Sequence[int]]] = field(default_factory=dict)
+
+
+def look(lengths: IntArray, load: Callable[[int], Fields | None]) -> Dims:
+    """Look at samples of every length: at a few, and at more where these have lengths of their own.
+
+    Args:
+        lengths: `(samples,)`, of all data.
+        load: gives one sample, collated alone; None where it cannot be read.
+    """
+    ascending = lengths.argsort(kind="stable")
+    dims = Dims()
+    for most in SAMPLES:
+        places = np.unique(np.linspace(0, len(ascending) - 1, most).round().astype(np.int64))
+        ids = ascending[places].tolist()
+        seen = [(int(lengths[i]), fields) for i in ids if (fields := load(i)) is not None]
+        dims = _compare(seen) if seen else dims
+        if not dims.own:
+            break
+    return dims
+
+
+def _compare(seen: Sequence[tuple[int, Fields]]) -> Dims:
+    """Compare samples, the shortest first; a dimension of features is the same in all of them."""
+    lengths = tuple(length for length, _ in seen)
+    sequence, own = set[Dim](), dict[Dim, tuple[Sequence[int], Sequence[int]]]()
+    for name in sorted(set.intersection(*(set(fields) for _, fields in seen))):
+        shapes = [tuple(fields[name].shape) for _, fields in seen]
+        for dim, sizes in enumerate(zip(*shapes, strict=False)):
+            if dim and sizes == lengths:
+                sequence.add((name, dim))
+            elif dim and len(set(sizes)) > 1:
+                own[name, dim] = lengths, tuple(accumulate(sizes, max))
+    return Dims(frozenset(sequence) if len(set(lengths)) > 1 else None, own)
+
+
+@final
 @dataclass(frozen=True)
 class Tiled:
     """Makes micro-batches of any shape out of one real one, repeating its samples and tokens.
@@ -178,41 +268,41 @@ class Tiled:
         dims: which dimensions have one entry per token; where that is not known, as in data whose
             samples are all of one length, every one of `length` entries. What has a length of its
             own gets the most that it has in samples so long.
-        row: most positions of a packed row.
     """
 
     example: Fields
     length: int
     dims: Dims = field(default_factory=Dims)
-    row: int | None = None
 
     def __call__(self, num_samples: int, length: int) -> Fields:
         """Give collated fields of `num_samples` samples, each padded to `length` tokens."""
         if "cu_seqlens" not in self.example:
             return {name: self._tiled(name, num_samples, length) for name in self.example}
-        # Documents of up to `length` tokens, end to end in one row.
-        positions = min(num_samples * length, self.row or num_samples * length)
-        ends = torch.arange(num_samples + 1) * positions // num_samples
-        index = torch.arange(positions) - ends[:-1].repeat_interleave(ends.diff())
+        # Documents of `length` tokens, end to end in one row.
+        ends = torch.arange(num_samples + 1, dtype=torch.int32) * length
+        index = torch.arange(length).repeat(num_samples)
         row = {
             name: field.index_select(1, index % self.length)
             for name, field in self.example.items()
             if name not in {"cu_seqlens", "position_ids"}
         }
-        return {**row, "position_ids": index[None], "cu_seqlens": ends.int()}
+        return {**row, "position_ids": index[None], "cu_seqlens": ends}
 
     def _tiled(self, name: str, num_samples: int, length: int) -> Tensor:
         field = self.example[name]
         for dim, size in enumerate(field.shape):
-            wanted = self._wanted(name, dim, length) if dim else num_samples
+            wanted = self._entries(name, dim, length) if dim else num_samples
             if not size and wanted:
                 field = field.new_zeros([*field.shape[:dim], wanted, *field.shape[dim + 1 :]])
             elif wanted != size:
                 field = field.index_select(dim, torch.arange(wanted) % size)
         return field
 
-    def _wanted(self, name: str, dim: int, length: int) -> int:
-        own, sequence = self.dims.own_length((name, dim), length), self.dims.sequence
-        size = self.example[name].shape[dim] if own is None else own
+    def _entries(self, name: str, dim: int, length: int) -> int:
+        """Count what a dimension has in samples of up to `length` tokens."""
+        size, sequence = self.example[name].shape[dim], self.dims.sequence
+        if (name, dim) in self.dims.own:
+            lengths, most = self.dims.own[name, dim]
+            return most[max(0, bisect_right(lengths, length) - 1)]
         follows = size == self.length > 1 if sequence is None else (name, dim) in sequence
-        return length if follows and own is None else size
+        return length if follows else size

@@ -17,7 +17,7 @@ from trainer.objectives.base import Objective, Sums
 from trainer.objectives.next_token import NextToken
 from trainer.plan.cuts import Fixed
 from trainer.training import step
-from trainer.tune import restored as keeping
+from trainer.tune.workload import restoring
 
 WIDTH = 4
 
@@ -162,7 +162,7 @@ def test_a_rehearsal_leaves_everything_as_it_was(toy: type[Toy]) -> None:
         for _ in range(num_before):
             model(ids)
         before = plain(model.state_dict()), plain(model.state())
-        with keeping.restoring(model):
+        with restoring(model):
             for _ in range(20):
                 model(ids).sum().backward()
         assert (plain(model.state_dict()), plain(model.state())) == before
@@ -226,6 +226,6 @@ def test_a_flag_stays_with_the_hooks_that_it_stands_for() -> None:
         assert after_three_steps(Flagged, {1: (at, phase)}) == expected, (at, phase)
     model = Flagged()
     for _ in range(3):
-        with keeping.restoring(model):
+        with restoring(model):
             model(torch.arange(6).view(2, 3))
     assert len(model.head._forward_hooks) == 1

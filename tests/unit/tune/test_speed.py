@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from tests.lib.tune_support import Stubborn, assert_same, traces, workload
 from trainer.plan.cut import Cost, Plan
 from trainer.plan.memory import Shape
-from trainer.tune.fit import fit_shapes, non_negative_fit, terms
 from trainer.tune.speed import (
     FEWEST,
     LEAST_FIXED,
@@ -19,10 +18,13 @@ from trainer.tune.speed import (
     QUIET,
     ROUNDS,
     SpeedModel,
+    fit_shapes,
     fit_speed,
     measure,
+    non_negative_fit,
     positions,
     rehearsal,
+    terms,
     time_budget,
 )
 

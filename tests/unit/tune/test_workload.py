@@ -17,9 +17,8 @@ from trainer import train
 from trainer.objectives.base import Sums
 from trainer.plan.memory import Shape
 from trainer.tune.fake import predict_peak
-from trainer.tune.ragged import look
 from trainer.tune.speed import rehearsal
-from trainer.tune.workload import Tiled
+from trainer.tune.workload import Tiled, look
 
 OWN = "tests.lib.tune_toys"
 
@@ -68,17 +67,6 @@ def test_as_many_features_as_the_longest_sample_has_tokens_are_no_sequence():
         "accum=auto",
     )
     assert plan["predicted_peak_bytes"] > 0
-
-
-def test_a_packed_row_is_rehearsed_at_exactly_its_positions():
-    ids = torch.arange(8)[None]
-    example = {"input_ids": ids, "position_ids": ids, "cu_seqlens": torch.tensor([0, 8]).int()}
-    fields = Tiled(example, 8, row=17)(16, 2)
-    assert fields["input_ids"].shape == fields["position_ids"].shape == (1, 17)
-    ends = fields["cu_seqlens"]
-    assert (ends[0], ends[-1], len(ends)) == (0, 17, 17)
-    assert set(ends.diff().tolist()) == {1, 2}
-    assert fields["position_ids"].sum() == 1
 
 
 class Moving(nn.Module):
