@@ -54,22 +54,19 @@ class Cost:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """What the hardware and the model ask of every cut.
+    """What hardware and model ask of every cut.
 
     Attributes:
         world_size: data-parallel ranks.
         lockstep: every micro-batch contains a collective, so all ranks need the same count.
         pad_multiple: lengths are padded up to a multiple of this.
-        longest: the multiple pads no sample beyond it, since a model may take no more; None is no
-            bound.
-        max_shapes: largest number of distinct padded lengths, for compiled models. The number of
-            samples is not bounded: it is the one dimension to compile as dynamic.
-        shapes: the padded lengths to use, ascending, when they are to be the same for a whole run
-            (`partition.ladder` over all lengths of the data); without them `max_shapes` holds
-            within each global batch.
+        longest: the multiple pads no sample beyond it, since a model may take no more.
+        max_shapes: most distinct padded lengths, for compiled models, of each global batch. The
+            number of samples is not bounded: it is the one dimension to compile as dynamic.
+        shapes: the padded lengths, ascending, where they are the same for a whole run.
         packed: documents of a micro-batch are laid end to end, without padding.
-        group_size: that many consecutive samples of the global batch, in sample order, form a
-            group that no cut divides (they are normalised together, say); the last may be short.
+        group_size: that many consecutive samples of the global batch form a group that no cut
+            divides (they are normalised together, say); the last may be short.
         cost: the time model.
     """
 
@@ -159,10 +156,7 @@ class Plan:
         return 1.0 - float(self.lengths.sum()) / computed if computed else 0.0
 
     def check(self, layout: Layout) -> None:
-        """Refuse a plan that would train on another global batch, or hang.
-
-        Args:
-            layout: what the plan was asked for.
+        """Refuse a plan that would train on another global batch, or hang, under its layout.
 
         Raises:
             ConfigError: if a sample is missing or cut twice, is longer than its micro-batch, if a
@@ -220,6 +214,6 @@ class Cut(ABC):
         """Answer an allocation failure under `plan` with a cut of smaller micro-batches.
 
         Returns:
-            The cut to replay the same global batch with, a pure function of `plan` and so the
-            same on every rank; or `None` when `plan` already holds one sample per micro-batch.
+            The cut to replay the global batch with, a pure function of `plan` and so the same on
+            every rank; `None` when `plan` already holds one sample per micro-batch.
         """

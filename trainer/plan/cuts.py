@@ -32,13 +32,7 @@ SHRINK = (7, 10)  # share of the failed size that the next attempt is cut to, as
 
 @final
 class SampleTooLongError(DoesNotFitError):
-    """One sample alone exceeds the cap that the memory allows.
-
-    Attributes:
-        position: of the sample in the global batch, from 0.
-        length: tokens of the sample.
-        cap: most padded tokens of a micro-batch.
-    """
+    """One sample alone, at a `position` of the global batch, exceeds the cap of the memory."""
 
     def __init__(self, position: int, length: int, cap: int) -> None:
         super().__init__(
@@ -53,11 +47,10 @@ class SampleTooLongError(DoesNotFitError):
 class Fixed(Cut):
     """Equal counts in sample order, as a hand-written loop cuts: `accum=fixed`.
 
-    Ranks hold consecutive samples, their counts differing by at most one (or by one group, where
-    samples form groups). With `micro` the last micro-batch of a rank may be short; with `steps`
-    their sizes differ by at most one; with neither, a rank's share is one micro-batch. Each is
-    padded to its own longest sample. Where ranks run in lockstep and one has fewer micro-batches,
-    empty slots fill its count.
+    Ranks hold consecutive samples, their counts differing by at most one (or one group). With
+    `micro` the last micro-batch of a rank may be short; with `steps` their sizes differ by at most
+    one; with neither, a rank's share is one micro-batch. Each is padded to its own longest sample.
+    Where ranks in lockstep have fewer micro-batches, empty slots fill their count.
 
     Attributes:
         micro: samples per micro-batch on one rank; wins over `steps`, with which it agrees on a
@@ -158,12 +151,10 @@ class _Capped(Cut):
     lowered: int | None = None
 
     def smaller(self, plan: Plan) -> Self | None:
-        """Lower the cap; see `Cut.smaller`.
-
-        It is measured on the largest micro-batch that can be cut, not on the largest: a single
-        sample may be larger, and which of the two failed is not known here. So it falls with every
-        failure, and after at most `log(cap) / log(10 / 7)` of them each micro-batch is one sample.
-        """
+        """Lower the cap; see `Cut.smaller`."""
+        # Measured on the largest micro-batch that can be cut: a single sample may be larger, and
+        # which of the two failed is not known here. So the cap falls with every failure, and after
+        # at most `log(cap) / log(10 / 7)` of them each micro-batch is one sample.
         shared = plan.max_shared_positions
         return replace(self, lowered=max(1, shared * SHRINK[0] // SHRINK[1])) if shared else None
 

@@ -17,10 +17,10 @@ class Shape(NamedTuple):
 
 
 def candidate_caps(longest: int, total: int, ratio: float = 1.04) -> tuple[int, ...]:
-    """List the caps worth trying, from one longest sample to the whole batch in one piece.
+    """List the caps worth trying, ascending from one longest sample to the batch in one piece.
 
     Neighbours differ by at most `ratio` (or by one token), so the largest candidate that fits is
-    within `ratio - 1` of the largest cap that fits. Ascending, from `longest` to at least `total`.
+    within `ratio - 1` of the largest cap that fits.
     """
     caps = [longest]
     while caps[-1] < total:
@@ -39,13 +39,7 @@ def corner_shapes(cap: int, longest: int, shortest: int, max_samples: int) -> tu
     state), `n = cap / L` makes it convex in `L`, so its maximum lies at the longest or at the
     shortest length; with at most `max_samples` samples the short end starts at
     `L = cap / max_samples`. Rounded up to whole tokens, that holds the most positions; rounded
-    down, the most samples.
-
-    Args:
-        cap: padded tokens of a micro-batch; at least `longest`.
-        longest: longest padded length in the data.
-        shortest: shortest padded length in the data.
-        max_samples: most samples a micro-batch can have (`accum.micro`, or the global batch).
+    down, the most samples. `longest` and `shortest` are padded lengths of the data.
     """
     long = Shape(max(1, min(max_samples, cap // longest)), longest)
     least = max(1, shortest)
@@ -63,12 +57,8 @@ def largest_cap(
     """Find the largest candidate cap whose predicted peak fits; None where none does.
 
     A bisection whose first steps ask where the line through the bracket's ends crosses the limit:
-    peaks are nearly affine in the cap, so four or five predictions do.
-
-    Args:
-        predict: cap in padded tokens -> predicted peak in bytes, not decreasing.
-        limit_bytes: what the peak may not exceed.
-        candidates: ascending caps, at least one.
+    peaks are nearly affine in the cap, so four or five predictions do. `predict` gives bytes, not
+    decreasing; candidates ascend.
     """
     low, high = 0, len(candidates) - 1
     least = predict(candidates[low])

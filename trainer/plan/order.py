@@ -19,37 +19,23 @@ from trainer.plan.cut import IntArray
 @final
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """A position in the data, between two steps.
+    """A position in the data, between two steps."""
 
-    Attributes:
-        step: optimizer steps finished.
-        epoch: epochs finished.
-        offset: samples of the current epoch already passed.
-        samples: samples consumed in total; what `tail=drop` leaves out is not consumed.
-    """
-
-    step: int
-    epoch: int
-    offset: int
-    samples: int
+    step: int  # optimizer steps finished
+    epoch: int  # epochs finished
+    offset: int  # samples of the current epoch already passed
+    samples: int  # consumed in total; what `tail=drop` leaves out is not
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class GlobalBatch:
-    """The samples behind one optimizer step.
+    """The samples behind one optimizer step."""
 
-    Attributes:
-        ids: `(global batch,)`, sample ids in order.
-        epoch: the epoch they belong to, from 0.
-        is_tail: whether the epoch ended before the global batch was full.
-        after: the position once this step is done.
-    """
-
-    ids: IntArray
-    epoch: int
-    is_tail: bool
-    after: Cursor
+    ids: IntArray  # (global batch,), sample ids in order
+    epoch: int  # that they belong to, from 0
+    is_tail: bool  # whether the epoch ended before the global batch was full
+    after: Cursor  # the position once this step is done
 
 
 @final
@@ -87,9 +73,7 @@ class Order:
     ) -> None:
         if global_batch < 1:
             raise ConfigError(f"batch.global={global_batch}: must be at least 1")
-        self.num_samples = num_samples
-        self.seed = seed
-        self.global_batch = global_batch
+        self.num_samples, self.seed, self.global_batch = num_samples, seed, global_batch
         self.keeps_tail = tail == "keep"
         self._lengths: IntArray | None = None
         if unit == "tokens":
@@ -99,7 +83,14 @@ class Order:
         # The epoch that is open, its permutation, and the token sums along it.
         self._epoch: tuple[int, IntArray, IntArray] | None = None
         self._steps_of_epoch: dict[int, int] = {}
-        self._refuse_empty(unit)
+        if num_samples < 1:
+            raise DataError("data: the training split holds no samples")
+        total = num_samples if self._lengths is None else int(self._lengths.sum())
+        if not self.keeps_tail and total < global_batch:
+            raise DataError(
+                f"batch.tail=drop leaves no step: an epoch holds {total} {unit}, fewer than "
+                f"batch.global={global_batch}; use batch.tail=keep or a smaller batch.global"
+            )
 
     @property
     def start(self) -> Cursor:
@@ -140,11 +131,7 @@ class Order:
         return int(counts[:longest].sum()) - (-missing // longest)
 
     def num_steps(self, epochs: int) -> int:
-        """Count the steps of the first `epochs` epochs, exactly.
-
-        Costs O(1) under `unit="samples"`; one sort per epoch under `unit="tokens"`, whose
-        epochs differ in their number of steps.
-        """
+        """Count the steps of the first `epochs` epochs; `unit="tokens"` sorts each of them."""
         if self._lengths is None:
             return epochs * self._count_steps(0)
         return sum(self._count_steps(epoch) for epoch in range(epochs))
@@ -169,16 +156,6 @@ class Order:
     def fractional_epoch(self, cursor: Cursor) -> float:
         """Express a position in epochs: 1.5 is the middle of the second."""
         return cursor.epoch + cursor.offset / self.num_samples
-
-    def _refuse_empty(self, unit: str) -> None:
-        if self.num_samples < 1:
-            raise DataError("data: the training split holds no samples")
-        total = self.num_samples if self._lengths is None else int(self._lengths.sum())
-        if not self.keeps_tail and total < self.global_batch:
-            raise DataError(
-                f"batch.tail=drop leaves no step: an epoch holds {total} {unit}, fewer than "
-                f"batch.global={self.global_batch}; use batch.tail=keep or a smaller batch.global"
-            )
 
     def _open(self, number: int) -> tuple[IntArray, IntArray]:
         """Give an epoch's permutation, and its token sums if it has lengths."""

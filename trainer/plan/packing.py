@@ -13,12 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from trainer.plan.cut import FloatArray, IntArray, Layout, Plan
-from trainer.plan.partition import (
-    deal_by_cost,
-    deal_in_snake,
-    reduce_groups,
-    samples_of_groups,
-)
+from trainer.plan.partition import deal_by_cost, deal_in_snake, reduce_groups, samples_of_groups
 
 TRIES_PER_DOCUMENT = 1  # rows passed over for each document, on average, before balancing gives up
 
@@ -33,8 +28,8 @@ def pack(lengths: IntArray, layout: Layout, cap: int, max_micro: int | None = No
 
     Args:
         lengths: `(global batch,)`, at least one document.
-        layout: what hardware and model ask. With `max_shapes`, row lengths are rounded up to one
-            of that many even parts of the cap, the same for a whole run.
+        layout: with `max_shapes`, row lengths are rounded up to one of that many even parts of the
+            cap, the same for a whole run.
         cap: most positions of a row. A document longer than this gets a row of its own.
         max_micro: most documents of a row.
     """
@@ -63,7 +58,6 @@ def pack(lengths: IntArray, layout: Layout, cap: int, max_micro: int | None = No
         step *= -(-cap // layout.max_shapes // step)
 
     def padded(row: IntArray) -> int:
-        """Round a row up to what the layout allows, never beyond the cap; 0 for an empty row."""
         num_tokens = int(lengths[row].sum())
         rounded = min(-(-max(num_tokens, 1) // step) * step, cap)
         return max(num_tokens, rounded) if len(row) else 0
@@ -87,15 +81,7 @@ def pack_rows(
     not bind. Into as many rows the documents are dealt again, each to the cheapest row that has
     room; where that fails, the rows of best fit stay. `O(n log n)`.
 
-    Args:
-        lengths: `(num_documents,)`, not increasing, each at least 1.
-        costs: `(num_documents,)`, time of each.
-        cap: as for `pack`; so is `max_micro`.
-        max_micro: most documents of a row.
-        multiple_of: the number of rows is a multiple of this.
-
-    Returns:
-        Rows of indices, ascending in each, dearest row first and empty rows last.
+    Gives rows of indices, ascending in each, dearest row first and empty rows last.
     """
     rows = _best_fit(lengths.tolist(), cap, max_micro)
     if not rows:
@@ -132,11 +118,7 @@ def _best_fit(lengths: Sequence[int], cap: int, max_micro: int) -> list[list[int
 def _balanced(
     lengths: Sequence[int], costs: Sequence[float], cap: int, max_micro: int, count: int
 ) -> list[list[int]] | None:
-    """Deal documents to exactly `count` rows, each to the cheapest with room.
-
-    Longest processing time first under a capacity. None if it fails, or the search for rows with
-    room becomes long.
-    """
+    """Deal documents to `count` rows, each to the cheapest with room; None if that takes long."""
     rows: list[list[int]] = [[] for _ in range(count)]
     rooms = [cap] * count
     loads = [(0.0, row) for row in range(count)]

@@ -38,16 +38,13 @@ def partition(lengths: IntArray, layout: Layout, cap: int, max_micro: int | None
     `deal_by_cost` and each rank is cut by `cut_sorted`, optimal for what it was given; counts may
     differ and a rank may have none. Ranks in lockstep: see `_cut_in_lockstep`.
 
+    Longest first in every rank; where ranks in lockstep have filled slots, dearest slot first.
+
     Args:
         lengths: `(global batch,)`, at least one sample.
         layout: what hardware and model ask. A short last group counts as full.
-        cap: most padded tokens of a micro-batch. A sample, or a group, beyond it gets a
-            micro-batch of its own; who must not let that happen asks `pad` first.
+        cap: most padded tokens of a micro-batch. A sample, or a group, beyond it is alone.
         max_micro: most samples of a micro-batch; a group is never divided for it.
-
-    Returns:
-        The plan, longest first in every rank; where ranks in lockstep have filled slots, dearest
-        slot first.
     """
     size = layout.group_size
     padded = reduce_groups(np.maximum, pad(lengths, layout), size)
@@ -75,25 +72,19 @@ def partition(lengths: IntArray, layout: Layout, cap: int, max_micro: int | None
 
 def reduce_groups(combine: np.ufunc, values: IntArray, group_size: int) -> IntArray:
     """Combine a value of every sample to one of every group, `(groups,)`."""
-    groups: IntArray = combine.reduceat(values, np.arange(0, len(values), group_size))
-    return groups
+    return np.asarray(combine.reduceat(values, np.arange(0, len(values), group_size)))
 
 
 def samples_of_groups(groups: IntArray, group_size: int, num_samples: int) -> IntArray:
     """List the samples of some groups, group by group; the last of all may be short."""
     if group_size == 1:
         return groups
-    samples = np.sort(groups)[:, None] * group_size + np.arange(group_size)
-    found: IntArray = samples[samples < num_samples]
-    return found
+    samples: IntArray = np.sort(groups)[:, None] * group_size + np.arange(group_size)
+    return samples[samples < num_samples]
 
 
 def pad(lengths: IntArray, layout: Layout) -> IntArray:
-    """Round lengths, `(num_samples,)`, up to what the layout allows, and to at least 1.
-
-    That is a multiple, or one of a few shapes; lengths above the last shape are rounded to the
-    multiple only.
-    """
+    """Round lengths up to 1 at least, and to a shape of the layout; above all, to the multiple."""
     padded, shapes = _to_multiple(lengths, layout), with_shapes(lengths, layout).shapes
     if not shapes:
         return padded
@@ -142,13 +133,8 @@ def ladder(lengths: IntArray, max_shapes: int, cost: Cost) -> tuple[int, ...]:
 
     A dynamic program over the distinct lengths, `O(max_shapes * m^2)`: exact for `m` up to
     `MAX_CANDIDATES` distinct lengths, otherwise exact over as many evenly ranked ones. Micro-batch
-    counts are left out of the cost, since they hardly depend on the shapes.
-
-    Args:
-        lengths: `(num_samples,)`, of a global batch, or of all data for a ladder that serves a
-            whole run; already multiples of what they are to be multiples of.
-        max_shapes: how many to choose at most; the last is the longest.
-        cost: weighs a token of padding by the length it is in.
+    counts are left out of the cost, since they hardly depend on the shapes. `lengths` are those of
+    a global batch, or of all data, rounded to their multiple already; the last is the longest.
     """
     tops = np.unique(lengths)
     if len(tops) <= max_shapes:
@@ -186,15 +172,8 @@ def cut_sorted(lengths: IntArray, cap: int, cost: Cost, max_micro: int) -> IntAr
     and the farther candidate leaves the window first (the cost is Monge). `O(n log n)` for every
     cap, where scanning the window costs `O(n cap / s)`.
 
-    Args:
-        lengths: `(num_samples,)`, padded, not increasing.
-        cap: most padded tokens of a micro-batch.
-        cost: the time model.
-        max_micro: most samples of a micro-batch, at least 1.
-
-    Returns:
-        `(num_micro_batches,)`, where each begins. Micro-batches of one padded length, which cost
-        the same however they share their samples, are as even as they can be.
+    Gives where each micro-batch begins, `(num_micro_batches,)`. Those of one padded length, which
+    cost the same however they share their samples, are as even as they can be.
     """
     num_samples = len(lengths)
     if num_samples == 0:
@@ -240,10 +219,7 @@ def _cheapest_ends(costs: FloatArray, most: IntArray, fixed: float) -> list[int]
 
 
 def _evened(starts: Sequence[int], lengths: Sequence[int]) -> list[int]:
-    """Share samples evenly among neighbouring micro-batches of one padded length.
-
-    Their cost stays, and the largest shrinks.
-    """
+    """Share samples evenly among neighbours of one padded length, which costs nothing."""
     evened: list[int] = []
     for _, equal in groupby(starts, key=lengths.__getitem__):
         run = list(equal)
@@ -260,13 +236,11 @@ def even_starts(num_samples: int, num_groups: int) -> IntArray:
 
 
 def deal_by_cost(costs: FloatArray, world_size: int) -> list[IntArray]:
-    """Deal samples to ranks of nearly equal totals: longest processing time first.
+    """Deal sorted samples to ranks of nearly equal totals: longest processing time first.
 
     The largest total is at most `4/3 - 1/(3 W)` of the best possible on `W` ranks (Graham 1969)
     and at most `mean + (1 - 1/W) max`. Karmarkar-Karp costs ten times as much and is not measurably
-    better.
-
-    Gives each rank's indices, ascending, of costs that do not increase.
+    better. Gives each rank's indices, ascending.
     """
     if world_size == 1:
         return [np.arange(len(costs), dtype=np.int64)]
@@ -280,10 +254,7 @@ def deal_by_cost(costs: FloatArray, world_size: int) -> list[IntArray]:
 
 
 def deal_in_snake(num_samples: int, world_size: int) -> list[IntArray]:
-    """Deal sorted samples to ranks in rows, every other row backwards; gives each rank's indices.
-
-    Counts differ by at most one, and every rank's `t`-th sample is of row `t`.
-    """
+    """Deal sorted samples to ranks in rows, every other row backwards; gives their indices."""
     rows = np.arange(-(-num_samples // world_size) * world_size).reshape(-1, world_size)
     rows[1::2] = rows[1::2, ::-1]
     return [column[column < num_samples] for column in rows.T]

@@ -29,17 +29,11 @@ ENDING = 1.5  # slots of the present level that what is left would fill, at whic
 @final
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One micro-batch of every rank.
+    """One micro-batch of every rank."""
 
-    Attributes:
-        samples: micro-batch after micro-batch, ascending in each.
-        starts: `(world_size,)`, where each micro-batch begins among them.
-        cost: of the dearest, with what does not depend on its size.
-    """
-
-    samples: IntArray
-    starts: IntArray
-    cost: float
+    samples: IntArray  # micro-batch after micro-batch, ascending in each
+    starts: IntArray  # (world_size,), where each micro-batch begins among them
+    cost: float  # of the dearest, with what does not depend on its size
 
 
 def fill_slots(
@@ -47,8 +41,9 @@ def fill_slots(
 ) -> list[Slot] | None:
     """Cut sorted samples into slots of micro-batches of like cost.
 
-    A heuristic, bounded by `to_beat`. On lognormal lengths ranks are 0.94 to 0.97 busy, where
-    common cuts keep them 0.87 to 0.93.
+    A heuristic. On lognormal lengths ranks are 0.94 to 0.97 busy, where common cuts keep them 0.87
+    to 0.93. Gives slots, dearest first, without an empty micro-batch; None if they cost no less
+    than `to_beat`.
 
     Args:
         costs: `(num_samples,)`, not increasing.
@@ -56,9 +51,6 @@ def fill_slots(
         world_size: micro-batches of a slot.
         fixed: cost of a micro-batch that does not depend on its size.
         to_beat: total cost of slots that is known to be possible.
-
-    Returns:
-        Slots, dearest first, without an empty micro-batch; `None` if none are cheaper.
     """
     most_slots = -(-len(costs) // world_size)
     if costs[0] == costs[-1] or most_slots > MOST_SLOTS:
@@ -103,11 +95,7 @@ def _fill_levels(
 
 
 def _whole_groups(costs: FloatArray, most: IntArray) -> tuple[IntArray, IntArray]:
-    """Group samples as the first one's cost allows: as many of like size as stay below it.
-
-    Returns:
-        Where each group begins, and its size; samples left over between two sizes are in none.
-    """
+    """Group samples, as many of like size as stay below the first one's cost: begins and sizes."""
     fitting = np.minimum((costs[0] / costs).astype(np.int64), most)
     runs = np.flatnonzero(np.diff(fitting, prepend=0))
     counts = np.diff(runs, append=len(costs)) // fitting[runs]

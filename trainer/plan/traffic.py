@@ -17,17 +17,11 @@ MOST_OF_MEMORY = 0.5
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
-    """What a collective takes between the ranks of a run; rates are of a ring.
+    """What a collective takes between the ranks of a run; rates are of a ring."""
 
-    Attributes:
-        ranks: between how many it was measured.
-        latency_s: of one that sends next to nothing.
-        all_reduce, all_gather, reduce_scatter: bytes per second that a rank sends.
-    """
-
-    ranks: int
-    latency_s: float
-    all_reduce: float
+    ranks: int  # between how many it was measured
+    latency_s: float  # of one that sends next to nothing
+    all_reduce: float  # bytes per second that a rank sends, as in those below
     all_gather: float
     reduce_scatter: float
 
@@ -35,43 +29,26 @@ class Network:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What one rank computes in a step, as far as its traffic is concerned.
-
-    Attributes:
-        micro_batches: of one rank.
-        seconds: of one micro-batch's forward and backward; None where nothing was timed.
-        overlaps: whether the device computes while collectives travel.
-        scatters_whole: a reduce-scatter sends as much as an all-reduce would, as gloo's does.
-    """
+    """What one rank computes in a step, as far as its traffic is concerned."""
 
     micro_batches: float
-    seconds: float | None = None
-    overlaps: bool = False
-    scatters_whole: bool = False
+    seconds: float | None = None  # of a micro-batch's forward and backward; None where not timed
+    overlaps: bool = False  # whether the device computes while collectives travel
+    scatters_whole: bool = False  # a reduce-scatter sends what an all-reduce would, as gloo's does
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """One row of the table.
-
-    Attributes:
-        policy: its name.
-        within: bytes a rank sends per step to those that share one copy of the model.
-        across: bytes it sends to other copies.
-        unsharded_bytes: whole parameters and gradients that it has while it computes.
-        fits: whether they leave room for activations.
-        seconds: its collectives take per step; None where the network was not measured.
-        exposed: seconds of them that computing does not hide.
-    """
+    """One row of the table: what a policy costs one rank in a step."""
 
     policy: str
-    within: float
-    across: float
-    unsharded_bytes: int
-    fits: bool
-    seconds: float | None = None
-    exposed: float | None = None
+    within: float  # bytes it sends to those that share one copy of the model
+    across: float  # bytes it sends to other copies
+    unsharded_bytes: int  # whole parameters and gradients that it has while it computes
+    fits: bool  # whether they leave room for activations
+    seconds: float | None = None  # of its collectives; None where the network was not measured
+    exposed: float | None = None  # seconds of them that computing does not hide
 
     @property
     def sent(self) -> float:
@@ -93,30 +70,14 @@ class Moves:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bulk:
-    """What sync policies move and hold, whatever they are.
+    """What sync policies move and hold, whatever they are."""
 
-    Attributes:
-        mode: where parameters and gradients live: `ddp`, `fsdp` or `hsdp`.
-        model_bytes: of the parameters that are trained; gradients take as much.
-        shard: ranks that share one copy of the model; 1 under `ddp`.
-        replicas: copies of the model.
-        limit_bytes: memory of one rank for tensors.
-        groups: parts of the model that are gathered and reduced each on its own.
-    """
-
-    mode: str
-    model_bytes: int
-    shard: int
-    replicas: int
-    limit_bytes: int
-    groups: int = 1
-
-    def unsharded(self, *, lockstep: bool) -> int:
-        """Count the bytes of whole parameters and gradients that a rank has while it computes."""
-        if not lockstep:
-            return 2 * self.model_bytes
-        # Under ddp what is reduced already waits aside, a second gradient.
-        return 3 * self.model_bytes if self.mode == "ddp" else 0
+    mode: str  # where parameters and gradients live: ddp, fsdp or hsdp
+    model_bytes: int  # of the parameters that are trained; gradients take as much
+    shard: int  # ranks that share one copy of the model; 1 under ddp
+    replicas: int  # copies of the model
+    limit_bytes: int  # memory of one rank for tensors
+    groups: int = 1  # parts of the model that are gathered and reduced each on its own
 
 
 def row(
@@ -148,7 +109,8 @@ def row(
             # rest does as far as computing takes as long.
             edges = seconds / max(1.0, work.micro_batches) / max(1, bulk.groups)
             exposed = max(edges, seconds - work.micro_batches * (work.seconds or 0.0))
-    unsharded = bulk.unsharded(lockstep=lockstep)
+    # Whole parameters and gradients; under ddp what is reduced already waits aside, a second one.
+    unsharded = size * ({"ddp": 3}.get(bulk.mode, 0) if lockstep else 2)
     return Traffic(
         policy=policy,
         within=gathered + reduced * (2 if work.scatters_whole else 1),
@@ -164,8 +126,8 @@ def cheapest(rows: Sequence[Traffic], lockstep: Mapping[str, bool]) -> Traffic:
     """Take the row that fits and makes the shortest step.
 
     A policy in lockstep cannot replay a step that runs out of memory, so it is taken only where no
-    other fits. Where the network was not measured, it is the one that sends least between copies,
-    then within. Where none fits, it is the one that needs least memory.
+    other fits. Where the network was not measured, the one that sends least between copies, then
+    within, counts; where none fits, the one that needs least memory.
     """
     fitting = [each for each in rows if each.fits]
     if not fitting:
