@@ -37,24 +37,17 @@ RATES = {"params", "lr", "initial_lr", "weight_decay", "name"}
 @final
 @dataclass
 class Facts:
-    """What is known of one model, with or without activation checkpointing.
+    """What is known of one model, with or without activation checkpointing."""
 
-    Attributes:
-        peaks: predicted peak of a step whose largest micro-batch has the shape.
-        seconds: of one forward and backward, the quickest that was ever seen.
-        tries_left: how many more runs are to time again, since other programs were in the way; 0
-            once a quiet one was had.
-        noise: of the timings, the least of any run; see `Timings`.
-        method: how peaks are predicted.
-        ratio: resident bytes per byte of tensors, the worst that was seen.
-    """
-
+    # Predicted peak of a step whose largest micro-batch has the shape
     peaks: dict[Shape, MemoryEstimate] = field(default_factory=dict)
+    # Of one forward and backward, the quickest that was ever seen
     seconds: dict[Shape, float] = field(default_factory=dict)
+    # Runs that are to time again, since other programs were in the way; 0 after a quiet one
     tries_left: int = BUSY_TRIES
-    noise: float = math.inf
-    method: str = ""
-    ratio: float = 1.0
+    noise: float = math.inf  # of the timings, the least of any run; see `Timings`
+    method: str = ""  # how peaks are predicted
+    ratio: float = 1.0  # resident bytes per byte of tensors, the worst that was seen
 
     def add_timings(self, seconds: Mapping[Shape, float], noise: float) -> None:
         """Take the quickest of old and new timings; busy machines are given a few more tries."""

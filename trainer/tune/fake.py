@@ -25,9 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from trainer.config.messages import clip
-from trainer.core.world import World
 from trainer.models.duplicate import duplicate
-from trainer.parallel.base import Parallel, Replicated
 from trainer.plan.memory import Shape
 from trainer.tune.tensors import MemoryEstimate, PeakBytes
 from trainer.tune.workload import LayOut, Workload, fullest_steps, restoring
@@ -54,11 +52,7 @@ def fake_copy(work: Workload) -> Iterator[tuple[FakeTensorMode, Workload, LayOut
     tensors = [*work.model.parameters(), *work.model.buffers()]
     memo: dict[int, object] = {id(tensor): _fake_of(tensor, mode, device) for tensor in tensors}
 
-    def alone(model: nn.Module) -> Parallel:
-        trained = [p for p in model.parameters() if p.requires_grad]
-        return Replicated(model, work.bind(model), trained, World(device=device))
-
-    ranks = nullcontext(alone) if work.fake_ranks is None else work.fake_ranks()
+    ranks = nullcontext(work.alone) if work.fake_ranks is None else work.fake_ranks()
     with _answering(), restoring(nn.Module()), ranks as lay_out:
         model, objective = duplicate((work.model, work.objective), memo, mode.from_tensor)
         for parameter in model.parameters():
@@ -120,15 +114,10 @@ def fake_micro_batch(
 
 
 def predict_peak(work: Workload, shape: Shape, *, recompute: bool = False) -> MemoryEstimate:
-    """Predict the peak of a step whose largest micro-batch has this shape.
+    """Predict the peak of a step whose largest micro-batch has this shape; the model is not run.
 
     Gradients and optimizer state are counted where they add to it. Takes 0.1 to 0.5 s for a
     transformer, whatever the shape.
-
-    Args:
-        work: what to compute; its model is not run.
-        shape: of the micro-batch.
-        recompute: under activation checkpointing.
 
     Raises:
         CannotRunFake: the model needs values, not only shapes.

@@ -28,25 +28,15 @@ LARGEST_RATIO = 3.0
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryLimit:
-    """What one rank may use.
+    """What one rank may use."""
 
-    Attributes:
-        bytes: for tensors and for what their allocation costs on top, the model included.
-        source: where the number is from, for a person to read.
-        reserve: share of the memory that is left alone beside.
-        inputs: bytes that were taken off for inputs which wait to be computed with.
-    """
-
-    bytes: int
-    source: str
-    reserve: float = 0.0
-    inputs: int = 0
+    bytes: int  # for tensors and what their allocation costs on top, the model included
+    source: str  # where the number is from, for a person to read
+    reserve: float = 0.0  # share of the memory that is left alone beside
+    inputs: int = 0  # bytes taken off for inputs which wait to be computed with
 
     def for_tensors(self, ratio: float, resident_bytes: int) -> int:
-        """Give the bytes of tensors that fit, each of which costs `ratio` bytes.
-
-        Tensors that are in memory already have paid.
-        """
+        """Give the bytes of tensors that fit; those not there already cost `ratio` bytes each."""
         if self.bytes <= resident_bytes:
             return self.bytes
         return resident_bytes + int((self.bytes - resident_bytes) / ratio)
@@ -170,10 +160,9 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def resident_ratio(growth: int, predicted_bytes: int) -> float:
-    """Compare what memory a micro-batch took with the tensors it was predicted to hold.
+    """Compare what memory a micro-batch took with its predicted tensors: bytes per byte, in [1, 3].
 
-    Allocators and scratch inside kernels add 24 to 98 % on a CPU. Gives resident bytes per byte of
-    tensors, in [1, 3]; 1 where the micro-batch was too small to tell.
+    Allocators and scratch inside kernels add 24 to 98 % on a CPU; 1 where it was too small to tell.
     """
     if predicted_bytes < RATIO_BYTES:
         return 1.0

@@ -10,15 +10,13 @@ from typing import final
 import numpy as np
 
 from trainer.accumulate.rollback import Snapshot
-from trainer.core.world import World
 from trainer.models.duplicate import duplicate
-from trainer.parallel.base import Replicated
 from trainer.parallel.sync import Deferred
 from trainer.plan.memory import Shape
 from trainer.tune.fake import CannotRunFake, fake_copy, fake_micro_batch, predict_peak
 from trainer.tune.speed import fit_shapes, terms
 from trainer.tune.tensors import MemoryEstimate, PeakBytes
-from trainer.tune.workload import Workload, forward_bytes, fullest_steps, gradients, restoring
+from trainer.tune.workload import Workload, forward_bytes, fullest_steps, gradients
 
 COMPARED_TOKENS = 32  # longest sample of the micro-batch that is run both ways
 CLOSE = 0.05  # how far a fake forward's bytes may be from the real one's
@@ -36,10 +34,8 @@ class Predictor:
     Models that need values are probed for real, and so are those with a kernel that takes memory
     its fake knows nothing of, as recurrent layers have on a CPU.
 
-    Args:
-        work: what to compute; its model is left bit for bit as it was.
-        smallest: a shape that the run has, of few samples and the greatest length.
-        recompute: under activation checkpointing.
+    The model is left bit for bit as it was; `smallest` is a shape that the run has, of few samples
+    and the greatest length.
     """
 
     def __init__(self, work: Workload, smallest: Shape, *, recompute: bool = False) -> None:
@@ -73,9 +69,8 @@ def _compare(work: Workload, smallest: Shape, *, recompute: bool) -> None:
         return
     # BatchNorm of single values needs two samples.
     shape, real = Shape(min(2, smallest.num_samples), min(smallest.length, COMPARED_TOKENS)), 0
-    states = restoring(work.model, work.objective)
     # What fails here fails again, in full, in the step.
-    with suppress(Exception), states, work.variant(recompute=recompute):
+    with suppress(Exception), work.live(recompute=recompute):
         real = forward_bytes(work, work.fields(*shape))
     if not real:
         return
@@ -93,7 +88,7 @@ def probe_peak(work: Workload, smallest: Shape, *, recompute: bool = False) -> P
     """
     length = min(smallest.length, PROBE_TOKENS)
     lengths = dict.fromkeys((length, max(1, length // 2)))
-    with work.filled(), restoring(work.model, work.objective), work.variant(recompute=recompute):
+    with work.live(recompute=recompute):
         count = min(2, smallest.num_samples)  # BatchNorm of single values needs two
         shapes = [Shape(n * count, length) for length in lengths for n in (1, 2, 4)]
         measured = {shape: _activations(work, shape) for shape in shapes}
@@ -132,9 +127,7 @@ def _resting(work: Workload) -> MemoryEstimate:
         # An optimizer that needs values, too, runs on a copy of the model.
         peak = PeakBytes()
         with work.filled():
-            copy = duplicate(work.model)
-            trained = [p for p in copy.parameters() if p.requires_grad]
-            model = Replicated(copy, work.call, trained, World())
+            model = work.alone(duplicate(work.model))
             with peak:
                 fullest_steps(replace(work, fake_ranks=None), model, peak)
     return peak.estimate

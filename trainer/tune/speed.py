@@ -23,7 +23,7 @@ import torch
 from trainer.core.out_of_memory import AllocationGuard
 from trainer.plan.cut import Cost, FloatArray, Plan
 from trainer.plan.memory import Shape
-from trainer.tune.workload import Workload, restoring
+from trainer.tune.workload import Workload
 
 Clock = Callable[[], float]
 Prepare = Callable[[Shape], Callable[[], None]]
@@ -92,18 +92,12 @@ class Stopwatch:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Timings:
-    """What was timed.
+    """What was timed."""
 
-    Attributes:
-        seconds: of one forward and backward, by shape.
-        noise: how far the third-quickest timing of a shape typically lies above the quickest;
-            infinite where too little was repeated.
-        failed: the smallest shape for which memory ran out, if any did.
-    """
-
-    seconds: Mapping[Shape, float]
-    noise: float = math.inf
-    failed: Shape | None = None
+    seconds: Mapping[Shape, float]  # of one forward and backward
+    # How far the third-quickest timing of a shape typically lies above the quickest
+    noise: float = math.inf  # where too little was repeated
+    failed: Shape | None = None  # the smallest for which memory ran out, if any did
 
 
 @contextmanager
@@ -124,7 +118,7 @@ def rehearsal(work: Workload, *, recompute: bool) -> Iterator[Prepare]:
 
         return run
 
-    with work.filled(), restoring(work.model, work.objective), work.variant(recompute=recompute):
+    with work.live(recompute=recompute):
         yield prepare
 
 

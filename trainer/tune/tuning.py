@@ -28,24 +28,14 @@ LEAST_CAP = 512
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One row of the table that `train plan` prints.
+    """One row of the table that `train plan` prints."""
 
-    Attributes:
-        max_tokens: cap on the padded tokens of a micro-batch.
-        predicted_bytes: peak of tensors.
-        seconds_per_step: forward and backward, until the slowest rank is done; None where nothing
-            was timed.
-        padding: share of computed positions that hold no token.
-        micro_batches: per step, over all ranks, the mean of the sampled global batches.
-        activation_checkpointing: whether blocks recompute.
-        chosen: whether it is the one.
-    """
-
-    max_tokens: int
-    predicted_bytes: int
+    max_tokens: int  # cap on the padded tokens of a micro-batch
+    predicted_bytes: int  # peak of tensors
+    # Forward and backward, until the slowest rank is done; None where nothing was timed
     seconds_per_step: float | None
-    padding: float
-    micro_batches: float
+    padding: float  # share of computed positions that hold no token
+    micro_batches: float  # per step, over all ranks, the mean of the sampled global batches
     activation_checkpointing: bool
     chosen: bool = False
 
@@ -53,27 +43,16 @@ class Candidate:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
-    """What tuning found; rank 0's counts for all, and a checkpoint holds it.
+    """What tuning found; rank 0's counts for all, and a checkpoint holds it."""
 
-    Attributes:
-        max_tokens: the cap, in padded tokens of a micro-batch of several samples.
-        alone: what a longer sample may take in a micro-batch of its own.
-        activation_checkpointing: whether blocks are to recompute.
-        cost: the time model of the cuts.
-        predicted: the peak of a step under the cap.
-        limit_bytes: what tensors may take.
-        method: how all this is known, for a person to read.
-        candidates: the caps that were considered, ascending, the chosen one marked.
-    """
-
-    max_tokens: int
-    alone: int
+    max_tokens: int  # the cap, in padded tokens of a micro-batch of several samples
+    alone: int  # what a longer sample may take in a micro-batch of its own
     activation_checkpointing: bool
-    cost: Cost
-    predicted: MemoryEstimate
-    limit_bytes: int
-    method: str
-    candidates: tuple[Candidate, ...]
+    cost: Cost  # the time model of the cuts
+    predicted: MemoryEstimate  # the peak of a step under the cap
+    limit_bytes: int  # what tensors may take
+    method: str  # how all this is known, for a person to read
+    candidates: tuple[Candidate, ...]  # the caps that were considered, ascending
 
 
 @final

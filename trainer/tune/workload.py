@@ -22,12 +22,13 @@ from torch import Tensor, nn
 from trainer.accumulate.base import sum_of
 from trainer.accumulate.rollback import Snapshot
 from trainer.core.micro_batch import Fields, to_device
+from trainer.core.world import World
 from trainer.models.bind import bind
 from trainer.models.check import refuse_sparse_gradients
 from trainer.models.meta_start import Weights, drawn
 from trainer.models.recompute import with_checkpointing
 from trainer.objectives.base import ModelCall, Objective, sums_of
-from trainer.parallel.base import Parallel
+from trainer.parallel.base import Parallel, Replicated
 from trainer.parallel.sync import Deferred, SyncPolicy
 from trainer.plan.cut import IntArray
 from trainer.tune.tensors import PeakBytes
@@ -102,6 +103,18 @@ class Workload:
             return drawn(self.model, self.weights, self.device)
         return nullcontext()
 
+    def alone(self, model: nn.Module) -> Parallel:
+        """Lay a copy of the model out on one rank."""
+        trained = [p for p in model.parameters() if p.requires_grad]
+        return Replicated(model, self.bind(model), trained, World(device=self.device))
+
+    @contextmanager
+    def live(self, *, recompute: bool) -> Iterator[None]:
+        """Lend the model itself to be run inside the block, and leave it bit for bit as it was."""
+        states = restoring(self.model, self.objective)
+        with self.filled(), states, self.variant(recompute=recompute):
+            yield
+
     @contextmanager
     def variant(self, *, recompute: bool) -> Iterator[None]:
         """Compute with or without activation checkpointing inside the block."""
@@ -163,13 +176,7 @@ def fullest_steps(
 
     Once the first has made the optimizer's state, and an earlier micro-batch the gradients, no
     later moment needs more than one more micro-batch and the update after it. Changes the weights,
-    so it is for fake tensors or copies.
-
-    Args:
-        work: what to compute.
-        model: its model, laid out.
-        peak: counts; already entered.
-        fields: of the micro-batch; None updates alone.
+    so it is for fake tensors or copies, laid out. Without `fields` it updates alone.
     """
     module, sync = model.module, Deferred() if work.fake_ranks is None else work.sync
     work = replace(work, model=module, bind=lambda _: model.call)
@@ -223,9 +230,7 @@ class Dims:
 def look(lengths: IntArray, load: Callable[[int], Fields | None]) -> Dims:
     """Look at samples of every length: at a few, and at more where these have lengths of their own.
 
-    Args:
-        lengths: `(samples,)`, of all data.
-        load: gives one sample, collated alone; None where it cannot be read.
+    `lengths` are those of all data; `load` gives one sample, collated alone, or None for a bad one.
     """
     ascending = lengths.argsort(kind="stable")
     dims = Dims()
@@ -240,7 +245,7 @@ def look(lengths: IntArray, load: Callable[[int], Fields | None]) -> Dims:
 
 
 def _compare(seen: Sequence[tuple[int, Fields]]) -> Dims:
-    """Compare samples, the shortest first; a dimension of features is the same in all of them."""
+    """Compare samples, the shortest first; a dimension of features is the same in all."""
     lengths = tuple(length for length, _ in seen)
     sequence, own = set[Dim](), dict[Dim, tuple[Sequence[int], Sequence[int]]]()
     for name in sorted(set.intersection(*(set(fields) for _, fields in seen))):
@@ -260,18 +265,13 @@ class Tiled:
 
     The first dimension of a field is the samples. Samples without tokens have length 1 and no
     sequence. An example that says where packed documents begin is one row, and so is what is made
-    of it.
-
-    Attributes:
-        example: collated fields, at least one sample.
-        length: what its samples are padded to.
-        dims: which dimensions have one entry per token; where that is not known, as in data whose
-            samples are all of one length, every one of `length` entries. What has a length of its
-            own gets the most that it has in samples so long.
+    of it. Where it is not known which dimensions have one entry per token, as in data whose samples
+    are all of one length, it is every one of `length` entries. What has a length of its own gets
+    the most that it has in samples so long.
     """
 
-    example: Fields
-    length: int
+    example: Fields  # collated, at least one sample
+    length: int  # what its samples are padded to
     dims: Dims = field(default_factory=Dims)
 
     def __call__(self, num_samples: int, length: int) -> Fields:
