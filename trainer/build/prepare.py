@@ -36,10 +36,8 @@ from trainer.tune.predict import Predictor
 from trainer.tune.speed import Clock, meter_for
 from trainer.tune.tensors import MemoryEstimate
 from trainer.tune.tuner import tune
-from trainer.tune.tuning import Question, Recompute, Tuning
+from trainer.tune.tuning import Question, Tuning
 from trainer.tune.workload import Tiled, Workload, look, restoring
-
-RECOMPUTE: Mapping[bool | str, Recompute] = {False: "never", True: "always", "auto": "auto"}
 
 SAMPLED_STEPS = 8
 """Global batches of the first epoch that tuning and the plan's means look at."""
@@ -320,7 +318,7 @@ def _tune(
         limit=limit,
         largest_batch=parts.source.order.most_samples,
         max_samples=cut.micro,
-        recompute=RECOMPUTE[parts.config.activation_checkpointing],
+        recompute=parts.config.activation_checkpointing,
         timed=clock is not None and fits,
         num_steps=parts.total_steps,
         longest_id=int(parts.train_set.original_ids([longest])[0]),

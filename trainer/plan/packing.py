@@ -9,11 +9,18 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from trainer.plan.cut import FloatArray, IntArray, Layout, Plan
-from trainer.plan.partition import deal_by_cost, deal_in_snake, reduce_groups, samples_of_groups
+from trainer.plan.partition import (
+    deal_by_cost,
+    deal_in_snake,
+    padded_apart,
+    reduce_groups,
+    samples_of_groups,
+)
 
 TRIES_PER_DOCUMENT = 1  # rows passed over for each document, on average, before balancing gives up
 
@@ -28,8 +35,7 @@ def pack(lengths: IntArray, layout: Layout, cap: int, max_micro: int | None = No
 
     Args:
         lengths: `(global batch,)`, at least one document.
-        layout: with `max_shapes`, row lengths are rounded up to one of that many even parts of the
-            cap, the same for a whole run.
+        layout: what hardware and model ask.
         cap: most positions of a row. A document longer than this gets a row of its own.
         max_micro: most documents of a row.
     """
@@ -53,22 +59,7 @@ def pack(lengths: IntArray, layout: Layout, cap: int, max_micro: int | None = No
             rows = pack_rows(totals[order[mine]], costs[mine], cap, limit)
             ranks.append([order[mine[row]] for row in rows])
     samples = [[samples_of_groups(row, size, num_samples) for row in rows] for rows in ranks]
-    step = layout.pad_multiple
-    if layout.max_shapes is not None:
-        step *= -(-cap // layout.max_shapes // step)
-
-    def padded(row: IntArray) -> int:
-        num_tokens = int(lengths[row].sum())
-        rounded = min(-(-max(num_tokens, 1) // step) * step, cap)
-        return max(num_tokens, rounded) if len(row) else 0
-
-    return Plan(
-        ranks=tuple(map(tuple, samples)),
-        lengths=lengths,
-        padded_lengths=tuple(tuple(map(padded, rows)) for rows in samples),
-        packed=True,
-        group_size=size,
-    )
+    return padded_apart(samples, lengths, replace(layout, packed=True), cap)
 
 
 def pack_rows(

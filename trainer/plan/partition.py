@@ -58,16 +58,8 @@ def partition(lengths: IntArray, layout: Layout, cap: int, max_micro: int | None
         shares = deal_by_cost(cost.per_sample(padded[longest_first]), layout.world_size)
         own = [longest_first[share] for share in shares]
         ranks = [split(mine, cut_sorted(padded[mine], cap, cost, limit)) for mine in own]
-    return Plan(
-        ranks=tuple(
-            tuple(samples_of_groups(slot, size, len(lengths)) for slot in slots) for slots in ranks
-        ),
-        lengths=lengths,
-        padded_lengths=tuple(
-            tuple(int(padded[slot[0]]) if len(slot) else 0 for slot in slots) for slots in ranks
-        ),
-        group_size=size,
-    )
+    samples = [[samples_of_groups(slot, size, len(lengths)) for slot in slots] for slots in ranks]
+    return padded_apart(samples, lengths, layout)
 
 
 def reduce_groups(combine: np.ufunc, values: IntArray, group_size: int) -> IntArray:
@@ -93,15 +85,24 @@ def pad(lengths: IntArray, layout: Layout) -> IntArray:
     return np.where(index < len(steps), steps[np.minimum(index, len(steps) - 1)], padded)
 
 
-def padded_apart(ranks: Sequence[Sequence[IntArray]], lengths: IntArray, layout: Layout) -> Plan:
-    """Pad each micro-batch to its own longest sample, and packed rows to the multiple."""
-    step = layout.pad_multiple
-    padded = lengths if layout.packed else pad(lengths, layout)
+def padded_apart(
+    ranks: Sequence[Sequence[IntArray]], lengths: IntArray, layout: Layout, cap: int | None = None
+) -> Plan:
+    """Pad each micro-batch to its own longest sample, and packed rows to what the layout allows.
+
+    Rows are rounded up to the multiple, but not beyond a cap; where the layout bounds the number of
+    shapes, to one of that many even parts of the cap.
+    """
+    step, padded = layout.pad_multiple, lengths if layout.packed else pad(lengths, layout)
+    if cap is not None and layout.max_shapes is not None:
+        step *= -(-cap // layout.max_shapes // step)
 
     def length(own: IntArray) -> int:
-        if not len(own):
-            return 0
-        return -(-max(1, int(own.sum())) // step) * step if layout.packed else int(own.max())
+        if not len(own) or not layout.packed:
+            return int(own.max(initial=0))
+        num_tokens = int(own.sum())
+        rounded = -(-max(num_tokens, 1) // step) * step
+        return rounded if cap is None else max(num_tokens, min(rounded, cap))
 
     return Plan(
         ranks=tuple(map(tuple, ranks)),

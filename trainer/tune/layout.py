@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -36,18 +35,19 @@ def layout_for(
     longest = int(lengths.max())
     # A sample without tokens counts as one, and is not padded to eight.
     multiple = GPU_MULTIPLE if device_type == "cuda" and longest > 1 else 1
-    plain = Layout(
+    shapes: tuple[int, ...] = ()
+    if compiled and not packed:
+        padded = pad(lengths, Layout(pad_multiple=multiple, longest=longest))
+        shapes = ladder(padded, COMPILED_SHAPES, Cost())
+    return Layout(
         world_size=world_size,
         pad_multiple=multiple,
         longest=longest,
         packed=packed,
-        max_shapes=COMPILED_SHAPES if compiled else None,
+        max_shapes=COMPILED_SHAPES if compiled and packed else None,
+        shapes=shapes,
         group_size=group_size,
     )
-    if packed or not compiled:
-        return plain
-    padded = pad(lengths, Layout(pad_multiple=multiple, longest=longest))
-    return replace(plain, shapes=ladder(padded, COMPILED_SHAPES, Cost()), max_shapes=None)
 
 
 def packs(

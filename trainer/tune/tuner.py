@@ -42,7 +42,7 @@ from trainer.tune.tensors import MemoryEstimate
 from trainer.tune.tuning import Candidate, Question, Tuning
 
 # With and without activation checkpointing, by `Question.recompute`
-VARIANTS = {"never": (False,), "always": (True,), "auto": (False, True)}
+VARIANTS = {False: (False,), True: (True,), "auto": (False, True)}
 # Time of forward, forward again and backward (twice a forward) over forward and backward
 RECOMPUTED = 4 / 3
 # Padded tokens of a micro-batch that is near the best as a rule, where timings cannot tell
@@ -356,7 +356,7 @@ class Variant:
             candidate_caps(1, longest),
         )
         remedies = ["use a smaller model"]
-        if question.recompute == "never":
+        if question.recompute is False:
             remedies.insert(0, "try activation_checkpointing=true")
         if fits is not None and fits > 1:
             remedies.insert(0, f"shorten it, data.max_length={fits} being the longest that fits")

@@ -16,9 +16,6 @@ from trainer.tune.memory_limit import MemoryLimit
 from trainer.tune.tensors import MemoryEstimate
 from trainer.tune.workload import Workload
 
-Recompute = Literal["never", "always", "auto"]
-"""Whether activation checkpointing is off, on, or to be weighed."""
-
 # Padded tokens beyond which no device gains speed; larger caps are not tried
 LARGEST_TIMED = {"cuda": 131_072, "cpu": 16_384}
 # Caps below the longest sample are asked about down to this: no device is faster below
@@ -87,7 +84,7 @@ class Question:
     limit: MemoryLimit
     largest_batch: int | None = None
     max_samples: int | None = None
-    recompute: Recompute = "never"
+    recompute: bool | Literal["auto"] = False
     timed: bool = True
     num_steps: int = 1000
     longest_id: int | None = None

@@ -266,7 +266,7 @@ def test_recomputing_is_chosen_where_it_is_all_that_fits():
     book = TuningCache()
     assert tune(replace(asked, limit=between), book).activation_checkpointing
     with pytest.raises(DoesNotFitError):
-        tune(replace(asked, limit=between, recompute="never"), book)
+        tune(replace(asked, limit=between, recompute=False), book)
 
 
 def test_recomputing_that_buys_too_little_is_weighed_and_refused():
