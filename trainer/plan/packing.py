@@ -33,11 +33,7 @@ def pack(lengths: IntArray, layout: Layout, cap: int, max_micro: int | None = No
     `world_size` rows, and rows of like cost share a slot, which minimises the sum of the slots'
     maxima for given rows. Groups of samples that must stay together are packed as one document.
 
-    Args:
-        lengths: `(global batch,)`, at least one document.
-        layout: what hardware and model ask.
-        cap: most positions of a row. A document longer than this gets a row of its own.
-        max_micro: most documents of a row.
+    A row has at most `cap` positions and `max_micro` documents; a longer document is alone.
     """
     size, num_samples = layout.group_size, len(lengths)
     counted = np.maximum(lengths, 1)

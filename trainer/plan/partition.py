@@ -40,11 +40,8 @@ def partition(lengths: IntArray, layout: Layout, cap: int, max_micro: int | None
 
     Longest first in every rank; where ranks in lockstep have filled slots, dearest slot first.
 
-    Args:
-        lengths: `(global batch,)`, at least one sample.
-        layout: what hardware and model ask. A short last group counts as full.
-        cap: most padded tokens of a micro-batch. A sample, or a group, beyond it is alone.
-        max_micro: most samples of a micro-batch; a group is never divided for it.
+    A micro-batch has at most `cap` padded tokens and `max_micro` samples, for which no group is
+    divided; a sample, or a group, beyond the cap is alone. A short last group counts as full.
     """
     size = layout.group_size
     padded = reduce_groups(np.maximum, pad(lengths, layout), size)

@@ -39,18 +39,12 @@ class Slot:
 def fill_slots(
     costs: FloatArray, most: IntArray, world_size: int, fixed: float, to_beat: float
 ) -> list[Slot] | None:
-    """Cut sorted samples into slots of micro-batches of like cost.
+    """Cut sorted samples into slots of `world_size` micro-batches of like cost.
 
     A heuristic. On lognormal lengths ranks are 0.94 to 0.97 busy, where common cuts keep them 0.87
-    to 0.93. Gives slots, dearest first, without an empty micro-batch; None if they cost no less
-    than `to_beat`.
-
-    Args:
-        costs: `(num_samples,)`, not increasing.
-        most: `(num_samples,)`, samples of a micro-batch that begins there, at most.
-        world_size: micro-batches of a slot.
-        fixed: cost of a micro-batch that does not depend on its size.
-        to_beat: total cost of slots that is known to be possible.
+    to 0.93. `costs` and `most`, `(num_samples,)`, are of each sample and of how many a micro-batch
+    that begins there may have; `fixed` comes with every micro-batch. Gives slots, dearest first,
+    without an empty micro-batch; None if they cost no less than `to_beat`, which is possible.
     """
     most_slots = -(-len(costs) // world_size)
     if costs[0] == costs[-1] or most_slots > MOST_SLOTS:

@@ -103,9 +103,6 @@ def fake_micro_batch(
 
     Yields:
         The copy, the fields, and what lays the copy out.
-
-    Raises:
-        CannotRunFake: the model needs values, not only shapes.
     """
     fields = work.make_fields(*shape)
     with fake_copy(work) as (mode, theirs, lay_out), theirs.variant(recompute=recompute):

@@ -41,11 +41,6 @@ class MemoryLimit:
             return self.bytes
         return resident_bytes + int((self.bytes - resident_bytes) / ratio)
 
-    def whole_for(self, needed: int, ratio: float, resident_bytes: int) -> float:
-        """Give the memory, with reserve and inputs, of which so many bytes are for tensors."""
-        grown = max(0, needed - resident_bytes) * ratio
-        return (resident_bytes + grown + self.inputs) / (1 - self.reserve)
-
 
 def memory_limit(
     device: torch.device,

@@ -361,7 +361,9 @@ class Variant:
         if fits is not None and fits > 1:
             remedies.insert(0, f"shorten it, data.max_length={fits} being the longest that fits")
         if question.limit.source.startswith(ASKED):
-            whole = question.limit.whole_for(needed, self.ratio, question.work.resident_bytes)
+            resident = question.work.resident_bytes
+            grown = max(0, needed - resident) * self.ratio
+            whole = (resident + grown + waiting) / (1 - question.limit.reserve)
             enough = math.ceil((whole + 1) / MEBI)  # what is left is rounded down to a byte
             remedies.insert(0, f"type accum.memory={enough}MiB or more")
         return DoesNotFitError(

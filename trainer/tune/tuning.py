@@ -55,39 +55,22 @@ class Tuning:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What is to be tuned.
+    """What is to be tuned."""
 
-    Attributes:
-        work: one rank's model, loss, optimizer and data.
-        batches: lengths of the samples of a few global batches, each `(global batch,)`.
-        longest: tokens of the longest sample of the data.
-        shortest: tokens of the shortest.
-        cut_at: gives the cut under a cap, a time model, and the padded tokens that one sample
-            alone may have (`Auto.tuned`).
-        layout: what hardware and model ask; its cost counts where nothing is timed.
-        limit: memory of one rank.
-        largest_batch: samples of the largest global batch that any step can have, sampled or not;
-            None where that is among `batches`.
-        max_samples: most samples of a micro-batch (`accum.micro`); None is no bound.
-        recompute: whether activation checkpointing is off, on, or to be weighed.
-        timed: False for a machine that is not this one.
-        num_steps: of the run, for the time that tuning may take.
-        longest_id: the longest sample, for the message when it does not fit.
-    """
-
-    work: Workload
-    batches: Sequence[IntArray]
-    longest: int
+    work: Workload  # one rank's model, loss, optimizer and data
+    batches: Sequence[IntArray]  # lengths of the samples of a few global batches
+    longest: int  # tokens of the longest sample of the data
     shortest: int
+    # Gives the cut under a cap, a time model, and the padded tokens that one sample alone may have
     cut_at: Callable[[int, Cost, int], Cut]
-    layout: Layout
-    limit: MemoryLimit
-    largest_batch: int | None = None
-    max_samples: int | None = None
-    recompute: bool | Literal["auto"] = False
-    timed: bool = True
-    num_steps: int = 1000
-    longest_id: int | None = None
+    layout: Layout  # its cost counts where nothing is timed
+    limit: MemoryLimit  # of one rank
+    largest_batch: int | None = None  # samples of any step; None where that is among the batches
+    max_samples: int | None = None  # of a micro-batch (`accum.micro`); None is no bound
+    recompute: bool | Literal["auto"] = False  # activation checkpointing: off, on, or to be weighed
+    timed: bool = True  # False for a machine that is not this one
+    num_steps: int = 1000  # of the run, for the time that tuning may take
+    longest_id: int | None = None  # the longest sample, for the message when it does not fit
 
     @property
     def num_positions(self) -> float:
