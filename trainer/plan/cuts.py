@@ -108,14 +108,11 @@ class LayoutInvariant(Cut):
     """Micro-batches that stay the same for every number of ranks: `deterministic=layout`.
 
     The global batch is cut in sample order first, and its micro-batches are then shared by ranks.
-
-    Attributes:
-        micro: samples per micro-batch; the last may be short.
     """
 
     keeps_order: ClassVar[bool] = True
 
-    micro: int
+    micro: int  # samples per micro-batch; the last may be short
 
     def cut(self, lengths: IntArray, layout: Layout) -> Plan:
         """Cut one global batch; see `Cut.cut`."""
@@ -139,15 +136,11 @@ class LayoutInvariant(Cut):
 
 @dataclass(frozen=True, kw_only=True)
 class _Capped(Cut):
-    """The cheapest cuts under a cap.
+    """The cheapest cuts under a cap."""
 
-    Attributes:
-        micro: most samples of a micro-batch.
-        lowered: what an allocation failure has lowered the cap to. A single longer sample still
-            gets its try, alone: only the allocator knows.
-    """
-
-    micro: int | None = None
+    micro: int | None = None  # most samples of a micro-batch
+    # What an allocation failure has lowered the cap to. A single longer sample still gets its try,
+    # alone: only the allocator knows.
     lowered: int | None = None
 
     def smaller(self, plan: Plan) -> Self | None:
@@ -188,13 +181,9 @@ class _Capped(Cut):
 @final
 @dataclass(frozen=True, kw_only=True)
 class Budget(_Capped):
-    """The cheapest cuts under a cap that the user gives: `accum=budget`.
+    """The cheapest cuts under a cap that the user gives: `accum=budget`."""
 
-    Attributes:
-        max_tokens: most padded tokens of a micro-batch.
-    """
-
-    max_tokens: int
+    max_tokens: int  # most padded tokens of a micro-batch
 
     def cut(self, lengths: IntArray, layout: Layout) -> Plan:
         """Cut one global batch at the least cost; see `Cut.cut`.
