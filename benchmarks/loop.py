@@ -45,9 +45,9 @@ from trainer.plan.order import Order
 from trainer.report.console import Screen
 from trainer.report.reporter import RunReporter
 from trainer.training.batches import Feed, Source
-from trainer.training.kit import Kit
-from trainer.training.progress import record_of
+from trainer.training.loop import record_of
 from trainer.training.step import train_step
+from trainer.training.window import Kit
 
 VOCABULARY, LENGTH, MICRO = 258, 32, 8
 CLIP = 1.0

@@ -23,7 +23,7 @@ from trainer.parallel.sync import Deferred, SyncPolicy
 from trainer.plan.cut import Cut, Layout
 from trainer.plan.order import Order
 from trainer.training.batches import Feed, Source
-from trainer.training.kit import Kit
+from trainer.training.window import Kit
 
 EXACT = {torch.float64: 1e-12, torch.float32: 1e-6}
 """Largest relative error of a gradient that is only cut differently, by precision."""

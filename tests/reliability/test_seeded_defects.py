@@ -33,7 +33,7 @@ from trainer.core import durable
 from trainer.data.view import DataView
 from trainer.parallel import base as parallel
 from trainer.report import metrics
-from trainer.training import checkpointing, loop, progress, step
+from trainer.training import checkpointing, loop, step
 from trainer.training.batches import Feed
 
 Patch = pytest.MonkeyPatch
@@ -188,7 +188,7 @@ DEFECTS: Mapping[str, Defect] = {
         lambda cursor: lambda **at: cursor(**at | {"step": 0}),
     ),
     "tokens are counted anew": (
-        *(stopped(), progress.Trained, "__init__"),
+        *(stopped(), loop.Trained, "__init__"),
         lambda init: lambda self, **fields: init(self, **fields | {"total_tokens": 0}),
     ),
     "metrics are not cut": (killed, metrics, "truncate_after", lambda _: nothing),

@@ -42,7 +42,7 @@ from trainer.plan.cuts import Budget, Fixed, LayoutInvariant
 from trainer.plan.order import Order
 from trainer.training.batches import Source
 from trainer.training.evaluation import HeldOut
-from trainer.training.kit import Kit
+from trainer.training.window import Kit
 from trainer.tune.layout import layout_for, packs
 from trainer.verify.case import hooked
 

@@ -21,7 +21,7 @@ from trainer.objectives.base import logits_of
 from trainer.report.records import Record, RunEnd, is_noise
 from trainer.report.run_status import to_go_on, trusting
 from trainer.report.time_table import advice, split, time_table
-from trainer.training.progress import Trained
+from trainer.training.loop import Trained
 from trainer.tune.memory_limit import peak_bytes
 
 _log = logging.getLogger(__name__)

@@ -55,9 +55,8 @@ from trainer.report.run_status import publish, to_go_on
 from trainer.report.wandb import WandbMirror
 from trainer.training.batches import Feed
 from trainer.training.checkpointing import Checkpointer
-from trainer.training.kit import Kit
-from trainer.training.loop import Run, train
-from trainer.training.progress import Trained
+from trainer.training.loop import Run, Trained, train
+from trainer.training.window import Kit
 from trainer.tune.network import network_of
 from trainer.tune.speed import Clock
 

@@ -18,7 +18,7 @@ from trainer.core.world import World
 from trainer.report.blocks import verify_block
 from trainer.report.console import Screen
 from trainer.training.batches import Feed, PlannedBatch
-from trainer.training.kit import Kit
+from trainer.training.window import Kit
 from trainer.verify.proof import verify
 
 VERIFY_FILE = "verify.json"

@@ -9,7 +9,7 @@ between two steps that have emptied the caches.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,14 +24,11 @@ from trainer.plan.cut import Cut, IntArray, Layout, Plan
 from trainer.plan.cuts import SampleTooLongError
 from trainer.plan.order import Cursor, GlobalBatch, Order
 
+# A step larger than this is not loaded ahead, so that host memory never holds two of them.
 PREFETCH_LIMIT_BYTES = 256 * 2**20
-"""A step larger than this is not loaded ahead, so that host memory never holds two of them."""
-
+# Steps that are prepared in one go, at most, and what they may take together; one may take more.
 BURST_STEPS = 8
-"""Steps that are prepared in one go, at most."""
-
 BURST_BYTES = 16 * 2**20
-"""What the steps of a burst may take together; one step alone may take more."""
 
 
 @final
@@ -41,7 +38,6 @@ class PlannedBatch:
 
     Attributes:
         step: the step it belongs to, from 1.
-        samples: the global batch.
         plan: how it is cut, for every rank.
         micro_batches: this rank's.
         sample_ids: of the global batch, in the user's own data set.
@@ -70,9 +66,7 @@ class Source:
     """Where the samples of a run come from.
 
     Attributes:
-        order: which samples belong to which step.
         lengths: `(samples,)`, tokens of every training sample.
-        loader: turns ids into collated fields.
         objective: counts the weights of a micro-batch.
     """
 
@@ -84,15 +78,9 @@ class Source:
 
 @final
 class Feed:
-    """Gives the planned batches of a run, from any cursor on.
+    """Gives the planned batches of a run from a cursor on, with this rank's micro-batches.
 
-    Args:
-        source: where samples come from, and in which order.
-        cut: which samples share a micro-batch.
-        layout: what hardware and model ask of the cut.
-        world: this rank loads its own micro-batches only.
-        seed: every random draw of a step follows from it.
-        cursor: where to begin.
+    Every random draw of a step follows from `seed`.
     """
 
     def __init__(
@@ -162,11 +150,7 @@ class Feed:
 
     @contextmanager
     def naming_samples(self, batch: PlannedBatch) -> Iterator[None]:
-        """Name the sample whose token id or label could not be looked up, as the loader does.
-
-        Yields:
-            Nothing.
-        """
+        """Name the sample whose token id or label could not be looked up, as the loader does."""
         ids, longest = tuple(batch.samples.ids.tolist()), int(batch.plan.lengths.max())
         with self.loader.naming_samples(Request(ids, batch.samples.epoch, longest), self.pause):
             yield
@@ -178,28 +162,12 @@ class Feed:
         wait(self._ahead)
 
     def smaller(self, batch: PlannedBatch) -> PlannedBatch | None:
-        """Cut a global batch, and all that follow it, into smaller micro-batches.
-
-        Returns:
-            None where it holds one sample per micro-batch already.
-        """
+        """Cut a global batch, and all that follow, smaller; None at one sample per micro-batch."""
         cut = self.cut.smaller(batch.plan)
         if cut is None:
             return None
         self.use(cut)
         return self._load(batch.samples, cut.cut(batch.plan.lengths, self.layout))
-
-    def smaller_setting(self, batch: PlannedBatch) -> str | None:
-        """Name a setting that cuts smaller than a batch is cut; None at one sample each."""
-        cut = self.cut.smaller(batch.plan)
-        if cut is None:
-            return None
-        settings = vars(cut)
-        if settings.get("lowered"):
-            longest = max(length for rank in batch.plan.padded_lengths for length in rank)
-            return f"accum=budget accum.max_tokens={max(settings['lowered'], longest)}"
-        key = "micro" if settings.get("micro") else "steps"
-        return f"accum.{key}={settings[key]}" if settings.get(key) else "a finer cut"
 
     def use(self, cut: Cut) -> None:
         """Cut every later global batch with `cut`, and drop what was prepared with another."""
@@ -223,7 +191,7 @@ class Feed:
 
     def _load(self, samples: GlobalBatch, plan: Plan) -> PlannedBatch:
         requests = self.requests(samples, plan)
-        return self._filled(samples, plan, requests, map(self.loader.load, requests))
+        return self._fill(samples, plan, requests, map(self.loader.load, requests))
 
     def _from_workers(self) -> PlannedBatch:
         if self._stream is None:
@@ -233,7 +201,7 @@ class Feed:
         requests = self.requests(samples, plan)
         others = [next(self._stream) for _ in requests[1:]]
         self._queue.popleft()
-        return self._filled(samples, plan, requests, iter([first, *others]))
+        return self._fill(samples, plan, requests, [first, *others])
 
     def _all_requests(self, cursor: Cursor) -> Iterator[Request]:
         while True:
@@ -244,30 +212,31 @@ class Feed:
             yield from self.requests(samples, plan) or [nothing]
             cursor = samples.after
 
-    def _filled(
-        self, samples: GlobalBatch, plan: Plan, requests: list[Request], loaded: Iterator[Fields]
+    def _fill(
+        self, samples: GlobalBatch, plan: Plan, requests: list[Request], loaded: Iterable[Fields]
     ) -> PlannedBatch:
+        """Put fields, weights and the keys of random draws into this rank's micro-batches."""
         rank, step = self._world.rank, samples.after.step
         # The index runs over all ranks, so that the draws of a micro-batch do not depend on which
         # rank computes it.
         before = sum(len(slots) for slots in plan.ranks[:rank])
-        micro_batches = []
-        for index, (request, slot) in enumerate(zip(requests, plan.ranks[rank], strict=True)):
-            fields = next(loaded)
-            micro_batches.append(
-                MicroBatch(
-                    fields=fields,
-                    ids=request.ids,
-                    weights=weights_of(self._source.objective, fields),
-                    num_tokens=int(plan.lengths[slot].sum()),
-                    num_positions=plan.positions(rank, index),
-                    rng_key=rng_key(self._seed, "draws", step, before + index),
-                )
+        # A rank without micro-batches still gets an empty one from its workers.
+        each = zip(requests, plan.ranks[rank], loaded, strict=False)
+        micro_batches = tuple(
+            MicroBatch(
+                fields=fields,
+                ids=request.ids,
+                weights=weights_of(self._source.objective, fields),
+                num_tokens=int(plan.lengths[slot].sum()),
+                num_positions=plan.positions(rank, index),
+                rng_key=rng_key(self._seed, "draws", step, before + index),
             )
+            for index, (request, slot, fields) in enumerate(each)
+        )
         return PlannedBatch(
             step=step,
             samples=samples,
             plan=plan,
-            micro_batches=tuple(micro_batches),
+            micro_batches=micro_batches,
             sample_ids=tuple(self.dataset.original_ids(samples.ids).tolist()),
         )

@@ -18,7 +18,7 @@ from trainer.core.errors import SaveError
 from trainer.plan.cut import Cut
 from trainer.report.reporter import Reporter
 from trainer.training.batches import Feed
-from trainer.training.kit import Kit
+from trainer.training.window import Kit
 
 
 @final
@@ -27,10 +27,6 @@ class Checkpointer:
     """Saves the state of a run.
 
     Attributes:
-        kit: holds model and optimizer.
-        feed: holds the position and the cut.
-        writer: writes at once or behind the next steps.
-        reporter: is told of every checkpoint.
         constants: what does not change over the run: contract, fingerprint, tuned constants.
         describe_cut: gives what a resumed run needs to cut as this one does.
         on_full: whether a checkpoint that could not be written stops the run.
@@ -61,10 +57,7 @@ class Checkpointer:
     def save(self, tokens: int, failures: int, *, is_last: bool = False) -> None:
         """Save the state after the last step. Collective.
 
-        Args:
-            tokens: real input positions consumed so far.
-            failures: steps in a row, up to the last one, that were not finite.
-            is_last: the run ends here, and not well without this state on disk.
+        With `is_last` the run ends here, and not well without this state on disk.
 
         Raises:
             SaveError: it could not be written, and the run is to stop then.
@@ -84,25 +77,22 @@ class Checkpointer:
             "cut": dict(self.describe_cut(self.feed.cut)),
         }
         tensors, meta = capture(self.kit.model.module, self.kit.optimizer, extra=extra)
-        changing = {n: tensor for n, tensor in tensors.items() if not self._is_mask(n, tensor)}
+        masks = {
+            name
+            for name, mask in self.masks.items()
+            if name in tensors and torch.allclose(tensors[name], mask, 0.0, 0.0, equal_nan=True)
+        }
+        changing = {name: tensor for name, tensor in tensors.items() if name not in masks}
         world.on_all(lambda: assert_finite(changing))
         self._attempt(lambda: self.writer.save(cursor.step, tensors, meta))
         self._report(self.writer.take_saved)
         self.is_due, self._saved_at = False, time.monotonic()
 
     def poll(self, claim: bool) -> bool:
-        """Hear of a checkpoint that became durable, or failed, behind the steps, or that is due.
+        """Report what was written behind the steps, and find whether the next save is due.
 
-        Collective: three numbers, and more only where there is something to hear.
-
-        Args:
-            claim: anything else that all ranks are to know; it travels along.
-
-        Returns:
-            Whether the claim holds on any rank.
-
-        Raises:
-            SaveError: it could not be written, and the run is to stop then.
+        Collective: three numbers, and more only where there is something to report. Whether
+        `claim` holds on any rank travels along, and is returned.
         """
         passed_s = time.monotonic() - self._saved_at
         is_due = self.kit.world.is_main and self.every_s is not None and passed_s >= self.every_s
@@ -114,11 +104,7 @@ class Checkpointer:
         return claims > 0
 
     def close(self) -> None:
-        """Wait for what is being written. Collective.
-
-        Raises:
-            SaveError: it could not be written; a run does not end well without its state.
-        """
+        """Wait for what is being written, without which a run does not end well. Collective."""
         self.on_full = "stop"
         self._report(self.writer.close)
 
@@ -127,11 +113,6 @@ class Checkpointer:
         # Ranks that are gone end a collective with what PyTorch raises for it.
         with suppress(SaveError, RuntimeError):
             self.writer.close()
-
-    def _is_mask(self, name: str, tensor: Tensor) -> bool:
-        """Whether a tensor is a mask, as it was at the beginning."""
-        mask = self.masks.get(name)
-        return mask is not None and bool(torch.allclose(tensor, mask, 0.0, 0.0, equal_nan=True))
 
     def _report(self, find: Callable[[], Path | None]) -> None:
         """Report a checkpoint that is found to be on disk; what was found failed counts as such."""
@@ -146,11 +127,7 @@ class Checkpointer:
         self._attempt(report)
 
     def _attempt(self, write: Callable[[], None]) -> None:
-        """Write something that fails on all ranks or on none.
-
-        Raises:
-            SaveError: it failed, and the run is to stop then.
-        """
+        # It fails on all ranks or on none.
         try:
             write()
         except SaveError as error:

@@ -23,8 +23,7 @@ from trainer.parallel.base import Parallel
 from trainer.plan.cut import IntArray, Layout
 from trainer.plan.cuts import Budget
 
-CHUNK = 8192
-"""Samples planned at once."""
+CHUNK = 8192  # samples planned at once
 
 
 @final
@@ -33,9 +32,7 @@ class HeldOut:
     """The held-out samples, cut by a cap of their own.
 
     Attributes:
-        loader: turns ids into fields.
         lengths: `(samples,)`, tokens of every held-out sample.
-        layout: as in training; evaluation has no gradient to keep in step.
         max_tokens: cap on the computed positions of a micro-batch.
         is_ordered: micro-batches and sums have the same bits for every number of ranks.
     """
@@ -85,9 +82,9 @@ def evaluate(
     Args:
         model: evaluated as it is, without dropout.
         objective: names the sums.
-        held_out: what to read.
+        held_out: the samples.
         world: all ranks.
-        was_asked: whether a signal asked this rank to stop; asked after each micro-batch.
+        was_asked: whether a signal asked this rank to stop; called after each micro-batch.
 
     Returns:
         `loss`, the sum of the loss terms, then every term and metric by name. A name whose weight

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import NoReturn, final
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, final
+
+from torch import Tensor
 
 from trainer.config.messages import first_of
 from trainer.core.errors import NonFiniteError, Preempted, TrainError
@@ -15,9 +17,9 @@ from trainer.report.reporter import Reporter
 from trainer.training.batches import Feed
 from trainer.training.checkpointing import Checkpointer
 from trainer.training.evaluation import HeldOut, evaluate
-from trainer.training.kit import Kit
-from trainer.training.progress import Trained, record_of
-from trainer.training.step import train_step
+from trainer.training.step import NOT_FINITE, StepReport, train_step
+from trainer.training.window import Kit
+from trainer.tune.memory_limit import peak_bytes
 
 
 @final
@@ -51,6 +53,50 @@ class Run:
     evaluation: Mapping[str, float] | None = None
 
 
+@final
+@dataclass(kw_only=True)
+class Trained:
+    """How far the loop has come.
+
+    Attributes:
+        step: optimizer steps taken, from the start of the run.
+        total_tokens: real input positions consumed, from the start of the run.
+        tokens: likewise, in this process.
+        seconds: spent on steps in this process; evaluation and saving do not count.
+        loss: of the last step, 0-d.
+        evaluation: the last one's metrics by name.
+        skipped_steps: steps without an update.
+        replays: times a step ran out of memory and was computed again.
+        failures: steps in a row, up to the last one, that were not finite.
+        taken: optimizer steps taken in this process.
+    """
+
+    step: int
+    total_tokens: int
+    tokens: int = 0
+    seconds: float = 0.0
+    loss: Tensor | None = None
+    evaluation: Mapping[str, float] = field(default_factory=dict)
+    evaluated_at: int | None = None
+    saved_at: int | None = None
+    skipped_steps: int = 0
+    replays: int = 0
+    failures: int = 0
+    taken: int = 0
+
+    def add(self, report: StepReport, seconds: float) -> None:
+        """Count a step."""
+        self.step = report.batch.step
+        self.total_tokens += report.batch.num_tokens
+        self.tokens += report.batch.num_tokens
+        self.seconds += seconds
+        self.loss = report.loss
+        self.skipped_steps += report.skipped is not None
+        self.replays += report.replays
+        self.failures = self.failures + 1 if report.skipped == NOT_FINITE else 0
+        self.taken += 1
+
+
 def train(run: Run) -> Trained:
     """Train from the feed's cursor to the last step. Collective.
 
@@ -59,27 +105,30 @@ def train(run: Run) -> Trained:
             finite (`NonFiniteError`); the state is saved.
     """
     progress = Trained(step=run.feed.cursor.step, total_tokens=run.tokens, failures=run.failures)
-    _catch_up(run, progress)
+    if run.evaluation is not None:
+        progress.evaluation, progress.evaluated_at = run.evaluation, progress.step
+    if run.checkpointer.newest is not None:
+        progress.saved_at = progress.step
+    _stop_if_asked(run, progress)
+    if progress.step > 0:
+        _evaluate_if_due(run, progress)  # which a signal may have ended
     while progress.step < run.kit.total_steps:
         _take_step(run, progress)
-        end = _early_end(run, progress.step, progress.failures)
-        if end is not None:
-            _end(run, progress, end)
-        if _due(progress.step, run.eval_every):
-            _evaluate(run, progress)
+        _stop_if_not_finite(run, progress)
+        _stop_if_asked(run, progress)
+        _evaluate_if_due(run, progress)
         if _due(progress.step, run.checkpoint_every) or run.checkpointer.is_due:
             _save(run, progress)
             _stop_if_asked(run, progress)
     if progress.saved_at != progress.step:
         _save(run, progress, is_last=True)
-    if progress.evaluated_at != progress.step:
-        _evaluate(run, progress)
+    _evaluate(run, progress)
     run.checkpointer.close()
     return progress
 
 
 def _take_step(run: Run, progress: Trained) -> None:
-    """Take the next global batch, train on it, and tell what came out. Collective."""
+    """Take the next global batch, train on it, and report what came out. Collective."""
     started = time.perf_counter()
     run.kit.world.note("data", step=progress.step + 1)
     batch = run.feed.next()
@@ -99,54 +148,27 @@ def _take_step(run: Run, progress: Trained) -> None:
         )
 
 
-def _stop_if_asked(run: Run, progress: Trained) -> None:
-    """Stop where a signal came while no step was taken. Collective.
+def _stop_if_not_finite(run: Run, progress: Trained) -> None:
+    if progress.failures >= run.nonfinite_limit:
+        text = f"loss or gradient not finite for {progress.failures} steps in a row"
+        remedy = "lower optimizer.lr, or look at the data of these steps"
+        error = f"step {progress.step}: {text} (nonfinite.limit): {remedy}"
+        _end(run, progress, NonFiniteError(error))
 
-    Raises:
-        Preempted: one did.
-    """
+
+def _stop_if_asked(run: Run, progress: Trained) -> None:
+    """Stop before the last step where a signal came to any rank. Collective."""
     if progress.step < run.kit.total_steps and run.must_stop():
         _end(run, progress, _preempted(progress.step))
 
 
-def _catch_up(run: Run, progress: Trained) -> None:
-    """Do what was due at the first step boundary and is not done.
-
-    Raises:
-        Preempted: a signal came before the first step.
-    """
-    if run.evaluation is not None:
-        progress.evaluation, progress.evaluated_at = run.evaluation, progress.step
-    if run.checkpointer.newest is not None:
-        progress.saved_at = progress.step
-    _stop_if_asked(run, progress)
-    is_due = progress.step > 0 and _due(progress.step, run.eval_every)
-    if is_due and progress.evaluated_at != progress.step < run.kit.total_steps:
-        _evaluate(run, progress)
-
-
-def _end(run: Run, progress: Trained, end: TrainError) -> NoReturn:
-    """End the run before its last step, saved.
-
-    Raises:
-        end: always.
-    """
+def _end(run: Run, progress: Trained, error: TrainError) -> NoReturn:
+    """End the run before its last step, saved."""
     if progress.saved_at != progress.step:
         _save(run, progress, is_last=True)
     run.checkpointer.close()
     ignore_further()
-    raise end
-
-
-def _early_end(run: Run, step: int, failures: int) -> TrainError | None:
-    if failures >= run.nonfinite_limit:
-        return NonFiniteError(
-            f"step {step}: loss or gradient not finite for {failures} steps in a row "
-            "(nonfinite.limit): lower optimizer.lr, or look at the data of these steps"
-        )
-    if run.must_stop() and step < run.kit.total_steps:
-        return _preempted(step)
-    return None
+    raise error
 
 
 def _preempted(step: int) -> Preempted:
@@ -162,22 +184,48 @@ def _save(run: Run, progress: Trained, *, is_last: bool = False) -> None:
     progress.saved_at = progress.step
 
 
-def _evaluate(run: Run, progress: Trained) -> None:
-    """Evaluate, unless a signal comes.
+def _evaluate_if_due(run: Run, progress: Trained) -> None:
+    if _due(progress.step, run.eval_every):
+        _evaluate(run, progress)
 
-    Raises:
-        Preempted: one came; the run that goes on from here evaluates first.
-    """
-    progress.evaluated_at = progress.step
-    if run.held_out is None:
+
+def _evaluate(run: Run, progress: Trained) -> None:
+    """Evaluate, once at a step, unless a signal comes; the run that goes on evaluates first."""
+    if run.held_out is None or progress.evaluated_at == progress.step:
         return
-    started = time.perf_counter()
-    kit = run.kit
+    progress.evaluated_at = progress.step
+    started, kit = time.perf_counter(), run.kit
     run.feed.pause()
     try:
         metrics = evaluate(kit.model, kit.objective, run.held_out, kit.world, run.was_asked)
     except Preempted:
         _end(run, progress, _preempted(progress.step))
-    seconds = time.perf_counter() - started
-    run.reporter.evaluation(progress.step, metrics, seconds)
+    run.reporter.evaluation(progress.step, metrics, time.perf_counter() - started)
     progress.evaluation = metrics
+
+
+def record_of(order: Order, report: StepReport, tokens: int, seconds: float) -> dict[str, Any]:
+    """Give what metrics.jsonl holds of a step, of whose numbers 0-d tensors may take the place.
+
+    `tokens` are those consumed from the start of the run.
+    """
+    batch = report.batch
+    entry = {
+        "step": batch.step,
+        "epoch": order.fractional_epoch(batch.samples.after),
+        "samples": batch.samples.after.samples,
+        "tokens": tokens,
+        "loss": report.loss,
+        "lr": report.lr,
+        "grad_norm": report.grad_norm,
+        "accum_steps": batch.plan.accum_steps,
+        "micro_batches": batch.plan.num_micro_batches,
+        "padding": batch.plan.padding,
+        "seconds": seconds,
+        "tokens_per_second": batch.num_tokens / seconds if seconds else None,
+        "memory_bytes": peak_bytes(report.loss.device),
+    }
+    entry |= {} if report.skipped is None else {"skipped": report.skipped}
+    entry |= {"replays": report.replays} if report.replays else {}
+    named = {f"metric_{n}" if n in entry else n: value for n, value in report.metrics.items()}
+    return entry | named

@@ -25,8 +25,7 @@ from trainer.core.out_of_memory import fatal, release_memory
 from trainer.models.check import batch_statistics
 from trainer.optim.schedules import apply_factor
 from trainer.training.batches import Feed, PlannedBatch
-from trainer.training.kit import Kit
-from trainer.training.window import AT_BEGINNING, agree, check_names, compute, gather, reduce
+from trainer.training.window import AT_BEGINNING, Kit, agree, check_names, compute, gather, reduce
 
 NO_LOSS_TERMS = "no loss terms"
 NOT_FINITE = "not finite"
@@ -63,28 +62,27 @@ def train_step(kit: Kit, batch: PlannedBatch, feed: Feed) -> StepReport:
     the weights, the optimizer's moments or the buffers. It still counts, as does its learning
     rate, which is a pure function of the step.
 
-    Args:
-        kit: what a step is made of.
-        batch: the global batch.
-        feed: cuts it, and all that follow, smaller where memory runs out.
+    Where memory runs out, the feed cuts this global batch, and all that follow, smaller.
 
     Raises:
         ConfigError: the objective or the strategy does not do what it must.
         DoesNotFitError: even one sample per micro-batch runs out of memory.
     """
-    lr, replays = _set_learning_rate(kit, batch.step), 0
+    kit.world.note("normalizer", step=batch.step)
+    factor, replays = kit.schedule.factor(batch.step - 1, kit.total_steps), 0
+    apply_factor(kit.optimizer, kit.base_lrs, factor)
     with fatal(AT_BEGINNING):
         kit.snapshot.take()
     while True:
         check_names(kit, batch.micro_batches)
         weights, parts = divisors(kit.normalizer, kit.terms, batch.micro_batches, kit.world)
-        report = partial(StepReport, batch=batch, lr=lr, replays=replays)
+        report = partial(StepReport, batch=batch, lr=kit.lr * factor, replays=replays)
         if not any(weights[name] for name in kit.losses):
             nothing = torch.zeros((), device=kit.world.device)
             return report(loss=nothing, grad_norm=nothing, skipped=NO_LOSS_TERMS)
         gather(kit, batch.step)
-        agreed = agree(kit, compute(kit, batch, parts, feed), weights)
-        if not agreed.has_failed:
+        agreed = agree(kit, compute(kit, batch, parts), weights)
+        if agreed.loss is not None:
             break
         _roll_back(kit)
         release_memory()
@@ -103,14 +101,6 @@ def train_step(kit: Kit, batch: PlannedBatch, feed: Feed) -> StepReport:
     return report()
 
 
-def _set_learning_rate(kit: Kit, step: int) -> float:
-    """Set the rates of a step, from 1; gives that of parameters in no group of their own."""
-    kit.world.note("normalizer", step=step)
-    factor = kit.schedule.factor(step - 1, kit.total_steps)
-    apply_factor(kit.optimizer, kit.base_lrs, factor)
-    return kit.lr * factor
-
-
 def _roll_back(kit: Kit) -> None:
     """Forget the gradients and what forwards wrote."""
     kit.model.drop_gradients()
@@ -118,11 +108,7 @@ def _roll_back(kit: Kit) -> None:
 
 
 def _update(optimizer: torch.optim.Optimizer) -> None:
-    """Step the optimizer, once: an update that failed half-way cannot be rolled back.
-
-    Raises:
-        DoesNotFitError: it ran out of memory.
-    """
+    """Step the optimizer, once: an update that failed half-way cannot be rolled back."""
     with fatal(
         f"in the update of {type(optimizer).__name__}, which is never tried again, since a "
         "part of it may be done: lower accum.memory or accum.max_tokens, or shard the state with "

@@ -1,4 +1,4 @@
-"""Compute the micro-batches of this rank, and agree over all ranks on what came out.
+"""Compose a step; compute the micro-batches of this rank, and agree over all ranks on the outcome.
 
 No collective runs while micro-batches compute, so a rank may run out of memory. One small vector
 then tells all ranks who failed, the loss, and which parameters have a gradient.
@@ -7,73 +7,104 @@ then tells all ranks who failed, the loss, and which parameters have a gradient.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import nan
 from typing import final
 
 import torch
 from torch import Tensor
 
-from trainer.accumulate.base import Divisors, sum_of
+from trainer.accumulate.base import Divisors, GradientStrategy, sum_of
+from trainer.accumulate.model_state import ModelState
+from trainer.accumulate.normalizer import Kind
+from trainer.accumulate.rollback import Snapshot
 from trainer.core.errors import ConfigError, DoesNotFitError
 from trainer.core.micro_batch import MicroBatch
 from trainer.core.out_of_memory import AllocationGuard, fatal, release_memory
-from trainer.training.batches import Feed, PlannedBatch
-from trainer.training.kit import Kit
+from trainer.core.world import World
+from trainer.objectives.base import Objective
+from trainer.optim.schedules import Schedule
+from trainer.parallel.base import Parallel
+from trainer.parallel.sync import Exact, SyncPolicy
+from trainer.training.batches import PlannedBatch
 
 AT_BEGINNING = "where the step begins: lower accum.max_tokens or accum.micro"
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class Attempt:
-    """What one rank's micro-batches gave.
+@dataclass(frozen=True, kw_only=True)
+class Kit:
+    """Everything a step needs, composed once.
 
     Attributes:
-        share: of the step's loss; None when an allocation failed.
-        used: which parameters have a gradient.
-        moved: which of the model state forwards wrote.
-        metrics: sums by name over its micro-batches, of what the objective gave.
+        terms: every name the objective weighs.
+        lr: learning rate at factor 1, of parameters in no group of their own.
+        base_lrs: that of each parameter group.
+        clip_norm: largest 2-norm of the step's gradient; None leaves it as it is.
+        snapshot: of the declared state that forwards write, as it was before the step.
+        model_state: what forwards write and checkpoints save, the same on all ranks after a step.
     """
 
-    share: Tensor | None
+    model: Parallel
+    objective: Objective
+    terms: tuple[str, ...]
+    strategy: GradientStrategy
+    sync: SyncPolicy
+    normalizer: Kind
+    optimizer: torch.optim.Optimizer
+    lr: float
+    base_lrs: tuple[float, ...]
+    schedule: Schedule
+    total_steps: int
+    clip_norm: float | None
+    world: World
+
+    snapshot: Snapshot = field(init=False)
+    model_state: ModelState = field(init=False)
+
+    def __post_init__(self) -> None:
+        is_ordered = isinstance(self.sync, Exact)
+        state = ModelState(self.model.module, self.world, is_ordered=is_ordered)
+        object.__setattr__(self, "snapshot", Snapshot(self.model.module, self.objective))
+        object.__setattr__(self, "model_state", state)
+
+    @property
+    def losses(self) -> list[str]:
+        """Those of `terms` that are no metrics."""
+        return [name for name in self.terms if name not in self.objective.metric_names]
+
+    @property
+    def metrics(self) -> list[str]:
+        """The other ones."""
+        return [name for name in self.terms if name in self.objective.metric_names]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What micro-batches gave: those of this rank or, once agreed on, of all ranks.
+
+    Attributes:
+        loss: this rank's share, or the step's, 0-d; None where an allocation failed.
+        used: which parameters have a gradient.
+        moved: which of the model state forwards wrote.
+        metrics: by name, 0-d: sums over this rank's micro-batches, or means over the step.
+    """
+
+    loss: Tensor | None
     used: Sequence[bool]
     moved: Sequence[bool]
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Agreed:
-    """What the micro-batches of all ranks gave.
-
-    Attributes:
-        has_failed: whether an allocation did, on any rank.
-        loss: of the step.
-        used: which parameters have a gradient on any rank.
-        moved: which of the model state forwards wrote on any rank.
-        metrics: of the step by name, 0-d.
-    """
-
-    has_failed: bool
-    loss: Tensor
-    used: Sequence[bool]
-    moved: Sequence[bool]
-    metrics: Mapping[str, Tensor]
-
-
 def gather(kit: Kit, step: int) -> None:
-    """Bring the parameters of the window to this rank. Collective.
-
-    Raises:
-        DoesNotFitError: they do not fit.
-    """
+    """Bring the parameters of the window to this rank. Collective."""
     kit.world.note("gather", step=step)
     with fatal(AT_BEGINNING):
         kit.sync.gather(kit.model)
 
 
-def compute(kit: Kit, batch: PlannedBatch, parts: Sequence[Divisors], feed: Feed) -> Attempt:
+def compute(kit: Kit, batch: PlannedBatch, parts: Sequence[Divisors]) -> Outcome:
     """Run every micro-batch of this rank, and make room for the reduction.
 
     Raises:
@@ -98,38 +129,33 @@ def compute(kit: Kit, batch: PlannedBatch, parts: Sequence[Divisors], feed: Feed
             name: sum_of([m.metrics[name] for m in micro_batches if name in m.metrics])
             for name in {name for m in micro_batches for name in m.metrics}
         }
-        return Attempt(share.detach(), used, moved, found)
+        return Outcome(share.detach(), used, moved, found)
     if kit.sync.lockstep and kit.world.size > 1:
-        smaller = feed.smaller_setting(batch) or "activation_checkpointing=true"
         raise DoesNotFitError(
             f"step {batch.step}: out of memory, and sync={kit.sync.name} reduces in every "
-            f"micro-batch, so the step cannot be repeated: type {smaller}, or sync=deferred"
+            "micro-batch, so the step cannot be repeated: lower accum.max_tokens or accum.micro, "
+            "or type sync=deferred"
         )
     kit.model.drop_gradients()
     release_memory()
-    nothing = [False] * len(kit.model.parameters), kit.model_state.unmoved()
-    return Attempt(None, *nothing)
+    return Outcome(None, [False] * len(kit.model.parameters), kit.model_state.unmoved())
 
 
-def agree(kit: Kit, mine: Attempt, weights: Divisors) -> Agreed:
+def agree(kit: Kit, mine: Outcome, weights: Divisors) -> Outcome:
     """Tell all ranks what came out. Collective: one small vector.
 
-    Args:
-        kit: of the step.
-        mine: what this rank's micro-batches gave.
-        weights: of every name over the whole global batch; metrics are divided by theirs.
+    Metrics are divided by their weights over the whole global batch.
     """
-    world, share, names = kit.world, mine.share, kit.metrics
+    world, names = kit.world, kit.metrics
     world.note("agree")
     if world.size == 1:
-        loss = torch.zeros(()) if share is None else share
         means = {n: mine.metrics[n] / (weights[n] or nan) for n in names if n in mine.metrics}
-        return Agreed(share is None, loss, mine.used, mine.moved, means)
+        return replace(mine, metrics=means)
     # A rank without micro-batches does not know which metrics the others were given.
     flags = [*mine.used, *mine.moved, *(n in mine.metrics for n in names)]
-    numbers = [float(share is None), 0.0, *(0.0 for _ in names), *map(float, flags)]
+    numbers = [float(mine.loss is None), 0.0, *(0.0 for _ in names), *map(float, flags)]
     vector = torch.tensor(numbers, dtype=torch.float64, device=world.device)
-    for place, number in enumerate((share, *map(mine.metrics.get, names)), start=1):
+    for place, number in enumerate((mine.loss, *map(mine.metrics.get, names)), start=1):
         if number is not None:
             vector[place] = number
     failures, *_ = given = world.sum(vector).tolist()
@@ -140,10 +166,10 @@ def agree(kit: Kit, mine: Attempt, weights: Divisors) -> Agreed:
         for place, name in enumerate(names)
         if next(counts)
     }
-    return Agreed(failures > 0, vector[1], used, moved, means)
+    return Outcome(None if failures else vector[1], used, moved, means)
 
 
-def reduce(kit: Kit, agreed: Agreed) -> None:
+def reduce(kit: Kit, agreed: Outcome) -> None:
     """Leave the step's gradient, summed over ranks, and rank 0's model state on all. Collective.
 
     Raises:

@@ -24,7 +24,7 @@ from trainer.objectives.base import weights_of
 from trainer.parallel.base import Replicated
 from trainer.plan.cut import IntArray
 from trainer.training.batches import Feed, PlannedBatch
-from trainer.training.kit import Kit
+from trainer.training.window import Kit
 from trainer.verify.comparison import Errors, Gradient, compared, measure_rounding
 
 NARROWING: Mapping[Any, torch.dtype] = {

@@ -13,7 +13,7 @@ import torch
 from trainer.accumulate.normalizer import Kind
 from trainer.accumulate.sum import Sum
 from trainer.core.out_of_memory import AllocationGuard
-from trainer.training.kit import Kit
+from trainer.training.window import Kit
 from trainer.verify.case import Case
 from trainer.verify.comparison import EXACT, MARGIN, Errors, Gradient
 from trainer.verify.find_module import UNREPEATABLE, Culprits, Found, describe, find

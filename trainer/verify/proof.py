@@ -18,7 +18,7 @@ from trainer.objectives.base import IGNORED
 from trainer.objectives.model_loss import ModelLoss
 from trainer.report.records import Verdict, VerifyReport
 from trainer.training.batches import Feed, PlannedBatch
-from trainer.training.kit import Kit
+from trainer.training.window import Kit
 from trainer.verify.case import Case, copied, hooked
 from trainer.verify.comparison import Errors, Gradient
 from trainer.verify.diagnose import HOOKED, LOW, SHARED, UNPROVEN, diagnose, low_precision, short
