@@ -37,7 +37,6 @@ class ParallelSetup:
     Attributes:
         mode: where parameters and gradients live: `none`, `ddp`, `fsdp` or `hsdp`.
         replicas: copies of the model.
-        sync: when gradients are reduced.
         is_ordered: sums do not depend on the order of micro-batches and ranks.
         bulk: what sync policies move; None where there is no choice of them.
         is_open: `sync=auto`: the table says which policy it is.
@@ -61,16 +60,14 @@ class ParallelSetup:
     def weighed(self, work: Work, network: Network | None = None) -> Self:
         """Work the table of policies out, and under `sync=auto` take its best row.
 
-        Args:
-            work: what a rank computes in a step.
-            network: between the ranks, the same numbers on every rank.
+        `work` is what a rank computes in a step; `network` must be the same on every rank.
         """
         if self.bulk is None:
             return self
         policies = {policy.name: policy for policy in (*POLICIES, self.sync)}
         lockstep = {name: policy.lockstep for name, policy in policies.items()}
         rows = tuple(
-            traffic.row(name, moves, self.bulk, work, network, lockstep=lockstep[name])
+            traffic.row(name, moves, self.bulk, work, network, lockstep=policy.lockstep)
             for name, policy in policies.items()
             if (moves := policy.moves(work.micro_batches)) is not None
             and (self.mode == "hsdp" or not moves.needs_copies)
@@ -97,13 +94,8 @@ class ParallelSetup:
     ) -> Parallel:
         """Lay a model out over the ranks; its parameters may be replaced.
 
-        Args:
-            module: the same on every rank; whole, or to be sharded with its parameters on the
-                meta device.
-            call: runs it.
-            world: all ranks.
-            draw: gives a weight by its name, whole, where parameters are on the meta device; None
-                leaves them to be loaded.
+        `draw` gives a weight by its name, whole, where parameters are on the meta device; None
+        leaves them to be loaded.
         """
         parameters = [p for p in module.parameters() if p.requires_grad]
         if self.is_ordered:
@@ -120,14 +112,10 @@ class ParallelSetup:
     def fake_ranks(
         self, world_size: int, call_of: Callable[[nn.Module], ModelCall]
     ) -> Iterator[Callable[[nn.Module], Parallel]]:
-        """Lend a way to lay models out in shards over ranks that are not there.
-
-        Args:
-            world_size: ranks to pretend.
-            call_of: binds a call to a model.
+        """Pretend ranks that are not there.
 
         Yields:
-            Lays a model out in place, as the first of the ranks.
+            Lays a model out in shards, in place, as the first of the ranks.
         """
         from trainer.parallel.fsdp import Sharded, fake_mesh  # noqa: PLC0415 - half a second
 
@@ -139,13 +127,7 @@ class ParallelSetup:
 
 
 def parallel_setup(config: RunConfig, world: World, module: nn.Module, mode: str) -> ParallelSetup:
-    """Resolve `sync`, the copies, and `deterministic=layout`. Collective.
-
-    Args:
-        config: the run's.
-        world: all ranks.
-        module: the model, whole or on the meta device.
-        mode: as `parallel_mode` and `auto_mode` resolved it.
+    """Resolve `sync`, the copies, and `deterministic=layout` under a resolved mode. Collective.
 
     Raises:
         ConfigError: they do not fit together, or not the number of ranks.

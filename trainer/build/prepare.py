@@ -39,8 +39,7 @@ from trainer.tune.tuner import tune
 from trainer.tune.tuning import Question, Tuning
 from trainer.tune.workload import Tiled, Workload, look, restoring
 
-SAMPLED_STEPS = 8
-"""Global batches of the first epoch that tuning and the plan's means look at."""
+SAMPLED_STEPS = 8  # global batches of the first epoch, for tuning and the plan's means
 
 
 @final
@@ -105,25 +104,21 @@ def prepare_on_main(
 
 
 def choose_sync(
-    prepared: Prepared, network: Network | None, saved: Mapping[str, Any] | None, clock: Clock
+    prepared: Prepared,
+    network: Network | None = None,
+    saved: Mapping[str, Any] | None = None,
+    clock: Clock = time.perf_counter,
 ) -> Prepared:
-    """Weigh the sync policies with what the plan and the network tell. Collective.
+    """Weigh the sync policies with what the plan and the network cost. Collective.
 
-    Args:
-        prepared: planned for the policy that memory alone speaks for.
-        network: between the ranks; None where it is not here.
-        saved: as for `prepare`, in case that another policy asks for another plan.
-        clock: likewise.
+    `network` is None where it is not here; `saved` and `clock` are as for `prepare`, in case that
+    another policy asks for another plan.
     """
     parts, seconds = prepared.parts, prepared.step_seconds
     count = fmean(plan.accum_steps for plan in prepared.plans)
     is_gpu = planned_device(parts.config, parts.world).type == "cuda"
-    work = Work(
-        micro_batches=count,
-        seconds=None if seconds is None else seconds / count,
-        overlaps=is_gpu,
-        scatters_whole=not is_gpu,
-    )
+    each = None if seconds is None else seconds / count
+    work = Work(micro_batches=count, seconds=each, overlaps=is_gpu, scatters_whole=not is_gpu)
     setup = parts.parallel.weighed(work, network)
     lockstep = setup.sync.lockstep and parts.world.size > 1
     changed = replace(parts, parallel=setup, layout=replace(parts.layout, lockstep=lockstep))
@@ -137,11 +132,8 @@ def prepare(
 ) -> Prepared:
     """Find the cut of a run.
 
-    Args:
-        parts: what the run is made of.
-        saved: `describe_cut` of a run that is resumed; it counts while `accum` is unchanged, so
-            that a resumed `auto` cuts as before.
-        clock: times what tuning computes, and may end it.
+    `saved` is `describe_cut` of a run that is resumed; it counts while `accum` is unchanged, so
+    that a resumed `auto` cuts as before. `clock` times what tuning computes, and may end it.
     """
     work = _workload(parts)
     limit, is_here = _limit_of(parts, work.resident_bytes)
@@ -203,11 +195,11 @@ def _restored(parts: Parts, saved: Mapping[str, Any] | None) -> tuple[Cut, Tunin
     """
     if saved is None or saved["accum"] != _accum(parts):
         return None
-    state, tuning = dict(saved["state"]), saved["tuning"]
+    state, tuning = dict(saved["state"]), TypeAdapter(Tuning | None)
     try:
         if state.get("cost") is not None:
             state["cost"] = Cost(**state["cost"])
-        return replace(parts.cut, **state), TypeAdapter(Tuning | None).validate_python(tuning)
+        return replace(parts.cut, **state), tuning.validate_python(saved["tuning"])
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise NoCheckpointError(
             f"checkpoint has an invalid cut ({error!r:.80}): start a new run with init="
@@ -218,7 +210,7 @@ def _sampled(parts: Parts) -> list[IntArray]:
     """Take the lengths behind the first few steps of the first epoch."""
     order, batches = parts.source.order, list[IntArray]()
     cursor = order.start
-    for _ in range(min(SAMPLED_STEPS, order.steps_per_epoch, max(1, parts.total_steps))):
+    while len(batches) < min(SAMPLED_STEPS, order.steps_per_epoch, max(1, parts.total_steps)):
         samples = order.next(cursor)
         cursor = samples.after
         batches.append(parts.source.lengths[samples.ids])
@@ -227,8 +219,7 @@ def _sampled(parts: Parts) -> list[IntArray]:
 
 def _workload(parts: Parts) -> Workload:
     """Give what tuning computes: model, loss, optimizer, and micro-batches of any shape."""
-    config, world = parts.config, parts.world
-    call_of = partial(bind_run, config=config, world=world)
+    world, call_of = parts.world, partial(bind_run, config=parts.config, world=parts.world)
     in_shards = partial(parts.parallel.fake_ranks, world.size, call_of)
     return Workload(
         model=parts.module,
@@ -244,8 +235,8 @@ def _workload(parts: Parts) -> Workload:
 
 
 def _tiled(parts: Parts) -> Tiled:
-    """Make shapes out of the longest sample; others tell which dimensions follow."""
-    example, lengths = parts.example, parts.source.lengths
+    """Make shapes out of the longest sample; others show which dimensions follow its length."""
+    example, lengths, longest = parts.example, parts.source.lengths, int(parts.source.lengths.max())
     is_away = planned_device(parts.config, parts.world).type != parts.world.device.type
     boundaries = inspect.signature(parts.module.forward).parameters.get(BOUNDARIES)
     if is_away and boundaries is not None and boundaries.default is not boundaries.empty:
@@ -254,7 +245,7 @@ def _tiled(parts: Parts) -> Tiled:
         packing = {BOUNDARIES, "position_ids"}
         example = {name: field for name, field in example.items() if name not in packing}
     if BOUNDARIES in example:
-        return Tiled(example, int(lengths.max()))
+        return Tiled(example, longest)
 
     def load(i: int) -> Fields | None:
         # What cannot be read is refused, or passed over, where its step needs it.
@@ -262,11 +253,11 @@ def _tiled(parts: Parts) -> Tiled:
             return parts.source.loader.load(Request((i,), 0, int(lengths[i]), parts.layout.packed))
         return None
 
-    return Tiled(example, int(lengths.max()), look(lengths, load))
+    return Tiled(example, longest, look(lengths, load))
 
 
 def _limit_of(parts: Parts, resident_bytes: int) -> tuple[MemoryLimit | None, bool]:
-    """Find the memory of one rank, as `rank_memory` does, less what inputs take on a CPU.
+    """Find the memory of one rank, and whether it is here, less what inputs take on a CPU.
 
     Those are the inputs of a step, and of the next where that is loaded ahead; a GPU holds one
     micro-batch of them, which the prediction counts.
@@ -282,15 +273,17 @@ def _limit_of(parts: Parts, resident_bytes: int) -> tuple[MemoryLimit | None, bo
     return replace(limit, bytes=max(0, limit.bytes - inputs), inputs=inputs), is_here
 
 
-def _situation(parts: Parts, work: Workload) -> dict[str, Any]:
-    """List everything that measurements and predictions depend on."""
+def _open_cache(parts: Parts, work: Workload) -> TuningCache:
+    """Open the cache for everything that measurements and predictions depend on."""
     model, setup = parts.config.model, parts.parallel
-    return {
-        **describe(work, int(parts.source.lengths.max()), parts.config.precision),
+    shards = [parts.world.size, setup.replicas, work.sync.lockstep] if work.fake_ranks else []
+    situation = {
         "own lengths": repr(getattr(work.make_fields, "dims", None)),
         "component": [model.target, repr(sorted(model.params.items()))],
-        "shards": [parts.world.size, setup.replicas, work.sync.lockstep] if work.fake_ranks else [],
+        "shards": shards,
     }
+    longest = int(parts.source.lengths.max())
+    return TuningCache.open(describe(work, longest, parts.config.precision) | situation)
 
 
 def _tune(
@@ -301,9 +294,9 @@ def _tune(
     batches: list[IntArray],
     clock: Clock | None,
 ) -> Tuning:
-    """Tune; without a clock, for a machine that is not here."""
-    lengths, loader = parts.source.lengths, parts.source.loader
-    longest, tokens = int(lengths.argmax()), int(lengths.max())
+    """Tune; without a clock for a machine that is not here, on which nothing is timed."""
+    lengths, longest = parts.source.lengths, int(parts.source.lengths.argmax())
+    tokens = int(lengths[longest])
     # A window holds a sharded model whole, so it can be timed where that fits; one that is only
     # ever gathered block by block may be too large.
     whole = 2 * sum(p.nbytes for p in parts.module.parameters())
@@ -323,9 +316,9 @@ def _tune(
         num_steps=parts.total_steps,
         longest_id=int(parts.train_set.original_ids([longest])[0]),
     )
-    with loader.naming_samples(Request((longest,), 0, tokens)):
-        cache = TuningCache.open(_situation(parts, work))
-        return tune(question, cache, clock or time.perf_counter, meter_for(work.device))
+    with parts.source.loader.naming_samples(Request((longest,), 0, tokens)):
+        meter = meter_for(work.device)
+        return tune(question, _open_cache(parts, work), clock or time.perf_counter, meter)
 
 
 def _predicted(
@@ -338,7 +331,7 @@ def _predicted(
     """
     shapes, recompute = _dearest(parts, plans), parts.config.activation_checkpointing is True
     try:
-        cache = TuningCache.open(_situation(parts, work))
+        cache = _open_cache(parts, work)
         facts = cache.facts(recompute=recompute)
         if unknown := [shape for shape in shapes if shape not in facts.peaks]:
             # One that the run has, not one sample alone: BatchNorm of single values needs two.

@@ -25,8 +25,8 @@ from trainer.plan.cut import Cost
 from trainer.plan.order import Order
 from trainer.plan.traffic import Network
 
+# By step of a checkpoint: the terms of the steps after it, where they are not the checkpoint's
 ALLOWED_FILE = "allowed.json"
-"""By step of a checkpoint: the terms of the steps after it, where they are not the checkpoint's."""
 
 _Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 
@@ -119,15 +119,10 @@ def terms_of(parts: Parts) -> dict[str, Any]:
 
 
 def check_terms(now: Mapping[str, Any], begun: Mapping[str, Any], allow: Collection[str]) -> None:
-    """Refuse to go on with another step than the one that was begun, unless it is allowed.
+    """Refuse to go on with other terms than those that were begun with, unless it is allowed.
 
     The run's config.yaml was compared before; it cannot know the data, nor the cut of a model that
     normalises over it, and it may be newer than the checkpoint.
-
-    Args:
-        now: `terms_of` the run as it would go on.
-        begun: those it goes on from.
-        allow: keys that may change.
 
     Raises:
         DataError: the data are not the same.
@@ -150,10 +145,6 @@ def differ(begun: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
 
 def read_allowed(folder: Path, step: int) -> dict[str, Any]:
     """Read the terms of the steps after a checkpoint; empty where they are the checkpoint's.
-
-    Args:
-        folder: the run's, perhaps a stranger's.
-        step: the checkpoint's.
 
     Raises:
         NoCheckpointError: what is written there are no terms.

@@ -116,7 +116,7 @@ def plan_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], b
         stop: not asked; it takes seconds.
     """
     prepared = prepare(assemble(config, world))
-    plan = summarize(choose_sync(prepared, None, None, time.perf_counter))
+    plan = summarize(choose_sync(prepared))
     write_record(folder / PLAN_FILE, plan)
     screen = Screen(folder)
     screen.show(plan_block(plan, folder / PLAN_FILE))
