@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.lib.ranks_work import plain
-from trainer.build.consistency import check_consistency
+from trainer.build.checks import check_consistency
 from trainer.core.errors import TrainError
 from trainer.core.world import World
 from trainer.data.view import DataView

@@ -65,7 +65,6 @@ class ParallelSetup:
         if self.bulk is None:
             return self
         policies = {policy.name: policy for policy in (*POLICIES, self.sync)}
-        lockstep = {name: policy.lockstep for name, policy in policies.items()}
         rows = tuple(
             traffic.row(name, moves, self.bulk, work, network, lockstep=policy.lockstep)
             for name, policy in policies.items()
@@ -75,7 +74,7 @@ class ParallelSetup:
         found = replace(self, rows=rows, network=network)
         if not self.is_open:
             return found
-        best = traffic.cheapest(rows, lockstep)
+        best = traffic.cheapest(rows, {name: policy.lockstep for name, policy in policies.items()})
         words = [
             f"{row.policy} sends {size(row.sent)} per step"
             + ("" if row.exposed is None else f", {duration(row.exposed)} of it not hidden")
@@ -105,8 +104,8 @@ class ParallelSetup:
             return Replicated(module, call, parameters, world)
         from trainer.parallel.fsdp import Sharded  # noqa: PLC0415 - half a second
 
-        blocks = separable_blocks(module)
-        return Sharded(module, call, blocks, world, replicas=self.replicas, draw=draw)
+        blocks, copies = separable_blocks(module), self.replicas
+        return Sharded(module, call, blocks, world, replicas=copies, draw=draw)
 
     @contextmanager
     def fake_ranks(

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sized
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import nn
 
 from trainer.accumulate.base import GradientStrategy, seed_draws
-from trainer.build.data_sets import data_sets
 from trainer.build.instantiate import arguments_of, check_names, construct, look_up
 from trainer.build.parallel import (
     SHARDED,
@@ -21,6 +21,7 @@ from trainer.build.parallel import (
     parallel_setup,
     planned_device,
 )
+from trainer.config.messages import show
 from trainer.config.rules import cadence_steps
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError, DataError
@@ -28,8 +29,9 @@ from trainer.core.micro_batch import Fields
 from trainer.core.world import World, rng_key
 from trainer.data.collate import Limits
 from trainer.data.loader import Loader, Request
-from trainer.data.samples import INPUT_IDS, preserve_generators
-from trainer.data.view import DataView
+from trainer.data.readable import readable
+from trainer.data.samples import INPUT_IDS, faults_of, preserve_generators
+from trainer.data.view import DataView, split_by_seed
 from trainer.models.bind import bind
 from trainer.models.check import batch_statistics, check_unwrapped, refuse_sparse, vocabulary_of
 from trainer.models.meta_start import Weights, build_on_meta
@@ -46,8 +48,8 @@ from trainer.training.window import Kit
 from trainer.tune.layout import layout_for, packs
 from trainer.verify.case import hooked
 
-NUM_WORKERS = {"cpu": 0, "cuda": 4}
-"""Loading processes per rank where nobody says."""
+NUM_WORKERS = {"cpu": 0, "cuda": 4}  # loading processes per rank where nobody says
+SPLITS = ("train", "held_out")
 
 
 @final
@@ -84,22 +86,8 @@ class Parts:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the model is laid out, or planned, in shards.
-
-        Other commands compute in one process what the ranks would.
-        """
+        """Whether the model is laid out in shards; other commands compute in one process."""
         return self.parallel.mode in SHARDED and self.config.command in {"train", "plan"}
-
-    @property
-    def notes(self) -> list[str]:
-        """Lines to show when the run begins, of what was decided on the way."""
-        notes = [line for line in (self.parallel.why_mode, self.parallel.why) if line is not None]
-        if self.weights is None and self.is_sharded:
-            notes.append(
-                "the model is built whole on every rank before it is sharded: only models of this "
-                "package start in shards"
-            )
-        return notes
 
     @property
     def data_views(self) -> list[DataView]:
@@ -131,11 +119,9 @@ class Parts:
         return optimizer
 
     def kit(self, *, is_fresh: bool = True) -> Kit:
-        """Compose the step. Builds the optimizer; the model may not be replaced after it.
+        """Compose the step, and build the optimizer; the model may not be replaced after it.
 
-        Args:
-            is_fresh: whether a model on the meta device gets the weights it begins with; if not,
-                they are to be loaded.
+        Unless `is_fresh`, the weights of a model on the meta device are to be loaded.
         """
         draw = self.weights.draw if self.weights is not None and is_fresh else None
         model = self.parallel.lay_out(self.module, self.call, self.world, draw)
@@ -167,23 +153,27 @@ def assemble(config: RunConfig, world: World) -> Parts:
         ConfigError: parts do not fit together, or a class is not what its place needs.
         DataError: the data cannot be read, or do not fill a step.
     """
-    train_set, eval_set = data_sets(config, world)
+    train_set, eval_set = _data_sets(config, world)
     lengths, batch, trust = train_set.lengths, config.batch, config.trust
     assert batch.global_batch is not None  # given by accum.micro and accum.steps where it is null
     order = Order(len(lengths), config.seed, batch.global_batch, batch.unit, batch.tail, lengths)
     objective = construct(config.objective, "objective", Objective, trust)
     mode, why, spec = parallel_mode(config, world), None, _optimizer(config)
     may_shard = mode in {"auto", *SHARDED} and config.command in {"train", "plan"}
-    module, weights = build_model(config, world, train_set, on_meta=may_shard)
+    module, weights = _model(config, world, train_set, on_meta=may_shard)
     spec.freeze(module)
     if mode == "auto":
         mode, why = world.on_main(lambda: auto_mode(config, world, module))
         if mode == "ddp" and weights is not None:
             # A copy needs the weights themselves, not shards of them.
-            module, weights = build_model(config, world, train_set)
+            module, weights = _model(config, world, train_set)
             spec.freeze(module)
     auto_workers = NUM_WORKERS[planned_device(config, world).type]
-    make_loader = partial(Loader, seed=config.seed, limits=_limits(module, objective))
+    # Labels of an objective of the user's own mean anything.
+    tokens, labels = vocabulary_of(module)
+    is_ours = type(objective).__module__.startswith("trainer.")
+    limits = Limits(tokens=tokens, labels=labels if is_ours else None)
+    make_loader = partial(Loader, seed=config.seed, limits=limits)
     loader = make_loader(
         train_set,
         num_workers=auto_workers if config.num_workers == "auto" else config.num_workers,
@@ -223,26 +213,56 @@ def assemble(config: RunConfig, world: World) -> Parts:
     return parts
 
 
-def build_model(
+def _data_sets(config: RunConfig, world: World) -> tuple[DataView, DataView | None]:
+    """Build the training and the held-out data; what the class does not split or skip, we do.
+
+    Collective.
+
+    Raises:
+        ConfigError: the share to hold out is not known.
+    """
+    taken = inspect.signature(look_up(config.data, "data", config.trust)).parameters
+    params = dict(config.data.params)
+    holdout = params.get("holdout") if "holdout" in taken else params.pop("holdout", 0.05)
+    is_share = isinstance(holdout, int | float) and 0 <= holdout < 1
+    if "holdout" not in taken and not is_share:
+        raise ConfigError(
+            f"data.holdout={show(holdout)}: must be at least 0 and below 1, e.g. 0.05, or 0 for "
+            f"none; {config.data.target} takes no holdout, so a share is held out by seed"
+        )
+    component = config.data.model_copy(update={"params": params})
+    given = {"on_bad": config.data.on_bad, "seed": config.seed}
+    built: list[DataView] = []
+    for split in SPLITS if "split" in taken else ("",):
+        with faults_of(component.target):
+            dataset: Any = construct(
+                component, "data", Sized, config.trust, {**given, "split": split}
+            )
+        built.append(DataView(dataset))
+    if config.data.on_bad == "skip" and "on_bad" not in taken:
+        built = readable(built, config.seed, world)
+    if "split" not in taken:
+        built = [split_by_seed(built[0], each, holdout, config.seed) for each in SPLITS]  # type: ignore[arg-type]
+    train, rest = built
+    return train, rest if len(rest) else None
+
+
+def _model(
     config: RunConfig, world: World, data: DataView, *, on_meta: bool = False
 ) -> tuple[nn.Module, Weights | None]:
     """Build the model with weights drawn from the seed, on the rank's device.
 
-    Args:
-        config: the run's.
-        world: this rank.
-        data: of which the model may have to know how many tokens there are.
-        on_meta: leave the parameters of a model of ours on the meta device, and give what they
-            begin with beside it.
+    With `on_meta` the parameters of a model of ours stay on the meta device; what they begin with
+    is given beside it.
 
     Raises:
-        ConfigError: it knows fewer tokens than the data hold, or is not to be spread over ranks.
+        ConfigError: it knows fewer tokens than the data hold, or has no blocks to recompute.
     """
     known, typed = data.optional("vocab_size"), config.model.params.get("vocab_size")
     if known and typed and typed < known:
         raise ConfigError(
-            f"model.vocab_size={typed}: the data hold {known} different tokens; "
-            f"the smallest valid value is {known}"
+            f"model.vocab_size={typed}: the data hold {known} different tokens; the smallest valid "
+            f"value is {known}"
         )
     if known is None and "vocab_size" in config.model.params and typed is None:
         raise ConfigError(
@@ -268,13 +288,6 @@ def build_model(
             "to recompute; use activation_checkpointing=false"
         )
     return module, weights
-
-
-def _limits(module: nn.Module, objective: Objective) -> Limits:
-    """Find what token ids and labels must be below; labels of one's own objective mean anything."""
-    tokens, labels = vocabulary_of(module)
-    is_ours = type(objective).__module__.startswith("trainer.")
-    return Limits(tokens=tokens, labels=labels if is_ours else None)
 
 
 def bind_run(module: nn.Module, config: RunConfig, world: World) -> ModelCall:

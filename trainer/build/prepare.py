@@ -14,7 +14,7 @@ from typing import Any, final
 import numpy as np
 from pydantic import TypeAdapter
 
-from trainer.build.check_sums import check_sums
+from trainer.build.checks import check_sums
 from trainer.build.parallel import planned_device, rank_memory
 from trainer.build.parts import Parts, bind_run
 from trainer.config.messages import clip

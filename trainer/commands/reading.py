@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trainer.build.consistency import check_consistency
+from trainer.build.checks import check_consistency
 from trainer.build.instantiate import look_up
 from trainer.build.parts import assemble
 from trainer.build.prepare import prepare_on_main
