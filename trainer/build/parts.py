@@ -61,7 +61,6 @@ class Parts:
         module: the model on its device, neither compiled nor wrapped. To be sharded, its
             parameters are on the meta device.
         weights: what parameters on the meta device begin with.
-        call: runs it on the fields it takes, under the run's precision.
         example: one collated micro-batch of a single sample, the longest; packed under packing.
         held_out: None where the data leave nothing to evaluate on.
     """
@@ -88,6 +87,17 @@ class Parts:
     def is_sharded(self) -> bool:
         """Whether the model is laid out in shards; other commands compute in one process."""
         return self.parallel.mode in SHARDED and self.config.command in {"train", "plan"}
+
+    @property
+    def notes(self) -> list[str]:
+        """Lines to show when the run begins, of what was decided on the way."""
+        notes = [line for line in (self.parallel.why_mode, self.parallel.why) if line is not None]
+        if self.weights is None and self.is_sharded:
+            notes.append(
+                "the model is built whole on every rank before it is sharded: only models of this "
+                "package start in shards"
+            )
+        return notes
 
     @property
     def data_views(self) -> list[DataView]:
@@ -150,8 +160,7 @@ def assemble(config: RunConfig, world: World) -> Parts:
     """Build everything a run is made of. Collective.
 
     Raises:
-        ConfigError: parts do not fit together, or a class is not what its place needs.
-        DataError: the data cannot be read, or do not fill a step.
+        TrainError: parts do not fit together, or the data cannot be read or do not fill a step.
     """
     train_set, eval_set = _data_sets(config, world)
     lengths, batch, trust = train_set.lengths, config.batch, config.trust
@@ -214,9 +223,7 @@ def assemble(config: RunConfig, world: World) -> Parts:
 
 
 def _data_sets(config: RunConfig, world: World) -> tuple[DataView, DataView | None]:
-    """Build the training and the held-out data; what the class does not split or skip, we do.
-
-    Collective.
+    """Build the training and held-out data; what their class does not split, we do. Collective.
 
     Raises:
         ConfigError: the share to hold out is not known.
@@ -334,8 +341,8 @@ def _layout(
 def _optimizer(config: RunConfig) -> OptimizerSpec:
     kind = look_up(config.optimizer, "optimizer", config.trust)
     if inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer):
-        names = config.optimizer.params.keys() - {"groups", "lr", "weight_decay"}
-        check_names(kind, "optimizer", sorted(names))
+        own = config.optimizer.params.keys() - {"groups", "lr", "weight_decay"}
+        check_names(kind, "optimizer", sorted(own))
         return OwnOptimizer.of(kind, arguments_of(config.optimizer, "optimizer", config.trust))
     return construct(config.optimizer, "optimizer", OptimizerSpec, config.trust)
 
@@ -351,8 +358,8 @@ def _cut(config: RunConfig) -> Cut:
         return cut
     if not isinstance(cut, Fixed) or cut.micro is None:
         raise ConfigError(
-            "deterministic=layout: needs micro-batches that stay the same for every layout; "
-            "say accum=fixed accum.micro=8"
+            "deterministic=layout: needs micro-batches that stay the same for every layout; say "
+            "accum=fixed accum.micro=8"
         )
     return LayoutInvariant(micro=cut.micro)
 

@@ -100,9 +100,7 @@ def train_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], 
         if loaded is None and parts.train_set.num_skipped:
             reporter.passed_over(parts.train_set.num_skipped, parts.train_set.skipped)
         reporter.start(plan, name=config.name, threads=torch.get_num_threads())
-        for line in filter(
-            None, (parts.parallel.why_mode, parts.parallel.why, _growth(run, extra))
-        ):
+        for line in filter(None, (*parts.notes, _growth(run, extra))):
             reporter.line(line)
         _finish(prepared, kit, train(run), plan, folder, reporter, started)
     return 0
