@@ -29,13 +29,10 @@ Built = TypeVar("Built")
 def look_up(
     component: Component, key: str, trusted: tuple[str, ...], *, inner: bool = False
 ) -> Callable[..., Any]:
-    """Find the class that a component names.
+    """Find the class that a component, under a config key, names.
 
-    Args:
-        component: from the config.
-        key: the config key, for messages.
-        trusted: packages that a name nobody typed may come from, beside this one.
-        inner: it is for an argument, where no base is expected that our own classes would have.
+    `trusted` are packages that a name nobody typed may come from, beside this one. `inner` is one
+    for an argument, where no base is expected that our own classes would have.
 
     Raises:
         ConfigError: the name is not trusted, does not exist, or is not a class of its module.
@@ -90,15 +87,10 @@ def construct(
     trusted: tuple[str, ...] = (),
     given: Mapping[str, Any] | None = None,
 ) -> Built:
-    """Build a component, and check that it is what its place needs.
+    """Build a component, and check that it is an instance of what its place needs.
 
-    Args:
-        component: from the config.
-        key: its config key, for messages.
-        expected: the base its instance must have.
-        trusted: see `look_up`.
-        given: arguments that come from elsewhere; each is passed where the constructor takes it
-            and the config leaves it out or null.
+    `given` are arguments that come from elsewhere; each is passed where the constructor takes it
+    and the config leaves it out or null.
 
     Raises:
         ConfigError: an argument does not exist, is missing or is refused by the constructor, or
@@ -116,11 +108,7 @@ def construct(
 
 
 def arguments_of(component: Component, key: str, trusted: tuple[str, ...]) -> dict[str, Any]:
-    """Give the arguments of a component; those that name a class with `_target_` are built.
-
-    Raises:
-        ConfigError: as for `construct`.
-    """
+    """Give the arguments of a component; those that name a class with `_target_` are built."""
     return {
         name: _argument(value, component, f"{key}.{name}", trusted)
         for name, value in component.params.items()
@@ -205,11 +193,7 @@ def check_names(
 ) -> None:
     """Name every argument that a constructor does not take, with the nearest it does.
 
-    Args:
-        target: what is to be called.
-        key: config key of the component.
-        names: arguments it is to get.
-        needs_all: whether to name those that have no default and get no value, too.
+    With `needs_all` those that have no default and get no value are named, too.
 
     Raises:
         ConfigError: one line each.

@@ -48,7 +48,6 @@ class Prepared:
     """A run that knows how to cut.
 
     Attributes:
-        cut: tuned, or as a checkpoint left it.
         plans: of sampled global batches, that of the first step first.
         tuning: what `accum=auto` found; None under another cut.
         predicted: peak of a step; None where it cannot be predicted.

@@ -31,7 +31,7 @@ def summarize(prepared: Prepared) -> dict[str, Any]:
     lengths, parallel, every = parts.source.lengths, parts.parallel, config.checkpoint.every
     planned, device = planned_device(config, parts.world), parts.world.device
     predicted, limit, tuning = prepared.predicted, prepared.limit_bytes, prepared.tuning
-    unknown = "unknown" if prepared.is_here else "unknown: nothing can be timed for another machine"
+    unknown = "unknown" + ": nothing can be timed for another machine" * (not prepared.is_here)
     sizes = [(p.requires_grad, p.numel()) for p in parts.module.parameters()]
     num_held_out = 0 if parts.held_out is None else len(parts.held_out.lengths)
     return {
@@ -131,8 +131,7 @@ def _warnings(prepared: Prepared) -> list[str]:
             "batch.normalizer=micro_batches is a mean of means, so the step changes with the cut; "
             "batch.normalizer=tokens is exact"
         )
-    there = int(lengths.sum()) if unit == "tokens" else len(lengths)
-    if asked > there:
+    if asked > (there := int(lengths.sum()) if unit == "tokens" else len(lengths)):
         warnings.append(
             f"batch.global={asked} is more than the {there} {unit} of an epoch: a step is the "
             f"whole epoch; batch.global={there} says so"
@@ -156,7 +155,7 @@ def _defaults(config: RunConfig) -> list[str]:
 
 
 def _groups(parts: Parts) -> list[str]:
-    """Tell what every pattern of `optimizer.groups` took, and what is left to the others."""
+    """List what every pattern of `optimizer.groups` took, and what is left to the others."""
     spec, lines = parts.spec, list[str]()
     matched = match_groups(parts.module, spec.groups)
     taken = {id(p) for members in matched.values() for p in members}
