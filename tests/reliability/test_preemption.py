@@ -19,7 +19,7 @@ import pytest
 
 from tests.lib.nightly import counts, nightly
 from tests.reliability import lab, toys
-from tests.reliability.rank_runs import RankRun, processes_in
+from tests.reliability.rank_runs import RankRun
 from tests.reliability.support import cases, intact_steps, replay
 from trainer.checkpoint.status import read_status
 from trainer.checkpoint.store import CheckpointStore
@@ -331,7 +331,7 @@ def test_a_second_signal_ends_all_ranks_at_once(strike, number, tmp_path):
         run.process.send_signal(number)
         assert run.end().code == 130
         assert took() < AT_ONCE_S
-    assert processes_in(tmp_path) == []
+    run.assert_none_left("after the second signal")
     assert lab.status(run.folder)["exit_code"] == 130
 
 

@@ -17,6 +17,7 @@ from trainer.config.secrets import without_secrets
 from trainer.core.errors import (
     ConfigError,
     DataError,
+    DoesNotFitError,
     RankFailedError,
     TrainError,
     error_from_dict,
@@ -108,8 +109,12 @@ def describe_end(error: BaseException, folder: Path, rank: int) -> dict[str, Any
     That is `error` and `text` of what a user can act on, `peer` of a collective that another rank
     left, or `crash` of anything else. Tracebacks of crashes and of the user's code go to `errors/`.
     """
+    from trainer.core.out_of_memory import is_out_of_memory  # noqa: PLC0415 - imports torch
+
     text = " ".join(str(error).split())
-    if isinstance(error, RuntimeError) and "DataLoader worker" in text:
+    if is_out_of_memory(error):  # before the command began
+        error = DoesNotFitError(f"out of memory while the ranks joined: {text:.200}")
+    elif isinstance(error, RuntimeError) and "DataLoader worker" in text:
         # PyTorch's handler of SIGCHLD raises wherever the rank is at that moment.
         error = DataError(f"data: a loading process died: {text:.200}")
     is_crash = not isinstance(error, TrainError)

@@ -131,10 +131,12 @@ def compute(kit: Kit, batch: PlannedBatch, parts: Sequence[Divisors]) -> Outcome
         }
         return Outcome(share.detach(), used, moved, found)
     if kit.sync.lockstep and kit.world.size > 1:
+        shared, (_, longest) = batch.plan.max_shared_positions, batch.largest_sample()
+        cap = f"type accum=budget accum.max_tokens={max(shared // 2, longest)}"
         raise DoesNotFitError(
             f"step {batch.step}: out of memory, and sync={kit.sync.name} reduces in every "
-            "micro-batch, so the step cannot be repeated: lower accum.max_tokens or accum.micro, "
-            "or type sync=deferred"
+            "micro-batch, so the step cannot be repeated: "
+            f"{cap if shared else 'lower data.max_length'}, or type sync=deferred"
         )
     kit.model.drop_gradients()
     release_memory()
