@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, model_serializer
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter
 from pydantic.fields import FieldInfo
 
 _BYTES = re.compile(r"(\d+(?:\.\d+)?) ?(?:([KMGT])(i?))?B")
@@ -88,7 +88,7 @@ _STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 class Section(BaseModel):
     """Keys that belong together; frozen, and strict about types and names."""
 
-    model_config = ConfigDict(**_STRICT, frozen=True, extra="forbid", ser_json_inf_nan="constants")
+    model_config = ConfigDict(**_STRICT, frozen=True, extra="forbid")
 
 
 def type_like(example: object) -> Any:  # noqa: ANN401 - a type, which has no type of its own
@@ -190,12 +190,6 @@ class Component(Section):
     params: dict[str, Any] = Field(default_factory=dict)
     name: str | None = None
     typed_target: bool = False
-
-    @model_serializer
-    def as_composed(self) -> dict[str, Any]:
-        """Write it as a config does: the class, its arguments, and the program's own keys."""
-        own = sorted(type(self).model_fields.keys() - Component.model_fields.keys())
-        return {"_target_": self.target, **self.params, **{key: getattr(self, key) for key in own}}
 
     def targets(self, key: str) -> Iterator[tuple[str, str]]:
         """Name the class and those among its arguments: dotted key and import path of each."""

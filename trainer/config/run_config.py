@@ -209,7 +209,21 @@ def to_plain(config: RunConfig) -> dict[str, Any]:
 
     `trust`, consent and `--config-dir` stay out: a file cannot give them.
     """
-    return config.model_dump(mode="json", by_alias=True, exclude={"trust", "config_dir"})
+    plain = _plain(config).items()
+    return {key: value for key, value in plain if key not in ("trust", "config_dir")}
+
+
+def _plain(value: Any) -> Any:  # noqa: ANN401 - gives mappings, lists and scalars
+    if isinstance(value, Component):
+        names = type(value).model_fields.keys() - Component.model_fields.keys()
+        extras = {name: getattr(value, name) for name in sorted(names)}
+        value = {"_target_": value.target, **value.params, **extras}
+    elif isinstance(value, Section):
+        items = type(value).model_fields.items()
+        value = {info.alias or name: getattr(value, name) for name, info in items}
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def digests(plain: Mapping[str, Any]) -> dict[str, str]:
