@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,16 +24,11 @@ from trainer.models.gpt import GPT
 from trainer.parallel.fsdp import Sharded
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """How many ranks hold a model, and how."""
 
     size: int
     mode: str
-
-    @property
-    def replicas(self) -> int:
-        return 2 if self.mode == "hsdp" else 1
 
 
 class Net(nn.Module):
@@ -70,19 +63,13 @@ def adamw(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=0.01, amsgrad=True)
 
 
-OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
-    "adamw": adamw,
-    "momentum": lambda m: torch.optim.SGD(m.parameters(), lr=0.01, momentum=0.9),
-}
-
-
 def laid_out(world: World, layout: Layout, seed: int) -> nn.Module:
     torch.manual_seed(seed)
     module = Net()
     module.norm.running_mean.normal_()
     if layout.mode in {"fsdp", "hsdp"}:
-        blocks = list(module.blocks)
-        Sharded(module, bind(module), blocks, world, replicas=layout.replicas)
+        replicas = 2 if layout.mode == "hsdp" else 1
+        Sharded(module, bind(module), [*module.blocks], world, replicas=replicas)
     return module
 
 
@@ -108,26 +95,24 @@ def digests(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, st
     return answer
 
 
-def begun(world: World, layout: Layout, kind: str, folder: Path) -> dict[str, str]:
+def begun(world: World, layout: Layout, folder: Path) -> dict[str, str]:
     """Train a little and save step 1; gives what was saved."""
     module = laid_out(world, layout, seed=0)
-    optimizer = OPTIMIZERS[kind](module)
+    optimizer = adamw(module)
     train(module, optimizer, 2)
     state = capture(module, optimizer, extra={"rank": world.rank})
     CheckpointStore(folder).save(1, *state, world)
     return digests(module, optimizer)
 
 
-def passed_on(
-    world: World, layout: Layout, kind: str, folder: Path, step: int
-) -> tuple[dict[str, str], bool]:
+def passed_on(world: World, layout: Layout, folder: Path, step: int) -> tuple[dict[str, str], bool]:
     """Restore a step into a model that began otherwise, and save the next, behind this thread.
 
     Gives what was restored, and whether tied weights are tied and the model can go on.
     """
     store = CheckpointStore(folder)
     module = laid_out(world, layout, seed=step + 5)
-    optimizer = OPTIMIZERS[kind](module)
+    optimizer = adamw(module)
     extra = restore(store.load(step, world=world), module, optimizer)
     assert extra == {"rank": 0}
     found = digests(module, optimizer)
@@ -159,20 +144,16 @@ def refused(world: World, folder: Path, where: str) -> list[str]:
     train(module, optimizer, 1)
     if where == "state" and world.rank == 1:
         module.embed.weight.to_local().data[0, 0] = float("nan")
-    store, shown = CheckpointStore(folder), []
-
-    def save(writer: CheckpointWriter) -> None:
-        tensors, meta = capture(module, optimizer, extra={})
-        world.on_all(lambda: assert_finite(tensors))
-        writer.save(1, tensors, meta)
-        writer.close()
-
+    disk = Full() if (where, world.rank) == ("disk", 1) else durable.FileSystem()
+    shown = []
     for is_behind in (False, True):
+        writer = CheckpointWriter(CheckpointStore(folder), world, asynchronous=is_behind)
+        tensors, meta = capture(module, optimizer, extra={})
         try:
-            with durable.use(
-                Full() if (where, world.rank) == ("disk", 1) else durable.FileSystem()
-            ):
-                save(CheckpointWriter(store, world, asynchronous=is_behind))
+            with durable.use(disk):
+                world.on_all(lambda tensors=tensors: assert_finite(tensors))
+                writer.save(1, tensors, meta)
+                writer.close()
         except (SaveError, NonFiniteError) as error:
             shown.append(str(error))
     return shown
@@ -191,42 +172,30 @@ def gpt() -> nn.Module:
     return GPT(VOCABULARY, width=64, num_layers=4, num_heads=4, max_length=32)
 
 
-def stepped(module: nn.Module) -> torch.optim.Optimizer:
-    """Moments of every parameter, without the memory of a step."""
-    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
-    for parameter in module.parameters():
-        moments = {n: parameter.detach() * k for k, n in enumerate(("exp_avg", "exp_avg_sq"), 2)}
-        optimizer.state[parameter] = {"step": torch.tensor(1.0), **moments}
-    return optimizer
-
-
 def peaks(world: World, folder: Path, how: str) -> dict[str, Any]:
     """The most tensor bytes beyond the shards while saving or loading; the shard and all bytes."""
-    if how == "whole":
-        module = gpt()
-    else:
-        module, _ = start_sharded(gpt, world)
-    sharded_bytes = sum(p.nbytes for p in module.parameters())
-    store = CheckpointStore(folder)
-    if how == "load":
-        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
-        with RealBytes() as counted:
-            counted.peak.assign("parameters", module.parameters())
+    module = gpt() if how == "whole" else start_sharded(gpt, world)[0]
+    parameters, store = [*module.parameters()], CheckpointStore(folder)
+    optimizer = torch.optim.AdamW(parameters, lr=1e-3)
+    if how != "load":  # moments of every parameter, without the memory of a step
+        for p in parameters:
+            optimizer.state[p] = {"step": torch.tensor(1.0)}
+            optimizer.state[p] |= {"exp_avg": p.detach() * 2, "exp_avg_sq": p.detach() * 3}
+    writer = CheckpointWriter(store, world, asynchronous=how == "behind")
+    with RealBytes() as counted:
+        counted.peak.assign("parameters", parameters)
+        owned = [t for state in optimizer.state.values() for t in state.values()]
+        counted.peak.assign("optimizer_state", owned)
+        if how == "load":
             restore(store.load(world=world), module, optimizer)
-    else:
-        optimizer = stepped(module)
-        writer = CheckpointWriter(store, world, asynchronous=how == "behind")
-        with RealBytes() as counted:
-            counted.peak.assign("parameters", module.parameters())
-            owned = [t for state in optimizer.state.values() for t in state.values()]
-            counted.peak.assign("optimizer_state", owned)
+        else:
             writer.save(1, *capture(module, optimizer, extra={}))
-        writer.close()
-    own = [p.to_local() if isinstance(p, DTensor) else p for p in module.parameters()]
+    writer.close()
+    own = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
     return {
         "peak": counted.peak.estimate.peak_bytes,
         "shard": 3 * sum(p.nbytes for p in own),
-        "whole": 3 * sharded_bytes,
-        "largest": max(p.nbytes for p in module.parameters()),
+        "whole": 3 * sum(p.nbytes for p in parameters),
+        "largest": max(p.nbytes for p in parameters),
         "digest": digests(module, optimizer),
     }

@@ -6,6 +6,7 @@ names what was wrong. With both damaged there is nothing to load, and the progra
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 from collections.abc import Callable
@@ -16,8 +17,7 @@ import pytest
 from tests.lib.nightly import counts
 from tests.reliability.faults import FaultyDisk
 from tests.reliability.support import assert_is, cases, intact_steps, replay, save
-from trainer.checkpoint import store as stores
-from trainer.checkpoint.manifest import NewerFormatError, dump, parse
+from trainer.checkpoint.manifest import dump, parse
 from trainer.checkpoint.store import CheckpointStore
 from trainer.core import durable
 from trainer.core.errors import NoCheckpointError
@@ -42,7 +42,7 @@ def assert_older_is_used(folder: Path) -> None:
     assert "\n" not in message
 
 
-@counts(500, 5000)
+@counts(200, 5000)
 def test_no_flipped_bit_is_accepted(count, folder):
     for case, chance in cases(count):
         path = chance.choice(sorted(newest(folder).iterdir()))
@@ -60,19 +60,17 @@ def test_no_flipped_bit_is_accepted(count, folder):
     assert_is(CheckpointStore(folder).load(), 2)
 
 
-def longer(path: Path) -> None:
-    path.write_bytes(path.read_bytes() + b"\0")
+def rewritten(change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
+    return lambda path: path.write_bytes(change(path.read_bytes()))
 
 
-def zero_tailed(path: Path) -> None:
-    whole = path.read_bytes()
-    half = len(whole) // 2
-    path.write_bytes(whole[:half] + b"\0" * (len(whole) - half))
+def truncated(share: float) -> Callable[[Path], object]:
+    return rewritten(lambda whole: whole[: int(len(whole) * share)])
 
 
-def one_bit(path: Path) -> None:
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+longer = rewritten(lambda whole: whole + b"\0")
+zero_tailed = rewritten(lambda whole: whole[: len(whole) // 2].ljust(len(whole), b"\0"))
+one_bit = rewritten(lambda whole: whole[:-1] + bytes([whole[-1] ^ 1]))
 
 
 def stale(path: Path) -> None:
@@ -101,41 +99,41 @@ def emptied(path: Path) -> None:
     path.parent.mkdir()
 
 
-def truncated(share: float) -> Callable[[Path], None]:
-    return lambda path: os.truncate(path, int(path.stat().st_size * share))
-
-
 DAMAGES = [
-    *(truncated(share) for share in (0.0, 0.25, 0.5, 0.75, 0.99)),
-    *(longer, zero_tailed, Path.unlink, stale, replaced_by_a_folder, a_stranger_beside_it),
-    *(another_step, emptied),
+    *(*map(truncated, (0.0, 0.5, 0.99)), longer, zero_tailed, Path.unlink, stale),
+    *(replaced_by_a_folder, a_stranger_beside_it, another_step, emptied),
 ]
 FILES = ("manifest.json", "model.safetensors", "optimizer.safetensors", "state.safetensors")
 
 
 def test_a_damaged_file_sends_the_load_to_the_older_checkpoint(folder):
     backup = shutil.copytree(folder, folder.with_name("backup"))
-    for name in FILES:
-        for damage in DAMAGES:
-            damage(newest(folder, name))
-            assert_older_is_used(folder)
-            shutil.rmtree(folder)
-            shutil.copytree(backup, folder)
+    for name, damage in itertools.product(FILES, DAMAGES):
+        damage(newest(folder, name))
+        assert_older_is_used(folder)
+        shutil.rmtree(folder)
+        shutil.copytree(backup, folder)
     assert_is(CheckpointStore(folder).load(), 2)
 
 
 def test_the_damaged_one_is_set_aside_and_named_and_makes_room(folder):
     longer(newest(folder, "model.safetensors"))
+    with durable.use(FaultyDisk(0, "EIO for good")):
+        assert "could not be set aside" in CheckpointStore(folder).load().messages[0]
     loaded = CheckpointStore(folder).load()
     assert_is(loaded, 1)
     (message,) = loaded.messages
     assert message.endswith("; set aside as damaged-step-00000002")
     assert "model.safetensors has " in message
-    assert CheckpointStore(folder).steps() == [1]
     assert (folder / "damaged-step-00000002" / "model.safetensors").exists()
     assert CheckpointStore(folder).load().messages == ()
     save(folder, 2)
     assert intact_steps(folder) == [1, 2]
+    # A save of a step whose checkpoint is damaged sets that aside, too.
+    zero_tailed(newest(folder, "state.safetensors"))
+    save(folder, 2)
+    assert_is(CheckpointStore(folder).load(), 2)
+    assert len(list(folder.glob("damaged-step-00000002*"))) == 2
 
 
 def test_with_none_intact_there_is_one_line_and_no_checkpoint(folder):
@@ -143,24 +141,8 @@ def test_with_none_intact_there_is_one_line_and_no_checkpoint(folder):
         (CheckpointStore(folder).path(step) / "model.safetensors").unlink()
     with pytest.raises(NoCheckpointError, match=r"no intact checkpoint: .*step-00000002.*missing"):
         CheckpointStore(folder).load()
-    assert CheckpointStore(folder).steps() == []
     with pytest.raises(NoCheckpointError, match="no checkpoint here"):
         CheckpointStore(folder).load()
-
-
-def test_damage_that_cannot_be_set_aside_is_still_not_used(folder):
-    longer(newest(folder, "model.safetensors"))
-    with durable.use(FaultyDisk(0, "EIO for good")):
-        loaded = CheckpointStore(folder).load()
-    assert_is(loaded, 1)
-    assert "could not be set aside" in loaded.messages[0]
-
-
-def test_a_damaged_checkpoint_makes_room_for_a_new_one_of_its_step(folder):
-    zero_tailed(newest(folder, "state.safetensors"))
-    save(folder, 2)
-    assert_is(CheckpointStore(folder).load(), 2)
-    assert (folder / "damaged-step-00000002").is_dir()
 
 
 def test_a_newer_format_is_named_and_nothing_is_touched(folder):
@@ -172,18 +154,13 @@ def test_a_newer_format_is_named_and_nothing_is_touched(folder):
     with pytest.raises(NoCheckpointError, match=refusal):
         CheckpointStore(folder).load()
     assert CheckpointStore(folder).steps() == [1, 2]
-    with pytest.raises(NewerFormatError):
-        parse(path.read_bytes())
 
 
 @pytest.mark.parametrize("damage", [one_bit, another_step, a_stranger_beside_it])
 def test_a_verification_that_looks_away_is_noticed(damage, folder, monkeypatch):
     """Negative controls: the reader alone accepts each of these."""
-    monkeypatch.setattr(
-        stores,
-        "verify",
-        lambda path, step=None, **ranks: parse((path / "manifest.json").read_bytes()),
-    )
+    unverified = lambda path, *_, **__: parse((path / "manifest.json").read_bytes())  # noqa: E731
+    monkeypatch.setattr("trainer.checkpoint.store.verify", unverified)
     damage(newest(folder, "model.safetensors"))
     with pytest.raises(AssertionError):
         assert_older_is_used(folder)

@@ -7,11 +7,15 @@ stranger's would be. None may load, and the canary that each payload would plant
 from __future__ import annotations
 
 import functools
+import hashlib
+import itertools
 import json
 import os
 import pickle
+import shutil
 import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,9 +29,9 @@ from trainer.build.resume import check_position, read_allowed, read_run_state
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.state import capture, restore
 from trainer.checkpoint.status import read_status
-from trainer.checkpoint.store import CheckpointStore
+from trainer.checkpoint.store import CheckpointStore, Loaded
 from trainer.checkpoint.weights import load_weights
-from trainer.core.durable import clean, read_json, write_file
+from trainer.core.durable import clean, read_json
 from trainer.core.errors import NoCheckpointError
 from trainer.plan.order import Order
 from trainer.report.metrics import evaluation_at
@@ -59,10 +63,9 @@ def sign(checkpoint: Path, change: Callable[[dict[str, Any]], None] | None = Non
     del body["sha256"]
     for name in body["files"]:
         if (checkpoint / name).is_file():
-            copy = checkpoint.parent / "copy"
-            size, digest = write_file(copy, [(checkpoint / name).read_bytes()])
-            copy.unlink()
-            body["files"][name] = {"size": size, "sha256": digest}
+            data = (checkpoint / name).read_bytes()
+            digest = hashlib.sha256(data).hexdigest()
+            body["files"][name] = {"size": len(data), "sha256": digest}
     if change is not None:
         change(body)
     path.write_bytes(manifests.sign(body))
@@ -85,7 +88,7 @@ def drop(*place: str) -> Callable[[dict[str, Any]], None]:
     )
 
 
-def plant(checkpoint: Path, slot: str, form: str) -> None:
+def plant(checkpoint: Path, slot: str, form: str = "pickle") -> None:
     canary = checkpoint.parents[2] / "canary"
     if form == "torch.save":
         torch.save(Payload(canary), checkpoint / slot)
@@ -124,9 +127,8 @@ def endless(checkpoint: Path) -> None:
 
 NAMES = [
     *("../evil.safetensors", "../../evil.safetensors", "/etc/passwd", "a/../../evil.safetensors"),
-    *("..", ".", "", ".hidden.safetensors", "evil\0.safetensors", "evil\n.safetensors"),
-    *("%2e%2e%2fevil.safetensors", "e" * 300 + ".safetensors\n", "model.pkl", "model.pt"),
-    "..\\evil.safetensors",
+    *("..", "", ".hidden.safetensors", "evil\0.safetensors", "evil\n.safetensors", "model.pkl"),
+    *("%2e%2e%2fevil.safetensors", "e" * 300 + ".safetensors\n", "..\\evil.safetensors"),
 ]
 LIES = [
     set_at("files", "model.safetensors", "size", True),
@@ -141,30 +143,35 @@ NO_MANIFESTS = [
     *(b"", b"[]", b"null", b"{}", b"[" * 100_000, b'{"a":' * 100_000, b'{"sha256": NaN}'),
     *(b'{"step": ' + b"9" * 10_000 + b"}", b"\xff\xfe", b"!!python/object/apply:os.mkdir [canary]"),
 ]
-ATTACKS = [
-    *(partial(plant, slot=s, form=f) for s in SLOTS for f in ("pickle", "torch.save", "zip")),
-    *(partial(rename, name=name) for name in NAMES),
-    *(partial(link, slot=slot) for slot in SLOTS),
-    *(partial(sign, change=lie) for lie in LIES),
-    *(partial(overwrite, text=text) for text in NO_MANIFESTS),
-    *(pipe, endless),
-]
+ATTACKS = {
+    "payload": [
+        *(partial(plant, slot=slot) for slot in SLOTS),
+        *(partial(plant, slot=SLOTS[1], form=form) for form in ("torch.save", "zip")),
+    ],
+    "name": [partial(rename, name=name) for name in NAMES],
+    "no plain file": [*(partial(link, slot=slot) for slot in SLOTS), pipe],
+    "lie": [partial(sign, change=lie) for lie in LIES],
+    "no manifest": [*(partial(overwrite, text=text) for text in NO_MANIFESTS), endless],
+}
 
 
-@pytest.mark.parametrize("attack", ATTACKS, ids=range(len(ATTACKS)))
-def test_a_stranger_s_checkpoint_is_refused_and_leads_nowhere(attack, checkpoint, tmp_path):
-    attack(checkpoint)
-    before = sorted(tmp_path.rglob("*"))
-    for use in (
-        lambda: CheckpointStore(checkpoint.parent).load(set_aside=False),
-        lambda: load_weights(nn.Linear(2, 2), checkpoint),
-        lambda: load_weights(nn.Linear(2, 2), checkpoint.parents[1]),
-    ):
-        with pytest.raises(NoCheckpointError) as refusal:
-            use()
-        assert "\n" not in str(refusal.value)
-    assert not (tmp_path / "canary").exists()
-    assert sorted(tmp_path.rglob("*")) == before
+@pytest.mark.parametrize("kind", ATTACKS)
+def test_a_stranger_s_checkpoint_is_refused_and_leads_nowhere(kind, checkpoint, tmp_path):
+    for number, attack in enumerate(ATTACKS[kind]):
+        place = tmp_path / str(number)
+        run = shutil.copytree(checkpoint.parents[1], place / "run")
+        attacked = run / "checkpoints" / checkpoint.name
+        attack(attacked)
+        before = sorted(place.rglob("*"))
+        for use in (
+            partial(CheckpointStore(attacked.parent).load, set_aside=False),
+            partial(load_weights, nn.Linear(2, 2), attacked),
+            partial(load_weights, nn.Linear(2, 2), run),
+        ):
+            with pytest.raises(NoCheckpointError) as refusal:
+                use()
+            assert "\n" not in str(refusal.value)
+        assert sorted(place.rglob("*")) == before, f"{attack}: the canary, or what was read"
 
 
 def test_the_canary_works(tmp_path):
@@ -172,25 +179,18 @@ def test_the_canary_works(tmp_path):
     assert (tmp_path / "canary").exists()
 
 
-def test_a_link_instead_of_a_checkpoint_is_set_aside_and_its_target_left_alone(
-    checkpoint, tmp_path
-):
+def test_links_are_set_aside_or_removed_and_not_followed(checkpoint, tmp_path):
     outside = checkpoint.rename(tmp_path / "outside")
     checkpoint.symlink_to(outside)
     with pytest.raises(NoCheckpointError, match="not a folder"):
         CheckpointStore(checkpoint.parent).load()
     assert len(list(outside.iterdir())) == len(SLOTS)
 
-
-def test_links_among_leftovers_are_removed_and_not_followed(checkpoint, tmp_path):
-    (tmp_path / "precious").mkdir()
-    (tmp_path / "precious" / "file").touch()
-    (checkpoint.parent / ".tmp-evil").symlink_to(tmp_path / "precious")
-    (checkpoint.parent / ".trash-evil").mkdir()
-    (checkpoint.parent / ".trash-evil" / "link").symlink_to(tmp_path / "precious")
+    for name in (".tmp-evil", ".trash-evil"):
+        (checkpoint.parent / name).symlink_to(outside)
     clean(checkpoint.parent)
-    assert sorted(path.name for path in checkpoint.parent.iterdir()) == [checkpoint.name]
-    assert (tmp_path / "precious" / "file").exists()
+    assert [path.name for path in checkpoint.parent.iterdir()] == [f"damaged-{checkpoint.name}"]
+    assert len(list(outside.iterdir())) == len(SLOTS)
 
 
 TREES = [
@@ -200,24 +200,23 @@ TREES = [
 ]
 
 
-@pytest.mark.parametrize("part", ["model", "optimizer", "rng", "extra"])
-def test_a_state_tree_that_lies_is_refused(part, tmp_path):
+def test_a_state_tree_that_lies_is_refused(tmp_path):
     model = nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     tensors, meta = capture(model, optimizer, extra={})
-    for number, tree in enumerate(TREES):
-        store = CheckpointStore(tmp_path / str(number))
-        store.save(1, tensors, {**meta, part: tree})
+    store = CheckpointStore(tmp_path)
+    store.save(1, tensors, meta)
+    loaded = store.load()
+    for part, tree in itertools.product(("model", "optimizer", "rng", "extra"), TREES):
         with pytest.raises(NoCheckpointError) as refusal:
-            restore(store.load(), model, optimizer)
+            restore(replace(loaded, meta={**meta, part: tree}), model, optimizer)
         assert "\n" not in str(refusal.value)
 
 
 @pytest.mark.parametrize(
     "moment", [("a.weight", "step"), ("a.bias", "exp_avg"), None], ids=["a step", "a shape", "1.0"]
 )
-@pytest.mark.parametrize("settings", ["saved", "live"])
-def test_an_optimizer_state_that_a_kernel_would_trust_is_refused(moment, settings, tmp_path):
+def test_an_optimizer_state_that_a_kernel_would_trust_is_refused(moment, tmp_path):
     model = nn.ModuleDict({"a": nn.Linear(8, 4), "unused": nn.Linear(2, 2)})
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
     model["a"](torch.ones(2, 8)).sum().backward()
@@ -227,10 +226,11 @@ def test_an_optimizer_state_that_a_kernel_would_trust_is_refused(moment, setting
     saved["a.weight"]["exp_avg"] = 1.0 if moment is None else saved[moment[0]][moment[1]]
     store = CheckpointStore(tmp_path)
     store.save(1, tensors, meta)
-    fresh = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
-    with pytest.raises(NoCheckpointError) as refusal:
-        restore(store.load(), model, fresh, hyperparameters=settings)
-    assert "\n" not in str(refusal.value)
+    for settings in ("saved", "live"):
+        fresh = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+        with pytest.raises(NoCheckpointError) as refusal:
+            restore(store.load(), model, fresh, hyperparameters=settings)
+        assert "\n" not in str(refusal.value)
 
 
 def test_side_files_of_a_stranger_are_passed_over(tmp_path):
@@ -248,7 +248,7 @@ def test_side_files_of_a_stranger_are_passed_over(tmp_path):
     assert read_json(tmp_path / "plan.json") == {}
 
 
-@pytest.mark.parametrize("text", ["é", "../../elsewhere", "", "a b"])
+@pytest.mark.parametrize("text", ["é", "../../elsewhere", ""])
 def test_a_bad_run_id_turns_the_mirror_off_with_a_warning(text, tmp_path):
     (tmp_path / "wandb").mkdir()
     (tmp_path / "wandb" / "id").write_text(text, encoding="latin-1")
@@ -274,14 +274,11 @@ NOWHERE: list[dict[str, Any]] = [
 
 
 def test_a_place_that_the_steps_do_not_lead_to_is_refused(tmp_path):
-    store = CheckpointStore(tmp_path / "sound")
-    store.save(1, {"model.a": torch.zeros(1)}, {"extra": EXTRA})
-    assert read_run_state(store.load())["tokens"] == 9
-    for number, change in enumerate(NOWHERE):
-        store = CheckpointStore(tmp_path / str(number))
-        store.save(1, {"model.a": torch.zeros(1)}, {"extra": EXTRA | change})
+    sound = Loaded(step=1, tensors={}, meta={"extra": EXTRA}, path=tmp_path)
+    assert read_run_state(sound)["tokens"] == 9
+    for change in NOWHERE:
         with pytest.raises(NoCheckpointError):
-            read_run_state(store.load())
+            read_run_state(replace(sound, meta={"extra": EXTRA | change}))
 
 
 def test_a_place_beyond_the_epoch_and_terms_that_are_none_are_refused(tmp_path):

@@ -6,19 +6,17 @@ import contextlib
 import errno
 import json
 import os
-import re
 import struct
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
-from tests.reliability.faults import FAULTS, FaultyDisk, Killed
+from tests.lib.nightly import nightly
+from tests.reliability.faults import FaultyDisk, Killed
 from tests.reliability.support import assert_is, state
 from trainer.checkpoint.store import CheckpointStore
 from trainer.checkpoint.tensor_files import DTYPES
@@ -31,23 +29,9 @@ def store_at(path: Path, keep: int | None = None) -> CheckpointStore:
     return CheckpointStore(path / "run" / "checkpoints", keep)
 
 
-def there_and_back(path: Path, tensor: Tensor) -> Tensor:
-    store = store_at(path)
-    store.save(1, {"model.x": tensor}, {})
-    return store.load().read("model.x")
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype_keeps_its_bits(dtype: torch.dtype, tmp_path: Path) -> None:
-    raw = torch.arange(256, dtype=torch.uint8).repeat(8)
-    raw = raw % 2 if dtype == torch.bool else raw
-    tensor = raw.view(dtype)
-    back = there_and_back(tmp_path, tensor)
-    assert back.dtype == dtype
-    assert torch.equal(back.view(torch.uint8), raw)
-
-
-AWKWARD = {
+RAW = torch.arange(256, dtype=torch.uint8).repeat(8)
+KINDS = {str(dtype): (RAW % 2 if dtype == torch.bool else RAW).view(dtype) for dtype in DTYPES}
+LAYOUTS = {
     "0-d": torch.tensor(3.5),
     "empty": torch.zeros(0),
     "empty rows": torch.zeros(4, 0, 2),
@@ -62,36 +46,31 @@ AWKWARD = {
 }
 
 
-@pytest.mark.parametrize("kind", AWKWARD)
-def test_every_layout_comes_back_with_its_values(kind: str, tmp_path: Path) -> None:
-    tensor = AWKWARD[kind]
-    back = there_and_back(tmp_path, tensor)
-    assert torch.equal(back, tensor)
-    assert back.shape == tensor.shape
-    assert back.is_contiguous()
-
-
-def test_every_tensor_is_aligned_to_its_own_width(tmp_path: Path) -> None:
-    tensors = {
-        "model.a": torch.ones(3, dtype=torch.uint8),
-        "model.b": torch.ones(3, dtype=torch.float64),
-        "model.c": torch.ones(1, dtype=torch.bfloat16),
-    }
-    raw = (store_at(tmp_path).save(1, tensors, {}) / "model.safetensors").read_bytes()
+def test_every_dtype_keeps_its_bits_and_every_layout_its_values(tmp_path):
+    tensors = {f"model.{kind}": tensor for kind, tensor in (KINDS | LAYOUTS).items()}
+    store = store_at(tmp_path)
+    path = store.save(1, tensors, {})
+    loaded = store.load()
+    for name, tensor in tensors.items():
+        back = loaded.read(name)
+        assert (back.dtype, back.shape) == (tensor.dtype, tensor.shape), name
+        assert back.is_contiguous(), name
+        plain = tensor.detach().contiguous().resolve_conj().resolve_neg()
+        assert torch.equal(back.reshape(-1).view(torch.uint8), plain.reshape(-1).view(torch.uint8))
+    # Every tensor is aligned to its own width, so that what maps the file can use it.
+    raw = (path / "model.safetensors").read_bytes()
     [length] = struct.unpack("<Q", raw[:8])
     header = json.loads(raw[8 : 8 + length])
-    del header["__metadata__"]
     assert length % 8 == 0
-    for name, entry in header.items():
-        assert entry["data_offsets"][0] % tensors[name].element_size() == 0
+    for name, tensor in tensors.items():
+        assert header[name]["data_offsets"][0] % tensor.element_size() == 0, name
 
 
-def test_the_manifest_is_readable_and_complete(tmp_path: Path) -> None:
+def test_the_manifest_is_readable_and_complete(tmp_path):
     path = store_at(tmp_path).save(40, *state(40))
     assert path.name == "step-00000040"
     manifest = json.loads((path / "manifest.json").read_bytes())
-    assert manifest["format_version"] == 3
-    assert manifest["step"] == 40
+    assert (manifest["format_version"], manifest["step"]) == (3, 40)
     assert manifest["files"].keys() == {p.name for p in path.glob("*.safetensors")}
     size = (path / "model.safetensors").stat().st_size
     assert manifest["files"]["model.safetensors"]["size"] == size
@@ -108,16 +87,13 @@ def test_the_manifest_is_readable_and_complete(tmp_path: Path) -> None:
         ({}, {"x": float("nan")}),
     ],
 )
-def test_what_cannot_be_stored_is_refused_and_leaves_nothing(
-    tensors: dict[str, Any], meta: dict[str, Any], tmp_path: Path
-) -> None:
-    store = store_at(tmp_path)
+def test_what_cannot_be_stored_is_refused_and_leaves_nothing(tensors, meta, tmp_path):
     with pytest.raises((TypeError, ValueError)):
-        store.save(1, tensors, meta)
+        store_at(tmp_path).save(1, tensors, meta)
     assert not list(tmp_path.rglob("*step*"))
 
 
-def test_the_newest_are_kept(tmp_path: Path) -> None:
+def test_the_newest_are_kept(tmp_path):
     store = store_at(tmp_path, keep=2)
     for step in (5, 10, 100_000_000, 123_456_789):
         store.save(step, *state(step))
@@ -128,23 +104,23 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     for step in range(4):
         everything.save(step, *state(step))
     assert everything.steps() == [0, 1, 2, 3]
-    with pytest.raises(ValueError, match="at least 1"):
-        store_at(tmp_path, keep=0)
 
 
-def test_a_step_that_is_not_there_is_answered_with_those_that_are(tmp_path: Path) -> None:
+def test_a_step_that_is_not_there_is_answered_with_those_that_are(tmp_path):
     store = store_at(tmp_path)
     with pytest.raises(NoCheckpointError, match="no checkpoint here"):
         store.load()
-    store.save(2, *state(2))
-    store.save(4, *state(4))
+    for step in (2, 4):
+        store.save(step, *state(step))
+    # Names that only look like checkpoints are none.
+    for name in ("step-1", "step-00000001x", "step-" + "\N{ARABIC-INDIC DIGIT FIVE}" * 8, "notes"):
+        (store.folder / name).mkdir()
+    (store.folder / "step-0000000003").mkdir()
     with pytest.raises(NoCheckpointError, match="no checkpoint of step 3; has 2, 4"):
         store.load(3)
 
 
-def test_the_same_state_again_leaves_the_first_and_another_state_is_refused(
-    tmp_path: Path,
-) -> None:
+def test_the_same_state_again_leaves_the_first_and_another_state_is_refused(tmp_path):
     store = store_at(tmp_path)
     path = store.save(2, *state(2))
     first = (path / "manifest.json").stat().st_ino
@@ -157,21 +133,7 @@ def test_the_same_state_again_leaves_the_first_and_another_state_is_refused(
     assert [entry.name for entry in store.folder.iterdir()] == [path.name]
 
 
-def test_names_that_only_look_like_checkpoints_are_left_alone(tmp_path: Path) -> None:
-    store = store_at(tmp_path)
-    store.save(1, *state(1))
-    for name in (
-        "step-1",
-        "step-00000001x",
-        "step-" + "\N{ARABIC-INDIC DIGIT FIVE}" * 8,
-        "step-0000000002",
-        "notes",
-    ):
-        (store.folder / name).mkdir()
-    assert store.steps() == [1]
-
-
-def test_a_reader_renames_nothing(tmp_path: Path) -> None:
+def test_a_reader_renames_nothing(tmp_path):
     store = store_at(tmp_path)
     store.save(1, *state(1))
     os.truncate(store.save(2, *state(2)) / "model.safetensors", 3)
@@ -180,14 +142,12 @@ def test_a_reader_renames_nothing(tmp_path: Path) -> None:
     assert sorted(store.folder.rglob("*")) == before
 
 
-def test_a_reader_survives_pruning_by_the_writer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reader_survives_pruning_by_the_writer(tmp_path, monkeypatch):
     writer, reader = store_at(tmp_path, keep=1), store_at(tmp_path)
     writer.save(1, *state(1))
     read = CheckpointStore._read
 
-    def overtaken(store: CheckpointStore, step: int, *more: Any) -> object:
+    def overtaken(store, step, *more):
         if step == 1:
             writer.save(2, *state(2))
         return read(store, step, *more)
@@ -196,23 +156,18 @@ def test_a_reader_survives_pruning_by_the_writer(
     assert_is(reader.load(set_aside=False), 2)
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EACCES])
-def test_a_refused_save_is_one_line_with_path_and_reason(
-    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(disk: durable.FileSystem, handle: int, data: memoryview) -> int:
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_a_refused_save_is_one_line_with_path_and_reason(code, tmp_path, monkeypatch):
+    def refuse(*_):
         raise OSError(code, os.strerror(code))
 
     store = store_at(tmp_path)
     store.save(1, *state(1))
     monkeypatch.setattr(durable.FileSystem, "write", refuse)
-    with pytest.raises(SaveError) as refusal:
+    text = f"{store.path(2)}: could not be written: {os.strerror(code)}"
+    room = r" \(needs \d+ B, [\d.]+ [KMGT]iB free\): make room, lower checkpoint.*"
+    with pytest.raises(SaveError, match=f"^{text}{room if code == errno.ENOSPC else '.*'}$"):
         store.save(2, *state(2))
-    text = str(refusal.value)
-    assert text.startswith(f"{store.path(2)}: could not be written: {os.strerror(code)}")
-    assert "\n" not in text
-    said = re.search(r" \(needs \d+ B, [\d.]+ [KMGT]iB free\): make room, lower checkpoint", text)
-    assert (said is not None) == (code in {errno.ENOSPC, errno.EDQUOT})
     assert [path.name for path in store.folder.iterdir()] == ["step-00000001"]
 
 
@@ -228,30 +183,25 @@ class SlowDisk(FaultyDisk):
         return super().create(path)
 
 
-def test_later_steps_do_not_reach_into_a_checkpoint_being_written(tmp_path: Path) -> None:
-    store = store_at(tmp_path)
+def test_later_steps_do_not_reach_into_a_checkpoint_being_written(tmp_path):
+    store, disk, (tensors, meta) = store_at(tmp_path), SlowDisk(), state(1)
     writer = CheckpointWriter(store, asynchronous=True)
-    for step in range(10):
-        tensors, meta = state(step)
-        disk = SlowDisk()
-        with durable.use(disk):
-            writer.save(step, tensors, meta)
-            assert writer.take_saved() is None
-            for tensor in tensors.values():
-                tensor.zero_()
-            meta["lr"] = -1
-            disk.go.set()
-            assert writer.close() == store.path(step)
-        assert_is(store.load(), step)
-        writer = CheckpointWriter(store, asynchronous=True)
-    writer.close()
+    with durable.use(disk):
+        writer.save(1, tensors, meta)
+        assert writer.take_saved() is None
+        for tensor in tensors.values():
+            tensor.zero_()
+        meta["lr"] = -1
+        disk.go.set()
+        assert writer.close() == store.path(1)
+    assert_is(store.load(), 1)
 
 
 @pytest.mark.parametrize("when", ["news", "save", "close"])
-@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault.startswith(("E", "kill"))])
-def test_a_failed_background_write_surfaces_at_the_next_call(
-    when: str, fault: Any, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(
+    "fault", ["ENOSPC", "EIO for good", *map(nightly, ("EIO", "ENOSPC for good", "kill"))]
+)
+def test_a_failed_background_write_surfaces_at_the_next_call(when, fault, tmp_path):
     store = store_at(tmp_path)
     writer = CheckpointWriter(store, asynchronous=True)
     with durable.use(FaultyDisk(5, fault)):
@@ -275,7 +225,7 @@ def call(writer: CheckpointWriter, when: str) -> None:
         writer.wait()
 
 
-def test_one_write_is_in_flight_at_a_time(tmp_path: Path) -> None:
+def test_one_write_is_in_flight_at_a_time(tmp_path):
     store = store_at(tmp_path)
     writer = CheckpointWriter(store, asynchronous=True)
     for step in range(5):

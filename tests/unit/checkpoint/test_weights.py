@@ -27,16 +27,24 @@ class Tied(nn.Module):
         self.head.weight = self.embed.weight
 
 
+def model_of(step: int) -> Tied:
+    torch.manual_seed(step)
+    model = Tied()
+    model.norm.running_mean.normal_()
+    return model
+
+
+def weights_of(step: int) -> dict[str, torch.Tensor]:
+    return dict(model_of(step).state_dict())
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run with two checkpoints of different weights, and two unreadable ones."""
+    """A run with two checkpoints of different weights."""
     store = CheckpointStore(tmp_path / "run" / "checkpoints")
     for step in (1, 2):
-        torch.manual_seed(step)
-        model = Tied()
-        model.norm.running_mean.normal_()
-        optimizer = torch.optim.SGD(model.parameters())
-        store.save(step, *capture(model, optimizer, extra={}))
+        model = model_of(step)
+        store.save(step, *capture(model, torch.optim.SGD(model.parameters()), extra={}))
     return tmp_path / "run"
 
 
@@ -44,19 +52,12 @@ def newest(run: Path) -> Loaded:
     return CheckpointStore(run / "checkpoints").load()
 
 
-def weights_of(step: int) -> dict[str, torch.Tensor]:
-    torch.manual_seed(step)
-    model = Tied()
-    model.norm.running_mean.normal_()
-    return dict(model.state_dict())
-
-
 def assert_has(model: nn.Module, step: int) -> None:
     for name, tensor in weights_of(step).items():
         assert torch.equal(model.state_dict()[name], tensor), name
 
 
-def test_an_export_holds_plain_names_and_tied_weights_under_each(run: Path, tmp_path: Path) -> None:
+def test_an_export_holds_plain_names_and_tied_weights_under_each(run, tmp_path):
     to = export(newest(run), tmp_path / "out" / "model", {"width": 4})
     assert sorted(path.name for path in to.iterdir()) == ["config.json", "model.safetensors"]
     assert json.loads((to / "config.json").read_bytes()) == {"width": 4}
@@ -66,7 +67,7 @@ def test_an_export_holds_plain_names_and_tied_weights_under_each(run: Path, tmp_
         assert torch.equal(weights[name], weights_of(2)["embed.weight"])
 
 
-def test_an_export_takes_an_empty_folder_and_no_other(run: Path, tmp_path: Path) -> None:
+def test_an_export_takes_an_empty_folder_and_no_other(run, tmp_path):
     (tmp_path / "empty").mkdir()
     export(newest(run), tmp_path / "empty", {})
     with pytest.raises(ConfigError, match=r"export\.to: .*empty is not empty"):
@@ -76,9 +77,7 @@ def test_an_export_takes_an_empty_folder_and_no_other(run: Path, tmp_path: Path)
         export(newest(run), tmp_path / "file", {})
 
 
-def test_an_export_that_fails_leaves_nothing(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_export_that_fails_leaves_nothing(run, tmp_path, monkeypatch):
     def refuse(disk: durable.FileSystem, handle: int) -> None:
         raise OSError(5, "Input/output error")
 
@@ -88,24 +87,17 @@ def test_an_export_that_fails_leaves_nothing(
     assert list((tmp_path / "out").iterdir()) == []
 
 
-@pytest.mark.parametrize("form", ["run", "checkpoint", "export", "file"])
-def test_weights_are_taken_from_a_run_a_checkpoint_an_export_or_a_file(
-    form: str, run: Path, tmp_path: Path
-) -> None:
+def test_weights_are_taken_from_a_run_a_checkpoint_an_export_or_a_file(run, tmp_path):
     exported = export(newest(run), tmp_path / "exported", {})
-    path = {
-        "run": run,
-        "checkpoint": run / "checkpoints" / "step-00000001",
-        "export": exported,
-        "file": exported / "model.safetensors",
-    }[form]
-    model = Tied()
-    load_weights(model, path)
-    assert_has(model, 1 if form == "checkpoint" else 2)
-    assert model.head.weight is model.embed.weight
+    first = run / "checkpoints" / "step-00000001"
+    for path in (run, first, exported, exported / "model.safetensors"):
+        model = Tied()
+        load_weights(model, path)
+        assert_has(model, 1 if path == first else 2)
+        assert model.head.weight is model.embed.weight
 
 
-def test_a_tied_weight_is_found_under_either_name(tmp_path: Path) -> None:
+def test_a_tied_weight_is_found_under_either_name(tmp_path):
     weights = weights_of(2)
     del weights["embed.weight"]
     save_file(weights, tmp_path / "w.safetensors")
@@ -114,7 +106,7 @@ def test_a_tied_weight_is_found_under_either_name(tmp_path: Path) -> None:
     assert_has(model, 2)
 
 
-def test_a_damaged_newest_checkpoint_gives_way_and_is_left_in_place(run: Path) -> None:
+def test_a_damaged_newest_checkpoint_gives_way_and_is_left_in_place(run):
     os.truncate(run / "checkpoints" / "step-00000002" / "model.safetensors", 10)
     model = Tied()
     assert load_weights(model, run).name == "step-00000001"
@@ -122,7 +114,7 @@ def test_a_damaged_newest_checkpoint_gives_way_and_is_left_in_place(run: Path) -
     assert (run / "checkpoints" / "step-00000002").is_dir()
 
 
-def test_weights_of_another_model_are_refused_with_names(run: Path) -> None:
+def test_weights_of_another_model_are_refused_with_names(run):
     text = r"different embed.weight \(float32 \[7, 4\] in the checkpoint, float32 \[7, 5\] in the"
     with pytest.raises(NoCheckpointError, match=text):
         load_weights(Tied(width=5), run)
@@ -131,19 +123,14 @@ def test_weights_of_another_model_are_refused_with_names(run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "make",
-    [
-        lambda path: None,
-        lambda path: path.mkdir(),
-        lambda path: path.write_bytes(b"no tensors"),
-        lambda path: (path / "checkpoints").mkdir(parents=True),
-        lambda path: (path / "checkpoints" / "step-00000001").mkdir(parents=True),
-    ],
-    ids=["nothing", "empty folder", "other file", "no checkpoint", "empty checkpoint"],
+    ("folder", "content"),
+    [(None, None), ("it", None), (".", b"no tensors"), ("it/checkpoints/step-00000001", None)],
 )
-def test_a_path_without_weights_is_one_line(make: object, tmp_path: Path) -> None:
-    assert callable(make)
-    make(tmp_path / "it")
+def test_a_path_without_weights_is_one_line(folder, content, tmp_path):
+    if folder is not None:
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+    if content is not None:
+        (tmp_path / "it").write_bytes(content)
     with pytest.raises(NoCheckpointError, match="it") as refusal:
         load_weights(Tied(), tmp_path / "it")
     assert "\n" not in str(refusal.value)

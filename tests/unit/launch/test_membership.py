@@ -44,9 +44,7 @@ SRUN = {
         ({**SRUN, "SLURM_STEP_NUM_TASKS": "1"}, None),
     ],
 )
-def test_torchrun_and_srun_say_which_rank_a_process_is(
-    environment: dict[str, str], place: tuple[object, ...] | None
-) -> None:
+def test_torchrun_and_srun_say_which_rank_a_process_is(environment, place):
     found = membership(environment)
     if found is None:
         assert place is None
@@ -63,7 +61,7 @@ def test_torchrun_and_srun_say_which_rank_a_process_is(
         *({"LOCAL_WORLD_SIZE": "9"}, {"MASTER_PORT": "http"}, {"TRAIN_MEETING_S": "-1"}),
     ],
 )
-def test_a_place_among_ranks_that_cannot_be_is_refused(variables: dict[str, str]) -> None:
+def test_a_place_among_ranks_that_cannot_be_is_refused(variables):
     ((name, value),) = variables.items()
     with pytest.raises(ConfigError, match=re.escape(f"{name}=")) as caught:
         membership(TORCHRUN | variables)
@@ -71,12 +69,12 @@ def test_a_place_among_ranks_that_cannot_be_is_refused(variables: dict[str, str]
     assert caught.value.is_own
 
 
-def test_a_rank_that_cannot_find_the_others_says_what_is_missing() -> None:
+def test_a_rank_that_cannot_find_the_others_says_what_is_missing():
     with pytest.raises(ConfigError, match="to find the others it needs MASTER_ADDR"):
         membership({"RANK": "1", "WORLD_SIZE": "2"})
 
 
-def test_jobs_that_share_a_port_do_not_meet_but_all_ranks_of_one_do() -> None:
+def test_jobs_that_share_a_port_do_not_meet_but_all_ranks_of_one_do():
     jobs = [
         {},
         {"TORCHELASTIC_RUN_ID": "a"},
@@ -101,5 +99,5 @@ def test_jobs_that_share_a_port_do_not_meet_but_all_ranks_of_one_do() -> None:
         "a[7,9]": "a7",
     }.items(),
 )
-def test_the_first_machine_of_a_slurm_list(listed: str, first: str) -> None:
+def test_the_first_machine_of_a_slurm_list(listed, first):
     assert first_host(listed) == first
