@@ -16,6 +16,7 @@ from tests.lib.consistency_work import (
     refused_types,
     shared,
 )
+from tests.lib.nightly import nightly
 from tests.lib.support import EXACT
 from trainer.build.parallel import rank_memory
 from trainer.core.errors import ConfigError
@@ -61,8 +62,14 @@ def test_ranks_that_read_other_samples_are_refused_and_what_cannot_be_read_is_na
         assert bool(line) == bool(words), how
 
 
-@pytest.mark.parametrize("in_lockstep", [False, True])
-@pytest.mark.parametrize("how", ["module", "parameter", "head", "block"])
+@pytest.mark.parametrize(
+    ("how", "in_lockstep"),
+    [
+        *(("parameter", False), ("block", True)),
+        *(nightly(how, False) for how in ("module", "head", "block")),
+        *(nightly(how, True) for how in ("module", "parameter", "head")),
+    ],
+)
 def test_blocks_that_share_parameters_are_sharded_exactly(ranks, how, in_lockstep):
     expected = gradients(World(), how, in_lockstep=False)
     for found in ranks.run(2, gradients, how, in_lockstep):

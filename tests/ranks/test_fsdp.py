@@ -34,9 +34,9 @@ TOLERANCE = 0.05
 
 
 LOADS = [
-    (3, Load("deferred", width=16, micro=10)),
-    (2, Load("immediate", recompute=True)),
     (4, Load("deferred", replicas=2, tied=True)),
+    nightly(3, Load("deferred", width=16, micro=10)),
+    nightly(2, Load("immediate", recompute=True)),
     nightly(2, Load("deferred")),
     nightly(2, Load("immediate")),
     nightly(4, Load("hierarchical", replicas=2)),
@@ -81,7 +81,7 @@ def test_recomputing_is_weighed_by_what_a_rank_with_shards_needs():
     assert not tune(plenty, clock=lambda: 0.0).activation_checkpointing
 
 
-@pytest.mark.parametrize("name", ["gpt_tiny", "like gpt2"])
+@pytest.mark.parametrize("name", ["gpt_tiny", nightly("like gpt2")])
 def test_a_sharded_model_begins_with_the_very_weights_of_one_rank(ranks, name):
     for answer in ranks.run(3, begun, name):
         assert all(answer.values()), [key for key, same in answer.items() if not same]
@@ -95,7 +95,7 @@ def test_a_model_larger_than_the_memory_of_a_rank_can_start(ranks):
         assert peak >= whole
 
 
-@pytest.mark.parametrize("sync", ["deferred", "immediate"])
+@pytest.mark.parametrize("sync", ["deferred", nightly("immediate")])
 def test_a_model_that_was_never_whole_trains_as_on_one_rank(ranks, sync):
     losses, weights = trained(World(), "deferred")
     for mine, theirs in ranks.run(3, trained, sync):

@@ -88,6 +88,7 @@ def assert_same_run(folder: Path, other: Path) -> None:
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
+@pytest.mark.nightly
 def test_one_command_on_several_ranks_makes_one_folder_and_takes_the_same_steps(tmp_path, alone):
     folder = tmp_path / "run"
     typed = ("steps=12", "parallel.ranks=2", "parallel=fsdp", f"hydra.run.dir={folder}")
@@ -112,7 +113,7 @@ def test_a_signal_saves_at_a_step_boundary_and_another_number_of_ranks_goes_on(
     tmp_path, alone, number, then
 ):
     folder = tmp_path / "run"
-    running = start(folder, "parallel.ranks=2", "steps=12", "model.pause=0.1")
+    running = start(folder, "parallel.ranks=2", "parallel=fsdp", "steps=12", "model.pause=0.1")
     running.wait_for("run/metrics.jsonl", 3)
     running.process.send_signal(number)
     code, errors = finish(running)
@@ -121,8 +122,11 @@ def test_a_signal_saves_at_a_step_boundary_and_another_number_of_ranks_goes_on(
     status = read(folder / "status.json")
     assert status["state"] == "preempted"
     assert status["step"] == len(steps(folder)) < 12
+    plan = read(folder / "plan.json")
+    assert (plan["world_size"], plan["parallel"]) == (2, "fsdp")
     assert run([f"resume={folder}", "trust=[tests]", *then]) == 0
     assert_same_run(folder, alone)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_two_torchrun_agents_make_one_run_that_takes_the_same_steps(tmp_path, alone):
@@ -166,7 +170,8 @@ def test_the_first_of_ranks_that_joined_names_the_one_that_failed(tmp_path, faul
     assert not list(folder.glob(".tmp-*"))
 
 
-@pytest.mark.parametrize("rank", [1, nightly(0)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_joined_and_hangs_ends_all_with_one_line(tmp_path, rank):
     folder = tmp_path / "run"
     typed = ("model.fault=hang", f"model.rank={rank}", "parallel.timeout_s=3")
@@ -193,6 +198,7 @@ def test_ranks_that_were_given_another_config_are_refused_with_one_line(tmp_path
     assert finish(second) == (2, [])
 
 
+@pytest.mark.nightly
 def test_a_config_error_that_joined_ranks_raise_together_leaves_no_folder(tmp_path):
     first, second = start_joined(tmp_path / "run", "objective=next_token")
     code, (error,) = finish(first)

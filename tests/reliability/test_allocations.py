@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.lib.nightly import counts
+from tests.lib.nightly import counts, nightly
 from tests.reliability import lab
 from tests.reliability.allocations import PHASES
 from tests.reliability.support import cases, replay
@@ -72,7 +72,7 @@ def notices(ended: lab.Ended) -> list[str]:
     return [line for line in ended.screen.splitlines() if "out of memory" in line]
 
 
-@counts(5, len(POINTS))
+@counts(2, len(POINTS))
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_memory_that_runs_out_anywhere_in_a_step_changes_nothing(variant, count, tmp_path):
     settings = lab.config(*SHORT, *VARIANTS[variant])
@@ -132,7 +132,9 @@ def test_a_resumed_run_cuts_as_finely_as_the_one_that_ran_out_of_memory(tmp_path
     lab.assert_same(left_behind(folder), left_behind(tmp_path / "straight"), "resumed")
 
 
-@pytest.mark.parametrize("line", ["num_workers=0", "num_workers=1", "data.on_bad=skip"])
+@pytest.mark.parametrize(
+    "line", ["num_workers=1", *map(nightly, ("num_workers=0", "data.on_bad=skip"))]
+)
 def test_a_host_without_memory_for_a_sample_ends_with_5_and_names_it(line, tmp_path):
     settings = lab.config(f"data._target_={ALLOCATIONS}.Unreadable", "steps=3", line)
     ended = lab.run(settings, tmp_path)

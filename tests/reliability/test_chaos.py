@@ -98,7 +98,7 @@ def assert_ledger(ledger: list[dict[str, Any]]) -> None:
         assert sorted(epoch) == list(range(23))
 
 
-@counts(8, 2000)
+@counts(3, 2000)
 def test_whatever_happens_the_run_ends_as_the_undisturbed_one(count, tmp_path):
     expected = []
     for rows in range(len(ROWS)):

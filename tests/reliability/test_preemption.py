@@ -66,7 +66,7 @@ def assert_ends_as(undisturbed: Path, settings: Any, folder: Path) -> None:
     lab.assert_same(lab.outcome(folder), lab.outcome(undisturbed), folder.name)
 
 
-@counts(12, 90)
+@counts(4, 90)
 def test_a_signal_at_any_time_saves_and_the_run_goes_on_exactly(count, tmp_path):
     settings = lab.config("data._target_=tests.reliability.toys.DrawnRows", "model.dropout=0.2")
     stopped = 0
@@ -122,7 +122,12 @@ STAGES: Mapping[str, tuple[Any, str, int, tuple[str, ...], int | None]] = {
 }
 
 
-@pytest.mark.parametrize("stage", STAGES)
+SHOWN = ("measuring samples", "predicting memory", "saving")
+
+
+@pytest.mark.parametrize(
+    "stage", [*SHOWN, *(nightly(each) for each in STAGES if each not in SHOWN)]
+)
 def test_a_signal_at_any_stage_ends_in_a_run_that_goes_on(stage, tmp_path, monkeypatch):
     """Where nothing was saved, going on is to begin again, in the same folder."""
     place, name, number, more, step = STAGES[stage]
@@ -158,7 +163,7 @@ def test_a_signal_when_all_is_done_changes_nothing(tmp_path, monkeypatch):
     assert lab.status(tmp_path)["state"] == "completed"
 
 
-@pytest.mark.parametrize("at", [3, 7])
+@pytest.mark.parametrize("at", [3, nightly(7)])
 def test_a_signal_within_an_evaluation_ends_it_and_it_is_made_up_for(at, tmp_path, monkeypatch):
     """Step 3 is in the middle, step 7 is the last; both are followed by an evaluation."""
     settings = lab.config("accum.micro=1")
@@ -269,22 +274,29 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return lab.outcome(folder, rng=False)
 
 
+def stop_one_of_two(strike: str, folder: Path, patch: pytest.MonkeyPatch) -> int:
+    """Run two ranks of which one gets a signal; gives the step after which both stopped."""
+    patch.setenv("STRIKES", strike)
+    patch.setenv("MARKS", str(folder.parent))
+    ended = lab.run(lab.config(*RANKS), folder)
+    assert ended.code == 75, ended
+    return assert_stopped(folder)
+
+
+def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path, monkeypatch):
+    assert stop_one_of_two("SIGTERM@update:3@1", tmp_path / "run", monkeypatch) == 3
+
+
 @pytest.mark.parametrize(
     ("strike", "step"),
     [
-        ("SIGTERM@update:3@1", 3),
+        nightly("SIGTERM@update:3@1", 3),
         nightly("SIGUSR1@evaluation:3@1", 3),
         nightly("SIGINT@saving:2@0", 2),
     ],
 )
-def test_a_signal_to_one_rank_stops_all_at_the_same_step(
-    strike, step, two_ranks, tmp_path, monkeypatch
-):
-    monkeypatch.setenv("STRIKES", strike)
-    monkeypatch.setenv("MARKS", str(tmp_path))
-    ended = lab.run(lab.config(*RANKS), tmp_path / "run")
-    assert ended.code == 75, ended
-    assert assert_stopped(tmp_path / "run") == step
+def test_ranks_that_a_signal_stopped_go_on_exactly(strike, step, two_ranks, tmp_path, monkeypatch):
+    assert stop_one_of_two(strike, tmp_path / "run", monkeypatch) == step
     assert lab.go_on(lab.config(*RANKS), tmp_path / "run").code == 0
     lab.assert_same(lab.outcome(tmp_path / "run", rng=False), two_ranks, strike)
 

@@ -72,7 +72,7 @@ def struck(
         yield run, ended, f"{replay(case)}: {strike}", (kind, rank, where)
 
 
-@counts(2, len(DEATHS))
+@counts(1, len(DEATHS))
 def test_a_rank_that_dies_anywhere_ends_the_run_and_is_named(count, tmp_path):
     for run, ended, about, (kind, rank, where) in struck(DEATHS, count, tmp_path):
         assert_ends_in_order(run, ended, about, (f"rank {rank}", where, CAUSES[kind]))

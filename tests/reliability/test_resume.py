@@ -20,31 +20,38 @@ TOYS = "tests.lib.run_toys"
 DRAWN = "data._target_=tests.reliability.toys.DrawnRows"
 TORCH = "optimizer.lr=0.01 optimizer._target_=torch.optim"
 CONFIGURATIONS = {
+    "BatchNorm, bfloat16, warm-up and decay": (
+        "model.norm=true batchnorm=micro precision=bf16 scheduler=wsd scheduler.warmup=3"
+    ),
+    "SGD with momentum, tied and frozen weights": (
+        "optimizer=sgd optimizer.lr=0.05 clip_norm=null model.tied=true model.frozen=true"
+    ),
+    "planned and tuned, dropout": "accum=auto accum.micro=null model.dropout=0.3",
+    "a cut of one's own over batches of tokens": (
+        f"accum._target_={TOYS}.Pairs batch=tokens batch.global=35"
+    ),
+    "augmented in loading processes, epochs without short batches": (
+        f"{DRAWN} num_workers=2 batch.tail=drop steps=null epochs=3"
+    ),
+    "written behind, an optimizer by hand": (
+        f"checkpoint.asynchronous=true optimizer._target_={TOYS}.Descent optimizer.weight_decay=0.1"
+    ),
+    "memory that runs out, steps that are not finite": (
+        "data.faults=['5:oom','3:loss:nan','11:gradient:inf'] model.dropout=0.3"
+    ),
+    "two loss terms, a mean of means": (
+        "objective.z_loss=0.01 objective.label_smoothing=0.1 batch.normalizer=micro_batches"
+    ),
+}
+REPEATED = {
     "AdamW, cosine": "",
-    "SGD with momentum, no clipping": "optimizer=sgd optimizer.lr=0.05 clip_norm=null",
-    "warm-up and decay, always clipped": "scheduler=wsd scheduler.warmup=3 clip_norm=0.01",
-    "an optimizer by hand": f"optimizer._target_={TOYS}.Descent optimizer.weight_decay=0.1",
-    "dropout": "model.dropout=0.3",
-    "BatchNorm": "model.norm=true batchnorm=micro",
-    "bfloat16 autocast": "precision=bf16 model.dropout=0.3",
+    "always clipped": "clip_norm=0.01",
     "ragged accumulation": "accum.micro=null accum.steps=5",
     "planned under a budget": "accum=budget accum.micro=null accum.max_tokens=20 model.dropout=0.3",
-    "planned and tuned": "accum=auto accum.micro=null model.dropout=0.3",
-    "a cut of one's own": f"accum._target_={TOYS}.Pairs",
-    "batches of tokens": "batch=tokens batch.global=35",
-    "epochs without short batches": "batch.tail=drop steps=null epochs=3",
     "augmented data": DRAWN,
-    "augmented in loading processes": f"{DRAWN} num_workers=2",
-    "written behind": "checkpoint.asynchronous=true",
-    "tied and frozen weights": "model.tied=true model.frozen=true",
-    "two loss terms": "objective.z_loss=0.01 objective.label_smoothing=0.1",
-    "mean of means": "batch.normalizer=micro_batches",
-    "steps that are not finite": "data.faults=['3:loss:nan','11:gradient:inf']",
     "memory that runs out": "data.faults=['5:oom'] model.dropout=0.3",
     "no cadence": "checkpoint.every=null eval.every=null",
     "everything at every step": "checkpoint.every=1 eval.every=1",
-}
-REPEATED = {
     "AMSGrad": f"{TORCH}.Adam optimizer.amsgrad=true",
     **{name: f"{TORCH}.{name}" for name in ("Adagrad", "RMSprop", "NAdam", "Adamax", "ASGD")},
     "constant rate": "scheduler=constant",

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.lib.nightly import nightly
 from tests.reliability import lab
 from tests.reliability.faults import FaultyDisk, Killed
 from tests.reliability.test_bad_data import test_data_that_changed_are_refused_on_resume as changed
@@ -192,7 +193,10 @@ DEFECTS: Mapping[str, Defect] = {
         lambda init: lambda self, **fields: init(self, **fields | {"total_tokens": 0}),
     ),
     "metrics are not cut": (killed, metrics, "truncate_after", lambda _: nothing),
-    "the evaluation is forgotten": (stopped(), loop, "_catch_up", lambda _: nothing),
+    "the evaluation is forgotten": (
+        *(stopped(), loop, "_evaluate_if_due"),
+        lambda evaluate: lambda run, progress: progress.taken and evaluate(run, progress),
+    ),
     "the cut is forgotten": (
         *(stopped("data.faults=['5:oom']", at=(4,)), prepare, "_restored"),
         lambda _: nothing,
@@ -248,6 +252,8 @@ def test_draws_that_are_neither_keyed_nor_restored_are_caught(tmp_path, monkeypa
 
 
 # What resumes, is skipped or refused passes without a defect in a harness of its own.
-@pytest.mark.parametrize("harness", [replayed, ledger, weighed, tail, often, pruned, killed])
+@pytest.mark.parametrize(
+    "harness", [replayed, weighed, tail, often, *map(nightly, (ledger, pruned, killed))]
+)
 def test_without_a_defect_the_harness_passes(harness, tmp_path):
     harness(tmp_path)
