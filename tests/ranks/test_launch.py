@@ -16,7 +16,11 @@ import pytest
 
 from tests.lib.nightly import nightly
 from tests.lib.processes import Command, typed_over
+from tests.reliability import lab
 from trainer.cli.main import run
+from trainer.core.errors import ConfigError
+from trainer.core.world import World
+from trainer.launch.rank import _agree
 
 TYPED = (
     *("batch.global=16", "accum=fixed", "accum.micro=4", "objective=classify", "eval.every=null"),
@@ -189,7 +193,22 @@ def test_a_rank_that_joined_and_hangs_ends_all_with_one_line(tmp_path, rank):
     assert not list(folder.glob(".tmp-*"))
 
 
-def test_ranks_that_were_given_another_config_are_refused_with_one_line(tmp_path):
+def agreed(world: World, folder: Path) -> str:
+    """What a rank says to a config whose seed is its own."""
+    try:
+        _agree(lab.config(f"seed={world.rank}"), folder, world)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_were_given_another_config_are_refused(ranks, tmp_path):
+    line = "seed: rank 1 was given another value than rank 0; type the same command on every node"
+    assert ranks.run(2, agreed, tmp_path) == [line, line]
+
+
+@pytest.mark.nightly
+def test_joined_ranks_that_were_given_another_config_print_one_line(tmp_path):
     first, second = start_joined(tmp_path / "run", "seed={rank}")
     line = "train: error: seed: rank 1 was given another value than rank 0; type the same command"
     code, (error,) = finish(first)

@@ -27,7 +27,7 @@ def run_as_rank(
     """Run a config as one rank.
 
     Args:
-        how: `resume` goes on; `stop_after` asks to stop after that step, as a signal would;
+        how: `resume` goes on; `stop_after` asks the last rank to stop after that step, as a signal does;
             `digests` tells what this rank's parameters, moments and buffers were after each step.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -42,7 +42,7 @@ def run_as_rank(
 
     def watched(kit: Any, batch: Any, replanner: Any) -> Any:
         report = step(kit, batch, replanner)
-        stop.is_set |= batch.step == how.get("stop_after")
+        stop.is_set |= world.rank == world.size - 1 and batch.step == how.get("stop_after")
         if how.get("digests"):
             answer.setdefault("digests", {})[batch.step] = _digest(kit)
         return report

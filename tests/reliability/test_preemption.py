@@ -274,19 +274,6 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return lab.outcome(folder, rng=False)
 
 
-def stop_one_of_two(strike: str, folder: Path, patch: pytest.MonkeyPatch) -> int:
-    """Run two ranks of which one gets a signal; gives the step after which both stopped."""
-    patch.setenv("STRIKES", strike)
-    patch.setenv("MARKS", str(folder.parent))
-    ended = lab.run(lab.config(*RANKS), folder)
-    assert ended.code == 75, ended
-    return assert_stopped(folder)
-
-
-def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path, monkeypatch):
-    assert stop_one_of_two("SIGTERM@update:3@1", tmp_path / "run", monkeypatch) == 3
-
-
 @pytest.mark.parametrize(
     ("strike", "step"),
     [
@@ -295,8 +282,15 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path, monkeypatch):
         nightly("SIGINT@saving:2@0", 2),
     ],
 )
-def test_ranks_that_a_signal_stopped_go_on_exactly(strike, step, two_ranks, tmp_path, monkeypatch):
-    assert stop_one_of_two(strike, tmp_path / "run", monkeypatch) == step
+def test_a_signal_to_one_rank_stops_all_at_the_same_step(
+    strike, step, two_ranks, tmp_path, monkeypatch
+):
+    """By default `test_rank_layouts.py` shows it, where one rank alone is asked to stop."""
+    monkeypatch.setenv("STRIKES", strike)
+    monkeypatch.setenv("MARKS", str(tmp_path))
+    ended = lab.run(lab.config(*RANKS), tmp_path / "run")
+    assert ended.code == 75, ended
+    assert assert_stopped(tmp_path / "run") == step
     assert lab.go_on(lab.config(*RANKS), tmp_path / "run").code == 0
     lab.assert_same(lab.outcome(tmp_path / "run", rng=False), two_ranks, strike)
 

@@ -136,11 +136,11 @@ def test_an_optimizer_goes_on_under_another_mode(name, pairs, ranks, tmp_path):
         nightly(2, "accum.micro=4 accum.steps=3 batch.global=8", "accum.steps"),
     ],
 )
-def test_a_split_that_cannot_be_stops_every_rank(size, line, says, tmp_path):
+def test_a_split_that_cannot_be_stops_every_rank(size, line, says, ranks, tmp_path):
     typed = line.split()
     keys = {each.partition("=")[0] for each in typed}
     lines = [each for each in LONG if each.partition("=")[0] not in keys]
-    for each in run_on(size, tmp_path, (*lines, *typed)):
+    for each in ranks.run(size, run_as_rank, (*lines, *typed), tmp_path, {}):
         assert each["code"] == 2, each
         assert says in each["error"]
         assert "\n" not in each["error"]
