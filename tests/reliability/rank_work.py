@@ -27,7 +27,7 @@ def run_as_rank(
     """Run a config as one rank.
 
     Args:
-        how: `resume` goes on; `stop_after` asks the last rank to stop after that step, as a signal does;
+        how: `resume` goes on; `stop_after` asks the last rank to stop after that step;
             `digests` tells what this rank's parameters, moments and buffers were after each step.
     """
     folder.mkdir(parents=True, exist_ok=True)
