@@ -1,6 +1,6 @@
 """Harnesses 15 and 16: what is not finite, and what weighs nothing, changes nothing.
 
-A fault sits in one micro-batch of step 2, in the loss or in the gradient alone. Parameters,
+A fault sits in one micro-batch of a step, in the loss or in the gradient alone. Parameters,
 moments and buffers after the step are those before it, bit for bit; the clock and the position in
 the data go on; the samples are in the ledger as skipped; the step after it updates again.
 """
@@ -8,6 +8,7 @@ the data go on; the samples are in the ledger as skipped; the step after it upda
 from __future__ import annotations
 
 import math
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,13 @@ VARIANTS = {
 }
 
 
-def settings_of(variant: str) -> RunConfig:
-    return lab.config(*VARIANTS[variant], "steps=3", "checkpoint.every=1", "checkpoint.keep=9")
+def settings_of(variant: str, steps: int = 3) -> RunConfig:
+    """A run that takes every sample at most once and keeps every step."""
+    return lab.config(
+        *VARIANTS[variant],
+        *(f"steps={steps}", f"+data.size={8 * steps}"),
+        *("checkpoint.every=1", f"checkpoint.keep={steps + 1}"),
+    )
 
 
 def ledger_of(settings: RunConfig, folder: Path) -> list[list[int]]:
@@ -43,18 +49,17 @@ def trained(folder: Path, step: int) -> dict[str, Any]:
     return {n: value for n, value in found.items() if n.startswith(("model.", "optimizer."))}
 
 
-def assert_skipped(folder: Path, ids: list[int], why: str) -> None:
-    before, after, later = (trained(folder, step) for step in (1, 2, 3))
+def assert_skipped(folder: Path, ids: list[int], why: str, step: int = 2) -> None:
+    before, after, later = (trained(folder, step + k) for k in (-1, 0, 1))
     lab.assert_same(after, before, "the step that is skipped")
     assert lab.difference(later, after), "the step after it updated nothing"
     store = CheckpointStore(folder / "checkpoints")
-    cursors = [store.load(step).meta["extra"]["cursor"] for step in (1, 2)]
-    assert [cursor["step"] for cursor in cursors] == [1, 2]
+    cursors = [store.load(step + k).meta["extra"]["cursor"] for k in (-1, 0)]
+    assert [cursor["step"] for cursor in cursors] == [step - 1, step]
     assert cursors[1]["samples"] - cursors[0]["samples"] == len(ids)
     log = lab.logged(folder)
-    assert log["ledger"][1] == {"step": 2, "ids": ids, "skipped": ids}
-    assert [entry["step"] for entry in log["ledger"] if "skipped" in entry] == [2]
-    entries = [entry for entry in log["metrics"] if "lr" in entry]
+    assert log["ledger"][step - 1] == {"step": step, "ids": ids, "skipped": ids}
+    entries = [entry for entry in log["metrics"] if "lr" in entry][step - 2 : step + 1]
     assert [entry.get("skipped") for entry in entries] == [None, why, None]
     assert len({entry["lr"] for entry in entries}) == 3
 
@@ -64,19 +69,21 @@ def assert_skipped(folder: Path, ids: list[int], why: str) -> None:
     [*((name, False) for name in VARIANTS), *(nightly(name, True) for name in VARIANTS)],
 )
 def test_a_value_that_is_not_finite_anywhere_skips_the_whole_step(variant, is_full, tmp_path):
-    """Every kind once, and every micro-batch; nightly each in each."""
-    settings = settings_of(variant)
-    ids = ledger_of(settings, tmp_path / "clean")[1]
-    places = ids[0::3]
-    pairs = [(kind, place) for kind in KINDS for place in places]
-    if not is_full:
-        pairs = [(kind, places[number % len(places)]) for number, kind in enumerate(KINDS)]
-    for kind, place in pairs:
-        folder = tmp_path / f"{kind}{place}"
-        ended = lab.run(lab.with_faults(settings, f"{place}:{kind}"), folder)
-        assert ended.code == 0, ended
-        assert "step 2 updated nothing: not finite" in " ".join(ended.screen.split())
-        assert_skipped(folder, ids, "not finite")
+    """Every kind once, and every micro-batch, in every second step; nightly each in each."""
+    pairs = [(kind, number % 3) for number, kind in enumerate(KINDS)]
+    if is_full:
+        pairs = list(product(KINDS, range(3)))
+    settings = settings_of(variant, 2 * len(pairs) + 1)
+    steps = ledger_of(settings, tmp_path / "clean")[1::2]
+    faults = [f"{ids[3 * at]}:{kind}" for ids, (kind, at) in zip(steps, pairs, strict=True)]
+    ended = lab.run(lab.with_faults(settings, *faults), tmp_path / "run")
+    assert ended.code == 0, ended
+    screen = " ".join(ended.screen.split())
+    for number, ids in enumerate(steps):
+        assert f"step {2 * number + 2} updated nothing: not finite" in screen
+        assert_skipped(tmp_path / "run", ids, "not finite", 2 * number + 2)
+    skipped = [e["step"] for e in lab.logged(tmp_path / "run")["ledger"] if "skipped" in e]
+    assert skipped == list(range(2, 2 * len(pairs) + 1, 2))
 
 
 def test_too_many_in_a_row_end_the_run_saved_and_finite_and_rows_outlast_a_stop(tmp_path):
@@ -133,16 +140,15 @@ def test_state_that_became_infinite_is_never_saved_and_masks_are(
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_what_weighs_nothing_changes_nothing(variant, tmp_path):
-    settings = settings_of(variant)
-    ids = ledger_of(settings, tmp_path / "clean")[1]
-    for empty in (ids[:1], ids[:3], ids):  # a sample, a micro-batch, the step
-        folder = tmp_path / f"run{len(empty)}"
-        faulty = lab.with_faults(settings, *(f"{i}:unlabelled" for i in empty))
-        assert lab.run(faulty, folder).code == 0
-        if empty == ids:
-            assert_skipped(folder, ids, "no loss terms")
-            continue
-        entries = [entry for entry in lab.logged(folder)["metrics"] if "lr" in entry]
-        assert all(entry["loss"] is not None for entry in entries)
-        assert not any("skipped" in entry for entry in entries)
-        assert lab.difference(trained(folder, 2), trained(folder, 1))
+    settings = settings_of(variant, 7)
+    sample, micro_batch, step = ledger_of(settings, tmp_path / "clean")[1::2]
+    empty = (*sample[:1], *micro_batch[:3], *step)
+    faulty = lab.with_faults(settings, *(f"{i}:unlabelled" for i in empty))
+    assert lab.run(faulty, tmp_path / "run").code == 0
+    assert_skipped(tmp_path / "run", step, "no loss terms", 6)
+    entries = [entry for entry in lab.logged(tmp_path / "run")["metrics"] if "lr" in entry]
+    assert [e["step"] for e in entries if "skipped" in e or e["loss"] is None] == [6]
+    for number in (2, 4):
+        assert lab.difference(
+            trained(tmp_path / "run", number), trained(tmp_path / "run", number - 1)
+        )
