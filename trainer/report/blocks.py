@@ -32,7 +32,6 @@ from trainer.report.records import Noun, Record, RunEnd, Verdict, VerifyReport, 
 
 LABEL_WIDTH = 10
 MAX_SHAPE_ROWS = 12
-MAX_WORST = 8
 SAMPLE_CHARACTERS = 240
 
 VERDICTS: Mapping[Verdict, str] = {
@@ -100,7 +99,8 @@ def verify_block(report: VerifyReport) -> RenderableType:
     verdict = Text(VERDICTS[report.verdict] + tells, "bold green" if is_exact else "bold red")
     step = plural(report.micro_batches, "micro-batch")
     step += f" ({plural(report.global_batch, 'sample')})"
-    largest = f"{report.max_relative_error:.2e}, the largest of any parameter, relative"
+    worst = f" ({report.worst[0][0]})" if report.worst else ""
+    largest = f"{report.max_relative_error:.2e}, the largest of any parameter{worst}, relative"
     rows: list[Row] = [
         ("verdict", verdict),
         ("error", f"{largest}; up to {report.limit:.0e} is rounding"),
@@ -115,11 +115,6 @@ def verify_block(report: VerifyReport) -> RenderableType:
         for name, reason in report.culprits:
             culprits.add_row(Text(name, "bold red"), reason)
         blocks.append(_section("culprits", culprits))
-    if report.verdict != "exact_without_dropout":
-        worst = _table("parameter", ">error")
-        for name, error in report.worst[:MAX_WORST]:
-            worst.add_row(name, f"{error:.2e}")
-        blocks.append(_section("worst parameters", worst))
     return Group(*blocks)
 
 

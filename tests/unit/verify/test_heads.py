@@ -47,9 +47,6 @@ DROPPING = [
 ]
 
 
-MASKED = DROPPING[3]
-
-
 def checked(
     head: Head, objective: Any, cut: Any = None, build: Any = None, data: Any = Examples
 ) -> VerifyReport:
@@ -85,7 +82,7 @@ def test_a_head_that_honours_the_item_count_is_exact_as_a_sum_and_as_a_weighted_
     ("head", "cut"),
     [
         (DROPPING[0], Fixed(steps=1)),
-        (MASKED, None),
+        (DROPPING[3], None),
         (DROPPING[-1], None),
         *(nightly(head, None) for head in DROPPING),
     ],
@@ -107,10 +104,8 @@ def test_a_head_that_drops_the_item_count_is_named_and_its_mean_over_the_right_c
         assert [name for name, _ in report.culprits] == ["objective ModelLoss"]
 
 
-@pytest.mark.parametrize("head", [nightly(DROPPING[0]), HONEST[0]])
-def test_a_mean_over_labels_shifted_wrongly_is_flagged_with_the_remedy(head):
-    report = checked(head, ModelLoss(reduction="mean", causal=head.data != "causal"))
-    [(_, reason)] = report.culprits
+def test_a_mean_over_labels_shifted_wrongly_is_flagged_with_the_remedy():
+    [(_, reason)] = checked(HONEST[0], ModelLoss(reduction="mean", causal=False)).culprits
     assert "or the other value of objective.causal" in reason
 
 

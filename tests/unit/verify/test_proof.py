@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.lib.nightly import nightly
 from tests.lib.support import EXACT, VOCABULARY, WRONG, Bench, RaggedText, TinyLM
 from trainer.accumulate.base import GradientStrategy
 from trainer.accumulate.sum import Sum
@@ -100,7 +99,6 @@ class Recomputed(TinyLM):
         (SORTED, True, "tokens"),
         (Fixed(micro=3), False, "tokens"),
         (Auto(max_tokens=90), True, "samples"),
-        nightly(SORTED, False, "samples"),
     ],
 )
 def test_a_sound_step_is_exact_for_every_cut_and_reference(cut, whole_fits, normalizer):
@@ -269,7 +267,6 @@ def norms() -> nn.Module:
         ("accum.gradient", "Averaging makes", SORTED, {"strategy": Averaging()}),
         ("batch.normalizer=micro_batches", "", Fixed(micro=3), {"normalizer": "micro_batches"}),
         ("parameters", "the plan in float64: ", SORTED, {"dtype": torch.bfloat16}),
-        nightly("parameters", "the plan in float64: ", SORTED, {"dtype": torch.float16}),
     ],
 )
 def test_one_culprit_alone_is_named_with_the_reason(name, reason, cut, settings):
