@@ -26,7 +26,7 @@ class Odd(Squared):
         "none": lambda _: None,
         "dict": lambda loss: {"squared": loss},
         "vector": lambda loss: Sums(losses={"squared": loss.repeat(3)}),
-        "number": lambda loss: Sums(losses={"squared": float(loss)}),
+        "number": lambda loss: Sums(losses={"squared": float(loss.detach())}),
         "nothing": lambda _: Sums(losses={}),
         "detached": lambda loss: Sums(losses={"squared": loss.detach()}),
         "text metric": lambda loss: Sums(losses={"squared": loss}, metrics={"squared": "much"}),
@@ -58,7 +58,7 @@ class Odd(Squared):
 
 
 class Sometimes(Squared):
-    """LayoutInvariant a second term out where a micro-batch holds short rows only."""
+    """Leaves a second term out where a micro-batch holds short rows only."""
 
     def __init__(self, method: str, longest: int = 8) -> None:
         super().__init__()
@@ -113,10 +113,8 @@ class Shares(Rows):
 
     def __getitem__(self, index: int) -> Mapping[str, Tensor]:
         draw = torch.Generator().manual_seed(index)
-        return {
-            **super().__getitem__(index),
-            "share": torch.rand(len(self.tokens[index]), generator=draw),
-        }
+        share = torch.rand(len(self.tokens[index]), generator=draw)
+        return {**super().__getitem__(index), "share": share}
 
 
 class Numbers(Squared):
@@ -164,28 +162,22 @@ class OwnLoss(GradientStrategy):
         return {"loss": total, "none": None, "vector": total[None]}[self.returns]
 
 
-class Labelled(Rows):
-    """Rows whose labels are of another type: one a token."""
+class Marked(Rows):
+    """Rows with other labels: one a token, one a row, or a column of one score."""
 
-    def __init__(self, dtype: str = "bool") -> None:
+    KINDS: ClassVar[Mapping[str, Callable[[Tensor], Tensor]]] = {
+        "tokens": lambda ids: ids > 4,
+        "row": lambda ids: ids.sum().remainder(3),
+        "column": lambda ids: ids[:1],
+    }
+
+    def __init__(self, kind: str = "tokens", dtype: str = "int64") -> None:
         super().__init__()
-        self.dtype = getattr(torch, dtype)
+        self.kind, self.dtype = kind, getattr(torch, dtype)
 
     def __getitem__(self, index: int) -> Mapping[str, Tensor]:
         ids = self.tokens[index]
-        return {"input_ids": ids, "labels": (ids > 4).to(self.dtype)}
-
-
-class Scored(Rows):
-    """Rows with one number each, a class or a score."""
-
-    def __init__(self, dtype: str = "int64") -> None:
-        super().__init__()
-        self.dtype = getattr(torch, dtype)
-
-    def __getitem__(self, index: int) -> Mapping[str, Tensor]:
-        ids = self.tokens[index]
-        return {"input_ids": ids, "labels": ids.sum().remainder(3).to(self.dtype)}
+        return {"input_ids": ids, "labels": self.KINDS[self.kind](ids).to(self.dtype)}
 
 
 class Count(Objective):
@@ -199,6 +191,10 @@ class Count(Objective):
         return Sums(losses={"terms": terms + 0.0 * model(fields).sum()})
 
 
+def entropy(logits: Tensor, labels: Tensor, **settings: Any) -> Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), **settings)
+
+
 class MeanHead(DoubleNet):
     """Gives the mean of its own loss, whatever count it is asked to divide by."""
 
@@ -209,19 +205,17 @@ class MeanHead(DoubleNet):
     def forward(self, input_ids: Tensor, labels: Tensor, **others: Any) -> Any:
         logits = super().forward(input_ids)
         if self.by_row:
-            return SimpleNamespace(loss=nn.functional.cross_entropy(logits[:, 0], labels))
+            return SimpleNamespace(loss=entropy(logits[:, 0], labels))
         if self.shifts:
             logits, labels = logits[:, :-1], labels[:, 1:]
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-        return SimpleNamespace(loss=loss)
+        return SimpleNamespace(loss=entropy(logits, labels))
 
 
 class SumHead(DoubleNet):
     """Divides its own loss by a number of no meaning to anybody."""
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
-        logits = super().forward(input_ids)
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        loss = entropy(super().forward(input_ids), labels, reduction="sum")
         return SimpleNamespace(loss=loss / len(labels) ** 0.5)
 
 
@@ -248,14 +242,6 @@ class ScoreHead(DoubleNet):
         return SimpleNamespace(loss=(scores - labels).square().mean())
 
 
-class Column(Rows):
-    """Rows with one score each, in a column."""
-
-    def __getitem__(self, index: int) -> Mapping[str, Tensor]:
-        ids = self.tokens[index]
-        return {"input_ids": ids, "labels": ids[:1].double()}
-
-
 class Begun(Rows):
     """Puts a token before each row where rows are joined, and counts it."""
 
@@ -277,14 +263,6 @@ class Mean(Squared):
         return Sums(losses={name: loss / len(fields["labels"]) for name, loss in losses.items()})
 
 
-class Unweighted(Squared):
-    """Sums a term that it does not weigh."""
-
-    def sums(self, model: Any, fields: Fields) -> Sums:
-        losses = super().sums(model, fields).losses
-        return Sums(losses={**losses, "second": next(iter(losses.values()))})
-
-
 class Pairs(Objective):
     """Pulls the two samples of a pair together; one that is left over, to zero."""
 
@@ -298,8 +276,7 @@ class Pairs(Objective):
         is_token = fields["labels"] >= 0
         logits = logits_of(model({"input_ids": fields["input_ids"]})).square().sum(-1)
         scores = torch.where(is_token, logits, 0.0).sum(-1)
-        left = scores[1::2]
-        first = scores[::2]
+        first, left = scores[::2], scores[1::2]
         apart = first - nn.functional.pad(left, (0, len(first) - len(left)))
         return Sums(losses={"pairs": apart.square().sum() * 1e-3})
 

@@ -37,9 +37,9 @@ def newest(folder: Path, name: str = "") -> Path:
 def assert_older_is_used(folder: Path) -> None:
     loaded = CheckpointStore(folder).load(set_aside=False)
     assert_is(loaded, 1)
-    assert len(loaded.messages) == 1
-    assert "step-00000002: damaged: " in loaded.messages[0]
-    assert "\n" not in loaded.messages[0]
+    (message,) = loaded.messages
+    assert "step-00000002: damaged: " in message
+    assert "\n" not in message
 
 
 @counts(200, 5000)

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from tests.reliability.support import save
-from trainer.build.resume import check_position, read_allowed, read_run_state
+from trainer.build.checks import check_position, read_allowed, read_run_state
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.state import capture, restore
 from trainer.checkpoint.status import read_status

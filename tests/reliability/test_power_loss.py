@@ -286,6 +286,23 @@ def deleted_under_its_name(log: Log) -> Log:
     return [op for op in log if op.kind != "move" or not op.target.startswith(".trash")]
 
 
+def pruned_first(log: Log) -> Log:
+    """Delete the old before the new is begun."""
+    trash = {op.node for op in log if op.kind == "move" and op.target.startswith(".trash")}
+    early: Log = []
+    begin = 0
+    for op in log:
+        if op.kind == "enter" and op.name.startswith(".tmp-step"):
+            begin = len(early)
+        is_move = op.kind == "move" and op.target.startswith(".trash")
+        if is_move or (op.kind == "leave" and trash & {op.folder, op.node}):
+            early.insert(begin, op)
+            begin += 1
+        else:
+            early.append(op)
+    return early
+
+
 def status_overwritten_in_place(log: Log) -> Log:
     """Write into the first status file again and again."""
     first, *later = sorted(named(log, ".tmp-status"))
@@ -306,6 +323,7 @@ MUTANTS = {
     "the new folder is not synced": without("sync_folder", ".tmp-step"),
     "the parent folder is not synced": without("sync_folder", "checkpoints"),
     "the run folder is not synced": without("sync_folder", "the root, which has no name"),
+    "pruning comes first": pruned_first,
     "files are deleted under their name": deleted_under_its_name,
     "the status is overwritten in place": status_overwritten_in_place,
 }

@@ -138,6 +138,6 @@ def test_verify_proves_a_step_whose_groups_no_cut_divides_and_refutes_one_withou
 @pytest.mark.parametrize("line", ["command=plan", "command=verify", "accum=auto accum.micro=null"])
 def test_a_sum_without_a_weight_is_refused_in_one_line(line):
     with pytest.raises(ConfigError) as caught:
-        go(f"{line} objective._target_={OWN}.Unweighted")
+        go(f"{line} objective._target_={OWN}.Odd objective.sums=unweighted")
     (fault,) = caught.value.faults
-    assert "objective: weights of Unweighted gives squared, but no second" in fault
+    assert "objective: weights of Odd gives squared, but no second" in fault

@@ -18,17 +18,7 @@ GPT = "model=gpt_tiny model.width=16 model.num_layers=1 model.num_heads=2"
 @pytest.mark.parametrize(
     ("line", "words"),
     {
-        "model.widht=4": ["model.widht", "Did you mean model.width?"],
-        "data.sise=4 model.nothing=1": ["data.sise", "Did you mean data.size?"],
-        "data.zzz=4": ["data.zzz", "takes"],
-        f"model._target_={TOYS}.Nett": [f"model._target_={TOYS}.Nett"],
-        "model._target_=nowhere.Net": ["model._target_=nowhere.Net", "nowhere"],
-        f"model._target_={TOYS}.Rows": ["Rows", "not a Module"],
-        f"accum._target_={TOYS}.Net": ["not a Cut"],
-        f"accum.gradient._target_={TOYS}.Cramped": ["accum.gradient.limit", "needs a value"],
         "device=cuda": ["device=cuda: no GPU is usable here"],
-        "model.norm=batch accum=auto": ["BatchNorm", "accum=fixed accum.micro="],
-        "model.norm=batch accum=budget accum.max_tokens=40": ["BatchNorm", "accum=fixed"],
         "accum=budget accum.max_tokens=11": [
             "accum.max_tokens: 11 is less than the longest sample, of 12 tokens",
             "The nearest valid value is accum.max_tokens=12",
@@ -53,12 +43,6 @@ def test_what_does_not_fit_together_is_refused_by_key(line, words):
     for word in words:
         assert word in str(raised.value), str(raised.value)
     assert not list(Path().glob("outputs/*/*/metrics.jsonl"))
-
-
-def test_all_wrong_arguments_of_a_class_come_at_once():
-    with pytest.raises(ConfigError) as raised:
-        go("model.widht=4 model.dropuot=0.1")
-    assert len(raised.value.faults) == 2
 
 
 def test_a_config_error_leaves_no_folder(capsys):

@@ -3,14 +3,35 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.lib.nightly import nightly
-from tests.lib.objective_toys import Numbers, Odd
-from tests.lib.run_support import TOYS, curve, entries, go, read_json
+from tests.lib.objective_toys import (
+    Count,
+    Marked,
+    Numbers,
+    Odd,
+    OwnLoss,
+    Partly,
+    Shares,
+    Sometimes,
+    Weighted,
+)
+from tests.lib.run_support import curve, entries, go, read_json
+from tests.lib.run_toys import Net, Rows
+from tests.lib.support import EXACT, Bench, relative_error
 from trainer.core.errors import ConfigError
+from trainer.core.micro_batch import Fields
+from trainer.data.loader import Loader, Request
+from trainer.models.bind import bind
+from trainer.objectives.base import refuse_unsummed, sums_of, weights_of
+from trainer.objectives.classify import Classify
+from trainer.objectives.next_token import NextToken
+from trainer.plan.cut import Layout
+from trainer.plan.cuts import Fixed
+from trainer.training.evaluation import HeldOut, evaluate
 
 OWN = "tests.lib.objective_toys"
-ROUNDING = 1e-6
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
@@ -23,101 +44,114 @@ def refusal(line: str) -> str:
     return line
 
 
+def bench(cut: Fixed, **settings: object) -> Bench:
+    return Bench(cut, **{"dataset": Rows(), "model": Net, **settings})
+
+
+def fields_of(data: Rows) -> Fields:
+    """A micro-batch of three samples."""
+    return Loader(data, num_workers=0, seed=0).load(Request((0, 1, 2), 0, 12))
+
+
 @pytest.mark.parametrize(
-    ("kind", "line"),
-    [
-        *(("sums", f"'objective.sums={given}'") for given in Odd.SUMS),
-        *(("weights", f"'objective.weights={given}'") for given in Odd.WEIGHTS),
-        ("sums", "objective.sums=none accum=auto"),
-        nightly("sums", "objective.sums=detached accum=auto"),
-    ],
+    ("sums", "weights"), [*((s, "") for s in Odd.SUMS), *(("", w) for w in Odd.WEIGHTS)]
 )
-def test_what_is_none_names_class_method_and_what_came(kind, line):
-    error = refusal(f"objective._target_={OWN}.Odd {line}")
+def test_what_is_none_names_class_method_and_what_came(sums, weights):
+    def weigh_and_sum(objective: Odd, fields: Fields) -> None:
+        found = weights_of(objective, fields)
+        refuse_unsummed(objective, sums_of(objective, bind(Net()), fields, found), found)
+
+    with pytest.raises(ConfigError) as caught:
+        weigh_and_sum(Odd(sums, weights), fields_of(Rows()))
+    (error,) = str(caught.value).splitlines()
     assert error.startswith("objective: ")
     assert "of Odd" in error
-    assert kind in error
+    assert ("sums" if sums else "weights") in error
 
 
 @pytest.mark.parametrize(
-    ("method", "longest"), [("weights", 2), ("sums", 8), nightly("weights", 8), nightly("sums", 2)]
+    "line",
+    ["sums=none", "weights=text", "sums=none accum=auto", nightly("sums=detached accum=auto")],
 )
+def test_a_run_is_refused_with_that_line(line):
+    assert "of Odd" in refusal(f"objective._target_={OWN}.Odd objective.{line}")
+
+
+@pytest.mark.parametrize(("method", "longest"), [("weights", 2), ("sums", 8)])
 def test_a_term_left_out_of_some_micro_batches_is_refused(method, longest):
-    line = f"objective._target_={OWN}.Sometimes objective.method={method} accum.micro=1"
-    error = refusal(f"{line} objective.longest={longest} steps=6")
-    assert f"{method} of Sometimes" in error
-    assert "second" in error
+    found = bench(Fixed(micro=1), objective=Sometimes(method, longest))
+    with pytest.raises(ConfigError, match=f"{method} of Sometimes.*second"):
+        [found.step() for _ in range(6)]
 
 
-@pytest.mark.parametrize("otherwise", ["constant", "left out"])
-def test_a_micro_batch_without_a_loss_term_may_give_a_constant_or_leave_it_out(otherwise):
-    line = f"steps=2 objective._target_={OWN}.Partly 'objective.otherwise={otherwise}'"
-    cut, whole = (go(f"{line} accum.micro={micro}") for micro in (1, 8))
-    assert curve(cut, "loss") == pytest.approx(curve(whole, "loss"), rel=ROUNDING)
-    assert go(f"command=verify {line} accum.micro=1").result["verdict"] == "exact"
-
-
-def test_weights_in_float32_of_the_data_s_own_are_exact():
-    line = f"objective._target_={OWN}.Weighted data._target_={OWN}.Shares accum.micro=1"
-    assert go(f"command=verify {line}").result["verdict"] == "exact"
+@pytest.mark.parametrize(
+    ("objective", "data"),
+    [(Partly("constant"), Rows), (Partly("left out"), Rows), (Weighted(), Shares)],
+    ids=["a constant", "left out", "weights in float32"],
+)
+def test_terms_at_some_positions_and_weights_of_the_data_s_own_are_exact(objective, data):
+    (found, loss), (expected, whole) = (
+        bench(cut, objective=objective, dataset=data()).gradient_and_loss()
+        for cut in (Fixed(micro=1), Fixed(steps=1))
+    )
+    assert relative_error(found, expected) <= 10 * EXACT[torch.float32]
+    assert loss == pytest.approx(whole, rel=EXACT[torch.float32])
 
 
 def test_a_weight_or_a_metric_may_be_any_number():
     found = []
     for kind in Numbers.KINDS:
-        run = go(f"steps=2 objective._target_={OWN}.Numbers 'objective.kind={kind}'")
-        (evaluated,) = [entry for entry in entries(run) if "eval_loss" in entry]
-        result = read_json(run.folder / "result.json")
-        figures = [evaluated["eval_loss"], evaluated["eval_share"], result["loss"]]
-        found.append([*curve(run, "loss"), *figures, result["eval_loss"]])
+        own = bench(Fixed(micro=3), objective=Numbers(kind))
+        report, lengths = own.step(), own.dataset.lengths
+        held = HeldOut(loader=own.loader, lengths=lengths, layout=Layout(), max_tokens=40)
+        metrics = evaluate(own.kit.model, own.objective, held, own.world)
+        found.append([float(report.loss), float(report.metrics["share"]), metrics])
     assert found == [found[0]] * len(Numbers.KINDS)
 
 
 def test_a_strategy_may_compute_its_loss_without_the_objective():
-    run = go(f"steps=3 accum.gradient._target_={OWN}.OwnLoss")
-    assert run.result["skipped_steps"] == 0
-    assert min(curve(run, "grad_norm")) > 0
+    report = bench(Fixed(micro=3), strategy=OwnLoss()).step()
+    assert report.skipped is None
+    assert report.grad_norm > 0
 
 
 @pytest.mark.parametrize(
-    ("line", "words"),
+    ("strategy", "words"),
     [
-        ("accum.gradient.goes_back=false", "left no gradient"),
-        ("accum.gradient.returns=none", "returned a NoneType"),
-        ("accum.gradient.returns=vector", "returned a Tensor"),
+        (OwnLoss(goes_back=False), "left no gradient"),
+        (OwnLoss("none"), "returned a NoneType"),
+        (OwnLoss("vector"), "returned a Tensor"),
     ],
+    ids=["no backward", "none", "vector"],
 )
-def test_a_strategy_that_does_not_do_its_part_is_refused_by_name(line, words):
-    error = refusal(f"accum.gradient._target_={OWN}.OwnLoss {line}")
-    assert error.startswith("accum.gradient: backward of OwnLoss")
-    assert words in error
+def test_a_strategy_that_does_not_do_its_part_is_refused_by_name(strategy, words):
+    with pytest.raises(ConfigError, match=f"accum.gradient: backward of OwnLoss {words}"):
+        bench(Fixed(micro=3), strategy=strategy).step()
 
 
-@pytest.mark.parametrize(
-    "dtype", ["bool", "float16", *map(nightly, ("uint8", "int16", "float32", "int64"))]
-)
+@pytest.mark.parametrize("dtype", ["bool", "float16", "uint8", "int16", "float32", "int64"])
 def test_padding_of_labels_of_any_type_is_no_loss_term(dtype):
-    line = f"objective._target_={OWN}.Count data._target_={OWN}.Labelled data.dtype={dtype}"
-    run = go(f"steps=1 {line} accum.micro=8")
-    (shape,) = read_json(run.folder / "plan.json")["shapes"]
-    (step,) = [entry for entry in entries(run) if "lr" in entry]
-    assert step["loss"] == step["tokens"] < shape["num_samples"] * shape["length"]
+    report = bench(Fixed(steps=1), objective=Count(), dataset=Marked("tokens", dtype)).step()
+    (batch,) = report.batch.micro_batches
+    assert report.loss == batch.num_tokens < batch.num_positions
 
 
-@pytest.mark.parametrize("objective", ["next_token", "classify"])
-def test_real_numbers_are_no_classes_and_no_tokens(objective):
-    data = "Labelled" if objective == "next_token" else "Scored"
-    error = refusal(f"objective={objective} data._target_={OWN}.{data} data.dtype=float32")
-    assert "labels are torch.float32" in error
+@pytest.mark.parametrize(("objective", "data"), [(NextToken(), "tokens"), (Classify(), "row")])
+def test_real_numbers_are_no_classes_and_no_tokens(objective, data):
+    with pytest.raises(ConfigError, match=r"labels are torch\.float32"):
+        weights_of(objective, fields_of(Marked(data, "float32")))
 
 
 @pytest.mark.parametrize(
     ("line", "typed"),
     [
         ("model.shifts=false", "type objective.reduction=mean objective.causal=false,"),
-        ("model.shifts=true", "type objective.reduction=mean,"),
-        (f"model.by_row=true data._target_={OWN}.Scored", "type objective.reduction=mean,"),
+        (
+            f"model.by_row=true data._target_={OWN}.Marked data.kind=row",
+            "type objective.reduction=mean,",
+        ),
         (f"model._target_={OWN}.SumHead", "take an objective that sums"),
+        nightly("model.shifts=true", "type objective.reduction=mean,"),
     ],
 )
 def test_a_head_that_gives_a_mean_where_a_sum_is_asked_for_is_refused_with_what_to_type(
@@ -131,34 +165,28 @@ def test_a_head_that_gives_a_mean_where_a_sum_is_asked_for_is_refused_with_what_
         return
     keys = typed.removeprefix("type ").rstrip(",")
     cut, whole = (go(f"steps=2 {line} {keys} accum.micro={micro}") for micro in (1, 8))
-    assert curve(cut, "loss") == pytest.approx(curve(whole, "loss"), rel=ROUNDING)
-
-
-def test_a_head_that_heeds_the_count_is_taken():
-    line = f"steps=2 model._target_={TOYS}.LossNet objective=model_loss"
-    cut, whole = (go(f"{line} accum.micro={micro}") for micro in (1, 8))
-    assert curve(cut, "loss") == pytest.approx(curve(whole, "loss"), rel=ROUNDING)
+    assert curve(cut, "loss") == pytest.approx(curve(whole, "loss"), rel=1e-6)
 
 
 def test_a_head_whose_loss_changes_with_padding_is_a_warning():
     head = f"model._target_={OWN}.SpanHead data._target_={OWN}.Spans objective=model_loss"
     assert "type objective.reduction=mean," in refusal(head)
     run = go(f"command=plan {head} objective.reduction=mean")
-    (said,) = read_json(run.folder / "plan.json")["warnings"]
-    assert "padding changes it" in said
+    (warning,) = read_json(run.folder / "plan.json")["warnings"]
+    assert "padding changes it" in warning
 
 
 def test_real_labels_are_not_shifted():
-    line = f"model._target_={OWN}.ScoreHead data._target_={OWN}.Column objective=model_loss"
-    run = go(f"steps=1 {line} objective.reduction=mean")
+    data = f"data._target_={OWN}.Marked data.kind=column data.dtype=float64"
+    line = f"model._target_={OWN}.ScoreHead {data} objective=model_loss objective.reduction=mean"
+    run = go(f"steps=1 {line}")
     assert run.result["skipped_steps"] == 0
 
 
 @pytest.mark.parametrize("on_bad", ["stop", "skip"])
 def test_a_collate_may_add_tokens_that_lengths_count(on_bad):
     run = go(f"steps=1 data._target_={OWN}.Begun objective=next_token data.on_bad={on_bad}")
-    (step,) = [entry for entry in entries(run) if "lr" in entry]
-    assert step["padding"] > 0
+    assert curve(run, "padding")[0] > 0
 
 
 @pytest.mark.parametrize("layout", ["accum.micro=2", nightly("parallel.ranks=2")])
@@ -169,5 +197,6 @@ def test_a_metric_given_while_training_is_on_every_step_s_record_and_line(layout
     run = go(f"{line} {layout}")
     assert all(0 < share < 1 for share in whole)
     assert curve(run, "share") == pytest.approx(whole, rel=1e-12), "it does not depend on the cut"
+    assert "eval_share" in entries(run)[-1]
     shown = capfd.readouterr().out
     assert all(f"share {share:.4f}" in shown for share in whole), shown

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
+import torch
 
 from tests.lib.nightly import nightly
 from tests.lib.run_support import (
@@ -24,12 +25,10 @@ LINE = "steps=8 eval.every=3 checkpoint.every=5 scheduler.warmup=3 checkpoint.ke
 
 SPLITS = (
     "accum=fixed accum.micro=3",
-    "accum=fixed accum.steps=5",
-    "accum=budget accum.max_tokens=12",
     "accum=budget accum.max_tokens=50 accum.micro=2",
     "accum=auto",
-    *map(nightly, ("accum=fixed accum.micro=1", "accum=budget accum.max_tokens=50")),
-    *map(nightly, ("accum=fixed accum.micro=7", "accum=auto accum.micro=2")),
+    *map(nightly, ("accum=fixed accum.steps=5", "accum=budget accum.max_tokens=12")),
+    *map(nightly, ("accum=fixed accum.micro=1", "accum=auto accum.micro=2")),
 )
 
 SAME = 1e-6
@@ -71,47 +70,25 @@ def test_every_split_takes_the_same_steps(split, reference):
     assert_same_steps(go(f"{LINE} {split}"), reference)
 
 
-@pytest.mark.parametrize("scale", [2.0**-44, nightly(2.0**40)])
-def test_deterministic_layout_takes_gradients_of_every_size(scale):
-    line = f"steps=1 deterministic=layout objective._target_={TOYS}.Squared"
-    expected, found = (go(f"{line} objective.scale={each}") for each in (1.0, scale))
-    (norm,), (scaled,) = curve(expected, "grad_norm"), curve(found, "grad_norm")
-    assert scaled / scale == pytest.approx(norm, rel=SAME)
-
-
 def test_another_seed_is_another_run(reference):
-    other = go(f"{LINE} seed=1")
-    assert entries(other, "samples.jsonl") != entries(reference, "samples.jsonl")
-    assert curve(other, "loss") != pytest.approx(curve(reference, "loss"), rel=SAME)
+    other = go("seed=1 steps=1")
+    assert entries(other, "samples.jsonl") != entries(reference, "samples.jsonl")[:1]
+    assert curve(other, "loss") != pytest.approx(curve(reference, "loss")[:1], rel=SAME)
 
 
-@pytest.mark.parametrize("normalizer", ["tokens", "samples"])
-def test_a_normalizer_of_the_global_batch_is_the_same_for_every_split(normalizer):
-    runs = [
-        go(f"batch.normalizer={normalizer} steps=4 {split}")
-        for split in ("accum=fixed accum.steps=1", "accum=budget accum.max_tokens=30")
-    ]
-    assert curve(runs[0], "loss") == pytest.approx(curve(runs[1], "loss"), rel=SAME)
-    assert curve(runs[0], "grad_norm") == pytest.approx(curve(runs[1], "grad_norm"), rel=SAME)
+def test_a_normalizer_is_the_one_that_is_typed_and_a_mean_of_means_depends_on_the_cut(capsys):
+    def loss(kind: str, micro: int) -> float:
+        return curve(go(f"batch.normalizer={kind} accum.micro={micro} steps=1"), "loss")[0]
 
-
-def test_normalizers_differ_from_each_other():
-    losses = {
-        kind: curve(go(f"batch.normalizer={kind} steps=1"), "loss")[0]
-        for kind in ("tokens", "samples", "micro_batches")
-    }
-    assert len({round(loss, 4) for loss in losses.values()}) == 3
-    assert losses["samples"] > 2 * losses["tokens"], "a sample holds several tokens"
-
-
-def test_a_mean_of_means_depends_on_the_cut_and_says_so(capsys):
-    fine = go("batch.normalizer=micro_batches steps=3")
+    tokens, samples, means, whole = (
+        loss(*each)
+        for each in (("tokens", 3), ("samples", 3), ("micro_batches", 3), ("micro_batches", 8))
+    )
+    assert samples > 2 * tokens, "a sample holds several tokens"
+    assert tokens == pytest.approx(whole, rel=SAME)
+    assert means != pytest.approx(whole, rel=1e-3)
     screen = " ".join(capsys.readouterr().out.split())
-    assert "batch.normalizer=micro_batches is a mean of means" in screen
-    whole = go("batch.normalizer=micro_batches steps=3 accum.steps=1 accum.micro=null")
-    assert curve(fine, "loss") != pytest.approx(curve(whole, "loss"), rel=1e-3)
-    (warning,) = [w for w in read_json(fine.folder / "plan.json")["warnings"] if "mean of" in w]
-    assert "batch.normalizer=tokens is exact" in warning
+    assert "is a mean of means, so the step changes with the cut; batch.normalizer=tokens" in screen
 
 
 def test_a_sparse_gradient_is_refused_by_name():
@@ -120,20 +97,20 @@ def test_a_sparse_gradient_is_refused_by_name():
 
 
 def test_a_mean_of_means_is_refused_where_the_cut_is_not_stated():
-    for split in ("accum=auto", "accum=budget accum.max_tokens=50", f"accum._target_={TOYS}.Pairs"):
+    for split in ("accum=auto", f"accum._target_={TOYS}.Pairs"):
         with pytest.raises(ConfigError, match=r"accum=fixed accum\.micro"):
             go(f"batch.normalizer=micro_batches {split}")
 
 
 @pytest.mark.parametrize(
     ("line", "sizes"),
-    {
-        "epochs=1": [8, 8, 8, 8, 8, 2],
-        "epochs=2 batch.tail=drop": [8] * 10,
-        "epochs=2 batch.global=41": [41, 1, 41, 1],
-        "steps=3 batch.global=509": [42, 42, 42],
-        "steps=9 batch.tail=drop": [8] * 9,
-    }.items(),
+    [
+        ("epochs=1", [8, 8, 8, 8, 8, 2]),
+        ("steps=9 batch.tail=drop", [8] * 9),
+        nightly("epochs=2 batch.tail=drop", [8] * 10),
+        nightly("epochs=2 batch.global=41", [41, 1, 41, 1]),
+        ("steps=2 batch.global=509", [42, 42]),
+    ],
 )
 def test_steps_and_epochs_give_exactly_what_they_say(line, sizes):
     run = go(f"{line} steps=null" if "epochs" in line else line)
@@ -169,15 +146,6 @@ def test_a_batch_of_tokens_closes_with_the_sample_that_reaches_it_for_every_spli
     assert entries(run, "samples.jsonl") == entries(other, "samples.jsonl")
 
 
-def test_a_step_without_a_loss_term_counts_and_changes_nothing():
-    everything = list(range(44))
-    run = go(f"'data.unlabelled={everything}' steps=4 checkpoint.every=1 checkpoint.keep=9")
-    assert [entry.get("skipped") for entry in steps(run)] == ["no loss terms"] * 4
-    assert [entry["samples"] for entry in steps(run)] == [8, 16, 24, 32]
-    assert_same_bits(state(run, 4), state(run, 1))
-    assert run.result["skipped_steps"] == 4
-
-
 def test_one_step_without_a_loss_term_leaves_the_others_as_they_are():
     """The ids of the ledger are the ones that the data set's own argument takes."""
     line = "steps=4 batch.global=4 data.holdout=0.3 checkpoint.every=1 checkpoint.keep=9"
@@ -187,29 +155,14 @@ def test_one_step_without_a_loss_term_leaves_the_others_as_they_are():
     assert [entry.get("skipped") for entry in steps(run)] == [None, None, "no loss terms", None]
     assert curve(run, "loss")[:2] == curve(plain, "loss")[:2]
     assert curve(run, "lr") == curve(plain, "lr")
+    assert run.result["skipped_steps"] == 1
     assert_same_bits(state(run, 3), state(plain, 2))
 
 
-def test_a_run_is_the_same_bits_twice():
-    line = "steps=5 model.dropout=0.3 accum=budget accum.max_tokens=40"
-    first, second = go(line), go(line)
-    assert_same_bits(state(first), state(second))
-    assert curve(first, "loss") == curve(second, "loss")
-
-
-def test_loading_processes_change_nothing():
-    line = f"steps=8 data._target_={TOYS}.Plain batch.global=7"
-    here, there = go(line), go(f"{line} num_workers=2")
-    assert_same_bits(state(here), state(there))
-    assert curve(here, "loss") == curve(there, "loss")
-
-
 def test_bf16_keeps_fp32_weights_and_learns():
-    run = go("precision=bf16 steps=12 batch.global=42 optimizer.lr=0.03 eval.every=4")
-    plain = go("steps=12 batch.global=42 optimizer.lr=0.03 eval.every=4")
-    assert {str(t.dtype) for n, t in state(run).items() if n.startswith("model.")} == {
-        "torch.float32"
-    }
+    line = "steps=8 batch.global=42 optimizer.lr=0.03"
+    run, plain = go(f"{line} precision=bf16"), go(line)
+    assert all(t.dtype == torch.float32 for n, t in state(run).items() if n.startswith("model."))
     assert curve(run, "loss")[-1] < curve(run, "loss")[0] - 0.1
     assert curve(run, "loss") == pytest.approx(curve(plain, "loss"), rel=2e-2)
     assert curve(run, "loss") != curve(plain, "loss")
@@ -220,10 +173,3 @@ def test_clipping_changes_the_update_and_not_the_norm():
     assert curve(free, "grad_norm") == curve(tight, "grad_norm")
     moved = [state(run)["model.head.bias"] for run in (free, tight)]
     assert not moved[0].equal(moved[1])
-
-
-def test_a_batch_of_no_group_is_refused_before_anything_runs():
-    with pytest.raises(ConfigError, match=r"accum.steps"):
-        go("accum=fixed accum.micro=3 accum.steps=2 batch.global=8")
-    with pytest.raises(ConfigError, match=r"nearest"):
-        go("accum=fixed accum.micro=null accum.steps=9 batch.global=8")

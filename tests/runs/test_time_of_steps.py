@@ -2,50 +2,66 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch import nn
 
 from tests.lib.run_support import go, read_json
 from trainer.core.world import World
 from trainer.report.time_table import PARTS
+from trainer.training.checkpointing import Checkpointer
 from trainer.tune.network import network_of
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
 TOYS = (
     "model._target_=tests.lib.faulty.SlowNet data._target_=tests.lib.faulty.Rows "
-    "objective=classify eval.every=null "
+    "objective=classify eval.every=null log.samples=false"
 )
+RANKS = "parallel.ranks=2 batch.global=16 accum.micro=8"
 
 
 def measure(world: World) -> list[Any]:
-    first = network_of(world)
-    assert first is not None
-    saved = {"ranks": world.size, "latency_s": 1.0} | dict.fromkeys(
-        ("all_reduce", "all_gather", "reduce_scatter"), 2.0
-    )
-    return [first, network_of(world, saved), network_of(world, saved | {"ranks": 7})]
+    rates = dict.fromkeys(("all_reduce", "all_gather", "reduce_scatter"), 2.0)
+    saved = {"ranks": world.size, "latency_s": 1.0, **rates}
+    return [network_of(world), network_of(world, saved), network_of(world, saved | {"ranks": 7})]
 
 
 def test_every_rank_knows_the_same_network_and_a_resumed_run_the_one_it_began_with(ranks):
     mine, theirs = ranks.run(2, measure)
     assert mine == theirs
-    measured, saved, again = mine
-    rates = (measured.all_reduce, measured.all_gather, measured.reduce_scatter)
-    assert min(*rates, measured.latency_s) > 0
+    first, saved, again = mine
+    rates = (first.all_reduce, first.all_gather, first.reduce_scatter)
+    assert min(*rates, first.latency_s) > 0
     assert saved.latency_s == 1.0
     assert again.ranks == 2
     assert network_of(World()) is None
 
 
-def ended(line: str) -> dict[str, Any]:
-    """What result.json says of a run of slow classes."""
-    return read_json(go(f"{TOYS} log.samples=false {line}").folder / "result.json")
+def due(world: World) -> bool:
+    """Whether a rank is to save, by a clock that the first rank alone has."""
+    kit = SimpleNamespace(world=world, model=SimpleNamespace(module=nn.Linear(1, 1)))
+    others: Any = {"feed": None, "reporter": None, "constants": {}, "describe_cut": dict}
+    every_s, writer = 0.0 if world.is_main else None, SimpleNamespace(has_news=False)
+    checkpointer = Checkpointer(kit=kit, writer=writer, every_s=every_s, **others)
+    assert not checkpointer.poll(False)
+    return checkpointer.is_due
+
+
+def test_a_checkpoint_that_is_due_by_time_is_so_on_every_rank(ranks):
+    assert ranks.run(2, due) == [True, True]
+
+
+def ended(line: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What result.json and plan.json say of a run of slow classes."""
+    folder = go(f"{TOYS} {line}").folder
+    return read_json(folder / "result.json"), read_json(folder / "plan.json")
 
 
 def test_a_run_says_where_its_time_went_and_a_healthy_one_nothing_else():
-    result = ended("+model.sample=0.01")
+    result, _ = ended("+model.sample=0.01")
     assert result["advice"] == []
     time = result["time"]
     assert set(time["seconds"]) == set(PARTS)
@@ -57,18 +73,15 @@ def test_a_run_says_where_its_time_went_and_a_healthy_one_nothing_else():
 
 @pytest.mark.nightly
 def test_a_run_whose_data_are_slow_is_named(capfd):
-    result = ended("+data.pause=0.03")
+    result, _ = ended("+data.pause=0.03")
     (line,) = result["advice"]
     assert line.startswith("data: ")
     assert result["time"]["share"]["data"] > 0.5
     assert "-> data: " in capfd.readouterr().out
 
 
-RANKS = "parallel.ranks=2 batch.global=16 accum.micro=8"
-
-
 def test_a_run_with_a_slow_rank_is_named_with_that_rank():
-    result = ended(f"{RANKS} +model.pause=0.15 +model.behind=1.5")
+    result, _ = ended(f"{RANKS} +model.pause=0.15 +model.behind=1.5")
     (line,) = result["advice"]
     assert line.startswith("waiting: ")
     assert "mostly for rank 1, which computes" in line
@@ -78,16 +91,15 @@ def test_a_run_with_a_slow_rank_is_named_with_that_rank():
 
 @pytest.mark.nightly
 def test_a_run_whose_reductions_are_slow_is_named():
-    run = go(f"{TOYS} {RANKS} +model.pause=0.1 +model.carry=0.2")
-    result = read_json(run.folder / "result.json")
+    result, plan = ended(f"{RANKS} +model.pause=0.1 +model.carry=0.2")
     (line,) = result["advice"]
     assert line.startswith("sync: ")
     assert ", predicted " in line
-    plan = read_json(run.folder / "plan.json")
     assert plan["network"]["ranks"] == 2
     assert [row["policy"] for row in plan["sync_table"]] == ["deferred", "immediate"]
     assert plan["sync_why"].startswith("sync=auto takes deferred, one reduction a step")
     assert plan["parallel_why"].startswith("parallel=auto takes ddp: of ")
-    assert 0 <= result["time"]["hidden_share"] <= 1
-    assert result["time"]["in_flight_seconds"] > 0
-    assert result["time"]["overlap"].startswith("sync=deferred reduces when all micro-batches")
+    time = result["time"]
+    assert 0 <= time["hidden_share"] <= 1
+    assert time["in_flight_seconds"] > 0
+    assert time["overlap"].startswith("sync=deferred reduces when all micro-batches")

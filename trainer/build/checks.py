@@ -1,32 +1,47 @@
-"""Check, before training, that ranks begin the same, and that a loss nobody has tested is a sum.
+"""Check, before training, what a run is made of.
 
-Replicas that begin apart stay apart, and no later step shows it: gradients are summed all the same.
+That no part makes the step inexact; that a loss nobody has tested is a sum; that ranks begin the
+same, since replicas that begin apart stay apart, and no later step shows it; that a resumed run
+goes on with the same steps. A checkpoint keeps the contract that its steps obeyed and the
+fingerprint of their data. What `resume_allow` let a run change after a checkpoint is written into
+the run folder, so that a run that is killed before its next checkpoint goes on by the same command;
+checkpoints then keep the new terms.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, product
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import torch
+from pydantic import BaseModel, Field
 from torch import nn
 
 from trainer.build.parts import Parts
+from trainer.checkpoint.codec import decode
+from trainer.checkpoint.store import Loaded
+from trainer.config.run_config import contract, contract_diff
 from trainer.core.bits import bits_of
-from trainer.core.errors import ConfigError, DataError, TrainError
+from trainer.core.durable import read_json, write_record
+from trainer.core.errors import ConfigError, DataError, NoCheckpointError, TrainError
 from trainer.core.micro_batch import to_device
 from trainer.core.world import World
 from trainer.data.loader import Request
 from trainer.data.view import DataView
+from trainer.models.check import batch_statistics, refuse_sparse
 from trainer.models.meta_start import Weights
 from trainer.objectives.base import Objective, sums_of, weights_of
 from trainer.objectives.model_loss import REDUCTIONS, ModelLoss
-from trainer.plan.cut import IntArray
+from trainer.plan.cut import Cost, IntArray
+from trainer.plan.cuts import Budget
+from trainer.plan.order import Order
+from trainer.plan.traffic import Network
 from trainer.tune.workload import restoring
 
 # Relative; sums over different shapes differ by less, and a mean by a half
@@ -35,6 +50,42 @@ ROUNDING = {"fp32": 1e-4, "bf16": 0.02}
 LARGE = 0.02
 # How many times smaller the error is under the settings that are meant
 FAR = 10.0
+# By step of a checkpoint: the terms of the steps after it, where they are not the checkpoint's
+ALLOWED_FILE = "allowed.json"
+
+
+def check_parts(parts: Parts) -> None:
+    """Refuse what no cut can make exact, and a schedule that does not fit into the run.
+
+    Raises:
+        ConfigError: naming what, and what to type.
+    """
+    parts.schedule.factor(0, parts.total_steps)
+    refuse_sparse(parts.module)
+    scope, strategy, cut = parts.objective.scope, parts.strategy, parts.cut
+    if scope not in strategy.scopes:
+        raise ConfigError(
+            f"accum.gradient: {type(strategy).__name__} is not exact for an objective of scope "
+            f"{scope}; it knows {', '.join(sorted(strategy.scopes))}"
+        )
+    longest = int(parts.source.lengths.max())
+    if isinstance(cut, Budget) and longest > cut.max_tokens:
+        raise ConfigError(
+            f"accum.max_tokens: {cut.max_tokens} is less than the longest sample, of "
+            f"{longest} tokens. The nearest valid value is accum.max_tokens={longest}"
+        )
+    norm = batch_statistics(parts.module)
+    if norm is not None and not cut.keeps_order:
+        raise ConfigError(
+            f"model: {norm} is BatchNorm, whose result depends on the cut, and "
+            f"accum={parts.config.accum.name or parts.config.accum.target} chooses the cut: "
+            "type accum=fixed accum.micro=N batchnorm=micro, which states it, or use GroupNorm"
+        )
+    if parts.config.batch.normalizer == "micro_batches" and not cut.keeps_order:
+        raise ConfigError(
+            "batch.normalizer=micro_batches: a mean of means is only defined for stated counts in "
+            "sample order: type accum=fixed accum.micro=N"
+        )
 
 
 def check_sums(parts: Parts) -> list[str]:
@@ -189,3 +240,154 @@ def _difference(rank: int, mine: dict[str, Any], first: dict[str, Any]) -> Train
 def _digest(bits: bytes | memoryview) -> str:
     """Hash; a gigabyte takes a second."""
     return hashlib.blake2b(bits, digest_size=16).hexdigest()
+
+
+_Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+
+
+class _CutState(BaseModel):
+    cost: Cost | None = None
+    max_tokens: _Count | None = None
+    alone: _Count | None = None
+    lowered: _Count | None = None
+
+
+class _Prepared(BaseModel):
+    accum: dict[str, Any]
+    state: _CutState
+    tuning: dict[str, Any] | None
+    evaluation_tokens: Annotated[_Count, Field(ge=1)]
+
+
+class _Position(BaseModel, extra="forbid"):
+    step: _Count
+    epoch: _Count
+    offset: _Count
+    samples: _Count
+
+
+class _Terms(BaseModel):
+    """What steps obey: the contract, and the data."""
+
+    contract: dict[str, Any]
+    fingerprint: str
+
+
+class _RunState(_Terms):
+    """Types of what is read; there may be more."""
+
+    cursor: _Position
+    tokens: _Count
+    failures: _Count = 0
+    total_steps: _Count = 0
+    network: Network | None = None
+    wandb: Annotated[str, Field(pattern=r"\A[A-Za-z0-9_-]{1,256}\z")] | None = None
+    cut: _Prepared
+
+
+def read_run_state(loaded: Loaded) -> dict[str, Any]:
+    """Read what a checkpoint, perhaps a stranger's, keeps beside weights and moments.
+
+    Raises:
+        NoCheckpointError: it is not what a run of this version keeps.
+    """
+    loaded.check_format()
+    try:
+        extra: dict[str, Any] = decode(loaded.meta["extra"], loaded.read)
+        state = _RunState.model_validate(extra)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        text = " ".join(repr(error).split())
+        raise NoCheckpointError(
+            f"{loaded.path}: not a training state of this version ({text:.80}): use init="
+        ) from error
+    at = state.cursor
+    if at.step != loaded.step or max(at.epoch, state.failures) > at.step or at.offset > at.samples:
+        raise NoCheckpointError(
+            f"{loaded.path}: {loaded.step} steps do not lead to its data position ({at}): use init="
+        )
+    return extra
+
+
+def terms_of(
+    parts: Parts, folder: Path, loaded: Loaded | None, state: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Give what the steps of a run depend on: its contract, and its data. Collective.
+
+    `state` is that of the checkpoint, where there is one.
+
+    Raises:
+        TrainError: the run was begun with other steps, and may not change them.
+    """
+    statistics, ranks = batch_statistics(parts.module) is not None, parts.world.size
+    now = {
+        "contract": contract(parts.config, has_batch_statistics=statistics, ranks=ranks),
+        "fingerprint": parts.train_set.fingerprint,
+    }
+    if loaded is None:
+        return now
+    if now["fingerprint"] == state["fingerprint"]:
+        check_position(state, parts.source.order, loaded.path)
+    known = parts.world.on_main(lambda: read_allowed(folder, loaded.step))
+    begun = known if known and _differ(state, now) else state
+    check_terms(now, begun, parts.config.resume_allow)
+    return now
+
+
+def check_position(state: Mapping[str, Any], order: Order, path: object) -> None:
+    """Check that an epoch of the same data reaches as far as a run came.
+
+    Raises:
+        NoCheckpointError: it does not.
+    """
+    offset = state["cursor"]["offset"]
+    if offset > order.num_samples:
+        raise NoCheckpointError(
+            f"{path}: data position {offset} exceeds the epoch of {order.num_samples} samples: "
+            "start a new run with init="
+        )
+
+
+def check_terms(now: Mapping[str, Any], begun: Mapping[str, Any], allow: Collection[str]) -> None:
+    """Refuse to go on with other terms than those that were begun with, unless it is allowed.
+
+    The run's config.yaml was compared before; it cannot know the data, nor the cut of a model that
+    normalises over it, and it may be newer than the checkpoint.
+
+    Raises:
+        DataError: the data are not the same.
+        ConfigError: the step is not the same; one line per key.
+    """
+    if begun["fingerprint"] != now["fingerprint"] and "data" not in allow:
+        raise DataError(
+            "data: changed since the checkpoint was written, so its steps would not be the ones "
+            "that were begun: restore the data, or allow it with resume_allow=[data]"
+        )
+    if faults := contract_diff(begun["contract"], now["contract"], allow):
+        raise ConfigError(*faults)
+
+
+def _differ(begun: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether terms differ by more than there being more steps."""
+    is_same = begun["fingerprint"] == now["fingerprint"]
+    return not is_same or bool(contract_diff(begun["contract"], now["contract"]))
+
+
+def read_allowed(folder: Path, step: int) -> dict[str, Any]:
+    """Read the terms of the steps after a checkpoint; empty where they are the checkpoint's.
+
+    Raises:
+        NoCheckpointError: what is written there are no terms.
+    """
+    path = folder / ALLOWED_FILE
+    terms = read_json(path).get(str(step))
+    try:
+        return {} if terms is None else _Terms.model_validate(terms, strict=True).model_dump()
+    except ValueError as error:
+        raise NoCheckpointError(f"{path}: holds no terms of step {step}: delete it") from error
+
+
+def write_allowed(folder: Path, begun: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Record the terms of the steps after a checkpoint, where they are not the checkpoint's."""
+    if begun and _differ(begun, now):
+        path = folder / ALLOWED_FILE
+        write_record(path, {**read_json(path), str(begun["cursor"]["step"]): dict(now)})

@@ -33,16 +33,16 @@ from trainer.data.readable import readable
 from trainer.data.samples import INPUT_IDS, faults_of, preserve_generators
 from trainer.data.view import DataView, split_by_seed
 from trainer.models.bind import bind
-from trainer.models.check import batch_statistics, check_unwrapped, refuse_sparse, vocabulary_of
+from trainer.models.check import check_unwrapped, vocabulary_of
 from trainer.models.meta_start import Weights, build_on_meta
 from trainer.models.recompute import checkpoint_blocks
 from trainer.objectives.base import ModelCall, Objective, weights_of
 from trainer.optim.optimizers import OptimizerSpec, OwnOptimizer
 from trainer.optim.schedules import Schedule
 from trainer.plan.cut import Cut, Layout
-from trainer.plan.cuts import Budget, Fixed, LayoutInvariant
-from trainer.plan.order import Order
-from trainer.training.batches import Source
+from trainer.plan.cuts import Fixed, LayoutInvariant
+from trainer.plan.order import Cursor, Order
+from trainer.training.batches import Feed, Source
 from trainer.training.evaluation import HeldOut
 from trainer.training.window import Kit
 from trainer.tune.layout import layout_for, packs
@@ -112,6 +112,17 @@ class Parts:
     def lr_scale(self) -> float:
         """What `scheduler.scale` multiplies every learning rate by."""
         return self.schedule.batch_factor(self.source.order.global_batch)
+
+    def feed(self, cut: Cut, world: World, cursor: Cursor) -> Feed:
+        """Begin to give the micro-batches of a rank, from a cursor on."""
+        return Feed(
+            self.source,
+            cut=cut,
+            layout=self.layout,
+            world=world,
+            seed=self.config.seed,
+            cursor=cursor,
+        )
 
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """Build the optimizer over the parameters that a model has now, real or fake.
@@ -199,7 +210,7 @@ def assemble(config: RunConfig, world: World) -> Parts:
             max_tokens=1,  # until it is planned
             is_ordered=config.deterministic == "layout",
         )
-    parts = Parts(
+    return Parts(
         config=config,
         world=world,
         train_set=train_set,
@@ -218,8 +229,6 @@ def assemble(config: RunConfig, world: World) -> Parts:
         total_steps=config.steps or order.num_steps(config.total_epochs or 1),
         example=example,
     )
-    _check(parts)
-    return parts
 
 
 def _data_sets(config: RunConfig, world: World) -> tuple[DataView, DataView | None]:
@@ -362,37 +371,3 @@ def _cut(config: RunConfig) -> Cut:
             "accum=fixed accum.micro=8"
         )
     return LayoutInvariant(micro=cut.micro)
-
-
-def _check(parts: Parts) -> None:
-    """Refuse what no cut can make exact, and a schedule that does not fit into the run.
-
-    Raises:
-        ConfigError: naming what, and what to type.
-    """
-    parts.schedule.factor(0, parts.total_steps)
-    refuse_sparse(parts.module)
-    scope, strategy, cut = parts.objective.scope, parts.strategy, parts.cut
-    if scope not in strategy.scopes:
-        raise ConfigError(
-            f"accum.gradient: {type(strategy).__name__} is not exact for an objective of scope "
-            f"{scope}; it knows {', '.join(sorted(strategy.scopes))}"
-        )
-    longest = int(parts.source.lengths.max())
-    if isinstance(cut, Budget) and longest > cut.max_tokens:
-        raise ConfigError(
-            f"accum.max_tokens: {cut.max_tokens} is less than the longest sample, of "
-            f"{longest} tokens. The nearest valid value is accum.max_tokens={longest}"
-        )
-    norm = batch_statistics(parts.module)
-    if norm is not None and not cut.keeps_order:
-        raise ConfigError(
-            f"model: {norm} is BatchNorm, whose result depends on the cut, and "
-            f"accum={parts.config.accum.name or parts.config.accum.target} chooses the cut: "
-            "type accum=fixed accum.micro=N batchnorm=micro, which states it, or use GroupNorm"
-        )
-    if parts.config.batch.normalizer == "micro_batches" and not cut.keeps_order:
-        raise ConfigError(
-            "batch.normalizer=micro_batches: a mean of means is only defined for stated counts in "
-            "sample order: type accum=fixed accum.micro=N"
-        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -14,13 +14,13 @@ from typing import Any, final
 import numpy as np
 from pydantic import TypeAdapter
 
-from trainer.build.checks import check_sums
+from trainer.build.checks import check_parts, check_sums
 from trainer.build.parallel import planned_device, rank_memory
 from trainer.build.parts import Parts, bind_run
 from trainer.config.messages import clip
-from trainer.core.errors import DataError, NoCheckpointError, Preempted, TrainError
+from trainer.core.errors import DataError, NoCheckpointError, TrainError
 from trainer.core.micro_batch import Fields
-from trainer.core.signals import UNBEGUN
+from trainer.core.signals import check
 from trainer.data.loader import Request
 from trainer.models.recompute import checkpoint_blocks
 from trainer.plan.cut import Cost, Cut, IntArray, Plan
@@ -33,7 +33,7 @@ from trainer.tune.cache import TuningCache, describe
 from trainer.tune.layout import BOUNDARIES
 from trainer.tune.memory_limit import MemoryLimit
 from trainer.tune.predict import Predictor
-from trainer.tune.speed import Clock, meter_for
+from trainer.tune.speed import meter_for
 from trainer.tune.tensors import MemoryEstimate
 from trainer.tune.tuner import tune
 from trainer.tune.tuning import Question, Tuning
@@ -55,8 +55,6 @@ class Prepared:
         how: how the cap was found, or why it is as it is.
         is_here: whether the plan is for this machine; time is unknown for any other.
         warnings: what showed when the user's own model and objective ran.
-        evaluation_tokens: cap of a micro-batch in evaluation. It stays what the first process of a
-            run found, so that every evaluation sums in the same order.
     """
 
     parts: Parts
@@ -68,7 +66,6 @@ class Prepared:
     how: str
     is_here: bool
     warnings: tuple[str, ...]
-    evaluation_tokens: int
 
     @property
     def step_seconds(self) -> float | None:
@@ -77,25 +74,12 @@ class Prepared:
         return next((row.seconds_per_step for row in rows if row.chosen), None)
 
 
-def interruptible(was_asked: Callable[[], bool]) -> Clock:
-    """Make a clock for tuning that ends it, between two timings, when a signal asks to stop."""
-
-    def clock() -> float:
-        if was_asked():
-            raise Preempted(UNBEGUN)
-        return time.perf_counter()
-
-    return clock
-
-
-def prepare_on_main(
-    parts: Parts, saved: Mapping[str, Any] | None = None, clock: Clock = time.perf_counter
-) -> Prepared:
+def prepare_on_main(parts: Parts, saved: Mapping[str, Any] | None = None) -> Prepared:
     """Find the cut of a run on the main rank, and give every rank the same. Collective."""
     found: list[Prepared] = []
 
     def find() -> dict[str, Any]:
-        found.append(prepare(parts, saved, clock))
+        found.append(prepare(parts, saved))
         return describe_cut(found[0], found[0].cut)
 
     answer = parts.world.on_main(find)
@@ -103,15 +87,12 @@ def prepare_on_main(
 
 
 def choose_sync(
-    prepared: Prepared,
-    network: Network | None = None,
-    saved: Mapping[str, Any] | None = None,
-    clock: Clock = time.perf_counter,
+    prepared: Prepared, network: Network | None = None, saved: Mapping[str, Any] | None = None
 ) -> Prepared:
     """Weigh the sync policies with what the plan and the network cost. Collective.
 
-    `network` is None where it is not here; `saved` and `clock` are as for `prepare`, in case that
-    another policy asks for another plan.
+    `network` is None where it is not here; `saved` is as for `prepare`, in case that another policy
+    asks for another plan.
     """
     parts, seconds = prepared.parts, prepared.step_seconds
     count = fmean(plan.accum_steps for plan in prepared.plans)
@@ -122,18 +103,21 @@ def choose_sync(
     lockstep = setup.sync.lockstep and parts.world.size > 1
     changed = replace(parts, parallel=setup, layout=replace(parts.layout, lockstep=lockstep))
     if lockstep != parts.layout.lockstep:
-        return prepare_on_main(changed, saved, clock)
+        return prepare_on_main(changed, saved)
     return replace(prepared, parts=changed)
 
 
-def prepare(
-    parts: Parts, saved: Mapping[str, Any] | None = None, clock: Clock = time.perf_counter
-) -> Prepared:
+def prepare(parts: Parts, saved: Mapping[str, Any] | None = None) -> Prepared:
     """Find the cut of a run.
 
     `saved` is `describe_cut` of a run that is resumed; it counts while `accum` is unchanged, so
-    that a resumed `auto` cuts as before. `clock` times what tuning computes, and may end it.
+    that a resumed `auto` cuts as before, and every evaluation sums in the same order.
+
+    Raises:
+        Preempted: a signal ended the tuning.
+        TrainError: a part of the run does not do what it must, or nothing fits in memory.
     """
+    check_parts(parts)
     work = _workload(parts)
     limit, is_here = _limit_of(parts, work.resident_bytes)
     batches, known = _sampled(parts), _restored(parts, saved)
@@ -142,7 +126,7 @@ def prepare(
         cut, tuning, how = *known, "as before, from the checkpoint"
     elif isinstance(cut, Auto):
         assert limit is not None  # a machine that is not here has what accum.memory says
-        tuning = _tune(parts, cut, work, limit, batches, clock if is_here else None)
+        tuning = _tune(parts, cut, work, limit, batches, is_here=is_here)
         cut, how = cut.tuned(tuning.max_tokens, tuning.cost, tuning.alone), tuning.method
     if tuning is not None and tuning.activation_checkpointing:
         checkpoint_blocks(parts.module)  # again where it was typed, which changes nothing
@@ -168,17 +152,17 @@ def prepare(
         how=how,
         is_here=is_here,
         warnings=tuple(warnings),
-        evaluation_tokens=tokens,
     )
 
 
 def describe_cut(prepared: Prepared, cut: Cut) -> dict[str, Any]:
     """Give what a resumed run needs to cut as this one does, as JSON."""
+    held_out = prepared.parts.held_out
     return {
         "accum": _accum(prepared.parts),
         "state": asdict(cut),
         "tuning": prepared.tuning and asdict(prepared.tuning),
-        "evaluation_tokens": prepared.evaluation_tokens,
+        "evaluation_tokens": held_out.max_tokens if held_out else 1,
     }
 
 
@@ -291,9 +275,10 @@ def _tune(
     work: Workload,
     limit: MemoryLimit,
     batches: list[IntArray],
-    clock: Clock | None,
+    *,
+    is_here: bool,
 ) -> Tuning:
-    """Tune; without a clock for a machine that is not here, on which nothing is timed."""
+    """Tune, for a machine that is here, or for one on which nothing can be timed."""
     lengths, longest = parts.source.lengths, int(parts.source.lengths.argmax())
     tokens = int(lengths[longest])
     # A window holds a sharded model whole, so it can be timed where that fits; one that is only
@@ -311,13 +296,18 @@ def _tune(
         largest_batch=parts.source.order.most_samples,
         max_samples=cut.micro,
         recompute=parts.config.activation_checkpointing,
-        timed=clock is not None and fits,
+        timed=is_here and fits,
         num_steps=parts.total_steps,
         longest_id=int(parts.train_set.original_ids([longest])[0]),
     )
     with parts.source.loader.naming_samples(Request((longest,), 0, tokens)):
-        meter = meter_for(work.device)
-        return tune(question, _open_cache(parts, work), clock or time.perf_counter, meter)
+        return tune(question, _open_cache(parts, work), _clock, meter_for(work.device))
+
+
+def _clock() -> float:
+    """Read the clock, between two timings, where a signal may end them all."""
+    check()
+    return time.perf_counter()
 
 
 def _predicted(

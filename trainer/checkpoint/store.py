@@ -85,30 +85,16 @@ class Loaded:
         return self.tensors[name][...]
 
     def check_format(self) -> None:
-        """Refuse an earlier format, of which only the weights can be used."""
+        """Refuse an earlier format, of which only the weights can be used.
+
+        Raises:
+            NoCheckpointError: it is of one.
+        """
         if self.format_version != FORMAT_VERSION:
             raise NoCheckpointError(
                 f"{self.path}: format {self.format_version} of an earlier version, which only gives"
                 f" weights: start a new run from them with init={self.path}"
             )
-
-
-def open_checkpoint(path: Path, step: int | None = None, world: World = _ALONE) -> Loaded:
-    """Verify this rank's share of a checkpoint, of `step` or any, and list its tensors.
-
-    Raises:
-        DamagedError: it is not what was written.
-        NewerFormatError: it is of a later format version.
-        OSError: it cannot be read.
-    """
-    manifest = verify(path, step, rank=world.rank, num_ranks=world.size)
-    return Loaded(
-        step=manifest.step,
-        tensors=open_tensors(path / name for name in sorted(manifest.files)),
-        meta=manifest.meta,
-        path=path,
-        format_version=manifest.format_version,
-    )
 
 
 @final
@@ -121,6 +107,8 @@ class CheckpointStore:
     """
 
     def __init__(self, folder: Path, keep: int | None = None) -> None:
+        if keep is not None and keep < 1:
+            raise ValueError(f"keep must be at least 1, not {keep}")
         self.folder = folder
         self._keep = keep
         self._intact: set[int] = set()  # steps that this process wrote or verified
@@ -167,7 +155,13 @@ class CheckpointStore:
     def save_files(
         self, step: int, files: FileTensors, meta: Mapping[str, Any], world: World = _ALONE
     ) -> Path:
-        """Write what `assign_files` gave on each rank, as `save` does. Collective."""
+        """Write a checkpoint of what `assign_files` gave on each rank, as `save` does. Collective.
+
+        Raises:
+            SaveError: as `save` does.
+            TypeError: likewise.
+            ValueError: likewise.
+        """
         unfinished = self.folder / world.on_main(lambda: self._begin(step))
         try:
             written = world.on_all(lambda: self._write(step, unfinished, files))
@@ -252,7 +246,11 @@ class CheckpointStore:
         self._prune()
 
     def _is_same(self, path: Path, manifest: Manifest) -> bool:
-        """Whether an intact checkpoint of the step is the same; a damaged one makes room."""
+        """Whether an intact checkpoint of the step is the same; a damaged one makes room.
+
+        Raises:
+            SaveError: it holds another state.
+        """
         try:
             there = _trained_files(verify(path, manifest.step))
         except DamagedError as damage:
@@ -268,15 +266,22 @@ class CheckpointStore:
         return True
 
     def _read(self, step: int, world: World) -> tuple[Loaded | None, tuple[str, str] | None]:
-        """Open a checkpoint, or say what is wrong with it."""
+        """Verify this rank's share of a checkpoint and open it, or say what is wrong with it."""
+        path = self.path(step)
         try:
-            return open_checkpoint(self.path(step), step, world), None
+            manifest = verify(path, step, rank=world.rank, num_ranks=world.size)
+            tensors = open_tensors(path / name for name in sorted(manifest.files))
         except DamagedError as damage:
             return None, (_DAMAGED, str(damage))
         except NewerFormatError as error:
             return None, (_NEWER, str(error))
         except OSError as error:
             return None, (_UNREADABLE, str(error.strerror))
+        version = manifest.format_version
+        loaded = Loaded(
+            step=step, tensors=tensors, meta=manifest.meta, path=path, format_version=version
+        )
+        return loaded, None
 
     def _prune(self) -> None:
         """Delete what is older than the `keep` newest intact ones; damaged ones do not count."""

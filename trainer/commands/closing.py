@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,22 +15,51 @@ from torch import Tensor
 from trainer.build.parts import Parts
 from trainer.build.prepare import Prepared
 from trainer.config.secrets import without_secrets
+from trainer.core.durable import write_record
 from trainer.core.format import shown_path
 from trainer.data.samples import described
 from trainer.models.sample import generate
 from trainer.objectives.base import logits_of
 from trainer.report.records import Record, RunEnd, is_noise
+from trainer.report.reporter import Reporter
 from trainer.report.run_status import to_go_on, trusting
 from trainer.report.time_table import advice, split, time_table
 from trainer.training.loop import Trained
+from trainer.training.window import Kit
 from trainer.tune.memory_limit import peak_bytes
 
 _log = logging.getLogger(__name__)
 
+RESULT_FILE = "result.json"
 SAMPLE_TOKENS = 160
 
 
-def summarize_end(
+def end_run(
+    prepared: Prepared,
+    kit: Kit,
+    trained: Trained,
+    plan: Record,
+    folder: Path,
+    reporter: Reporter,
+    started: float,
+) -> None:
+    """Write result.json, and show what a person wants to know at the end. Collective.
+
+    `plan` is of plan.json, `started` when the command began.
+    """
+    world = prepared.parts.world
+    world.note("end")
+    spendings = world.collect(world.times.spending())
+    kit.model.gather()  # the sample is written on one rank, without a collective
+    if world.is_main:
+        seconds = time.perf_counter() - started
+        end = _end_of(prepared, trained, plan, folder, seconds, spendings)
+        write_record(folder / RESULT_FILE, end.result)
+        reporter.finish(end)
+    kit.model.release()
+
+
+def _end_of(
     prepared: Prepared,
     trained: Trained,
     plan: Record,
@@ -37,16 +67,7 @@ def summarize_end(
     seconds: float,
     spendings: Sequence[Mapping[str, Any]],
 ) -> RunEnd:
-    """Gather what a person wants to know at the end.
-
-    Args:
-        prepared: what the run is made of, and how it is cut.
-        trained: where the loop ended.
-        plan: of plan.json.
-        folder: the run folder.
-        seconds: wall time of the command so far.
-        spendings: what the phases of the steps took, rank by rank.
-    """
+    """Gather the figures of result.json; `spendings` are those of the steps' phases, by rank."""
     parts, lengths = prepared.parts, prepared.parts.source.lengths
     config, device = parts.config, parts.world.device
     overlap = "collectives travel on streams of their own"  # what of the traffic can be hidden
@@ -54,7 +75,7 @@ def summarize_end(
         overlap = "sync=deferred reduces when all micro-batches are done"
     elif device.type == "cpu":
         overlap = "gloo makes the host wait for every collective"
-    time = time_table(spendings, overlap) if trained.taken else None
+    table = time_table(spendings, overlap) if trained.taken else None
     metrics = trained.evaluation
     eval_loss = metrics.get("loss", metrics.get("eval_loss"))
     # Held-out losses of simple models, in nats per token, which the data may know.
@@ -73,10 +94,8 @@ def summarize_end(
         "peak_bytes": peak_bytes(device),
         "skipped_steps": trained.skipped_steps,
         "replays": trained.replays,
-        "time": time,
-        "advice": []
-        if time is None
-        else advice(split(spendings), time, plan, config.accum.name or ""),
+        "time": table,
+        "advice": (table and advice(split(spendings), table, plan, config.accum.name or "")) or [],
     }
     shown, trust = shown_path(folder), " ".join(["", *trusting(config, folder)])
     clock, steps = "steps", parts.total_steps

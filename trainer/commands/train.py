@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -13,35 +13,25 @@ from typing import Any, Literal
 
 import torch
 
-from trainer.build.checks import check_consistency
+from trainer.build.checks import check_consistency, read_run_state, terms_of, write_allowed
 from trainer.build.instantiate import construct
 from trainer.build.parts import Parts, assemble
 from trainer.build.prepare import (
     Prepared,
     choose_sync,
     describe_cut,
-    interruptible,
     prepare,
     prepare_on_main,
-)
-from trainer.build.resume import (
-    ALLOWED_FILE,
-    check_position,
-    check_terms,
-    differ,
-    read_allowed,
-    read_run_state,
-    terms_of,
 )
 from trainer.build.summary import summarize
 from trainer.checkpoint.state import restore
 from trainer.checkpoint.store import CHECKPOINTS, CheckpointStore, Loaded
 from trainer.checkpoint.weights import load_weights
 from trainer.checkpoint.writer import CheckpointWriter
-from trainer.commands.closing import summarize_end
+from trainer.commands.closing import end_run
 from trainer.config.rules import parse_time
 from trainer.config.run_config import RunConfig, config_hash, contract_diff, to_plain
-from trainer.core.durable import read_json, write_record
+from trainer.core.durable import write_record
 from trainer.core.errors import Preempted
 from trainer.core.signals import UNBEGUN
 from trainer.core.world import World
@@ -53,17 +43,14 @@ from trainer.report.records import Record, environment
 from trainer.report.reporter import Hook, Reporter, RunReporter, SilentReporter
 from trainer.report.run_status import publish, to_go_on
 from trainer.report.wandb import WandbMirror
-from trainer.training.batches import Feed
 from trainer.training.checkpointing import Checkpointer
 from trainer.training.loop import Run, Trained, train
 from trainer.training.window import Kit
 from trainer.tune.network import network_of
-from trainer.tune.speed import Clock
 
 _log = logging.getLogger(__name__)
 
 PLAN_FILE = "plan.json"
-RESULT_FILE = "result.json"
 
 
 def train_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], bool]) -> int:
@@ -78,31 +65,12 @@ def train_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], 
     Raises:
         Preempted: a signal asked to stop; the state is saved.
     """
-    started = time.perf_counter()
-    store = CheckpointStore(folder / CHECKPOINTS, keep=config.checkpoint.keep)
-    with _naming_the_command(config, folder, begins=True):
-        _end_if_stopped(world, stop())
-        loaded = None if config.resume is None else store.load(world=world)
-        extra = {} if loaded is None else read_run_state(loaded)
-        parts = _assemble(config, world, begins=loaded is None and not config.init)
-        terms = _terms(parts, folder, loaded, extra)
-        prepared = _choose_cut_and_sync(parts, extra, interruptible(stop))
-    parts = prepared.parts
-    kit = _kit(parts, loaded, extra, terms)
-    plan = summarize(prepared)
-    world.on_main(lambda: _record_begin(folder, plan, terms, extra))
-    reporter = _reporter(config, folder, loaded, extra) if world.is_main else SilentReporter()
-    with _naming_the_command(config, folder), closing(reporter), ExitStack() as opened:
-        run = _run(prepared, kit, store, reporter, stop, extra, terms)
-        opened.callback(run.checkpointer.release)
-        opened.callback(run.feed.close)
-        run.checkpointer.newest = None if loaded is None else loaded.path
-        if loaded is None and parts.train_set.num_skipped:
-            reporter.passed_over(parts.train_set.num_skipped, parts.train_set.skipped)
-        reporter.start(plan, name=config.name, threads=torch.get_num_threads())
-        for line in filter(None, (*parts.notes, _growth(run, extra))):
-            reporter.line(line)
-        _finish(prepared, kit, train(run), plan, folder, reporter, started)
+    try:
+        _train(config, folder, world, stop)
+    except Preempted as error:
+        text = f"{error}: go on with: {to_go_on(config, folder)}"
+        _log.info("%s", text)
+        raise Preempted(text) from None
     return 0
 
 
@@ -124,40 +92,34 @@ def plan_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], b
     return 0
 
 
-def _finish(
-    prepared: Prepared,
-    kit: Kit,
-    trained: Trained,
-    plan: Record,
-    folder: Path,
-    reporter: Reporter,
-    started: float,
-) -> None:
-    world = prepared.parts.world
-    world.note("end")
-    spendings = world.collect(world.times.spending())
-    kit.model.gather()  # the sample is written on one rank, without a collective
-    if world.is_main:
-        seconds = time.perf_counter() - started
-        end = summarize_end(prepared, trained, plan, folder, seconds, spendings)
-        write_record(folder / RESULT_FILE, end.result)
-        reporter.finish(end)
-    kit.model.release()
-
-
-@contextmanager
-def _naming_the_command(config: RunConfig, folder: Path, *, begins: bool = False) -> Iterator[None]:
-    """Say how a run goes on that a signal stopped; `begins` is one that has saved nothing yet.
-
-    Raises:
-        Preempted: as raised inside, with the command.
-    """
-    try:
-        yield
-    except Preempted as error:
-        text = f"{error}: go on with: {to_go_on(config, folder, begins=begins)}"
-        _log.info("%s", text)
-        raise Preempted(text) from None
+def _train(config: RunConfig, folder: Path, world: World, stop: Callable[[], bool]) -> None:
+    """Build the run, go through its steps, and say how it ended. Collective."""
+    started = time.perf_counter()
+    store = CheckpointStore(folder / CHECKPOINTS, keep=config.checkpoint.keep)
+    _end_if_stopped(world, stop())
+    loaded = None if config.resume is None else store.load(world=world)
+    extra = {} if loaded is None else read_run_state(loaded)
+    parts = _assemble(config, world, begins=loaded is None and not config.init)
+    terms = terms_of(parts, folder, loaded, extra)
+    prepared = prepare_on_main(parts, extra.get("cut"))
+    network = network_of(world, extra.get("network"))
+    prepared = choose_sync(prepared, network, extra.get("cut"))
+    kit = _kit(prepared.parts, loaded, extra, terms)
+    plan = summarize(prepared)
+    world.on_main(lambda: _record_begin(folder, plan, terms, extra))
+    reporter = _reporter(config, folder, loaded, extra) if world.is_main else SilentReporter()
+    with closing(reporter), ExitStack() as opened:
+        run = _run(prepared, kit, store, reporter, stop, extra, terms)
+        opened.callback(run.checkpointer.release)
+        opened.callback(run.feed.close)
+        progress = _progress(run, loaded, extra, folder)
+        if loaded is None and parts.train_set.num_skipped:
+            reporter.passed_over(parts.train_set.num_skipped, parts.train_set.skipped)
+        reporter.start(plan, name=config.name, threads=torch.get_num_threads())
+        for line in filter(None, (*prepared.parts.notes, _growth(run, extra))):
+            reporter.line(line)
+        train(run, progress)
+        end_run(prepared, kit, progress, plan, folder, reporter, started)
 
 
 def _end_if_stopped(world: World, was_asked: bool) -> None:
@@ -181,36 +143,11 @@ def _assemble(config: RunConfig, world: World, *, begins: bool) -> Parts:
     return found
 
 
-def _terms(
-    parts: Parts, folder: Path, loaded: Loaded | None, extra: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Refuse to go on with another step than the one that was begun. Collective."""
-    now = terms_of(parts)
-    if loaded is None:
-        return now
-    if now["fingerprint"] == extra["fingerprint"]:
-        check_position(extra, parts.source.order, loaded.path)
-    known = parts.world.on_main(lambda: read_allowed(folder, loaded.step))
-    begun = {**extra, **known} if known and differ(extra, now) else extra
-    check_terms(now, begun, parts.config.resume_allow)
-    return now
-
-
-def _choose_cut_and_sync(parts: Parts, extra: Mapping[str, Any], clock: Clock) -> Prepared:
-    """Find the cut, measure the network, and choose the sync policy by both. Collective."""
-    saved = extra.get("cut")
-    prepared = prepare_on_main(parts, saved, clock)
-    network = network_of(parts.world, extra.get("network"))
-    return choose_sync(prepared, network, saved, clock)
-
-
 def _record_begin(
     folder: Path, plan: Record, terms: Mapping[str, Any], extra: Mapping[str, Any]
 ) -> None:
     """Record how the run goes on, and on what terms, now that nothing refuses it."""
-    if extra and differ(extra, terms):
-        path = folder / ALLOWED_FILE
-        write_record(path, {**read_json(path), str(extra["cursor"]["step"]): dict(terms)})
+    write_allowed(folder, extra, terms)
     publish(folder)
     write_record(folder / PLAN_FILE, plan)
 
@@ -239,9 +176,17 @@ def _reporter(
         f"hooks[{index}] {hook.target}": construct(hook, f"hooks[{index}]", Hook, config.trust)
         for index, hook in enumerate(config.hooks)
     }
-    screen = Screen(folder)
+    screen, labels = Screen(folder), config.wandb.model_dump(exclude={"mode"})
     for message in () if loaded is None else loaded.messages:
         screen.warn(message)
+    wandb = WandbMirror(
+        config.wandb.mode,
+        folder,
+        to_plain(config),
+        screen.warn,
+        labels={**labels, "name": config.name},
+        run_id=extra.get("wandb"),
+    )
     return RunReporter(
         folder,
         screen,
@@ -249,14 +194,7 @@ def _reporter(
         resumed_step=None if loaded is None else loaded.step,
         keep_samples=config.log.samples,
         hooks=hooks,
-        wandb=WandbMirror(
-            config.wandb.mode,
-            folder,
-            to_plain(config),
-            screen.warn,
-            labels={**config.wandb.model_dump(exclude={"mode"}), "name": config.name},
-            run_id=extra.get("wandb"),
-        ),
+        wandb=wandb,
     )
 
 
@@ -270,52 +208,52 @@ def _run(
     terms: Mapping[str, Any],
 ) -> Run:
     parts, config = prepared.parts, prepared.parts.config
-    order = parts.source.order
-    feed = Feed(
-        parts.source,
-        cut=prepared.cut,
-        layout=parts.layout,
-        world=parts.world,
-        seed=config.seed,
-        cursor=Cursor(**extra["cursor"]) if extra else order.start,
-    )
-    every = config.checkpoint.every
-    steps_between = None if isinstance(every, str) else parts.every(every)
+    cursor = Cursor(**extra["cursor"]) if extra else parts.source.order.start
+    feed = parts.feed(prepared.cut, parts.world, cursor)
+    every, network = config.checkpoint.every, parts.parallel.network
+    constants = {
+        **terms,
+        "config_hash": config_hash(terms["contract"]),
+        "environment": environment(),
+        "total_steps": kit.total_steps,
+        "network": network and asdict(network),
+        # While W&B is off, too, for a resumption that turns it on again.
+        "wandb": reporter.wandb_id or extra.get("wandb"),
+    }
     checkpointer = Checkpointer(
         kit=kit,
         feed=feed,
         writer=CheckpointWriter(store, parts.world, asynchronous=config.checkpoint.asynchronous),
         reporter=reporter,
-        constants={
-            **terms,
-            "config_hash": config_hash(terms["contract"]),
-            "environment": environment(),
-            "total_steps": kit.total_steps,
-            "network": parts.parallel.network and asdict(parts.parallel.network),
-            # While W&B is off, too, for a resumption that turns it on again.
-            "wandb": reporter.wandb_id or extra.get("wandb"),
-        },
+        constants=constants,
         describe_cut=partial(describe_cut, prepared),
         on_full=config.checkpoint.on_full,
-        every_s=None if steps_between else parse_time(str(config.checkpoint.every)),
+        every_s=parse_time(every) if isinstance(every, str) else None,
     )
     return Run(
         kit=kit,
-        order=order,
         feed=feed,
         held_out=parts.held_out,
         reporter=reporter,
         checkpointer=checkpointer,
-        must_stop=lambda: checkpointer.poll(stop()),
         was_asked=stop,
         eval_every=parts.every(config.eval.every),
-        checkpoint_every=steps_between,
+        checkpoint_every=None if isinstance(every, str) else parts.every(every),
         nonfinite_limit=config.nonfinite.limit,
-        tokens=extra.get("tokens", 0),
+    )
+
+
+def _progress(run: Run, loaded: Loaded | None, extra: Mapping[str, Any], folder: Path) -> Trained:
+    """Say how far the run came before this process, and what it evaluated there. Collective."""
+    step = run.feed.cursor.step
+    evaluation = run.kit.world.on_main(lambda: evaluation_at(folder, step))
+    return Trained(
+        step=step,
+        total_tokens=extra.get("tokens", 0),
         failures=extra.get("failures", 0),
-        evaluation=parts.world.on_main(
-            lambda: evaluation_at(store.folder.parent, feed.cursor.step)
-        ),
+        evaluation=evaluation or {},
+        evaluated_at=None if evaluation is None else step,
+        saved_at=None if loaded is None else step,
     )
 
 

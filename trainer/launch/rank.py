@@ -24,13 +24,20 @@ from trainer.core import durable
 from trainer.core.errors import ConfigError
 from trainer.core.rank_progress import Board
 from trainer.core.signals import stop_signals
-from trainer.launch.ends import STACKS_SIGNAL, Ended, Records, describe_end
+from trainer.launch.ends import Ended, Records, describe_end
 from trainer.launch.membership import Membership
+from trainer.launch.watch import STACKS_SIGNAL
 from trainer.report.run_status import rank_log
 from trainer.report.wandb import is_hanging
 
 if TYPE_CHECKING:
     from trainer.core.world import World
+
+JOB_FILE = "job.json"
+"""What to run: `config`, `folder` (that of the first rank counts), `path` (where Python looks for
+modules), `supervisor` (its process id) and `members` by rank."""
+
+SHARED = "shared"  # link to a folder that supervisors on other machines read too
 
 _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux's prctl
 
@@ -38,7 +45,7 @@ _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux's prctl
 def main(arguments: list[str]) -> NoReturn:
     """Run as one rank, and exit."""
     records, rank = Records(Path(arguments[0])), int(arguments[1])
-    job = json.loads(records.job.read_bytes())
+    job = json.loads((records.folder / JOB_FILE).read_bytes())
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != job["supervisor"]:
@@ -137,7 +144,7 @@ def _share(records: Records, folder: Path, world: World) -> None:
 
     shared = Path(world.on_main(make))
     world.on_all(find)
-    records.shared.folder.symlink_to(shared)
+    (records.folder / SHARED).symlink_to(shared)
 
 
 if __name__ == "__main__":

@@ -94,12 +94,12 @@ def trusting(config: RunConfig, run: Path) -> list[str]:
     return [*flag, *([f"'trust=[{','.join(packages)}]'"] if packages else [])]
 
 
-def to_go_on(config: RunConfig, folder: Path, *, begins: bool = False) -> str:
-    """Say what to type for a run to go on; one that `begins` has nothing saved yet."""
+def to_go_on(config: RunConfig, folder: Path) -> str:
+    """Say what to type for a run to go on, or to begin again where nothing is saved yet."""
     words = ["train", f"resume={shown_path(folder)}", *trusting(config, folder)]
     words += ["wandb.mode=online"] if config.wandb.mode == "online" else []
     words += [f"wandb.entity={config.wandb.entity}"] if config.wandb.entity else []
-    if begins and config.init:
+    if config.init and not saved_step(folder):
         words.append(f"init={config.init}")
         words += [f"step={config.step}"] if config.checkpoint_step is not None else []
     return " ".join(words)

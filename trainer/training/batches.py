@@ -89,6 +89,7 @@ class Feed:
         self.cut = cut
         self.layout = layout
         self.cursor = cursor
+        self.order = source.order
         self.loader = source.loader
         self.dataset = source.loader.dataset
         self._source = source
@@ -128,7 +129,7 @@ class Feed:
         Raises:
             DoesNotFitError: one sample alone exceeds what the memory allows.
         """
-        samples = self._source.order.next(cursor)
+        samples = self.order.next(cursor)
         try:
             plan = self.cut.cut(self._source.lengths[samples.ids], self.layout)
         except SampleTooLongError as error:

@@ -32,7 +32,6 @@ class Checkpointer:
         on_full: whether a checkpoint that could not be written stops the run.
         every_s: seconds between checkpoints, by the main rank's clock; None counts steps alone.
         is_due: whether so many seconds had passed at the last `poll`; the same on every rank.
-        newest: the newest checkpoint on disk.
         masks: buffers that begin with values that are not finite, as a causal mask does.
     """
 
@@ -45,7 +44,6 @@ class Checkpointer:
     on_full: Literal["stop", "continue"] = "stop"
     every_s: float | None = None
     is_due: bool = False
-    newest: Path | None = None
     masks: Mapping[str, Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -120,7 +118,6 @@ class Checkpointer:
         def report() -> None:
             path = find()
             if path is not None:
-                self.newest = path
                 step = int(path.name.rpartition("-")[2])
                 self.kit.world.on_main(lambda: self.reporter.checkpoint(step, path))
 

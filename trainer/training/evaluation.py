@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain, islice
-from typing import final
+from typing import TypeVar, final
 
 import torch
 from torch import Tensor, nn
@@ -62,9 +62,11 @@ class HeldOut:
                 yield Request(ids=ids, epoch=0, pad_to=length, packed=plan.packed)
 
 
-_Found = tuple[Mapping[str, Sequence[float]], Mapping[str, Sequence[float]], tuple[str, ...]]
-"""Sums and weights by name, those of micro-batches that are to be added exactly apart, and which of
-the names are loss terms."""
+Number = TypeVar("Number", float, Tensor)
+_Numbers = Mapping[str, Sequence[float]]
+_Found = tuple[_Numbers, _Numbers, Sequence[str], bool]
+"""Sums and weights by name, those of micro-batches that are to be added exactly apart; which of the
+names are loss terms; whether a signal asked to stop."""
 
 
 def evaluate(
@@ -95,8 +97,8 @@ def evaluate(
         Preempted: a rank was asked to stop.
     """
     world.note("evaluation")
-    found = _attempt(model, objective, held_out, world, was_asked)
-    while world.any(found is None):
+    found: list[_Found]
+    while None in (found := world.collect(_attempt(model, objective, held_out, world, was_asked))):
         release_memory()
         longest = int(held_out.lengths.max())
         if held_out.max_tokens <= longest:
@@ -105,23 +107,17 @@ def evaluate(
                 "lower data.max_length"
             )
         held_out = replace(held_out, max_tokens=held_out.max_tokens // 2)
-        found = _attempt(model, objective, held_out, world, was_asked)
-    assert found is not None
-    sums, weights, losses = found
-    # A rank may hold none of the samples, and then knows no name.
-    known: list[list[list[str]]] = world.collect([sorted(weights), list(losses)])
-    names, terms = max(known, key=lambda answer: len(answer[0]))
-    mine = [*(sums.get(n, []) for n in names), *(weights.get(n, []) for n in names)]
-    *totals, num_asked = world.sum_numbers([*map(sum, mine), float(was_asked())])
-    if num_asked:
+    if any(asked for *_, asked in found):
         raise Preempted("stopped in an evaluation")
-    if held_out.is_ordered:
-        totals = [_rounded_once([*chain(*each)]) for each in zip(*world.collect(mine), strict=True)]
-    half = len(names)
-    means = {
-        name: total / weight if weight else float("nan")
-        for name, total, weight in zip(names, totals[:half], totals[half:], strict=True)
-    }
+    # A rank may hold none of the samples, and then knows no name.
+    _, names, terms, _ = max(found, key=lambda each: len(each[1]))
+    means = {}
+    for name in sorted(names):
+        total, weight = (
+            _rounded_once([number for each in numbers for number in each.get(name, ())])
+            for numbers in ([sums for sums, *_ in found], [weights for _, weights, *_ in found])
+        )
+        means[name] = total / weight if weight else math.nan
     return {"loss": sum(means[name] for name in terms)} | {
         name: mean for name, mean in means.items() if name not in terms or len(terms) > 1
     }
@@ -143,22 +139,27 @@ def _attempt(
         for request in held_out.requests(world.rank):
             fields = held_out.loader.load(request)
             counted = weights_of(objective, fields)
-            for name, weight in counted.items():
-                weights[name].append(weight)
             with held_out.loader.naming_samples(request):
                 found = sums_of(objective, model.call, to_device(fields, world.device), counted)
             refuse_unsummed(objective, found, counted)
             losses = tuple(found.losses)
-            for name, total in [*found.losses.items(), *found.metrics.items()]:
-                if held_out.is_ordered or name not in totals:
-                    totals[name].append(total.double())
-                else:
-                    totals[name][0] = totals[name][0] + total.double()
+            for name, weight in counted.items():
+                _add(weights[name], weight, apart=held_out.is_ordered)
+            for name, total in chain(found.losses.items(), found.metrics.items()):
+                _add(totals[name], total.double(), apart=held_out.is_ordered)
             if was_asked():
                 break
         sums = {name: torch.stack(each).tolist() for name, each in totals.items()}
     model.release()
-    return None if guard.failed else (sums, weights, losses)
+    return None if guard.failed else (sums, weights, losses, was_asked())
+
+
+def _add(numbers: list[Number], number: Number, *, apart: bool) -> None:
+    """Add a micro-batch's number to the sum, or beside the others."""
+    if apart or not numbers:
+        numbers.append(number)
+    else:
+        numbers[0] = numbers[0] + number
 
 
 def _rounded_once(numbers: Sequence[float]) -> float:

@@ -28,29 +28,20 @@ class Run:
     """A run, composed once; cadences are in optimizer steps.
 
     Attributes:
-        tokens: real input positions consumed before this process began.
-        failures: steps that were not finite, in a row, when this process began.
-        evaluation: metrics of an evaluation that was made at the cursor before this process began.
         checkpointer: saves checkpoints, and may add a cadence in seconds. Collective.
-        must_stop: whether a signal asked any rank to stop; hears of checkpoints that were written
-            behind the steps, too. Collective.
         was_asked: whether a signal asked this rank to stop.
+        nonfinite_limit: steps in a row that are not finite, at which the run ends.
     """
 
     kit: Kit
-    order: Order
     feed: Feed
     held_out: HeldOut | None
     reporter: Reporter
     checkpointer: Checkpointer
-    must_stop: Callable[[], bool]
     was_asked: Callable[[], bool]
     eval_every: int | None
     checkpoint_every: int | None
     nonfinite_limit: int
-    tokens: int = 0
-    failures: int = 0
-    evaluation: Mapping[str, float] | None = None
 
 
 @final
@@ -64,7 +55,8 @@ class Trained:
         tokens: likewise, in this process.
         seconds: spent on steps in this process; evaluation and saving do not count.
         loss: of the last step, 0-d.
-        evaluation: the last one's metrics by name.
+        evaluation: the last one's metrics by name, made at step `evaluated_at`.
+        saved_at: step of the newest checkpoint.
         skipped_steps: steps without an update.
         replays: times a step ran out of memory and was computed again.
         failures: steps in a row, up to the last one, that were not finite.
@@ -97,18 +89,13 @@ class Trained:
         self.taken += 1
 
 
-def train(run: Run) -> Trained:
-    """Train from the feed's cursor to the last step. Collective.
+def train(run: Run, progress: Trained) -> None:
+    """Train from the feed's cursor, which is at `progress`, to the last step. Collective.
 
     Raises:
         TrainError: a signal asked to stop (`Preempted`), or too many steps in a row were not
             finite (`NonFiniteError`); the state is saved.
     """
-    progress = Trained(step=run.feed.cursor.step, total_tokens=run.tokens, failures=run.failures)
-    if run.evaluation is not None:
-        progress.evaluation, progress.evaluated_at = run.evaluation, progress.step
-    if run.checkpointer.newest is not None:
-        progress.saved_at = progress.step
     _stop_if_asked(run, progress)
     if progress.step > 0:
         _evaluate_if_due(run, progress)  # which a signal may have ended
@@ -124,7 +111,6 @@ def train(run: Run) -> Trained:
         _save(run, progress, is_last=True)
     _evaluate(run, progress)
     run.checkpointer.close()
-    return progress
 
 
 def _take_step(run: Run, progress: Trained) -> None:
@@ -138,7 +124,7 @@ def _take_step(run: Run, progress: Trained) -> None:
     run.kit.world.note("report")
     seconds = time.perf_counter() - started
     progress.add(report, seconds)
-    record = record_of(run.order, report, progress.total_tokens, seconds)
+    record = record_of(run.feed.order, report, progress.total_tokens, seconds)
     ids = batch.sample_ids
     run.reporter.step(record, ids, skipped_ids=() if report.skipped is None else ids)
     if names := run.kit.model_state.news():
@@ -158,7 +144,7 @@ def _stop_if_not_finite(run: Run, progress: Trained) -> None:
 
 def _stop_if_asked(run: Run, progress: Trained) -> None:
     """Stop before the last step where a signal came to any rank. Collective."""
-    if progress.step < run.kit.total_steps and run.must_stop():
+    if progress.step < run.kit.total_steps and run.checkpointer.poll(run.was_asked()):
         _end(run, progress, _preempted(progress.step))
 
 

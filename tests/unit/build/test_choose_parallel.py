@@ -2,50 +2,50 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
+from torch import nn
 
-from tests.lib.run_support import go, read_json
-from trainer.core.errors import DoesNotFitError
+from tests.lib.cli_support import prepared
+from tests.lib.run_support import go, overrides, read_json
+from trainer.build.parallel import auto_mode, parallel_mode
+from trainer.core.errors import ConfigError, DoesNotFitError
+from trainer.core.world import World
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
+PLAN = "command=plan device=cuda parallel.ranks=4 accum=auto"
 DEEP = (
     "model._target_=trainer.models.gpt.GPT +model.vocab_size=16 +model.width=64 "
     "+model.num_layers=8 +model.num_heads=2 +model.max_length=16"
 )
 
 
-def planned(memory: str, line: str = "") -> dict[str, Any]:
-    """The plan for four GPUs of so much memory, on each of the machines."""
-    typed = f"command=plan {DEEP} device=cuda parallel.ranks=4 accum=auto accum.memory={memory}"
-    return read_json(go(f"{typed} {line}").folder / "plan.json")
+@pytest.mark.parametrize(
+    ("memory", "local_size", "mode"),
+    [("1GiB", 4, "ddp"), ("33MiB", 4, "fsdp"), ("33MiB", 2, "hsdp"), ("17MiB", 2, "fsdp")],
+)
+def test_the_fewest_shards_that_fit_in_half_of_the_memory_are_taken(memory, local_size, mode):
+    line = " ".join(overrides(f"{PLAN} accum.memory={memory}"))
+    module = nn.Linear(1024, 1023)  # 4 MiB, and 16 with its gradient and moments
+    found, why = auto_mode(prepared(line).config, World(size=4, local_size=local_size), module)
+    assert found == mode
+    assert why.startswith(f"parallel=auto takes {mode}: of ")
+    assert "ddp 16.0 MiB" in why
 
 
-def test_whole_copies_are_taken_where_a_step_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    plan = planned("1GiB")
-    assert plan["parallel"] == "ddp"
-    assert plan["parallel_why"].startswith("parallel=auto takes ddp: of ")
-    assert plan["parallel_why"] in " ".join(capsys.readouterr().out.split())
-
-
-def test_shards_are_taken_where_a_whole_copy_does_not_fit() -> None:
-    plan = planned("7MiB")
+def test_a_plan_of_shards_fits_where_one_of_whole_copies_does_not(capsys):
+    line = f"{PLAN} {DEEP} accum.memory=7MiB"
+    plan = read_json(go(line).folder / "plan.json")
     assert plan["parallel"] == "fsdp"
-    assert "take ddp 6." in plan["parallel_why"]
+    assert plan["parallel_why"] in " ".join(capsys.readouterr().out.split())
     assert plan["predicted_peak_bytes"] <= plan["memory_limit_bytes"]
-    with pytest.raises(DoesNotFitError):
-        planned("7MiB", "parallel=ddp")
-
-
-@pytest.mark.nightly
-def test_where_nothing_fits_it_is_said_of_what_needs_least() -> None:
     with pytest.raises(DoesNotFitError, match="does not fit, even alone"):
-        planned("1MiB")
+        go(f"{line} parallel=ddp")
 
 
-def test_sums_that_do_not_depend_on_the_layout_are_those_of_whole_copies() -> None:
-    typed = "deterministic=layout accum=fixed accum.micro=3 parallel.ranks=2"
-    plan = read_json(go(f"command=plan {typed}").folder / "plan.json")
-    assert (plan["parallel"], plan["parallel_why"]) == ("ddp", None)
+def test_ordered_sums_are_of_whole_copies_and_no_parallelism_of_one_rank():
+    ordered = prepared(" ".join(overrides("deterministic=layout accum.micro=3"))).config
+    assert parallel_mode(ordered, World(size=2)) == "ddp"
+    single = prepared(" ".join(overrides("parallel=none"))).config
+    with pytest.raises(ConfigError, match="parallel=none: is one rank, and there are 2"):
+        parallel_mode(single, World(size=2))

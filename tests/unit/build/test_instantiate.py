@@ -48,16 +48,6 @@ HERE = f"{__name__}.Sized"
 def test_what_nobody_typed_or_trusts_is_not_even_imported() -> None:
     with pytest.raises(ConfigError, match=re.escape("trust=[antigravity]")):
         look_up(component("antigravity.fly"), "model", ())
-    with pytest.raises(ConfigError, match="named by a recipe or a run"):
-        construct(component(MINE), "model", nn.Module, ("torch",))
-
-
-@pytest.mark.parametrize(
-    ("key", "target", "base"),
-    [("optimizer", "torch.optim.SGD", torch.optim.SGD), ("model", "torch.nn.Linear", nn.Linear)],
-)
-def test_a_class_of_the_model_libraries_needs_no_trust(key: str, target: str, base: type) -> None:
-    assert look_up(component(target), key, ()) is base
 
 
 @pytest.mark.parametrize(
@@ -69,11 +59,14 @@ def test_a_class_of_the_model_libraries_needs_no_trust(key: str, target: str, ba
         ("model", "torch.optim.SGD", "trust=[torch]"),
         ("data", "torch.nn.Sequential", "trust=[torch]"),
         ("model", "torch.load", "trust=[torch]"),
+        ("model", "transformers.AutoModelForCausalLM", "not a transformers.PreTrainedModel"),
     ],
 )
-def test_nothing_else_of_the_model_libraries_goes_without_trust(
+def test_classes_of_the_model_libraries_and_nothing_else_go_without_trust(
     key: str, target: str, says: str
 ) -> None:
+    assert look_up(component("torch.optim.SGD"), "optimizer", ()) is torch.optim.SGD
+    assert look_up(component("torch.nn.Linear"), "model", ()) is nn.Linear
     with pytest.raises(ConfigError, match=re.escape(says)):
         look_up(component(target), key, ())
 
@@ -86,23 +79,15 @@ def test_a_hugging_face_model_is_described_by_the_settings_of_its_config() -> No
     foreign = component("transformers.GPT2LMHeadModel", attn_implementation="evil/kernel")
     with pytest.raises(ConfigError, match=r"model\.attn_implementation"):
         construct(foreign, "model", nn.Module)
-    with pytest.raises(ConfigError, match=r"not a transformers\.PreTrainedModel"):
-        look_up(component("transformers.AutoModelForCausalLM"), "model", ())
 
 
-@pytest.mark.parametrize("trust", [{"typed": True}, {}])
-def test_typing_a_class_or_trusting_its_package_is_consent(trust: dict[str, bool]) -> None:
-    trusted = () if trust else ("tests",)
-    assert isinstance(construct(component(MINE, **trust), "model", nn.Module, trusted), Net)
-
-
-@pytest.mark.parametrize("target", [f"{__name__}.make_net", "tests.lib.run_toys.Net.of"])
-def test_a_factory_needs_the_consent_that_a_class_needs(target: str) -> None:
+@pytest.mark.parametrize("target", [MINE, f"{__name__}.make_net", f"{MINE}.of"])
+def test_a_class_or_a_factory_of_ones_own_is_typed_or_its_package_trusted(target: str) -> None:
     assert isinstance(construct(component(target, typed=True), "model", nn.Module), Net)
     package = target.partition(".")[0]
     assert isinstance(construct(component(target), "model", nn.Module, (package,)), Net)
     with pytest.raises(ConfigError, match="named by a recipe or a run"):
-        construct(component(target), "model", nn.Module)
+        construct(component(target), "model", nn.Module, ("torch",))
 
 
 @pytest.mark.parametrize("target", ["torch.load", "torch.hub.load", "torch.nn.Module.__init__"])

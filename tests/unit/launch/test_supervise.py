@@ -17,8 +17,9 @@ from tests.lib.cli_support import CHECKOUT
 from trainer.core.errors import Preempted
 from trainer.core.rank_progress import Board, Place
 from trainer.core.signals import StopFlag
-from trainer.launch.ends import STACKS_SIGNAL, Ended, Records, conclude, is_peer_failure, verdict
-from trainer.launch.supervise import UNBEGUN_S, Child, Watch
+from trainer.launch.ends import Ended, Records, is_peer_failure, verdict
+from trainer.launch.supervise import conclude
+from trainer.launch.watch import STACKS_SIGNAL, UNBEGUN_S, Child, Watch
 
 SLEEPS = "sleep 600"
 KEY = "parallel.timeout_s"
@@ -45,6 +46,7 @@ def watching(place: Path, opened: ExitStack, *works: str, timeout_s: float = 600
         children=children,
         stop=StopFlag(),
         records=Records(place),
+        shared=Records(place / "shared"),
         timeout_s=timeout_s,
         unbegun="nothing is saved",
     )
@@ -99,10 +101,10 @@ def test_a_signal_before_the_first_step_ends_ranks_that_do_not_follow(tmp_path, 
 
 
 def test_word_of_a_bad_end_on_another_machine_ends_the_ranks_here(tmp_path, opened, monkeypatch):
-    monkeypatch.setattr("trainer.launch.supervise.ORDERLY_S", 0.1)
+    monkeypatch.setattr("trainer.launch.watch.ORDERLY_S", 0.1)
     watch = watching(tmp_path, opened, SLEEPS)
-    watch.records.shared.folder.mkdir()
-    watch.records.shared.write(Ended.now(1, Place(), {"crash": "injected", "code": 1}))
+    watch.shared.folder.mkdir()
+    watch.shared.write(Ended.now(1, Place(), {"crash": "injected", "code": 1}))
     watch.run()
     assert watch.ended[0].is_killed
 
@@ -125,7 +127,7 @@ def test_supervisors_that_know_of_one_rank_each_name_the_cause_and_one_of_them_s
     reports, code, says, who, tmp_path, monkeypatch
 ):
     for limit in ("WORD_S", "FIRST_S"):
-        monkeypatch.setattr(f"trainer.launch.ends.{limit}", 1.0)
+        monkeypatch.setattr(f"trainer.launch.supervise.{limit}", 1.0)
     (tmp_path / "shared").mkdir()
     found = {}
 

@@ -62,15 +62,37 @@ def test_a_step_is_one_object_with_the_agreed_keys_in_order(tmp_path):
     assert entry["tokens_per_second"] == 180_000
 
 
-def test_more_stands_where_it_applies_and_numbers_that_json_does_not_know_are_null(tmp_path):
+def test_what_applies_to_some_steps_only_is_there_on_those_only(tmp_path):
     log = MetricsLog(tmp_path, pytest.fail)
-    more = {"skipped": "not finite", "replays": 2, "noise_scale": torch.tensor(12.0)}
-    log.step(record(loss=torch.tensor(math.nan), grad_norm=math.inf, **more))
-    log.evaluation(1, {"loss": math.nan, "accuracy": 0.3}, 1.5)
+    log.step(
+        record(
+            skipped="not finite",
+            replays=2,
+            noise_scale=torch.tensor(12.0),
+        )
+    )
+    (entry,) = strictly(tmp_path / METRICS_FILE)
+    assert {name: entry[name] for name in entry if name not in STEP_KEYS} == {
+        "skipped": "not finite",
+        "replays": 2,
+        "noise_scale": 12.0,
+    }
+
+
+def test_numbers_that_json_does_not_know_are_null(tmp_path):
+    log = MetricsLog(tmp_path, pytest.fail)
+    log.step(record(loss=torch.tensor(math.nan), grad_norm=math.inf))
+    log.evaluation(1, {"loss": math.nan}, 1.0)
     step, evaluation = strictly(tmp_path / METRICS_FILE)
-    assert {name: step[name] for name in step.keys() - {*STEP_KEYS}} == more
-    assert step["loss"] is step["grad_norm"] is None
-    assert evaluation == {"step": 1, "eval_loss": None, "eval_accuracy": 0.3, "eval_seconds": 1.5}
+    assert step["loss"] is step["grad_norm"] is evaluation["eval_loss"] is None
+
+
+def test_an_evaluation_names_its_metrics(tmp_path):
+    log = MetricsLog(tmp_path, pytest.fail)
+    log.evaluation(20, {"loss": 2.5, "accuracy": 0.3}, 1.5)
+    assert strictly(tmp_path / METRICS_FILE) == [
+        {"step": 20, "eval_loss": 2.5, "eval_accuracy": 0.3, "eval_seconds": 1.5}
+    ]
 
 
 def test_the_ledger_is_kept_only_when_asked_for(tmp_path):

@@ -20,8 +20,10 @@ def test_the_environment_is_plain_and_names_what_shapes_a_result():
     found = records.environment()
     json.dumps(found, allow_nan=False)
     assert found["versions"]["torch"] == torch.__version__
+    assert found["versions"]["hydra-core"].startswith("1.3")
     assert found["hardware"]["cores"] >= 1
     assert found["hardware"]["memory_bytes"] > 2**20
+    assert len(found["hardware"]["gpus"]) == torch.cuda.device_count()
 
 
 def test_a_revision_tells_changed_files_from_unchanged(tmp_path):

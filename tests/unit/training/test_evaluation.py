@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,9 +21,8 @@ from trainer.objectives.next_token import NextToken, shifted_labels
 from trainer.plan.cut import Layout
 from trainer.plan.cuts import Budget
 from trainer.training.evaluation import HeldOut, _attempt, _rounded_once, evaluate
-from trainer.training.step import train_step
 
-CAPS = [1, 24, 61, 200, 10**9]
+CAPS = [1, 24, 61, 10**9]
 OBJECTIVE = NextToken(z_loss=1e-2)
 
 
@@ -63,41 +63,34 @@ def by_hand(module: nn.Module, data: RaggedText) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize("cap", CAPS)
 @pytest.mark.parametrize("norm", [None, "batch"], ids=["layer norm", "batch norm"])
-def test_evaluation_is_exact_for_every_cap(cap, norm):
+def test_evaluation_is_exact_for_every_cap(norm):
     def model() -> nn.Module:
         return TinyLM(dropout=0.3, norm=nn.BatchNorm1d(8) if norm else None)
 
     bench = Bench(Budget(max_tokens=60), model=model, objective=OBJECTIVE)
-    train_step(
-        bench.kit, bench.feed.next(), bench.feed
-    )  # so that running statistics are not their defaults
+    bench.step()  # so that running statistics are not their defaults
     expected = by_hand(bench.module, RaggedText(num_samples=33, seed=7))
-    found = evaluated(bench, held_out(cap))
-    assert found.keys() == expected.keys()
-    assert found == pytest.approx(expected, rel=1e-12)
+    for cap in CAPS:
+        found = evaluated(bench, held_out(cap))
+        assert found.keys() == expected.keys()
+        assert found == pytest.approx(expected, rel=1e-12)
 
 
-def test_one_term_alone_is_not_given_twice():
-    assert evaluated(Bench(Budget(max_tokens=60)), held_out(60)).keys() == {"loss", "accuracy"}
-
-
-@pytest.mark.parametrize("cap", CAPS)
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_every_sample_is_visited_once_over_all_ranks_and_none_is_cut(cap, num_ranks, monkeypatch):
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_every_sample_is_visited_once_over_all_ranks_and_none_is_cut(num_ranks, monkeypatch):
     monkeypatch.setattr("trainer.training.evaluation.CHUNK", 10)
-    held = replace(held_out(cap), layout=Layout(world_size=num_ranks))
-    requests = [request for rank in range(num_ranks) for request in held.requests(rank)]
-    visited = sorted(sample for request in requests for sample in request.ids)
-    assert visited == list(range(33))
-    longest = int(held.lengths.max())
-    for request in requests:
-        assert request.pad_to >= held.lengths[list(request.ids)].max()
-        assert len(request.ids) * request.pad_to <= max(cap, longest)
+    for cap in CAPS:
+        held = replace(held_out(cap), layout=Layout(world_size=num_ranks))
+        requests = [request for rank in range(num_ranks) for request in held.requests(rank)]
+        assert sorted(i for request in requests for i in request.ids) == list(range(33))
+        longest = int(held.lengths.max())
+        for request in requests:
+            assert request.pad_to >= held.lengths[list(request.ids)].max()
+            assert len(request.ids) * request.pad_to <= max(cap, longest)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 40])
+@pytest.mark.parametrize("num_ranks", [3, 40])
 def test_ordered_sums_have_the_same_bits_for_every_number_of_ranks(num_ranks):
     bench = Bench(Budget(max_tokens=60), objective=OBJECTIVE)
     expected = evaluated(bench, replace(held_out(60), is_ordered=True))
@@ -119,19 +112,19 @@ def test_ordered_sums_have_the_same_bits_for_every_number_of_ranks(num_ranks):
 
 def test_modes_generators_buffers_and_gradients_are_left_as_found():
     bench = Bench(Budget(max_tokens=60), model=lambda: TinyLM(dropout=0.5, norm=nn.BatchNorm1d(8)))
-    bench.module.norm.eval()  # frozen by its owner: evaluation must not thaw it
-    bench.module.head.bias.grad = torch.ones_like(bench.module.head.bias)
-    modes = {name: part.training for name, part in bench.module.named_modules()}
-    state = {name: value.clone() for name, value in bench.module.state_dict().items()}
-    torch_state, numpy_state = torch.get_rng_state(), np.random.get_state()
-    python_state = random.getstate()
+    module = bench.module
+    module.norm.eval()  # frozen by its owner: evaluation must not thaw it
+    module.head.bias.grad = torch.ones_like(module.head.bias)
+
+    def found() -> list[Any]:
+        modes = [part.training for part in module.modules()]
+        tensors = [*module.state_dict().values(), module.head.bias.grad, torch.get_rng_state()]
+        draws = [random.getstate(), np.random.get_state()[1].tolist()]
+        return [modes, [tensor.tolist() for tensor in tensors], draws]
+
+    before = found()
     evaluated(bench, held_out(60))
-    assert {name: part.training for name, part in bench.module.named_modules()} == modes
-    assert all(torch.equal(v, state[n]) for n, v in bench.module.state_dict().items())
-    assert torch.equal(torch.get_rng_state(), torch_state)
-    assert random.getstate() == python_state
-    assert (np.random.get_state()[1] == numpy_state[1]).all()
-    assert float(bench.module.head.bias.grad.sum()) == bench.module.head.bias.numel()
+    assert found() == before
 
 
 class Memory(nn.Module):

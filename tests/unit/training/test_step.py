@@ -17,7 +17,6 @@ from trainer.plan.cuts import Budget, Fixed
 from trainer.training.step import NOT_FINITE, train_step
 
 CUTS: dict[str, Cut] = {
-    "whole batch": Fixed(steps=1),
     "one sample each": Fixed(micro=1),
     "micro 3, ragged last": Fixed(micro=3),
     "five even steps": Fixed(steps=5),
@@ -25,44 +24,29 @@ CUTS: dict[str, Cut] = {
     "budget 60": Budget(max_tokens=60),
     "budget of at most 2": Budget(max_tokens=60, micro=2),
 }
-PRECISIONS = [torch.float64, torch.float32]
+WHOLE = Fixed(steps=1)
 
 
-def gradient(bench: Bench) -> dict[str, Tensor]:
-    """The first step's gradient, caught before the update."""
-    kept: dict[str, Tensor] = {}
-
-    def keep(*_: object) -> None:
-        kept.update({n: p.grad.clone() for n, p in bench.module.named_parameters()})
-
-    handle = bench.kit.optimizer.register_step_pre_hook(keep)
-    train_step(bench.kit, bench.feed.next(), bench.feed)
-    handle.remove()
-    return kept
-
-
-@pytest.mark.parametrize("dtype", PRECISIONS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("normalizer", ["tokens", "samples"])
-@pytest.mark.parametrize("name", list(CUTS))
 def test_every_cut_gives_the_gradient_of_the_whole_batch_and_a_mean_of_means_does_not(
-    name, normalizer, dtype
+    normalizer, dtype
 ):
-    reference = gradient(Bench(CUTS["whole batch"], dtype, normalizer=normalizer))
-    found = gradient(Bench(CUTS[name], dtype, normalizer=normalizer))
-    assert relative_error(found, reference) <= EXACT[dtype]
-    if name in {"micro 3, ragged last", "budget 60"} and normalizer == "tokens":
-        wrong = gradient(Bench(CUTS[name], dtype, normalizer="micro_batches"))
-        assert relative_error(wrong, reference) > WRONG
+    reference, _ = Bench(WHOLE, dtype, normalizer=normalizer).gradient_and_loss()
+    for cut in CUTS.values():
+        found, _ = Bench(cut, dtype, normalizer=normalizer).gradient_and_loss()
+        assert relative_error(found, reference) <= EXACT[dtype], cut
+    if normalizer == "tokens":
+        for name in ("micro 3, ragged last", "budget 60"):
+            wrong, _ = Bench(CUTS[name], dtype, normalizer="micro_batches").gradient_and_loss()
+            assert relative_error(wrong, reference) > WRONG
 
 
-@pytest.mark.parametrize("clip_norm", [None, 0.05])
-@pytest.mark.parametrize("name", list(CUTS))
-def test_loss_norm_and_weights_agree_for_every_cut_over_several_steps(name, clip_norm):
-    whole = Bench(CUTS["whole batch"], clip_norm=clip_norm)
-    other = Bench(CUTS[name], clip_norm=clip_norm)
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
+def test_loss_norm_and_weights_agree_for_every_cut_over_several_steps(cut):
+    whole, other = (Bench(each, clip_norm=0.05) for each in (WHOLE, cut))
     for _ in range(7):  # crosses the end of an epoch of 40 samples in batches of 16
-        expected = train_step(whole.kit, whole.feed.next(), whole.feed)
-        found = train_step(other.kit, other.feed.next(), other.feed)
+        expected, found = whole.step(), other.step()
         assert float(found.loss) == pytest.approx(float(expected.loss), rel=1e-12)
         assert float(found.grad_norm) == pytest.approx(float(expected.grad_norm), rel=1e-11)
         assert sorted(found.batch.samples.ids) == sorted(expected.batch.samples.ids)
@@ -73,29 +57,23 @@ def test_loss_norm_and_weights_agree_for_every_cut_over_several_steps(name, clip
 def test_the_short_last_batch_has_a_normalizer_of_its_own():
     bench = Bench(Fixed(micro=4))
     for _ in range(2):
-        train_step(bench.kit, bench.feed.next(), bench.feed)
-    weights = bench.parameters()
+        bench.step()
     tail = bench.feed.next()
     assert tail.samples.is_tail
     assert len(tail.samples.ids) == 40 - 2 * 16
-    alone = Bench(Fixed(steps=1))
-    alone.module.load_state_dict(weights)
-    batch = alone.loader.load(next(iter(bench.feed.requests(*bench.feed.plan(bench.feed.cursor)))))
-    assert batch["input_ids"].shape[0] == 4
-    report = train_step(bench.kit, tail, bench.feed)
-    terms = sum(m.weights["cross_entropy"] for m in tail.micro_batches)
-    total = 0.0
+    terms, total = sum(m.weights["cross_entropy"] for m in tail.micro_batches), 0.0
     with torch.no_grad():
         for micro_batch in tail.micro_batches:
-            sums = alone.kit.objective.sums(alone.kit.model.call, micro_batch.fields)
+            sums = bench.kit.objective.sums(bench.kit.model.call, micro_batch.fields)
             total += float(sums.losses["cross_entropy"])
+    report = train_step(bench.kit, tail, bench.feed)
     assert float(report.loss) == pytest.approx(total / terms, rel=1e-12)
 
 
 class Poisoned(TinyLM):
     """Gives NaN once, in one chosen forward."""
 
-    def __init__(self, at: int = 2) -> None:
+    def __init__(self, at: int) -> None:
         super().__init__(norm=nn.BatchNorm1d(8))
         self.calls, self.at = count(1), at  # no attribute that is put back with the step
 
@@ -104,23 +82,29 @@ class Poisoned(TinyLM):
         return super().forward(input_ids) * (float("nan") if is_bad else 1.0)
 
 
-@pytest.mark.parametrize("at", [5, 6, 8])
-def test_a_step_that_is_not_finite_changes_no_weight_moment_or_buffer(at):
-    bench = Bench(Fixed(micro=4), model=lambda: Poisoned(at))
-    train_step(bench.kit, bench.feed.next(), bench.feed)
-    before = {name: value.clone() for name, value in bench.module.state_dict().items()}
+def everything(bench: Bench) -> dict[object, Tensor]:
+    """Copies of weights, buffers and moments."""
     moments = {
-        (index, name): value.clone()
+        (index, name): value
         for index, state in enumerate(bench.kit.optimizer.state.values())
         for name, value in state.items()
     }
-    report = train_step(bench.kit, bench.feed.next(), bench.feed)
-    assert report.skipped == NOT_FINITE
-    after = bench.module.state_dict()
-    assert all(torch.equal(after[name], value) for name, value in before.items())
-    for index, state in enumerate(bench.kit.optimizer.state.values()):
-        assert all(torch.equal(value, moments[index, name]) for name, value in state.items())
-    assert train_step(bench.kit, bench.feed.next(), bench.feed).skipped is None
+    return {k: v.clone() for k, v in {**bench.module.state_dict(), **moments}.items()}
+
+
+def assert_same_bits(found: dict[object, Tensor], expected: dict[object, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+
+
+@pytest.mark.parametrize("at", [5, 8])
+def test_a_step_that_is_not_finite_changes_no_weight_moment_or_buffer(at):
+    bench = Bench(Fixed(micro=4), model=lambda: Poisoned(at))
+    bench.step()
+    before = everything(bench)
+    assert bench.step().skipped == NOT_FINITE
+    assert_same_bits(everything(bench), before)
+    assert bench.step().skipped is None
 
 
 class Failing(GradientStrategy):
@@ -132,58 +116,49 @@ class Failing(GradientStrategy):
     def backward(self, model, objective, micro_batches, divisors, sync):
         if self.done:
             return Sum().backward(model, objective, micro_batches, divisors, sync)
-        self.done = True
+        self.done, passed = True, count(1)
         if self.phase == "between":
             Sum().backward(model, objective, micro_batches[: self.at], divisors[: self.at], sync)
             raise torch.OutOfMemoryError("injected")
-        parameter = next(iter(model.module.parameters()))
-        seen = 0
 
-        def count(*_: object) -> None:
-            nonlocal seen
-            seen += 1
-            if seen > self.at:
+        def fail(*_: object) -> None:
+            if next(passed) > self.at:
                 raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
 
-        register = (
-            model.module.register_forward_hook
-            if self.phase == "forward"
-            else parameter.register_hook
-        )
-        handle = register(count)
+        place = model.module.register_forward_hook
+        if self.phase == "backward":
+            place = next(iter(model.module.parameters())).register_hook
+        handle = place(fail)
         try:
             return Sum().backward(model, objective, micro_batches, divisors, sync)
         finally:
             handle.remove()
 
 
-@pytest.mark.parametrize("phase", ["forward", "backward", "between"])
-@pytest.mark.parametrize("at", [0, 1, 3])
-@pytest.mark.parametrize("dtype", PRECISIONS, ids=str)
+@pytest.mark.parametrize(
+    ("at", "phase", "dtype"),
+    [
+        (0, "forward", torch.float64),
+        (1, "backward", torch.float64),
+        (3, "forward", torch.float32),
+        (3, "between", torch.float64),
+    ],
+)
 def test_running_out_of_memory_replays_the_same_batch_bit_for_bit(at, phase, dtype):
-    def model() -> nn.Module:
-        return TinyLM(dropout=0.3)
+    def bench(cut: Cut, **more: GradientStrategy) -> Bench:
+        return Bench(cut, dtype, model=lambda: TinyLM(dropout=0.3), **more)
 
     cut = Budget(max_tokens=90)
-    failing = Bench(cut, dtype, model=model, strategy=Failing(at, phase))
-    report = train_step(failing.kit, failing.feed.next(), failing.feed)
-    assert report.replays == 1
+    failing = bench(cut, strategy=Failing(at, phase))
+    assert failing.step().replays == 1
     finer = failing.feed.cut
     assert finer != cut
-    reference = Bench(finer, dtype, model=model)
-    train_step(reference.kit, reference.feed.next(), reference.feed)
-    for _ in range(2):
-        train_step(failing.kit, failing.feed.next(), failing.feed)
-        train_step(reference.kit, reference.feed.next(), reference.feed)
-    expected = reference.module.state_dict()
-    assert all(
-        torch.equal(value, expected[name]) for name, value in failing.module.state_dict().items()
-    )
-    coarse = Bench(cut, dtype, model=model)
-    for _ in range(3):
-        train_step(coarse.kit, coarse.feed.next(), coarse.feed)
-    other = coarse.module.state_dict()
-    assert any(not torch.equal(value, other[name]) for name, value in expected.items())
+    reference, coarse = bench(finer), bench(cut)
+    for each in (failing, failing, reference, reference, reference, coarse, coarse, coarse):
+        each.step()
+    assert_same_bits(everything(failing), everything(reference))
+    with pytest.raises(AssertionError):
+        assert_same_bits(everything(failing), everything(coarse))
 
 
 @pytest.mark.parametrize("norm", ["batch", "frozen"])
@@ -194,22 +169,23 @@ def test_where_statistics_are_a_micro_batch_s_own_it_is_tried_again_and_not_cut(
         return built
 
     failing = Bench(Fixed(micro=4), model=model, strategy=Failing(1, "backward"))
-    for replays in (1, 0):
-        assert train_step(failing.kit, failing.feed.next(), failing.feed).replays == replays
+    assert [failing.step().replays for _ in range(2)] == [1, 0]
     assert failing.feed.cut == Fixed(micro=4 if norm == "batch" else 2)
     reference = Bench(failing.feed.cut, model=model)
     for _ in range(2):
-        train_step(reference.kit, reference.feed.next(), reference.feed)
-    expected = reference.module.state_dict()
-    assert all(torch.equal(v, expected[n]) for n, v in failing.module.state_dict().items())
+        reference.step()
+    assert_same_bits(everything(failing), everything(reference))
 
 
 class NeverFits(GradientStrategy):
+    calls = 0
+
     def backward(self, model, objective, micro_batches, divisors, sync):
+        self.calls += 1
         raise torch.OutOfMemoryError("injected")
 
 
-@pytest.mark.parametrize("cut", [Fixed(micro=5), Budget(max_tokens=90)], ids=["fixed", "budget"])
+@pytest.mark.parametrize("cut", [Fixed(micro=2), Budget(max_tokens=24)], ids=["fixed", "budget"])
 def test_one_sample_that_does_not_fit_is_named_with_its_length(cut):
     bench = Bench(cut, strategy=NeverFits())
     batch = bench.feed.next()
@@ -227,17 +203,10 @@ def test_one_sample_that_does_not_fit_is_named_with_its_length(cut):
     ids=["BatchNorm", "a mean of means"],
 )
 def test_what_is_bound_to_its_cut_ends_when_memory_runs_out_twice(settings, why):
-    class Counted(NeverFits):
-        calls = 0
-
-        def backward(self, *args):
-            self.calls += 1
-            super().backward(*args)
-
-    strategy = Counted()
+    strategy = NeverFits()
     bench = Bench(Fixed(micro=5), strategy=strategy, **settings)
     with pytest.raises(DoesNotFitError, match=rf"step 1: out of memory twice, and {why}.*micro"):
-        train_step(bench.kit, bench.feed.next(), bench.feed)
+        bench.step()
     assert strategy.calls == 2
     assert bench.feed.cut == Fixed(micro=5)
 
@@ -259,9 +228,8 @@ class Late(TinyLM):
 
 @pytest.mark.parametrize("name", ["scale", "norm.weight"])
 def test_a_parameter_that_no_optimizer_knows_is_refused_by_name(name):
-    bench = Bench(Fixed(micro=3), model=lambda: Late(name))
     with pytest.raises(ConfigError, match=f"model: {name} is a parameter made in forward"):
-        train_step(bench.kit, bench.feed.next(), bench.feed)
+        Bench(Fixed(micro=3), model=lambda: Late(name)).step()
 
 
 class Turning(TinyLM):
@@ -280,12 +248,8 @@ class Turning(TinyLM):
 
 
 def test_complex_gradients_are_clipped_with_the_others():
-    steps = []
-    for cut in (Fixed(micro=16), Budget(max_tokens=60)):
-        bench = Bench(cut, model=Turning, clip_norm=1e-3)
-        report = train_step(bench.kit, bench.feed.next(), bench.feed)
-        steps.append(bench.parameters())
-        assert report.grad_norm > WRONG
-    first, second = steps
+    benches = [Bench(c, model=Turning, clip_norm=1e-3) for c in (WHOLE, Budget(max_tokens=60))]
+    assert all(bench.step().grad_norm > WRONG for bench in benches)
+    first, second = (bench.parameters() for bench in benches)
     assert first["turn"].is_complex()
     assert all(torch.allclose(first[n], second[n], rtol=0, atol=1e-9) for n in first)
