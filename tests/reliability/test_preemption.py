@@ -7,7 +7,6 @@ to a whole group with loading processes, and a second time.
 
 from __future__ import annotations
 
-import ast
 import os
 import signal
 import time
@@ -353,40 +352,3 @@ def test_a_signal_that_a_rank_does_not_hear_before_the_first_step_ends_it_in_tim
     assert ended.errors == ["train: stopped before it took a step: go on with: train resume=run"]
     run.assert_none_left("start")
     assert (lab.status(run.folder)["state"], lab.status(run.folder)["step"]) == ("preempted", 0)
-
-
-FLAG_ONLY = {
-    *("signal.signal", "time.sleep", "_end_at_next", "os.write"),
-    *("sys.stderr.isatty", "sys.stderr.fileno"),
-}
-"""A handler sets a flag, and a little later lets the next signal end the process; it says so to a
-terminal, past the stream that may be in the midst of writing."""
-
-
-def calls_of(node: ast.AST) -> list[ast.Call]:
-    return [inner for inner in ast.walk(node) if isinstance(inner, ast.Call)]
-
-
-def calls_in_handlers(source: str) -> list[str]:
-    """What functions call that are given to `signal.signal`, and the module's own they call."""
-    tree = ast.parse(source)
-    given = [
-        arg for c in calls_of(tree) if ast.unparse(c.func) == "signal.signal" for arg in c.args
-    ]
-    names = {argument.id for argument in given if isinstance(argument, ast.Name)}
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-    found = [function for function in functions if function.name in names]
-    names |= {ast.unparse(call.func) for function in found for call in calls_of(function)}
-    found = [function for function in functions if function.name in names]
-    return [ast.unparse(call.func) for function in found for call in calls_of(function)]
-
-
-def test_a_handler_does_nothing_but_set_a_flag():
-    found = {
-        path: calls_in_handlers(path.read_text()) for path in (lab.ROOT / "trainer").rglob("*.py")
-    }
-    assert any(calls and path.name == "signals.py" for path, calls in found.items())
-    for path, calls in found.items():
-        assert set(calls) <= FLAG_ONLY, path
-    saving = "def h(n, f):\n    store.save(1)\nsignal.signal(15, h)\n"
-    assert calls_in_handlers(saving) == ["store.save"], "a handler that saves is noticed"
