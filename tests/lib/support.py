@@ -22,9 +22,11 @@ from trainer.parallel.base import Parallel, Replicated
 from trainer.parallel.sync import Deferred, SyncPolicy
 from trainer.plan.cut import Cut, Layout
 from trainer.plan.order import Order
+from trainer.report.records import VerifyReport
 from trainer.training.batches import Feed, Source
 from trainer.training.step import StepReport, train_step
 from trainer.training.window import Kit
+from trainer.verify.proof import verify
 
 EXACT = {torch.float64: 1e-12, torch.float32: 1e-6}
 """Largest relative error of a gradient that is only cut differently, by precision."""
@@ -172,6 +174,19 @@ class Bench:
     def parameters(self) -> dict[str, Tensor]:
         """Copies of the weights by name."""
         return {name: p.detach().clone() for name, p in self.module.named_parameters()}
+
+    def verified(self, *, whole_fits: bool = True) -> VerifyReport:
+        """Verify the next step; what the run itself has must come out as it went in."""
+        modes = [part.training for part in self.module.modules()]
+        state = {name: value.clone() for name, value in self.module.state_dict().items()}
+        generator = torch.default_generator.get_state()
+        report = verify(self.kit, self.feed.next(), self.feed, whole_fits=whole_fits)
+        assert torch.equal(torch.default_generator.get_state(), generator)
+        assert modes == [part.training for part in self.module.modules()]
+        assert all(torch.equal(v, state[n]) for n, v in self.module.state_dict().items())
+        assert all(p.grad is None for p in self.module.parameters())
+        assert report.exact == (not report.culprits)
+        return report
 
 
 def relative_error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:

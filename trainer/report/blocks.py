@@ -32,7 +32,6 @@ from trainer.report.records import Noun, Record, RunEnd, Verdict, VerifyReport, 
 
 LABEL_WIDTH = 10
 MAX_SHAPE_ROWS = 12
-MAX_WORST = 8
 SAMPLE_CHARACTERS = 240
 
 VERDICTS: Mapping[Verdict, str] = {
@@ -42,6 +41,8 @@ VERDICTS: Mapping[Verdict, str] = {
     "not_exact": "not exact: this plan computes another step than the whole batch",
     "not_proven": "not proven: something cannot be compared",
 }
+
+NOISE = "not shown: counting bytes alone predicts better, the model needs more training"
 
 Row = tuple[str, str | Text | None]
 
@@ -93,32 +94,27 @@ def plan_block(plan: Record, file: Path | None = None) -> RenderableType:
 
 def verify_block(report: VerifyReport) -> RenderableType:
     """Lay out whether the planned step is the whole-batch step, and what breaks it."""
-    is_exact = report.verdict in {"exact", "exact_without_dropout"}
-    verdict = VERDICTS[report.verdict]
-    if is_exact and report.dtype != "float64":
-        verdict += f", as far as {report.dtype} tells"
+    is_exact, dtype = report.verdict in {"exact", "exact_without_dropout"}, report.dtype
+    tells = f", as far as {dtype} tells" if is_exact and dtype != "float64" else ""
+    verdict = Text(VERDICTS[report.verdict] + tells, "bold green" if is_exact else "bold red")
     step = plural(report.micro_batches, "micro-batch")
     step += f" ({plural(report.global_batch, 'sample')})"
-    largest = f"{report.max_relative_error:.2e}, the largest of any parameter, relative; "
+    worst = f" ({report.worst[0][0]})" if report.worst else ""
+    largest = f"{report.max_relative_error:.2e}, the largest of any parameter{worst}, relative"
     rows: list[Row] = [
-        ("verdict", Text(verdict, "bold green" if is_exact else "bold red")),
-        ("error", f"{largest}up to {report.limit:.0e} is rounding"),
+        ("verdict", verdict),
+        ("error", f"{largest}; up to {report.limit:.0e} is rounding"),
         ("compared", f"the gradient of {step} against: {report.reference}"),
         ("over", plural(report.num_parameters, "parameter tensor")),
-        ("dtype", report.dtype),
+        ("dtype", dtype),
         *(("note", note) for note in report.notes),
     ]
-    blocks: list[RenderableType] = [_title("verify"), _grid(rows)]
-    if report.culprits and not is_exact:
+    blocks = [_title("verify"), _grid(rows)]
+    if not is_exact:
         culprits = _table("culprit", "why the step depends on the cut, and what to change")
         for name, reason in report.culprits:
             culprits.add_row(Text(name, "bold red"), reason)
         blocks.append(_section("culprits", culprits))
-    if report.worst and report.verdict != "exact_without_dropout":
-        worst = _table("parameter", ">error")
-        for name, error in report.worst[:MAX_WORST]:
-            worst.add_row(name, f"{error:.2e}")
-        blocks.append(_section("worst parameters", worst))
     return Group(*blocks)
 
 
@@ -135,8 +131,7 @@ def end_block(end: RunEnd) -> RenderableType:
         blocks.append(_section("where the time of a step went", spent))
     shown = Text(printable((end.sample or "")[:SAMPLE_CHARACTERS]), "green")
     if is_noise(result["eval_loss"], result["baselines"]):
-        why = "not shown: counting bytes alone predicts better, the model needs more training"
-        shown = Text(why, "dim")
+        shown = Text(NOISE, "dim")
     if shown:
         blocks.append(_section("a generated sample", shown))
     return Group(*blocks, _section("look further"))
@@ -152,59 +147,48 @@ def batch_equation(plan: Record) -> str:
     whole, unit, accum_steps = plan["global_batch"], plan["unit"], plan["accum_steps"]
     num_samples = [shape["num_samples"] for shape in plan["shapes"]]
     total, ranks = sum(num_samples), plural(plan["world_size"], "rank")
-    left = plural(whole, unit.removesuffix("s"))
-    if unit == "tokens":
-        left += " or just above"
-    elif total < whole:
+    left = plural(whole, unit.removesuffix("s")) + " or just above" * (unit == "tokens")
+    if unit == "samples" and total < whole:
         left = f"{plural(total, 'sample')} (all there are; batch.global={whole})"
     right = f"{ranks} x {plural(accum_steps, 'micro-batch')}"
     if plan["world_size"] * accum_steps != plan["micro_batches"]:
         count = plural(plan["micro_batches"], "micro-batch")
         right = f"{count} over {ranks}, at most {accum_steps} each"
     low, high = min(num_samples), max(num_samples)
-    if low < high:
-        return f"{left} = {right} of {number(low)} to {number(high)} samples"
-    return f"{left} = {right} {'x' if total == whole else 'of'} {plural(low, 'sample')}"
+    each = f"{number(low)} to {number(high)} samples" if low < high else plural(low, "sample")
+    return f"{left} = {right} {'x' if low == high and total == whole else 'of'} {each}"
 
 
 def _arithmetic(plan: Record, threads: int | None = None) -> list[Row]:
     """Write what the start of a run and a plan have in common."""
-    noun, cap, source = noun_of(plan), plan["max_tokens"], plan["cap_source"]
-    shown_cap = plural(cap or 0, f"{'padded ' * (noun == 'token')}{noun}") + " per micro-batch"
+    is_text, cap, source = noun_of(plan) == "token", plan["max_tokens"], plan["cap_source"]
+    shown_cap = plural(cap or 0, "padded token" if is_text else "sample") + " per micro-batch"
     count, frozen, groups = plan["num_parameters"], plan["num_frozen"], plan["groups"]
     cut, warmup, steps = plan["num_cut_tokens"], plan["warmup_steps"], plan["steps"]
     data = _joined(
         plural(plan["num_samples"], "sample"),
-        f"{short(plan['num_tokens'])} tokens" if noun == "token" else None,
-        f"{short(cut)} more are left out" if cut and noun == "token" else None,
+        is_text and f"{short(plan['num_tokens'])} tokens",
+        is_text and cut and f"{short(cut)} more are left out",
         f"{number(plan['num_held_out'])} held out",
     )
     normalizer, epochs, seconds = plan["normalizer"], plan["epochs"], plan["step_seconds"]
-    over = "loss terms" if normalizer == "tokens" else normalizer
-    loss = f"sum over the whole global batch / its {over}"
-    if normalizer == "micro_batches":
-        loss = "mean of the micro-batches' means (not the whole-batch step)"
+    loss = "mean of the micro-batches' means (not the whole-batch step)"
+    if normalizer != "micro_batches":
+        over = "loss terms" if normalizer == "tokens" else normalizer
+        loss = f"sum over the whole global batch / its {over}"
     model = _joined(
-        plan["model"],
-        plural(count + frozen, "parameter"),
-        f"{number(frozen)} frozen" if frozen else None,
+        plan["model"], plural(count + frozen, "parameter"), frozen and f"{number(frozen)} frozen"
     )
     length = plural(epochs, "epoch") if float(epochs).is_integer() else f"{epochs:.2f} epochs"
-    lr = _joined(
-        f"{plan['lr']:g}",
-        plan["optimizer"],
-        plan["scheduler"],
-        f"{plural(warmup, 'step')} of warm-up ({percent(warmup / steps)} of the run)"
-        if warmup
-        else None,
-    )
+    first = warmup and f"{plural(warmup, 'step')} of warm-up ({percent(warmup / steps)} of the run)"
+    lr = _joined(f"{plan['lr']:g}", plan["optimizer"], plan["scheduler"], first)
     time = seconds and f"about {duration(seconds)} per step, {duration(seconds * steps)} in all"
-    workers = plural(plan["num_workers"], "loading process") + " each" * (plan["world_size"] > 1)
+    workers, each = plan["num_workers"], " each" if plan["world_size"] > 1 else ""
     compute = _joined(
         plan["device"],
-        plural(threads, "thread") if threads and plan["device"] == "cpu" else None,
+        plan["device"] == "cpu" and threads and plural(threads, "thread"),
         plan["precision"],
-        workers if plan["num_workers"] else None,
+        workers and plural(workers, "loading process") + each,
     )
     per_epoch = plural(plan["steps_per_epoch"], "step")
     return [
@@ -219,16 +203,16 @@ def _arithmetic(plan: Record, threads: int | None = None) -> list[Row]:
         ("steps", f"{number(steps)} = {length}, {per_epoch} per epoch"),
         ("lr", lr),
         ("defaults", _joined(*plan["defaults"])),
-        ("time", _joined(time or None, plan["time_note"])),
+        ("time", _joined(time, plan["time_note"])),
         ("compute", compute),
     ]
 
 
 def _memory(plan: Record) -> str | None:
+    """Set the predicted need beside the limit; either may be unknown."""
     peak, limit = plan["predicted_peak_bytes"], plan["memory_limit_bytes"]
-    if peak is None:
-        text = f"limit {size(limit)}, need not predicted" if limit else None
-    else:
+    text = limit and f"limit {size(limit)}, need not predicted"
+    if peak is not None:
         share = f"{percent(peak / limit)} of {size(limit)}" if limit else "limit unknown"
         text = f"{size(peak)} of tensors predicted, {share}"
     each = " per rank" if plan["world_size"] > 1 else ""
@@ -236,17 +220,19 @@ def _memory(plan: Record) -> str | None:
 
 
 def _tail(plan: Record) -> str:
+    """Say what becomes of an epoch's last samples; by tokens, how many they are varies."""
     tail, count = plan["tail"], plan["tail_size"]
+    if plan["unit"] == "samples" and not count:
+        return f"{tail}: every epoch ends with a whole global batch"
     last = f"the last {plural(count, 'sample')} of an epoch"
     if plan["unit"] == "tokens":
         last = "the last samples of an epoch, where they are too few"
-    elif not count:
-        return f"{tail}: every epoch ends with a whole global batch"
     end = "left out" if tail == "drop" else "in a step with a normaliser of its own"
     return f"{tail}: {last}, {end}"
 
 
 def _cadences(plan: Record) -> list[Row]:
+    """Say when each thing is done; a cadence in time, or a share, is text."""
     rows: list[Row] = []
     for name, every in plan["cadences"].items():
         text = f"every {every}, and at the end"
@@ -277,12 +263,12 @@ def _shapes(plan: Record, file: Path | None) -> RenderableType:
 def _candidates(candidates: Sequence[Record], noun: Noun) -> RenderableType:
     table = _table(f">cap, {noun}s", ">micro-batches", ">padding", ">memory", ">step time", "")
     for row in candidates:
-        notes = ["<- chosen"] * row["is_chosen"] + ["recomputing"] * row["recomputes"]
-        notes = notes if row["fits"] else ["does not fit"]
-        style = "bold green" if row["is_chosen"] else ("" if row["fits"] else "dim")
+        note = " recomputing" if row["recomputes"] else ""
+        note, style = (f"<- chosen{note}", "bold green") if row["is_chosen"] else (note, "")
+        note, style = (note, style) if row["fits"] else ("does not fit", "dim")
         counts = number(row["max_tokens"]), number(row["micro_batches"]), percent(row["padding"])
         costs = size(row["predicted_bytes"]), duration(row["predicted_seconds"])
-        table.add_row(*counts, *costs, " ".join(notes), style=style)
+        table.add_row(*counts, *costs, note.strip(), style=style)
     return table
 
 
@@ -332,7 +318,7 @@ def _times(time: Record) -> list[Row]:
 
 def _warnings(warnings: Sequence[str]) -> RenderableType:
     lines = [Text.assemble(("warning: ", "bold yellow"), text) for text in warnings]
-    return Padding(Group(*lines), (1, 0, 0, 2), expand=False) if lines else Group()
+    return Padding(Group(*lines), (1 if lines else 0, 0, 0, 2), expand=False)
 
 
 def _title(text: str) -> RenderableType:
@@ -368,5 +354,6 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _joined(*parts: str | None) -> str | None:
-    return ", ".join(part for part in parts if part) or None
+def _joined(*parts: object) -> str | None:
+    """Join what there is to say; a part may come of `count and text`."""
+    return ", ".join(str(part) for part in parts if part) or None

@@ -28,6 +28,7 @@ LOG_WIDTH = 100
 BRIEF = "TRAIN_BRIEF"  # in the environment: 1 leaves to train.log what a run would print
 
 _AS_IT_IS: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False}
+_PLAIN = _AS_IT_IS | {"color_system": None, "force_terminal": False}
 
 
 @final
@@ -45,12 +46,10 @@ class Screen:
         if isinstance(self._console.file, TextIOWrapper):
             # A generated sample or a path may hold what the terminal's encoding does not.
             self._console.file.reconfigure(errors="backslashreplace")
-        self._log: Console | None = None
+        self._consoles = [self._console]  # and the log, while it is open
         if folder is not None:
             log = (folder / LOG_FILE).open("a", encoding="utf-8", errors="backslashreplace")
-            self._log = Console(
-                file=log, width=LOG_WIDTH, color_system=None, force_terminal=False, **_AS_IT_IS
-            )
+            self._consoles.append(Console(file=log, width=LOG_WIDTH, **_PLAIN))
         self._live: Live | None = None
         self._progress: Progress | None = None
         self._figures = Text(no_wrap=True, overflow="ellipsis")
@@ -63,14 +62,14 @@ class Screen:
 
     def show(self, block: RenderableType) -> None:
         """Print a block, wrapped to the width at hand."""
-        for console in (self._console, self._log):
+        for console in self._consoles:
             _print(console, block)
 
     def line(self, text: str | Text, style: str = "") -> None:
         """Print one line, never wrapped by us, without secrets or control codes it may quote."""
         if isinstance(text, str):
             text = Text(printable_lines(without_secrets(text, os.environ)), style)
-        for console in (self._console, self._log):
+        for console in self._consoles:
             _print(console, text, soft_wrap=True)
 
     def warn(self, text: str) -> None:
@@ -112,9 +111,8 @@ class Screen:
         self._progress.update(task.id, left=f"{clock(left_s)} left")
         self._figures.plain = figures
         if is_due:
-            line = f"{at}  {figures}  {clock(left_s):>5} left\n"
-            _write(None if self._live else self._console, line)
-            _write(self._log, line)
+            for console in self._consoles[1 if self._live else 0 :]:
+                _write(console, f"{at}  {figures}  {clock(left_s):>5} left\n")
 
     def end_progress(self) -> None:
         """Take the bar away."""
@@ -125,15 +123,13 @@ class Screen:
     def close(self) -> None:
         """Take the bar away and close the log. Closing twice does nothing."""
         self.end_progress()
-        if self._log is not None:
-            self._log.file.close()
-        self._log = None
+        for log in self._consoles[1:]:
+            log.file.close()
+        del self._consoles[1:]
 
 
-def _print(console: Console | None, block: RenderableType, *, soft_wrap: bool = False) -> None:
+def _print(console: Console, block: RenderableType, *, soft_wrap: bool = False) -> None:
     """Print and flush; training goes on without a console that is gone."""
-    if console is None:
-        return
     try:
         if console.is_terminal:
             console.print(block, soft_wrap=soft_wrap)
@@ -147,9 +143,9 @@ def _print(console: Console | None, block: RenderableType, *, soft_wrap: bool = 
         _fall_silent(console, error)
 
 
-def _write(console: Console | None, lines: str) -> None:
+def _write(console: Console, lines: str) -> None:
     """Print whole lines without style, past rich, which would take ten times as long."""
-    if console is None or console.quiet:
+    if console.quiet:
         return
     try:
         console.file.write(lines)

@@ -16,7 +16,6 @@ from trainer.core.errors import SaveError
 Entry = dict[str, Any]
 
 METRICS_FILE = "metrics.jsonl"
-_MAX_LINE_BYTES = 1 << 28
 _as_json = json.JSONEncoder(allow_nan=False, default=methodcaller("item")).encode
 
 
@@ -122,5 +121,5 @@ def _entries(lines: bytes) -> list[Entry]:
 
 def _parse(line: bytes) -> Entry | None:
     """Read one line; None when it is torn or no entry of ours."""
-    entry = parsed(line) if len(line) <= _MAX_LINE_BYTES else None
+    entry = parsed(line)
     return entry if isinstance(entry, dict) and type(entry.get("step")) is int else None

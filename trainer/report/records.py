@@ -10,7 +10,7 @@ import platform
 import subprocess
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal, final
@@ -24,7 +24,8 @@ Noun = Literal["token", "sample"]
 Verdict = Literal["exact", "exact_without_dropout", "not_exact", "not_proven"]
 
 GIT_TIMEOUT_S = 2.0
-PACKAGES = ("torch", "hydra-core", "omegaconf", "numpy", "safetensors", "wandb")
+OURS = "step-trainer"
+PACKAGES = (OURS, "torch", "hydra-core", "omegaconf", "numpy", "safetensors", "wandb")
 
 
 @final
@@ -97,16 +98,10 @@ class VerifyReport:
 
     def to_json(self) -> dict[str, Any]:
         """Give verify.json."""
-        return {
-            "verdict": self.verdict,
+        return asdict(self) | {
             "exact": self.exact,
-            "max_relative_error": self.max_relative_error,
-            "reference": self.reference,
-            "dtype": self.dtype,
             "culprits": [{"module": name, "reason": reason} for name, reason in self.culprits],
             "worst": [{"parameter": name, "error": error} for name, error in self.worst],
-            "limit": self.limit,
-            "notes": list(self.notes),
         }
 
 
@@ -116,20 +111,14 @@ def environment() -> dict[str, Any]:
     Takes a few milliseconds; at most a few seconds where git hangs.
     """
     versions: dict[str, str | None] = {"python": platform.python_version()}
-    for name, package in [("trainer", "step-trainer"), *zip(PACKAGES, PACKAGES, strict=True)]:
-        try:
-            versions[name] = version(package)
-        except PackageNotFoundError:
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
             versions[name] = None
-    ours = Path(__file__)
-    # An installed copy may lie in a virtual environment inside somebody's repository.
-    is_tracked = _git(ours.parent, "ls-files", "--error-unmatch", ours.name) is not None
+            versions[name] = version(name)
+    versions |= {"trainer": versions.pop(OURS), "cuda": torch.version.cuda}
     return {
-        "versions": versions | {"cuda": torch.version.cuda},
-        "git": {
-            "project": git_revision(Path.cwd()),
-            "trainer": git_revision(ours.parent) if is_tracked else None,
-        },
+        "versions": versions,
+        "git": git_revision(Path.cwd()),
         "hardware": {
             "host": platform.node(),
             "system": platform.platform(),

@@ -70,13 +70,11 @@ def time_table(spendings: Sequence[Mapping[str, Any]], overlap: str | None) -> d
     """Say where the time of a run's steps went: `time` of result.json, the mean over all ranks.
 
     `overlap` says why as much as was measured of the communication is hidden; None on one rank.
-    Evaluation and saving stand beside the steps, and are the first rank's.
     """
     splits = split(spendings)
     parts = {name: fmean(each[name] for each in splits) for name in PARTS}
     whole, in_flight = sum(parts.values()), fmean(each["in_flight"] for each in splits)
     hidden = 1 - fmean(each["unhidden"] for each in splits) / in_flight if in_flight else None
-    phases = spendings[0]["phases"]
     return {
         "steps": spendings[0]["steps"],
         "step_seconds": round(whole, 6),
@@ -86,8 +84,6 @@ def time_table(spendings: Sequence[Mapping[str, Any]], overlap: str | None) -> d
         "hidden_share": None if hidden is None else round(max(0.0, hidden), 4),
         "overlap": overlap,
         "waiting_by_rank": [round(each["waiting"], 6) for each in splits],
-        "evaluation_seconds": round(phases.get("evaluation", NEVER)["seconds"], 3),
-        "saving_seconds": round(phases.get("saving", NEVER)["seconds"], 3),
     }
 
 

@@ -35,10 +35,8 @@ def is_hanging() -> bool:
 def shown_config(value: Any) -> Any:  # noqa: ANN401 - any config value
     """Copy a config as plain JSON values, secrets hidden."""
     if isinstance(value, Mapping):
-        return {
-            str(key): MASK if is_secret(str(key), item) else shown_config(item)
-            for key, item in value.items()
-        }
+        secret = {str(key) for key, item in value.items() if is_secret(str(key), item)}
+        return {str(k): MASK if str(k) in secret else shown_config(v) for k, v in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [shown_config(item) for item in value]
     is_plain = isinstance(value, int | float | None)

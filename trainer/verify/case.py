@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, final
 
@@ -194,15 +194,15 @@ class Case:
         The samples are shuffled: in the order of the plan a loss that couples neighbours couples
         the same ones as the micro-batches do, and would be exact by accident.
         """
-        units = self.units()
+        units, positions = self.units(), np.sort(self.positions)
         order = np.random.default_rng(ORDER_SEED).permutation(len(units))
         mixed = np.concatenate([units[i] for i in order])
         # What must stay together does, and a short last group stays last.
-        mixed = np.concatenate([mixed, np.sort(self.positions)[len(mixed) :]])
-        cuts = range(self.size, len(mixed), self.size)
+        mixed = np.concatenate([mixed, positions[len(mixed) :]])
+        groups = np.split(mixed, range(self.size, len(mixed), self.size))
         # A mean of means has no reference of its own; what it approximates is the mean.
         kind: Kind = "samples" if self.kit.normalizer == "samples" else "tokens"
-        return self._gradient([self.load(group) for group in np.split(mixed, cuts)], kind)
+        return self._gradient([self.load(group) for group in groups], kind)
 
     def one_piece(self) -> Gradient:
         """Compute the step in one piece, in the order of the plan, as the run itself would."""
@@ -225,18 +225,16 @@ class Case:
         """
         # Generators of the model's own are shared: no seed governs them, and that is to show.
         kit = copied(self.kit, self.dtype, own_generators(self.module, self.kit.objective))
-        default = torch.get_default_dtype()
-        try:
-            with ExitStack() as stack:
-                # cuDNN has no backward for recurrent layers out of training mode, into which
-                # those that draw dropout are put.
-                stack.enter_context(torch.backends.cudnn.flags(enabled=False))
-                if self.dtype == torch.float64:
-                    torch.set_default_dtype(torch.float64)
-                    stack.enter_context(Widened(self.undone))
+        default, is_wide = torch.get_default_dtype(), self.dtype == torch.float64
+        # cuDNN has no backward for recurrent layers out of training mode, into which those that
+        # draw dropout are put.
+        widened = Widened(self.undone) if is_wide else nullcontext()
+        with torch.backends.cudnn.flags(enabled=False), widened:
+            try:
+                torch.set_default_dtype(torch.float64 if is_wide else default)
                 yield replace(self, kit=kit)
-        finally:
-            torch.set_default_dtype(default)
+            finally:
+                torch.set_default_dtype(default)
 
     def cast(self, micro_batch: MicroBatch) -> MicroBatch:
         """Put a micro-batch onto the copy's device, in its precision."""

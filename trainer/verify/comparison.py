@@ -156,6 +156,7 @@ def _as_real(values: Tensor) -> Tensor:
 
 
 def _distance(found: Tensor | None, expected: Tensor | None) -> float:
+    """Give the largest absolute difference; what only one side has is compared with zeros."""
     if found is None or expected is None:
         return max(_largest(each) for each in (found, expected) if each is not None)
     wide = torch.promote_types(expected.dtype, torch.float64)

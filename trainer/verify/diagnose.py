@@ -41,7 +41,7 @@ AMPLIFIED = "no cut is to blame and none can be cleared"
 UNPROVEN = (DRAWS, UNREPEATABLE, HOOKED, SHARED, AMPLIFIED)
 
 LOW = (torch.bfloat16, torch.float16)  # in which adding up micro-batches loses bits
-MAX_TRACED = 8  # micro-batches that are taken apart when the whole batch cannot be traced
+MAX_TRACED = 8  # micro-batches that are taken apart
 
 
 def short(dtype: torch.dtype) -> str:
@@ -139,20 +139,16 @@ def _search_step(case: Case, errors: Errors, *, traces_whole: bool) -> Culprits:
 
     Where no module's result, loss sum or weight differs, the worst parameter is named.
     """
-    planned, positions = [m for m in case.batch.micro_batches if m.ids], case.positions
-    culprits: Culprits = []
-    with AllocationGuard():
-        if traces_whole and len(planned) > 1:
-            culprits = find(case, case.load(positions), {"its micro-batch": planned}).all
-    for micro_batch in planned[:MAX_TRACED]:
-        mine, positions = np.split(positions, [len(micro_batch.ids)])
-        with AllocationGuard():
-            units = range(case.batch.plan.group_size, len(mine), case.batch.plan.group_size)
-            if not culprits and units:
-                parts = [case.load(part) for part in np.split(mine, units)]
-                culprits = find(case, micro_batch, {"its micro-batch": parts}).all
-    if culprits:
-        return culprits
+    ends = np.cumsum([len(m.ids) for m in case.batch.micro_batches if m.ids])
+    slots, size = np.split(case.positions, ends[:-1]), case.batch.plan.group_size
+    pieces = [(case.positions, slots)] if traces_whole else []
+    pieces += [(slot, np.split(slot, range(size, len(slot), size))) for slot in slots[:MAX_TRACED]]
+    for positions, parts in pieces:
+        with AllocationGuard():  # what does not fit is passed over
+            ways = {"its micro-batch": [case.load(part) for part in parts]}
+            culprits = find(case, case.load(positions), ways).all if len(parts) > 1 else []
+            if culprits:
+                return culprits
     name, error = errors.worst[0]
     reason = (
         f"the gradient of {name} depends on the cut (error {error:.0e}), while what every module "

@@ -58,6 +58,12 @@ CAUSES = {
     "length",
 }
 
+REMEDY = "let `sums` add up over samples, and `weights` count what it adds up"
+REMEDY_OF_MODEL = (
+    "try objective.reduction=mean where the model drops num_items_in_batch, or the other value of "
+    "objective.causal, or take an objective that sums, such as next_token or classify"
+)
+
 # Ways to part a micro-batch into smaller ones, in order, by what these do not share with it.
 Ways = Mapping[str, Sequence[MicroBatch]]
 
@@ -188,13 +194,12 @@ def describe(modules: Mapping[str, nn.Module], reasons: Mapping[str, str]) -> Cu
     for name, reason in reasons.items():
         kind = type(modules[name]).__name__
         groups.setdefault((re.sub(r"\d+", "*", name), kind, reason), []).append(name)
-    lines = []
-    for (pattern, kind, reason), names in groups.items():
-        if len(names) > 1:
-            lines.append((pattern, f"{len(names)} x {kind} {reason}"))
-        else:
-            lines.append((names[0] or f"{kind} (in its own forward)", f"{kind} {reason}"))
-    return lines
+    return [
+        (pattern, f"{len(names)} x {kind} {reason}")
+        if len(names) > 1
+        else (names[0] or f"{kind} (in its own forward)", f"{kind} {reason}")
+        for (pattern, kind, reason), names in groups.items()
+    ]
 
 
 def _sum_faults(case: Case, trace: Trace, sums: Mapping[str, Sequence[Sums]]) -> Culprits:
@@ -210,10 +215,11 @@ def _sum_faults(case: Case, trace: Trace, sums: Mapping[str, Sequence[Sums]]) ->
         if not wrong:
             continue
         last = apart[wrong[-1]]
+        remedy = REMEDY_OF_MODEL if isinstance(case.kit.objective, ModelLoss) else REMEDY
         reason = (
             f"`{term}` is no sum: {len(trace.micro_batch.ids)} samples together give "
             f"{float(loss):.6g}, in {len(last)} groups they add up to {sum(last):.6g}; it divides "
-            f"by a count of its own, or couples samples; {_remedy(case)}"
+            f"by a count of its own, or couples samples; {remedy}"
         )
         if wrong[0] == PADDING and len(sums) > 1:
             reason = (
@@ -226,55 +232,54 @@ def _sum_faults(case: Case, trace: Trace, sums: Mapping[str, Sequence[Sums]]) ->
 
 def _weight_faults(case: Case, trace: Trace, parts: Sequence[MicroBatch]) -> Culprits:
     """Name every weight of a loss that is no count over samples."""
-    whole = trace.micro_batch
-    return [
-        (
-            case.objective_name,
-            f"the weight of `{term}` does not add up: {len(whole.ids)} samples together weigh "
-            f"{weight:g}, in {len(parts)} groups {sum(m.weights[term] for m in parts):g}; "
-            "`weights` must count what `sums` adds up, or the loss is not divided by it",
-        )
-        for term, weight in whole.weights.items()
-        if term in trace.sums.losses
-        and not _adds_up(weight, [m.weights[term] for m in parts], WEIGHT_TOLERANCE)
-    ]
+    faults = Culprits()
+    for term, weight in trace.micro_batch.weights.items():
+        apart = [m.weights[term] for m in parts]
+        if term in trace.sums.losses and not _adds_up(weight, apart, WEIGHT_TOLERANCE):
+            reason = (
+                f"the weight of `{term}` does not add up: {len(trace.micro_batch.ids)} samples "
+                f"together weigh {weight:g}, in {len(parts)} groups {sum(apart):g}; `weights` must "
+                "count what `sums` adds up, or the loss is not divided by it"
+            )
+            faults.append((case.objective_name, reason))
+    return faults
 
 
 def _added_faults(case: Case, trace: Trace, parts: Sequence[MicroBatch]) -> Culprits:
     """Name the losses that a model adds to its own, such as a router's, and that are no sums."""
-    added, kind = _added(trace), type(case.module).__name__
+    added, kind, faults = _added(trace), type(case.module).__name__, Culprits()
     traces = [_added(record(case, part)) for part in parts] if added else []
-    apart = {name: [float(each.get(name, math.nan)) for each in traces] for name in added}
-    return [
-        (
-            f"{kind}.{name}",
-            f"`{name}`, which {kind} adds to its loss, is no sum over samples but a statistic of "
-            f"the micro-batch, as a router's load balance is: together it is {float(value):.6g}, "
-            f"in {len(parts)} groups {sum(apart[name]):.6g} in all; switch it off in the model's "
-            "config (output_router_logits=False, or a coefficient of 0), or use one micro-batch "
-            "per step",
-        )
-        for name, value in added.items()
-        if not _adds_up(value, apart[name])
-    ]
+    for name, value in added.items():
+        apart = [float(each.get(name, math.nan)) for each in traces]
+        if not _adds_up(value, apart):
+            reason = (
+                f"`{name}`, which {kind} adds to its loss, is no sum over samples but a statistic "
+                f"of the micro-batch, as a router's load balance is: together it is "
+                f"{float(value):.6g}, in {len(parts)} groups {sum(apart):.6g} in all; switch it "
+                "off in the model's config (output_router_logits=False, or a coefficient of 0), or "
+                "use one micro-batch per step"
+            )
+            faults.append((f"{kind}.{name}", reason))
+    return faults
 
 
 def _added(trace: Trace) -> Mapping[str, Tensor]:
     """List the losses beside `.loss` that the model's first call gave and its loss depends on."""
-    found: dict[str, Tensor] = {}
-    if ("", 0) in trace.calls:
-        outputs = trace.calls["", 0].outputs
-        for path, gradient in outputs.gradients.items():
-            name = path.rpartition(".")[2]
-            is_loss = name.endswith("loss") and name != "loss"
-            if is_loss and gradient is not None and not gradient.dim() and float(gradient):
-                found[name] = outputs.values[path]
-    return found
+    if ("", 0) not in trace.calls:
+        return {}
+    outputs = trace.calls["", 0].outputs
+    return {
+        path.rpartition(".")[2]: outputs.values[path]
+        for path, gradient in outputs.gradients.items()
+        if path.endswith("loss") and path.rpartition(".")[2] != "loss"
+        if gradient is not None and not gradient.dim() and float(gradient)
+    }
 
 
 def _adds_up(
     together: Tensor | float, apart: Sequence[float], tolerance: float = SINGLE_TOLERANCE
 ) -> bool:
+    """Whether values of groups add up to that of all; to none if that is no number either."""
     if isinstance(together, Tensor) and together.dtype == torch.float64:
         tolerance = TOLERANCE
     together, summed = float(together), sum(apart)
@@ -282,14 +287,3 @@ def _adds_up(
         return True
     size = max(abs(together), *map(abs, apart))  # signed sums may cancel
     return abs(together - summed) <= max(tolerance * size, 1e-12)
-
-
-def _remedy(case: Case) -> str:
-    """Say what may make a sum of it; to verify again shows whether it does."""
-    objective = case.kit.objective
-    if not isinstance(objective, ModelLoss):
-        return "let `sums` add up over samples, and `weights` count what it adds up"
-    typed = f"objective.causal={str(not objective.causal).lower()} or objective.reduction=sum"
-    if objective.reduction == "sum":
-        typed = "objective.reduction=mean where the model drops num_items_in_batch"
-    return f"try {typed}, or take an objective that sums, such as next_token or classify"

@@ -60,8 +60,12 @@ def _verify(kit: Kit, batch: PlannedBatch, feed: Feed, *, whole_fits: bool) -> V
     is_one_piece = case.batch.plan.num_micro_batches == 1
     case, expected = _refer(case, whole_first=whole_fits and not is_one_piece)
     errors, low = case.errors(planned, expected), low_precision(kit)
-    why = _why(case, is_one_piece=is_one_piece, whole_fits=whole_fits)
-    whole_errors = errors
+    whole_errors, why = errors, list[str]()
+    if is_one_piece and case.size < case.num_samples:
+        why = ["the plan is the whole batch in one piece; compared with less, which proves more"]
+    elif case.size < case.num_samples:
+        fault = "ran out of memory" if whole_fits else "is not sure to fit into memory"
+        why = [f"the whole batch in one piece {fault} in {short(case.limit_dtype)}"]
     if low is not None:
         as_is = replace(case, kit=copied(kit, None), dtype=None)
         errors = case.errors(as_is.planned(), expected)
@@ -125,10 +129,8 @@ def _plan(kit: Kit, batch: PlannedBatch, feed: Feed) -> tuple[Case, Gradient, li
         notes.append(f"casts to {low} by hand in the model are undone in float64")
     asked, used = batch.plan.num_micro_batches, case.batch.plan.num_micro_batches
     if used != asked:
-        notes.append(
-            f"cut into {used} micro-batches instead of the run's {asked}, which do not fit into "
-            f"memory in {short(dtype)}"
-        )
+        few = f"the run's {asked}, which do not fit into memory in {short(dtype)}"
+        notes.append(f"cut into {used} micro-batches instead of {few}")
     return case, planned, notes
 
 
@@ -202,16 +204,6 @@ def _uncopied(kit: Kit) -> Culprits:
     return culprits + ([(first_of(reached), SHARED)] if reached else [])
 
 
-def _why(case: Case, *, is_one_piece: bool, whole_fits: bool) -> list[str]:
-    """Say why the reference is not the whole batch in one piece."""
-    if case.size == case.num_samples:
-        return []
-    if is_one_piece:
-        return ["the plan is the whole batch in one piece; compared with less, which proves more"]
-    fault = "ran out of memory" if whole_fits else "is not sure to fit into memory"
-    return [f"the whole batch in one piece {fault} in {short(case.limit_dtype)}"]
-
-
 def _asides(case: Case, errors: Errors, found: Found, culprits: Culprits) -> list[str]:
     """Say what the verdict leaves open, and what this batch could not show."""
     notes = list[str]()
@@ -245,11 +237,12 @@ def _asides(case: Case, errors: Errors, found: Found, culprits: Culprits) -> lis
 
 
 def _hides_shift(case: Case) -> bool:
-    objective, micro_batches = case.kit.objective, case.batch.micro_batches
+    """Whether a loss that shifts labels wrongly would look right; ours cannot."""
+    objective = case.kit.objective
     if type(objective).__module__.startswith("trainer.") and not isinstance(objective, ModelLoss):
         return False
-    fields = [m.fields["labels"] for m in micro_batches if "labels" in m.fields]
-    rows = [labels for labels in fields if labels.dim() > 1]
+    labels = [m.fields["labels"] for m in case.batch.micro_batches if "labels" in m.fields]
+    rows = [each for each in labels if each.dim() > 1]
     return bool(rows) and all((row[:, 0] == IGNORED).all() for row in rows)
 
 

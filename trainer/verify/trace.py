@@ -109,12 +109,8 @@ def tensors_of(value: Any, path: str = "") -> Tensors:  # noqa: ANN401 - module 
         value = vars(value)
     if isinstance(value, list | tuple):
         value = dict(enumerate(value))
-    if not isinstance(value, Mapping):
-        return {}
-    found: Tensors = {}
-    for name, item in value.items():
-        found |= tensors_of(item, f"{path}.{name}")
-    return found
+    parts = value.items() if isinstance(value, Mapping) else ()
+    return {p: t for name, item in parts for p, t in tensors_of(item, f"{path}.{name}").items()}
 
 
 class Seen(NamedTuple):
@@ -144,15 +140,15 @@ class Seen(NamedTuple):
         """
         wrong = []
         for path in self.values.keys() & found.keys():
-            pair = align(self.values[path], found[path], share)
+            value, mask = self.values[path], None
+            pair = align(value, found[path], share)
             if pair is None or not (judges_all or path in self.gradients):
                 continue
-            mask = None
-            if path in self.gradients:
+            if path in self.gradients:  # None: the loss depends on nothing of it
                 gradient = self.gradients[path]
-                gradient = torch.zeros_like(self.values[path]) if gradient is None else gradient
-                mask = align(gradient != 0, found[path], share)
-            if not close(pair[1], pair[0], None if mask is None else mask[0]):
+                matters = torch.zeros_like(value) if gradient is None else gradient
+                mask = align(matters != 0, found[path], share)
+            if not close(pair[1], pair[0], mask and mask[0]):
                 wrong.append(pair)
         return wrong
 

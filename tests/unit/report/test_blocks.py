@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from rich.text import Text
 
 from trainer.core.signals import STOPPING
 from trainer.report.blocks import batch_equation, end_block, plan_block, verify_block
@@ -66,30 +67,16 @@ def record(step: int, **changes: Any) -> dict[str, Any]:
 
 
 RESULT: dict[str, Any] = {
-    "step": 60,
-    "loss": 2.5,
-    "eval_loss": 2.4862,
-    "tokens_per_second": 41_234.2,
-    "seconds": 128.0,
-    "metrics": {"loss": 2.4862, "accuracy": 0.31},
-    "baselines": {"byte unigram": 3.3121, "byte bigram": 2.4101},
-    "peak_bytes": None,
-    "skipped_steps": 0,
-    "replays": 0,
-    "time": None,
+    "step": 60, "loss": 2.5, "eval_loss": 2.4862, "tokens_per_second": 41_234.2, "seconds": 128.0,
+    "metrics": {"loss": 2.4862, "accuracy": 0.31}, "peak_bytes": None, "skipped_steps": 0,
+    "baselines": {"byte unigram": 3.3121, "byte bigram": 2.4101}, "replays": 0, "time": None,
     "advice": [],
-}
+}  # fmt: skip
 
 
 def ending(taken: int = 60, noun: str = "token", unit: str | None = "nats", **changes) -> RunEnd:
-    return RunEnd(
-        result=RESULT | changes,
-        taken=taken,
-        noun=noun,
-        unit=unit,
-        sample="def f():\n    \x1b[2Jreturn",
-        commands=("train evaluate run='outputs/a b'", "train resume=RUN steps=120"),
-    )
+    result, sample = RESULT | changes, "def f():\n    \x1b[2Jreturn"
+    return RunEnd(result=result, taken=taken, noun=noun, unit=unit, sample=sample)
 
 
 def shown(block, monkeypatch, width=80, **environ) -> str:
@@ -125,22 +112,17 @@ def terminal(monkeypatch):
     os.close(ours)
 
 
-@pytest.mark.parametrize("width", [80, 120])
-@pytest.mark.parametrize("no_color", ["", "1"])
-def test_every_block_fits_the_width_without_trailing_blanks(width, no_color, monkeypatch, tmp_path):
-    verify = VerifyReport(
-        verdict="not_exact",
-        max_relative_error=0.03,
-        reference="whole batch",
-        dtype="float64",
-        num_parameters=10,
-        micro_batches=3,
-        global_batch=12,
-        limit=1e-10,
-        worst=(("blocks.0.attention.qkv.weight", 0.03),),
-        culprits=(("net.bn1", "takes mean and variance of the micro-batch " * 4),),
-    )
-    for block in (plan_block(PLAN), verify_block(verify), end_block(ending())):
+REPORT = VerifyReport(
+    verdict="not_exact", max_relative_error=0.032, reference="sample by sample, summed",
+    dtype="float64", num_parameters=10, micro_batches=3, global_batch=12, limit=1e-10,
+    worst=(("blocks.0.attention.qkv.weight", 0.03),),
+    culprits=(("net.bn1", "takes mean and variance of the micro-batch " * 4),),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("width", "no_color"), [(80, ""), (120, "1")])
+def test_every_block_fits_the_width_without_trailing_blanks(width, no_color, monkeypatch):
+    for block in (plan_block(PLAN), verify_block(REPORT), end_block(ending())):
         text = shown(block, monkeypatch, width, NO_COLOR=no_color)
         assert "\x1b" not in text
         for line in text.splitlines():
@@ -148,31 +130,22 @@ def test_every_block_fits_the_width_without_trailing_blanks(width, no_color, mon
             assert len(line) <= width
 
 
+TWO_RANKS = {"world_size": 2, "accum_steps": 4}
+TOKENS = {"unit": "tokens", "global_batch": 65_536}
+EVEN = {"micro_batches": 8, "shapes": [shape(64, 1, rank=i % 2) for i in range(8)]}
+
+
 @pytest.mark.parametrize(
-    ("changes", "equation"),
+    ("changes", "left", "right"),
     [
-        ({}, "512 samples = 1 rank x 3 micro-batches of 32 to 384 samples"),
-        (
-            {"world_size": 2, "accum_steps": 4},
-            "512 samples = 3 micro-batches over 2 ranks, at most 4 each of 32 to 384 samples",
-        ),
-        (
-            {
-                "world_size": 2,
-                "accum_steps": 4,
-                "micro_batches": 8,
-                "shapes": [shape(64, 1, rank=i % 2) for i in range(8)],
-            },
-            "512 samples = 2 ranks x 4 micro-batches x 64 samples",
-        ),
-        (
-            {"unit": "tokens", "global_batch": 65_536},
-            "65,536 tokens or just above = 1 rank x 3 micro-batches of 32 to 384 samples",
-        ),
+        ({}, "512 samples", "1 rank x 3 micro-batches of 32 to 384"),
+        (TWO_RANKS, "512 samples", "3 micro-batches over 2 ranks, at most 4 each of 32 to 384"),
+        (TWO_RANKS | EVEN, "512 samples", "2 ranks x 4 micro-batches x 64"),
+        (TOKENS, "65,536 tokens or just above", "1 rank x 3 micro-batches of 32 to 384"),
     ],
 )
-def test_the_batch_equation_is_true_for_every_cut(changes, equation):
-    assert batch_equation(PLAN | changes) == equation
+def test_the_batch_equation_is_true_for_every_cut(changes, left, right):
+    assert batch_equation(PLAN | changes) == f"{left} = {right} samples"
 
 
 def test_a_plan_shows_its_arithmetic_and_marks_the_cap_it_chose(monkeypatch):
@@ -184,9 +157,7 @@ def test_a_plan_shows_its_arithmetic_and_marks_the_cap_it_chose(monkeypatch):
         "60 = 1.67 epochs, 36 steps per epoch",
         "keep: the last 118 samples",
         "every 20 steps, 3 times",
-        "once, at the end",
         "does not fit",
-        "unknown",
         "warning: BatchNorm in [net.bn1]: type batchnorm=micro",
         "6 steps of warm-up (10.0% of the run)",
         "about 2.2 s per step, 2 min 12 s in all",
@@ -195,25 +166,15 @@ def test_a_plan_shows_its_arithmetic_and_marks_the_cap_it_chose(monkeypatch):
 
 
 def test_verify_names_the_culprits(monkeypatch):
-    report = VerifyReport(
-        verdict="not_exact",
-        max_relative_error=0.032,
-        reference="sample by sample, summed",
-        dtype="float64",
-        num_parameters=10,
-        micro_batches=3,
-        global_batch=12,
-        limit=1e-10,
-        culprits=(("net.bn1", "BatchNorm"),),
-    )
-    text = shown(verify_block(report), monkeypatch, 120)
+    text = shown(verify_block(REPORT), monkeypatch, 120)
     for part in ("not exact", "3.20e-02", "sample by sample, summed", "net.bn1"):
         assert part in text
-    assert report.to_json()["culprits"] == [{"module": "net.bn1", "reason": "BatchNorm"}]
-    assert "not exact" not in shown(verify_block(replace(report, verdict="exact")), monkeypatch)
+    (culprit,) = REPORT.to_json()["culprits"]
+    assert (culprit["module"], culprit["reason"][:10]) == ("net.bn1", "takes mean")
+    assert "not exact" not in shown(verify_block(replace(REPORT, verdict="exact")), monkeypatch)
 
 
-def test_the_end_sets_the_loss_beside_each_baseline(monkeypatch):
+def test_the_end_sets_the_loss_beside_each_baseline_and_keeps_noise_to_itself(monkeypatch):
     text = shown(end_block(ending()), monkeypatch)
     assert "byte unigram   3.3121   this model is 0.8259 better" in text
     assert "byte bigram    2.4101   this model is 0.0761 worse" in text
@@ -221,22 +182,38 @@ def test_the_end_sets_the_loss_beside_each_baseline(monkeypatch):
     assert "60 steps in 2 min 8 s" in text
     assert "held-out loss, nats\n" in text
     assert "held-out loss\n" in shown(end_block(ending(unit=None)), monkeypatch)
+    raw = ending(step=22, taken=2, eval_loss=4.0, seconds=2.6)
+    text = shown(end_block(raw), monkeypatch)
+    assert "22 steps, 2 of them in this start, in 2.6 s" in text
+    assert "worse, after 22 steps" in text
+    assert "not shown: counting bytes alone predicts better" in text
+    assert "def f()" not in text
 
 
-def test_without_a_terminal_each_due_step_is_one_aligned_line(tmp_path):
+def test_without_a_terminal_each_due_step_is_one_aligned_line_and_so_is_what_went_wrong(tmp_path):
     file = io.StringIO()
     reporter = RunReporter(tmp_path, Screen(tmp_path, file=file), log_every=10)
     reporter.start(PLAN, name="first")
     for step in range(1, 61):
-        reporter.step(record(step))
+        fault = {"replays": 1, "skipped": "not finite"} if step == 7 else {}
+        reporter.step(record(step, **fault))
     reporter.close()
-    lines = [line for line in file.getvalue().splitlines() if line.startswith("step ")]
+    text = file.getvalue()
+    lines = [line for line in text.splitlines() if re.match(r"step +\d+/60  loss", line)]
     assert [int(line[5:7]) for line in lines] == [1, 10, 20, 30, 40, 50, 60]
     assert len({len(line) for line in lines}) == 1
     assert lines[1].startswith(
         "step 10/60  loss   4.9000  41.2k tokens/s  padding  1.4%  grad norm  0.83  lr 2.00e-02"
     )
-    assert (tmp_path / LOG_FILE).read_text().splitlines()[-7:] == lines
+    assert text.count("step  7/60  out of memory: computed again, in 3 micro-batches") == 1
+    assert text.count("step 7 updated nothing: not finite") == 1
+    resumed = RunReporter(tmp_path, Screen(tmp_path, file=io.StringIO()), resumed_step=2)
+    resumed.start(PLAN)
+    resumed.step(record(3))
+    resumed.close()
+    log = (tmp_path / LOG_FILE).read_text()
+    assert [line for line in log.splitlines() if line in lines] == lines
+    assert log.count("after step 2, in the same folder") == log.count("step  3/60  loss") == 1
 
 
 def test_a_terminal_shows_a_bar_and_the_log_the_same_lines_without_colour(tmp_path, terminal):
@@ -257,18 +234,6 @@ def test_a_terminal_shows_a_bar_and_the_log_the_same_lines_without_colour(tmp_pa
     assert "step 20/60  loss   4.8000" in log
     assert "step 30/60  held out: loss 4.5000  (1.0 s)" in log
     assert seen().rfind("\x1b[?25h") > seen().rfind("\x1b[?25l"), "the cursor stays visible"
-
-
-def test_the_log_of_a_resumed_run_goes_on_in_the_same_file(tmp_path):
-    for resumed in (None, 2):
-        reporter = RunReporter(tmp_path, Screen(tmp_path, file=io.StringIO()), resumed_step=resumed)
-        reporter.start(PLAN)
-        for step in (1, 2, 3) if resumed is None else (3,):
-            reporter.step(record(step))
-        reporter.close()
-    log = (tmp_path / LOG_FILE).read_text()
-    assert log.count("step  3/60  loss") == 2
-    assert log.count("after step 2, in the same folder") == 1
 
 
 def test_hooks_see_plain_copies_and_cannot_stop_or_change_a_run(tmp_path):
@@ -294,17 +259,6 @@ def test_hooks_see_plain_copies_and_cannot_stop_or_change_a_run(tmp_path):
     assert "saved checkpoints/step-00000002" in file.getvalue()
 
 
-def test_a_replay_and_a_skip_take_one_line_each(tmp_path):
-    file = io.StringIO()
-    reporter = RunReporter(tmp_path, Screen(file=file), log_every=100)
-    reporter.start(PLAN)
-    reporter.step(record(7, replays=1, micro_batches=6, skipped="not finite"))
-    reporter.close()
-    text = file.getvalue()
-    assert text.count("step  7/60  out of memory: computed again, in 6 micro-batches") == 1
-    assert text.count("step 7 updated nothing: not finite") == 1
-
-
 def test_every_rank_but_the_first_takes_the_same_calls_and_is_silent():
     names = {name for name in vars(RunReporter) if not name.startswith("_")} | {"line", "warn"}
     silent: Reporter = SilentReporter()
@@ -312,14 +266,16 @@ def test_every_rank_but_the_first_takes_the_same_calls_and_is_silent():
     assert all(getattr(silent, name)(1, x=2) is None for name in names - {"wandb_id"})
 
 
-def test_samples_without_tokens_are_called_samples_everywhere(tmp_path, monkeypatch):
+def test_samples_of_length_one_are_called_samples_everywhere(tmp_path, monkeypatch):
     sizes = {"num_samples": 57, "num_tokens": 57, "max_tokens": 1, "global_batch": 1}
     plan = PLAN | sizes | {"shapes": [shape(1, 1)]}
     text = shown(plan_block(plan), monkeypatch, 120)
-    assert "1 sample = " in text
-    assert "57 samples, 965 held out" in text
-    assert re.search(r"cap +1 sample per micro-batch", text)
-    assert "token" not in text
+    for words in (
+        "1 sample = ",
+        "57 samples, 965 held out",
+        "cap         1 sample per micro-batch",
+    ):
+        assert words in text
     file = io.StringIO()
     reporter = RunReporter(tmp_path, Screen(tmp_path, file=file))
     reporter.start(plan)
@@ -328,31 +284,50 @@ def test_samples_without_tokens_are_called_samples_everywhere(tmp_path, monkeypa
     reporter.close()
     assert "41.2k samples/s" in file.getvalue()
     assert "53 samples/s" in file.getvalue()
+    assert "token" not in text + file.getvalue()
 
 
-def test_the_end_counts_the_steps_of_this_start_and_keeps_noise_to_itself(monkeypatch):
-    raw = ending(step=22, taken=2, eval_loss=4.0, seconds=2.6)
-    text = shown(end_block(raw), monkeypatch)
-    assert "22 steps, 2 of them in this start, in 2.6 s" in text
-    assert "worse, after 22 steps" in text
-    assert "not shown: counting bytes alone predicts better" in text
-    assert "def f()" not in text
+class Gone(io.StringIO):
+    def write(self, text):
+        raise OSError(5, "Input/output error")
 
 
-def test_a_screen_whose_reader_left_falls_silent_and_a_brief_one_is_the_logs(tmp_path, monkeypatch):
+def test_a_screen_that_is_gone_falls_silent_and_a_brief_one_is_the_logs(tmp_path, monkeypatch):
     reader, writer = os.pipe()
     os.close(reader)
-    with os.fdopen(writer, "w") as file:  # to close it breaks nothing either
-        screen = Screen(file=file)
-        screen.line("one")
-        screen.line("two")
+    with os.fdopen(writer, "w") as left:  # to close it breaks nothing either
+        for file in (left, Gone()):
+            screen = Screen(tmp_path, file=file)
+            screen.line("one")
+            screen.show(Text("two"))
+            screen.close()
     monkeypatch.setenv(BRIEF, "1")
     brief = io.StringIO()
     screen = Screen(tmp_path, file=brief)
     screen.line("three")
     screen.close()
     assert brief.getvalue() == ""
-    assert (tmp_path / LOG_FILE).read_text() == "three\n"
+    assert (tmp_path / LOG_FILE).read_text() == "one\ntwo\n" * 2 + "three\n"
+
+
+def test_a_terminal_that_knows_only_ascii_gets_escapes_and_brackets_are_no_markup():
+    raw = io.BytesIO()
+    screen = Screen(file=io.TextIOWrapper(raw, encoding="ascii"))
+    screen.line("é [red]x[/red] :smile:")
+    assert raw.getvalue() == b"\\xe9 [red]x[/red] :smile:\n"
+
+
+def test_time_left_is_the_mean_of_the_steps_after_the_first():
+    now, file = [100.0], io.StringIO()
+    screen = Screen(file=file)
+    screen._console.get_time = lambda: now[0]
+    screen.begin(0, 10)
+    figures = {"tokens_per_second": 1.0, "padding": 0.0, "grad_norm": 1.0, "lr": 1.0, "loss": 1.0}
+    for step, seconds in ((1, 30.0), (2, 1.0), (3, 1.0)):
+        screen.step({"step": step, "seconds": seconds, **figures}, is_due=True)
+        now[0] += 2.0
+    left = [line.split("  ")[-1].strip() for line in file.getvalue().splitlines()]
+    assert left == ["4:30 left", "0:16 left", "0:14 left"]
 
 
 def test_the_bar_is_not_drawn_over_what_is_said_of_a_signal():

@@ -1,10 +1,12 @@
-"""metrics.jsonl and samples.jsonl: exact keys, strict JSON, mended at resume, kept when full."""
+"""metrics.jsonl, samples.jsonl, the environment: exact keys, strict JSON, mended, whole if full."""
 
 from __future__ import annotations
 
 import errno
 import json
 import math
+import subprocess
+import time
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from hypothesis import strategies as st
 from tests.lib.support import STEP_KEYS
 from trainer.core import durable
 from trainer.core.errors import SaveError
+from trainer.report import records
 from trainer.report.journal import METRICS_FILE, read, to_line, truncate_after
 from trainer.report.metrics import SAMPLES_FILE, MetricsLog
 
@@ -62,37 +65,15 @@ def test_a_step_is_one_object_with_the_agreed_keys_in_order(tmp_path):
     assert entry["tokens_per_second"] == 180_000
 
 
-def test_what_applies_to_some_steps_only_is_there_on_those_only(tmp_path):
+def test_more_stands_where_it_applies_and_numbers_that_json_does_not_know_are_null(tmp_path):
     log = MetricsLog(tmp_path, pytest.fail)
-    log.step(
-        record(
-            skipped="not finite",
-            replays=2,
-            noise_scale=torch.tensor(12.0),
-        )
-    )
-    (entry,) = strictly(tmp_path / METRICS_FILE)
-    assert {name: entry[name] for name in entry if name not in STEP_KEYS} == {
-        "skipped": "not finite",
-        "replays": 2,
-        "noise_scale": 12.0,
-    }
-
-
-def test_numbers_that_json_does_not_know_are_null(tmp_path):
-    log = MetricsLog(tmp_path, pytest.fail)
-    log.step(record(loss=torch.tensor(math.nan), grad_norm=math.inf))
-    log.evaluation(1, {"loss": math.nan}, 1.0)
+    more = {"skipped": "not finite", "replays": 2, "noise_scale": torch.tensor(12.0)}
+    log.step(record(loss=torch.tensor(math.nan), grad_norm=math.inf, **more))
+    log.evaluation(1, {"loss": math.nan, "accuracy": 0.3}, 1.5)
     step, evaluation = strictly(tmp_path / METRICS_FILE)
-    assert step["loss"] is step["grad_norm"] is evaluation["eval_loss"] is None
-
-
-def test_an_evaluation_names_its_metrics(tmp_path):
-    log = MetricsLog(tmp_path, pytest.fail)
-    log.evaluation(20, {"loss": 2.5, "accuracy": 0.3}, 1.5)
-    assert strictly(tmp_path / METRICS_FILE) == [
-        {"step": 20, "eval_loss": 2.5, "eval_accuracy": 0.3, "eval_seconds": 1.5}
-    ]
+    assert {name: step[name] for name in step.keys() - {*STEP_KEYS}} == more
+    assert step["loss"] is step["grad_norm"] is None
+    assert evaluation == {"step": 1, "eval_loss": None, "eval_accuracy": 0.3, "eval_seconds": 1.5}
 
 
 def test_the_ledger_is_kept_only_when_asked_for(tmp_path):
@@ -176,3 +157,49 @@ def test_on_an_accelerator_a_step_is_written_when_the_next_arrives_without_a_syn
     log.sync()
     entries = [e for e in strictly(tmp_path / METRICS_FILE) if "loss" in e]
     assert [(e["step"], e["loss"]) for e in entries] == [(1, 0.0), (2, 1.0), (3, 2.0)]
+
+
+# What a run records about where it ran
+
+
+def git(folder, *arguments):
+    identity = ["-c", "user.name=n", "-c", "user.email=e@example.org"]
+    subprocess.run(["git", "-C", str(folder), *identity, *arguments], check=True, timeout=30)
+
+
+def test_the_environment_is_plain_and_names_what_shapes_a_result():
+    found = records.environment()
+    json.dumps(found, allow_nan=False)
+    assert found["versions"]["torch"] == torch.__version__
+    assert found["hardware"]["cores"] >= 1
+    assert found["hardware"]["memory_bytes"] > 2**20
+
+
+def test_a_revision_tells_changed_files_from_unchanged(tmp_path):
+    assert records.git_revision(tmp_path) is None
+    git(tmp_path, "init", "-q")
+    assert records.git_revision(tmp_path) is None
+    (tmp_path / "code.py").write_text("a")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-qm", "first")
+    clean = records.git_revision(tmp_path)
+    assert clean is not None
+    assert len(clean["commit"]) == 40
+    assert clean["dirty"] is False
+    (tmp_path / "new.py").write_text("untracked files do not count")
+    assert records.git_revision(tmp_path) == clean
+    (tmp_path / "code.py").write_text("b")
+    assert records.git_revision(tmp_path) == clean | {"dirty": True}
+
+
+def test_a_git_that_hangs_or_is_missing_is_passed_over(tmp_path, monkeypatch):
+    monkeypatch.setattr(records, "GIT_TIMEOUT_S", 0.2)
+    slow = tmp_path / "git"
+    slow.write_text("#!/bin/sh\nexec sleep 20\n")
+    slow.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    started = time.monotonic()
+    assert records.git_revision(tmp_path) is None
+    assert time.monotonic() - started < 5
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    assert records.git_revision(tmp_path) is None

@@ -13,23 +13,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.lib.heads import (
-    BART,
-    DECODER,
-    ENCODER,
-    GPT2,
-    MIXTRAL,
-    NEOX,
-    SPAN,
-    T5,
-    Examples,
-    Head,
-)
+from tests.lib.heads import BART, DECODER, ENCODER, GPT2, MIXTRAL, NEOX, SPAN, T5, Examples, Head
+from tests.lib.nightly import nightly
 from tests.lib.support import EXACT, WRONG, Bench
 from trainer.objectives.model_loss import ModelLoss
 from trainer.plan.cuts import Budget, Fixed
 from trainer.report.records import VerifyReport
-from trainer.verify.proof import verify
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -58,24 +47,28 @@ DROPPING = [
 ]
 
 
-def checked(head: Head, objective: Any, cut: Any = None, build: Any = None) -> VerifyReport:
-    bench = Bench(
+def checked(
+    head: Head, objective: Any, cut: Any = None, build: Any = None, data: Any = Examples
+) -> VerifyReport:
+    return Bench(
         cut or Budget(max_tokens=45),
         torch.float32,
         global_batch=12,
-        dataset=Examples(head.data),
+        dataset=data(head.data),
         model=build or head.build,
         objective=objective,
-    )
-    return verify(bench.kit, bench.feed.next(), bench.feed, whole_fits=True)
+    ).verified()
 
 
-def by_name(head: Head) -> str:
-    return head.name
-
-
-@pytest.mark.parametrize("reduction", ["sum", "mean"])
-@pytest.mark.parametrize("head", HONEST, ids=by_name)
+@pytest.mark.parametrize(
+    ("head", "reduction"),
+    [
+        (HONEST[0], "sum"),
+        (HONEST[1], "mean"),
+        (HONEST[-1], "sum"),
+        *(nightly(head, reduction) for head in HONEST for reduction in ("sum", "mean")),
+    ],
+)
 def test_a_head_that_honours_the_item_count_is_exact_as_a_sum_and_as_a_weighted_mean(
     head, reduction
 ):
@@ -87,21 +80,22 @@ def test_a_head_that_honours_the_item_count_is_exact_as_a_sum_and_as_a_weighted_
 
 @pytest.mark.parametrize(
     ("head", "cut"),
-    [(head, Budget(max_tokens=45)) for head in DROPPING] + [(DROPPING[0], Fixed(steps=1))],
-    ids=lambda value: getattr(value, "name", ""),
+    [
+        (DROPPING[0], Fixed(steps=1)),
+        (DROPPING[3], None),
+        (DROPPING[-1], None),
+        *(nightly(head, None) for head in DROPPING),
+    ],
 )
-def test_a_head_that_drops_the_item_count_is_flagged_and_named(head, cut):
+def test_a_head_that_drops_the_item_count_is_named_and_its_mean_over_the_right_count_is_exact(
+    head, cut
+):
     report = checked(head, head.objective("sum"), cut)
-    assert not report.exact
     assert report.max_relative_error > WRONG
     [(name, reason)] = report.culprits
     assert name == "objective ModelLoss"
     assert "try objective.reduction=mean where the model drops num_items_in_batch" in reason
     assert "such as next_token or classify" in reason
-
-
-@pytest.mark.parametrize("head", DROPPING, ids=by_name)
-def test_its_mean_times_what_it_runs_over_is_exact_and_any_other_count_is_flagged(head):
     report = checked(head, head.objective("mean"))
     assert report.exact == head.mean_is_exact, report.culprits
     if head.mean_is_exact:
@@ -110,12 +104,9 @@ def test_its_mean_times_what_it_runs_over_is_exact_and_any_other_count_is_flagge
         assert [name for name, _ in report.culprits] == ["objective ModelLoss"]
 
 
-@pytest.mark.parametrize("head", [DROPPING[0], HONEST[0]], ids=by_name)
-def test_a_mean_over_labels_shifted_wrongly_is_flagged_with_the_remedy(head):
-    report = checked(head, ModelLoss(reduction="mean", causal=head.data != "causal"))
-    assert not report.exact
-    [(_, reason)] = report.culprits
-    assert f"try objective.causal={str(head.data == 'causal').lower()} or" in reason
+def test_a_mean_over_labels_shifted_wrongly_is_flagged_with_the_remedy():
+    [(_, reason)] = checked(HONEST[0], ModelLoss(reduction="mean", causal=False)).culprits
+    assert "or the other value of objective.causal" in reason
 
 
 class Answers(Examples):
@@ -126,31 +117,23 @@ class Answers(Examples):
         return {**sample, "labels": sample["labels"].index_fill(0, torch.tensor([0]), -100)}
 
 
-def test_a_batch_that_cannot_show_a_wrong_shift_says_so():
-    def notes(dataset: type[Examples]) -> list[str]:
-        objective = ModelLoss(reduction="mean")
-        settings = {"dataset": dataset("causal"), "model": HONEST[0].build}
-        bench = Bench(Budget(max_tokens=45), torch.float32, 12, objective=objective, **settings)
-        report = verify(bench.kit, bench.feed.next(), bench.feed, whole_fits=True)
-        assert report.exact
-        return [note for note in report.notes if "a wrong shift" in note]
-
-    assert len(notes(Answers)) == 1
-    assert not notes(Examples)
+@pytest.mark.parametrize("data", [Answers, Examples])
+def test_a_batch_that_cannot_show_a_wrong_shift_says_so(data):
+    report = checked(HONEST[0], ModelLoss(reduction="mean"), data=data)
+    assert report.exact
+    assert any("a wrong shift" in note for note in report.notes) == (data is Answers)
 
 
 def test_spans_over_padded_logits_are_flagged_with_their_padding():
     # The softmax over positions runs over padding too: no reduction makes that exact.
     head = Head("BertForQuestionAnswering", "BertConfig", SPAN, "ragged span")
-    report = checked(head, head.objective("mean"))
-    assert not report.exact
-    [(name, reason)] = report.culprits
+    [(name, reason)] = checked(head, head.objective("mean")).culprits
     assert name == "objective ModelLoss"
     assert "changes with padding" in reason
 
 
 def test_a_head_whose_kernels_know_no_float64_is_exact_in_float32_and_says_so():
-    head = next(head for head in HONEST if head.name == "MixtralForCausalLM")
+    head = HONEST[-1]
 
     def build() -> nn.Module:
         model = head.build()

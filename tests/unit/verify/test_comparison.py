@@ -1,0 +1,423 @@
+"""What a comparison is made of: what counts as rounding, in which precision, on what copy.
+
+No fault hides in a small gradient, no noise alarms; what a copy cannot show proves nothing.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.lib.nightly import nightly
+from tests.lib.run_toys import Cramped
+from tests.lib.support import EXACT, VOCABULARY, WRONG, Bench, TinyLM
+from trainer.accumulate.base import GradientStrategy
+from trainer.accumulate.sum import Sum
+from trainer.core.errors import ConfigError, DoesNotFitError
+from trainer.objectives.base import Sums
+from trainer.objectives.next_token import NextToken
+from trainer.plan.cuts import Budget, Fixed
+from trainer.verify.comparison import compared
+
+SORTED = Budget(max_tokens=60)
+WIDTH = 8
+LIMIT = 1e-10
+
+
+@dataclass(frozen=True)
+class Faulty(GradientStrategy):
+    """Gets one parameter's gradient wrong where there are several micro-batches.
+
+    By a factor that grows with their number, or by a constant.
+    """
+
+    name: str
+    fault: float = 0.0
+    offset: float = 0.0
+
+    def backward(self, model, objective, micro_batches, divisors, sync):
+        loss = Sum().backward(model, objective, micro_batches, divisors, sync)
+        gradient = dict(model.module.named_parameters())[self.name].grad
+        gradient *= 1 + self.fault * (len(micro_batches) - 1)
+        gradient += self.offset * (len(micro_batches) > 1)
+        return loss
+
+
+class Spanning(nn.Module):
+    """Branches whose gradients are 1, 1e-2, 1e-4 and 1e-6 of the largest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = TinyLM(WIDTH)
+        self.branches = nn.ModuleList(nn.Linear(WIDTH, VOCABULARY) for _ in range(4))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        hidden, _ = self.body.mix(self.body.embed(input_ids))
+        logits = self.body.head(hidden)
+        for index, branch in enumerate(self.branches):
+            logits = logits + 100.0**-index * branch(hidden)
+        return logits
+
+
+class Keyed(nn.Module):
+    """Attention with a key projection of its own, whose bias has no gradient on paper."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        hidden = self.embed(input_ids)
+        projected = (layer(hidden) for layer in (self.query, self.key, self.value))
+        mixed = F.scaled_dot_product_attention(*projected, is_causal=True)
+        return self.head(hidden + mixed)
+
+
+class Cancelling(TinyLM):
+    """A parameter whose gradient is a hundred-millionth of the terms it is the sum of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(()))
+        self.register_buffer("weights", 1 + 1e-8 * torch.arange(VOCABULARY, dtype=torch.float64))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        # A softmax minds no common shift.
+        return super().forward(input_ids) + self.shift * self.weights
+
+
+class Amplifying(TinyLM):
+    """Loses digits on the way."""
+
+    def __init__(self, factor: float = 1e8) -> None:
+        super().__init__()
+        self.factor, self.scale = factor, nn.Parameter(torch.full((VOCABULARY,), 0.3))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        logits = super().forward(input_ids)
+        large = logits * (self.scale * self.factor)
+        return logits + large - logits * (self.scale * (self.factor - 1.0))
+
+
+class Single(nn.Module):
+    """Refuses float64."""
+
+    def __init__(self, model: Callable[[], nn.Module] = TinyLM) -> None:
+        super().__init__()
+        self.body = model()
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        if next(self.parameters()).dtype != torch.float32:
+            raise NotImplementedError("no kernel for Double")
+        return self.body(input_ids)
+
+
+def single(model: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    return lambda: Single(model)
+
+
+# What is rounding, and what is not
+
+
+ZERO = "a gradient of rounding alone"
+
+
+@pytest.mark.parametrize(
+    ("model", "cut", "dtype", "note"),
+    [
+        (Spanning, SORTED, "float64", None),
+        (Keyed, SORTED, "float64", f"key.bias: {ZERO}"),
+        (Keyed, Fixed(steps=1), "float64", f"key.bias: {ZERO}"),
+        (Cancelling, SORTED, "float64", f"shift: {ZERO}"),
+        (Single, SORTED, "float32", "the model does not run in float64 (NotImplementedError: no k"),
+        (single(Keyed), SORTED, "float32", f"body.key.bias: {ZERO}"),
+        (single(Spanning), SORTED, "float32", "the model does not run in float64"),
+    ],
+)
+def test_noise_raises_no_alarm_in_gradients_that_are_small_or_zero_on_paper(
+    model, cut, dtype, note
+):
+    report = Bench(cut, torch.float32, model=model).verified(whole_fits=cut is SORTED)
+    assert (report.exact, report.dtype) == (True, dtype), report.worst
+    assert report.max_relative_error <= report.limit
+    if dtype == "float64":
+        assert report.limit == LIMIT
+        assert report.max_relative_error <= EXACT[torch.float64] or model is Cancelling
+    else:
+        assert 0 < report.limit <= 1e-4
+    assert any(each.startswith(note or "") for each in report.notes) == (note is not None)
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype", "fault"),
+    [
+        (Spanning, "float64", Faulty("branches.3.weight", 1e-6)),
+        (Keyed, "float64", Faulty("key.bias", offset=1e-8)),
+        (Cancelling, "float64", Faulty("shift", 1e-6)),
+        (single(Spanning), "float32", Faulty("body.branches.3.weight", 5e-6)),
+        nightly(Spanning, "float64", Faulty("branches.0.weight", 1e-6)),
+        nightly(single(Spanning), "float32", Faulty("body.branches.0.weight", 5e-6)),
+    ],
+)
+def test_a_millionth_of_a_fault_shows_however_small_the_gradient_it_is_in(model, dtype, fault):
+    dtype_of_run = torch.float32 if dtype == "float32" else torch.float64
+    report = Bench(SORTED, dtype_of_run, model=model, strategy=fault).verified()
+    assert (report.exact, report.dtype) == (False, dtype)
+    (worst, error), (_, next_error) = report.worst[:2]
+    assert worst == fault.name
+    assert report.limit < error == report.max_relative_error < 1.0
+    if model is Spanning:
+        assert error == pytest.approx((report.micro_batches - 1) * 1e-6, rel=1e-6)
+        assert next_error <= EXACT[torch.float64]
+    if dtype == "float32":
+        assert error < 1e-4
+
+
+def unmeasured(amount: float) -> dict[str, float]:
+    pytest.fail(f"rounding was not in question, but {amount}")
+
+
+def test_the_reported_error_is_the_largest_difference_over_the_largest_reference():
+    expected = {"large": torch.tensor([3.0, -1.0]), "small": torch.tensor([2e-6, -4e-6])}
+    found = expected | {"small": torch.tensor([2e-6, -3e-6])}
+    errors = compared(found, expected, torch.float64, unmeasured)
+    assert errors.by_name == {"large": 0.0, "small": pytest.approx(0.25)}
+    found["large"] = torch.tensor([3.0, float("nan")])
+    errors = compared(found, expected, torch.float64, unmeasured)
+    assert errors.by_name["large"] == float("inf")
+    assert not errors.is_exact
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype"), [(Amplifying, "float64"), (single(lambda: Amplifying(2e4)), "float32")]
+)
+def test_a_model_that_amplifies_rounding_proves_nothing_and_no_module_is_blamed(model, dtype):
+    report = Bench(SORTED, torch.float32, model=model).verified()
+    assert (report.verdict, report.dtype) == ("not_proven", dtype)
+    [(name, reason)] = report.culprits
+    assert name == "rounding"
+    assert "moved by their last bit" in reason
+
+
+def test_weights_of_low_precision_do_not_blow_up_a_gradient_of_zero_on_paper():
+    report = Bench(SORTED, torch.bfloat16, model=Keyed).verified()
+    assert not report.exact
+    assert 1e-3 < report.max_relative_error < 1.0
+    assert "the planned step in bfloat16, as the weights are" in report.notes
+
+
+# Memory
+
+
+def cramped(limit: int, **given) -> Bench:
+    return Bench(strategy=Cramped(limit=limit), dtype=torch.float32, **given)
+
+
+def test_running_out_of_memory_in_float64_cuts_finer_and_never_falls_back_to_float32():
+    report = cramped(60_000, cut=Budget(max_tokens=120)).verified()
+    assert (report.exact, report.dtype) == (True, "float64")
+    assert any("do not fit into memory in float64" in note for note in report.notes)
+    assert report.micro_batches > Bench(Budget(max_tokens=120)).verified().micro_batches
+
+
+def test_a_whole_batch_that_runs_out_of_memory_gives_way_to_its_samples_one_by_one():
+    report = cramped(150_000, cut=SORTED).verified()
+    assert (report.exact, report.dtype) == (True, "float64")
+    assert report.reference == "sample by sample, summed"
+    assert "the whole batch in one piece ran out of memory in float64" in report.notes
+
+
+@pytest.mark.parametrize(
+    ("bench", "words"),
+    [
+        (cramped(2_000, cut=SORTED), r"sample \d+ of \d+ tokens .* in float64, even alone"),
+        (
+            cramped(30_000, cut=Fixed(micro=4), normalizer="micro_batches"),
+            "a mean of means changes with the cut",
+        ),
+    ],
+    ids=["one sample", "mean of means"],
+)
+def test_what_does_not_fit_in_float64_and_cannot_be_cut_ends_with_its_name(bench, words):
+    with pytest.raises(DoesNotFitError, match=words):
+        bench.verified()
+
+
+def test_a_model_that_runs_on_the_planned_groups_alone_is_a_mistake_in_the_model():
+    class OfThree(TinyLM):
+        def forward(self, input_ids: Tensor) -> Tensor:
+            if len(input_ids) != 3:
+                raise RuntimeError("made for three")
+            return super().forward(input_ids)
+
+    bench = Bench(Fixed(micro=3), global_batch=6, model=OfThree)
+    with pytest.raises(ConfigError, match=r"on no group of samples .*made for three"):
+        bench.verified()
+
+
+# State, and what is not copied
+
+
+class FirstScale(TinyLM):
+    """Begins a weight by the first micro-batch that it sees (ActNorm, Kingma and Dhariwal 2018)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.has_begun = nn.Parameter(torch.ones(VOCABULARY)), False
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        logits = super().forward(input_ids)
+        if not self.has_begun:
+            with torch.no_grad():
+                self.scale.copy_(1 / (logits.std((0, 1), correction=0) + 0.1))
+            self.has_begun = True
+        return logits * self.scale
+
+
+class InObject(TinyLM):
+    """State in a plain helper."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tracker = SimpleNamespace(mean=torch.zeros(VOCABULARY))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        logits = super().forward(input_ids)
+        self.tracker.mean = 0.9 * self.tracker.mean + 0.1 * logits.detach().mean((0, 1))
+        return logits * (1 + self.tracker.mean)
+
+
+@pytest.mark.parametrize("model", [FirstScale, InObject])
+def test_state_that_the_first_micro_batches_leave_behind_is_no_common_ground(model):
+    report = Bench(SORTED, model=model).verified()
+    assert report.max_relative_error > WRONG
+    [(name, reason)] = report.culprits
+    assert name.startswith(model.__name__)
+    assert "keeps state" in reason
+
+
+class Patched(TinyLM):
+    """Has its forward, its head's or a hook exchanged for a function that holds the model."""
+
+    def __init__(self, at: str, couples: bool) -> None:
+        super().__init__()
+
+        def out(logits: Tensor) -> Tensor:
+            return logits - couples * logits.mean() * self.head.bias.exp()
+
+        whole, head = self.forward, self.head.forward
+        if at == "model":
+            self.forward = lambda input_ids: out(whole(input_ids))  # type: ignore[method-assign]
+        if at == "module":
+            self.head.forward = lambda hidden: out(head(hidden))  # type: ignore[method-assign]
+        if at == "hook":
+            self.head.register_forward_hook(lambda _module, _taken, given: out(given))
+
+
+@pytest.mark.parametrize(
+    ("at", "couples"), [("model", True), ("module", False), nightly("module", True), ("hook", True)]
+)
+def test_a_function_that_holds_the_model_itself_proves_nothing_and_is_named(at, couples):
+    report = Bench(SORTED, torch.float32, model=lambda: Patched(at, couples)).verified()
+    assert report.verdict in ({"not_proven", "not_exact"} if couples else {"not_proven"})
+    assert "nothing is proven" in report.culprits[-1][1]
+
+
+@pytest.mark.parametrize(
+    ("method", "cut"),
+    [("register_hook", SORTED), ("register_post_accumulate_grad_hook", Fixed(micro=16))],
+)
+def test_a_hook_on_a_gradient_proves_nothing_and_is_named(method, cut):
+    def model() -> nn.Module:
+        built = TinyLM(WIDTH)
+        getattr(built.head.weight, method)(lambda _: None)
+        return built
+
+    report = Bench(cut, model=model).verified()
+    assert report.verdict == "not_proven"
+    [(name, reason)] = report.culprits
+    assert (name, method in reason, "nothing is proven" in reason) == ("head.weight", True, True)
+
+
+class Keeping(TinyLM):
+    """Keeps tensors in plain attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.ones(())
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        self.last = input_ids
+        return super().forward(input_ids) * self.scale
+
+
+def test_tensors_in_plain_attributes_are_named_once():
+    report = Bench(SORTED, model=Keeping).verified()
+    assert report.exact
+    (note,) = [note for note in report.notes if "plain attribute" in note]
+    assert note.startswith("last, scale: ")
+
+
+class Complex(TinyLM):
+    """Turns in the complex plane."""
+
+    def __init__(self, couples: bool = False) -> None:
+        super().__init__()
+        self.couples = couples
+        self.turn = nn.Parameter(torch.randn(VOCABULARY, dtype=torch.complex64))
+
+    def to(self, *_args: object, **_kwargs: object) -> Complex:  # would drop imaginary parts
+        return self
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        turned = (super().forward(input_ids).to(torch.complex64) * self.turn).imag
+        return turned - self.couples * turned.mean() * turned
+
+
+@pytest.mark.parametrize("couples", [False, True])
+def test_complex_weights_keep_their_imaginary_parts(couples):
+    report = Bench(SORTED, torch.float32, model=lambda: Complex(couples)).verified()
+    assert report.exact != couples, report.culprits
+    assert (report.max_relative_error > WRONG) == couples
+    assert (report.dtype, report.num_parameters) == ("float64", 10)
+
+
+class Normed(TinyLM):
+    """A weight that is computed anew in every forward, and held in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            nn.utils.weight_norm(self.head)
+
+
+def test_computed_weights_are_compared_like_others():
+    report = Bench(SORTED, model=Normed).verified()
+    assert report.exact, report.culprits
+    assert report.max_relative_error <= EXACT[torch.float64]
+
+
+class FirstLoss(NextToken):  # type: ignore[misc] # final
+    """Scales by the first loss that it sees."""
+
+    def sums(self, model, fields):
+        total = super().sums(model, fields).losses["cross_entropy"]
+        vars(self).setdefault("first", float(total.detach()))
+        return Sums(losses={"cross_entropy": total / self.first})
+
+
+def test_an_objective_that_keeps_state_is_named_and_left_as_it_was():
+    objective = FirstLoss()
+    report = Bench(SORTED, objective=objective).verified()
+    assert report.culprits[0][0] == "objective FirstLoss"
+    assert "first" not in vars(objective)
