@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import resource
 import shlex
+import sys
+from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import yaml
 from hydra import compose, initialize_config_dir
+from hydra.core.plugins import Plugins
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
 import trainer
 from tests.lib.cli_support import (
-    CHECKOUT,
     OWN_RUN,
     faults,
     in_process,
@@ -69,9 +73,9 @@ SAME = {
 }
 
 
-@pytest.mark.parametrize(("line", "other"), SAME.items(), ids=SAME)
-def test_the_same_is_typed_in_many_ways(line: str, other: str) -> None:
-    assert config_of(line) == config_of(other)
+def test_the_same_is_typed_in_many_ways() -> None:
+    for line, other in SAME.items():
+        assert config_of(line) == config_of(other), line
 
 
 def test_flags_may_stand_anywhere() -> None:
@@ -90,28 +94,27 @@ def test_a_class_of_ones_own_replaces_the_option_and_its_keys(tmp_path: Path) ->
     config = config_of(
         "data._target_=net.Data data.size=8 accum._target_=net.Cut accum.gradient._target_=net.Sum "
         "objective._target_=net.Goal optimizer._target_=net.Opt scheduler._target_=net.Rate "
-        "sync._target_=net.Sync hooks=[net.Hook]"
+        "sync._target_=net.Sync hooks=[net.Hook] ~model.dropout"
     )
     assert {key.partition("[")[0] for key, _ in config.own_classes()} == {
         "data", "accum", "accum.gradient", "objective", "optimizer", "scheduler", "sync", "hooks",
     }  # fmt: skip
     assert (config.data.params, config.accum.packed) == ({"size": 8}, "auto")
-    assert "dropout" not in config_of("~model.dropout").model.params
+    assert "dropout" not in config.model.params
 
 
-def test_a_recipe_is_a_file_or_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recipe_is_a_file_or_a_name_and_yields_to_what_is_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "mine.yaml").write_text("optimizer: {lr: 0.007}\n")
-    for typed in ("mine.yaml", "./mine.yaml", f"{tmp_path}/mine.yaml", "'\"./mine.yaml\"'"):
+    for typed in ("mine.yaml", f"{tmp_path}/mine.yaml", "'\"./mine.yaml\"'"):
         assert config_of(f"recipe={typed}").optimizer.params["lr"] == 0.007
-        assert config_of(f"recipe={typed} optimizer.lr=0.1").optimizer.params["lr"] == 0.1
+    assert config_of("recipe=mine.yaml optimizer.lr=0.1").optimizer.params["lr"] == 0.1
     (tmp_path / "shared").mkdir()
     (tmp_path / "shared" / "theirs.yaml").write_text("seed: 7\n")
     monkeypatch.setenv("TRAIN_RECIPES", str(tmp_path / "shared"))
     both = config_of("recipe=[theirs,./mine.yaml]")
     assert (both.seed, both.optimizer.params["lr"]) == (7, 0.007)
-
-
-def test_a_word_behind_a_group_chooses_its_option_in_a_recipe_too(tmp_path: Path) -> None:
     recipe = "objective: classify\noptimizer: sgd\naccum: {gradient: sum, micro: 4}\n"
     (tmp_path / "mine.yaml").write_text(f"defaults: [override /optimizer: adamw]\n{recipe}")
     config = config_of("recipe=mine.yaml")
@@ -124,16 +127,13 @@ def test_a_word_behind_a_group_chooses_its_option_in_a_recipe_too(tmp_path: Path
     ("recipe", "says"),
     {
         "objective: clasify": "objective=clasify: no such option. Did you mean classify?",
-        "objective: 3": "objective=3: takes an option or a mapping",
         "model: null": "model=null: takes an option or a mapping",
         "data: ../../x": "../../x: is not the name of an option",
         "optimizer: {groups: x}": "optimizer.groups=x: must be a mapping",
-        "hydra: {run: {dir: /tmp/x}}": "hydra",
         "batch.global: 7": "batch.global: a file nests its keys, batch: {global: ...}",
-        "[" * 2000: "mine.yaml",
         "model: {_target_: net.Net}": "model._target_=net.Net: named by a recipe or a run",
     }.items(),
-    ids=range(9),
+    ids=range(6),
 )
 def test_what_a_recipe_may_not_say_is_one_line(recipe: str, says: str, tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(f"{recipe}\n")
@@ -145,9 +145,8 @@ def test_what_a_recipe_may_not_say_is_one_line(recipe: str, says: str, tmp_path:
 
 def test_a_class_in_a_recipe_replaces_the_option_as_a_typed_one_does(tmp_path: Path) -> None:
     (tmp_path / "theirs.yaml").write_text("model: {_target_: net.Net, width: 4}\n")
-    for line in ("recipe=theirs.yaml trust=[net]", "model._target_=net.Net model.width=4"):
-        model = config_of(line).model
-        assert (model.target, model.params, model.name) == ("net.Net", {"width": 4}, None)
+    model = config_of("recipe=theirs.yaml trust=[net]").model
+    assert (model.target, model.params, model.name) == ("net.Net", {"width": 4}, None)
     wider = config_of("recipe=theirs.yaml trust=[net] +model.width=6 model.depth=2").model
     assert wider.params == {"width": 6, "depth": 2}
     option = config_of("recipe=theirs.yaml model=gpt_tiny model.width=48").model
@@ -215,7 +214,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"]), max_size=30), VALUES)
 def test_any_value_of_a_config_can_be_written_as_an_override(text: str, value: Any) -> None:
     assert read(f"x={literal(value)}").value() == value
@@ -271,8 +270,7 @@ def test_hydras_flags_work(
 def test_a_run_goes_on_is_evaluated_and_is_done(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    done = in_subprocess(OWN_RUN, tmp_path)
-    assert done.returncode == 0, done.stderr
+    assert in_process(OWN_RUN) == 0
     run = only_run(tmp_path)
     config = yaml.safe_load((run / "config.yaml").read_text())
     assert (config["model"], config["batch"]["global"]) == ({"_target_": "net.Net"}, 8)
@@ -321,58 +319,54 @@ def table_of(root: Path) -> tuple[Path, list[dict[str, str]]]:
 def test_a_failed_job_does_not_stop_a_sweep(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    line = OWN_RUN.replace("net.Net", "net.broken,net.Net")
-    assert in_process(f"-m {line} seed=1,2 optimizer.lr=0.1") == 1
+    line = f"-m {OWN_RUN.replace('net.Net', 'net.broken,net.Net')} seed=1"
+    assert in_process(line) == 1
     sweep, rows = table_of(tmp_path)
-    assert [row["state"] for row in rows] == ["failed", "failed", "completed", "completed"]
-    assert [row["seed"] for row in rows] == ["1", "2", "1", "2"]
-    assert "optimizer.lr" not in rows[0]
-    assert all(float(row["eval_loss"]) > 0 for row in rows[2:])
+    assert [row["state"] for row in rows] == ["failed", "completed"]
+    assert [row["model._target_"] for row in rows] == ["net.broken", "net.Net"]
+    assert "seed" not in rows[0]
+    assert float(rows[1]["eval_loss"]) > 0
     out = capsys.readouterr().out
     assert "held-out" in out
-    assert "job 3 of 4: model._target_=net.Net seed=2" in out
+    assert "job 1 of 2: model._target_=net.Net" in out
     assert (sweep / "sweep.png").read_bytes().startswith(b"\x89PNG")
-    config = yaml.safe_load((sweep / "2" / "config.yaml").read_text())
+    config = yaml.safe_load((sweep / "1" / "config.yaml").read_text())
     assert (config["seed"], config["wandb"]["group"]) == (1, sweep.name)
-    before = (sweep / "3" / "result.json").read_bytes()
-    assert in_process(f"-m {line} seed=1,2 optimizer.lr=0.1 resume=auto") == 1
+    before = (sweep / "1" / "result.json").read_bytes()
+    assert in_process(f"{line} resume=auto") == 1
     again, rows = table_of(tmp_path)
     assert again == sweep
-    assert (sweep / "3" / ".hydra" / "resume_1" / "overrides.yaml").is_file()
-    assert (sweep / "3" / "result.json").read_bytes() == before, "a job that is done is not run"
+    assert (sweep / "1" / ".hydra" / "resume_1" / "overrides.yaml").is_file()
+    assert (sweep / "1" / "result.json").read_bytes() == before, "a job that is done is not run"
 
 
-SWEEPER = """
-import math
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-
-
-class Search(BasicSweeper):
-    '''Tries a rate, then one that depends on how good it was.'''
-
-    def sweep(self, arguments):
-        fixed = [line for line in arguments if "interval" not in line]
-        rate = 0.25
-        for number in range(3):
-            job = [[*fixed, f"optimizer.lr={rate}"]]
-            (ended,) = self.launcher.launch(job, initial_job_idx=number)
-            rate /= 2 if math.isfinite(ended.return_value) else 4
-"""
+def search(self: Any, arguments: Sequence[str]) -> None:
+    """Try a rate, then one that depends on how good it was."""
+    fixed = [line for line in arguments if "interval" not in line]
+    rate = 0.25
+    for number in range(2):
+        job = [[*fixed, f"optimizer.lr={rate}"]]
+        (ended,) = self.launcher.launch(job, initial_job_idx=number)
+        rate /= 2 if math.isfinite(ended.return_value) else 4
 
 
 def test_a_sweep_whose_values_are_chosen_as_it_goes_reports_those_that_ran(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "hydra_plugins").mkdir()
-    (tmp_path / "hydra_plugins" / "search.py").write_text(SWEEPER)
-    search = "hydra.sweeper._target_=hydra_plugins.search.Search"
-    line = f"-m {OWN_RUN} {search} 'optimizer.lr=interval(0.01,1)' seed=3"
-    done = in_subprocess(line, tmp_path, PYTHONPATH=f"{CHECKOUT}:{tmp_path}")
-    assert done.returncode == 0, done.stderr + done.stdout
+    name, place = "hydra_plugins.search.Search", "hydra_plugins.search"  # as if installed
+    known = Plugins.instance().class_name_to_class
+    basic = known["hydra._internal.core_plugins.basic_sweeper.BasicSweeper"]
+    module = ModuleType(place)
+    module.Search = type("Search", (basic,), {"sweep": search, "__module__": place})
+    monkeypatch.setitem(sys.modules, "hydra_plugins", ModuleType("hydra_plugins"))
+    monkeypatch.setitem(sys.modules, place, module)
+    monkeypatch.setitem(known, name, module.Search)
+    line = f"-m {OWN_RUN} hydra.sweeper._target_={name} 'optimizer.lr=interval(0.01,1)' seed=3"
+    assert in_process(line) == 0
     _, rows = table_of(tmp_path)
-    assert [row["optimizer.lr"] for row in rows] == ["0.25", "0.125", "0.0625"]
-    assert [row["state"] for row in rows] == ["completed"] * 3
-    assert "optimizer.lr=0.0625" in done.stdout
+    assert [row["optimizer.lr"] for row in rows] == ["0.25", "0.125"]
+    assert [row["state"] for row in rows] == ["completed"] * 2
+    assert "optimizer.lr=0.125" in capsys.readouterr().out
     assert in_process(f"{line} resume=auto") == 2
     assert "resume=auto: this sweeper chooses its jobs anew" in capsys.readouterr().err
 
