@@ -5,8 +5,11 @@ from __future__ import annotations
 import csv
 import json
 import math
+import os
 import resource
 import shlex
+import signal
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +26,7 @@ from rich.console import Console
 
 import trainer
 from tests.lib.cli_support import (
+    CHECKOUT,
     OWN_RUN,
     faults,
     in_process,
@@ -308,6 +312,24 @@ def test_a_run_that_fails_says_so_in_its_own_way(
     assert "RuntimeError: a fault in the user's own class" in err
     assert len(err.splitlines()) < 15
     assert "Traceback" in (tmp_path / "broken" / "errors" / "rank0.txt").read_text()
+
+
+def test_readers_that_leave_and_streams_that_are_closed_disturb_nobody(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    ended = subprocess.run(
+        ["sh", "-c", f"{sys.executable} -m trainer {OWN_RUN} <&- >&- 2>&- && exec {sys.executable} "
+         "-m trainer --info searchpath"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        check=False,
+    )  # fmt: skip
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (-signal.SIGPIPE, b"")
+    (status,) = tmp_path.glob("outputs/*/*/status.json")
+    assert json.loads(status.read_text())["state"] == "completed"
 
 
 def table_of(root: Path) -> tuple[Path, list[dict[str, str]]]:

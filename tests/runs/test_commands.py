@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, load_model
 
+from tests.lib.nightly import nightly
 from tests.lib.run_support import TOYS, go, only_run, overrides, read_json, shell, state
 from tests.lib.run_toys import Net, TiedNet
 from tests.reliability.faults import Fault, FaultyDisk
@@ -104,7 +105,7 @@ def test_figures_that_find_no_room_are_printed_and_the_old_ones_stay(
     (run.folder / "evaluate.json").write_text("{}")
     before = {path: path.read_bytes() for path in run.folder.rglob("*") if path.is_file()}
     capsys.readouterr()
-    faults: tuple[Fault, ...] = ("ENOSPC", "ENOSPC for good", "EIO for good")
+    faults: tuple[Fault, ...] = ("ENOSPC", "EIO for good")
     for point, fault in enumerate(faults):
         with durable.use(FaultyDisk(point, fault)):
             assert shell(f"evaluate run={run.folder} trust=[tests]") == 8
@@ -132,11 +133,48 @@ def test_a_plan_that_finds_no_room_ends_as_any_record_that_finds_none() -> None:
         assert shell(" ".join(["plan", *overrides("")])) == 8
 
 
-def test_evaluate_without_held_out_data_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluate_without_held_out_data_and_init_without_weights_say_so(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     run = go("data.holdout=0 steps=2")
     assert run.result["eval_loss"] is None
     assert shell(f"evaluate run={run.folder} trust=[tests]") == 3
     assert "data.holdout" in capsys.readouterr().err
+    Path("empty").mkdir()
+    with pytest.raises(NoCheckpointError, match=r"init=empty: no weights here"):
+        go("init=empty")
+    with pytest.raises(ConfigError, match=r"data\.holdout=null: must be .*Rows takes no holdout"):
+        go("data.holdout=null")
+
+
+def test_the_newest_run_of_a_name_is_evaluated_and_exported() -> None:
+    older, newer, _ = (go(f"steps={n} name={m}") for n, m in ((1, "a"), (2, "a"), (1, "b")))
+    assert shell("evaluate run=auto name=a trust=[tests]") == 0
+    assert read_json(newer.folder / "evaluate.json")["step"] == 2
+    assert not (older.folder / "evaluate.json").exists()
+    assert shell("export run=auto export.to=weights trust=[tests]") == 0
+    assert read_json(Path("weights/config.json"))["step"] == 1, "the newest of any name"
+    for command in ("evaluate", "verify"):
+        with pytest.raises(NoCheckpointError, match="run=auto: no run named nobody below"):
+            go(f"command={command} run=auto name=nobody")
+
+
+def test_commands_that_follow_name_the_folder_of_options_that_a_run_had(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Path("own/model").mkdir(parents=True)
+    Path("own/model/mine.yaml").write_text(f"# Mine.\n_target_: {TOYS}.Net\n")
+    line = " ".join(overrides("model=mine steps=1"))
+    line = line.replace(f"model._target_={TOYS}.Net ", "")
+    assert shell(f"--config-dir=own {line}") == 0
+    shown = [each.strip() for each in capsys.readouterr().out.splitlines()]
+    commands = [each for each in shown if each.startswith("train ")]
+    follow = [each for each in commands if "evaluate run=" in each or "resume=" in each]
+    assert len(follow) == 2
+    assert all("--config-dir=own" in each and "trust=" not in each for each in follow)
+    assert shell(follow[0].removeprefix("train ")) == 0
+    folder = Path(follow[0].split()[2].partition("=")[2])
+    assert "config_dir" not in (folder / "config.yaml").read_text()
 
 
 def test_an_export_of_tied_weights_is_loaded_as_the_readme_says() -> None:
@@ -151,7 +189,8 @@ def test_an_export_of_tied_weights_is_loaded_as_the_readme_says() -> None:
 
 
 @pytest.mark.parametrize(
-    "factory", ["GPT2LMHeadModel", "AutoModelForCausalLM.from_config", "LlamaForCausalLM"]
+    "factory",
+    ["GPT2LMHeadModel", *map(nightly, ("AutoModelForCausalLM.from_config", "LlamaForCausalLM"))],
 )
 def test_a_hugging_face_model_is_exported_as_from_pretrained_loads_it(factory: str) -> None:
     transformers = pytest.importorskip("transformers")
@@ -178,21 +217,13 @@ def test_a_hugging_face_model_is_exported_as_from_pretrained_loads_it(factory: s
     assert all(again[f"model.{name}"].equal(tensor) for name, tensor in saved.items())
 
 
-def test_a_plan_shows_the_learning_rate_that_is_scaled_to_the_batch(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    scaled = "scheduler=constant scheduler.scale=linear scheduler.reference_batch=2"
-    groups = "'optimizer.groups={head.*: {lr: 0.01}}'"
-    go(f"command=plan optimizer.lr=0.003 {scaled} {groups}")
-    words = screen_of(capsys)
-    assert "lr 0.012, adamw" in words
-    assert "head.*: 2 tensors, 144 parameters, lr 0.04" in words
-
-
 def test_a_plan_is_the_whole_arithmetic_and_starts_nothing(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    run, plan = planned("accum=budget accum.max_tokens=40 steps=9 scheduler.warmup=2")
+    scaled = "scheduler.scale=linear scheduler.reference_batch=2 optimizer.lr=0.003"
+    groups = "'optimizer.groups={head.*: {lr: 0.01}}'"
+    line = "accum=budget accum.max_tokens=40 steps=9 scheduler.warmup=2"
+    run, plan = planned(f"{line} {scaled} {groups}")
     assert {path.name for path in run.folder.iterdir()} >= {"plan.json", "config.yaml"}
     assert not (run.folder / "checkpoints").exists()
     assert not (run.folder / "metrics.jsonl").exists()
@@ -211,6 +242,8 @@ def test_a_plan_is_the_whole_arithmetic_and_starts_nothing(
         "once, at the end",
         "of tensors predicted, ",
         "micro-batches of step 1",
+        "lr 0.012, adamw",
+        "head.*: 2 tensors, 144 parameters, lr 0.04",
     ):
         assert words in text, words
     assert only_run() == run.folder
@@ -255,13 +288,6 @@ def test_a_memory_that_is_small_gives_small_micro_batches_or_one_line() -> None:
         planned("accum=auto accum.memory=1KiB batch.global=40")
 
 
-def test_training_on_a_gpu_that_is_not_here_is_refused_with_what_to_type() -> None:
-    with pytest.raises(ConfigError, match="device=cuda: no GPU is usable here"):
-        go("device=cuda")
-    with pytest.raises(ConfigError, match=r"accum\.memory=80GiB"):
-        go("command=plan device=cuda accum=auto")
-
-
 def test_verify_proves_the_planned_step(capsys: pytest.CaptureFixture[str]) -> None:
     line = " ".join(overrides("accum=budget accum.max_tokens=40"))
     assert shell(f"verify {line}") == 0
@@ -276,15 +302,6 @@ def test_verify_proves_the_planned_step(capsys: pytest.CaptureFixture[str]) -> N
     run = go("resume=auto steps=3")
     assert run.result["step"] == 3, "auto never goes on from a proof"
     assert len(list(Path().glob("outputs/*/*/config.yaml"))) == 2
-
-
-def test_verify_names_what_breaks_the_step(capsys: pytest.CaptureFixture[str]) -> None:
-    line = " ".join(overrides("batch.normalizer=micro_batches model.norm=batch batchnorm=micro"))
-    assert shell(f"verify {line}") == 9
-    report = read_json(only_run() / "verify.json")
-    assert report["exact"] is False
-    assert any(each["module"] == "norm" for each in report["culprits"]), report["culprits"]
-    assert "not exact" in screen_of(capsys)
 
 
 def test_training_does_not_move_the_generators_of_a_notebook() -> None:
