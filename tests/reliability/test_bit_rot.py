@@ -37,9 +37,9 @@ def newest(folder: Path, name: str = "") -> Path:
 def assert_older_is_used(folder: Path) -> None:
     loaded = CheckpointStore(folder).load(set_aside=False)
     assert_is(loaded, 1)
-    (message,) = loaded.messages
-    assert "step-00000002: damaged: " in message
-    assert "\n" not in message
+    assert len(loaded.messages) == 1
+    assert "step-00000002: damaged: " in loaded.messages[0]
+    assert "\n" not in loaded.messages[0]
 
 
 @counts(200, 5000)
@@ -70,7 +70,6 @@ def truncated(share: float) -> Callable[[Path], object]:
 
 longer = rewritten(lambda whole: whole + b"\0")
 zero_tailed = rewritten(lambda whole: whole[: len(whole) // 2].ljust(len(whole), b"\0"))
-one_bit = rewritten(lambda whole: whole[:-1] + bytes([whole[-1] ^ 1]))
 
 
 def stale(path: Path) -> None:
@@ -154,13 +153,3 @@ def test_a_newer_format_is_named_and_nothing_is_touched(folder):
     with pytest.raises(NoCheckpointError, match=refusal):
         CheckpointStore(folder).load()
     assert CheckpointStore(folder).steps() == [1, 2]
-
-
-@pytest.mark.parametrize("damage", [one_bit, another_step, a_stranger_beside_it])
-def test_a_verification_that_looks_away_is_noticed(damage, folder, monkeypatch):
-    """Negative controls: the reader alone accepts each of these."""
-    unverified = lambda path, *_, **__: parse((path / "manifest.json").read_bytes())  # noqa: E731
-    monkeypatch.setattr("trainer.checkpoint.store.verify", unverified)
-    damage(newest(folder, "model.safetensors"))
-    with pytest.raises(AssertionError):
-        assert_older_is_used(folder)

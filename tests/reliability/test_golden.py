@@ -4,6 +4,8 @@
 it. Of an earlier format the weights can be taken over. A newer one is told from damage, and the
 line says what to do. A manifest that lies at random places, signed as a stranger's would be, never
 crashes a run, which runs in a process of its own so that a kernel that was led astray is seen.
+
+`python -m tests.reliability.test_golden`, once for each format that is released, writes its files.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import functools
 import json
 import operator
 import shutil
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,17 +26,46 @@ import pytest
 import torch
 
 from tests.lib.nightly import counts
+from tests.lib.ranks_support import Ranks
 from tests.reliability import lab, toys
-from tests.reliability.make_golden import GOLDEN, SETTINGS, expected
+from tests.reliability.rank_work import run_as_rank
 from tests.reliability.support import cases, replay
 from tests.reliability.test_hostile_checkpoints import drop, set_at, sign
 from trainer.checkpoint.manifest import FORMAT_VERSION
 from trainer.checkpoint.store import CheckpointStore
 from trainer.checkpoint.weights import export, load_weights
+from trainer.commands import train
 from trainer.core.errors import NoCheckpointError
+from trainer.core.world import World
 from trainer.data.text import Text
 from trainer.data.tokens import TokenWindows
 from trainer.data.view import DataView
+
+GOLDEN = Path(__file__).parent / "golden"
+SETTINGS = (
+    *("model.width=2", "model.tied=true", "steps=3", "eval.every=null"),
+    *("optimizer.lr=0.012", "scheduler.warmup=0"),
+)
+RANKS = 2
+
+
+def expected(folder: Path) -> dict[str, object]:
+    """Spell out a checkpoint: every tensor's bytes, and all else."""
+    loaded = CheckpointStore(folder).load(set_aside=False)
+    tensors = {
+        name: [kind, list(shape), whole.hex()]
+        for name in sorted(loaded.tensors)
+        for kind, shape, whole in [lab.bits(loaded.read(name))]
+    }
+    return {"step": loaded.step, "tensors": tensors, "meta": loaded.meta}
+
+
+def trained(world: World, run: Path) -> None:
+    """Train on ranks that hold shards, so that tensors lie in slices."""
+    train.environment = dict  # what a machine is called belongs to no golden file
+    ended = run_as_rank(world, (*SETTINGS, "parallel=fsdp"), run, {"stop_after": 2})
+    assert ended["code"] == 75, ended
+
 
 GOLDEN_RUN = GOLDEN / f"format-{FORMAT_VERSION}"
 EARLIER = GOLDEN / "format-2" / "checkpoints"
@@ -170,3 +202,15 @@ def test_a_random_lie_never_crashes_a_run(count, tmp_path):
         shutil.rmtree(run)
     print(f"{count} lies, by exit code: {codes}")
     assert codes[4] > count // 4
+
+
+if __name__ == "__main__":
+    target = GOLDEN / f"format-{FORMAT_VERSION}"
+    ranks = Ranks()
+    with tempfile.TemporaryDirectory() as place:
+        ranks.run(RANKS, trained, Path(place) / "run")
+        target.mkdir(parents=True)
+        shutil.copytree(Path(place) / "run" / "checkpoints", target / "checkpoints")
+    ranks.close()
+    content = json.dumps(expected(target / "checkpoints"), indent=1, sort_keys=True)
+    (target / "expected.json").write_text(content + "\n")

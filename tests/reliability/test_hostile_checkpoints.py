@@ -10,10 +10,10 @@ import functools
 import hashlib
 import itertools
 import json
+import operator
 import os
 import pickle
 import shutil
-import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -76,27 +76,22 @@ def set_at(*place: Any) -> Callable[[dict[str, Any]], None]:
 
     def change(body: dict[str, Any]) -> None:
         *keys, last, value = place
-        functools.reduce(lambda tree, key: tree[key], keys, body)[last] = value
+        functools.reduce(operator.getitem, keys, body)[last] = value
 
     return change
 
 
 def drop(*place: str) -> Callable[[dict[str, Any]], None]:
     """Take a value out of a tree."""
-    return lambda body: functools.reduce(lambda tree, key: tree[key], place[:-1], body).pop(
-        place[-1]
-    )
+    return lambda body: functools.reduce(operator.getitem, place[:-1], body).pop(place[-1])
 
 
-def plant(checkpoint: Path, slot: str, form: str = "pickle") -> None:
-    canary = checkpoint.parents[2] / "canary"
-    if form == "torch.save":
-        torch.save(Payload(canary), checkpoint / slot)
-    elif form == "zip":
-        with zipfile.ZipFile(checkpoint / slot, "w") as archive:
-            archive.writestr("archive/data.pkl", pickle.dumps(Payload(canary)))
+def plant(checkpoint: Path, slot: str, *, as_torch: bool = False) -> None:
+    payload = Payload(checkpoint.parents[2] / "canary")
+    if as_torch:
+        torch.save(payload, checkpoint / slot)
     else:
-        (checkpoint / slot).write_bytes(pickle.dumps(Payload(canary)))
+        (checkpoint / slot).write_bytes(pickle.dumps(payload))
     if slot != "manifest.json":
         sign(checkpoint)
 
@@ -146,7 +141,7 @@ NO_MANIFESTS = [
 ATTACKS = {
     "payload": [
         *(partial(plant, slot=slot) for slot in SLOTS),
-        *(partial(plant, slot=SLOTS[1], form=form) for form in ("torch.save", "zip")),
+        partial(plant, slot=SLOTS[1], as_torch=True),
     ],
     "name": [partial(rename, name=name) for name in NAMES],
     "no plain file": [*(partial(link, slot=slot) for slot in SLOTS), pipe],
@@ -213,23 +208,20 @@ def test_a_state_tree_that_lies_is_refused(tmp_path):
         assert "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize(
-    "moment", [("a.weight", "step"), ("a.bias", "exp_avg"), None], ids=["a step", "a shape", "1.0"]
-)
-def test_an_optimizer_state_that_a_kernel_would_trust_is_refused(moment, tmp_path):
+def test_an_optimizer_state_that_a_kernel_would_trust_is_refused(tmp_path):
     model = nn.ModuleDict({"a": nn.Linear(8, 4), "unused": nn.Linear(2, 2)})
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
     model["a"](torch.ones(2, 8)).sum().backward()
     optimizer.step()
     tensors, meta = capture(model, optimizer, extra={})
-    saved = meta["optimizer"]["state"]
-    saved["a.weight"]["exp_avg"] = 1.0 if moment is None else saved[moment[0]][moment[1]]
-    store = CheckpointStore(tmp_path)
-    store.save(1, tensors, meta)
-    for settings in ("saved", "live"):
+    CheckpointStore(tmp_path).save(1, tensors, meta)
+    loaded, saved = CheckpointStore(tmp_path).load(), meta["optimizer"]["state"]
+    lies = (saved["a.weight"]["step"], saved["a.bias"]["exp_avg"], 1.0)
+    for lie, settings in itertools.product(lies, ("saved", "live")):
+        saved["a.weight"]["exp_avg"] = lie
         fresh = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
         with pytest.raises(NoCheckpointError) as refusal:
-            restore(store.load(), model, fresh, hyperparameters=settings)
+            restore(replace(loaded, meta=meta), model, fresh, hyperparameters=settings)
         assert "\n" not in str(refusal.value)
 
 
@@ -248,14 +240,13 @@ def test_side_files_of_a_stranger_are_passed_over(tmp_path):
     assert read_json(tmp_path / "plan.json") == {}
 
 
-@pytest.mark.parametrize("text", ["é", "../../elsewhere", ""])
-def test_a_bad_run_id_turns_the_mirror_off_with_a_warning(text, tmp_path):
+def test_a_bad_run_id_turns_the_mirror_off_with_a_warning(tmp_path):
     (tmp_path / "wandb").mkdir()
-    (tmp_path / "wandb" / "id").write_text(text, encoding="latin-1")
-    warnings: list[str] = []
-    WandbMirror("offline", tmp_path, {}, warnings.append).close()
-    (warning,) = warnings
-    assert "holds no run id" in warning
+    for text in ("é", "../../elsewhere", ""):
+        (tmp_path / "wandb" / "id").write_text(text, encoding="latin-1")
+        warnings: list[str] = []
+        WandbMirror("offline", tmp_path, {}, warnings.append).close()
+        assert "holds no run id" in " ".join(warnings)
 
 
 CUT = {"accum": {}, "state": {}, "tuning": None, "evaluation_tokens": 8}

@@ -25,7 +25,7 @@ from trainer.checkpoint.store import CheckpointStore
 from trainer.commands import train
 from trainer.core import signals
 from trainer.data import text
-from trainer.launch import watch
+from trainer.launch import supervise
 from trainer.training import loop
 from trainer.training.checkpointing import Checkpointer
 from trainer.tune import tuner
@@ -347,7 +347,7 @@ def test_a_signal_that_a_rank_does_not_hear_before_the_first_step_ends_it_in_tim
     with lab.timed() as took:
         run.process.send_signal(signal.SIGTERM)
         ended = run.end()
-        assert took() < watch.UNBEGUN_S + AT_ONCE_S
+        assert took() < supervise.UNBEGUN_S + AT_ONCE_S
     assert ended.code == 75
     assert ended.errors == ["train: stopped before it took a step: go on with: train resume=run"]
     run.assert_none_left("start")

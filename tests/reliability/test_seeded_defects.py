@@ -2,7 +2,7 @@
 
 A defect is put in by replacing a function of the program; the harness named beside it must then
 fail, and passes without it. Defects of the write protocol are seeded in `test_power_loss.py`,
-`test_write_points.py` and `test_bit_rot.py`, in the same way.
+in the same way.
 """
 
 from __future__ import annotations

@@ -100,21 +100,9 @@ def test_a_status_file_shows_the_old_or_the_new_content_after_every_fault(tmp_pa
         assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
 
 
-def test_a_save_that_forgets_to_tidy_up_is_noticed(before, monkeypatch):
-    monkeypatch.setattr(durable, "discard", lambda path: None)
-    outcome = attempt(before, FaultyDisk(6, "ENOSPC"))
-    with pytest.raises(AssertionError):
-        check(before, outcome, "ENOSPC")
-
-
-@pytest.mark.parametrize("is_blind", [False, True])
-def test_pruning_counts_only_intact_checkpoints_and_one_that_does_not_is_noticed(
-    is_blind, before, monkeypatch
-):
-    if is_blind:
-        monkeypatch.setattr(CheckpointStore, "_is_intact", lambda store, step: True)
+def test_pruning_counts_only_intact_checkpoints(before):
     weights = before / "step-00000003" / "model.safetensors"
     weights.write_bytes(b"\0" * weights.stat().st_size)
     save(before, 4)
     (before / "step-00000003").rename(before / "damaged")
-    assert intact_steps(before) == ([4] if is_blind else [2, 4])
+    assert intact_steps(before) == [2, 4]

@@ -47,11 +47,7 @@ class ModelState:
             part.watch(by_value=self._is_first)
 
     def moved(self) -> Sequence[bool]:
-        """Tell which of its parts this rank's forwards have moved.
-
-        Raises:
-            ConfigError: a buffer has another shape than before, so that ranks may differ in it.
-        """
+        """Tell which of its parts this rank's forwards have moved."""
         return [part.moves or part.has_moved() for part in self._parts]
 
     def unmoved(self) -> Sequence[bool]:
@@ -59,14 +55,7 @@ class ModelState:
         return [False] * len(self._parts)
 
     def copy_from_main(self, moved: Sequence[bool]) -> None:
-        """Take what has ever moved from the main rank. Collective where anything has.
-
-        Args:
-            moved: which parts did on any rank.
-
-        Raises:
-            ConfigError: nothing may move.
-        """
+        """Take what has ever moved, on any rank, from the main rank. Collective where it has."""
         self._is_first = False
         for part, flag in zip(self._parts, moved, strict=True):
             if flag and not part.moves:
@@ -84,10 +73,9 @@ class ModelState:
             return
         values = self._world.copy_from_main(torch.cat([bits_of(tensor) for tensor in tensors]))
         pieces = torch.split(values, [tensor.nbytes for tensor in tensors])
-        with torch.no_grad():
-            for tensor, piece in zip(tensors, pieces, strict=True):
-                # A copy begins where its type may.
-                tensor.copy_(piece.clone().view(tensor.dtype).view(tensor.shape))
+        for tensor, piece in zip(tensors, pieces, strict=True):
+            # A copy begins where its type may.
+            tensor.detach().copy_(piece.clone().view(tensor.dtype).view(tensor.shape))
 
     def news(self) -> Sequence[str]:
         """Name what was seen to move for the first time since this was last asked."""
@@ -95,11 +83,7 @@ class ModelState:
         return found
 
     def refuse_late(self) -> None:
-        """Refuse parameters that a forward made, which no optimizer would train.
-
-        Raises:
-            ConfigError: there are some.
-        """
+        """Refuse parameters that a forward made, which no optimizer would train."""
         for name, parameter in self._model.named_parameters():
             known = self._parameters.get(name)
             # Those of sharded models come and go with the window.
@@ -136,11 +120,7 @@ class _Part:
             self.seen.append((each, each._version, each.detach().clone() if is_copied else None))
 
     def has_moved(self) -> bool:
-        """Compare them with how they were.
-
-        Raises:
-            ConfigError: one has another shape.
-        """
+        """Compare them with how they were; `ConfigError` where one has another shape."""
         for name, shape in self.shapes.items():
             if getattr(self.entries.get(name), "shape", None) != shape:
                 raise ConfigError(
@@ -156,11 +136,10 @@ class _Part:
 
 
 def _registered(model: nn.Module) -> Iterator[_Part]:
-    """Find what a checkpoint saves of a model and no gradient updates.
+    """Find each buffer and frozen parameter that a checkpoint saves.
 
     Yields:
-        Each buffer and frozen parameter; those of a BatchNorm together, since it writes without a
-        trace but into a counter beside.
+        Those of a BatchNorm together, since it writes without a trace but into a counter beside.
     """
     for name, part in model.named_modules():
         cached, prefix = part._non_persistent_buffers_set, f"{name}.".lstrip(".")

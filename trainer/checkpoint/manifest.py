@@ -127,11 +127,7 @@ def share(manifest: Manifest, rank: int, num_ranks: int) -> list[str]:
 
 
 def _list_files(folder: Path) -> dict[str, int]:
-    """List the files of a checkpoint with their sizes; a link, folder or device is damage.
-
-    Raises:
-        DamagedError: there are links, folders or devices, or the folder itself is one.
-    """
+    """List the files of a checkpoint with their sizes; a link, folder or device is damage."""
     if not stat.S_ISDIR(folder.lstat().st_mode):
         raise DamagedError("it is not a folder")
     found = {entry.name: entry.lstat() for entry in folder.iterdir()}

@@ -38,14 +38,8 @@ def capture(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Take everything that the next steps depend on.
 
-    Collective only where an optimizer keeps what is neither in rows over the ranks nor whole.
-
-    `model` is the module itself, not a data-parallel wrapper; `extra` numbers, strings, tensors,
-    and lists, tuples, mappings of them.
-
-    Returns:
-        The tensors, which share the live ones' memory and are in shards where those are, and the
-        rest as JSON.
+    Gives the tensors, which share the live ones' memory and are in shards where those are, and the
+    rest as JSON. Collective only where an optimizer keeps what is neither in rows nor whole.
 
     Raises:
         ValueError: the optimizer has a parameter that is not the model's.
@@ -74,14 +68,8 @@ def restore(
 ) -> dict[str, Any]:
     """Put a state back, all of it or an error; of what is in shards, each rank reads its rows.
 
-    Args:
-        loaded: what `capture` returned and `CheckpointStore` saved.
-        model: of the same architecture; wrapped as it likes, on any device.
-        optimizer: of the same class and parameters.
-        hyperparameters: "live" where the optimizer's groups keep settings changed on purpose.
-
-    Returns:
-        The `extra` that was captured.
+    With `hyperparameters="live"` the optimizer's groups keep settings changed on purpose. Gives the
+    `extra` that was captured.
 
     Raises:
         NoCheckpointError: names, shapes, dtypes, groups or the optimizer's class differ.
@@ -101,13 +89,8 @@ def restore(
 
 
 def assert_finite(tensors: Mapping[str, Tensor]) -> None:
-    """Raise `NonFiniteError` where a tensor holds NaN or infinity; see `not_finite`.
-
-    Raises:
-        NonFiniteError: one does; the text names the first few.
-    """
-    bad = not_finite(tensors)
-    if bad:
+    """Raise `NonFiniteError`, which names the first few, where tensors hold NaN or infinity."""
+    if bad := not_finite(tensors):
         raise NonFiniteError(
             f"not saved: {first_of([*map(clip, bad)])} not finite; the older checkpoints stand"
         )
@@ -160,12 +143,8 @@ def load_model(
 ) -> None:
     """Check stored weights and buffers against a model's, and copy them, one tensor at a time.
 
-    Args:
-        model: whose tensors are to be filled.
-        weights: by plain name; a tied one under its first name in the model, or under others.
-        source: begins the error, which `remedy` ends.
-        remedy: what to do.
-        others: by plain name, what modules keep besides tensors.
+    A tied weight stands under its first name in the model, or under others; `others` is what
+    modules keep besides tensors. `source` begins the error, which `remedy` ends.
 
     Raises:
         NoCheckpointError: names, shapes or dtypes differ; the text names the first differences.
@@ -260,11 +239,7 @@ def _restore_optimizer(
 
 
 def _check_fused_states(states: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> None:
-    """Refuse states of another shape or dtype, beyond which a fused kernel would read.
-
-    Raises:
-        ValueError: a tensor has another shape or dtype than its parameter.
-    """
+    """Refuse states of another shape or dtype, beyond which a fused kernel would read."""
     for name, parameter in parameters.items():
         own = (tuple(parameter.shape), parameter.dtype)
         for key, value in states.get(name, {}).items():
@@ -299,16 +274,13 @@ def _read(value: Any, parameter: Tensor | None) -> Any:  # noqa: ANN401 - any st
 
 
 def _named_parameters(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """List an optimizer's parameters by plain name, in the order of its `state_dict` indices.
-
-    Raises:
-        ValueError: it has a parameter that is not the model's.
-    """
+    """List an optimizer's parameters by plain name, in the order of its `state_dict` indices."""
     names = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if any(id(parameter) not in names for parameter in parameters):
-        raise ValueError("the optimizer holds a parameter that is not the model's")
-    return {names[id(parameter)]: parameter for parameter in parameters}
+    try:
+        return {names[id(parameter)]: parameter for parameter in parameters}
+    except KeyError as error:
+        raise ValueError("the optimizer holds a parameter that is not the model's") from error
 
 
 def _named_groups(optimizer: Optimizer, names: Sequence[str]) -> list[dict[str, Any]]:

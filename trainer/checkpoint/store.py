@@ -20,6 +20,7 @@ import os
 import re
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -85,16 +86,24 @@ class Loaded:
         return self.tensors[name][...]
 
     def check_format(self) -> None:
-        """Refuse an earlier format, of which only the weights can be used.
-
-        Raises:
-            NoCheckpointError: it is of one.
-        """
+        """Refuse an earlier format, of which only the weights can be used."""
         if self.format_version != FORMAT_VERSION:
             raise NoCheckpointError(
                 f"{self.path}: format {self.format_version} of an earlier version, which only gives"
                 f" weights: start a new run from them with init={self.path}"
             )
+
+
+def open_checkpoint(path: Path, step: int | None = None, world: World = _ALONE) -> Loaded:
+    """Verify this rank's share of a checkpoint, of `step` or any, and open it; see `verify`."""
+    manifest = verify(path, step, rank=world.rank, num_ranks=world.size)
+    return Loaded(
+        step=manifest.step,
+        tensors=open_tensors(path / name for name in sorted(manifest.files)),
+        meta=manifest.meta,
+        path=path,
+        format_version=manifest.format_version,
+    )
 
 
 @final
@@ -107,8 +116,6 @@ class CheckpointStore:
     """
 
     def __init__(self, folder: Path, keep: int | None = None) -> None:
-        if keep is not None and keep < 1:
-            raise ValueError(f"keep must be at least 1, not {keep}")
         self.folder = folder
         self._keep = keep
         self._intact: set[int] = set()  # steps that this process wrote or verified
@@ -134,17 +141,9 @@ class CheckpointStore:
     ) -> Path:
         """Write a checkpoint; when this returns it survives a power cut. Collective.
 
-        A checkpoint of the same step with the same weights and moments that is already there
-        stands; a damaged one is set aside.
-
-        Args:
-            step: optimizer steps taken.
-            tensors: by name, the same names on every rank; of one in shards this rank's are stored.
-            meta: everything else, as JSON; the main rank's is stored.
-            world: the ranks that save.
-
-        Returns:
-            Its folder.
+        Every rank gives the same names; of a tensor in shards it stores its rows, and of `meta`,
+        which is JSON, the main rank's is stored. A checkpoint of the same step with the same
+        weights and moments that is already there stands; a damaged one is set aside.
 
         Raises:
             SaveError: it could not be written, or the step's name is taken by another state. The
@@ -155,13 +154,7 @@ class CheckpointStore:
     def save_files(
         self, step: int, files: FileTensors, meta: Mapping[str, Any], world: World = _ALONE
     ) -> Path:
-        """Write a checkpoint of what `assign_files` gave on each rank, as `save` does. Collective.
-
-        Raises:
-            SaveError: as `save` does.
-            TypeError: likewise.
-            ValueError: likewise.
-        """
+        """Write what `assign_files` gave on each rank, as `save` does. Collective."""
         unfinished = self.folder / world.on_main(lambda: self._begin(step))
         try:
             written = world.on_all(lambda: self._write(step, unfinished, files))
@@ -246,11 +239,7 @@ class CheckpointStore:
         self._prune()
 
     def _is_same(self, path: Path, manifest: Manifest) -> bool:
-        """Whether an intact checkpoint of the step is the same; a damaged one makes room.
-
-        Raises:
-            SaveError: it holds another state.
-        """
+        """Whether an intact checkpoint of the step is the same; a damaged one makes room."""
         try:
             there = _trained_files(verify(path, manifest.step))
         except DamagedError as damage:
@@ -266,22 +255,15 @@ class CheckpointStore:
         return True
 
     def _read(self, step: int, world: World) -> tuple[Loaded | None, tuple[str, str] | None]:
-        """Verify this rank's share of a checkpoint and open it, or say what is wrong with it."""
-        path = self.path(step)
+        """Open a checkpoint, or say what is wrong with it."""
         try:
-            manifest = verify(path, step, rank=world.rank, num_ranks=world.size)
-            tensors = open_tensors(path / name for name in sorted(manifest.files))
+            return open_checkpoint(self.path(step), step, world), None
         except DamagedError as damage:
             return None, (_DAMAGED, str(damage))
         except NewerFormatError as error:
             return None, (_NEWER, str(error))
         except OSError as error:
             return None, (_UNREADABLE, str(error.strerror))
-        version = manifest.format_version
-        loaded = Loaded(
-            step=step, tensors=tensors, meta=manifest.meta, path=path, format_version=version
-        )
-        return loaded, None
 
     def _prune(self) -> None:
         """Delete what is older than the `keep` newest intact ones; damaged ones do not count."""
@@ -297,13 +279,11 @@ class CheckpointStore:
 
     def _is_intact(self, step: int) -> bool:
         """Verify a checkpoint, unless this process wrote or verified it."""
-        try:
+        with suppress(DamagedError, NewerFormatError):
             if step not in self._intact:
                 verify(self.path(step), step)
-        except (DamagedError, NewerFormatError):
-            return False
-        self._intact.add(step)
-        return True
+            self._intact.add(step)
+        return step in self._intact
 
 
 def _trained_files(manifest: Manifest) -> dict[str, FileDigest]:
@@ -315,7 +295,7 @@ def _set_aside(path: Path) -> str:
     """Rename a damaged checkpoint, and return how that went as the end of a message."""
     aside = path.with_name(f"damaged-{path.name}")
     if os.path.lexists(aside):
-        aside = aside.with_name(f"{aside.name}-{uuid.uuid4().hex}")
+        aside = path.with_name(f"{aside.name}-{uuid.uuid4().hex}")
     try:
         durable.rename(path, aside)
     except OSError as error:

@@ -133,13 +133,9 @@ def _pieces(tensors: Mapping[str, Tensor | StoredTensor]) -> Iterator[Bytes]:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     start = 0
     for name, tensor in tensors.items():
-        end = start + tensor.nbytes
-        header[name] = {
-            "dtype": DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [start, end],
-        }
-        start = end
+        kind = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape)}
+        header[name] = {**kind, "data_offsets": [start, start + tensor.nbytes]}
+        start += tensor.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
@@ -232,13 +228,11 @@ def copy_files(files: FileTensors) -> FileTensors:
     }
 
 
-def fill(target: Tensor, source: Tensor | StoredTensor) -> None:
+def fill(target: Tensor, source: StoredTensor) -> None:
     """Copy a whole tensor into another, or of it the rows that this rank holds there."""
-    if not is_sharded(target):
-        target.copy_(source[...])
+    if not is_sharded(target) or target.to_local().shape == target.shape:
+        local_part(target).copy_(source[...])
         return
     rows = rows_of(target)
     assert rows is not None, "parameters are in rows"
-    own = target.to_local()
-    is_whole = own.shape == target.shape
-    own.copy_(source[...] if is_whole else source[rows.start : rows.stop])
+    target.to_local().copy_(source[rows.start : rows.stop])

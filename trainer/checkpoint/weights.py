@@ -6,7 +6,6 @@ each of its names, as `load_state_dict` wants them. Hugging Face models write th
 
 from __future__ import annotations
 
-import errno
 import os
 import uuid
 from collections.abc import Mapping
@@ -16,13 +15,12 @@ from typing import Any
 from safetensors import SafetensorError
 from torch import nn
 
-from trainer.checkpoint import manifest as manifests
-from trainer.checkpoint.manifest import DamagedError, NewerFormatError
+from trainer.checkpoint.manifest import FILE_NAME, DamagedError, NewerFormatError
 from trainer.checkpoint.state import load_model
-from trainer.checkpoint.store import CHECKPOINTS, CheckpointStore, Loaded
+from trainer.checkpoint.store import CHECKPOINTS, CheckpointStore, Loaded, open_checkpoint
 from trainer.checkpoint.tensor_files import StoredTensor, open_tensors, write_tensors
 from trainer.core import durable
-from trainer.core.errors import ConfigError, NoCheckpointError
+from trainer.core.errors import ConfigError, NoCheckpointError, SaveError
 from trainer.core.world import World
 
 WEIGHTS_FILE = "model.safetensors"
@@ -34,14 +32,8 @@ def load_weights(
 ) -> Path:
     """Fill a model with stored weights and buffers. Collective.
 
-    Args:
-        model: of the architecture that was stored.
-        path: a run, one of its checkpoints, an exported folder, or a safetensors file.
-        world: the ranks that load, each the rows it holds.
-        step: which checkpoint of a run; None for the newest that is intact.
-
-    Returns:
-        The folder or file that was read.
+    `path` is a run, one of its checkpoints, an exported folder, or a safetensors file; `step` says
+    which checkpoint of a run, None the newest that is intact. Gives what was read.
 
     Raises:
         NoCheckpointError: nothing usable is there, or it does not fit the model.
@@ -95,38 +87,22 @@ def export(
                 write_tensors(unfinished / WEIGHTS_FILE, weights)
                 durable.write_json(unfinished / CONFIG_FILE, config)
             else:
-                _save_pretrained(model, unfinished)
+                model.save_pretrained(unfinished, max_shard_size="1000TB")  # in one file
             if to.is_dir():
                 durable.discard(to)
             durable.publish(unfinished, to)
+    except SafetensorError as error:  # how a Hugging Face model says that the disk refused
+        raise SaveError(f"{to}: could not be written: {error}") from error
     finally:
         durable.discard(unfinished)  # of which nothing is left where it was published
     return to
 
 
-def _save_pretrained(model: Any, folder: Path) -> None:  # noqa: ANN401 - a class of transformers
-    """Let a Hugging Face model write itself, in one file.
-
-    Raises:
-        OSError: the disk refused.
-    """
-    try:
-        model.save_pretrained(folder, max_shard_size="1000TB")
-    except SafetensorError as error:
-        raise OSError(errno.EIO, str(error)) from error
-
-
 def _open_weights(path: Path, world: World) -> dict[str, StoredTensor]:
-    """List the weights in a checkpoint, an exported folder or a file, by plain name.
-
-    Raises:
-        NoCheckpointError: nothing usable is there.
-    """
+    """List the weights in a checkpoint, an exported folder or a file, by plain name."""
     try:
-        if (path / manifests.FILE_NAME).is_file():
-            manifest = manifests.verify(path, rank=world.rank, num_ranks=world.size)
-            tensors = open_tensors(path / name for name in sorted(manifest.files))
-            return Loaded(step=manifest.step, tensors=tensors, meta={}, path=path).weights
+        if (path / FILE_NAME).is_file():
+            return open_checkpoint(path, world=world).weights
         for file in (path, path / WEIGHTS_FILE):
             if file.is_file():
                 return open_tensors([file])

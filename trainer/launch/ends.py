@@ -1,10 +1,15 @@
-"""Describe how each rank ended, and name in one line why the run did."""
+"""Describe how each rank ended, and name in one line why the run did.
+
+One supervisor sees all ranks of a local run. Under a launcher each sees one, and `conclude` has
+them leave each other word in the run folder.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import shutil
 import signal
 import time
 from collections.abc import Mapping
@@ -14,10 +19,12 @@ from pathlib import Path
 from typing import Any, final
 
 from trainer.config.secrets import without_secrets
+from trainer.core import signals
 from trainer.core.errors import (
     ConfigError,
     DataError,
     DoesNotFitError,
+    Preempted,
     RankFailedError,
     TrainError,
     error_from_dict,
@@ -26,10 +33,20 @@ from trainer.core.errors import (
 from trainer.core.rank_progress import Place
 from trainer.report.run_status import keep_traceback
 
+STACKS_SIGNAL = signal.SIGUSR2
+
+WORD_S = 2.0  # that the first rank's supervisor waits for the cause, where its rank has none
+FIRST_S = 10.0  # that those of others wait for the first, which then says why the run ended
+
 # A place in gloo's source, which its errors name; all of them are the end of a connection.
 _GLOO = re.compile(r"\[[^\[\]\n]*\bgloo/[^\[\]\n]*\.(cc|cpp|h):\d+\]")
 # In NCCL's errors when another rank is gone, or does not come.
 _NCCL = ("ncclRemoteError", "remote process exited", "Connection", "timeout", "aborted")
+
+_SENT = {
+    "SIGKILL": ", as the system does when memory runs out",
+    "SIGABRT": ", as collectives do when ranks fell out of step",
+}
 
 
 @final
@@ -48,9 +65,8 @@ class Ended:
     @classmethod
     def now(cls, rank: int, place: Place, report: Mapping[str, Any]) -> Ended:
         """Describe the end of a rank of this machine at this moment."""
-        at = time.time()
-        since = at - (time.monotonic() - place.since)
-        return cls(rank, report.get("code", 1), report, at, place, since)
+        at, passed_s = time.time(), time.monotonic() - place.since
+        return cls(rank, report.get("code", 1), report, at, place, at - passed_s)
 
     @property
     def has_failed(self) -> bool:
@@ -66,9 +82,19 @@ class Ended:
 @final
 @dataclass(frozen=True)
 class Records:
-    """A folder in which ranks leave their boards and ends."""
+    """A folder in which ranks find what to run, and leave their boards and ends."""
 
     folder: Path
+
+    @property
+    def job(self) -> Path:
+        """What to run, as `_attempt` in supervise.py writes it."""
+        return self.folder / "job.json"
+
+    @property
+    def shared(self) -> Records:
+        """Those of supervisors on other machines; the folder is there once ranks have met."""
+        return Records(self.folder / "shared")
 
     def board(self, rank: int) -> Path:
         """Name the file of a rank's board."""
@@ -134,10 +160,7 @@ def describe_end(error: BaseException, folder: Path, rank: int) -> dict[str, Any
 def verdict(ended: Mapping[int, Ended], folder: Path, timeout_s: float) -> TrainError | None:
     """Name why ranks ended: as one of them gave it, else by what is known; None where all is well.
 
-    Args:
-        ended: every rank, or those of which there is word.
-        folder: the run folder, for stacks and tracebacks.
-        timeout_s: `parallel.timeout_s`.
+    Of every rank, or of those of which there is word; stacks are looked for in the run folder.
     """
     failed = [end for end in ended.values() if end.has_failed]
     if not failed:
@@ -169,15 +192,10 @@ def _name(end: Ended) -> str:
         return f"rank {end.rank} failed at {end.place}: {end.report['crash']}"
     if "peer" in end.report:
         return f"rank {end.rank} could not reach another at {end.place}: {end.report['peer']}"
-    how = f"ended with exit code {end.code} and without a word"
-    if end.code < 0:
-        name = signal.Signals(-end.code).name
-        hints = {
-            "SIGKILL": ", as the system does when memory runs out",
-            "SIGABRT": ", as collectives do when ranks fell out of step",
-        }
-        how = f"was killed by {name}{hints.get(name, '')}"
-    return f"rank {end.rank} {how}, at {end.place}"
+    if end.code >= 0:
+        return f"rank {end.rank} ended with exit code {end.code} and without a word, at {end.place}"
+    name = signal.Signals(-end.code).name
+    return f"rank {end.rank} was killed by {name}{_SENT.get(name, '')}, at {end.place}"
 
 
 def _name_hung(failed: list[Ended], folder: Path, timeout_s: float) -> str:
@@ -190,9 +208,49 @@ def _name_hung(failed: list[Ended], folder: Path, timeout_s: float) -> str:
     end = min(failed, key=order)
     stacks = folder / "errors" / f"rank{end.rank}.txt"
     where = f"; what it was doing is in {stacks}" if stacks.exists() else ""
-    limit_s = end.place.limit_s(timeout_s)
-    key = "parallel.timeout_s"
-    if end.place.is_first:
-        key = f"ten times {key} in the first step"
+    limit_s, key = end.place.limit_s(timeout_s), "parallel.timeout_s"
+    key = f"ten times {key} in the first step" if end.place.is_first else key
     waited = f"for {limit_s:g} s ({key})" if limit_s != float("inf") else "in time"
     return f"rank {end.rank} did not answer {waited}, at {end.place}{where}"
+
+
+def conclude(
+    own: Ended, shared: Records, size: int, folder: Path, timeout_s: float
+) -> TrainError | None:
+    """Find out why the run ended, among supervisors that know of one rank each.
+
+    That of the lowest rank that is left says it: `is_own` of its error is true.
+
+    `own` is the rank that this process started; `shared`, where supervisors leave word, is missing
+    before the ranks have met.
+    """
+    error, is_first = verdict({own.rank: own}, folder, timeout_s), own.rank == 0
+    if error is not None and not shared.folder.exists():
+        error.is_own |= own.has_reason and "error" not in own.report
+    elif error is not None and own.code != Preempted.exit_code:  # which every rank ends with
+        shared.write(own)
+        ended = _wait_for_word(own, shared, size)
+        error = verdict(ended, folder, timeout_s) or error
+        silent = sorted(set(range(size)) - ended.keys())
+        if silent and "peer" in own.report and not any(end.has_reason for end in ended.values()):
+            error.args = (f"rank {silent[0]} died or is out of reach: {error}",)
+        error.is_own = min(ended) == own.rank and shared.folder.exists()
+    if is_first:
+        shutil.rmtree(shared.folder.resolve(), ignore_errors=True)
+    return error
+
+
+def _wait_for_word(own: Ended, shared: Records, size: int) -> dict[int, Ended]:
+    """Read how other ranks ended, until one of them explains the end of this one.
+
+    Those beside the first need only know that the first is there to say it.
+    """
+    ended, is_first = {own.rank: own}, own.rank == 0
+    limit = time.monotonic() + (WORD_S if is_first else FIRST_S)
+    while len(ended) < size and shared.folder.exists() and time.monotonic() < limit:
+        if any(end.has_reason for end in ended.values()) if is_first else 0 in ended:
+            break
+        time.sleep(signals.TOGETHER_S)
+        found = (shared.read(rank) for rank in range(size))
+        ended |= {end.rank: end for end in found if end is not None}
+    return ended

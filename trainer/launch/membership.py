@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import final
@@ -95,11 +96,7 @@ def global_rank(environment: Mapping[str, str] = os.environ) -> int:
 
 def first_host(listed: str) -> str:
     """Name the first machine of a list as Slurm writes it: gpu03 of `gpu[03-05,9],head`."""
-    head, bracket, rest = listed.partition("[")
-    if not bracket or "," in head:
-        return head.partition(",")[0]
-    inside, _, tail = rest.partition("]")
-    return head + inside.partition(",")[0].partition("-")[0] + tail.partition(",")[0]
+    return "".join(re.findall(r"([^\[,]*)(?:\[(\w+)[^\]]*\]([^,]*))?", listed)[0])
 
 
 def _names(environment: Mapping[str, str]) -> tuple[str, str, str, str]:
@@ -109,11 +106,7 @@ def _names(environment: Mapping[str, str]) -> tuple[str, str, str, str]:
 
 
 def _address(environment: Mapping[str, str], names: tuple[str, ...], size: int) -> str:
-    """Find where the ranks connect: MASTER_ADDR and MASTER_PORT, or the first node of a Slurm job.
-
-    Raises:
-        ConfigError: nothing says it, or not as a host and a port.
-    """
+    """Find where the ranks connect: MASTER_ADDR and MASTER_PORT, or the first node of Slurm."""
     if {"MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
         port = environment["MASTER_PORT"]
         if not port.isdecimal() or not 0 < int(port) < 2**16:

@@ -24,20 +24,13 @@ from trainer.core import durable
 from trainer.core.errors import ConfigError
 from trainer.core.rank_progress import Board
 from trainer.core.signals import stop_signals
-from trainer.launch.ends import Ended, Records, describe_end
+from trainer.launch.ends import STACKS_SIGNAL, Ended, Records, describe_end
 from trainer.launch.membership import Membership
-from trainer.launch.watch import STACKS_SIGNAL
 from trainer.report.run_status import rank_log
 from trainer.report.wandb import is_hanging
 
 if TYPE_CHECKING:
     from trainer.core.world import World
-
-JOB_FILE = "job.json"
-"""What to run: `config`, `folder` (that of the first rank counts), `path` (where Python looks for
-modules), `supervisor` (its process id) and `members` by rank."""
-
-SHARED = "shared"  # link to a folder that supervisors on other machines read too
 
 _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux's prctl
 
@@ -45,7 +38,7 @@ _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux's prctl
 def main(arguments: list[str]) -> NoReturn:
     """Run as one rank, and exit."""
     records, rank = Records(Path(arguments[0])), int(arguments[1])
-    job = json.loads((records.folder / JOB_FILE).read_bytes())
+    job = json.loads(records.job.read_bytes())
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != job["supervisor"]:
@@ -106,11 +99,7 @@ def _redirect(log: Path | None) -> None:
 
 
 def _agree(config: RunConfig, folder: Path, world: World) -> Path:
-    """Take the first rank's folder, and refuse ranks that were given another config. Collective.
-
-    Raises:
-        ConfigError: the ranks differ; the line names the keys.
-    """
+    """Take the first rank's folder, and refuse ranks that were given another config. Collective."""
     answers = world.collect({"folder": str(folder), "config": digests(to_plain(config))})
     first = answers[0]["config"]
     for rank, answer in enumerate(answers):
@@ -125,11 +114,7 @@ def _agree(config: RunConfig, folder: Path, world: World) -> Path:
 
 
 def _share(records: Records, folder: Path, world: World) -> None:
-    """Make a folder in the run folder where supervisors leave ends for each other. Collective.
-
-    Raises:
-        ConfigError: the first rank's run folder is not on this machine.
-    """
+    """Make a folder in the run folder where supervisors leave ends for each other. Collective."""
 
     def make() -> str:
         with durable.as_save_error(folder):
@@ -144,7 +129,7 @@ def _share(records: Records, folder: Path, world: World) -> None:
 
     shared = Path(world.on_main(make))
     world.on_all(find)
-    (records.folder / SHARED).symlink_to(shared)
+    records.shared.folder.symlink_to(shared)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -48,18 +49,13 @@ _CONNECT_S = 10.0  # that one attempt to connect may take
 
 
 def choose_device(config: RunConfig, local_rank: int = 0) -> torch.device:
-    """Resolve `device`.
-
-    Raises:
-        ConfigError: `device=cuda` without a GPU for this rank.
-    """
+    """Resolve `device`; `ConfigError` where there is no GPU for this rank."""
     found = 0 if config.device == "cpu" else torch.cuda.device_count()
-    if config.device == "cuda" and not found:
-        if config.command == "plan" and config.accum.params.get("memory", True):
-            # A plan for a machine that is not here computes nothing: shapes run fake.
-            return torch.device("cpu")
-        raise ConfigError(NO_GPU)
     if not found:
+        # A plan for a machine that is not here computes nothing: shapes run fake.
+        is_fake = config.command == "plan" and config.accum.params.get("memory", True)
+        if config.device == "cuda" and not is_fake:
+            raise ConfigError(NO_GPU)
         return torch.device("cpu")
     if local_rank >= found:
         raise ConfigError(
@@ -85,8 +81,7 @@ def run_alone(config: RunConfig, folder: Path, stop: StopFlag) -> int:
     """
     # These work out in one process what several ranks would do.
     size = local_ranks(config) if config.command in ("plan", "verify") else 1
-    device = _prepare(config)
-    world = World(size=size, local_size=size, device=device, times=_times(device))
+    world = replace(_prepare(config), size=size, local_size=size)
     with ExitStack() as opened:
         if config.command not in READING:
             opened.enter_context(hold(folder))
@@ -96,17 +91,9 @@ def run_alone(config: RunConfig, folder: Path, stop: StopFlag) -> int:
 
 @contextmanager
 def joined(config: RunConfig, member: Membership, board: Board) -> Iterator[World]:
-    """Set this rank up, wait for the others, and part from them in good order. Collective.
-
-    Yields:
-        All ranks.
-
-    Raises:
-        ConfigError: there is no GPU for this rank, or the first one cannot listen.
-        RankFailedError: a rank did not come.
-    """
+    """Set this rank up, wait for the others, and part from them in good order. Collective."""
     try:
-        device = _prepare(config, member.local_rank)
+        world = _prepare(config, member.local_rank)
     except ConfigError as error:
         # Machines differ: one rank of each prints it.
         error.is_own = member.local_rank in (0, torch.cuda.device_count())
@@ -114,25 +101,25 @@ def joined(config: RunConfig, member: Membership, board: Board) -> Iterator[Worl
     if member.is_ours and config.deterministic != "layout" and "OMP_NUM_THREADS" not in os.environ:
         # A launcher gives each of its ranks a share of the cores; so do we.
         torch.set_num_threads(max(1, num_cores() // member.local_size))
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    is_gpu = world.device.type == "cuda"
+    if is_gpu:
+        torch.cuda.set_device(world.device)
     with board.waiting():
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            "cpu:gloo,cuda:nccl" if is_gpu else "gloo",
             store=_open_store(member),
             rank=member.rank,
             world_size=member.size,
             timeout=LONG_TIMEOUT,
         )
         group = dist.new_group(backend="gloo", timeout=LONG_TIMEOUT)
-    world = World(
+    world = replace(
+        world,
         rank=member.rank,
         size=member.size,
         local_size=member.local_size,
-        device=device,
         long_timeout_group=group,
         board=board,
-        times=_times(device),
     )
     try:
         yield world
@@ -145,12 +132,7 @@ def joined(config: RunConfig, member: Membership, board: Board) -> Iterator[Worl
 
 
 def run_rank(config: RunConfig, folder: Path, world: World, stop: StopFlag) -> int:
-    """Run the command as one rank whose start and end are recorded elsewhere.
-
-    Raises:
-        DoesNotFitError: memory ran out where no smaller micro-batch helps.
-        TrainError: a class of the user's called `sys.exit`.
-    """
+    """Run the command as one rank whose start and end are recorded elsewhere."""
     try:
         return COMMANDS[config.command](config.with_global_batch(world.size), folder, world, stop)
     except SystemExit as error:  # it would end the run as if it were done
@@ -163,13 +145,8 @@ def run_rank(config: RunConfig, folder: Path, world: World, stop: StopFlag) -> i
 
 
 def _open_store(member: Membership) -> Store:
-    """Open the store by which ranks find each other, and wait there for all. Collective.
-
-    Ranks of our own find each other by a file, and wait until their supervisor ends them.
-
-    Raises:
-        RankFailedError: a rank did not come.
-    """
+    """Open the store by which ranks find each other, and wait there for all. Collective."""
+    # Ranks of our own find each other by a file, and wait until their supervisor ends them.
     if member.start_timeout_s is None:
         return FileStore(member.address, member.size)
     limit = time.monotonic() + member.start_timeout_s
@@ -191,16 +168,12 @@ def _open_store(member: Membership) -> Store:
 
 
 def _connect(member: Membership, limit: float) -> Store:
-    """Serve the store, or connect to it once it is there, until a moment of the monotonic clock.
-
-    Raises:
-        ConfigError: the first rank cannot listen there.
-        RankFailedError: nothing answers there, or something that is no store.
-    """
+    """Serve the store, or connect to it once it is there, until a moment of the monotonic clock."""
     host, _, written = member.address.rpartition(":")
     host, port = host.strip("[]"), int(written)
     is_server = member.rank == 0 and not member.is_hosted
     try:
+        # PyTorch's own attempts to connect fill the screen.
         while not is_server and not _answers(host, port, limit):
             check()
             time.sleep(_POLL_S)
@@ -222,21 +195,19 @@ def _connect(member: Membership, limit: float) -> Store:
 
 
 def _answers(host: str, port: int, limit: float) -> bool:
-    """Look whether somebody listens; PyTorch's own attempts to connect fill the screen."""
+    """Whether somebody listens; `OSError` where nobody does and the time is over."""
     with suppress(*(() if time.monotonic() > limit else (OSError,))):
         socket.create_connection((host, port), timeout=_CONNECT_S).close()
         return True
     return False
 
 
-def _prepare(config: RunConfig, local_rank: int = 0) -> torch.device:
-    """Choose the device; make kernels deterministic, where asked for."""
+def _prepare(config: RunConfig, local_rank: int = 0) -> World:
+    """Choose the device, of a world of one rank; make kernels deterministic, where asked for."""
     if config.deterministic is not False:
         torch.use_deterministic_algorithms(mode=True)
     if config.deterministic == "layout":
         torch.set_num_threads(1)  # several may sum in another order
-    return choose_device(config, local_rank)
-
-
-def _times(device: torch.device) -> PhaseTimes:
-    return PhaseTimes(stream_mark if device.type == "cuda" else time.perf_counter)
+    device = choose_device(config, local_rank)
+    times = PhaseTimes(stream_mark if device.type == "cuda" else time.perf_counter)
+    return World(device=device, times=times)

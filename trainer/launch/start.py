@@ -19,15 +19,9 @@ READING = ("evaluate", "export")  # commands that read another run and leave its
 
 
 def run(config: RunConfig, folder: Path) -> int:
-    """Run one command to its end.
+    """Run one command to its end, and give the exit code.
 
-    Args:
-        config: composed and valid.
-        folder: the run folder; it exists, except on ranks that torchrun or srun started beside
-            the first.
-
-    Returns:
-        The process's exit code.
+    The run folder exists, except on ranks that torchrun or srun started beside the first.
 
     Raises:
         TrainError: how the run ended, where it did not end well; its exit code is in status.json.
@@ -57,11 +51,7 @@ def listening(config: RunConfig) -> AbstractContextManager[StopFlag]:
 
 
 def _members(config: RunConfig) -> list[Membership]:
-    """List the ranks that this process starts: its place in a launcher's job, or all of the run.
-
-    Raises:
-        ConfigError: the command line asks for another number of ranks.
-    """
+    """List the ranks that this process starts: its place in a launcher's job, or all of the run."""
     ranks, joined = config.parallel.ranks, membership()
     if joined is not None:
         if ranks not in ("auto", joined.local_size):

@@ -1,4 +1,4 @@
-"""Run a command on ranks, again where one failed and that is allowed, and conclude why it ended.
+"""Start ranks as processes and watch them; run a command on them again where one failed.
 
 Each rank is a process of this program, started by a command and never by a function, so that a
 notebook, joblib or a sweep can start it too. Ranks of our own talk over the loopback interface
@@ -9,29 +9,32 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
+import signal
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, replace
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import final
 
 from trainer.checkpoint import lock
 from trainer.config.run_config import RunConfig
-from trainer.core import signals
-from trainer.core.errors import Preempted, RankFailedError, TrainError
-from trainer.launch.ends import Ended, Records, verdict
+from trainer.core import durable, signals
+from trainer.core.errors import Preempted, RankFailedError
+from trainer.core.rank_progress import Board, Place
+from trainer.launch.ends import STACKS_SIGNAL, Ended, Records, conclude, verdict
 from trainer.launch.membership import Membership
-from trainer.launch.rank import JOB_FILE, SHARED
 from trainer.launch.start import READING
-from trainer.launch.watch import Watch, start
 from trainer.report import journal
 from trainer.report.run_status import drop_empty, rank_log, recorded, saved_step, to_go_on
 
-WORD_S = 2.0  # that the first rank's supervisor waits for the cause, where its rank has none
-FIRST_S = 10.0  # that those of others wait for the first, which then says why the run ended
+UNBEGUN_S = 10.0  # to follow a signal before the first step, while there is nothing to save
+STACKS_S = 0.3  # to dump the stacks of a rank that hangs
+GRACE_S = 1.0  # for others to notice that a rank failed, and to leave word, before they are killed
+ORDERLY_S = 6.0  # for them where it gave a reason of its own, which they may share
 
 
 def supervise(
@@ -39,11 +42,8 @@ def supervise(
 ) -> int:
     """Run one command on some ranks, and give the exit code; after one failed again, where allowed.
 
-    Args:
-        config: composed and valid.
-        folder: the run folder; it exists where the first rank is.
-        members: the ranks to start: all of the run, or the one that a launcher meant.
-        stop: whether a signal asked to stop.
+    The ranks are all of the run, or the one that a launcher meant; the run folder exists where the
+    first one is.
 
     Raises:
         RankFailedError: a rank failed more often than `parallel.max_restarts` allows.
@@ -80,33 +80,23 @@ def supervise(
 def _attempt(
     config: RunConfig, folder: Path, members: Sequence[Membership], stop: signals.StopFlag
 ) -> None:
-    """Start the ranks once, and wait for them.
-
-    Raises:
-        error: how it ended, where it did not end well.
-    """
-    again = to_go_on(config, folder)
+    """Start the ranks once, and wait for them; raises how it ended, where it did not end well."""
     with tempfile.TemporaryDirectory(prefix="train-", ignore_cleanup_errors=True) as name:
         records, is_ours = Records(Path(name)), members[0].is_ours
         if is_ours:
             members = [replace(each, address=f"{name}/rendezvous") for each in members]
         job = {
             "config": config.model_dump(mode="json", by_alias=True),
-            "folder": str(folder),
-            "path": sys.path,
+            "folder": str(folder),  # that of the first rank counts
+            "path": sys.path,  # where Python looks for modules
             "supervisor": os.getpid(),
             "members": {each.rank: asdict(each) for each in members},
         }
-        (records.folder / JOB_FILE).write_text(json.dumps(job))
-        timeout_s, shared = config.parallel.timeout_s, Records(records.folder / SHARED)
-        watch = Watch(
-            records=records,
-            shared=shared,
-            timeout_s=timeout_s,
-            unbegun=f"{signals.UNBEGUN}: go on with: {again}",
-            stop=stop,
-            poll_s=0.05 if is_ours else 0.5,  # where a folder is looked at, too
-        )
+        records.job.write_text(json.dumps(job))
+        timeout_s, shared = config.parallel.timeout_s, records.shared
+        unbegun = f"{signals.UNBEGUN}: go on with: {to_go_on(config, folder)}"
+        watch = Watch(records=records, timeout_s=timeout_s, unbegun=unbegun, stop=stop)
+        watch.poll_s = 0.05 if is_ours else 0.5  # where a folder is looked at, too
         try:
             for member in members:
                 watch.children.append(start(records, member))
@@ -126,47 +116,145 @@ def _attempt(
         raise error
 
 
-def conclude(
-    own: Ended, shared: Records, size: int, folder: Path, timeout_s: float
-) -> TrainError | None:
-    """Find out why the run ended, among supervisors that know of one rank each.
+@final
+@dataclass(frozen=True, kw_only=True)
+class Child:
+    """A rank's process, and the board where it notes its place."""
 
-    That of the lowest rank that is left says it: `is_own` of its error is true.
+    rank: int
+    process: subprocess.Popen[bytes]
+    board: Board
 
-    Args:
-        own: how the rank ended that this process started.
-        shared: where supervisors leave word; missing before the ranks have met.
-        size: number of ranks.
-        folder: the run folder.
-        timeout_s: `parallel.timeout_s`.
-    """
-    error, is_first = verdict({own.rank: own}, folder, timeout_s), own.rank == 0
-    if error is not None and not shared.folder.exists():
-        error.is_own |= own.has_reason and "error" not in own.report
-    elif error is not None and own.code != Preempted.exit_code:  # which every rank ends with
-        shared.write(own)
-        ended = _wait_for_word(own, shared, size)
-        error = verdict(ended, folder, timeout_s) or error
-        silent = sorted(set(range(size)) - ended.keys())
-        if silent and "peer" in own.report and not any(end.has_reason for end in ended.values()):
-            error.args = (f"rank {silent[0]} died or is out of reach: {error}",)
-        error.is_own = min(ended) == own.rank and shared.folder.exists()
-    if is_first:
-        shutil.rmtree(shared.folder.resolve(), ignore_errors=True)
-    return error
+    def signal(self, number: signal.Signals) -> None:
+        """Send the rank a signal; one that it cannot handle yet is blocked until it can."""
+        with suppress(ProcessLookupError):
+            self.process.send_signal(number)
+
+    def kill(self) -> None:
+        """Kill the rank, and what it started."""
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
 
 
-def _wait_for_word(own: Ended, shared: Records, size: int) -> dict[int, Ended]:
-    """Read how other ranks ended, until one of them explains the end of this one.
+def start(records: Records, member: Membership) -> Child:
+    """Start a rank, whose job lies in the folder of the records."""
+    place, rank, size = str(records.folder), str(member.rank), str(member.size)
+    environment = {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ}
+    if member.is_ours:  # no launcher set the variables that user code reads
+        # Else gloo and NCCL listen on whatever the host name resolves to.
+        environment = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", **environment}
+        environment |= {"RANK": rank, "LOCAL_RANK": rank}
+        environment |= {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    paths = [str(Path(__file__).parents[2]), *filter(None, [environment.get("PYTHONPATH")])]
+    environment["PYTHONPATH"] = os.pathsep.join(paths)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*signals.SIGNALS, STACKS_SIGNAL})
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "trainer.launch.rank", place, rank],
+            stdin=subprocess.DEVNULL,
+            env=environment,
+            # Its own session, so that Ctrl-C arrives once, through the supervisor.
+            start_new_session=True,
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return Child(rank=member.rank, process=process, board=Board(records.board(member.rank)))
 
-    Those beside the first need only know that the first is there to say it.
-    """
-    ended, is_first = {own.rank: own}, own.rank == 0
-    limit = time.monotonic() + (WORD_S if is_first else FIRST_S)
-    while len(ended) < size and shared.folder.exists() and time.monotonic() < limit:
-        if any(end.has_reason for end in ended.values()) if is_first else 0 in ended:
-            break
-        time.sleep(signals.TOGETHER_S)
-        found = (shared.read(rank) for rank in range(size))
-        ended |= {end.rank: end for end in found if end is not None}
-    return ended
+
+@final
+@dataclass(kw_only=True)
+class Watch:
+    """Waits for the ranks of one supervisor, and ends them all when one ended badly."""
+
+    records: Records  # what they leave
+    timeout_s: float  # `parallel.timeout_s`
+    unbegun: str  # what to say of a run that a signal ended before its first step
+    stop: signals.StopFlag  # whether a signal asked to stop
+    poll_s: float = 0.05  # how often to look
+    children: list[Child] = field(default_factory=list)  # the ranks; filled as they start
+    ended: dict[int, Ended] = field(default_factory=dict)  # those that ended
+    deadline: float = float("inf")  # when what still runs is killed, by the monotonic clock
+    # Where the others were when the first one ended badly, or hung.
+    places: dict[int, Place] = field(default_factory=dict)
+    stopped_at: float | None = None  # when they were asked to stop, by the monotonic clock
+
+    def run(self) -> None:
+        """Wait until every rank has ended; a second signal is a `KeyboardInterrupt`."""
+        while len(self.ended) < len(self.children):
+            running = [child for child in self.children if child.rank not in self.ended]
+            places = [child.board.read() for child in running]
+            if self.stop():
+                self._pass_on(running, places)
+            if not self.places:
+                if any(place.is_overdue(self.timeout_s) for place in places):
+                    self._note_places(running, STACKS_S)
+                elif any(self.records.shared.folder.glob("end-*.json")):
+                    self._note_places(running, ORDERLY_S)
+            for child in running:
+                self._look_at(child)
+            time.sleep(self.poll_s)
+
+    def _pass_on(self, running: Sequence[Child], places: Sequence[Place]) -> None:
+        """Ask the ranks to stop, and let the next signal end them; do not wait till they begin."""
+        if self.stopped_at is None:
+            self.stopped_at = time.monotonic()
+            for each in signals.SIGNALS:
+                signal.signal(each, signal.default_int_handler)
+            for child in running:
+                child.signal(signal.SIGTERM)
+        has_waited = time.monotonic() > self.stopped_at + UNBEGUN_S
+        if has_waited and all((place.step, place.phase) == (0, "start") for place in places):
+            raise Preempted(self.unbegun)
+
+    def _note_places(self, running: Sequence[Child], left_s: float) -> None:
+        """Note where ranks are before their stacks are asked for, which wakes stopped ones."""
+        self.places = {child.rank: child.board.read() for child in running}
+        self.deadline = min(self.deadline, time.monotonic() + left_s)
+        for child in running:
+            child.signal(STACKS_SIGNAL)
+            child.signal(signal.SIGCONT)
+
+    def _look_at(self, child: Child) -> None:
+        """Note that a rank ended; kill it where its time is over."""
+        is_overdue = time.monotonic() >= self.deadline
+        if child.process.poll() is None:
+            if not is_overdue:
+                return
+            child.kill()
+        code = child.process.wait()
+        place = self.places.get(child.rank) if is_overdue else None
+        end = self.records.read(child.rank)
+        if end is None:
+            unsaid = Ended.now(child.rank, place or child.board.read(), {})
+            end = replace(unsaid, is_killed=is_overdue)
+        if "peer" in end.report:
+            end = replace(end, place=self.places.get(child.rank, end.place))
+        self.ended[child.rank] = end = replace(end, code=code)
+        # Those that are done, or saved, wait for each other no longer than in a step.
+        wait_s = self.timeout_s
+        if end.has_failed and code != Preempted.exit_code:
+            wait_s = ORDERLY_S if "error" in end.report else GRACE_S
+            if not self.places:
+                self._note_places([c for c in self.children if c.rank not in self.ended], wait_s)
+        self.deadline = min(self.deadline, time.monotonic() + wait_s)
+
+    def end(self, folder: Path) -> None:
+        """End what is left of the ranks, and move their stacks to the run folder.
+
+        Not of one that gave a reason: it was on its way out as its stacks were asked for.
+        """
+        for child in self.children:
+            child.kill()
+        for child in self.children:
+            child.process.wait()
+            child.board.close()
+            stacks, end = self.records.stacks(child.rank), self.ended.get(child.rank)
+            dumped = stacks.read_bytes() if stacks.exists() else b""
+            is_explained = end is not None and "error" in end.report
+            # A first rank that ended may have taken its folder back.
+            if dumped and not is_explained and folder.is_dir():
+                # Before its traceback, if it left one: what it was at before that.
+                target = folder / "errors" / f"rank{child.rank}.txt"
+                durable.make_folders(target.parent)
+                left = target.read_bytes() if target.exists() else b""
+                durable.write_file_atomic(target, dumped + left)

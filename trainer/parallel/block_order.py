@@ -50,11 +50,7 @@ class BlockOrder:
 
     @contextmanager
     def micro_batch(self) -> Iterator[None]:
-        """Watch the forward of one micro-batch. Collective in the first.
-
-        Raises:
-            ConfigError: it uses other blocks than another rank, or than the first micro-batch.
-        """
+        """Watch the forward of one micro-batch. Collective in the first."""
         self._seen.clear()
         self._is_watching = True
         try:
@@ -72,11 +68,7 @@ class BlockOrder:
                 self._check(name or "what is outside of the blocks")
 
     def _leave(self, name: str, is_root: bool, _: nn.Module, __: object, output: object) -> None:
-        """Look at what a block returns, and at the end of all before any backward gathers.
-
-        Raises:
-            ConfigError: it returns what FSDP2 cannot look into.
-        """
+        """Look at what a block returns, and at the end of all before any backward gathers."""
         if not self._is_forward or torch.compiler.is_compiling():
             return
         opened = open_object(None, (), output) or output
@@ -117,11 +109,7 @@ def close_object(_: object, __: object, output: object) -> object:
 
 
 def _refuse(who: str, mine: str, theirs: str, others: str) -> NoReturn:
-    """Name the block that one micro-batch uses otherwise than another.
-
-    Raises:
-        ConfigError: always.
-    """
+    """Name the block that one micro-batch uses otherwise than another."""
     raise ConfigError(
         f"sync: {who} comes to {mine} where {others} comes to {theirs}: with a reduction in "
         "every micro-batch all must use the same blocks of the model, in the same order and as "

@@ -114,19 +114,18 @@ class Sharded(Parallel):
         self._root.reset_iter_state()
 
     def used(self) -> Sequence[bool]:
-        """See the base class.
-
-        Raises:
-            ConfigError: the model wrote into a parameter that is gathered, which would be lost.
-        """
+        """See the base class; what the model wrote into a gathered parameter would be lost."""
         for name, parameter in self._whole.items():
             if parameter._version:  # PyTorch keeps its own writes out of this count
                 raise ConfigError(
                     f"model: forward writes into {name}, a parameter that is in shards, so that "
                     "the next gather overwrites it: make it a buffer, or use parallel=ddp"
                 )
-        whole = [self._whole[name] for name, p in self._shards.items() if p.requires_grad]
-        return [p.grad is not None or index in self._live for index, p in enumerate(whole)]
+        whole = enumerate(self._trained())
+        return [p.grad is not None or index in self._live for index, p in whole]
+
+    def _trained(self) -> list[nn.Parameter]:
+        return [self._whole[name] for name, p in self._shards.items() if p.requires_grad]
 
     def make_room(self) -> None:
         """See the base class: the buffer of the largest block, and all shards of the gradient.
@@ -172,14 +171,8 @@ class Sharded(Parallel):
         for name, piece in zip(names, torch.split(total, pieces), strict=True):
             shard: Any = self._shards[name]
             mine = piece.view(self._shape(name))[: shard.to_local().shape[0]]
-            shard.grad = DTensor.from_local(
-                mine,
-                shard.device_mesh,
-                shard.placements,
-                run_check=False,
-                shape=shard.shape,
-                stride=shard.stride(),
-            )
+            layout = {"shape": shard.shape, "stride": shard.stride(), "run_check": False}
+            shard.grad = DTensor.from_local(mine, shard.device_mesh, shard.placements, **layout)
 
     def _shape(self, name: str) -> tuple[int, ...]:
         """Give the shape of a parameter's shard, padded: its first dimension is divided."""
@@ -191,8 +184,7 @@ class Sharded(Parallel):
         if self._order is None:
             # Reduced gradients do not tell who used a parameter, so each tells it in backward.
             self.gather()
-            trained = (self._whole[name] for name, p in self._shards.items() if p.requires_grad)
-            for index, parameter in enumerate(trained):
+            for index, parameter in enumerate(self._trained()):
                 parameter.register_post_accumulate_grad_hook(partial(self._mark, index))  # type: ignore[no-untyped-call] # untyped in torch
             self.release()
             self._order = BlockOrder(self.module, self.world)
@@ -237,12 +229,7 @@ class Sharded(Parallel):
 
 
 def _groups_of(module: nn.Module, shards: dict[str, nn.Parameter]) -> dict[FSDPModule, list[str]]:
-    """List the parameters that each unit gathers together and that are trained, by name.
-
-    Raises:
-        ConfigError: a unit trains parameters of several types, which FSDP2 would refuse in the
-            first step.
-    """
+    """List the parameters that each unit gathers together and that are trained, by name."""
     names = {id(p): name for name, p in shards.items()}
     groups: dict[FSDPModule, list[str]] = {}
     for unit in module.modules():
@@ -250,7 +237,7 @@ def _groups_of(module: nn.Module, shards: dict[str, nn.Parameter]) -> dict[FSDPM
             continue
         mine = dict.fromkeys(names[id(p)] for p in _own(unit) if p.requires_grad)
         types = {shards[name].dtype: name for name in reversed(mine)}
-        if len(types) > 1:
+        if len(types) > 1:  # which FSDP2 would refuse in the first step
             listed = ", ".join(f"{name} {dtype}" for dtype, name in types.items())
             raise ConfigError(
                 f"parallel=fsdp: FSDP2 shards one type of parameters a block, and here are "
@@ -261,11 +248,7 @@ def _groups_of(module: nn.Module, shards: dict[str, nn.Parameter]) -> dict[FSDPM
 
 
 def _own(module: nn.Module) -> Iterator[nn.Parameter]:
-    """List what a unit gathers, in FSDP2's order: children first, other units left out.
-
-    Yields:
-        Parameters; one that is tied comes twice.
-    """
+    """List what a unit gathers, in FSDP2's order: children first, other units left out."""
     for child in module.children():
         if not isinstance(child, FSDPModule):
             yield from _own(child)
@@ -313,15 +296,10 @@ def _mesh(world: World, replicas: int) -> DeviceMesh:
 def fake_mesh(size: int, replicas: int) -> Iterator[DeviceMesh]:
     """Give the mesh of a sharded model over ranks that are not there, as its first rank sees it.
 
-    Collectives allocate as they would, and send nothing. May be entered by one rank of a real run
-    while the others wait.
-
-    Args:
-        size: ranks to pretend.
-        replicas: copies of the model; 1 shards over all ranks.
+    May be entered by one rank of a real run while the others wait.
 
     Yields:
-        The mesh, of the CPU, with a dimension `replicate` where there are several copies.
+        The mesh, of the CPU; collectives allocate as they would, and send nothing.
     """
     # Registers the backend. Its name says what it is for; nothing but its allocations counts here.
     import torch.testing._internal.distributed.fake_pg as _  # noqa: PLC0415, F401
@@ -331,7 +309,9 @@ def fake_mesh(size: int, replicas: int) -> Iterator[DeviceMesh]:
         dist.init_process_group("fake", rank=0, world_size=size)
     ranks, names = torch.arange(size).view(replicas, -1), ("fake replicate", "fake shard")
     start = int(replicas == 1)  # one copy has no dimension of its own
-    groups = [_fake_group(each) for each in (ranks[:, 0], ranks[0])[start:]]
+    # Of this process's own: the other ranks hear nothing of them.
+    new_group: Any = partial(dist.new_group, backend="fake", use_local_synchronization=True)
+    groups = [new_group(each.tolist()) for each in (ranks[:, 0], ranks[0])[start:]]
     try:
         # Caches inside of DTensor take meshes of the same names for one and the same, and would go
         # on with this one's groups when they are gone.
@@ -344,8 +324,3 @@ def fake_mesh(size: int, replicas: int) -> Iterator[DeviceMesh]:
     finally:
         for group in (None,) if is_alone else groups:
             dist.destroy_process_group(group)
-
-
-def _fake_group(ranks: Tensor) -> Any:  # noqa: ANN401 - PyTorch does not say
-    """Make a group of this process's own, of which the other ranks hear nothing."""
-    return dist.new_group(ranks.tolist(), backend="fake", use_local_synchronization=True)

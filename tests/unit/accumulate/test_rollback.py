@@ -204,13 +204,10 @@ class Averaging(nn.Module, Objective):
 
 
 def test_a_replay_begins_with_the_objective_as_it_was():
-    criteria = [Averaging(), Averaging()]
-    found = [
-        after_three_steps(Toy, {2: strike}, criterion)
-        for strike, criterion in zip([(0, "finer"), (1, "backward")], criteria, strict=True)
-    ]
-    assert found[0] == found[1]
-    assert torch.equal(criteria[0].mean, criteria[1].mean)
+    one, other = Averaging(), Averaging()
+    expected = after_three_steps(Toy, {2: (0, "finer")}, one)
+    assert after_three_steps(Toy, {2: (1, "backward")}, other) == expected
+    assert torch.equal(one.mean, other.mean)
 
 
 def test_a_rehearsal_leaves_a_flag_with_the_hooks_that_it_stands_for():

@@ -101,10 +101,8 @@ def refuse(code):
 
 
 def test_a_run_on_a_full_disk_is_held_all_the_same(tmp_path, monkeypatch):
-    with contextlib.ExitStack() as holding:
-        with monkeypatch.context() as patched:
-            patched.setattr(os, "write", refuse(errno.ENOSPC))
-            holding.enter_context(hold(tmp_path))
+    monkeypatch.setattr(os, "write", refuse(errno.ENOSPC))
+    with hold(tmp_path):
         assert is_locked(tmp_path)
 
 

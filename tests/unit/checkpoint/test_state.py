@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,25 +63,19 @@ def two_groups(params: list[nn.Parameter]) -> Optimizer:
     return torch.optim.AdamW(groups, lr=0.01, betas=(0.8, 0.95))
 
 
+PLAIN = ("Adagrad", "NAdam", "RAdam", "Adamax", "Adadelta", "ASGD", "Rprop", "Adafactor")
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
-    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
-    "Adam": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01), foreach=False),
-    "AMSGrad": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
-    "fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
     "two groups": two_groups,
-    "NAdam": lambda p: torch.optim.NAdam(p, lr=0.01),
-    "RAdam": lambda p: torch.optim.RAdam(p, lr=0.01),
-    "Adamax": lambda p: torch.optim.Adamax(p, lr=0.01),
-    "Adadelta": torch.optim.Adadelta,
-    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
-    "ASGD": lambda p: torch.optim.ASGD(p, lr=0.01),
-    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True),
-    "Rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
-    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
-    "Muon": lambda params: torch.optim.Muon([p for p in params if p.dim() == 2], lr=0.01),
+    "fused": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True, fused=True),
+    "Muon": lambda p: torch.optim.Muon([each for each in p if each.dim() == 2], lr=0.01),
     "LBFGS": lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=3, line_search_fn="strong_wolfe"),
+    "Adam": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01), foreach=False),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True),
+    **{name: partial(getattr(torch.optim, name), lr=0.01) for name in PLAIN},
 }
+SHOWN = ("SGD", "two groups", "fused", "Muon", "LBFGS", "Adagrad")
 
 
 def build(kind: str, width: int = WIDTH) -> tuple[Net, Optimizer]:
@@ -129,9 +124,6 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
         assert torch.equal(tensor, other["tensors"][name]), name
 
 
-SHOWN = ("SGD", "fused", "two groups", "Adagrad", "Muon", "LBFGS")
-
-
 @pytest.mark.parametrize("kind", [k if k in SHOWN else nightly(k) for k in OPTIMIZERS])
 def test_a_resumed_run_is_the_uninterrupted_run_bit_for_bit(kind, tmp_path):
     seed_everything(1)
@@ -152,13 +144,9 @@ def test_a_resumed_run_is_the_uninterrupted_run_bit_for_bit(kind, tmp_path):
         assert torch.equal(tensor, loaded.read(name)), f"{name}: training wrote into the checkpoint"
 
 
-class Wide(torch.optim.Optimizer):
-    """Keeps moments of its own kinds."""
-
-
 def test_moments_wider_than_their_parameters_keep_their_bits(tmp_path):
     model = nn.Linear(4, 4).bfloat16()
-    optimizer = Wide(model.parameters(), {})
+    optimizer = torch.optim.Optimizer(model.parameters(), {})
     for parameter in model.parameters():
         optimizer.state[parameter] = {
             "step": torch.tensor(1.0),
@@ -190,9 +178,8 @@ def test_hyperparameters_come_from_the_checkpoint_unless_the_run_changed_them(tm
 def test_state_follows_the_parameter_name_and_not_its_position(tmp_path):
     loaded = trained("Adagrad", tmp_path)
     other = Net()
-    turned = torch.optim.Adagrad(
-        [p for p in reversed(list(other.parameters())) if p.requires_grad], lr=0.01
-    )
+    trained_ones = [p for p in other.parameters() if p.requires_grad]
+    turned = torch.optim.Adagrad(trained_ones[::-1], lr=0.01)
     restore(loaded, other, turned)
     for name, parameter in other.named_parameters():
         if parameter.requires_grad:
@@ -235,10 +222,7 @@ def changed(**parts: nn.Module | None) -> tuple[nn.Module, Optimizer]:
 @pytest.mark.parametrize(
     ("other", "text"),
     [
-        (
-            lambda: build("SGD", width=WIDTH + 1),
-            r"different .*conv|different embed.weight \(float32 \[6, 6\] in the",
-        ),
+        (lambda: build("SGD", WIDTH + 1), r"different embed.weight \(float32 \[6, 6\] in the"),
         (lambda: changed(more=nn.Linear(1, 1)), "missing more.bias, more.weight: resume with"),
         (lambda: changed(norm=None), "unexpected norm.bias, norm.num_batches_tracked.* and 2 more"),
         (lambda: (Net().double(), changed()[1]), r"different .*float32 .*float64"),
@@ -279,10 +263,10 @@ def test_a_value_that_is_not_finite_is_found_and_named(dtype):
             assert_finite({**fine, "model.bad": bad})
 
 
-PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
+VALUES = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
 KEYS = st.text(max_size=3) | st.integers() | st.just("$tensor")
 TREES = st.recursive(
-    PLAIN | st.floats(width=32).map(torch.tensor),
+    VALUES | st.floats(width=32).map(torch.tensor),
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.lists(inner, max_size=3).map(tuple)

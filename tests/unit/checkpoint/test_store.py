@@ -9,6 +9,7 @@ import os
 import struct
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -204,31 +205,22 @@ def test_later_steps_do_not_reach_into_a_checkpoint_being_written(tmp_path):
 def test_a_failed_background_write_surfaces_at_the_next_call(when, fault, tmp_path):
     store = store_at(tmp_path)
     writer = CheckpointWriter(store, asynchronous=True)
+    save = partial(writer.save, 2, *state(2))
     with durable.use(FaultyDisk(5, fault)):
         writer.save(1, *state(1))
+        while when == "news" and not writer.has_news:
+            time.sleep(0.005)
         with pytest.raises((SaveError, Killed)):
-            call(writer, when)
+            {"news": writer.wait, "close": writer.close}.get(when, save)()
         with contextlib.suppress(SaveError, Killed):
             writer.close()
     is_passing = when == "save" and fault in {"ENOSPC", "EIO"}
     assert store.steps() == ([2] if is_passing else []), "a later state is saved if it can be"
 
 
-def call(writer: CheckpointWriter, when: str) -> None:
-    if when == "close":
-        writer.close()
-    elif when == "save":
-        writer.save(2, *state(2))
-    else:
-        while not writer.has_news:
-            time.sleep(0.005)
-        writer.wait()
-
-
 def test_one_write_is_in_flight_at_a_time(tmp_path):
-    store = store_at(tmp_path)
-    writer = CheckpointWriter(store, asynchronous=True)
+    writer = CheckpointWriter(store_at(tmp_path), asynchronous=True)
     for step in range(5):
         writer.save(step, *state(step))
-    assert writer.close() == store.path(4)
-    assert store.steps() == [0, 1, 2, 3, 4]
+    assert writer.close() == store_at(tmp_path).path(4)
+    assert store_at(tmp_path).steps() == [0, 1, 2, 3, 4]
