@@ -7,7 +7,6 @@ names what was wrong. With both damaged there is nothing to load, and the progra
 from __future__ import annotations
 
 import itertools
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -72,18 +71,6 @@ longer = rewritten(lambda whole: whole + b"\0")
 zero_tailed = rewritten(lambda whole: whole[: len(whole) // 2].ljust(len(whole), b"\0"))
 
 
-def stale(path: Path) -> None:
-    """Put the older checkpoint's file of the same size and time in place."""
-    times = path.stat()
-    path.write_bytes((path.parents[1] / "step-00000001" / path.name).read_bytes())
-    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
-
-
-def replaced_by_a_folder(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
 def a_stranger_beside_it(path: Path) -> None:
     path.with_name("optimizer-00002-of-00002.safetensors").write_bytes(path.read_bytes())
 
@@ -93,14 +80,9 @@ def another_step(path: Path) -> None:
     shutil.copytree(path.parents[1] / "step-00000001", path.parent)
 
 
-def emptied(path: Path) -> None:
-    shutil.rmtree(path.parent)
-    path.parent.mkdir()
-
-
 DAMAGES = [
-    *(*map(truncated, (0.0, 0.5, 0.99)), longer, zero_tailed, Path.unlink, stale),
-    *(replaced_by_a_folder, a_stranger_beside_it, another_step, emptied),
+    *(*map(truncated, (0.0, 0.5, 0.99)), longer, zero_tailed, Path.unlink),
+    *(a_stranger_beside_it, another_step),
 ]
 FILES = ("manifest.json", "model.safetensors", "optimizer.safetensors", "state.safetensors")
 

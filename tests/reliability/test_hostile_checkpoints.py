@@ -112,12 +112,9 @@ def pipe(checkpoint: Path) -> None:
     os.mkfifo(checkpoint / "model.safetensors")
 
 
-def overwrite(checkpoint: Path, text: bytes) -> None:
+def overwrite(checkpoint: Path, text: bytes, size: int | None = None) -> None:
     (checkpoint / "manifest.json").write_bytes(text)
-
-
-def endless(checkpoint: Path) -> None:
-    os.truncate(checkpoint / "manifest.json", manifests.MAX_BYTES + 1)
+    os.truncate(checkpoint / "manifest.json", size or len(text))
 
 
 NAMES = [
@@ -130,7 +127,7 @@ LIES = [
     set_at("files", "model.safetensors", "sha256", None),
     set_at("files", "model.safetensors", "__class__", "os.system"),
     set_at("files", ["model.safetensors"]),
-    set_at("step", "1"),
+    *(set_at("step", "1"), drop("step"), set_at("format_version", "one")),
     set_at("meta", None),
     drop("format_version"),
 ]
@@ -146,7 +143,10 @@ ATTACKS = {
     "name": [partial(rename, name=name) for name in NAMES],
     "no plain file": [*(partial(link, slot=slot) for slot in SLOTS), pipe],
     "lie": [partial(sign, change=lie) for lie in LIES],
-    "no manifest": [*(partial(overwrite, text=text) for text in NO_MANIFESTS), endless],
+    "no manifest": [
+        *(partial(overwrite, text=text) for text in NO_MANIFESTS),
+        partial(overwrite, text=b"{}", size=manifests.MAX_BYTES + 1),
+    ],
 }
 
 
@@ -226,7 +226,7 @@ def test_an_optimizer_state_that_a_kernel_would_trust_is_refused(tmp_path):
 
 
 def test_side_files_of_a_stranger_are_passed_over(tmp_path):
-    for text in (b"[" * 200_000, b"\xff\xfe", b'{"warnings": ', b"null", b"9" * 5000):
+    for text in (b"[" * 200_000, b"\xff\xfe", b"null", b"9" * 5000):
         for name in ("plan.json", "metrics.jsonl", "status.json"):
             (tmp_path / name).write_bytes(text + b"\n")
         with (tmp_path / "metrics.jsonl").open("ab") as log:
@@ -259,7 +259,8 @@ EXTRA: dict[str, Any] = {
 }
 NOWHERE: list[dict[str, Any]] = [
     *({"cursor": {**EXTRA["cursor"], key: n}} for key, n in (("offset", 10**18), ("step", 2))),
-    *({"cursor": {**EXTRA["cursor"], "epoch": 10**9}}, {"failures": 10**18}),
+    *({"cursor": {**EXTRA["cursor"], "epoch": 10**9}}, {"failures": 10**18}, {"cursor": None}),
+    *({"tokens": "many"}, {"cut": {**CUT, "tuning": -1}}, {"cut": {}}),
     *({"cut": {**CUT, "evaluation_tokens": 0}}, {"wandb": "../../elsewhere"}, {"wandb": "a\n"}),
 ]
 

@@ -38,9 +38,6 @@ def hold(run: Path) -> Iterator[None]:
     Within this process it may be held again: the command line holds a run whose records it
     changes, and then the command does.
 
-    Args:
-        run: an existing run folder.
-
     Raises:
         RunInUseError: another process holds it; the text names that process.
         SaveError: the folder cannot be written to, or its file system knows no locks.

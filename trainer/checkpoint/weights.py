@@ -59,11 +59,8 @@ def export(
 ) -> Path:
     """Write a checkpoint's weights as a new folder, whole or not at all.
 
-    Args:
-        loaded: the checkpoint.
-        to: a folder that does not exist, or is empty; returned.
-        config: becomes `config.json`.
-        model: of Hugging Face, with these weights; it writes itself, for its `from_pretrained`.
+    The folder, which is returned, does not exist, or is empty; `config` becomes `config.json`. A
+    `model` of Hugging Face, with these weights, writes itself, for its `from_pretrained`.
 
     Raises:
         ConfigError: `to` is taken.

@@ -74,11 +74,7 @@ def local_ranks(config: RunConfig) -> int:
 
 
 def run_alone(config: RunConfig, folder: Path, stop: StopFlag) -> int:
-    """Run one command in this process alone, with the run folder to itself; give the exit code.
-
-    Raises:
-        TrainError: how the run ended, where it did not end well; its exit code is in status.json.
-    """
+    """Run one command in this process alone, with the run folder to itself; give the exit code."""
     # These work out in one process what several ranks would do.
     size = local_ranks(config) if config.command in ("plan", "verify") else 1
     world = replace(_prepare(config), size=size, local_size=size)

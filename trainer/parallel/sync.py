@@ -43,7 +43,7 @@ class SyncPolicy(ABC):
         """End a step: leave its gradient, summed over ranks. Collective.
 
         Args:
-            model: the model, laid out over ranks.
+            model: laid out over ranks.
             used: which of its parameters have a gradient on any rank.
         """
         model.reduce(used)
@@ -70,19 +70,25 @@ class Deferred(SyncPolicy):
         return Moves(gathers=1, reductions=1, across=1)
 
 
-@final
-@dataclass(frozen=True)
-class Immediate(SyncPolicy):
-    """A reduction over all ranks in every micro-batch: shards never add up to a whole gradient."""
+class _EachMicroBatch(SyncPolicy):
+    """A reduction in every micro-batch."""
 
-    name = "immediate"
-    summary = "a reduction in every micro-batch"
     lockstep = True
+    within_copies: bool = False  # whether those before the last stay within a copy
 
     def micro_batch(self, model: Parallel, *, is_last: bool) -> AbstractContextManager[None]:
         """See the base class."""
         model.world.note_micro_batch()
-        return model.reducing(across=True)
+        return model.reducing(across=is_last or not self.within_copies)
+
+
+@final
+@dataclass(frozen=True)
+class Immediate(_EachMicroBatch):
+    """A reduction over all ranks in every micro-batch: shards never add up to a whole gradient."""
+
+    name = "immediate"
+    summary = "a reduction in every micro-batch"
 
     def moves(self, micro_batches: float) -> Moves:
         """See the base class: blocks are gathered for forward, and again for backward."""
@@ -91,17 +97,12 @@ class Immediate(SyncPolicy):
 
 @final
 @dataclass(frozen=True)
-class Hierarchical(SyncPolicy):
+class Hierarchical(_EachMicroBatch):
     """Within the group that shares one copy every micro-batch, between the copies once a step."""
 
     name = "hierarchical"
     summary = "a reduction within each copy in every micro-batch, between copies once a step"
-    lockstep = True
-
-    def micro_batch(self, model: Parallel, *, is_last: bool) -> AbstractContextManager[None]:
-        """See the base class."""
-        model.world.note_micro_batch()
-        return model.reducing(across=is_last)
+    within_copies = True
 
     def moves(self, micro_batches: float) -> Moves:
         """See the base class."""
@@ -112,15 +113,11 @@ class Hierarchical(SyncPolicy):
 
 @final
 @dataclass(frozen=True)
-class Exact(SyncPolicy):
+class Exact(_EachMicroBatch):
     """One reduction a step of integer sums, the same bits for every layout of the ranks."""
 
     name = "exact"
-
-    def micro_batch(self, model: Parallel, *, is_last: bool) -> AbstractContextManager[None]:
-        """See the base class."""
-        model.world.note_micro_batch()
-        return model.reducing(across=True)
+    lockstep = False  # a rank's micro-batch only joins its own sums
 
 
 POLICIES: tuple[SyncPolicy, ...] = (Deferred(), Hierarchical(), Immediate())
