@@ -85,8 +85,7 @@ class ByteDocuments(Dataset[dict[str, Tensor]]):
         overlong: Overlong,
     ) -> None:
         self._index = index
-        self.num_skipped = int(index.notes["num_skipped"])
-        self.skipped = tuple(index.notes["skipped"])
+        self.num_skipped, self.skipped = index.num_skipped, index.skipped
         # Before there was a choice, documents were cut: such checkpoints know no word for it.
         word = "" if overlong == "cut" else f"|{overlong}"
         self._settings = f"{split}|{max_length}|{holdout!r}|{seed}{word}"

@@ -17,14 +17,14 @@ LONG_S = 1.0
 """Seconds of silence that need no explanation."""
 
 
-def files_at(path: Path) -> list[Path]:
+def files_at(path: Path, suffix: str = "") -> list[Path]:
     """List one file, or the files of a folder and its subfolders in order of their names.
 
-    Names that begin with a dot are left out, and nothing else is left out in silence.
+    Names that begin with a dot are left out; of others a `suffix` takes its own.
 
     Raises:
-        DataError: there is nothing, or something else (a pipe, a device, a link to a folder or to
-            nothing).
+        DataError: there is no such file, or something else (a pipe, a device, a link to a folder
+            or to nothing).
         OSError: a folder cannot be read.
     """
     if path.is_file():
@@ -43,6 +43,8 @@ def files_at(path: Path) -> list[Path]:
             raise DataError(
                 f"data: {file}: {kind}, which is not read; remove it, or begin its name with a dot"
             )
+    if not (found := [file for file in found if suffix in {"", file.suffix}]):
+        raise DataError(f"data.path={path}: the folder holds no {f'{suffix} ' * bool(suffix)}files")
     return sorted(found)
 
 

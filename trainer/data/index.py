@@ -16,7 +16,7 @@ import os
 import shutil
 import tempfile
 from array import array
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +42,9 @@ SKIP_CAP = 0.01
 Add = Callable[[bytes, bytes], None]
 """Adds one document: its bytes, and what it is grouped by when a split is drawn."""
 
+Build = Callable[[Add], Sequence[str]]
+"""Adds all documents of a corpus, and says why records were left out."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -57,7 +60,8 @@ class Index:
         offsets: `(documents + 1,)`, where each begins and the last one ends.
         groups: `(documents,)`; documents that share one must fall into the same split.
         digest: SHA-256 of the three arrays.
-        notes: what the builder returned: `num_skipped` records, and why the first were `skipped`.
+        num_skipped: records that were left out.
+        skipped: why the first of them were.
     """
 
     path: Path
@@ -66,24 +70,35 @@ class Index:
     offsets: IntArray
     groups: KeyArray
     digest: str
-    notes: Mapping[str, Any]
+    num_skipped: int
+    skipped: tuple[str, ...]
 
     def __reduce__(self) -> tuple[Callable[[Path, str], Index], tuple[Path, str]]:
         return _open, (self.path, self.key)
 
 
-def cached_index(name: str, key: str, build: Callable[[Add], Mapping[str, Any]]) -> Index:
+def cached_index(
+    kind: str, settings: str, files: Mapping[str, os.stat_result], build: Build, *, reader: str = ""
+) -> Index:
     """Open the index of a corpus, building it first where there is none, or a damaged one.
 
     Args:
-        name: of the corpus; indices that it had under other keys are deleted.
-        key: names everything the contents depend on, in hex.
-        build: is given a function that adds a document, and returns the notes. It must turn its
-            own OSError into something else: one that leaves it counts as a failure to write.
+        kind: begins the name of its folder.
+        settings: what is read and how; one index is kept for each kind and settings.
+        files: what the documents are read from; others of that name, size and time are the same.
+        build: is given a function that adds a document, and returns why records were left out. It
+            must turn its own OSError into something else: one that leaves it counts as a failure
+            to write.
+        reader: version of what reads them.
 
     Raises:
         DataError: the index cannot be written.
     """
+    name = f"{kind}-{hashlib.sha256(settings.encode()).hexdigest()[:12]}"
+    hashed = hashlib.sha256(f"{reader}|{settings}".encode())
+    for file, status in files.items():
+        hashed.update(f"|{file}|{status.st_size}|{status.st_mtime_ns}".encode())
+    key = hashed.hexdigest()
     path = cache_folder() / f"{name}-{key[:16]}"
     if path.is_dir():
         try:
@@ -111,15 +126,7 @@ def cache_folder() -> Path:
     return Path(base) / "step-trainer"
 
 
-def corpus_key(settings: str, names: Iterable[object], states: Iterable[os.stat_result]) -> str:
-    """Name what a corpus is read from, in hex: settings, and its files with sizes and times."""
-    key = hashlib.sha256(settings.encode())
-    for name, status in zip(names, states, strict=True):
-        key.update(f"|{name}|{status.st_size}|{status.st_mtime_ns}".encode())
-    return key.hexdigest()
-
-
-def _write(path: Path, key: str, build: Callable[[Add], Mapping[str, Any]]) -> None:
+def _write(path: Path, key: str, build: Build) -> None:
     offsets, groups = array("q", [0]), array("Q")
     digest = hashlib.sha256()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -134,7 +141,9 @@ def _write(path: Path, key: str, build: Callable[[Add], Mapping[str, Any]]) -> N
                 draw = hashlib.blake2b(group, digest_size=8).digest()
                 groups.append(int.from_bytes(draw, "little"))
 
-            about = {"key": key, "notes": dict(build(add))}
+            skipped = build(add)
+            about: dict[str, Any] = {"key": key, "num_skipped": len(skipped)}
+            about["skipped"] = skipped[:LISTED_SKIPS]
             file.flush()
             os.fsync(file.fileno())  # past CHECKED_BYTES nothing would notice bytes that are lost
         arrays = np.array(offsets, dtype="<i8"), np.array(groups, dtype="<u8")
@@ -161,7 +170,8 @@ def _open(path: Path, key: str) -> Index:
             and (len(blob) > CHECKED_BYTES or about["documents"] == _sha256(blob))
         )
         digest = hashlib.sha256((about["arrays"] + about["documents"]).encode()).hexdigest()
-        index = Index(path, key, blob, offsets, groups, digest, about["notes"])
+        skipped = about["num_skipped"], tuple(about["skipped"])
+        index = Index(path, key, blob, offsets, groups, digest, *skipped)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"data: the index {path} cannot be read ({error}); run again") from error
     if not is_whole:

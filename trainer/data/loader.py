@@ -85,7 +85,7 @@ class Loader:
         self._assemble = _Assembler(self.dataset, seed, limits)
         self._pin_memory = pin_memory
         self._sampler = _RequestSampler()
-        self._workers: DataLoader[Fields | _Failure] | None = None
+        self._workers: DataLoader[Fields | Exception] | None = None
 
     def load(self, request: Request) -> Fields:
         """Load one micro-batch in this process.
@@ -131,8 +131,8 @@ class Loader:
         self._sampler.requests = requests
         try:
             for fields in self._started():
-                if isinstance(fields, _Failure):
-                    raise fields.error  # raised in a worker it would arrive as a long traceback
+                if isinstance(fields, Exception):
+                    raise fields  # raised in a worker it would arrive as a long traceback
                 yield fields
         except RuntimeError as error:
             if "DataLoader worker" not in str(error):
@@ -154,7 +154,7 @@ class Loader:
                     # It ignores SIGTERM, and a data set may hang.
                     worker.kill()
 
-    def _started(self) -> DataLoader[Fields | _Failure]:
+    def _started(self) -> DataLoader[Fields | Exception]:
         if self._workers is None:
             self._assemble.aligned  # noqa: B018 - computed here, no worker has to
             self._workers = DataLoader(
@@ -207,12 +207,12 @@ class _Assembler(Dataset[Any]):
             raise DataError("data: {}: {}".format(*next((f for f in faults if f[1]), own)))
         return fields
 
-    def __getitem__(self, request: Request) -> Fields | _Failure:
+    def __getitem__(self, request: Request) -> Fields | Exception:
         try:
             return self(request)
         except Exception as error:
             if isinstance(error, TrainError) or is_out_of_memory(error):
-                return _Failure(error)
+                return error
             raise
 
     def _counts(self, sample: Sample) -> list[int]:
@@ -259,14 +259,6 @@ class _Assembler(Dataset[Any]):
         ):
             raise DataError(f"data: {place} must return a mapping from names to tensors")
         return as_tensors(fields, lambda: place)
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class _Failure:
-    """An error on its way from a worker."""
-
-    error: Exception
 
 
 @final

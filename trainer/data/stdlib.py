@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import hashlib
 import io
 import os
 import re
@@ -11,14 +10,14 @@ import sys
 import sysconfig
 import tokenize
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 from trainer.core.errors import DataError
 from trainer.data.documents import ByteDocuments, Overlong
 from trainer.data.files import progress
-from trainer.data.index import LISTED_SKIPS, Add, Index, cached_index, corpus_key
+from trainer.data.index import Add, Index, cached_index
 
 _LEFT_OUT = frozenset(
     {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -65,9 +64,9 @@ class StdlibText(ByteDocuments):
 def _stdlib_index(root: Path) -> Index:
     modules = sorted(_modules(root))
 
-    def build(add: Add) -> Mapping[str, Any]:
+    def build(add: Add) -> list[str]:
         label = f"indexing the Python standard library, {len(modules)} modules"
-        num_documents, skipped = 0, []
+        num_documents, skipped = 0, list[str]()
         with progress(label) as advance, warnings.catch_warnings():
             # Old modules hold escapes and literals that newer parsers warn about.
             warnings.simplefilter("ignore")
@@ -84,13 +83,10 @@ def _stdlib_index(root: Path) -> Index:
             raise DataError(
                 f"data=stdlib: no Python source below {root}; use data=text data.path=FILE"
             )
-        return {"num_skipped": len(skipped), "skipped": skipped[:LISTED_SKIPS]}
+        return skipped
 
-    place = hashlib.sha256(str(root).encode()).hexdigest()[:12]
-    states = ((root / name).stat() for name in modules)
-    return cached_index(
-        f"stdlib-{place}", corpus_key(f"{sys.version}|{root}", modules, states), build
-    )
+    states = {name: (root / name).stat() for name in modules}
+    return cached_index("stdlib", str(root), states, build, reader=sys.version)
 
 
 def _modules(root: Path) -> Iterator[str]:

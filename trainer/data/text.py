@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import chain, groupby
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import Literal, final
 
 from trainer.core.errors import DataError
 from trainer.data.documents import ByteDocuments, Overlong
 from trainer.data.files import files_at, progress, reading
-from trainer.data.index import LISTED_SKIPS, SKIP_CAP, Add, Index, cached_index, corpus_key
+from trainer.data.index import SKIP_CAP, Add, Index, cached_index
 
 _JSON_LINES = frozenset({".jsonl", ".ndjson"})
 _BOM = b"\xef\xbb\xbf"
@@ -66,20 +65,16 @@ class Text(ByteDocuments):
 def _files(path: Path) -> list[Path]:
     if path.suffix == ".json" and path.is_file():
         raise DataError(f"data.path={path}: one JSON object per line is read, from a .jsonl file")
-    files = files_at(path)
-    if not files:
-        raise DataError(f"data.path={path}: the folder holds no files")
-    return files
+    return files_at(path)
 
 
 def _text_index(path: Path, name: str, skips: bool) -> Index:
     with reading(path):
         files = _files(path)
-        states = [file.stat() for file in files]
-    settings = f"{path}|{name}|{skips}"
-    size = sum(status.st_size for status in states)
+        states = {str(file): file.stat() for file in files}
+    size = sum(status.st_size for status in states.values())
 
-    def build(add: Add) -> Mapping[str, Any]:
+    def build(add: Add) -> list[str]:
         total, bad = 0, list[str]()
         with progress(f"indexing {path}, {size:,} bytes") as advance:
             for file, number, record in _records(path, files):
@@ -90,11 +85,7 @@ def _text_index(path: Path, name: str, skips: bool) -> Index:
                 except ValueError as error:
                     bad.append(_fault(file, number, error))
                     if not skips:
-                        remedies = [
-                            "fix it, or use data.on_bad=skip",
-                            *getattr(error, "__notes__", ()),
-                        ]
-                        text = f"data: {bad[0]}; {remedies[-1 if total == 1 else 0]}"
+                        text = f"data: {bad[0]}; fix it, or use data.on_bad=skip"
                         raise DataError(text) from error
                 else:
                     add(document, document)
@@ -105,10 +96,9 @@ def _text_index(path: Path, name: str, skips: bool) -> Index:
             )
         if len(bad) == total:
             raise DataError(f"data.path={path}: holds no documents")
-        return {"num_skipped": len(bad), "skipped": bad[:LISTED_SKIPS]}
+        return bad
 
-    place = hashlib.sha256(settings.encode()).hexdigest()[:12]
-    return cached_index(f"text-{place}", corpus_key(settings, files, states), build)
+    return cached_index("text", f"{path}|{name}|{skips}", states, build)
 
 
 def _records(path: Path, files: list[Path]) -> Iterator[tuple[Path, int, bytes]]:
@@ -141,7 +131,8 @@ def _document(file: Path, record: bytes, name: str) -> bytes:
     if not isinstance(fields, dict):
         raise ValueError(f"not a JSON object but of type {type(fields).__name__}")
     if name not in fields:
-        raise _no_field(name, fields)
+        has = ", ".join(map(repr, fields)) or "none"
+        raise ValueError(f"no field {name!r}; it has {has}; data.field= names another")
     text = fields[name]
     if not isinstance(text, str):
         raise ValueError(f"field {name!r} is of type {type(text).__name__}, not a string")
@@ -150,19 +141,8 @@ def _document(file: Path, record: bytes, name: str) -> bytes:
     return text.encode()
 
 
-def _no_field(name: str, record: Mapping[str, Any]) -> ValueError:
-    """Say that a record lacks the field, and note what to type in its place."""
-    error = ValueError(f"no field {name!r}; it has {', '.join(map(repr, record)) or 'none'}")
-    texts = [f"data.field={key}" for key, value in record.items() if isinstance(value, str)]
-    if texts:
-        error.add_note(f"type {' or '.join(texts[:3])}")
-    return error
-
-
 def _fault(file: Path, number: int, error: ValueError) -> str:
     """Name file and line of a bad record, and what is wrong with it."""
-    if isinstance(error, UnicodeEncodeError):
-        return f"{file}:{number}: its text holds half a surrogate pair"
     if isinstance(error, UnicodeDecodeError):
         number += error.object.count(b"\n", 0, error.start)
         return f"{file}:{number}: not UTF-8 (byte 0x{error.object[error.start]:02x})"

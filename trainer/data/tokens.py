@@ -65,9 +65,7 @@ class TokenWindows(Dataset[dict[str, Tensor]]):
     ) -> None:
         place = Path(path).expanduser().absolute()
         with reading(place):
-            paths = [file for file in files_at(place) if file == place or file.suffix == ".bin"]
-        if not paths:
-            raise DataError(f"data.path={place}: the folder holds no .bin files")
+            paths = files_at(place, ".bin")
         named = _named_split(paths, split)
         self.max_length = max_length
         self.vocab_size = vocab_size

@@ -14,7 +14,13 @@ from torch.nn.parameter import is_lazy
 from trainer.core.errors import ConfigError
 from trainer.models.gpt import GPT
 
-WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule"}
+WRAPPERS = {
+    "DistributedDataParallel",
+    "DataParallel",
+    "FullyShardedDataParallel",
+    "FSDPModule",
+    "DTensor",
+}
 """Classes of PyTorch that wrap or shard a model; known by name, since to import them takes long."""
 
 _HEADS = ("SequenceClassification", "TokenClassification", "ImageClassification")
@@ -25,7 +31,7 @@ def check_unwrapped(model: nn.Module) -> nn.Module:
     """Refuse a model that is sharded already or lazy, and give any other back."""
     for name, part in chain(model.named_modules(), model.named_parameters(), model.named_buffers()):
         kinds = {k.__name__ for k in type(part).__mro__ if k.__module__.startswith("torch.")}
-        if found := kinds & (WRAPPERS | {"DTensor"}):
+        if found := kinds & WRAPPERS:
             where = f" at {name}" if name else ""
             raise ConfigError(
                 f"model: holds a {found.pop()}{where}: `parallel` puts the model on the ranks "

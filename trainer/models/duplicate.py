@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar, final
 
 from torch import Tensor
@@ -20,13 +20,7 @@ class _TensorCopies(TorchFunctionMode):
         super().__init__()
         self._copy_of = copy_of
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 - whatever the function gives
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
         """Copy a tensor, or call any other function."""
         if func is Tensor.__deepcopy__ and not args[0].is_leaf:
             args = (args[0].detach(), *args[1:])

@@ -100,13 +100,7 @@ class _FillRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call] # untyp
         self.fills: dict[int, list[Fill]] = {}
         self._storages: list[torch.UntypedStorage] = []  # alive, so that their ids stay their own
 
-    def __torch_dispatch__(
-        self,
-        func: Any,  # noqa: ANN401 - an operation of the dispatcher
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 - whatever the operation gives
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
         """Run one operation, and record it if it fills a whole tensor on the meta device."""
         kwargs = dict(kwargs or {})
         target = args[0] if func._schema.is_mutable else None

@@ -83,17 +83,6 @@ def checkpoint_blocks(model: nn.Module) -> int:
     return len(blocks)
 
 
-def release_blocks(model: nn.Module) -> None:
-    """Take back what `checkpoint_blocks` did."""
-    disable = _own_switch(model, "disable")
-    if disable is not None:
-        disable()
-        return
-    for module in model.modules():
-        if _recomputes(module):
-            del module.forward
-
-
 @contextmanager
 def with_checkpointing(model: nn.Module) -> Iterator[int]:
     """Recompute inside the block only, on real and on fake tensors; yields the number of blocks."""
@@ -101,7 +90,11 @@ def with_checkpointing(model: nn.Module) -> Iterator[int]:
     try:
         yield count
     finally:
-        release_blocks(model)
+        if (disable := _own_switch(model, "disable")) is not None:
+            disable()
+        for module in model.modules():
+            if _recomputes(module):
+                del module.forward
 
 
 def _outermost(module: nn.Module) -> list[nn.Module]:

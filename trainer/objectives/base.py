@@ -108,8 +108,8 @@ def sums_of(
     objective: Objective, model: ModelCall, fields: Fields, weights: Mapping[str, float] | None
 ) -> Sums:
     """Run an objective on a micro-batch; `weights` are None where they do not matter."""
-    sums, kind = objective.sums(model, fields), type(objective).__name__
-    method = f"sums of {kind}"
+    sums = objective.sums(model, fields)
+    method = f"sums of {type(objective).__name__}"
     losses: object = getattr(sums, "losses", None)
     if not isinstance(losses, Mapping) or not losses:
         _refuse(method, sums, "return Sums(losses={name: sum, ...})")
@@ -123,12 +123,8 @@ def sums_of(
         if metric is None:
             _refuse(f"{method}, {name}", value, "return the sum over its terms, a number")
         metrics[name] = metric
-    missing = [name for name in (*losses, *metrics) if name not in (weights or {})]
-    if weights is not None and missing:
-        raise ConfigError(
-            f"objective: weights of {kind} gives {', '.join(weights)}, but no "
-            f"{', '.join(missing)}, which sums gives: return what each is divided by"
-        )
+    if weights is not None:
+        _check_names(objective, weights, (*losses, *metrics))
     if torch.is_grad_enabled() and not any(loss.requires_grad for loss in losses.values()):
         losses = _with_a_backward(method, losses, weights or {})
     return Sums(losses=losses, metrics=metrics)
@@ -146,6 +142,23 @@ def _with_a_backward(
     return {name: loss.clone().requires_grad_() for name, loss in losses.items()}
 
 
+def _check_names(objective: Objective, weights: Mapping[str, float], given: Sequence[str]) -> None:
+    """Refuse a sum without a weight, and a weight without its sum, which would count as 0."""
+    kind = type(objective).__name__
+    if missing := [name for name in given if name not in weights]:
+        raise ConfigError(
+            f"objective: weights of {kind} gives {', '.join(weights)}, but no "
+            f"{', '.join(missing)}, which sums gives: return what each is divided by"
+        )
+    if torch.is_grad_enabled():
+        return  # a step does without metrics, which need not be named as such
+    if left_out := [name for name, weight in weights.items() if weight and name not in given]:
+        raise ConfigError(
+            f"objective: sums of {kind} leaves out {', '.join(left_out)}, which weights counts: "
+            "give a sum for each, as a loss or a metric"
+        )
+
+
 def refuse_left_out(
     objective: Objective,
     weights: Sequence[Mapping[str, float]],
@@ -159,17 +172,6 @@ def refuse_left_out(
                 f"objective: sums of {type(objective).__name__} leaves {name} out of some "
                 "micro-batches in which weights counts it: give it for each of them"
             )
-
-
-def refuse_unsummed(objective: Objective, sums: Sums, weights: Mapping[str, float]) -> None:
-    """Refuse a name that is counted and not summed: an evaluation would report it as 0."""
-    given = {*sums.losses, *sums.metrics}
-    left_out = [name for name, weight in weights.items() if weight and name not in given]
-    if left_out:
-        raise ConfigError(
-            f"objective: sums of {type(objective).__name__} leaves out {', '.join(left_out)}, "
-            "which weights counts: give a sum for each, as a loss or a metric"
-        )
 
 
 def _number(value: object) -> Tensor | None:
@@ -186,6 +188,11 @@ def _refuse(method: str, value: object, remedy: str) -> NoReturn:
     if isinstance(value, Tensor) and value.ndim:
         what = f"a tensor of shape {tuple(value.shape)}"
     raise ConfigError(f"objective: {method}: {what:.60}; {remedy}")
+
+
+def logits_from(model: ModelCall, fields: Fields) -> Tensor:
+    """Call a model without the labels, so that one that could computes no loss of its own."""
+    return logits_of(model({name: value for name, value in fields.items() if name != "labels"}))
 
 
 def logits_of(output: Any) -> Tensor:  # noqa: ANN401 - models return what they like
@@ -231,11 +238,6 @@ def shapes_named(name: str, logits: Tensor, labels: Tensor) -> Iterator[None]:
             f"objective={name}: {cause:.120}; logits of shape {tuple(logits.shape)} and "
             f"{logits.dtype}, labels of shape {tuple(labels.shape)} and {labels.dtype}"
         ) from error
-
-
-def without_labels(fields: Fields) -> Fields:
-    """Take the labels away, so that a model that could computes no loss of its own."""
-    return {name: value for name, value in fields.items() if name != "labels"}
 
 
 def at_least_single(logits: Tensor) -> Tensor:

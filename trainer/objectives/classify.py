@@ -18,12 +18,9 @@ from trainer.objectives.base import (
     Sums,
     at_least_single,
     labels_of,
-    logits_of,
+    logits_from,
     shapes_named,
-    without_labels,
 )
-
-NAME = "classify"
 
 
 @final
@@ -77,16 +74,16 @@ class Classify(Objective):
             ConfigError: logits, labels and class weights do not belong together.
         """
         labels = labels_of(fields).long()
-        logits = at_least_single(logits_of(model(without_labels(fields))))
+        logits = at_least_single(logits_from(model, fields))
         if (logits.shape[0], *logits.shape[2:]) != labels.shape:
             if logits.shape[:-1] == labels.shape:
                 raise ConfigError(
-                    f"objective={NAME}: labels are a sequence per sample, not one number; type "
+                    "objective=classify: labels are a sequence per sample, not one number; type "
                     "objective=next_token"
                 )
             raise ConfigError(
                 f"model: logits of shape {tuple(logits.shape)} do not belong to labels of shape "
-                f"{tuple(labels.shape)}; {NAME} needs (batch, classes)"
+                f"{tuple(labels.shape)}; classify needs (batch, classes)"
             )
         given = self.class_weights
         weight = None if given is None else logits.new_tensor(given)
@@ -94,7 +91,7 @@ class Classify(Objective):
             raise ConfigError(
                 f"objective.class_weights: {len(weight)} weights for {logits.shape[1]} classes"
             )
-        with shapes_named(NAME, logits, labels):
+        with shapes_named("classify", logits, labels):
             cross_entropy = F.cross_entropy(
                 logits,
                 labels,
@@ -103,7 +100,7 @@ class Classify(Objective):
                 reduction="sum",
                 label_smoothing=self.label_smoothing,
             )
-        losses = {"cross_entropy": cross_entropy}
-        if torch.is_grad_enabled():
-            return Sums(losses=losses)
-        return Sums(losses=losses, metrics={"accuracy": (logits.argmax(1) == labels).sum()})
+        metrics = {}
+        if not torch.is_grad_enabled():
+            metrics["accuracy"] = (logits.argmax(1) == labels).sum()
+        return Sums(losses={"cross_entropy": cross_entropy}, metrics=metrics)

@@ -19,12 +19,9 @@ from trainer.objectives.base import (
     Sums,
     at_least_single,
     labels_of,
-    logits_of,
+    logits_from,
     shapes_named,
-    without_labels,
 )
-
-NAME = "next_token"
 
 
 @final
@@ -59,13 +56,13 @@ class NextToken(Objective):
             ConfigError: the model's logits do not belong to the labels.
         """
         targets = shifted_labels(fields)
-        logits = logits_of(model(without_labels(fields)))
+        logits = logits_from(model, fields)
         if logits.shape[:-1] != targets.shape:
             raise ConfigError(
                 f"model: logits of shape {tuple(logits.shape)} do not belong to labels of shape "
                 f"{tuple(targets.shape)}; next_token needs (batch, time, vocabulary)"
             )
-        with shapes_named(NAME, logits, targets):
+        with shapes_named("next_token", logits, targets):
             logits, targets = at_least_single(logits).flatten(0, -2), targets.flatten()
             cross_entropy = F.cross_entropy(
                 logits,
@@ -101,8 +98,8 @@ def shifted_labels(fields: Fields) -> Tensor:
     labels = labels_of(fields)
     if labels.ndim != 2:  # noqa: PLR2004 - (batch, time)
         raise ConfigError(
-            f"objective={NAME}: labels of shape {tuple(labels.shape)} are no sequences of tokens, "
-            "(batch, time); for one number per sample type objective=classify"
+            f"objective=next_token: labels of shape {tuple(labels.shape)} are no sequences of "
+            "tokens, (batch, time); for one number per sample type objective=classify"
         )
     targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED).long()
     if "cu_seqlens" in fields:

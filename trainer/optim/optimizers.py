@@ -65,8 +65,9 @@ class OptimizerSpec(ABC):
         groups = param_groups(model, self.lr, self.weight_decay, self.groups)
         try:
             return self.construct(groups)
-        except ValueError as error:
-            raise ConfigError(f"optimizer: {error}") from error
+        except (TypeError, ValueError) as error:
+            kind: type = getattr(self, "kind", type(self))
+            raise ConfigError(f"optimizer: {kind.__name__} refuses: {error}") from error
 
     @abstractmethod
     def construct(self, params: list[dict[str, Any]]) -> Optimizer:
@@ -158,10 +159,7 @@ class OwnOptimizer(OptimizerSpec):
         named = inspect.signature(self.kind).parameters
         own = {"lr": self.lr, "weight_decay": self.weight_decay}
         options = {name: value for name, value in own.items() if name in named} | dict(self.options)
-        try:
-            return self.kind(params, **options)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"optimizer: {self.kind.__name__} refuses: {error}") from error
+        return self.kind(params, **options)
 
 
 def param_groups(

@@ -28,10 +28,12 @@ class Schedule(ABC):
     Attributes:
         reference_batch: the global batch that `optimizer.lr` was tuned for.
         scale: how the learning rate follows the global batch away from it.
+        warmup: steps that rise linearly to 1, or a share of the run below 1.
     """
 
     reference_batch: int | None = None
     scale: Literal["none", "linear", "sqrt"] = "none"
+    warmup: float = 0
 
     @abstractmethod
     def factor(self, step: int, total_steps: int) -> float:
@@ -71,13 +73,7 @@ class Schedule(ABC):
 @final
 @dataclass(frozen=True, kw_only=True)
 class Constant(Schedule):
-    """The base learning rate, after a linear warm-up.
-
-    Attributes:
-        warmup: steps that rise linearly to 1, or a share of the run below 1.
-    """
-
-    warmup: float = 0
+    """The base learning rate, after a linear warm-up."""
 
     def factor(self, step: int, total_steps: int) -> float:
         """See the base class."""
@@ -91,11 +87,9 @@ class Cosine(Schedule):
     """Half a cosine from 1 to `floor` (Loshchilov & Hutter 2017, eq. 5), after a linear warm-up.
 
     Attributes:
-        warmup: steps that rise linearly to 1, or a share of the run below 1.
         floor: what it falls towards; the last step is just above it.
     """
 
-    warmup: float = 0
     floor: float = 0.0
 
     def factor(self, step: int, total_steps: int) -> float:
@@ -113,12 +107,10 @@ class WSD(Schedule):
     """Warm-up, stable, decay: constant, then linear to `floor` (Hu et al. 2024, 2404.06395).
 
     Attributes:
-        warmup: steps that rise linearly to 1, or a share of the run below 1.
         decay: share of all steps that decays, at the end.
         floor: what it falls towards; the last step is just above it.
     """
 
-    warmup: float = 0
     decay: float = 0.2
     floor: float = 0.0
 

@@ -18,7 +18,7 @@ from trainer.core.micro_batch import to_device
 from trainer.core.out_of_memory import AllocationGuard, release_memory
 from trainer.core.world import World
 from trainer.data.loader import Loader, Request
-from trainer.objectives.base import Objective, refuse_unsummed, sums_of, weights_of
+from trainer.objectives.base import Objective, sums_of, weights_of
 from trainer.parallel.base import Parallel
 from trainer.plan.cut import IntArray, Layout
 from trainer.plan.cuts import Budget
@@ -141,7 +141,6 @@ def _attempt(
             counted = weights_of(objective, fields)
             with held_out.loader.naming_samples(request):
                 found = sums_of(objective, model.call, to_device(fields, world.device), counted)
-            refuse_unsummed(objective, found, counted)
             losses = tuple(found.losses)
             for name, weight in counted.items():
                 _add(weights[name], weight, apart=held_out.is_ordered)

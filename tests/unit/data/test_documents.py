@@ -53,26 +53,25 @@ def documents_of(dataset):
 
 def test_a_document_is_a_top_level_function_or_class_with_its_decorators(library):
     both = [StdlibText(split, 10_000, 0.3, root=str(library)) for split in ("train", "held_out")]
-    texts = sorted(text for dataset in both for text in documents_of(dataset))
-    assert texts == sorted(
-        [
-            "def a():\n    return 1",
-            "class B:\n    def method(self): ...",
-            "@decorated\n@twice(\n    1)\nasync def b():\n    return 'ä€'",
-            "def g(): return 1 ; x = 2",
-            *(f"def f{k}():\n    return {'x' * k!r}" for k in range(20)),
-        ]
-    )
+    assert {text for dataset in both for text in documents_of(dataset)} == {
+        "def a():\n    return 1",
+        "class B:\n    def method(self): ...",
+        "@decorated\n@twice(\n    1)\nasync def b():\n    return 'ä€'",
+        "def g(): return 1 ; x = 2",
+        *(f"def f{k}():\n    return {'x' * k!r}" for k in range(20)),
+    }
 
 
-def test_files_that_do_not_decode_or_parse_are_counted_and_left_out(library):
-    dataset = StdlibText(root=str(library))
+def test_files_that_do_not_decode_or_parse_are_counted_and_left_out_without_a_warning(library):
+    (library / "odd.py").write_text("def odd():\n    return '\\d'\n")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dataset = StdlibText(root=str(library))
     assert dataset.num_skipped == 3
-    assert [reason.split(":")[0] for reason in dataset.skipped] == [
-        "broken.py",
-        "null.py",
-        "undecodable.py",
-    ]
+    reasons = [reason.split(":")[0] for reason in dataset.skipped]
+    assert reasons == ["broken.py", "null.py", "undecodable.py"]
+    with pytest.raises(DataError, match="no Python source below"):
+        StdlibText(root=str(library / "nowhere"))
 
 
 @pytest.mark.parametrize(
@@ -97,30 +96,16 @@ def test_source_segments_are_exact_under_every_line_end_and_encoding(source, doc
     assert top_level_definitions(source) == documents
 
 
-def test_no_module_is_on_both_sides_and_no_document_is_lost(library):
-    for seed in range(5):
-        train = StdlibText("train", 64, 0.4, seed, root=str(library))
-        held_out = StdlibText("held_out", 64, 0.4, seed, root=str(library))
-        assert len(train) + len(held_out) == 24
-        functions = {text[:5] == "def f" for text in documents_of(train)}
-        assert len(held_out) > 0
-        assert not ({True} <= functions and any(t[:5] == "def f" for t in documents_of(held_out)))
-
-
-@pytest.mark.parametrize("max_length", [2, 3, 16, 31, 32, 10_000])
-def test_tokens_are_bos_bytes_eos_cut_at_max_length(library, max_length):
-    whole = StdlibText("train", 10_000, 0.0, root=str(library))
-    cut = StdlibText("train", max_length, 0.0, overlong="cut", root=str(library))
+@pytest.mark.parametrize("max_length", [2, 3, 31, 10_000])
+def test_tokens_are_bos_bytes_eos_cut_at_max_length_or_in_chunks(library, max_length):
+    settings = {"holdout": 0.0, "root": str(library)}
+    whole = StdlibText("train", 10_000, **settings)
+    cut = StdlibText("train", max_length, overlong="cut", **settings)
     for i in range(len(whole)):
         expected = [BOS, *documents_of(whole)[i].encode(), EOS][:max_length]
         assert cut[i]["input_ids"].tolist() == cut[i]["labels"].tolist() == expected
         assert cut.lengths[i] == len(expected)
-
-
-@pytest.mark.parametrize("max_length", [2, 3, 16, 31, 32, 10_000])
-def test_chunks_hold_every_token_of_a_longer_document_once_and_in_order(library, max_length):
-    whole = StdlibText("train", 10_000, 0.0, root=str(library))
-    chunked = StdlibText("train", max_length, 0.0, root=str(library))
+    chunked = StdlibText("train", max_length, **settings)
     tokens = np.concatenate([sample["input_ids"] for sample in chunked])
     assert (tokens == np.concatenate([sample["input_ids"] for sample in whole])).all()
     lengths = [len(sample["input_ids"]) for sample in chunked]
@@ -145,10 +130,15 @@ def test_what_is_cut_off_or_dropped_is_counted_and_the_rest_is_as_it_was(library
         StdlibText("train", 3, overlong="drop", root=str(library))
 
 
-def test_no_chunk_of_a_held_out_document_is_trained_on(library):
+def test_no_module_and_no_chunk_is_on_both_sides_and_no_document_is_lost(library):
     for seed in range(5):
         sides = [StdlibText(s, 16, 0.4, seed, root=str(library)) for s in ("train", "held_out")]
         whole = [StdlibText(s, 10_000, 0.4, seed, root=str(library)) for s in ("train", "held_out")]
+        assert sum(map(len, whole)) == 24
+        assert len(whole[1]) > 0
+        # All the documents of one module begin in the same way.
+        of_delta = [any(text[:5] == "def f" for text in documents_of(side)) for side in whole]
+        assert sum(of_delta) == 1
         for chunked, side in zip(sides, whole, strict=True):
             assert "".join(documents_of(chunked)) == "".join(documents_of(side))
         ids = np.concatenate([side.original_ids for side in sides])
@@ -159,24 +149,14 @@ def test_no_chunk_of_a_held_out_document_is_trained_on(library):
                 assert side[i]["input_ids"].equal(everything[own]["input_ids"])
 
 
-@pytest.mark.parametrize(
-    ("overlong", "max_length"),
-    [("chunk", 8), ("chunk", 40), ("cut", 8), ("cut", 40), ("drop", 32)],
-)
+@pytest.mark.parametrize(("overlong", "max_length"), [("chunk", 8), ("cut", 40), ("drop", 32)])
 def test_the_entropies_are_those_of_a_count_by_hand(library, max_length, overlong, monkeypatch):
     monkeypatch.setattr("trainer.data.documents._BLOCK_TOKENS", 50)
     settings = {"overlong": overlong, "root": str(library)}
-    splits = {
-        split: [
-            sample["input_ids"].tolist()
-            for sample in StdlibText(split, max_length, 0.4, **settings)
-        ]
-        for split in ("train", "held_out")
-    }
-    pairs = {
-        split: Counter(pair for ids in samples for pair in pairwise(ids))
-        for split, samples in splits.items()
-    }
+    pairs = {}
+    for split in ("train", "held_out"):
+        samples = [s["input_ids"].tolist() for s in StdlibText(split, max_length, 0.4, **settings)]
+        pairs[split] = Counter(pair for ids in samples for pair in pairwise(ids))
     after, seen = Counter(), Counter()
     for (first, second), count in pairs["train"].items():
         after[second] += count
@@ -195,24 +175,14 @@ def test_the_fingerprint_follows_contents_and_settings_only(library, monkeypatch
         return StdlibText(root=str(library), **settings).fingerprint
 
     first = fingerprint()
-    others = {
-        fingerprint(split="held_out"),
-        fingerprint(max_length=64),
-        fingerprint(holdout=0.1),
-        fingerprint(seed=1),
-        fingerprint(overlong="cut"),
-    }
+    settings = {"split": "held_out", "max_length": 64, "holdout": 0.1, "seed": 1, "overlong": "cut"}
+    others = {fingerprint(**{name: value}) for name, value in settings.items()}
     assert len(others | {first}) == 6
     monkeypatch.setenv("TRAIN_CACHE", str(tmp_path / "another"))
     (library / "alpha.py").touch()
     assert fingerprint() == first
     (library / "alpha.py").write_text("def a(): ...\n")
     assert fingerprint() != first
-
-
-def test_a_python_without_source_is_a_data_error(tmp_path):
-    with pytest.raises(DataError, match="no Python source below"):
-        StdlibText(root=str(tmp_path / "nowhere"))
 
 
 def test_off_a_terminal_building_says_one_plain_line(library, capsys, monkeypatch):
@@ -227,10 +197,3 @@ def test_off_a_terminal_building_says_one_plain_line(library, capsys, monkeypatc
     (library / "alpha.py").write_text("def changed(): ...\n")
     StdlibText(root=str(library))
     assert capsys.readouterr().err == ""
-
-
-def test_old_modules_with_odd_escapes_raise_no_warning(library):
-    (library / "odd.py").write_text("def odd():\n    return '\\d'\n")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        StdlibText(root=str(library))

@@ -13,6 +13,8 @@ from trainer.core.errors import DataError
 from trainer.data.index import cache_folder, cached_index
 from trainer.data.samples import held_out_count, held_out_mask
 
+DOCUMENTS = [b"some text", b"", b"\x00\xff" * 9]
+
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
@@ -21,17 +23,14 @@ def cache(tmp_path, monkeypatch):
     return folder
 
 
-def build(documents):
-    def builder(add):
+def opened(documents=None, reader="key"):
+    def build(add):
+        assert documents is not None, "built again"
         for document in documents:
             add(document, document)
-        return {"num_skipped": 0, "skipped": []}
+        return ()
 
-    return builder
-
-
-def never(add):
-    raise AssertionError("built again")
+    return cached_index("text", "settings", {}, build, reader=reader)
 
 
 def contents(index):
@@ -39,61 +38,40 @@ def contents(index):
     return [index.blob[begin:end].tobytes() for begin, end in bounds]
 
 
-def test_an_index_is_built_once_and_mapped_afterwards(cache):
-    documents = [b"one", b"", b"\x00\xff" * 9]
-    built = cached_index("name", "key", build(documents))
-    opened = cached_index("name", "key", never)
-    assert contents(built) == contents(opened) == documents
-    assert built.digest == opened.digest
-    assert list(cache.iterdir()) == [opened.path]
+def test_an_index_is_built_once_mapped_afterwards_and_replaced_under_another_key(cache):
+    built, again = opened(DOCUMENTS), opened()
+    assert contents(built) == contents(again) == DOCUMENTS
+    assert built.digest == again.digest
+    assert list(cache.iterdir()) == [again.path]
+    newer = opened([b"newer"], "another")
+    assert contents(built) == DOCUMENTS, "an open one stays"
+    assert contents(newer) == [b"newer"]
+    assert list(cache.iterdir()) == [newer.path]
 
 
-def test_another_key_replaces_the_index_and_not_open_ones(cache):
-    old = cached_index("name", "old", build([b"old"]))
-    new = cached_index("name", "new", build([b"newer"]))
-    assert contents(old) == [b"old"]
-    assert contents(new) == [b"newer"]
-    assert list(cache.iterdir()) == [new.path]
-
-
-def test_a_file_cut_short_or_missing_is_noticed_and_built_again(caplog):
-    documents = [b"some text", b"more of it"]
-    path = cached_index("name", "key", build(documents)).path
-    for file in sorted(path.iterdir()):
-        whole = file.read_bytes()
-        for size in (0, 5, len(whole) - 1):
-            file.write_bytes(whole[:size])
-            assert contents(cached_index("name", "key", build(documents))) == documents
-            assert "is built again" in caplog.text
-            caplog.clear()
-            assert contents(cached_index("name", "key", never)) == documents
-        file.unlink()
-        assert contents(cached_index("name", "key", build(documents))) == documents
-
-
-def test_every_damaged_byte_of_documents_offsets_and_groups_is_noticed():
-    documents = [b"some text", b"more of it"]
-    index = cached_index("name", "key", build(documents))
-    for name in ("documents.bin", "offsets.bin", "groups.bin"):
+def test_every_damaged_byte_cut_and_missing_file_is_noticed_and_built_again(caplog):
+    index = opened(DOCUMENTS)
+    for name in ("documents.bin", "offsets.bin", "groups.bin", "index.json"):
         file = index.path / name
         whole = file.read_bytes()
-        for position in range(len(whole)):
-            damaged = bytearray(whole)
-            damaged[position] ^= 0x10
-            file.write_bytes(damaged)
-            again = cached_index("name", "key", build(documents))
-            assert (contents(again), again.digest) == (documents, index.digest)
+        damaged = [whole[:size] for size in (0, 5, len(whole) - 1)]
+        if name != "index.json":
+            flips = (bytes([byte ^ 0x10]) for byte in whole)
+            damaged += [whole[:at] + flip + whole[at + 1 :] for at, flip in enumerate(flips)]
+        for content in (*damaged, None):
+            file.write_bytes(content or b"")
+            if content is None:
+                file.unlink()
+            again = opened(DOCUMENTS)
+            assert "is built again" in caplog.text
+            assert (contents(again), again.digest) == (DOCUMENTS, index.digest)
+            caplog.clear()
 
 
 def test_builders_that_race_each_end_with_a_whole_index(cache):
-    documents = [bytes([k]) * k for k in range(200)]
-    results = []
-    threads = [
-        threading.Thread(
-            target=lambda: results.append(contents(cached_index("name", "key", build(documents))))
-        )
-        for _ in range(8)
-    ]
+    documents, results = [bytes([k]) * k for k in range(200)], []
+    work = [lambda: results.append(contents(opened(documents)))] * 8
+    threads = [threading.Thread(target=each) for each in work]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -108,20 +86,16 @@ def test_a_builder_that_fails_removes_what_it_wrote(cache):
         raise DataError("bad record")
 
     with pytest.raises(DataError, match="bad record"):
-        cached_index("name", "key", fail)
+        cached_index("text", "settings", {}, fail)
     assert list(cache.iterdir()) == []
 
 
-def test_a_cache_that_cannot_be_written_to_says_what_to_set(tmp_path, monkeypatch):
-    blocked = tmp_path / "file"
-    blocked.write_text("not a folder")
-    monkeypatch.setenv("TRAIN_CACHE", str(blocked / "cache"))
-    with pytest.raises(DataError, match=r"cannot write the index .*another folder in TRAIN_CACHE"):
-        cached_index("name", "key", build([b"text"]))
-
-
-def test_the_cache_folder_follows_the_environment(monkeypatch, tmp_path):
+def test_the_cache_folder_follows_the_environment_and_must_be_writable(monkeypatch, tmp_path):
     assert cache_folder() == tmp_path / "cache"
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TRAIN_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(DataError, match=r"cannot write the index .*another folder in TRAIN_CACHE"):
+        opened([b"text"])
     monkeypatch.delenv("TRAIN_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert cache_folder() == tmp_path / "xdg" / "step-trainer"
@@ -131,11 +105,10 @@ def test_the_cache_folder_follows_the_environment(monkeypatch, tmp_path):
 
 
 def test_a_pickled_index_is_a_path_and_a_key():
-    index = cached_index("big", "key", build([bytes(10**6)]))
-    pickled = pickle.dumps(index)
+    pickled = pickle.dumps(opened([bytes(10**6)]))
     assert len(pickled) < 1000
     assert contents(pickle.loads(pickled)) == [bytes(10**6)]
-    cached_index("big", "another", build([b"text"]))
+    opened([b"text"], "another")
     with pytest.raises(DataError, match=r"cannot be read .*; run again"):
         pickle.loads(pickled)
 

@@ -4,7 +4,7 @@ import pickle
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.core.errors import DataError
@@ -17,8 +17,8 @@ def write(path, tokens, dtype="<u2"):
     return path
 
 
-def windows_of(path, **settings):
-    dataset = TokenWindows(str(path), **{"max_length": 4, "holdout": 0.0} | settings)
+def windows_of(path, **more):
+    dataset = TokenWindows(str(path), **{"max_length": 4, "holdout": 0.0} | more)
     return [dataset[i]["input_ids"].tolist() for i in range(len(dataset))]
 
 
@@ -39,6 +39,7 @@ def test_no_window_crosses_from_one_file_of_a_folder_into_the_next(tmp_path):
     assert windows_of(tmp_path) == [[1, 2, 3, 4], [7, 8, 9, 10], [11]]
 
 
+@settings(max_examples=30)
 @given(
     sizes=st.lists(st.integers(1, 40), min_size=1, max_size=4),
     max_length=st.integers(2, 12),
@@ -66,20 +67,16 @@ def test_a_folder_with_named_splits_keeps_them(tmp_path):
     assert windows_of(tmp_path, holdout=0.5, split="held_out") == [[100, 101, 102, 103], [104, 105]]
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype", "typed"),
-    [
+def test_the_dtype_is_the_typed_one_or_that_of_the_suffix(tmp_path):
+    for name, dtype, typed in [
         ("data.bin", "<u2", "auto"),
         ("data.bin", "<u4", "uint32"),
         ("data.u32", "<u4", "auto"),
         ("data.uint32.bin", "<u4", "auto"),
-        ("data.u16", "<u2", "auto"),
         ("data.u32", "<u2", "uint16"),
-    ],
-)
-def test_the_dtype_is_the_typed_one_or_that_of_the_suffix(tmp_path, name, dtype, typed):
-    file = write(tmp_path / name, [1, 2, 60_000], dtype)
-    assert windows_of(file, dtype=typed) == [[1, 2, 60_000]]
+    ]:
+        file = write(tmp_path / name, [1, 2, 60_000], dtype)
+        assert windows_of(file, dtype=typed) == [[1, 2, 60_000]]
 
 
 def test_uint32_read_as_uint16_by_default_is_noticed(tmp_path):
@@ -100,15 +97,16 @@ def test_files_that_cannot_be_token_files_are_data_errors(tmp_path):
     (tmp_path / "odd.bin").write_bytes(b"123")
     (tmp_path / "empty.bin").write_bytes(b"")
     (tmp_path / "folder").mkdir()
+    np.save(tmp_path / "numpy.npy", np.arange(9))
     for name, fault in {
+        "numpy.npy": "is a NumPy file",
         "odd.bin": "3 bytes are no whole number of uint16 tokens",
         "empty.bin": "holds no tokens",
         "folder": "holds no .bin files",
         "missing.bin": "no such file or folder",
     }.items():
-        with pytest.raises(DataError, match=fault) as caught:
+        with pytest.raises(DataError, match=f"{name}.*{fault}"):
             TokenWindows(str(tmp_path / name))
-        assert name in str(caught.value)
 
 
 def test_a_pickled_data_set_does_not_hold_the_tokens(tmp_path):
@@ -126,8 +124,8 @@ def test_a_pickled_data_set_does_not_hold_the_tokens(tmp_path):
 def test_the_fingerprint_follows_tokens_and_settings(tmp_path):
     file = write(tmp_path / "data.bin", np.arange(50_000))
 
-    def fingerprint(**settings):
-        return TokenWindows(str(file), **settings).fingerprint
+    def fingerprint(**more):
+        return TokenWindows(str(file), **more).fingerprint
 
     prints = [fingerprint(), fingerprint(split="held_out"), fingerprint(max_length=8)]
     (tmp_path / "data.bin").touch()

@@ -38,7 +38,7 @@ class TiedAndOdd(nn.Module):
         self.expert_bias = nn.Parameter(torch.zeros(2, 4))
 
 
-def test_norms_biases_and_scalars_are_not_decayed():
+def test_norms_biases_and_scalars_are_not_decayed_unless_a_group_asks_for_it():
     model = TiedAndOdd()
     groups = param_groups(model, 0.1, 0.01, {})
     assert names_by_group(model, groups) == {
@@ -46,10 +46,6 @@ def test_norms_biases_and_scalars_are_not_decayed():
         "not decayed": {"head.bias", "norm.weight", "norm.bias", "scale", "expert_bias"},
     }
     assert [(g["lr"], g["weight_decay"]) for g in groups] == [(0.1, 0.01), (0.1, 0.0)]
-
-
-def test_norms_and_biases_are_decayed_when_a_group_asks_for_it():
-    model = TiedAndOdd()
     (group,) = param_groups(model, 0.1, 0.01, {"*": {"weight_decay": 0.3}})
     assert (group["name"], group["weight_decay"], len(group["params"])) == ("*", 0.3, 6)
 
@@ -76,12 +72,12 @@ def test_of_several_patterns_that_match_the_first_counts():
     }
 
 
-@pytest.mark.parametrize("pattern", ["embedding.*", "head.weight"])
-def test_a_tied_parameter_goes_by_all_of_its_names_and_appears_once(pattern):
+def test_a_tied_parameter_goes_by_all_of_its_names_and_appears_once():
     model = TiedAndOdd()
-    groups = param_groups(model, 0.1, 0.0, {pattern: {"weight_decay": 0.2}})
-    assert names_by_group(model, groups)[pattern] == {"embedding.weight"}
-    assert sum(len(g["params"]) for g in groups) == len(list(model.parameters()))
+    for pattern in ("embedding.*", "head.weight"):
+        groups = param_groups(model, 0.1, 0.0, {pattern: {"weight_decay": 0.2}})
+        assert names_by_group(model, groups)[pattern] == {"embedding.weight"}
+        assert sum(len(g["params"]) for g in groups) == len(list(model.parameters()))
 
 
 @settings(max_examples=40)
@@ -118,19 +114,20 @@ def test_what_is_frozen_gets_no_gradient_no_group_and_no_update():
     optimizer.step()
     assert model.embedding.weight.grad is None
     assert torch.equal(model.embedding.weight, before)
-    assert "embedding.weight" not in set().union(
-        *names_by_group(model, optimizer.param_groups).values()
-    )
+    grouped = names_by_group(model, optimizer.param_groups).values()
+    assert "embedding.weight" not in set().union(*grouped)
 
 
-def test_a_pattern_that_matches_nothing_names_the_nearest_parameters():
-    with pytest.raises(ConfigError, match=r"'blocks\.\*\.qvk\.\*'.*blocks\.0\.attention\.qkv"):
-        param_groups(tiny(), 0.1, 0.0, {"blocks.*.qvk.*": {"lr": 1.0}})
-
-
-def test_a_pattern_behind_a_wider_one_is_refused():
-    with pytest.raises(ConfigError, match="put the narrower pattern first"):
-        param_groups(tiny(), 0.1, 0.0, {"*": {"lr": 1.0}, "*norm*": {"lr": 2.0}})
+@pytest.mark.parametrize(
+    ("groups", "fault"),
+    [
+        ({"blocks.*.qvk.*": {"lr": 1.0}}, r"'blocks\.\*\.qvk\.\*'.*blocks\.0\.attention\.qkv"),
+        ({"*": {"lr": 1.0}, "*norm*": {"lr": 2.0}}, "put the narrower pattern first"),
+    ],
+)
+def test_a_pattern_that_matches_nothing_more_is_refused(groups, fault):
+    with pytest.raises(ConfigError, match=rf"^optimizer\.groups: .*{fault}"):
+        param_groups(tiny(), 0.1, 0.0, groups)
 
 
 @pytest.mark.parametrize(
@@ -205,14 +202,14 @@ def test_a_users_own_optimizer_is_called_with_parameter_groups():
     assert optimizer.defaults["power"] == 2.0
 
 
-def test_a_users_own_optimizer_without_a_rate_is_asked_for_one():
+def test_an_optimizer_that_refuses_its_options_or_has_no_rate_says_so_in_one_line():
     with pytest.raises(ConfigError, match=r"^optimizer\.lr: Signed has no default"):
         OwnOptimizer.of(Signed, {})
     assert OwnOptimizer.of(torch.optim.AdamW, {}).lr == 1e-3
-
-
-def test_an_optimizer_that_refuses_its_options_says_so_in_one_line():
-    with pytest.raises(ConfigError, match=r"^optimizer: Signed refuses: .*speed"):
-        OwnOptimizer.of(Signed, {"lr": 0.1, "speed": 3}).build(tiny())
-    with pytest.raises(ConfigError, match=r"^optimizer: LBFGS refuses: "):
-        OwnOptimizer.of(torch.optim.LBFGS, {}).build(tiny())
+    for spec, fault in (
+        (OwnOptimizer.of(Signed, {"lr": 0.1, "speed": 3}), "Signed refuses: .*speed"),
+        (OwnOptimizer.of(torch.optim.LBFGS, {}), "LBFGS refuses: "),
+        (AdamW(lr=0.1, betas=[2.0, 0.9]), "AdamW refuses: Invalid beta"),
+    ):
+        with pytest.raises(ConfigError, match=f"^optimizer: {fault}"):
+            spec.build(tiny())
