@@ -1,1 +1,0 @@
-"""Goldens: what some sixty command lines do, recorded before a change and compared after it."""
