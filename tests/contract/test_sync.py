@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -15,15 +14,14 @@ from torch import Tensor, nn
 from trainer.accumulate.model_state import ModelState
 from trainer.build.parallel import ParallelSetup
 from trainer.core.errors import ConfigError, DoesNotFitError
-from trainer.core.rank_progress import Board, Place
 from trainer.core.world import World
 from trainer.models.bind import bind
 from trainer.parallel.deterministic import Ordered
 from trainer.parallel.fsdp import Sharded, fake_mesh
-from trainer.parallel.sync import Deferred, Immediate, SyncPolicy
+from trainer.parallel.sync import Deferred, Immediate
 from trainer.plan.cut import Layout
 from trainer.plan.cuts import LayoutInvariant
-from trainer.plan.traffic import Bulk, Moves, Network, Work
+from trainer.plan.traffic import Bulk, Network, Work
 
 GIGA = 2**30
 FAST = Network(ranks=8, latency_s=3e-5, all_reduce=3e11, all_gather=3e11, reduce_scatter=3e11)
@@ -107,22 +105,6 @@ def test_the_line_says_what_was_chosen_and_what_the_others_would_cost():
     typed = setup_of("fsdp", sync=Immediate()).weighed(Work(micro_batches=8), SLOW)
     assert typed.sync.name == "immediate"
     assert typed.why is None
-
-
-@dataclass(frozen=True)
-class Twice(SyncPolicy):
-    """Reduces twice a step."""
-
-    name = "twice"
-
-    def moves(self, micro_batches: float) -> Moves:
-        return Moves(gathers=1, reductions=2, across=2)
-
-
-def test_a_policy_of_one_s_own_brings_its_row_of_the_table():
-    rows = setup_of("ddp", sync=Twice()).weighed(Work(micro_batches=8), SLOW).rows
-    sent = {row.policy: row.sent for row in rows}
-    assert sent["twice"] == 2 * sent["deferred"]
 
 
 @given(
@@ -259,15 +241,3 @@ def test_a_buffer_that_moves_is_refused_where_bits_are_to_be_those_of_every_layo
     module.seen.add_(1)
     with pytest.raises(ConfigError, match="deterministic=layout: forward writes into seen"):
         state.copy_from_main(state.moved())
-
-
-def test_a_board_is_read_by_another_as_it_was_written(tmp_path):
-    mine, theirs = Board(tmp_path / "board"), Board(tmp_path / "board")
-    assert theirs.read() == Place()
-    assert str(theirs.read()) == "the start"
-    mine.write(Place(step=3, phase="compute", micro_batch=2))
-    place = theirs.read()
-    assert str(place) == "step 3 (compute, micro-batch 2)"
-    assert place.since > 0
-    mine.close()
-    theirs.close()

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from trainer.core.errors import DataError
-from trainer.core.world import World
 
 WIDTH = 4
 
@@ -35,14 +34,9 @@ class Rows:
 
 
 class Net(nn.Module):
-    """Two layers; at one training forward of one rank something happens, once per run.
+    """Two layers; at one training forward of one rank `fault` happens, once where a file says so.
 
-    Args:
-        fault: what.
-        rank: where.
-        at: the training forward, from 1; 0 is the constructor.
-        pause: seconds each forward takes.
-        once: a file that remembers that it happened.
+    `at` is the training forward, from 1, or 0 for the constructor; each takes `pause` seconds.
     """
 
     def __init__(
@@ -104,28 +98,14 @@ def happen(fault: str) -> None:
 
 
 class SlowNet(Net):
-    """The same, slow in one stated way.
+    """The same, slow: it computes `sample` seconds for each sample, and does nothing for `pause`.
 
-    Args:
-        sample: seconds it computes for each sample.
-        pause: seconds it does nothing.
-        behind: on rank 1 it does nothing for that much longer, in pauses.
-        carry: seconds a reduction takes longer than the network.
+    On rank 1 it does nothing for `behind` times as much longer.
     """
 
-    def __init__(
-        self, sample: float = 0.0, pause: float = 0.0, behind: float = 0.0, carry: float = 0.0
-    ) -> None:
+    def __init__(self, sample: float = 0.0, pause: float = 0.0, behind: float = 0.0) -> None:
         super().__init__(pause=pause * (1 + behind * (os.environ.get("RANK") == "1")))
         self.sample = sample
-        if carry:
-            begin_sum = World.begin_sum
-
-            def slowly(world: World, values: Tensor):
-                time.sleep(carry)
-                return begin_sum(world, values)
-
-            World.begin_sum = slowly  # type: ignore[method-assign]
 
     def forward(self, x: Tensor) -> Tensor:
         end = time.thread_time() + self.sample * len(x) * self.training

@@ -36,8 +36,6 @@ BASE = {
 }
 """A run over 1.1 epochs of 42 ragged rows: six steps an epoch, the last one short."""
 
-UNTIMED = {"seconds", "tokens_per_second", "memory_bytes", "eval_seconds"}
-
 
 def overrides(line: str) -> list[str]:
     """Put settings over those of `BASE`, `accum=...` over its micro-batch too; the last wins."""
@@ -93,11 +91,6 @@ def entries(run: FinishedRun | Path, name: str = "metrics.jsonl") -> list[dict[s
 def steps(run: FinishedRun | Path) -> list[dict[str, Any]]:
     """The entries of the steps."""
     return [entry for entry in entries(run) if "loss" in entry]
-
-
-def untimed(run: FinishedRun | Path) -> list[dict[str, Any]]:
-    """All entries, without what the clock says."""
-    return [{k: v for k, v in e.items() if k not in UNTIMED} for e in entries(run)]
 
 
 def curve(run: FinishedRun | Path, name: str) -> list[Any]:

@@ -220,18 +220,15 @@ class Vision(nn.Module):
 class Squared(Objective):
     """The squared distance of the logits from one-hot labels: a loss of one's own."""
 
-    def __init__(self, scale: float = 1.0) -> None:
-        self.scale = scale
-
     def weights(self, fields: Fields) -> Mapping[str, float]:
         return {"squared": float((fields["labels"] >= 0).sum())}
 
     def sums(self, model: Any, fields: Fields) -> Sums:
         logits = logits_of(model({"input_ids": fields["input_ids"]}))
         labels = fields["labels"]
-        goal = torch.nn.functional.one_hot(labels.clamp(min=0), logits.shape[-1])
+        goal = nn.functional.one_hot(labels.clamp(min=0), logits.shape[-1])
         terms = (logits - goal).square().sum(-1)[labels >= 0]
-        return Sums(losses={"squared": self.scale * terms.sum()})
+        return Sums(losses={"squared": terms.sum()})
 
 
 class Descent(torch.optim.Optimizer):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.commands.closing import sample_text
+from trainer.commands.train import sample_text
 from trainer.data.view import DataView
 
 

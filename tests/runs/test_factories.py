@@ -17,14 +17,11 @@ GPT2 = (
     "model.config.embd_pdrop=0 model.config.attn_pdrop=0 model.config.resid_pdrop=0"
 )
 MODELS = {
-    "a function": f"model._target_={TOYS}.make_net model.width=4",
-    "a class method": f"model._target_={TOYS}.Net.of model.width=4",
     "classes within": (
         f"model._target_={TOYS}.Whole model.net._target_={TOYS}.Net model.net.width=4 "
         "model.norm._target_=torch.nn.LayerNorm model.norm._partial_=true "
         "'model.more=[{_target_:torch.nn.Linear,in_features:16,out_features:16}]'"
     ),
-    "a class with its config": f"model._target_=transformers.GPT2LMHeadModel {GPT2}",
     "from_config": (
         "model._target_=transformers.AutoModelForCausalLM.from_config "
         f"model.attn_implementation=eager {GPT2}"
@@ -32,13 +29,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        "classes within",
-        *map(nightly, ("a function", "a class method", "a class with its config", "from_config")),
-    ],
-)
+@pytest.mark.parametrize("model", ["classes within", nightly("from_config")])
 def test_a_model_that_a_factory_makes_does_all_that_a_model_does(model, capsys):
     go(f"{MODELS[model]} steps=2 eval.every=2 data.holdout=0.2")
     run = only_run()

@@ -39,12 +39,6 @@ DOUBLE = 2
 def evaluate_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], bool]) -> int:
     """Evaluate, print, and write evaluate.json into the run.
 
-    Args:
-        config: the run's own.
-        folder: the run.
-        world: all ranks.
-        stop: not asked.
-
     Raises:
         DataError: the data hold nothing out.
         SaveError: the figures, which are printed, cannot be written.
@@ -71,12 +65,6 @@ def evaluate_run(config: RunConfig, folder: Path, world: World, stop: Callable[[
 
 def export_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], bool]) -> int:
     """Write a checkpoint's weights as safetensors; those of transformers as it loads them.
-
-    Args:
-        config: the run's own.
-        folder: the run.
-        world: of one rank.
-        stop: not asked; it takes seconds.
 
     Raises:
         ConfigError: nowhere to write to.
@@ -118,12 +106,6 @@ def _show(loaded: Loaded, text: str) -> None:
 
 def verify_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], bool]) -> int:
     """Compare the gradient of the first step, as planned, with the whole batch's.
-
-    Args:
-        config: composed and checked.
-        folder: the run folder; gets verify.json.
-        world: all ranks.
-        stop: not asked.
 
     Raises:
         NotExactError: they differ, or cannot be compared; verify.json names the culprits.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict
 from functools import partial
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from trainer.build.checks import check_consistency, read_run_state, terms_of, write_allowed
 from trainer.build.instantiate import construct
@@ -28,39 +30,41 @@ from trainer.checkpoint.state import restore
 from trainer.checkpoint.store import CHECKPOINTS, CheckpointStore, Loaded
 from trainer.checkpoint.weights import load_weights
 from trainer.checkpoint.writer import CheckpointWriter
-from trainer.commands.closing import end_run
 from trainer.config.rules import parse_time
 from trainer.config.run_config import RunConfig, config_hash, contract_diff, to_plain
+from trainer.config.secrets import without_secrets
 from trainer.core.durable import write_record
 from trainer.core.errors import Preempted
+from trainer.core.format import shown_path
 from trainer.core.signals import UNBEGUN
 from trainer.core.world import World
+from trainer.data.samples import described
+from trainer.models.sample import generate
+from trainer.objectives.base import logits_of
 from trainer.plan.order import Cursor
 from trainer.report.blocks import plan_block
 from trainer.report.console import Screen
 from trainer.report.metrics import evaluation_at
-from trainer.report.records import Record, environment
+from trainer.report.records import Record, RunEnd, environment, is_noise
 from trainer.report.reporter import Hook, Reporter, RunReporter, SilentReporter
-from trainer.report.run_status import publish, to_go_on
+from trainer.report.run_status import publish, to_go_on, trusting
+from trainer.report.time_table import advice, split, time_table
 from trainer.report.wandb import WandbMirror
 from trainer.training.checkpointing import Checkpointer
 from trainer.training.loop import Run, Trained, train
 from trainer.training.window import Kit
+from trainer.tune.memory_limit import peak_bytes
 from trainer.tune.network import network_of
 
 _log = logging.getLogger(__name__)
 
 PLAN_FILE = "plan.json"
+RESULT_FILE = "result.json"
+SAMPLE_TOKENS = 160
 
 
 def train_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], bool]) -> int:
     """Train, from the start or from the newest intact checkpoint.
-
-    Args:
-        config: composed and checked.
-        folder: the run folder, locked by this process.
-        world: all ranks.
-        stop: whether a signal asked to stop.
 
     Raises:
         Preempted: a signal asked to stop; the state is saved.
@@ -75,14 +79,7 @@ def train_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], 
 
 
 def plan_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], bool]) -> int:
-    """Print the whole arithmetic of a run, and write it into plan.json; start nothing.
-
-    Args:
-        config: composed and checked.
-        folder: the run folder.
-        world: all ranks.
-        stop: not asked; it takes seconds.
-    """
+    """Print the whole arithmetic of a run, and write it into plan.json; start nothing."""
     prepared = prepare(assemble(config, world))
     plan = summarize(choose_sync(prepared))
     write_record(folder / PLAN_FILE, plan)
@@ -104,8 +101,8 @@ def _train(config: RunConfig, folder: Path, world: World, stop: Callable[[], boo
     prepared = prepare_on_main(parts, extra.get("cut"))
     network = network_of(world, extra.get("network"))
     prepared = choose_sync(prepared, network, extra.get("cut"))
-    kit = _kit(prepared.parts, loaded, extra, terms)
-    plan = summarize(prepared)
+    parts, plan = prepared.parts, summarize(prepared)
+    kit = _kit(parts, loaded, extra, terms)
     world.on_main(lambda: _record_begin(folder, plan, terms, extra))
     reporter = _reporter(config, folder, loaded, extra) if world.is_main else SilentReporter()
     with closing(reporter), ExitStack() as opened:
@@ -116,10 +113,10 @@ def _train(config: RunConfig, folder: Path, world: World, stop: Callable[[], boo
         if loaded is None and parts.train_set.num_skipped:
             reporter.passed_over(parts.train_set.num_skipped, parts.train_set.skipped)
         reporter.start(plan, name=config.name, threads=torch.get_num_threads())
-        for line in filter(None, (*prepared.parts.notes, _growth(run, extra))):
+        for line in filter(None, (*parts.notes, _growth(run, extra))):
             reporter.line(line)
         train(run, progress)
-        end_run(prepared, kit, progress, plan, folder, reporter, started)
+        _end(parts, run, progress, plan, folder, started)
 
 
 def _end_if_stopped(world: World, was_asked: bool) -> None:
@@ -269,3 +266,108 @@ def _growth(run: Run, extra: Mapping[str, Any]) -> str | None:
         f"steps {before} -> {kit.total_steps}: the schedule is re-anchored: lr {now:.2e} at step "
         f"{step + 1}, where the shorter run had {planned:.2e}"
     )
+
+
+def _end(parts: Parts, run: Run, trained: Trained, plan: Record, folder: Path, at: float) -> None:
+    """Write result.json, and show what a person wants to know at the end. Collective.
+
+    `at` is when the command began.
+    """
+    world = parts.world
+    world.note("end")
+    spendings = world.collect(world.times.spending())
+    run.kit.model.gather()  # the sample is written on one rank, without a collective
+    if world.is_main:
+        end = _end_of(parts, trained, plan, folder, spendings, time.perf_counter() - at)
+        write_record(folder / RESULT_FILE, end.result)
+        run.reporter.finish(end)
+    run.kit.model.release()
+
+
+def _end_of(
+    parts: Parts,
+    trained: Trained,
+    plan: Record,
+    folder: Path,
+    spendings: Sequence[Mapping[str, Any]],
+    seconds: float,
+) -> RunEnd:
+    """Gather the figures of result.json; `spendings` are those of the steps' phases, by rank."""
+    lengths, config, device = parts.source.lengths, parts.config, parts.world.device
+    overlap = "collectives travel on streams of their own"  # what of the traffic can be hidden
+    if plan["sync"] == "deferred":
+        overlap = "sync=deferred reduces when all micro-batches are done"
+    elif device.type == "cpu":
+        overlap = "gloo makes the host wait for every collective"
+    table = time_table(spendings, overlap) if trained.taken else None
+    metrics = trained.evaluation
+    eval_loss = metrics.get("loss", metrics.get("eval_loss"))
+    # Held-out losses of simple models, in nats per token, which the data may know.
+    entropies = parts.train_set.optional("byte_entropies")
+    simple: dict[str, float] = {}
+    if entropies is not None and parts.held_out is not None:
+        simple = {f"byte {name}": value for name, value in asdict(entropies()).items()}
+    result = {
+        "step": trained.step,
+        "loss": None if trained.loss is None else float(trained.loss),
+        "eval_loss": eval_loss,
+        "tokens_per_second": trained.tokens / trained.seconds if trained.seconds else None,
+        "seconds": round(seconds, 3),
+        "metrics": dict(metrics),
+        "baselines": simple,
+        "peak_bytes": peak_bytes(device),
+        "skipped_steps": trained.skipped_steps,
+        "replays": trained.replays,
+        "time": table,
+        "advice": (table and advice(split(spendings), table, plan, config.accum.name or "")) or [],
+    }
+    shown, trust = shown_path(folder), " ".join(["", *trusting(config, folder)])
+    clock, steps = "steps", parts.total_steps
+    if config.total_epochs is not None:
+        clock, steps = "epochs", config.total_epochs
+    return RunEnd(
+        result=result,
+        taken=trained.taken,
+        noun="sample" if int(lengths.sum()) == len(lengths) else "token",
+        peak_of="tensors" if device.type == "cuda" else "the whole process",
+        unit="nats" if config.objective.target.startswith("trainer.") else None,
+        sample=None if is_noise(eval_loss, simple) else sample_text(parts),
+        commands=(
+            f"train evaluate run={shown}{trust}",
+            f"train export run={shown} export.to=exported{trust}",
+            f"{to_go_on(config, folder)} {clock}={2 * steps}",
+        ),
+    )
+
+
+def sample_text(parts: Parts) -> str | None:
+    """Let the model write a little, where the data can read it back; None where it fails.
+
+    Its weights may give no probabilities, the data's `decode` is the user's, memory may be short.
+    """
+    decode = parts.train_set.optional("decode")
+    start = parts.train_set.optional("start_id")
+    if decode is None or start is None:
+        return None
+
+    def call(ids: Tensor) -> Tensor:
+        return logits_of(parts.call({"input_ids": ids}))
+
+    was_training = parts.module.training
+    parts.module.eval()
+    try:
+        ids = generate(
+            call,
+            [start],
+            SAMPLE_TOKENS,
+            context=int(parts.source.lengths.max()),
+            seed=parts.config.seed,
+            stop_id=parts.train_set.optional("stop_id"),
+            device=parts.world.device,
+        )
+        return str(decode(ids))
+    except Exception as error:
+        _log.warning("no sample: %s", without_secrets(described(error), os.environ))
+        return None
+    finally:
+        parts.module.train(was_training)

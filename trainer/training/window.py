@@ -69,13 +69,8 @@ class Kit:
         object.__setattr__(self, "model_state", state)
 
     @property
-    def losses(self) -> list[str]:
-        """Those of `terms` that are no metrics."""
-        return [name for name in self.terms if name not in self.objective.metric_names]
-
-    @property
     def metrics(self) -> list[str]:
-        """The other ones."""
+        """Those of `terms` that are no losses."""
         return [name for name in self.terms if name in self.objective.metric_names]
 
 
