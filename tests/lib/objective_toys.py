@@ -97,26 +97,6 @@ class Partly(Squared):
         return Sums(losses=losses or {"late": torch.zeros(())})
 
 
-class Weighted(Squared):
-    """Weighs tokens by numbers of the data's own, in float32."""
-
-    def weights(self, fields: Fields) -> Mapping[str, Tensor]:
-        return {"squared": fields["share"].sum()}
-
-    def sums(self, model: Any, fields: Fields) -> Sums:
-        squares = model(fields).square().mean(-1)
-        return Sums(losses={"squared": (squares * fields["share"]).sum()})
-
-
-class Shares(Rows):
-    """Rows with a weight for every token."""
-
-    def __getitem__(self, index: int) -> Mapping[str, Tensor]:
-        draw = torch.Generator().manual_seed(index)
-        share = torch.rand(len(self.tokens[index]), generator=draw)
-        return {**super().__getitem__(index), "share": share}
-
-
 class Numbers(Squared):
     """Counts in a kind of number of the user's choice, losses and a metric alike."""
 

@@ -50,11 +50,6 @@ class Net(nn.Module):
         return self.head(self.dropout(hidden))
 
 
-def make_net(width: int = 8) -> Net:
-    """Make one."""
-    return Net(width)
-
-
 class Whole(nn.Module):
     """Is made of parts that it is given."""
 

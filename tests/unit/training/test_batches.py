@@ -8,8 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.lib.run_toys import Plain, Rows
@@ -77,16 +75,6 @@ def test_looking_ahead_and_loading_processes_change_nothing(cut, data, workers):
     other = walk(feed(cut, data(), workers=workers), 9)
     assert [content(batch) for batch in other] == [content(batch) for batch in plain]
     assert [batch.step for batch in other] == list(range(1, 10))
-
-
-@given(start=st.integers(0, 30), cut=st.sampled_from(CUTS))
-@settings(max_examples=10)
-def test_a_feed_may_begin_anywhere(start, cut):
-    order = Order(len(Rows()), 0, 8)
-    (batch,) = walk(feed(cut, cursor=order.at(start)), 1)
-    whole = walk(feed(cut), start + 1)
-    assert content(batch) == content(whole[-1])
-    assert batch.samples.after == whole[-1].samples.after
 
 
 def test_a_micro_batch_says_what_it_holds():
