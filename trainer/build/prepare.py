@@ -80,7 +80,7 @@ def prepare_on_main(parts: Parts, saved: Mapping[str, Any] | None = None) -> Pre
 
     def find() -> dict[str, Any]:
         found.append(prepare(parts, saved))
-        return describe_cut(found[0], found[0].cut)
+        return describe_cut(found[0])
 
     answer = parts.world.on_main(find)
     return found[0] if found else prepare(parts, answer)
@@ -155,12 +155,12 @@ def prepare(parts: Parts, saved: Mapping[str, Any] | None = None) -> Prepared:
     )
 
 
-def describe_cut(prepared: Prepared, cut: Cut) -> dict[str, Any]:
+def describe_cut(prepared: Prepared) -> dict[str, Any]:
     """Give what a resumed run needs to cut as this one does, as JSON."""
     held_out = prepared.parts.held_out
     return {
         "accum": _accum(prepared.parts),
-        "state": asdict(cut),
+        "state": asdict(prepared.cut),
         "tuning": prepared.tuning and asdict(prepared.tuning),
         "evaluation_tokens": held_out.max_tokens if held_out else 1,
     }

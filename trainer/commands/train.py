@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -210,6 +209,7 @@ def _run(
     every, network = config.checkpoint.every, parts.parallel.network
     constants = {
         **terms,
+        "cut": describe_cut(prepared),
         "config_hash": config_hash(terms["contract"]),
         "environment": environment(),
         "total_steps": kit.total_steps,
@@ -223,7 +223,6 @@ def _run(
         writer=CheckpointWriter(store, parts.world, asynchronous=config.checkpoint.asynchronous),
         reporter=reporter,
         constants=constants,
-        describe_cut=partial(describe_cut, prepared),
         on_full=config.checkpoint.on_full,
         every_s=parse_time(every) if isinstance(every, str) else None,
     )

@@ -15,7 +15,6 @@ from torch import Tensor
 from trainer.checkpoint.state import assert_finite, capture, not_finite, plain_name
 from trainer.checkpoint.writer import CheckpointWriter
 from trainer.core.errors import SaveError
-from trainer.plan.cut import Cut
 from trainer.report.reporter import Reporter
 from trainer.training.batches import Feed
 from trainer.training.window import Kit
@@ -28,7 +27,6 @@ class Checkpointer:
 
     Attributes:
         constants: what does not change over the run: contract, fingerprint, tuned constants.
-        describe_cut: gives what a resumed run needs to cut as this one does.
         on_full: whether a checkpoint that could not be written stops the run.
         every_s: seconds between checkpoints, by the main rank's clock; None counts steps alone.
         is_due: whether so many seconds had passed at the last `poll`; the same on every rank.
@@ -40,7 +38,6 @@ class Checkpointer:
     writer: CheckpointWriter
     reporter: Reporter
     constants: Mapping[str, Any]
-    describe_cut: Callable[[Cut], Mapping[str, Any]]
     on_full: Literal["stop", "continue"] = "stop"
     every_s: float | None = None
     is_due: bool = False
@@ -72,7 +69,7 @@ class Checkpointer:
             "cursor": asdict(cursor),
             "tokens": tokens,
             "failures": failures,
-            "cut": dict(self.describe_cut(self.feed.cut)),
+            "cut": {**self.constants["cut"], "state": asdict(self.feed.cut)},
         }
         tensors, meta = capture(self.kit.model.module, self.kit.optimizer, extra=extra)
         masks = {
