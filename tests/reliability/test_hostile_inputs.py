@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -17,8 +18,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.lib.config_support import checked
+from tests.lib.nightly import nightly
 from tests.reliability import lab, toys
+from trainer.build.instantiate import look_up
 from trainer.cli import main as cli
+from trainer.config.components import Component
+from trainer.core.errors import ConfigError
 
 EVIL = """
 import os
@@ -79,64 +85,26 @@ def assert_refused(argv: list[str], codes: tuple[int, ...], tmp_path: Path, err:
 
 RECIPES = {
     "a callback of Hydra": "hydra: {callbacks: {x: {_target_: evil.Net}}}",
-    "Hydra's own folder": "hydra: {run: {dir: ../../../x}}",
-    "Hydra's search path": "hydra: {searchpath: ['file:///']}",
-    "Hydra's logging": "hydra: {job_logging: {handlers: {f: {class: evil.Net}}}}",
     "a package that is Hydra's": "# @package hydra\ncallbacks: {x: {_target_: evil.Net}}",
     "a class of nobody's": "model: {_target_: evil.Net}",
     "a hook of nobody's": "hooks: [evil.Hook]",
     "a hook that is none": "hooks: [trainer.plan.order.Order]",
     "a hook of a library": "hooks: [torch.nn.Linear]",
-    "a function of a library": "model: {_target_: torch.nn.factory_kwargs, kwargs: {}}",
-    "a factory of a library": "optimizer: {_target_: torch.hub.load, repo_or_dir: evil/evil}",
-    "a class of a library that is no model": "model: {_target_: torch.nn.Parameter}",
-    "a class of a library that is no optimizer": "optimizer: {_target_: torch.optim.lr_scheduler}",
-    "a model for an optimizer": "optimizer: {_target_: torch.nn.Linear}",
-    "an optimizer for a model": "model: {_target_: torch.optim.SGD}",
-    "a model for data": "data: {_target_: torch.nn.Sequential}",
-    "an alias through a library": "model: {_target_: torch.nn.modules.module.warnings.warn}",
-    "a module of a library": "model: {_target_: torch.nn.functional}",
-    "a library's way to the network": (
-        "model: {_target_: transformers.AutoModel.from_pretrained, name: evil/evil}"
-    ),
     "a class within": "data: {inner: {_target_: evil.Net}}",
-    "a class within a library's": "model: {_target_: torch.nn.Identity, x: {_target_: evil.Net}}",
+    "a class in a library's": "model: {_target_: torch.nn.Sequential, x: [{_target_: evil.Net}]}",
     "a class of ours within": "model: {_target_: torch.nn.Identity, x: {_target_: trainer.x.Y}}",
-    "a class in a list": "model: {_target_: torch.nn.Sequential, x: [{_target_: evil.Net}]}",
     "a kernel of the hub": (
         "model: {_target_: transformers.GPT2LMHeadModel, config: {attn_implementation: evil/evil}}"
     ),
-    "a library's pipeline": "model: {_target_: transformers.pipeline, task: evil}",
-    "a hook that is a function": "hooks: [{_target_: os.mkdir, path: canary}]",
-    "os.system": "model: {_target_: os.system, command: mkdir canary}",
-    "subprocess": "optimizer: {_target_: subprocess.run, args: [mkdir, canary]}",
-    "eval": "objective: {_target_: builtins.eval, source: 1}",
-    "torch.load": "data: {_target_: torch.load, f: x.pt, weights_only: false}",
-    "Path.write_text": "data: {_target_: pathlib.Path.write_text, self: canary, data: x}",
-    "urlopen": "data: {_target_: urllib.request.urlopen, url: 'http://127.0.0.1:1'}",
+    "a function that acts": "model: {_target_: os.mkdir, path: canary}",
     "an alias through us": "data: {_target_: trainer.core.durable.os.mkdir, path: canary}",
-    "a function of ours": "data: {_target_: trainer.core.durable.make_folder, path: canary}",
-    "a class of ours of another kind": "model: {_target_: trainer.plan.order.Order}",
-    "a module of ours": "model: {_target_: trainer.core.durable}",
     "a gradient of nobody's": "accum: {gradient: {_target_: evil.Net}}",
-    "a cut of nobody's": "accum: {_target_: evil.Net}",
-    "a schedule of nobody's": "scheduler: {_target_: evil.Net}",
     "trust": "trust: [evil]\nmodel: {_target_: evil.Net}",
-    "code from the network": "model: {trust_remote_code: true}",
     "an environment variable": "name: ${oc.env:HOME}",
-    "a resolver": "name: ${oc.create:evil}",
     "a tag": "model: !!python/object/apply:os.mkdir [canary]",
-    "a tag for a name": "model: !!python/name:os.system",
-    "aliases without end": "a: &a [1,1]\nb: &b [*a,*a]\nc: [*b,*b]",
-    "another output folder": "outputs: /tmp",
-    "another export": "export: {to: ../../x}",
     "another W&B's team by reference": "name: evil\nwandb: {entity: '${name}'}",
     "another run": "init: ../../run",
     "a name that climbs": "name: ../../x",
-    "an option that climbs": "defaults: [{model: ../../../x}]",
-    "an absolute default": "defaults: [/etc/passwd]",
-    "a command": "command: export",
-    "bytes": "\x00\x01",
     "a partial call": "model: {_partial_: true}",
 }
 
@@ -144,10 +112,33 @@ RECIPES = {
 @pytest.mark.parametrize("what", RECIPES)
 def test_a_recipe_runs_nothing_and_writes_nothing(what, place, tmp_path, capsys):
     (place / "friend.yaml").write_text(RECIPES[what])
-    key = RECIPES[what].replace("_global_", "").partition(":")[0]
+    key = RECIPES[what].partition(":")[0]
     own = [t for t in TINY if t.partition("=")[0].partition(".")[0] not in (key, "steps", "name")]
     argv = ["recipe=./friend.yaml", "steps=1", *own]
     assert_refused(argv, (2, 3, 4), tmp_path, capsys)
+
+
+NOT_TRUSTED = {
+    "model": "torch.nn.factory_kwargs torch.nn.Parameter torch.optim.SGD torch.nn.functional "
+    "torch.nn.modules.module.warnings.warn transformers.AutoModel.from_pretrained os.system "
+    "trainer.core.durable trainer.core.durable.os.mkdir evil.Net",
+    "optimizer": "torch.hub.load torch.optim.lr_scheduler torch.nn.Linear subprocess.run",
+    "data": "torch.nn.Sequential torch.load pathlib.Path.write_text urllib.request.urlopen "
+    "trainer.core.durable.make_folder",
+    "objective": "builtins.eval",
+    "hooks[0]": "os.mkdir torch.nn.Linear",
+    "accum": "evil.Cut",
+}
+"""What a recipe may not name: functions, aliases, and classes that are none for their place."""
+
+
+def test_what_nobody_typed_is_a_class_of_ours_or_of_a_model_library_for_its_place(place):
+    for key, targets in NOT_TRUSTED.items():
+        for target in targets.split():
+            with pytest.raises(ConfigError, match=re.escape(f"{key}._target_={target}")):
+                look_up(Component(target=target), key, ())
+    assert look_up(Component(target="torch.nn.Linear"), "model", ()) is torch.nn.Linear
+    assert not (place / "canary").exists()
 
 
 def test_a_recipe_may_name_an_optimizer_of_pytorch(place):
@@ -214,7 +205,6 @@ FOLDERS = {
     "a hook": planted("hooks=[evil.Hook]"),
     "a class behind trust": planted("'++objective={_target_: evil.Net}'"),
     "an environment variable": planted("name=${oc.env:HOME}"),
-    "a resolver": planted("name=${oc.create:1}"),
     "an option that climbs": planted("sync=../../../x"),
     "no override": planted("]["),
     "a tag in the config": written("config.yaml", TAG),
@@ -223,14 +213,12 @@ FOLDERS = {
     "swelling overrides": written(".hydra/overrides.yaml", f"- {SWELLING}"),
     "an endless config": written("config.yaml", "&a {batch: *a}"),
     "another server": written("wandb/settings", "[default]\nbase_url = http://127.0.0.1:9\n"),
-    **{
-        f"a link for {name}": linked(name)
-        for name in (
-            *("metrics.jsonl", "samples.jsonl", "train.log", "checkpoints", "errors"),
-            *(".hydra/resume_1", "status.json", "result.json", ".lock", "wandb"),
-        )
-    },
 }
+LINKS = ("metrics.jsonl", "checkpoints", ".hydra/resume_1", "samples.jsonl", "train.log", "errors")
+LINKS += ("status.json", "result.json", ".lock", "wandb")
+FOLDERS |= {f"a link for {name}": linked(name) for name in LINKS}
+REPEATED = {"a hook", "an option that climbs", "swelling overrides", "a tag in the overrides"}
+REPEATED |= {f"a link for {name}" for name in LINKS[3:]}
 
 
 def test_a_file_s_name_commands_no_terminal(place, capsys, monkeypatch):
@@ -252,7 +240,7 @@ def test_a_file_s_name_commands_no_terminal(place, capsys, monkeypatch):
         assert all(char.isprintable() or char in "\n\t" for char in text), repr(text)
 
 
-@pytest.mark.parametrize("what", FOLDERS)
+@pytest.mark.parametrize("what", [nightly(w) if w in REPEATED else w for w in FOLDERS])
 def test_a_run_folder_leads_nowhere(what, honest_run, place, tmp_path, capsys):
     run = place / "run"
     shutil.copytree(honest_run, run)
@@ -263,18 +251,23 @@ def test_a_run_folder_leads_nowhere(what, honest_run, place, tmp_path, capsys):
     assert_refused([f"resume={run}", "steps=2", *own], (2, 4), tmp_path, capsys)
 
 
-NAMES = [
-    *("name=..", "name=../x", "name=a/b", "name=/tmp/x", "name='a\\b'", "name='a b'"),
-    *("name='a\tb'", "name='a\nb'", "name='a\0b'", "name='~'", "name='$HOME'", "name='%2e%2e%2fx'"),
-    *("name='a;b'", "name='`id`'", "name=\uff0e\uff0e", f"name={'a' * 300}", "name=''", "name=."),
-    *("outputs=..", "outputs=../../x", "outputs=outputs/../../../x", "hydra.run.dir=../../x"),
-    *("hydra.run.dir=outputs/../../x", "hydra.sweep.dir=../../x", "hydra.output_subdir=../../x"),
-    *("hydra.output_subdir=/tmp/somewhere", "model=../../../x", "model=/etc/passwd", "data=.."),
-    *("optimizer=%2e%2e/x", "recipe=../../../none.yaml", "hydra/launcher=../x"),
-]
+NAMES = ("..", "../x", "a/b", "/tmp/x", "a\\b", "a b", "a\tb", "a\nb", "a\0b", "~", "$HOME")
+NAMES += ("%2e%2e%2fx", "a;b", "`id`", "\uff0e\uff0e", "a" * 300, "", ".")
+LEADING_OUT = ["name=../x", "outputs=outputs/../../../x", "hydra.run.dir=outputs/../../x"]
+LEADING_OUT += ["hydra.sweep.dir=../../x", "hydra.output_subdir=/tmp/somewhere", "model=../../../x"]
+LEADING_OUT += ["optimizer=%2e%2e/x", "recipe=../../../none.yaml", "hydra/launcher=../x"]
 
 
-@pytest.mark.parametrize("name", NAMES)
+def test_no_name_is_a_path_or_a_command():
+    for value in NAMES:
+        with pytest.raises(ConfigError, match=r"^name="):
+            checked({"name": value})
+    for value in ("..", "../../x", "outputs/../../x", "~/x"):
+        with pytest.raises(ConfigError, match=r"^outputs="):
+            checked({"outputs": value})
+
+
+@pytest.mark.parametrize("name", LEADING_OUT)
 def test_no_name_leads_out_of_the_output_folder(name, tmp_path, capsys):
     key = name.partition("=")[0]
     argv = [line for line in TINY if line.partition("=")[0].partition(".")[0] != key]
@@ -288,11 +281,8 @@ SECRETS = {
     "MY_SERVICE_PASSWORD": "canary4-correct-horse-battery",
     "GITHUB_TOKEN": "ghp_" + "canary5X" * 4,
 }
-TYPED = {
-    "a password in an address": "data.path=https://me:canary6word@host/data",
-    "a token in a setting": "++model.hub_token=canary7canary7canary7",
-    "a token by its looks": "wandb.project=hf_" + "Canary8" * 5,
-}
+TYPED = ["data.path=https://me:canary6word@host/data", "++model.hub_token=canary7canary7canary7"]
+TYPED += ["wandb.project=hf_" + "Canary8" * 5]
 
 
 def found_in(folder: Path, text: str) -> list[str]:
@@ -341,11 +331,11 @@ class Telling:
         raise KeyError(" ".join(os.environ[name] for name in SECRETS))
 
 
-@pytest.mark.parametrize("what", TYPED)
-def test_a_secret_that_is_typed_is_refused_and_not_repeated(what, tmp_path, capfd):
-    assert cli.run([*TINY, TYPED[what]]) == 2
-    screen = capfd.readouterr()
-    assert found_in(tmp_path, screen.out + screen.err) == []
+def test_a_secret_that_is_typed_is_refused_and_not_repeated(tmp_path, capfd):
+    for typed in TYPED:
+        assert cli.run([*TINY, typed]) == 2
+        screen = capfd.readouterr()
+        assert found_in(tmp_path, screen.out + screen.err) == []
 
 
 def test_a_secret_that_is_left_somewhere_is_noticed(tmp_path):

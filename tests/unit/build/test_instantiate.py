@@ -60,6 +60,7 @@ def test_what_nobody_typed_or_trusts_is_not_even_imported() -> None:
         ("data", "torch.nn.Sequential", "trust=[torch]"),
         ("model", "torch.load", "trust=[torch]"),
         ("model", "transformers.AutoModelForCausalLM", "not a transformers.PreTrainedModel"),
+        ("model", "transformers.pipeline", "has to be typed by you"),
     ],
 )
 def test_classes_of_the_model_libraries_and_nothing_else_go_without_trust(

@@ -44,33 +44,24 @@ def test_every_shipped_recipe_composes_and_validates(path):
     assert config.choices["recipe"] == path.stem
 
 
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-def test_every_shipped_recipe_says_purpose_command_cost_and_result(path):
-    text = path.read_text()
-    assert f"train recipe={path.stem}" in text or f"-m recipe={path.stem}" in text
-    assert "# Cost:" in text
-    assert "Expected:" in text
-    assert set(yaml.safe_load(text)["meta"]) == {"purpose", "cost", "expected"}
+def test_every_shipped_recipe_says_purpose_command_cost_and_result():
+    for path in SHIPPED:
+        text = path.read_text()
+        assert f"train recipe={path.stem}" in text or f"-m recipe={path.stem}" in text
+        assert "# Cost:" in text
+        assert "Expected:" in text
+        assert set(yaml.safe_load(text)["meta"]) == {"purpose", "cost", "expected"}
 
 
-def test_a_recipe_beats_the_defaults_and_the_command_line_beats_the_recipe():
-    assert composed().batch["global"] == 512
-    assert composed("recipe=quickstart").batch["global"] == 64
-    assert composed("batch.global=7", "recipe=quickstart").batch["global"] == 7
-
-
-def test_a_recipe_chooses_options_and_the_command_line_chooses_again():
-    assert composed("recipe=tokens_batch").batch.unit == "tokens"
-    assert composed("recipe=tokens_batch", "batch=samples").batch.unit == "samples"
-
-
-def test_meta_is_no_setting():
-    assert "meta" not in composed("recipe=quickstart")
-
-
-def test_recipes_stack():
-    full = composed("recipe=[quickstart,tokens_batch]")
-    assert (full.batch["global"], full.model.width) == (65536, 48)
+def test_a_recipe_beats_the_defaults_later_ones_beat_it_and_the_command_line_beats_all():
+    stacked = composed("recipe=[quickstart,tokens_batch]", "seed=7")
+    assert "meta" not in stacked
+    assert (stacked.batch["global"], stacked.model.width) == (65536, 48)
+    assert (stacked.batch.unit, stacked.seed) == ("tokens", 7)
+    typed = composed("batch=samples", "batch.global=7", "recipe=tokens_batch", "name=mine")
+    assert (typed.batch.unit, typed.batch["global"]) == ("samples", 7)
+    assert typed.hydra.run.dir.endswith("-mine")
+    assert stacked.hydra.run.dir.endswith("-train")
 
 
 def test_a_folder_of_recipes_comes_before_the_shipped_ones(tmp_path, monkeypatch):
@@ -78,22 +69,18 @@ def test_a_folder_of_recipes_comes_before_the_shipped_ones(tmp_path, monkeypatch
     write(tmp_path, "defaults: [tokens_batch]\nseed: 6\n", "mine")
     monkeypatch.setenv(recipes.FOLDERS_VARIABLE, str(tmp_path))
     assert recipes.available() == sorted({*(path.stem for path in SHIPPED), "mine"})
-    assert composed("recipe=quickstart").seed == 5
-    built_on = composed("recipe=mine")
-    assert (built_on.seed, built_on.batch.unit) == (6, "tokens")
+    both = composed("recipe=[mine,quickstart]")
+    assert (both.seed, both.batch.unit) == (5, "tokens")
 
 
 def test_a_recipe_is_also_a_path(tmp_path, monkeypatch):
     write(tmp_path, "defaults: [quickstart]\nseed: 9\n")
     monkeypatch.chdir(tmp_path)
-    for typed in ("friend.yaml", "./friend", str(tmp_path / "friend.yaml")):
-        located = recipes.locate(typed)
-        assert located == str(tmp_path / "friend.yaml")
+    located = str(tmp_path / "friend.yaml")
+    for typed in ("friend.yaml", "./friend", located):
+        assert recipes.locate(typed) == located
     full = composed(f"recipe={located}")
     assert (full.seed, full.batch["global"]) == (9, 64)
-
-
-def test_a_name_is_no_path_and_a_path_has_to_lead_somewhere(tmp_path):
     assert recipes.locate("quickstart") == "quickstart"
     with pytest.raises(ConfigError, match="no such file"):
         recipes.locate(str(tmp_path / "none.yaml"))
@@ -141,44 +128,30 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize(("text", "answer"), HOSTILE.items(), ids=str)
-def test_a_recipe_that_could_do_more_than_set_values_is_refused(tmp_path, text, answer):
-    (fault,) = refusals(tmp_path, text)
-    assert fault.startswith(answer)
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("trust", ["evil"]),
-        ("command", "export"),
-        ("resume", "/some/run"),
-        ("init", "/some/run"),
-        ("outputs", "/etc"),
-        ("export.to", "/etc"),
-        ("wandb.mode", "online"),
-        ("wandb.entity", "theirs"),
-        ("model.kwargs.trust_remote_code", True),
-        ("model.attn_implementation", "evil/evil"),
-    ],
-)
-def test_what_only_its_user_may_set_is_asked_of_them(key, value):
-    base, _ = options()
-    tree = {**base, key: value}
-    (fault,) = recipes.consent_faults(tree, base, ())
-    assert fault.startswith(f"{key}=")
-    assert "type it yourself" in fault
-    assert list(recipes.consent_faults(tree, base, {key})) == []
-
-
-def test_what_stays_on_this_machine_needs_no_consent():
-    base, _ = options()
-    tree = {**base, "wandb.mode": "disabled", "model.attn_implementation": "sdpa"}
-    assert list(recipes.consent_faults(tree, base, ())) == []
-
-
-def test_all_that_is_wrong_with_a_recipe_comes_at_once(tmp_path):
+def test_a_recipe_that_could_do_more_than_set_values_is_refused(tmp_path):
+    for text, answer in HOSTILE.items():
+        (fault,) = refusals(tmp_path, text)
+        assert fault.startswith(answer)
     assert len(refusals(tmp_path, "hydra: {}\ndefaults: [../x]\nname: '${oc.env:X}'")) == 3
+
+
+ASKED = {
+    **{"trust": ["evil"], "command": "export", "resume": "/some/run", "init": "/some/run"},
+    **{"outputs": "/etc", "export.to": "/etc", "wandb.mode": "online", "wandb.entity": "theirs"},
+    **{"model.kwargs.trust_remote_code": True, "model.attn_implementation": "evil/evil"},
+}
+
+
+def test_what_only_its_user_may_set_is_asked_of_them():
+    base, _ = options()
+    for key, value in ASKED.items():
+        tree = {**base, key: value}
+        (fault,) = recipes.consent_faults(tree, base, ())
+        assert fault.startswith(f"{key}=")
+        assert "type it yourself" in fault
+        assert list(recipes.consent_faults(tree, base, {key})) == []
+    local = {**base, "wandb.mode": "disabled", "model.attn_implementation": "sdpa"}
+    assert list(recipes.consent_faults(local, base, ())) == []
 
 
 def test_foreign_bytes_are_refused_in_one_line(tmp_path):
@@ -188,21 +161,21 @@ def test_foreign_bytes_are_refused_in_one_line(tmp_path):
         recipes.read(path)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "# @package _global_\nseed: 1",
-        "defaults: [quickstart, override /model: gpt_small, override /accum/gradient: sum, _self_]",
-        "defaults: [{override /recipe: null}]",
-        "model: {_target_: trainer.models.gpt.GPT, width: 8}",
-        "data: {max_length: '${model.max_length}'}",
-        "wandb: {project: mine, tags: [a]}",
-        "meta: {purpose: x, cost: 3, expected: y}\noptimizer: {groups: {'*.bias': {lr: 1}}}",
-    ],
-)
-def test_a_recipe_of_values_and_options_passes(tmp_path, text):
-    assert "meta" not in recipes.read(write(tmp_path, text))
+HARMLESS = [
+    "",
+    "# @package _global_\nseed: 1",
+    "defaults: [quickstart, override /model: gpt_small, override /accum/gradient: sum, _self_]",
+    "defaults: [{override /recipe: null}]",
+    "model: {_target_: trainer.models.gpt.GPT, width: 8}",
+    "data: {max_length: '${model.max_length}'}",
+    "wandb: {project: mine, tags: [a]}",
+    "meta: {purpose: x, cost: 3, expected: y}\noptimizer: {groups: {'*.bias': {lr: 1}}}",
+]
+
+
+def test_a_recipe_of_values_and_options_passes(tmp_path):
+    for text in HARMLESS:
+        assert "meta" not in recipes.read(write(tmp_path, text))
 
 
 def test_a_hostile_recipe_stops_the_composition_before_hydra_reads_it(tmp_path):
@@ -210,10 +183,3 @@ def test_a_hostile_recipe_stops_the_composition_before_hydra_reads_it(tmp_path):
     with pytest.raises(ConfigError, match="hydra: not for a recipe"):
         composed(f"recipe={path}")
     assert "TRAIN_TEST_LEAK" not in os.environ
-
-
-def test_registering_twice_changes_nothing():
-    recipes.register()
-    recipes.register()
-    assert composed("recipe=quickstart", "name=mine").hydra.run.dir.endswith("-mine")
-    assert composed("recipe=quickstart").hydra.run.dir.endswith("-train")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import logging
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -72,12 +71,12 @@ SECRET_TEXTS = [
 ]
 
 
-@pytest.mark.parametrize("text", SECRET_TEXTS)
-def test_a_secret_is_known_by_its_form(text):
-    assert is_secret("x", text)
-    assert "Canary" not in without_secrets(text, {})
-    assert "Canary" not in clip(f"{text} {'long ' * 99}")
-    assert "Canary" not in line("key", text + "y" * 60, "must be a number")
+def test_a_secret_is_known_by_its_form():
+    for text in SECRET_TEXTS:
+        assert is_secret("x", text)
+        assert "Canary" not in without_secrets(text, {})
+        assert "Canary" not in clip(f"{text} {'long ' * 99}")
+        assert "Canary" not in line("key", text + "y" * 60, "must be a number")
 
 
 PLAIN_TEXTS = [
@@ -90,9 +89,9 @@ PLAIN_TEXTS = [
 ]
 
 
-@pytest.mark.parametrize("text", PLAIN_TEXTS)
-def test_what_only_sounds_like_a_secret_is_shown(text):
-    assert without_secrets(text, {}) == text
+def test_what_only_sounds_like_a_secret_is_shown():
+    for text in PLAIN_TEXTS:
+        assert without_secrets(text, {}) == text
 
 
 @given(st.text())
@@ -101,39 +100,18 @@ def test_hiding_twice_changes_nothing(text):
     assert without_secrets(once, ENVIRONMENT) == once
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("pwd", "Canarypwd9"),
-        ("auth", "Canaryauth10aaaaaaaaaaaaaaa"),
-        ("key", "Canarykey11aaaaaaaaaaaaaa"),
-        ("apiToken", "x"),
-        ("Authorization", "x"),
-        ("gh_pat", "canary12345"),
-        ("dbPassword", "x"),
-    ],
-)
-def test_a_setting_is_known_by_its_name(name, value):
-    assert is_secret(name, value)
-    shown = shown_config({"data": [{name: value}], "env": "ok"})
-    assert shown == {"data": [{name: "***"}], "env": "ok"}
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("key", "input_ids"),
-        ("key_size", 4),
-        ("eos_token", "end"),
-        ("pwd", "/data/v2/set1"),
-        ("auth", True),
-        ("auth", "basic"),
-        ("max_tokens", 4096),
-        ("token", None),
-    ],
-)
-def test_a_setting_that_only_sounds_like_a_secret_is_taken(name, value):
-    assert not is_secret(name, value)
+def test_a_setting_is_known_by_its_name():
+    named = {
+        **{"pwd": "Canarypwd9", "auth": "Canaryauth10aaaaaaaaaaaaaaa", "gh_pat": "canary12345"},
+        **{"key": "Canarykey11aaaaaaaaaaaaaa", "apiToken": "x", "Authorization": "x"},
+        "dbPassword": "x",
+    }
+    assert all(is_secret(name, value) for name, value in named.items())
+    shown = shown_config({"data": [named], "env": "ok"})
+    assert shown == {"data": [dict.fromkeys(named, "***")], "env": "ok"}
+    harmless = [("key", "input_ids"), ("key_size", 4), ("eos_token", "end"), ("auth", True)]
+    harmless += [("pwd", "/data/v2/set1"), ("auth", "basic"), ("max_tokens", 4096), ("token", None)]
+    assert not [pair for pair in harmless if is_secret(*pair)]
 
 
 def test_lines_and_warnings_of_a_run_hold_no_secret(tmp_path, monkeypatch):

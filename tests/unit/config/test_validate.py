@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -42,184 +43,163 @@ def test_nothing_heavy_is_imported():
 
 
 FAULTS = {
-    # keys
-    "batch.golbal=3": "batch.golbal: unknown setting. Did you mean batch.global?",
-    "BATCH.GLOBAL=8": "BATCH.GLOBAL: unknown setting. Did you mean batch.global?",
-    "lr=0.1": "lr: unknown setting. Did you mean optimizer.lr?",
-    "batch_size=8": "batch_size: unknown setting. Did you mean batch.global?",
-    "trainer.max_steps=8": "trainer.max_steps: unknown setting. Did you mean steps?",
-    "model.widht=3": "model.widht: unknown setting. Did you mean model.width?",
-    "model.layers=3": "model.layers: unknown setting. Did you mean model.num_layers?",
-    "epoch=3": "epoch: unknown setting. Did you mean epochs?",
-    "acum=auto": "acum: unknown setting. Did you mean accum?",
-    "accum.mirco=8": "accum.mirco: unknown setting. Did you mean accum.micro?",
+    "batch.golbal=3": ": unknown setting. Did you mean batch.global?",
+    "lr=0.1": ": unknown setting. Did you mean optimizer.lr?",
+    "batch_size=8": ": unknown setting. Did you mean batch.global?",
+    "trainer.max_steps=8": ": unknown setting. Did you mean steps?",
+    "model.widht=3": ": unknown setting. Did you mean model.width?",
+    "acum=auto": ": unknown setting. Did you mean accum?",
     "optimizer.rate=3": (
-        "optimizer.rate: unknown setting. optimizer=adamw has lr, weight_decay, groups, betas, eps"
+        ": unknown setting. optimizer=adamw has lr, weight_decay, groups, betas, eps"
     ),
-    "accum.steps=8": "accum.steps=8: not a setting of accum=auto; type accum=fixed accum.steps=8",
-    "data.path=a": "data.path=a: not a setting of data=stdlib; type data=text data.path=a",
-    "eval=20": "eval=20: is a section, not a value; it has every",
-    "wandb=online": (
-        "wandb=online: is a section, not a value; it has mode, project, entity, group, tags"
-    ),
-    "batchnorm.group=32": "batchnorm.group: unknown setting. batchnorm is one value, batchnorm=",
-    "batch.schedule=null": "batch.schedule: unknown setting.",
-    # values
-    "batch.global=abc": "batch.global=abc: must be a whole number of at least 1, e.g. 512",
-    "batch.global=512k": "batch.global=512k: must be a whole number of at least 1, e.g. 512",
-    "batch.global=1.5": "batch.global=1.5: must be a whole number of at least 1, e.g. 512",
-    "batch.global=true": "batch.global=true: must be a whole number of at least 1, e.g. 512",
-    "batch.global=0": "batch.global=0: must be a whole number of at least 1, e.g. 512",
-    "batch.global=null": "batch.global=null: needs a whole number of at least 1, e.g. 512",
-    "batch.tail=dorp": "batch.tail=dorp: must be keep or drop. Did you mean drop?",
-    "seed=-1": "seed=-1: must be a whole number from 0 to 2**63 - 1, e.g. 0",
-    "seed=None": "seed=None: must be a whole number from 0 to 2**63 - 1, e.g. 0",
-    "compile=maybe": "compile=maybe: must be true or false",
-    "compile=flase": "compile=flase: must be true or false. Did you mean false?",
-    "deterministic=full": "deterministic=full: must be true, false or layout",
-    "clip_norm=0": "clip_norm=0: must be a number above 0 or null, e.g. 1.0",
-    "name=a/b": "name=a/b: must be one word of letters, digits, -, _ and . or null",
-    "outputs=../x": "outputs=../x: must not lead upwards with .., or begin with ~",
-    "steps=0": "steps=0: must be a whole number of at least 1 or null",
-    "precision=bf61": "precision=bf61: must be fp32 or bf16. Did you mean bf16?",
-    "device=cuda:1": "device=cuda:1: must be auto, cpu or cuda. Did you mean cuda?",
-    "wandb.mode=ofline": "wandb.mode=ofline: must be offline, disabled or online. Did you mean "
-    "offline?",
-    "wandb.tags=3": "wandb.tags=3: must be a list, e.g. [a,b]",
-    "trust=[1]": "trust=[1]: must be a list, e.g. [a,b]",
-    "hooks=3": "hooks=3: must be a list",
-    "hooks=[3]": "hooks=[3]: must be a list",
-    "num_workers=-1": "num_workers=-1: must be auto or a whole number, 0 or more",
-    "eval.every=0": "eval.every=0: must be a whole number of at least 1, a share of the run below",
+    "accum.steps=8": ": not a setting of accum=auto; type accum=fixed accum.steps=8",
+    "eval=20": ": is a section, not a value; it has every",
+    "batchnorm.group=32": ": unknown setting. batchnorm is one value, batchnorm=",
+    "batch.global=abc": ": must be a whole number of at least 1, e.g. 512",
+    "batch.global=true": ": must be a whole number of at least 1, e.g. 512",
+    "batch.global=0": ": must be a whole number of at least 1, e.g. 512",
+    "batch.global=null": ": needs a whole number of at least 1, e.g. 512",
+    "batch.tail=dorp": ": must be keep or drop. Did you mean drop?",
+    "seed=-1": ": must be a whole number from 0 to 2**63 - 1, e.g. 0",
+    "compile=maybe": ": must be true or false",
+    "deterministic=full": ": must be true, false or layout",
+    "clip_norm=0": ": must be a number above 0 or null, e.g. 1.0",
+    "name=a/b": ": must be one word of letters, digits, -, _ and . or null",
+    "outputs=../x": ": must not lead upwards with .., or begin with ~",
+    "steps=0": ": must be a whole number of at least 1 or null",
+    "device=cuda:1": ": must be auto, cpu or cuda. Did you mean cuda?",
+    "wandb.tags=3": ": must be a list, e.g. [a,b]",
+    "hooks=[3]": ": must be a list",
+    "num_workers=-1": ": must be auto or a whole number, 0 or more",
+    "eval.every=0": ": must be a whole number of at least 1, a share of the run below",
     "eval.every=nan": "eval.every=NaN: must be a whole number of at least 1, a share of the run",
-    "checkpoint.every=soon": "checkpoint.every=soon: must be a whole number of at least 1, a share "
-    "of the run below 1, a time such as 10min or null, e.g. ",
-    "scheduler.warmup=1.5": "scheduler.warmup=1.5: must be a whole number, 0 or more or a share of "
-    "at least 0 and below 1, e.g. 0.03",
-    "parallel.ranks=two": "parallel.ranks=two: must be auto or a whole number of at least 1",
-    "parallel.timeout_s=0": "parallel.timeout_s=0: must be a number above 0, e.g. 120.0",
-    "data.on_bad=ignore": "data.on_bad=ignore: must be stop or skip",
-    "data.holdout=1": "data.holdout=1: must be a share of at least 0 and below 1, e.g. 0.05",
-    "data.max_length=1": "data.max_length=1: must be a whole number of at least 2: a token and the "
-    "next, e.g. 256",
-    "model.width=1.5": "model.width=1.5: must be a whole number of at least 1, e.g. 96",
-    "model.tied=1": "model.tied=1: must be true or false",
-    "model.dropout=x": "model.dropout=x: must be a share of at least 0 and below 1, e.g. 0.0",
-    "model.mlp=gleu": "model.mlp=gleu: must be swiglu or gelu. Did you mean gelu?",
-    "optimizer.betas=[0.9,1]": "optimizer.betas=[0.9,1]: must be two shares of at least 0",
-    "optimizer.lr=-1": "optimizer.lr=-1: must be a number, 0 or more, e.g. 0.012",
-    'optimizer.groups={"a":{"rl":3}}': 'optimizer.groups={"a":{"rl":3}}: must be a mapping of name',
-    "optimizer._target_=trainer.optim.optimizers.SGD optimizer.lr=-1": "optimizer.lr=-1: must be a "
-    "number, 0 or more",
-    "accum.memory=80G": "accum.memory=80G: must be a size such as 80GiB or null",
-    "model._target_=net:Net": "model._target_=net:Net: must be the import path of a class: "
-    "package.Class",
-    "model=own": "model=own: no class is named; type model._target_=package.Class",
-    "data._target_=pkg.Data data.on_bad=skp": "data.on_bad=skp: must be stop or skip. Did you mean "
-    "skip?",
+    "checkpoint.every=soon": (
+        ": must be a whole number of at least 1, a share of the run below 1, a time such as 10min "
+        "or null, e.g. "
+    ),
+    "scheduler.warmup=1.5": (
+        ": must be a whole number, 0 or more or a share of at least 0 and below 1, e.g. 0.03"
+    ),
+    "parallel.ranks=two": ": must be auto or a whole number of at least 1",
+    "parallel.timeout_s=0": ": must be a number above 0, e.g. 120.0",
+    "data.holdout=1": ": must be a share of at least 0 and below 1, e.g. 0.05",
+    "data.max_length=1": ": must be a whole number of at least 2: a token and the next, e.g. 256",
+    "model.width=1.5": ": must be a whole number of at least 1, e.g. 96",
+    "model.tied=1": ": must be true or false",
+    "optimizer.betas=[0.9,1]": ": must be two shares of at least 0",
+    "optimizer.lr=-1": ": must be a number, 0 or more, e.g. 0.012",
+    'optimizer.groups={"a":{"rl":3}}': ": must be a mapping of name",
+    "optimizer._target_=trainer.optim.optimizers.SGD optimizer.lr=-1": (
+        "optimizer.lr=-1: must be a number, 0 or more"
+    ),
+    "accum.memory=80G": ": must be a size such as 80GiB or null",
+    "model._target_=net:Net": ": must be the import path of a class: package.Class",
+    "model=own": ": no class is named; type model._target_=package.Class",
+    "data._target_=pkg.Data data.on_bad=skp": (
+        "data.on_bad=skp: must be stop or skip. Did you mean skip?"
+    ),
     "data=text": "data.path: data=text needs it, data.path=...",
-    "accum=budget": "accum.max_tokens: accum=budget needs it, accum.max_tokens=...",
-    # rules
     "steps=3 epochs=2": "steps=3: epochs is set too; at most one, type epochs=null",
-    "accum=fixed": "accum.micro: accum=fixed needs accum.micro (samples per micro-batch) or "
-    "accum.steps (micro-batches per rank), e.g. accum.micro=8",
+    "accum=fixed": (
+        "accum.micro: accum=fixed needs accum.micro (samples per micro-batch) or accum.steps "
+        "(micro-batches per rank), e.g. accum.micro=8"
+    ),
     "batch=tokens accum=fixed accum.micro=8 accum.steps=3": "accum.steps=3: with batch.unit=tokens",
-    "batch.normalizer=micro_batches": "batch.normalizer=micro_batches: depends on the cut; type "
-    "accum=fixed accum.micro=8",
-    "batchnorm=micro": "batchnorm=micro: depends on the cut; type accum=fixed accum.micro=8",
-    "accum=fixed accum.micro=8 activation_checkpointing=auto": "activation_checkpointing=auto: "
-    "needs accum=auto",
-    "device=cuda": "device=cuda: no GPU is usable here; use device=cpu or device=auto, or plan for "
-    "one that is not here: train plan device=cuda accum.memory=80GiB",
-    "parallel.ranks=2 sync=hierarchical": "sync=hierarchical: needs copies of the model; use "
-    "parallel=hsdp",
-    "deterministic=layout accum=fixed accum.micro=8 parallel=fsdp": "deterministic=layout: needs "
-    "parallel=ddp",
-    "deterministic=layout": "deterministic=layout: needs fixed micro-batches; type accum=fixed "
-    "accum.micro=8",
-    "parallel.shard=2": "parallel.shard=2: counts only with parallel=hsdp",
-    "parallel=hsdp parallel.ranks=4 parallel.shard=3": "parallel.shard=3: times "
-    "parallel.replicate=1 is not the 4 ranks there are; e.g. parallel.shard=2 parallel.replicate=2",
-    "parallel=none parallel.ranks=2": "parallel.ranks=2: parallel=none is one rank; use "
-    "parallel=ddp",
-    "scheduler.scale=linear": "scheduler.scale=linear: needs scheduler.reference_batch, the global "
-    "batch that optimizer.lr was tuned for",
-    "scheduler.warmup=50": "scheduler.warmup=50: is more than steps=32; the largest valid value is "
-    "32",
-    "scheduler=wsd scheduler.decay=0.9 scheduler.warmup=16": "scheduler.decay=0.9: 29 steps of "
-    "decay and 16 of warm-up exceed the run's 32 steps; the largest valid value is 0.5",
+    "batch.normalizer=micro_batches": ": depends on the cut; type accum=fixed accum.micro=8",
+    "batchnorm=micro": ": depends on the cut; type accum=fixed accum.micro=8",
+    "accum=fixed accum.micro=8 activation_checkpointing=auto": (
+        "activation_checkpointing=auto: needs accum=auto"
+    ),
+    "device=cuda": (
+        ": no GPU is usable here; use device=cpu or device=auto, or plan for one that is not here: "
+        "train plan device=cuda accum.memory=80GiB"
+    ),
+    "parallel.ranks=2 sync=hierarchical": (
+        "sync=hierarchical: needs copies of the model; use parallel=hsdp"
+    ),
+    "deterministic=layout accum=fixed accum.micro=8 parallel=fsdp": (
+        "deterministic=layout: needs parallel=ddp"
+    ),
+    "deterministic=layout": ": needs fixed micro-batches; type accum=fixed accum.micro=8",
+    "parallel.shard=2": ": counts only with parallel=hsdp",
+    "parallel=hsdp parallel.ranks=4 parallel.shard=3": (
+        "parallel.shard=3: times parallel.replicate=1 is not the 4 ranks there are; e.g. "
+        "parallel.shard=2 parallel.replicate=2"
+    ),
+    "parallel=none parallel.ranks=2": (
+        "parallel.ranks=2: parallel=none is one rank; use parallel=ddp"
+    ),
+    "scheduler.scale=linear": (
+        ": needs scheduler.reference_batch, the global batch that optimizer.lr was tuned for"
+    ),
+    "scheduler.warmup=50": ": is more than steps=32; the largest valid value is 32",
+    "scheduler=wsd scheduler.decay=0.9 scheduler.warmup=16": (
+        "scheduler.decay=0.9: 29 steps of decay and 16 of warm-up exceed the run's 32 steps; the "
+        "largest valid value is 0.5"
+    ),
     "data=tokens data.path=.": "model.vocab_size: token files do not say",
-    "optimizer=sgd optimizer.nesterov=true optimizer.momentum=0": "optimizer.nesterov=true: needs "
-    "a momentum; type optimizer.momentum=0.9",
-    "model.num_heads=5": "model.width, model.num_heads: 5 heads do not share a width of 96 in even "
-    "parts, which rotary positions need; nearest: model.width=100 or model.num_heads=4",
-    "command=evaluate": "command=evaluate: needs run=outputs/... or run=auto",
-    "run=a": "run=a: read by evaluate, export and verify; to go on with a run: resume=",
-    "export.to=a": "export.to=a: written by train export run=RUN alone; leave it out",
+    "optimizer=sgd optimizer.nesterov=true optimizer.momentum=0": (
+        "optimizer.nesterov=true: needs a momentum; type optimizer.momentum=0.9"
+    ),
+    "model.num_heads=5": (
+        "model.width, model.num_heads: 5 heads do not share a width of 96 in even parts, which "
+        "rotary positions need; nearest: model.width=100 or model.num_heads=4"
+    ),
+    "command=evaluate": ": needs run=outputs/... or run=auto",
+    "run=a": ": read by evaluate, export and verify; to go on with a run: resume=",
+    "export.to=a": ": written by train export run=RUN alone; leave it out",
     "init=a resume=b": "init=a: starts a new run; resume= goes on with an old one",
-    "step=3": "step=3: picks a checkpoint of run=RUN or init=RUN; how long a run is: steps=",
+    "step=3": ": picks a checkpoint of run=RUN or init=RUN; how long a run is: steps=",
 }
-"""Lines as they are typed, with the answer."""
+"""Lines as they are typed, with how the answer begins, behind what was typed or its key."""
 
 
-@pytest.mark.parametrize(("line", "answer"), FAULTS.items(), ids=FAULTS)
-def test_a_mistake_is_one_line_with_the_key_first(line, answer):
-    (fault,) = faults_of(line)
-    assert fault.startswith(answer)
+def test_a_mistake_is_one_line_with_the_key_first():
+    for line, answer in FAULTS.items():
+        (fault,) = faults_of(line)
+        begins = [line, line.partition("=")[0]] if answer.startswith(":") else [""]
+        assert any(fault.startswith(begin + answer) for begin in begins), (line, fault)
 
 
 def test_all_faults_come_at_once():
     faults = faults_of("batch.golbal=3 seed=-1 model.width=x steps=2 epochs=2 model.widht=3")
-    assert {fault.split("=")[0].split(":")[0] for fault in faults} == {
-        "batch.golbal",
-        "seed",
-        "model.width",
-        "model.widht",
-        "steps",
-    }
+    found = {re.split("[=:]", fault)[0] for fault in faults}
+    assert found == {"batch.golbal", "seed", "model.width", "model.widht", "steps"}
 
 
-@pytest.mark.parametrize("cut", ["accum=fixed accum.micro", "accum.memory"])
-def test_a_gpu_that_is_not_here_can_be_planned_for(cut):
-    values, choices = typed(f"{cut}=4096 device=cuda command=plan")
-    assert checked(values, *choices).device == "cuda"
+def test_a_gpu_that_is_not_here_can_be_planned_for():
+    for cut in ("accum=fixed accum.micro", "accum.memory"):
+        values, choices = typed(f"{cut}=4096 device=cuda command=plan")
+        assert checked(values, *choices).device == "cuda"
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "read"),
-    [
-        ("batch.global", 1e3, 1000),
-        ("model.width", 1.2e2, 120),
-        ("optimizer.lr", 1, 1.0),
-        ("accum.memory", "80GiB", 80 * 2**30),
-        ("name", 2026, "2026"),
-        ("wandb.tags", "mine", ["mine"]),
-        ("clip_norm", None, None),
-        ("parallel.timeout_s", 5, 5.0),
-        ("checkpoint.every", "90 s", "90 s"),
-        ("eval.every", 7, 7),
-        ("optimizer.groups", {"*.embedding.*": {"lr": 1e-3}}, {"*.embedding.*": {"lr": 1e-3}}),
-    ],
-)
-def test_a_value_is_read_as_what_it_stands_for(key, value, read):
-    found = lookup(to_plain(checked({key: value})), key)
-    assert found == read
-    assert type(found) is type(read)
+READ = {
+    "batch.global": (1e3, 1000),
+    "model.width": (1.2e2, 120),
+    "optimizer.lr": (1, 1.0),
+    "accum.memory": ("80GiB", 80 * 2**30),
+    "name": (2026, "2026"),
+    "wandb.tags": ("mine", ["mine"]),
+    "clip_norm": (None, None),
+    "parallel.timeout_s": (5, 5.0),
+    "checkpoint.every": ("90 s", "90 s"),
+    "eval.every": (7, 7),
+    "optimizer.groups": 2 * ({"*.embedding.*": {"lr": 1e-3}},),
+}
 
 
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        ("1B", 1),
-        ("2 KB", 2000),
-        ("1.5MiB", 3 * 2**19),
-        ("80GiB", 80 * 2**30),
-        ("1TB", 10**12),
-        *((text, text) for text in ("80", "80G", "GiB", "-1GiB", "1iB", "1 024KB")),
-    ],
-)
-def test_sizes_of_memory_are_read_and_all_else_stays_what_it_is(text, size):
-    assert parse_bytes(text) == size
+def test_a_value_is_read_as_what_it_stands_for():
+    plain = to_plain(checked({key: value for key, (value, _) in READ.items()}))
+    for key, (_, read) in READ.items():
+        found = lookup(plain, key)
+        assert found == read
+        assert type(found) is type(read)
+
+
+def test_sizes_of_memory_are_read_and_all_else_stays_what_it_is():
+    sizes = {"1B": 1, "2 KB": 2000, "1.5MiB": 3 * 2**19, "80GiB": 80 * 2**30, "1TB": 10**12}
+    sizes |= {text: text for text in ("80", "80G", "GiB", "-1GiB", "1iB", "1 024KB")}
+    assert {text: parse_bytes(text) for text in sizes} == sizes
 
 
 def test_a_class_of_ones_own_takes_whatever_its_constructor_knows():
@@ -278,16 +258,12 @@ def test_a_secret_of_the_environment_is_refused_and_not_shown(monkeypatch):
     assert secret not in fault
 
 
-def test_consent_is_never_written_and_never_read_back():
+def test_consent_is_no_part_of_a_file_and_a_file_of_another_version_is_refused_by_name():
     config = checked({"model._target_": "pkg.Net", "trust": ["pkg"]}, "model=own")
     plain = json.loads(json.dumps(to_plain(config)))
     assert "trust" not in plain
     assert not from_plain(plain).model.typed_target
     assert from_plain({**plain, "trust": ["pkg"]}).trust == ()
-
-
-def test_a_config_of_another_version_is_refused_by_name():
-    plain = to_plain(checked())
     plain["batch"]["golbal"] = 3
     with pytest.raises(ConfigError, match=r"batch\.golbal: unknown setting\. Did you mean"):
         from_plain(plain)
@@ -313,7 +289,7 @@ VALUES = st.one_of(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=40)
 @given(st.dictionaries(st.one_of(NAMES, st.text("abcdef._", min_size=1)), VALUES, max_size=4))
 def test_whatever_is_typed_gives_a_config_or_short_lines(values):
     base, picked = options()
@@ -352,7 +328,7 @@ VALID = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(VALID)
 def test_a_config_survives_the_way_to_its_file_and_back(values):
     config = checked(values)
