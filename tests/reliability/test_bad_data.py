@@ -26,9 +26,8 @@ from trainer.config.run_config import RunConfig
 from trainer.core.errors import DataError
 from trainer.core.world import World
 from trainer.data.loader import Loader, Request
-from trainer.data.readable import readable
 from trainer.data.text import Text
-from trainer.data.view import DataView
+from trainer.data.view import DataView, readable
 
 TEXT = (
     *("data=text", "data.max_length=24", "model._target_=tests.reliability.toys.Net"),
@@ -168,8 +167,8 @@ KINDS: Mapping[str, Callable[[dict[str, Any]], Any]] = {
     "a missing field": lambda sample: {"input_ids": sample["input_ids"]},
     "floats": lambda sample: sample | {"input_ids": sample["input_ids"].float()},
     "too long": lambda sample: {k: v.repeat(9) for k, v in sample.items()},
-    "one short": lambda sample: {k: v[1:] for k, v in sample.items()},
-    "one long": lambda sample: {k: torch.cat([v, v[:1]]) for k, v in sample.items()},
+    "one_short": lambda sample: {k: v[1:] for k, v in sample.items()},
+    "one_long": lambda sample: {k: torch.cat([v, v[:1]]) for k, v in sample.items()},
     "two dimensions": lambda sample: {k: v[None] for k, v in sample.items()},
     "a key": lambda sample: sample | {3: sample["labels"]},
     "sparse": lambda sample: sample | {"labels": sample["labels"].to_sparse()},
@@ -177,7 +176,7 @@ KINDS: Mapping[str, Callable[[dict[str, Any]], Any]] = {
 }
 SAYS = {"a list": "it must be a mapping", "text": "makes no tensor", "too long": "`lengths`"}
 VALUES = (("input_ids", 16), ("labels", 99), ("input_ids", -1), ("labels", -2))
-WRONG = {**KINDS, **{f"{name} {value}": holding(name, value) for name, value in VALUES}}
+WRONG = {**KINDS, **{f"{name}_{value}": holding(name, value) for name, value in VALUES}}
 
 
 class Sound(toys.Rows):
@@ -225,60 +224,36 @@ def test_a_run_without_its_wrong_sample_is_as_if_it_were_not_there(tmp_path):
     lab.assert_same(trained(tmp_path / "run"), sound, "one left out")
 
 
-GPT = (
-    *("model=gpt_tiny", "model.width=16", "model.num_layers=1", "model.num_heads=2"),
-    "model.vocab_size=16",
+GPT = "model=gpt_tiny model.width=16 model.num_layers=1 model.num_heads=2 model.vocab_size=16"
+SHORT, SHORTER = "data.kind=one_short", "sample 11 of Broken has 2 tokens, and 3 by"
+TOKEN = "of Broken: input_ids holds 16 at position 1, and the model's vocabulary is 0 to 15"
+LABEL = (
+    "sample 11 of Broken: labels holds {} at position 1, and the model's classes, but for -100, are"
 )
-CUTS = {
-    "fixed": ("accum=fixed", "accum.micro=3"),
-    "budget": ("accum=budget", "accum.max_tokens=30"),
-    "auto": ("accum=auto",),
-    "packed": ("accum=auto", "accum.packed=true", *GPT),
-}
 
 
 @pytest.mark.parametrize(
-    ("cut", "kind"),
+    ("line", "text"),
     [
-        *(("fixed", "one long"), ("auto", "one short"), ("packed", "one short")),
-        *(nightly(cut, kind) for cut in CUTS for kind in ("one long", "one short")),
+        ("Broken data.kind=one_long", "sample 11 of Broken has 4 tokens, and 3 by"),
+        (f"Broken {SHORT} accum=auto", SHORTER),
+        (f"Broken {SHORT} accum=auto accum.packed=true {GPT}", SHORTER),
+        nightly(f"Broken {SHORT} accum=budget accum.max_tokens=30", SHORTER),
+        (f"Apart {SHORT} steps=1", "of Apart has"),
+        ("Broken data.kind=input_ids_16", f"sample 11 {TOKEN}"),
+        ("Broken data.kind=input_ids_16 data.bad=all accum=auto", TOKEN),
+        ("Broken data.kind=input_ids_16 data.bad=all command=verify", TOKEN),
+        ("Apart data.kind=input_ids_16", TOKEN.replace("Broken", "Apart")),
+        nightly(f"Broken data.kind=input_ids_16 {GPT}", f"sample 11 {TOKEN}"),
+        nightly("Broken data.kind=input_ids_-1 num_workers=1", "input_ids holds -1 at position 1"),
+        ("Broken data.kind=labels_99", LABEL.format(99)),
+        (f"Broken data.kind=labels_-2 {GPT}", LABEL.format(-2)),
+        nightly("Broken data.kind=labels_-2 num_workers=1", LABEL.format(-2)),
     ],
 )
-def test_a_length_that_is_misstated_is_noticed_under_every_cut(cut, kind, tmp_path):
-    ended = lab.run(lines_on("Broken", f"data.kind={kind}", *CUTS[cut]), tmp_path)
-    length = len(toys.Rows()[11]["input_ids"])
-    has = length + (1 if kind == "one long" else -1)
-    assert_one_line(ended, f"sample 11 of Broken has {has} tokens, and {length} by")
-
-
-def test_a_length_that_is_misstated_is_noticed_in_an_evaluation(tmp_path):
-    settings = lines_on("Apart", "data.kind=one short", "steps=1")
-    assert_one_line(lab.run(settings, tmp_path), "of Apart has", "`lengths`")
-
-
-MODELS = {"unknown": "num_workers=0", "in a worker": "num_workers=1", "known": " ".join(GPT)}
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "model"),
-    [
-        *(("input_ids", 16, "unknown"), ("labels", 99, "unknown"), ("labels", -2, "known")),
-        *(nightly(*each, model) for each in VALUES for model in MODELS),
-    ],
-)
-def test_what_is_no_token_and_no_class_is_named(field, value, model, tmp_path):
-    settings = lines_on("Broken", f"data.kind={field} {value}", *MODELS[model].split())
-    text = f"sample 11 of Broken: {field} holds {value} at position 1, and the model's"
-    assert_one_line(lab.run(settings, tmp_path), text, "0 to 15")
-
-
-@pytest.mark.parametrize(
-    "line", ["Broken data.bad=all accum=auto", "Broken data.bad=all command=verify", "Apart"]
-)
-def test_what_is_no_token_is_named_wherever_it_is_computed_on(line, tmp_path):
+def test_a_length_and_a_value_that_are_wrong_are_named_wherever_they_are_used(line, text, tmp_path):
     rows, *more = line.split()
-    ended = lab.run(lines_on(rows, "data.kind=input_ids 16", *more), tmp_path)
-    assert_one_line(ended, f"of {rows}: input_ids holds 16 at position 1")
+    assert_one_line(lab.run(lines_on(rows, *more), tmp_path), text)
 
 
 class Unmeasured:

@@ -27,11 +27,9 @@ from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError, DataError
 from trainer.core.micro_batch import Fields
 from trainer.core.world import World, rng_key
-from trainer.data.collate import Limits
 from trainer.data.loader import Loader, Request
-from trainer.data.readable import readable
 from trainer.data.samples import INPUT_IDS, faults_of, preserve_generators
-from trainer.data.view import DataView, split_by_seed
+from trainer.data.view import DataView, readable, split_by_seed
 from trainer.models.bind import bind
 from trainer.models.check import check_unwrapped, vocabulary_of
 from trainer.models.meta_start import Weights, build_on_meta
@@ -192,7 +190,7 @@ def assemble(config: RunConfig, world: World) -> Parts:
     # Labels of an objective of the user's own mean anything.
     tokens, labels = vocabulary_of(module)
     is_ours = type(objective).__module__.startswith("trainer.")
-    limits = Limits(tokens=tokens, labels=labels if is_ours else None)
+    limits = tokens, labels if is_ours else None
     make_loader = partial(Loader, seed=config.seed, limits=limits)
     loader = make_loader(
         train_set,

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import final
 
 import torch
 from torch import Tensor
@@ -17,6 +15,10 @@ from trainer.data.samples import INPUT_IDS, Sample
 
 NameOf = Callable[[int], str]
 """Names the sample at a position of the micro-batch, for messages."""
+
+Limits = tuple[int | None, int | None]
+"""What token ids and labels are below, None where it is not known: checked before a device sees
+them, since an index out of range poisons a GPU, and on the CPU its error names no sample."""
 
 LABELS = "labels"
 ATTENTION_MASK = "attention_mask"
@@ -166,39 +168,26 @@ def _too_long(what: str, pad_to: int) -> str:
     )
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What the model has rows and classes for, checked before a device sees ids out of range.
-
-    An index out of range poisons a GPU, and on the CPU its error names neither sample nor id.
-
-    Attributes:
-        tokens: token ids are below it; None where it is not known.
-        labels: likewise labels, or they are -100.
-    """
-
-    tokens: int | None = None
-    labels: int | None = None
-
-    def fault(self, fields: Mapping[str, Tensor]) -> str | None:
-        """Name the first value out of range, its place and the range; None where all are in it."""
-        for name, limit, known in (
-            (INPUT_IDS, self.tokens, "the model's vocabulary is"),
-            (LABELS, self.labels, "the model's classes, but for -100, are"),
-        ):
-            values = fields.get(name)
-            if limit is None or values is None or values.is_floating_point():
-                continue
-            wrong = (values < 0) | (values >= limit)
-            if name == LABELS:
-                wrong &= values != IGNORED_LABEL
-            if wrong.any():
-                at: list[int] = wrong.nonzero()[0].tolist()
-                place = f" at position {', '.join(map(str, at))}" if at else ""
-                value = values[tuple(at)].tolist()
-                return f"{name} holds {value}{place}, and {known} 0 to {limit - 1}"
-        return None
+def value_out_of_range(fields: Mapping[str, Tensor], limits: Limits) -> str | None:
+    """Name the first value out of range, its place and the range; None where all are in it."""
+    for name, limit, known in zip(
+        (INPUT_IDS, LABELS),
+        limits,
+        ("the model's vocabulary is", "the model's classes, but for -100, are"),
+        strict=True,
+    ):
+        values = fields.get(name)
+        if limit is None or values is None or values.is_floating_point():
+            continue
+        wrong = (values < 0) | (values >= limit)
+        if name == LABELS:
+            wrong &= values != IGNORED_LABEL
+        if wrong.any():
+            at: list[int] = wrong.nonzero()[0].tolist()
+            place = f" at position {', '.join(map(str, at))}" if at else ""
+            value = values[tuple(at)].tolist()
+            return f"{name} holds {value}{place}, and {known} 0 to {limit - 1}"
+    return None
 
 
 def limits_of(error: BaseException) -> Limits | None:
@@ -208,8 +197,8 @@ def limits_of(error: BaseException) -> Limits | None:
         cause = cause.__cause__
     for frame, _ in traceback.walk_tb(None if cause is None else cause.__traceback__):
         if frame.f_code is F.embedding.__code__:
-            return Limits(tokens=len(frame.f_locals["weight"]))
+            return len(frame.f_locals["weight"]), None
         if frame.f_code is F.cross_entropy.__code__:
             logits = frame.f_locals["input"]
-            return Limits(labels=logits.shape[min(1, logits.dim() - 1)])
+            return None, logits.shape[min(1, logits.dim() - 1)]
     return None

@@ -17,7 +17,16 @@ from trainer.core.errors import DataError, TrainError
 from trainer.core.micro_batch import Fields
 from trainer.core.out_of_memory import is_out_of_memory
 from trainer.core.world import rng_key
-from trainer.data.collate import IGNORED_LABEL, LABELS, Limits, aligned_fields, limits_of, pack, pad
+from trainer.data.collate import (
+    IGNORED_LABEL,
+    LABELS,
+    Limits,
+    aligned_fields,
+    limits_of,
+    pack,
+    pad,
+    value_out_of_range,
+)
 from trainer.data.samples import (
     INPUT_IDS,
     Sample,
@@ -77,7 +86,7 @@ class Loader:
         num_workers: int,
         seed: int,
         pin_memory: bool = False,
-        limits: Limits = Limits(),  # noqa: B008 - frozen
+        limits: Limits = (None, None),
     ) -> None:
         self.dataset = DataView.of(dataset)
         self.num_workers = num_workers
@@ -200,9 +209,9 @@ class _Assembler(Dataset[Any]):
                     data.check_length(i, self._counts(sample))
                 join = pack if request.packed else pad
                 fields = join(samples, self.aligned, request.pad_to, name)
-        fault = self.limits.fault(fields)
-        if fault is not None:
-            faults = ((name(k), self.limits.fault(sample)) for k, sample in enumerate(samples))
+        if fault := value_out_of_range(fields, self.limits):
+            found = (value_out_of_range(sample, self.limits) for sample in samples)
+            faults = ((name(k), each) for k, each in enumerate(found))
             own = f"`collate` of {data.kind}", fault
             raise DataError("data: {}: {}".format(*next((f for f in faults if f[1]), own)))
         return fields

@@ -14,7 +14,6 @@ from torch.utils.data import Dataset
 
 from trainer.core.errors import DataError
 from trainer.data import files
-from trainer.data.collate import Limits
 from trainer.data.loader import Loader, Request
 from trainer.data.view import DataView, split_by_seed
 
@@ -243,11 +242,11 @@ def test_values_out_of_range_are_named_before_a_device_sees_them(loader_of, num_
         loader = loader_of(Listed(samples), num_workers, limits=limits)
         return next(loader.stream(iter([Request((0, 1), 0, 2)])))
 
-    for name, value, limits in (("input_ids", 3, Limits(3)), ("labels", 4, Limits(4, 4))):
+    for name, value, limits in (("input_ids", 3, (3, None)), ("labels", 4, (4, 4))):
         text = f"sample 1 of Listed: {name} holds {value} at position 0, and the model's"
         with pytest.raises(DataError, match=text):
             load(limits)
-    assert load(Limits(4, 5))["labels"].tolist() == [[2, -100], [4, -100]]
+    assert load((4, 5))["labels"].tolist() == [[2, -100], [4, -100]]
 
 
 # A `collate` of the data set's own
