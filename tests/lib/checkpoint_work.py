@@ -106,10 +106,7 @@ def begun(world: World, layout: Layout, folder: Path) -> dict[str, str]:
 
 
 def passed_on(world: World, layout: Layout, folder: Path, step: int) -> tuple[dict[str, str], bool]:
-    """Restore a step into a model that began otherwise, and save the next, behind this thread.
-
-    Gives what was restored, and whether tied weights are tied and the model can go on.
-    """
+    """Restore into a model that began otherwise, and save; whether tied weights are tied, too."""
     store = CheckpointStore(folder)
     module = laid_out(world, layout, seed=step + 5)
     optimizer = adamw(module)
@@ -159,13 +156,12 @@ def refused(world: World, folder: Path, where: str) -> list[str]:
     return shown
 
 
-def read(world: World, folder: Path) -> tuple[int | str, tuple[str, ...]]:
-    """Load the newest intact checkpoint: its step, and what was said on the way."""
+def read(world: World, folder: Path) -> int | str:
+    """Load the newest intact checkpoint: its step, or why not."""
     try:
-        loaded = CheckpointStore(folder).load(world=world)
+        return CheckpointStore(folder).load(world=world).step
     except NoCheckpointError as error:
-        return str(error), ()
-    return loaded.step, loaded.messages
+        return str(error)
 
 
 def gpt() -> nn.Module:

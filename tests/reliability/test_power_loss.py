@@ -131,7 +131,7 @@ class _Tree:
         self.files: dict[int, bytes] = defaultdict(bytes)
         self.is_folder: dict[int, bool] = {ROOT: True}
         self.names_pending: dict[int, list[Operation]] = defaultdict(list)
-        self.bytes_pending: dict[int, list[Operation]] = defaultdict(list)
+        self.bytes_pending: dict[int, bytes] = defaultdict(bytes)
 
     def do(self, operation: Operation) -> None:
         if operation.kind == "enter":
@@ -139,9 +139,9 @@ class _Tree:
         if operation.kind in {"enter", "leave", "move"}:
             self.names_pending[operation.folder].append(operation)
         elif operation.kind == "write":
-            self.bytes_pending[operation.node].append(operation)
+            self.bytes_pending[operation.node] += operation.data
         elif operation.kind == "sync":
-            self.write(operation.node, self.bytes_pending.pop(operation.node, []))
+            self.files[operation.node] += self.bytes_pending.pop(operation.node, b"")
         elif operation.kind == "sync_folder":
             self.rename(operation.node, self.names_pending.pop(operation.node, []))
 
@@ -153,10 +153,6 @@ class _Tree:
             if operation.kind != "leave":
                 names[operation.target or operation.name] = operation.node
 
-    def write(self, node: int, operations: list[Operation]) -> None:
-        for operation in operations:
-            self.files[node] += operation.data
-
 
 def crash(log: list[Operation], cut: int, chance: Random, to: Path) -> None:
     """Lay out one permitted state after the first `cut` operations of a log."""
@@ -165,10 +161,10 @@ def crash(log: list[Operation], cut: int, chance: Random, to: Path) -> None:
         tree.do(operation)
     for folder, operations in tree.names_pending.items():
         tree.rename(folder, _some(operations, chance))
-    for node, operations in tree.bytes_pending.items():
-        synced = tree.files[node]
-        tree.write(node, operations[: chance.randint(0, len(operations))])
-        tree.files[node] = _tear(synced, tree.files[node], chance)
+    for node, written in tree.bytes_pending.items():
+        cut = chance.choice((len(written), chance.randint(0, len(written))))
+        zeros = b"\0" * chance.choice((0, len(written) - cut))
+        tree.files[node] += written[:cut] + zeros
     _lay_out(tree, ROOT, to)
 
 
@@ -176,16 +172,6 @@ def _some(operations: list[Operation], chance: Random) -> list[Operation]:
     if chance.random() < 0.5:
         return operations[: chance.randint(0, len(operations))]
     return [operation for operation in operations if chance.random() < 0.5]
-
-
-def _tear(synced: bytes, written: bytes, chance: Random) -> bytes:
-    """Of bytes written but not synced: all, a prefix, or zeros where they should be."""
-    start = len(synced) if written.startswith(synced) else 0
-    tail = written[start:]
-    cut = chance.randint(0, len(tail))
-    how = chance.randrange(3)
-    torn = (tail, tail[:cut], tail[:cut] + b"\0" * (len(tail) - cut))[how]
-    return written[:start] + torn
 
 
 def _lay_out(tree: _Tree, folder: int, path: Path) -> None:

@@ -125,11 +125,6 @@ class Child:
     process: subprocess.Popen[bytes]
     board: Board
 
-    def signal(self, number: signal.Signals) -> None:
-        """Send the rank a signal; one that it cannot handle yet is blocked until it can."""
-        with suppress(ProcessLookupError):
-            self.process.send_signal(number)
-
     def kill(self) -> None:
         """Kill the rank, and what it started."""
         with suppress(ProcessLookupError, PermissionError):
@@ -147,6 +142,7 @@ def start(records: Records, member: Membership) -> Child:
         environment |= {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     paths = [str(Path(__file__).parents[2]), *filter(None, [environment.get("PYTHONPATH")])]
     environment["PYTHONPATH"] = os.pathsep.join(paths)
+    # What a rank cannot handle yet is blocked until it can.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*signals.SIGNALS, STACKS_SIGNAL})
     try:
         process = subprocess.Popen(
@@ -201,7 +197,7 @@ class Watch:
             for each in signals.SIGNALS:
                 signal.signal(each, signal.default_int_handler)
             for child in running:
-                child.signal(signal.SIGTERM)
+                child.process.send_signal(signal.SIGTERM)
         has_waited = time.monotonic() > self.stopped_at + UNBEGUN_S
         if has_waited and all((place.step, place.phase) == (0, "start") for place in places):
             raise Preempted(self.unbegun)
@@ -211,8 +207,8 @@ class Watch:
         self.places = {child.rank: child.board.read() for child in running}
         self.deadline = min(self.deadline, time.monotonic() + left_s)
         for child in running:
-            child.signal(STACKS_SIGNAL)
-            child.signal(signal.SIGCONT)
+            child.process.send_signal(STACKS_SIGNAL)
+            child.process.send_signal(signal.SIGCONT)
 
     def _look_at(self, child: Child) -> None:
         """Note that a rank ended; kill it where its time is over."""

@@ -185,7 +185,8 @@ class Sharded(Parallel):
             # Reduced gradients do not tell who used a parameter, so each tells it in backward.
             self.gather()
             for index, parameter in enumerate(self._trained()):
-                parameter.register_post_accumulate_grad_hook(partial(self._mark, index))  # type: ignore[no-untyped-call] # untyped in torch
+                hook: Any = parameter.register_post_accumulate_grad_hook
+                hook(lambda _, index=index: self._live.add(index))
             self.release()
             self._order = BlockOrder(self.module, self.world)
         self._live.clear()
@@ -205,9 +206,6 @@ class Sharded(Parallel):
         assert self._order is not None
         with self._order.micro_batch():
             yield
-
-    def _mark(self, index: int, _: Tensor) -> None:
-        self._live.add(index)
 
     def gradient_norm(self) -> Tensor:
         """See the base class."""

@@ -101,10 +101,6 @@ def test_the_newest_are_kept(tmp_path):
     assert store.steps() == [100_000_000, 123_456_789]
     assert_is(store.load(), 123_456_789)
     assert_is(store.load(100_000_000), 100_000_000)
-    everything = store_at(tmp_path / "all")
-    for step in range(4):
-        everything.save(step, *state(step))
-    assert everything.steps() == [0, 1, 2, 3]
 
 
 def test_a_step_that_is_not_there_is_answered_with_those_that_are(tmp_path):

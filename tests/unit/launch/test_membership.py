@@ -67,9 +67,6 @@ def test_a_place_among_ranks_that_cannot_be_is_refused(variables):
         membership(TORCHRUN | variables)
     assert value in str(caught.value)
     assert caught.value.is_own
-
-
-def test_a_rank_that_cannot_find_the_others_says_what_is_missing():
     with pytest.raises(ConfigError, match="to find the others it needs MASTER_ADDR"):
         membership({"RANK": "1", "WORLD_SIZE": "2"})
 
