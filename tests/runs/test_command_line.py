@@ -39,8 +39,7 @@ from trainer.cli.main import composer_of
 from trainer.cli.overrides import parse, quote, read
 from trainer.cli.prepare import prepare_run
 from trainer.cli.python_api import literal, overrides_of
-from trainer.cli.sweep import prepare_sweep
-from trainer.cli.sweep_report import report
+from trainer.cli.sweep import prepare_sweep, report
 from trainer.config.components import GROUPS, OWN
 from trainer.config.keys import KEYS, data_dir
 from trainer.config.run_config import RunConfig

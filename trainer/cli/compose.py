@@ -27,12 +27,19 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from trainer.cli.overrides import TARGET, Classified, classify, dotted, values_in
+from trainer.cli.overrides import (
+    TARGET,
+    Classified,
+    classify,
+    dotted,
+    no_such_option,
+    values_in,
+)
 from trainer.cli.trust import consented_components, refuse_odd_files, trust_faults
 from trainer.config import recipes
 from trainer.config.components import COMPONENTS, GROUPS, OWN, SHARED
 from trainer.config.keys import KEYS, data_dir
-from trainer.config.messages import clip, did_you_mean, lookup
+from trainer.config.messages import clip, lookup
 from trainer.config.run_config import RunConfig
 from trainer.config.validate import validate
 from trainer.core.errors import ConfigError, DataError, NoCheckpointError
@@ -40,8 +47,8 @@ from trainer.core.errors import ConfigError, DataError, NoCheckpointError
 CONFIG_NAME = "config"
 
 _UNKNOWN_TO_HYDRA = re.compile(r"Could not override '([\w./]+)'")
+_HYDRA_ERRORS = (HydraException, OmegaConfBaseException)
 _COMPOSED: dict[tuple[str, ...], DictConfig] = {}
-_COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, ConfigError, ValueError)
 
 
 @final
@@ -85,12 +92,9 @@ class Composer:
 
     @contextmanager
     def open(self, overrides: Iterable[Override] = ()) -> Iterator[Hydra]:
-        """Set up Hydra's search path for as long as the context lasts.
+        """Set up Hydra's search path, `hydra.searchpath` among the overrides, for a while.
 
         A Hydra that is set up already, in a notebook say, comes back afterwards.
-
-        Args:
-            overrides: as typed, for `hydra.searchpath`.
 
         Yields:
             Hydra; what it raises inside becomes a `ConfigError`.
@@ -115,16 +119,21 @@ class Composer:
         try:
             found = loader.repository
             # Reading the primary config for a search path takes as long as half of the options.
-            if lines or (self.config_folder, self.config_name) != (data_dir("conf"), CONFIG_NAME):
+            if lines or not self._is_built_in:
                 _, found = loader._parse_overrides_and_create_caching_repo(self.config_name, lines)
             for group in (*GROUPS, recipes.GROUP):
                 names = found.get_group_options(group.replace(".", "/"))
                 self.groups[group] = [name for name in sorted(names) if name != OWN]
             yield hydra
-        except (HydraException, OmegaConfBaseException) as error:
+        except _HYDRA_ERRORS as error:
             raise ConfigError(*explain(error)) from error
         finally:
             state.hydra = before
+
+    @property
+    def _is_built_in(self) -> bool:
+        """Whether options are those of our own `conf/`."""
+        return (self.config_folder, self.config_name) == (data_dir("conf"), CONFIG_NAME)
 
     def compose(self, lines: Sequence[str], values: Iterable[Override] = ()) -> DictConfig:
         """Compose settings of Hydra and choices of options, set values, and give all with `hydra`.
@@ -135,17 +144,15 @@ class Composer:
         Raises:
             ConfigError: Hydra could not; in one line, or one per value that cannot be set.
         """
-        is_ours = self.own_folder is None and self.config_folder == data_dir("conf")
+        is_ours = self._is_built_in and self.own_folder is None
         is_ours = is_ours and not any(line.startswith(("hydra", recipes.GROUP)) for line in lines)
-        key = (self.config_name, *lines)
-        full = _COMPOSED.get(key) if is_ours else None
+        full = _COMPOSED.get((*lines,)) if is_ours else None
         try:
             full = full or compose(self.config_name, list(lines), return_hydra_config=True)
-        except _COMPOSE_ERRORS as error:
+        except (*_HYDRA_ERRORS, yaml.YAMLError, ConfigError, ValueError) as error:
             raise ConfigError(*explain(error)) from error
         if is_ours:
-            _COMPOSED[key] = full
-            full = deepcopy(full)
+            full = deepcopy(_COMPOSED.setdefault((*lines,), full))
             with open_dict(full.hydra):
                 full.hydra.runtime.cwd = str(Path.cwd())
         _set_values(full, values)
@@ -173,16 +180,14 @@ class Composer:
         """
         parts = classify(overrides, self.groups)
         faults = [*faults, *parts.faults]
-        keys = frozenset(dotted(o) for o in overrides if not o.is_hydra_override())
+        keys = {dotted(o) for o in overrides if not o.is_hydra_override()}
         typed = values_in(override for override in overrides if override not in replayed)
         try:
             full, examples = self._compose_with_examples(parts)
             tree = plain_of(full)
             _drop_foreign_arguments(tree, keys)
-            faults += [
-                *_folder_faults(full, tree, keys),
-                *recipes.consent_faults(tree, examples, typed),
-            ]
+            faults += _folder_faults(full, tree, keys)
+            faults += recipes.consent_faults(tree, examples, typed)
             config = validate(
                 tree,
                 examples,
@@ -257,8 +262,7 @@ def explain(error: BaseException) -> list[str]:
         error, cause = cause, cause.__cause__
     if isinstance(error, MissingConfigException) and error.options:
         group, _, name = (error.missing_cfg_file or "").rpartition("/")
-        near = did_you_mean(name, error.options)
-        return [clip(f"{group}={name}: no such option.{near} Choices: {', '.join(error.options)}")]
+        return [no_such_option(group, name, error.options)]
     return [clip(str(error).partition("See https://")[0])]
 
 
@@ -293,30 +297,28 @@ def plain_of(composed: DictConfig) -> dict[str, Any]:
         ConfigError: an interpolation leads nowhere.
     """
     try:
+        pairs = ((str(key), value) for key, value in composed.items() if key != "hydra")
         return {
-            str(key): OmegaConf.to_container(value, resolve=True)
-            if OmegaConf.is_config(value)
-            else value
-            for key, value in composed.items()
-            if key != "hydra"
+            k: OmegaConf.to_container(v, resolve=True) if OmegaConf.is_config(v) else v
+            for k, v in pairs
         }
     except OmegaConfBaseException as error:
         raise ConfigError(*explain(error)) from error
 
 
-def _drop_foreign_arguments(tree: dict[str, Any], typed: frozenset[str]) -> None:
+def _drop_foreign_arguments(tree: dict[str, Any], typed: Collection[str]) -> None:
     """Where a class was typed, take away what a recipe set for the one it replaces, in place."""
     for path in (path for path in COMPONENTS if f"{path}.{TARGET}" in typed):
         ours = KEYS.keys() - {f"{path}.{name}" for name in SHARED.get(path, ())}
         section = lookup(tree, path)
         for name in list(section):
             key = f"{path}.{name}"
-            if not any(k == key or k.startswith(f"{key}.") for k in (*ours, *typed)):
+            if not any(f"{k}.".startswith(f"{key}.") for k in (*ours, *typed)):
                 del section[name]
 
 
 def _folder_faults(
-    full: DictConfig, tree: Mapping[str, Any], typed: frozenset[str]
+    full: DictConfig, tree: Mapping[str, Any], typed: Collection[str]
 ) -> Iterator[str]:
     """Check where a run would write; paths may be absolute, but for that within the run folder.
 
@@ -324,11 +326,11 @@ def _folder_faults(
         One line per fault.
     """
     outputs = Path(str(tree.get("outputs")))
-    for key in ("hydra.run.dir", "hydra.sweep.dir", "hydra.output_subdir"):
-        folder = Path(str(OmegaConf.select(full, key)))
+    for key in ("run.dir", "sweep.dir", "output_subdir"):
+        folder = Path(str(OmegaConf.select(full.hydra, key)))
         if ".." in folder.parts and ".." not in outputs.parts:
-            yield clip(f"{key}={folder}: must not lead upwards with ..")
-        if folder.is_absolute() and key == "hydra.output_subdir":
-            yield clip(f"{key}={folder}: must be relative, below the run folder")
+            yield clip(f"hydra.{key}={folder}: must not lead upwards with ..")
+        if folder.is_absolute() and key == "output_subdir":
+            yield clip(f"hydra.{key}={folder}: must be relative, below the run folder")
     if "outputs" not in typed and outputs.is_absolute():
         yield clip(f"outputs={outputs}: an absolute folder has to be typed by you")

@@ -43,17 +43,11 @@ RECORDS: Mapping[str, str] = {
 @final
 @dataclass(frozen=True, kw_only=True)
 class FinishedRun:
-    """How a run from Python ended.
-
-    Attributes:
-        folder: the run folder.
-        exit_code: as of the command line.
-        result: what the command found, as in the file that it writes; empty for export.
-    """
+    """How a run from Python ended."""
 
     folder: Path
-    exit_code: int
-    result: Mapping[str, Any]
+    exit_code: int  # as of the command line
+    result: Mapping[str, Any]  # as in the file that the command writes; empty for export
 
 
 def main() -> None:
@@ -100,14 +94,13 @@ def train(config: Mapping[str, Any] | Sequence[str] = (), **hydra_flags: str) ->
     from trainer.cli.prepare import prepare_run  # noqa: PLC0415
     from trainer.cli.python_api import overrides_of  # noqa: PLC0415
     from trainer.cli.start import start  # noqa: PLC0415
-    from trainer.launch.start import run as launch  # noqa: PLC0415
 
     flags = {f"--{name.replace('_', '-')}": value for name, value in hydra_flags.items()}
     composer = composer_of(CommandLine(command=None, flags=flags, overrides=()))
     job = prepare_run(overrides_of(config, composer), composer)
     code = 0
     if job.done is None:
-        code = start(job, composer, launch, sets_up_logging=False)
+        code = start(job, composer, is_python=True)
     record = RECORDS.get(job.config.command)
     result = {} if record is None else read_json(job.folder / record)
     return FinishedRun(folder=job.folder, exit_code=code, result=result)

@@ -124,8 +124,8 @@ def quote(value: object) -> str:
 
 def value_of(overrides: Iterable[Override], key: str) -> Any:  # noqa: ANN401 - settings hold any value
     """Give what a key is set to; None where it is not, or swept."""
-    found = [o.value() for o in overrides if o.key_or_group == key and not o.is_sweep_override()]
-    return found[0] if found else None
+    own = (each for each in overrides if each.key_or_group == key and not each.is_sweep_override())
+    return next((each.value() for each in own), None)
 
 
 def word_of(overrides: Iterable[Override], key: str) -> str | None:
@@ -151,21 +151,20 @@ def classify(overrides: Sequence[Override], groups: Groups) -> Classified:
     A class named over an option (`model._target_=pkg.Net`) chooses the group's empty option.
     """
     parts = Classified()
+    typed = {dotted(override) for override in overrides}
+    own = [path for path in COMPONENTS if f"{path}.{TARGET}" in typed]
     for override in overrides:
-        key, line = dotted(override), override.input_line or ""
-        faults = [*_faults(override, groups)]
-        parts.faults += faults
-        if key in groups and not faults:
+        key = dotted(override)
+        if faults := [*_faults(override, groups)]:
+            parts.faults += faults
+        elif key in groups and key not in own:
             option = ",".join(values_of(override, groups[key]))
             parts.choices.append(f"{key.replace('.', '/')}={option}")
-        elif override.is_hydra_override() and not faults:
-            parts.hydra.append(line)
-        elif not faults:
+        elif override.is_hydra_override():
+            parts.hydra.append(override.input_line or "")
+        elif key not in groups:
             parts.values.append(override)
-    typed = {dotted(override) for override in overrides}
-    own = {path.replace(".", "/"): OWN for path in COMPONENTS if f"{path}.{TARGET}" in typed}
-    chosen = [each for each in parts.choices if each.partition("=")[0] not in own]
-    parts.choices[:] = [*chosen, *(f"{group}={option}" for group, option in own.items())]
+    parts.choices += [f"{path.replace('.', '/')}={OWN}" for path in own]
     return parts
 
 
@@ -227,13 +226,16 @@ def _choice_faults(override: Override, options: Sequence[str]) -> Iterator[str]:
     for value in values_of(override, options):
         parsed = read(f"x={value}").value()
         names += parsed if isinstance(parsed, list) and is_recipe else [parsed]
-    listed = f"Choices: {', '.join(options)}"
     for name in names:
         is_file = is_recipe and (name is None or Path(str(name)).is_absolute())
-        if name in options or name == OWN or is_file:
-            continue
-        if isinstance(name, str):
-            yield clip(f"{key}={name}: no such option.{did_you_mean(name, options)} {listed}")
-        else:
-            text = f"takes the name of an option; a value is {key}.KEY=VALUE. {listed}"
-            yield clip(f"{key}={show(name)}: {text}")
+        if isinstance(name, str) and name not in (*options, OWN) and not is_file:
+            yield no_such_option(key, name, options)
+        elif not isinstance(name, str) and not is_file:
+            remedy = f"takes the name of an option; a value is {key}.KEY=VALUE"
+            yield clip(f"{key}={show(name)}: {remedy}. Choices: {', '.join(options)}")
+
+
+def no_such_option(group: str, name: str, options: Sequence[str]) -> str:
+    """Say in a line which options there are."""
+    near = did_you_mean(name, options)
+    return clip(f"{group}={name}: no such option.{near} Choices: {', '.join(options)}")

@@ -47,24 +47,29 @@ def prepare_run(lines: Sequence[str], composer: Composer) -> Job:
     named, resume = word_of(overrides, "run"), word_of(overrides, "resume")
     if named is not None and resume is not None:
         faults.append("run, resume: both name a run; type run= to read one, resume= to go on")
+    command = word_of(overrides, "command")
+    # `verify run=RUN` begins where the run is, as `verify resume=RUN` does.
+    key = "run" if named is not None and command in (*READING, "verify") else "resume"
     with composer.open(overrides):
-        if faults or (named is None and resume is None):
+        if faults or word_of(overrides, key) is None:
             return _begin(composer.check(overrides, faults))
-        command = word_of(overrides, "command")
-        # `verify run=RUN` begins where the run is, as `verify resume=RUN` does.
-        key = "run" if named is not None and command in (*READING, "verify") else "resume"
         if key == "run":
             overrides = _split_checkpoint(overrides)
-        typed, rest = word_of(overrides, key), without(overrides, key)
-        if typed is None:
-            return _begin(composer.check(rest))
-        run = _find(rest, typed, key, composer)
+        rest = without(overrides, key)
+        run = _find(rest, word_of(overrides, key) or "", key, composer)
         if run is None:
             return _begin(composer.check(rest), begins_again=True)
         if key == "run" and command in READING:
-            job = _check_over(run, rest, [read(f"run={quote(run)}")], composer)
+            job = _check_over(run, rest, composer, key)
             return replace(_place(job, run, None), makes_folder=False)
-        job = _replay(run, rest, composer, is_found=typed == saved_runs.AUTO)
+        if saved_runs.has_checkpoint(run):
+            # The same command as before, with `resume=auto`, may name what the run began with.
+            again = resume == saved_runs.AUTO and word_of(rest, "init") is not None
+            rest = without(rest, "init", "step") if again else rest
+            job = _check_over(run, rest, composer, "resume")
+        else:
+            job = _check_over(run, rest, composer)
+        saved_runs.refuse_another_step(run, job.config)
         # `plan` and `verify` look on a run as well, but from folders of their own.
         return _place(job, job.folder) if command in ("plan", "verify") else _go_on(run, job)
 
@@ -106,27 +111,15 @@ def _find(overrides: Sequence[Override], typed: str, key: str, composer: Compose
     return folder if saved_runs.can_go_on(folder) else saved_runs.newest(outputs, name)
 
 
-def _replay(run: Path, overrides: Sequence[Override], composer: Composer, *, is_found: bool) -> Job:
-    """Check what goes on from a run: its own overrides, with what is typed now on top."""
-    more = []
-    if saved_runs.has_checkpoint(run):
-        more = [read(f"resume={quote(run)}")]
-        # The same command as before, with `resume=auto`, may name the weights the run began with.
-        if is_found and word_of(overrides, "init") is not None:
-            overrides = without(overrides, "init", "step")
-    job = _check_over(run, overrides, more, composer)
-    saved_runs.refuse_another_step(run, job.config)
-    return job
-
-
 def _check_over(
-    run: Path, overrides: Sequence[Override], more: Sequence[Override], composer: Composer
+    run: Path, overrides: Sequence[Override], composer: Composer, key: str | None = None
 ) -> Job:
-    asked = without(overrides, "hydra.run.dir")
-    merged = saved_runs.merge(saved_runs.saved_overrides(run), asked, composer.groups)
+    """Check a run's own overrides, with what is typed now on top, and the run under a key."""
+    typed = without(overrides, "hydra.run.dir")
+    merged = saved_runs.merge(saved_runs.saved_overrides(run), typed, composer.groups)
     return composer.check(
-        [*merged, *more],
-        replayed=[override for override in merged if override not in asked],
+        [*merged, *([] if key is None else [read(f"{key}={quote(run)}")])],
+        replayed=[override for override in merged if override not in typed],
         signed=saved_runs.signed_classes(run),
     )
 

@@ -51,15 +51,15 @@ def overrides_of(config: Mapping[str, Any] | Sequence[str], composer: Composer) 
     noted = tree.pop("choices", None) or lookup(config, "hydra.runtime.choices")
     chosen = {g.replace("/", "."): name for g, name in (noted or _recognised(tree)).items()}
     with composer.open():
-        for group in composer.groups:
-            chosen |= {group: word} if isinstance(word := lookup(tree, group), str) else {}
+        groups = composer.groups
+        typed = {group: word for group in groups if isinstance(word := lookup(tree, group), str)}
         lines = [
             f"{group.replace('.', '/')}={quote(option)}"
-            for group, option in chosen.items()
-            if group in composer.groups and isinstance(option, str)
+            for group, option in (chosen | typed).items()
+            if group in groups and isinstance(option, str)
         ]
         known = flat(plain_of(composer.compose(lines)))
-    return [*lines, *_value_lines(tree, "", set(chosen), known)]
+    return [*lines, *_value_lines(tree, "", {*chosen, *typed}, known)]
 
 
 def _recognised(tree: Mapping[str, Any]) -> dict[str, str]:

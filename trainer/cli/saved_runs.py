@@ -64,10 +64,9 @@ def find_training(folder: str, key: str = "resume") -> Path:
         NoCheckpointError: there is none, or no checkpoint in it.
     """
     run = find(folder, key)
-    config = saved_config(run)
-    if not config:
+    command = saved_config(run).get("command")
+    if command is None:
         raise NoCheckpointError(f"{run / 'config.yaml'}: cannot be read as a config")
-    command = config.get("command", "train")
     if command != "train":
         raise NoCheckpointError(f"{key}={folder}: the folder of a {command}, not of a training run")
     if not can_go_on(run):
@@ -83,8 +82,8 @@ def newest(outputs: Path, name: str | None, *, is_read: bool = False) -> Path | 
     found = []
     for run in (path.parent for d in ("*", "*/*") for path in outputs.glob(f"{d}/config.yaml")):
         is_named = saved_config(run).get("name") == name or (is_read and name is None)
-        can_begin = has_checkpoint(run) if is_read else can_go_on(run)
-        if run.parent.name != "multirun" and is_named and can_begin and _is_training(run):
+        can_begin = can_go_on(run) and (has_checkpoint(run) or not is_read)
+        if run.parent.name != "multirun" and is_named and can_begin:
             found.append(run)
     return max(found, key=_began, default=None)
 
@@ -117,11 +116,8 @@ def _began(folder: Path) -> tuple[float, str]:
 def can_go_on(run: Path) -> bool:
     """Whether a folder holds a training run with a checkpoint, or one stopped before its first."""
     is_stopped = read_status(run).get("state") == PREEMPTED and not last_step(run)
-    return _is_training(run) and (is_stopped or has_checkpoint(run))
-
-
-def _is_training(run: Path) -> bool:
-    return bool(saved_config(run).get("command", "train") == "train")
+    is_training = saved_config(run).get("command") == "train"
+    return is_training and (is_stopped or has_checkpoint(run))
 
 
 def has_checkpoint(run: Path) -> bool:
@@ -171,22 +167,26 @@ def saved_overrides(run: Path) -> list[Override]:
 
 
 def _newest_overrides(run: Path) -> Path:
-    records = sorted(run.glob(f"{SUBFOLDER}/resume_*/overrides.yaml"), key=_resumption)
     # A process that was killed while Hydra wrote this file left it empty; none is `[]`.
-    resumed = [record for record in records if record.stat().st_size]
+    resumed = [record for record in _resumptions(run) if record.stat().st_size]
     return resumed[-1] if resumed else run / SUBFOLDER / "overrides.yaml"
 
 
-def _resumption(overrides: Path) -> int:
+def _resumptions(run: Path) -> list[Path]:
+    """The overrides of every time a run went on, in order."""
+    found = run.glob(f"{SUBFOLDER}/resume_*/overrides.yaml")
+    return sorted((path for path in found if _number(path)), key=_number)
+
+
+def _number(overrides: Path) -> int:
     number = overrides.parent.name.removeprefix("resume_")
     return int(number) if number.isdecimal() else 0
 
 
 def next_subfolder(*runs: Path) -> str:
     """Where Hydra writes the next records of runs resumed at once; without any, the first ones."""
-    earlier = [path for run in runs for path in run.glob(f"{SUBFOLDER}/resume_*/overrides.yaml")]
-    number = max(map(_resumption, earlier), default=0) + 1
-    return f"{SUBFOLDER}/resume_{number}" if runs else SUBFOLDER
+    earlier = [_number(path) for run in runs for path in _resumptions(run)]
+    return f"{SUBFOLDER}/resume_{max(earlier, default=0) + 1}" if runs else SUBFOLDER
 
 
 def sign_run(run: Path, records: Path) -> str | None:
@@ -201,11 +201,8 @@ def sign_run(run: Path, records: Path) -> str | None:
 
 def signed_classes(run: Path) -> frozenset[tuple[str, str]]:
     """List the classes of a run by dotted key, if this user signed it; else nothing."""
-    signature = read_json(run / CONSENT_FILE).get("hmac_sha256")
-    own = sign_run(run, run)
-    if own is None or not hmac.compare_digest(
-        str(signature).encode("utf-8", "replace"), own.encode()
-    ):
+    signature, own = read_json(run / CONSENT_FILE).get("hmac_sha256"), sign_run(run, run)
+    if own is None or not hmac.compare_digest(ascii(signature), ascii(own)):
         return frozenset()
     config = saved_config(run)
     return frozenset(pair for key, value in config.items() for pair in targets_in(key, value))
@@ -232,15 +229,12 @@ def merge(old: Sequence[Override], new: Sequence[Override], groups: Groups) -> l
     A new value replaces the old one of its key, a new option also the old values inside its
     group (they were the old option's), and `steps` the old `epochs`, or the reverse.
     """
-    options = {dotted(override): override.value() for override in old}
-    replaced = {dotted(override) for override in new}
-    replaced |= _CLOCKS if replaced & _CLOCKS else set()
-    chosen = [
-        f"{dotted(o)}."
-        for o in new
-        if dotted(o) in groups and (dotted(o) not in options or o.value() != options[dotted(o)])
-    ]
-    staying = [o for o in old if dotted(o) not in replaced and not dotted(o).startswith((*chosen,))]
+    before = {dotted(override): override.value() for override in old}
+    typed = {dotted(override): override.value() for override in new}
+    replaced = {*typed, *(_CLOCKS if _CLOCKS & typed.keys() else ())}
+    options = [key for key in typed if key in groups]
+    chosen = (*(f"{k}." for k in options if k not in before or typed[k] != before[k]),)
+    staying = [o for o in old if dotted(o) not in replaced and not dotted(o).startswith(chosen)]
     return [*staying, *new]
 
 
@@ -265,10 +259,9 @@ def refuse_another_step(run: Path, config: RunConfig) -> None:
         old = contract(from_plain(saved_config(run)))
     except ConfigError as error:
         hint = f"to go on from its weights, init={run}"
-        faults = [clip(f"{run / 'config.yaml'}: {fault}; {hint}") for fault in error.faults]
-    else:
-        faults = step_faults(config, old)
-    if faults:
+        lines = (clip(f"{run / 'config.yaml'}: {fault}; {hint}") for fault in error.faults)
+        raise ConfigError(*lines) from None
+    if faults := step_faults(config, old):
         raise ConfigError(*faults)
 
 
@@ -281,7 +274,5 @@ def refuse_other_weights(run: Path, config: RunConfig) -> None:
     saved = saved_config(run)
     before, step = saved.get("init"), saved.get("step", "last")
     if before is not None and (config.init is None or config.step != step):
-        which = "" if step == "last" else f" step={step}"
-        raise ConfigError(
-            clip(f"init: the run was to begin with init={before}{which}; type it again")
-        )
+        typed = f"init={before}" if step == "last" else f"init={before} step={step}"
+        raise ConfigError(clip(f"init: the run was to begin with {typed}; type it again"))

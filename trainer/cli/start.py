@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
@@ -39,37 +39,26 @@ def run_and_report(config: RunConfig, folder: Path) -> int:
         return print_crash(error, folder)
 
 
-def start(
-    job: Job,
-    composer: Composer,
-    work: Callable[[RunConfig, Path], int] = run_and_report,
-    *,
-    sets_up_logging: bool = True,
-) -> int:
+def start(job: Job, composer: Composer, *, is_python: bool = False) -> int:
     """Run one job as `hydra.main` would, with the config that is composed already.
 
     A config error that shows only now, in a class of the user's own say, leaves no folder behind.
-
-    Args:
-        job: the run.
-        composer: its search path.
-        work: what to do in the run folder; gives the exit code, which is returned.
-        sets_up_logging: whether Hydra's logging, into the run folder, replaces what is there.
+    From Python, errors are raised, and logging stays as it is.
 
     Raises:
         SaveError: Hydra could not write its records.
-        result: as raised by `work`, or a `RunInUseError`: nothing was written.
+        result: as raised by the command, or a `RunInUseError`: nothing was written.
     """
     config, folder, composed = job.config, job.folder, job.composed
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     goes_on = job.makes_folder and must_stage(config, folder)
 
     def task(_: DictConfig) -> int:
-        if sets_up_logging:
+        if not is_python:
             mask_logs()
         if job.makes_folder:
             write_config(config, records, folder)
-        return work(config, folder)
+        return (launch.run if is_python else run_and_report)(config, folder)
 
     with (
         staged(folder) if goes_on else nullcontext(folder) as records,
@@ -88,7 +77,7 @@ def start(
                 config=composed,
                 job_dir_key="hydra.run.dir",
                 job_subdir_key=None,
-                configure_logging=sets_up_logging,
+                configure_logging=not is_python,
             )
         except OSError as failure:  # of Hydra's own records; the task's come back in `ended`
             is_below = folder.is_relative_to(Path(config.outputs).absolute())

@@ -1,28 +1,38 @@
-"""Prepare and run a sweep: every job is checked before the first starts."""
+"""Prepare, run and report a sweep: every job is checked before the first starts.
+
+The report is read from the folders of the jobs, so it does not matter which launcher or process
+ran a job, or whether the sweep was stopped half-way.
+"""
 
 from __future__ import annotations
 
+import csv
+import io
+import logging
 import math
 import os
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
+import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
 from hydra.core.utils import env_override
 from rich.console import Console
+from rich.table import Table
 
+from trainer.checkpoint.status import read_status
 from trainer.cli import saved_runs
 from trainer.cli.compose import Composer, Job
 from trainer.cli.exit_messages import print_error, print_out
 from trainer.cli.overrides import classify, expand, parse, quote, value_of, without, word_of
 from trainer.cli.start import must_stage, run_and_report, write_config
-from trainer.cli.sweep_report import describe_end, report
 from trainer.config.messages import line
-from trainer.core.durable import read_json
+from trainer.core.durable import read_json, write_file_atomic
 from trainer.core.errors import INTERRUPTED, ConfigError, Preempted, TrainError
 from trainer.core.signals import unheard
 from trainer.launch.start import READING
@@ -30,6 +40,7 @@ from trainer.report.run_status import staged
 
 _BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 _LOGGING = "hydra/hydra_logging"
+_MEASURED = ("step", "loss", "eval_loss", "tokens_per_second", "seconds")
 
 
 def run_sweep(lines: Sequence[str], composer: Composer) -> int:
@@ -61,21 +72,13 @@ def run_sweep(lines: Sequence[str], composer: Composer) -> int:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """A checked sweep.
+    """A checked sweep."""
 
-    Attributes:
-        command: what each of its jobs does.
-        jobs: overrides of each; none where a sweeper chooses as it goes.
-        lines: the overrides Hydra gets, several values in some of them.
-        folder: the sweep folder.
-        goes_on: `resume=auto` was typed.
-    """
-
-    command: str
-    jobs: Sequence[Sequence[str]]
-    lines: Sequence[str]
+    command: str  # what each of its jobs does
+    jobs: Sequence[Sequence[str]]  # overrides of each; none where a sweeper chooses as it goes
+    lines: Sequence[str]  # the overrides Hydra gets, several values in some of them
     folder: Path
-    goes_on: bool
+    goes_on: bool  # `resume=auto` was typed
 
 
 def prepare_sweep(overrides: Sequence[Override], faults: list[str], composer: Composer) -> Sweep:
@@ -136,12 +139,13 @@ def _task_of(sweep: Sweep, composer: Composer, codes: list[int]) -> Callable[[An
         swept = (each.lstrip("+") for each in record.overrides.task if each not in common)
         print_out(f"job {number}: {' '.join(swept)}\n")
         code = _run_job(record.overrides.task, folder, composer, goes_on=sweep.goes_on)
-        print_out(f"  {describe_end(folder)}\n")
+        loss = _loss(read_json(folder / "result.json")) if code == 0 else math.inf
+        shown = f", held-out loss {loss:.4f}" if math.isfinite(loss) else ""
+        print_out(f"  exit code {code}{shown}\n")
         codes.append(code)
         if code == Preempted.exit_code:
             raise KeyboardInterrupt
-        loss = read_json(folder / "result.json").get("eval_loss")
-        return float(loss) if code == 0 and loss is not None else math.inf
+        return loss
 
     return task
 
@@ -167,3 +171,107 @@ def _run_job(lines: Sequence[str], folder: Path, composer: Composer, *, goes_on:
                 return run_and_report(config, folder)
     except TrainError as error:
         return print_error(error)
+
+
+def report(folder: Path, planned: Sequence[Sequence[str]], console: Console) -> bool:
+    """Show the table of a sweep, and write `sweep.csv` and, with matplotlib, `sweep.png`.
+
+    Args:
+        folder: the sweep folder; nothing is written if it does not exist.
+        planned: overrides of the jobs that were to run; none where the sweeper chooses as it goes.
+        console: where the table goes.
+
+    Returns:
+        Whether every job is completed.
+    """
+    folders = [path.parent for path in folder.glob("*/.hydra")]
+    found = {int(n[0]): path for path in folders if (n := re.match(r"\d+", path.name))}
+    count = max([len(planned), *(number + 1 for number in found)])
+    typed = [_overrides(found.get(n), planned[n] if n < len(planned) else ()) for n in range(count)]
+    # The keys that differ between jobs, in the order they were typed.
+    keys = list(dict.fromkeys(key for each in typed for key in each))
+    keys = [key for key in keys if len({each.get(key) for each in typed}) > 1]
+    rows = [
+        {"job": n, **{key: each.get(key, "") for key in keys}, **_ended(found.get(n))}
+        for n, each in enumerate(typed)
+    ]
+    if rows:
+        console.print(_table(rows))
+    if rows and folder.is_dir():
+        text = io.StringIO()
+        writer = csv.DictWriter(text, rows[0], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        write_file_atomic(folder / "sweep.csv", text.getvalue().encode())
+        names = "sweep.csv and sweep.png" if _plot(folder, rows, keys) else "sweep.csv"
+        console.print(f"[dim]{names} in[/] {folder}", soft_wrap=True)
+    return all(row["state"] == saved_runs.COMPLETED for row in rows)
+
+
+def _overrides(folder: Path | None, planned: Sequence[str]) -> dict[str, str]:
+    """Give what a job ran with, or is to run with, by dotted key."""
+    record = None if folder is None else folder / ".hydra" / "overrides.yaml"
+    typed = yaml.safe_load(record.read_text()) if record and record.is_file() else None
+    pairs = (line.lstrip("+").partition("=") for line in typed or planned)
+    return {key.replace("/", "."): value for key, _, value in pairs}
+
+
+def _ended(folder: Path | None) -> dict[str, Any]:
+    """Give how a job ended by its records; a `None` folder is of a job that never started."""
+    status = {"state": "not started"} if folder is None else read_status(folder)
+    result = {} if folder is None else read_json(folder / "result.json")
+    figures = {"step": status.get("step"), **result}
+    return {
+        "state": str(status.get("state", "failed")),
+        "exit_code": status.get("exit_code"),
+        **{name: figures.get(name) for name in _MEASURED},
+        "folder": folder,
+    }
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table(title="sweep", title_justify="left", box=None, pad_edge=False)
+    shown = [name for name in rows[0] if name not in ("exit_code", "folder")]
+    for name in shown:
+        title = name.replace("eval_loss", "held-out\nloss").replace(".", ".\n")
+        table.add_column(title, justify="left" if name == "state" else "right", no_wrap=True)
+    best = min(map(_loss, rows))
+    for row in rows:
+        cells = ("-" if (cell := row[name]) is None else cell for name in shown)
+        texts = (f"{cell:,.6g}" if isinstance(cell, float) else str(cell) for cell in cells)
+        table.add_row(*texts, style="bold green" if _loss(row) == best < math.inf else "")
+    return table
+
+
+def _loss(record: Mapping[str, Any]) -> float:
+    """Read the held-out loss of a job; infinity where there is none."""
+    value = record.get("eval_loss")
+    return float(value) if isinstance(value, int | float) else math.inf
+
+
+def _plot(folder: Path, rows: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> bool:
+    """Draw the held-out loss over the first swept key, if there is any, and matplotlib."""
+    logging.getLogger("matplotlib").setLevel(logging.WARNING)
+    try:
+        from matplotlib.figure import Figure  # noqa: PLC0415 - optional, and slow to import
+    except ImportError:
+        return False
+    lines: dict[str, list[tuple[Any, float]]] = {}
+    key, *others = keys or ["job"]
+    places: list[Any] = [row[key] for row in rows]
+    with suppress(ValueError):  # of words, which matplotlib puts side by side
+        places = [float(place) for place in places]
+    for place, row in zip(places, rows, strict=True):
+        if math.isfinite(_loss(row)):
+            label = " ".join(f"{other}={row[other]}" for other in others)
+            lines.setdefault(label, []).append((place, _loss(row)))
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.add_subplot(xlabel=key, ylabel="held-out loss")
+    for label, points in lines.items():
+        axes.plot(*zip(*sorted(points), strict=True), "o-", label=label, alpha=0.7)
+    if others and lines:
+        axes.legend()
+    image = io.BytesIO()
+    figure.savefig(image, format="png", dpi=144)
+    write_file_atomic(folder / "sweep.png", image.getvalue())
+    return bool(lines)
