@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import shutil
+import stat
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,11 +38,9 @@ class Hook:
     pass
 """
 
-SWELLING = "{a: &a [x,x,x,x,x,x,x,x], b: &b [*a,*a,*a,*a,*a,*a,*a,*a], c: &c [*b,*b,*b,*b,*b,*b,*b]"
-SWELLING += "".join(
-    f", {name}: &{name} [{','.join([f'*{before}'] * 8)}]"
-    for before, name in zip("cdefgh", "defghi", strict=True)
-)
+SWELLING = "{a: &a [x,x,x,x,x,x,x,x]"
+for before, name in zip("abcdefgh", "bcdefghi", strict=True):
+    SWELLING += f", {name}: &{name} [{','.join([f'*{before}'] * 8)}]"
 SWELLING += "}"
 """A few hundred characters that stand for a hundred million values."""
 
@@ -62,13 +61,11 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def tree(folder: Path) -> dict[str, tuple[int, int]]:
-    """List everything below a folder, with size and time; links are not followed."""
-    found = {}
-    for path in sorted(folder.rglob("*")):
-        if "__pycache__" not in path.parts and not path.is_dir():
-            status = path.lstat()
-            found[str(path.relative_to(folder))] = status.st_size, status.st_mtime_ns
-    return found | {str(p.relative_to(folder)): (0, 0) for p in folder.rglob("*") if p.is_dir()}
+    """List everything below a folder, files with size and time; links are not followed."""
+    paths = [path for path in folder.rglob("*") if "__pycache__" not in path.parts]
+    found = {str(path.relative_to(folder)): path.lstat() for path in paths}
+    files = {name for name, status in found.items() if not stat.S_ISDIR(status.st_mode)}
+    return {n: (s.st_size, s.st_mtime_ns) if n in files else (0, 0) for n, s in found.items()}
 
 
 def assert_refused(argv: list[str], codes: tuple[int, ...], tmp_path: Path, err: object) -> None:

@@ -1,7 +1,4 @@
-"""Word what is wrong with a config, one line per fault, and walk through its nested mappings.
-
-Knows no key of its own, but for what other trainers call ours.
-"""
+"""Word what is wrong with a config, one line per fault, and walk through its nested mappings."""
 
 from __future__ import annotations
 
@@ -21,19 +18,6 @@ MISSING = "???"
 
 NEAR = 0.65
 """Common letters of words that may be meant: a swap leaves 2/3, `depth` and `width` share 0.6."""
-
-SYNONYMS: Mapping[str, str] = {
-    **dict.fromkeys(("batch_size", "bs", "global_batch_size"), "batch.global"),
-    **dict.fromkeys(("accumulate_grad_batches", "gradient_accumulation_steps"), "accum.steps"),
-    **dict.fromkeys(("gradient_clip_val", "grad_clip", "max_grad_norm"), "clip_norm"),
-    **dict.fromkeys(("learning_rate", "lr"), "optimizer.lr"),
-    **dict.fromkeys(("max_epochs", "num_epochs", "num_train_epochs"), "epochs"),
-    **dict.fromkeys(("weight_decay", "wd"), "optimizer.weight_decay"),
-    "max_steps": "steps",
-    "micro_batch_size": "accum.micro",
-    "warmup_steps": "scheduler.warmup",
-}
-"""What other trainers call a key, by its last part."""
 
 _VALUE_LIMIT = 60
 _FEW = 3

@@ -87,8 +87,7 @@ def locate(typed: str) -> str:
     path = Path(typed).expanduser().absolute()
     path = path if path.suffix else path.with_suffix(".yaml")
     if path.suffix != ".yaml" or not path.is_file():
-        what = "no such file" if path.suffix == ".yaml" else "the name of a recipe ends in .yaml"
-        raise ConfigError(clip(f"recipe={typed}: {what}"))
+        raise ConfigError(clip(f"recipe={typed}: no such file whose name ends in .yaml"))
     return str(path)
 
 

@@ -27,7 +27,6 @@ from trainer.config.components import (
 from trainer.config.keys import KEYS, options_of
 from trainer.config.messages import (
     MISSING,
-    SYNONYMS,
     ancestors,
     clip,
     did_you_mean,
@@ -79,7 +78,9 @@ def validate(
     odd = [p for p in COMPONENTS if not isinstance(lookup(tree, p), Mapping)]
     if odd:
         raise ConfigError(*(line(p, lookup(tree, p), "takes an option or a mapping") for p in odd))
-    faults = [*_leaf_faults("", tree, named), *_argument_faults(tree, base, named)]
+    # One search of all values at once: of each, it would take most of the time of a start.
+    environ = os.environ if leaked(tree, os.environ) else {}
+    faults = [*_leaf_faults("", tree, named, environ), *_argument_faults(tree, base, named)]
     give_way(tree, typed_keys)
     faults += rule_faults(tree, named)
 
@@ -114,10 +115,10 @@ def from_plain(plain: Tree) -> RunConfig:
         raise ConfigError(*dict.fromkeys(_schema_faults(error, plain, {}, choices))) from None
 
 
-def secret_fault(key: str, value: object) -> str | None:
+def secret_fault(key: str, value: object, environ: Mapping[str, str] = os.environ) -> str | None:
     """Say why the value of a dotted key must not be written into a run folder, or None."""
     where = "settings are written into the run folder; leave it in the environment"
-    if variable := leaked(value, os.environ):
+    if variable := leaked(value, environ):
         return clip(f"{key}: holds the secret of ${variable}, and {where}")
     if is_secret(key.rpartition(".")[2], value):
         return clip(f"{key}: looks like a secret, and {where}, where the library reads it")
@@ -130,17 +131,19 @@ def _choice(owner: str, choices: Tree) -> str:
     return f"{owner}={option}" if option else owner
 
 
-def _leaf_faults(key: str, value: object, choices: Tree) -> Iterator[str]:
+def _leaf_faults(
+    key: str, value: object, choices: Tree, environ: Mapping[str, str]
+) -> Iterator[str]:
     """Find values that are missing, and secrets, at any depth."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
-            yield from _leaf_faults(f"{key}.{name}" if key else str(name), inner, choices)
+            yield from _leaf_faults(f"{key}.{name}".removeprefix("."), inner, choices, environ)
     elif isinstance(value, list | tuple):
         for inner in value:
-            yield from _leaf_faults(key, inner, choices)
+            yield from _leaf_faults(key, inner, choices, environ)
     elif value == MISSING:
         yield clip(f"{key}: {_choice(owner_of(key) or key, choices)} needs it, {key}=...")
-    elif fault := secret_fault(key, value):
+    elif fault := secret_fault(key, value, environ):
         yield fault
 
 
@@ -175,7 +178,7 @@ def _unknown(key: str, value: object, known: Tree, choices: Tree) -> str:
         better = f"{owner}={others[0]} {key}={show(value)}"
         return line(key, value, f"not a setting of {_choice(owner, choices)}; type {better}")
     offers = [k for k in (*flat(known), *KEYS) if not k.endswith("_target_")]
-    hint = f" Did you mean {SYNONYMS[name]}?" if name in SYNONYMS else did_you_mean(key, offers)
+    hint = did_you_mean(key, offers)
     if not hint and owner:
         names = [k for k in lookup(known, owner) if f"{owner}.{k}" in offers]
         hint = f" {_choice(owner, choices)} has {', '.join(names) or 'none'}"
