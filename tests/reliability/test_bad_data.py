@@ -247,8 +247,7 @@ LABEL = (
         nightly(f"Broken data.kind=input_ids_16 {GPT}", f"sample 11 {TOKEN}"),
         nightly("Broken data.kind=input_ids_-1 num_workers=1", "input_ids holds -1 at position 1"),
         ("Broken data.kind=labels_99", LABEL.format(99)),
-        (f"Broken data.kind=labels_-2 {GPT}", LABEL.format(-2)),
-        nightly("Broken data.kind=labels_-2 num_workers=1", LABEL.format(-2)),
+        (f"Broken data.kind=labels_-2 num_workers=1 {GPT}", LABEL.format(-2)),
     ],
 )
 def test_a_length_and_a_value_that_are_wrong_are_named_wherever_they_are_used(line, text, tmp_path):
@@ -283,6 +282,8 @@ FAULTS: Sequence[tuple[str, Any, str]] = (
     ("lengths", property(_exits), "`lengths` of Faulty: SystemExit: 0"),
     ("fingerprint", _gone, "`fingerprint` of Faulty: OSError: gone"),
     ("collate", lambda *_: _exits({}), "`collate` of Faulty, on 2 samples (0, 1, ...): SystemExit"),
+    ("collate", lambda *_: [1], "`collate` of Faulty must return a mapping from names to tensors"),
+    ("collate", lambda *_: {"x": 1}, "`collate` of Faulty must return a mapping from names"),
     ("collate", lambda *_: {3: torch.ones(2)}, "`collate` of Faulty: the field 3 is a int; names"),
     (
         "collate",

@@ -188,9 +188,8 @@ def test_the_fingerprint_follows_contents_and_settings_only(library, monkeypatch
 def test_off_a_terminal_building_says_one_plain_line(library, capsys, monkeypatch):
     monkeypatch.setattr(files, "LONG_S", -1.0)
     StdlibText(root=str(library))
-    assert capsys.readouterr().err == (
-        "train: indexing the Python standard library, 8 modules ...\n"
-    )
+    text = "train: indexing the Python standard library, 8 modules ...\n"
+    assert capsys.readouterr().err == text
     StdlibText(root=str(library))
     assert capsys.readouterr().err == ""
     monkeypatch.setenv("LOCAL_RANK", "1")

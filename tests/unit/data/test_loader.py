@@ -234,21 +234,6 @@ def test_numbers_arrays_and_lists_become_tensors(loader_of):
         loader_of(Listed([{"x": [[1], [2, 3]]}])).load(Request((0,), 0, 1))
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_values_out_of_range_are_named_before_a_device_sees_them(loader_of, num_workers):
-    samples = [{"input_ids": [1, 2], "labels": [2, -100]}, {"input_ids": [3], "labels": [4]}]
-
-    def load(limits):
-        loader = loader_of(Listed(samples), num_workers, limits=limits)
-        return next(loader.stream(iter([Request((0, 1), 0, 2)])))
-
-    for name, value, limits in (("input_ids", 3, (3, None)), ("labels", 4, (4, 4))):
-        text = f"sample 1 of Listed: {name} holds {value} at position 0, and the model's"
-        with pytest.raises(DataError, match=text):
-            load(limits)
-    assert load((4, 5))["labels"].tolist() == [[2, -100], [4, -100]]
-
-
 # A `collate` of the data set's own
 
 
@@ -264,18 +249,6 @@ def test_a_collate_of_the_data_set_s_own_is_used_and_drawn_for_reproducibly(load
     assert expected[0]["sum"].tolist() == [3, 10]
     assert all(map(same, there.stream(iter(requests)), expected))
     assert len({tuple(fields["noise"].tolist()) for fields in expected}) == 3
-
-
-def test_a_collate_that_fails_is_named(loader_of):
-    dataset = Ragged()
-    for result, text in (
-        (lambda samples: samples[99], r" of Ragged, on 2 samples \(0, 1, \.\.\.\): IndexError"),
-        (lambda _: [1], "must return a mapping from names to tensors"),
-        (lambda _: {"x": 1}, "must return a mapping from names to tensors"),
-    ):
-        dataset.collate = result
-        with pytest.raises(DataError, match=f"`collate`.*{text}"):
-            loader_of(dataset).load(request(0, 1))
 
 
 # Lengths
