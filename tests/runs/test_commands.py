@@ -239,7 +239,7 @@ def test_a_plan_is_the_whole_arithmetic_and_starts_nothing(
         "9 = 1.50 epochs, 6 steps per epoch",
         "keep: the last 2 samples",
         "2 steps of warm-up (22.2% of the run)",
-        "once, at the end",
+        "checkpoint at the end",
         "of tensors predicted, ",
         "micro-batches of step 1",
         "lr 0.012, adamw",

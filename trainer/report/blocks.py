@@ -28,7 +28,7 @@ from trainer.core.format import (
     shown_path,
     size,
 )
-from trainer.report.records import Noun, Record, RunEnd, Verdict, VerifyReport, is_noise
+from trainer.report.records import Noun, Record, RunEnd, Verdict, VerifyReport
 
 LABEL_WIDTH = 10
 MAX_SHAPE_ROWS = 12
@@ -41,8 +41,6 @@ VERDICTS: Mapping[Verdict, str] = {
     "not_exact": "not exact: this plan computes another step than the whole batch",
     "not_proven": "not proven: something cannot be compared",
 }
-
-NOISE = "not shown: counting bytes alone predicts better, the model needs more training"
 
 Row = tuple[str, str | Text | None]
 
@@ -66,10 +64,10 @@ def start_block(
     return Group(_title(f"train {name or ''}"), _grid(rows), _warnings(plan["warnings"]))
 
 
-def plan_block(plan: Record, file: Path | None = None) -> RenderableType:
+def plan_block(plan: Record, file: Path) -> RenderableType:
     """Lay out the whole arithmetic of a run, for `train plan`; the file holds all of it."""
     parts = [f"{name} {size(count)}" for name, count in plan["memory_parts"].items() if count]
-    means = plan["epoch_means"]
+    means, steps = plan["epoch_means"], plan["steps"]
     sync = plan["sync_why"] or f"{plan['sync']}, parallel {plan['parallel']}"
     epoch = _joined(  # what varies from step to step, as the mean over those that were sampled
         f"mean of {number(means['steps'])} steps: {plural(round(means['tokens']), noun_of(plan))}",
@@ -82,11 +80,11 @@ def plan_block(plan: Record, file: Path | None = None) -> RenderableType:
         ("peak", Text(" + ".join(parts), "dim") if parts else None),
         ("padding", f"{percent(plan['padding'])} of the computed positions in step 1"),
         ("epoch", None if means["steps"] == 1 else epoch),
+        ("cadence", _joined(*(f"{n} {_cadence(e, steps)}" for n, e in plan["cadences"].items()))),
         ("parallel", plan["parallel_why"]),
         ("sync", sync if plan["world_size"] > 1 else "one rank, which sends nothing"),
     ]
-    tables = [_section("cadences", _rows(_cadences(plan)))]
-    tables.append(_section("micro-batches of step 1", _shapes(plan, file)))
+    tables = [_section("micro-batches of step 1", _shapes(plan, file))]
     if plan["candidates"]:
         tables.append(_section("caps weighed", _candidates(plan["candidates"], noun_of(plan))))
     return Group(_title("plan"), _grid(rows), *tables, _warnings(plan["warnings"]))
@@ -129,11 +127,9 @@ def end_block(end: RunEnd) -> RenderableType:
         advice = [Text.assemble(("-> ", "bold yellow"), text) for text in result["advice"]]
         spent = Group(_rows(_times(result["time"])), *advice)
         blocks.append(_section("where the time of a step went", spent))
-    shown = Text(printable((end.sample or "")[:SAMPLE_CHARACTERS]), "green")
-    if is_noise(result["eval_loss"], result["baselines"]):
-        shown = Text(NOISE, "dim")
-    if shown:
-        blocks.append(_section("a generated sample", shown))
+    if end.sample:
+        sample = printable(end.sample[:SAMPLE_CHARACTERS])
+        blocks.append(_section("a generated sample", Text(sample, "green")))
     return Group(*blocks, _section("look further"))
 
 
@@ -231,22 +227,14 @@ def _tail(plan: Record) -> str:
     return f"{tail}: {last}, {end}"
 
 
-def _cadences(plan: Record) -> list[Row]:
-    """Say when each thing is done; a cadence in time, or a share, is text."""
-    rows: list[Row] = []
-    for name, every in plan["cadences"].items():
-        text = f"every {every}, and at the end"
-        if every is None or (isinstance(every, int) and every > plan["steps"]):
-            text = "step 1 and the last" if name == "log" else "once, at the end"
-        elif isinstance(every, int):
-            times = plural(plan["steps"] // every, "time")
-            text = f"every {'step' if every == 1 else f'{every:,} steps'}, {times}"
-            text += " and at the end" if plan["steps"] % every else ""
-        rows.append((name, text))
-    return rows
+def _cadence(every: int | str | None, steps: int) -> str:
+    """Say when something is done: after so many steps, in a time such as `10min`, or once."""
+    if every is None or (isinstance(every, int) and every > steps):
+        return "at the end"
+    return f"every {plural(every, 'step') if isinstance(every, int) else every}"
 
 
-def _shapes(plan: Record, file: Path | None) -> RenderableType:
+def _shapes(plan: Record, file: Path) -> RenderableType:
     """List the shapes, the first to run first; equal ones share a row."""
     keys = ("rank", "num_samples", "length", "packed")
     groups = Counter(tuple(shape[key] for key in keys) for shape in plan["shapes"])
@@ -255,9 +243,8 @@ def _shapes(plan: Record, file: Path | None) -> RenderableType:
         positions = length * (1 if packed else samples)  # a packed micro-batch is one row
         table.add_row(*map(number, (rank, count, samples, length, positions)))
     left = len(groups) - MAX_SHAPE_ROWS
-    place = "plan.json" if file is None else shown_path(file)
-    more = [Text(f"and {number(left)} more; all are in {place}", "dim")] if left > 0 else []
-    return Group(table, *more)
+    more = f"and {number(left)} more; all are in {shown_path(file)}"
+    return Group(table, *([Text(more, "dim")] if left > 0 else []))
 
 
 def _candidates(candidates: Sequence[Record], noun: Noun) -> RenderableType:

@@ -8,6 +8,7 @@ import pty
 import re
 import threading
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,7 @@ from rich.text import Text
 from trainer.core.signals import STOPPING
 from trainer.report.blocks import batch_equation, end_block, plan_block, verify_block
 from trainer.report.console import BRIEF, LOG_FILE, Screen
-from trainer.report.records import RunEnd, VerifyReport
+from trainer.report.records import RunEnd, VerifyReport, is_noise
 from trainer.report.reporter import Reporter, RunReporter, SilentReporter
 
 
@@ -54,6 +55,9 @@ PLAN: dict[str, Any] = {
     "defaults": ["steps=60"], "warnings": ["BatchNorm in [net.bn1]: type batchnorm=micro"],
     "parallel_why": None, "sync_why": None, "sync_table": [], "network": None,
 }  # fmt: skip
+
+
+FILE = Path("plan.json")
 
 
 def record(step: int, **changes: Any) -> dict[str, Any]:
@@ -122,7 +126,7 @@ REPORT = VerifyReport(
 
 @pytest.mark.parametrize(("width", "no_color"), [(80, ""), (120, "1")])
 def test_every_block_fits_the_width_without_trailing_blanks(width, no_color, monkeypatch):
-    for block in (plan_block(PLAN), verify_block(REPORT), end_block(ending())):
+    for block in (plan_block(PLAN, FILE), verify_block(REPORT), end_block(ending())):
         text = shown(block, monkeypatch, width, NO_COLOR=no_color)
         assert "\x1b" not in text
         for line in text.splitlines():
@@ -149,14 +153,14 @@ def test_the_batch_equation_is_true_for_every_cut(changes, left, right):
 
 
 def test_a_plan_shows_its_arithmetic_and_marks_the_cap_it_chose(monkeypatch):
-    text = shown(plan_block(PLAN), monkeypatch, 120)
+    text = shown(plan_block(PLAN, FILE), monkeypatch, 120)
     (chosen,) = [line for line in text.splitlines() if "<- chosen" in line]
     assert chosen.split()[:2] == ["8,192", "3"]
     for part in (
         "412 MiB of tensors predicted, 3.1% of 13.0 GiB",
         "60 = 1.67 epochs, 36 steps per epoch",
         "keep: the last 118 samples",
-        "every 20 steps, 3 times",
+        "evaluate every 20 steps, checkpoint at the end",
         "does not fit",
         "warning: BatchNorm in [net.bn1]: type batchnorm=micro",
         "6 steps of warm-up (10.0% of the run)",
@@ -186,8 +190,9 @@ def test_the_end_sets_the_loss_beside_each_baseline_and_keeps_noise_to_itself(mo
     text = shown(end_block(raw), monkeypatch)
     assert "22 steps, 2 of them in this start, in 2.6 s" in text
     assert "worse, after 22 steps" in text
-    assert "not shown: counting bytes alone predicts better" in text
-    assert "def f()" not in text
+    assert is_noise(4.0, RESULT["baselines"])
+    assert not is_noise(3.0, RESULT["baselines"])
+    assert "sample" not in shown(end_block(replace(raw, sample=None)), monkeypatch)
 
 
 def test_without_a_terminal_each_due_step_is_one_aligned_line_and_so_is_what_went_wrong(tmp_path):
@@ -269,7 +274,7 @@ def test_every_rank_but_the_first_takes_the_same_calls_and_is_silent():
 def test_samples_of_length_one_are_called_samples_everywhere(tmp_path, monkeypatch):
     sizes = {"num_samples": 57, "num_tokens": 57, "max_tokens": 1, "global_batch": 1}
     plan = PLAN | sizes | {"shapes": [shape(1, 1)]}
-    text = shown(plan_block(plan), monkeypatch, 120)
+    text = shown(plan_block(plan, FILE), monkeypatch, 120)
     for words in (
         "1 sample = ",
         "57 samples, 965 held out",
