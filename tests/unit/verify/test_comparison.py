@@ -5,7 +5,6 @@ No fault hides in a small gradient, no noise alarms; what a copy cannot show pro
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -389,22 +388,6 @@ def test_complex_weights_keep_their_imaginary_parts(couples):
     assert report.exact != couples, report.culprits
     assert (report.max_relative_error > WRONG) == couples
     assert (report.dtype, report.num_parameters) == ("float64", 10)
-
-
-class Normed(TinyLM):
-    """A weight that is computed anew in every forward, and held in between."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            nn.utils.weight_norm(self.head)
-
-
-def test_computed_weights_are_compared_like_others():
-    report = Bench(SORTED, model=Normed).verified()
-    assert report.exact, report.culprits
-    assert report.max_relative_error <= EXACT[torch.float64]
 
 
 class FirstLoss(NextToken):  # type: ignore[misc] # final

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -86,6 +87,16 @@ class HandCast(TinyLM):
         return logits * torch.ones(VOCABULARY) + self.head.bias.to(torch.float32)
 
 
+class Normed(TinyLM):
+    """A weight that is computed anew in every forward, and stays in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            nn.utils.weight_norm(self.head)
+
+
 class Recomputed(TinyLM):
     """Computed again in backward."""
 
@@ -116,8 +127,9 @@ def test_a_sound_step_is_exact_for_every_cut_and_reference(cut, whole_fits, norm
         (Shared, ()),
         (HandCast, ("casts to bfloat16 by hand in the model are undone in float64",)),
         (Recomputed, ()),
+        (Normed, ()),
     ],
-    ids=["shared and frozen", "casts by hand", "recomputed"],
+    ids=["shared and frozen", "casts by hand", "recomputed", "computed weights"],
 )
 def test_an_unusual_but_sound_model_raises_no_false_alarm(model, notes):
     report = Bench(SORTED, torch.float32, model=model).verified()
