@@ -6,7 +6,7 @@ No fault hides in a small gradient, no noise alarms; what a copy cannot show pro
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import pytest
@@ -20,7 +20,6 @@ from tests.lib.support import EXACT, VOCABULARY, WRONG, Bench, TinyLM
 from trainer.accumulate.base import GradientStrategy
 from trainer.accumulate.sum import Sum
 from trainer.core.errors import ConfigError, DoesNotFitError
-from trainer.objectives.base import Sums
 from trainer.objectives.next_token import NextToken
 from trainer.plan.cuts import Budget, Fixed
 from trainer.verify.comparison import compared
@@ -394,9 +393,10 @@ class FirstLoss(NextToken):  # type: ignore[misc] # final
     """Scales by the first loss that it sees."""
 
     def sums(self, model, fields):
-        total = super().sums(model, fields).losses["cross_entropy"]
+        sums = super().sums(model, fields)
+        total = sums.losses["cross_entropy"]
         vars(self).setdefault("first", float(total.detach()))
-        return Sums(losses={"cross_entropy": total / self.first})
+        return replace(sums, losses={"cross_entropy": total / self.first})
 
 
 def test_an_objective_that_keeps_state_is_named_and_left_as_it_was():
