@@ -21,7 +21,7 @@ from trainer.accumulate.base import GradientStrategy
 from trainer.accumulate.sum import Sum
 from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import Fields
-from trainer.objectives.base import IGNORED, Objective, Sums, logits_of, without_labels
+from trainer.objectives.base import IGNORED, Objective, Sums, logits_from
 from trainer.objectives.model_loss import ModelLoss
 from trainer.objectives.next_token import NextToken, shifted_labels
 from trainer.plan.cut import Layout
@@ -208,7 +208,7 @@ class Tagging(Objective):
         return {"tags": float((fields["labels"] != IGNORED).sum())}
 
     def sums(self, model, fields):
-        logits = logits_of(model(without_labels(fields)))
+        logits = logits_from(model, fields)
         labels = fields["labels"].flatten()
         return Sums(losses={"tags": F.cross_entropy(logits.flatten(0, 1), labels, reduction="sum")})
 
@@ -363,7 +363,7 @@ def terms_of(model: Any, fields: Fields) -> tuple[Tensor, Tensor]:
     """Logits and shifted labels of the tokens that have a next one."""
     targets = shifted_labels(fields)
     counted = targets != IGNORED
-    return logits_of(model(without_labels(fields)))[counted], targets[counted]
+    return logits_from(model, fields)[counted], targets[counted]
 
 
 class Paired(Objective):
@@ -373,7 +373,7 @@ class Paired(Objective):
         return {"loss": float((shifted_labels(fields) != IGNORED).sum())}
 
     def sums(self, model, fields):
-        logits = logits_of(model(without_labels(fields)))
+        logits = logits_from(model, fields)
         summed = logits.masked_fill(fields["labels"][..., None] == IGNORED, 0.0).sum(1)
         even, odd = summed[0::2], summed[1::2]
         return Sums(losses={"loss": F.cosine_similarity(even[: len(odd)], odd).sum()})
@@ -441,7 +441,7 @@ class MeanLoss(Objective):
 
     def sums(self, model, fields):
         targets = shifted_labels(fields)
-        logits = logits_of(model(without_labels(fields)))
+        logits = logits_from(model, fields)
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
         terms = (targets != IGNORED).sum()
         divisor = {"terms": terms, "positions": terms * 0 + targets.numel(), "none": terms * 0 + 1}
