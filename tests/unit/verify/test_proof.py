@@ -415,13 +415,16 @@ def test_a_loss_over_declared_groups_is_exact():
 class Signed(Objective):
     """Terms that cancel nearly, and a metric that is counted in its own way."""
 
+    metric_names = ("runs",)
+
     def weights(self, fields) -> Mapping[str, float]:
         return {"loss": float(len(fields["input_ids"])), "runs": 1.0}
 
     def sums(self, model, fields):
         logits, targets = terms_of(model, fields)
         loss = F.cross_entropy(logits, targets, reduction="none")
-        return Sums(losses={"loss": 1e9 * (loss - loss.detach()).sum()})
+        cancelled = 1e9 * (loss - loss.detach()).sum()
+        return Sums(losses={"loss": cancelled}, metrics={"runs": torch.ones(())})
 
 
 def test_sums_that_cancel_and_weights_of_metrics_are_no_fault():
