@@ -7,7 +7,6 @@ line per fault of at most 200 characters, without a traceback, a folder or torch
 
 from __future__ import annotations
 
-import os
 import sys
 from random import Random
 
@@ -63,7 +62,6 @@ def test_an_edited_line_is_valid_or_refused_in_one_line_per_fault(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
-    assert "RANK" not in os.environ
     refused = 0
     for case, chance in cases(count):
         argv = ["--cfg", "job", *edited(chance.choice(LINES), chance)]
@@ -74,8 +72,6 @@ def test_an_edited_line_is_valid_or_refused_in_one_line_per_fault(
         if code:
             refused += 1
             assert lines, about
-            assert all(each.startswith("train: error: ") for each in lines), about
-            assert all(len(each) <= 214 for each in lines), about
+            assert all(e.startswith("train: error: ") and len(e) <= 214 for e in lines), about
         assert not list(tmp_path.iterdir()), about
-    print(f"{count} edits, {refused} refused, the others still valid")
     assert refused > count // 3

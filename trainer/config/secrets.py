@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping
-from typing import final
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from urllib.parse import unquote
 
 MASK = "***"
@@ -81,22 +81,13 @@ def without_secrets(text: str, environ: Mapping[str, str]) -> str:
 
 
 def mask_logs() -> None:
-    """Let what any library logs from now on reach no handler with a secret in it."""
+    """Let what any library logs from now on, tracebacks too, reach no handler with a secret."""
+
+    def masked(inner: Callable[[logging.LogRecord], str], record: logging.LogRecord) -> str:
+        return without_secrets(inner(record), os.environ)
+
     for handler in logging.getLogger().handlers:
-        handler.setFormatter(_Masking(handler.formatter or logging.Formatter()))
-
-
-@final
-class _Masking(logging.Formatter):
-    """Formats as another does, without what is secret; a traceback is a part of what it gives."""
-
-    def __init__(self, inner: logging.Formatter) -> None:
-        super().__init__()
-        self._inner = inner
-
-    def format(self, record: logging.LogRecord) -> str:
-        """Write a record as the other formatter does, masked."""
-        return without_secrets(self._inner.format(record), os.environ)
+        handler.format = partial(masked, handler.format)  # type: ignore[method-assign]
 
 
 def _secrets(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import yaml
 
@@ -176,10 +174,3 @@ HARMLESS = [
 def test_a_recipe_of_values_and_options_passes(tmp_path):
     for text in HARMLESS:
         assert "meta" not in recipes.read(write(tmp_path, text))
-
-
-def test_a_hostile_recipe_stops_the_composition_before_hydra_reads_it(tmp_path):
-    path = write(tmp_path, "hydra: {job: {env_set: {TRAIN_TEST_LEAK: '1'}}}")
-    with pytest.raises(ConfigError, match="hydra: not for a recipe"):
-        composed(f"recipe={path}")
-    assert "TRAIN_TEST_LEAK" not in os.environ

@@ -14,26 +14,17 @@ from trainer.report.console import Screen
 from trainer.report.wandb import shown_config
 
 ENVIRONMENT = {
+    **{"DB_PASSWORD": "Canaryshort2", "MYSQL_PWD": "canary6", "REGISTRY_AUTH": "canary8"},
+    **{"hf_token_lower": "canarylowercase4444444", "GH_PAT": "canarypatpatpatpatpat5"},
     "DATABASE_URL": "postgres://user:Canaryurlpw3%21@host/db",
-    "DB_PASSWORD": "Canaryshort2",
-    "hf_token_lower": "canarylowercase4444444",
-    "GH_PAT": "canarypatpatpatpatpat5",
-    "MYSQL_PWD": "canary6",
     "SENTRY_DSN": "https://canary7canary7@sentry/1",
-    "REGISTRY_AUTH": "canary8",
     "SERVICE_URL": "https://canary9canary9canary9@host",
     "QUOTED_KEY": "canary10\\'\"x",
 }
 HARMLESS = {
-    "PWD": "/home/canary",
-    "OLDPWD": "/home/other",
-    "SSH_AUTH_SOCK": "/tmp/canary",
-    "TOKENIZERS_PARALLELISM": "disabled",
-    "MAX_TOKENS": "100000",
-    "KEYMAP": "german",
-    "XDG_SESSION_TYPE": "canary-session",
-    "PATH": "/usr/bin:/bin",
-    "DB_SECRET": "train",
+    **{"PWD": "/home/canary", "OLDPWD": "/home/other", "SSH_AUTH_SOCK": "/tmp/canary"},
+    **{"TOKENIZERS_PARALLELISM": "disabled", "MAX_TOKENS": "100000", "KEYMAP": "german"},
+    **{"XDG_SESSION_TYPE": "canary-session", "PATH": "/usr/bin:/bin", "DB_SECRET": "train"},
 }
 
 

@@ -46,9 +46,8 @@ FAULTS = {
     "batch.golbal=3": ": unknown setting. Did you mean batch.global?",
     "lr=0.1": ": unknown setting. Did you mean optimizer.lr?",
     "model.widht=3": ": unknown setting. Did you mean model.width?",
-    "optimizer.rate=3": (
-        ": unknown setting. optimizer=adamw has lr, weight_decay, groups, betas, eps"
-    ),
+    "optimizer.rate=3": ": unknown setting. optimizer=adamw has lr, weight_decay, groups, betas, "
+    "eps",
     "accum.steps=8": ": not a setting of accum=auto; type accum=fixed accum.steps=8",
     "eval=20": ": is a section, not a value; it has every",
     "batchnorm.group=32": ": unknown setting. batchnorm is one value, batchnorm=",
@@ -64,15 +63,13 @@ FAULTS = {
     "checkpoint.every=soon": ": must be a whole number of at least 1, a share of the run below 1, "
     "a time such as 10min or null, e.g. ",
     'optimizer.groups={"a":{"rl":3}}': ": must be a mapping of name",
-    "optimizer._target_=trainer.optim.optimizers.SGD optimizer.lr=-1": (
-        "optimizer.lr=-1: must be a number, 0 or more"
-    ),
+    "optimizer._target_=trainer.optim.optimizers.SGD optimizer.lr=-1": "optimizer.lr=-1: must be "
+    "a number, 0 or more",
     "accum.memory=80G": ": must be a size such as 80GiB or null",
     "model._target_=net:Net": ": must be the import path of a class: package.Class",
     "model=own": ": no class is named; type model._target_=package.Class",
-    "data._target_=pkg.Data data.on_bad=skp": (
-        "data.on_bad=skp: must be stop or skip. Did you mean skip?"
-    ),
+    "data._target_=pkg.Data data.on_bad=skp": "data.on_bad=skp: must be stop or skip. Did you "
+    "mean skip?",
     "data=text": "data.path: data=text needs it, data.path=...",
     "steps=3 epochs=2": "steps=3: epochs is set too; at most one, type epochs=null",
     "accum=fixed": "accum.micro: accum=fixed needs accum.micro (samples per micro-batch) or "
@@ -80,34 +77,28 @@ FAULTS = {
     "batch=tokens accum=fixed accum.micro=8 accum.steps=3": "accum.steps=3: with batch.unit=tokens",
     "batch.normalizer=micro_batches": ": depends on the cut; type accum=fixed accum.micro=8",
     "batchnorm=micro": ": depends on the cut; type accum=fixed accum.micro=8",
-    "accum=fixed accum.micro=8 activation_checkpointing=auto": (
-        "activation_checkpointing=auto: needs accum=auto"
-    ),
+    "accum=fixed accum.micro=8 activation_checkpointing=auto": "activation_checkpointing=auto: "
+    "needs accum=auto",
     "device=cuda": ": no GPU is usable here; use device=cpu or device=auto, or plan for one that "
     "is not here: train plan device=cuda accum.memory=80GiB",
-    "parallel.ranks=2 sync=hierarchical": (
-        "sync=hierarchical: needs copies of the model; use parallel=hsdp"
-    ),
-    "deterministic=layout accum=fixed accum.micro=8 parallel=fsdp": (
-        "deterministic=layout: needs parallel=ddp"
-    ),
+    "parallel.ranks=2 sync=hierarchical": "sync=hierarchical: needs copies of the model; use "
+    "parallel=hsdp",
+    "deterministic=layout accum=fixed accum.micro=8 parallel=fsdp": "deterministic=layout: needs "
+    "parallel=ddp",
     "deterministic=layout": ": needs fixed micro-batches; type accum=fixed accum.micro=8",
     "parallel.shard=2": ": counts only with parallel=hsdp",
     "parallel=hsdp parallel.ranks=4 parallel.shard=3": "parallel.shard=3: times "
     "parallel.replicate=1 is not the 4 ranks there are; e.g. parallel.shard=2 parallel.replicate=2",
-    "parallel=none parallel.ranks=2": (
-        "parallel.ranks=2: parallel=none is one rank; use parallel=ddp"
-    ),
-    "scheduler.scale=linear": (
-        ": needs scheduler.reference_batch, the global batch that optimizer.lr was tuned for"
-    ),
+    "parallel=none parallel.ranks=2": "parallel.ranks=2: parallel=none is one rank; use "
+    "parallel=ddp",
+    "scheduler.scale=linear": ": needs scheduler.reference_batch, the global batch that "
+    "optimizer.lr was tuned for",
     "scheduler.warmup=50": ": is more than steps=32; the largest valid value is 32",
     "scheduler=wsd scheduler.decay=0.9 scheduler.warmup=16": "scheduler.decay=0.9: 29 steps of "
     "decay and 16 of warm-up exceed the run's 32 steps; the largest valid value is 0.5",
     "data=tokens data.path=.": "model.vocab_size: token files do not say",
-    "optimizer=sgd optimizer.nesterov=true optimizer.momentum=0": (
-        "optimizer.nesterov=true: needs a momentum; type optimizer.momentum=0.9"
-    ),
+    "optimizer=sgd optimizer.nesterov=true optimizer.momentum=0": "optimizer.nesterov=true: needs "
+    "a momentum; type optimizer.momentum=0.9",
     "model.num_heads=5": "model.width, model.num_heads: 5 heads do not share a width of 96 in even "
     "parts, which rotary positions need; nearest: model.width=100 or model.num_heads=4",
     "command=evaluate": ": needs run=outputs/... or run=auto",
