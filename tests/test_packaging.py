@@ -14,16 +14,15 @@ import pytest
 CHECKOUT = Path(__file__).parent.parent
 
 
-def succeed(command: list[str], cwd: Path, **environment: str) -> str:
-    done = subprocess.run(
-        command,
-        cwd=cwd,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
+def ended(command: list[str], cwd: Path, **more: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, **more}
+    return subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120, check=False
     )
+
+
+def succeed(command: list[str], cwd: Path, **environment: str) -> str:
+    done = ended(command, cwd, **environment)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout
 
@@ -47,15 +46,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train(installed: Path, cwd: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """Run the console script of the installed wheel."""
-    return subprocess.run(
-        [str(installed / "bin" / "train"), *words],
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(installed)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    return ended([str(installed / "bin" / "train"), *words], cwd, PYTHONPATH=str(installed))
 
 
 def test_every_option_and_recipe_is_in_the_wheel(wheel):

@@ -85,7 +85,7 @@ def prepared(line: str) -> Job:
 
 
 def in_process(line: str) -> int:
-    """Run a command line in this process."""
+    """Run a command line in this process, as `main` does; gives the exit code."""
     return run(shlex.split(line))
 
 

@@ -22,7 +22,6 @@ from hydra import compose, initialize_config_dir
 from hydra.core.plugins import Plugins
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 
 import trainer
 from tests.lib.cli_support import (
@@ -39,7 +38,7 @@ from trainer.cli.main import composer_of
 from trainer.cli.overrides import parse, quote, read
 from trainer.cli.prepare import prepare_run
 from trainer.cli.python_api import literal, overrides_of
-from trainer.cli.sweep import prepare_sweep, report
+from trainer.cli.sweep import prepare_sweep
 from trainer.config.components import GROUPS, OWN
 from trainer.config.keys import KEYS, data_dir
 from trainer.config.run_config import RunConfig
@@ -170,37 +169,31 @@ def test_a_folder_of_ones_own_is_consent(
     (tmp_path / "theirs.yaml").write_text(recipe)
     with pytest.raises(ConfigError, match=r"trust=\[os\]"):
         config_of("--config-dir mine recipe=theirs.yaml")
-    assert config_of("--config-dir mine model=tiny recipe=theirs.yaml").model.target == "net.Net"
+    line = f"--config-dir mine model=tiny recipe=theirs.yaml outputs={tmp_path}/far name=x"
+    job = prepared(line)
+    assert job.config.model.target == "net.Net"
+    assert job.folder.is_relative_to(tmp_path / "far"), "absolute, since it was typed"
+    assert job.folder.name.endswith("-x")
     assert in_process("--help --config-dir mine") == 0
     assert "tiny" in capsys.readouterr().out
 
 
-def test_absolute_folders_are_fine_when_typed(tmp_path: Path) -> None:
-    folder = prepared(f"outputs={tmp_path}/far name=x").folder
-    assert folder.is_relative_to(tmp_path / "far")
-    assert folder.name.endswith("-x")
-
-
-@pytest.mark.parametrize(
-    ("line", "jobs"),
-    {
+def test_a_sweep_is_expanded_as_hydra_expands_it() -> None:
+    composer = composer_of(split([]))
+    for line, jobs in {
         "batch.global=16,32 accum=fixed,auto accum.micro=8": [
-            ["accum=fixed", "++batch.global=16", "++accum.micro=8"],
-            ["accum=fixed", "++batch.global=32", "++accum.micro=8"],
-            ["accum=auto", "++batch.global=16", "++accum.micro=8"],
-            ["accum=auto", "++batch.global=32", "++accum.micro=8"],
+            [f"accum={cut}", f"++batch.global={size}", "++accum.micro=8"]
+            for cut in ("fixed", "auto")
+            for size in (16, 32)
         ],
         "scheduler=glob(*)": [[f"scheduler={name}"] for name in ("constant", "cosine", "wsd")],
         "model._target_=net.A,net.B accum.gradient=sum": [
             ["accum/gradient=sum", "model=own", f"++model._target_=net.{name}"] for name in "AB"
         ],
-    }.items(),
-)
-def test_a_sweep_is_expanded_as_hydra_expands_it(line: str, jobs: list[list[str]]) -> None:
-    composer = composer_of(split([]))
-    overrides, wrong = parse(shlex.split(line))
-    with composer.open():
-        assert prepare_sweep(overrides, wrong, composer).jobs == jobs
+    }.items():
+        overrides, wrong = parse(shlex.split(line))
+        with composer.open():
+            assert prepare_sweep(overrides, wrong, composer).jobs == jobs
 
 
 VALUES = st.recursive(
@@ -397,24 +390,6 @@ def test_ctrl_c_ends_a_sweep_with_its_table(tmp_path: Path) -> None:
     assert in_process(f"-m {line} seed=1,2") == 130
     _, rows = table_of(tmp_path)
     assert [row["state"] for row in rows] == ["failed", "not started"]
-
-
-def test_a_sweep_is_reported_from_its_folders_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    planned = [[f"optimizer.lr={lr}", "steps=2"] for lr in (0.1, 0.2, 0.4)]
-    for number, (state, loss) in enumerate([("completed", 2.5), ("running", 2.0)]):
-        folder = tmp_path / str(number)
-        (folder / ".hydra").mkdir(parents=True)
-        (folder / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(planned[number]))
-        (folder / "status.json").write_text(json.dumps({"state": state, "step": 2}))
-        (folder / "result.json").write_text(json.dumps({"eval_loss": loss, "loss": None}))
-    assert not report(tmp_path, planned, Console(width=120))
-    lines = (tmp_path / "sweep.csv").read_text().splitlines()
-    assert lines[0].startswith("job,optimizer.lr,state,exit_code,step,loss,eval_loss")
-    assert [line.split(",")[2] for line in lines[1:]] == ["completed", "failed", "not started"]
-    assert (tmp_path / "sweep.png").is_file()
-    assert "not started" in capsys.readouterr().out
 
 
 # From Python.

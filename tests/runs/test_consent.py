@@ -26,13 +26,10 @@ def asks(
     run: Path | FinishedRun, capsys: pytest.CaptureFixture[str], line: str = "evaluate run={}"
 ) -> bool:
     """Whether a command asks for trust in a run, and does nothing else."""
-    folder = run.folder if isinstance(run, FinishedRun) else run
     capsys.readouterr()
-    code = shell(line.format(folder))
-    err = capsys.readouterr().err
-    assert code == (
-        2 if "named by a recipe or a run, not by you; type 'trust=[tests]'" in err else 0
-    )
+    code = shell(line.format(run.folder if isinstance(run, FinishedRun) else run))
+    asked = "named by a recipe or a run, not by you; type 'trust=[tests]'"
+    assert code == (2 if asked in capsys.readouterr().err else 0)
     return code == 2
 
 
@@ -69,6 +66,8 @@ def test_what_the_user_did_not_sign_asks_as_a_strangers_run(
         assert old in path.read_text()
         path.write_text(path.read_text().replace(old, new))
         assert asks(copy, capsys), name
+    Path("friend.yaml").write_text("hooks: [{_target_: tests.lib.run_toys.Slow}]\n")
+    assert asks(run, capsys, "resume={} steps=2 recipe=./friend.yaml"), "a recipe adds no consent"
     (run / "consent.json").write_bytes(signed)
     assert asks(run, capsys), "the signature of another run"
     planted = other / ".hydra" / "resume_9" / "overrides.yaml"
@@ -80,14 +79,6 @@ def test_what_the_user_did_not_sign_asks_as_a_strangers_run(
     (config_home / "step-trainer" / "key").write_bytes(bytes(32))
     assert asks(other, capsys), "signed with another key"
     assert asks(other, capsys, "resume={} steps=2")
-
-
-def test_a_recipe_over_a_run_of_ones_own_adds_no_consent(
-    config_home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = go("steps=1")
-    Path("friend.yaml").write_text("hooks: [{_target_: tests.lib.run_toys.Slow}]\n")
-    assert asks(run, capsys, "resume={} steps=2 recipe=./friend.yaml")
 
 
 def test_without_a_key_runs_have_to_be_trusted(

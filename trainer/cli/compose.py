@@ -54,23 +54,14 @@ _COMPOSED: dict[tuple[str, ...], DictConfig] = {}
 @final
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One run, checked.
-
-    Attributes:
-        config: valid.
-        composed: the same with Hydra's own node.
-        lines: its overrides as Hydra takes them.
-        folder: where the run goes; absolute.
-        makes_folder: it writes a config of its own; not so where a run is only read.
-        done: why there is nothing to do, or `None`.
-    """
+    """One run, checked."""
 
     config: RunConfig
-    composed: DictConfig
-    lines: tuple[str, ...]
-    folder: Path
-    makes_folder: bool = True
-    done: str | None = None
+    composed: DictConfig  # the same with Hydra's own node
+    lines: tuple[str, ...]  # its overrides as Hydra takes them
+    folder: Path  # where the run goes; absolute
+    makes_folder: bool = True  # it writes a config of its own; not so where a run is only read
+    done: str | None = None  # why there is nothing to do
 
 
 @final

@@ -62,13 +62,11 @@ def prepare_run(lines: Sequence[str], composer: Composer) -> Job:
         if key == "run" and command in READING:
             job = _check_over(run, rest, composer, key)
             return replace(_place(job, run, None), makes_folder=False)
-        if saved_runs.has_checkpoint(run):
-            # The same command as before, with `resume=auto`, may name what the run began with.
-            again = resume == saved_runs.AUTO and word_of(rest, "init") is not None
-            rest = without(rest, "init", "step") if again else rest
-            job = _check_over(run, rest, composer, "resume")
-        else:
-            job = _check_over(run, rest, composer)
+        goes_on = saved_runs.has_checkpoint(run)
+        # The same command as before, with `resume=auto`, may name the weights the run began with.
+        if goes_on and resume == saved_runs.AUTO and word_of(rest, "init") is not None:
+            rest = without(rest, "init", "step")
+        job = _check_over(run, rest, composer, "resume" if goes_on else None)
         saved_runs.refuse_another_step(run, job.config)
         # `plan` and `verify` look on a run as well, but from folders of their own.
         return _place(job, job.folder) if command in ("plan", "verify") else _go_on(run, job)
