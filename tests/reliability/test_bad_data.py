@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -110,15 +109,6 @@ def test_data_that_do_not_fill_a_step_are_refused(tmp_path):
     (tmp_path / "few.txt").write_text("one\n\ntwo\n")
     settings = settings_of(tmp_path / "few.txt", "batch.tail=drop", "batch.global=50")
     assert_one_line(lab.run(settings, tmp_path / "run"), "50")
-
-
-def test_a_token_beyond_the_vocabulary_is_named_where_it_is_read(tmp_path):
-    tokens = np.arange(400, dtype="<u2")
-    tokens[250] = 60_000
-    tokens.tofile(tmp_path / "tokens.bin")
-    more = ("data=tokens", "model.vocabulary=65536", "data.max_length=8", "steps=11")
-    settings = settings_of(tmp_path / "tokens.bin", *more, "data.vocab_size=50000")
-    assert_one_line(lab.run(settings, tmp_path / "run"), "tokens.bin: token 60000 at position 250")
 
 
 class Broken(toys.Rows):
