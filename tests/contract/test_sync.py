@@ -117,20 +117,20 @@ def test_the_line_says_what_was_chosen_and_what_the_others_would_cost():
 def test_micro_batches_of_a_layout_do_not_depend_on_the_ranks(size, micro, ranks, seed, packed):
     lengths = np.random.default_rng(seed).integers(1, 40, size).astype(np.int64)
     alone = LayoutInvariant(micro=micro).cut(lengths, Layout(packed=packed))
-    spread = LayoutInvariant(micro=micro).cut(lengths, Layout(world_size=ranks, packed=packed))
-    spread.check(Layout(world_size=ranks, packed=packed))
-    for plan in (alone, spread):
+    shared = LayoutInvariant(micro=micro).cut(lengths, Layout(world_size=ranks, packed=packed))
+    shared.check(Layout(world_size=ranks, packed=packed))
+    for plan in (alone, shared):
         assert max(len(slot) for slots in plan.ranks for slot in slots) <= micro
-    flat = [slot.tolist() for slots in spread.ranks for slot in slots]
+    flat = [slot.tolist() for slots in shared.ranks for slot in slots]
     assert flat == [slot.tolist() for slot in alone.ranks[0]]
-    assert sum(spread.padded_lengths, ()) == alone.padded_lengths[0]
+    assert sum(shared.padded_lengths, ()) == alone.padded_lengths[0]
 
 
 def test_fixed_micro_batches_are_not_cut_smaller():
     lengths = np.ones(4, dtype=np.int64)
-    leaves = LayoutInvariant(micro=2)
+    cut = LayoutInvariant(micro=2)
     with pytest.raises(DoesNotFitError, match=r"lower accum\.micro"):
-        leaves.smaller(leaves.cut(lengths, Layout()))
+        cut.smaller(cut.cut(lengths, Layout()))
 
 
 def test_only_a_gradient_that_is_not_finite_makes_the_sum_so():

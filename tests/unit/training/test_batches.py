@@ -103,9 +103,9 @@ def test_draws_are_keyed_to_step_and_micro_batch_and_not_to_the_rank():
     assert len(set(keys)) == len(keys) == 8
     ranks = [walk(feed(Fixed(micro=2), world=World(rank=r, size=2)), 2) for r in range(2)]
     for step in range(2):
-        spread = [m for rank in ranks for m in rank[step].micro_batches]
-        assert [m.ids for m in spread] == [m.ids for m in alone[step].micro_batches]
-        assert [m.rng_key for m in spread] == [m.rng_key for m in alone[step].micro_batches]
+        shared = [m for rank in ranks for m in rank[step].micro_batches]
+        assert [m.ids for m in shared] == [m.ids for m in alone[step].micro_batches]
+        assert [m.rng_key for m in shared] == [m.rng_key for m in alone[step].micro_batches]
 
 
 @pytest.mark.parametrize("workers", [0, 1])

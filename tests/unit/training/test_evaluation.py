@@ -36,8 +36,8 @@ def held_out(max_tokens: int, dataset: RaggedText | None = None) -> HeldOut:
     )
 
 
-def evaluated(bench: Bench, held: HeldOut) -> dict[str, float]:
-    return evaluate(bench.kit.model, bench.objective, held, bench.kit.world)
+def evaluated(bench: Bench, samples: HeldOut) -> dict[str, float]:
+    return evaluate(bench.kit.model, bench.objective, samples, bench.kit.world)
 
 
 def by_hand(module: nn.Module, data: RaggedText) -> dict[str, float]:
@@ -81,12 +81,12 @@ def test_evaluation_is_exact_for_every_cap(norm):
 def test_every_sample_is_visited_once_over_all_ranks_and_none_is_cut(num_ranks, monkeypatch):
     monkeypatch.setattr("trainer.training.evaluation.CHUNK", 10)
     for cap in CAPS:
-        held = replace(held_out(cap), layout=Layout(world_size=num_ranks))
-        requests = [request for rank in range(num_ranks) for request in held.requests(rank)]
+        samples = replace(held_out(cap), layout=Layout(world_size=num_ranks))
+        requests = [request for rank in range(num_ranks) for request in samples.requests(rank)]
         assert sorted(i for request in requests for i in request.ids) == list(range(33))
-        longest = int(held.lengths.max())
+        longest = int(samples.lengths.max())
         for request in requests:
-            assert request.pad_to >= held.lengths[list(request.ids)].max()
+            assert request.pad_to >= samples.lengths[list(request.ids)].max()
             assert len(request.ids) * request.pad_to <= max(cap, longest)
 
 
@@ -94,11 +94,11 @@ def test_every_sample_is_visited_once_over_all_ranks_and_none_is_cut(num_ranks, 
 def test_ordered_sums_have_the_same_bits_for_every_number_of_ranks(num_ranks):
     bench = Bench(Budget(max_tokens=60), objective=OBJECTIVE)
     expected = evaluated(bench, replace(held_out(60), is_ordered=True))
-    held = replace(held_out(60), is_ordered=True, layout=Layout(world_size=num_ranks))
-    visited = [i for rank in range(num_ranks) for each in held.requests(rank) for i in each.ids]
+    samples = replace(held_out(60), is_ordered=True, layout=Layout(world_size=num_ranks))
+    visited = [i for rank in range(num_ranks) for each in samples.requests(rank) for i in each.ids]
     assert sorted(visited) == list(range(33))
     ranks = [World(rank=rank, size=num_ranks) for rank in range(num_ranks)]
-    found = [_attempt(bench.kit.model, OBJECTIVE, held, world, bool) for world in ranks]
+    found = [_attempt(bench.kit.model, OBJECTIVE, samples, world, bool) for world in ranks]
     sums, weights = (
         {
             name: _rounded_once([n for each in found for n in each[k].get(name, [])])
@@ -145,10 +145,10 @@ class Memory(nn.Module):
 def test_running_out_of_memory_shrinks_the_evaluation_and_not_the_training_cut():
     bench = Bench(Budget(max_tokens=60), model=lambda: Memory(50), objective=OBJECTIVE)
     cut = bench.feed.cut
-    held = held_out(400)
-    found = evaluated(bench, held)
+    samples = held_out(400)
+    found = evaluated(bench, samples)
     assert bench.module.failures == 3  # 400, 200 and 100 fail; 50 fits
-    assert held.max_tokens == 400
+    assert samples.max_tokens == 400
     assert bench.feed.cut == cut
     assert all(part.training for part in bench.module.modules())
     expected = by_hand(bench.module.body, RaggedText(num_samples=33, seed=7))
