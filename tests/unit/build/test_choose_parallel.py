@@ -33,6 +33,7 @@ def test_the_fewest_shards_that_fit_in_half_of_the_memory_are_taken(memory, loca
     assert "ddp 16.0 MiB" in why
 
 
+@pytest.mark.nightly
 def test_a_plan_of_shards_fits_and_says_why(capsys):
     plan = read_json(go(f"{PLAN} {DEEP} accum.memory=3MiB steps=1").folder / "plan.json")
     assert plan["parallel"] == "fsdp"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import count
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,6 +26,12 @@ CUTS: dict[str, Cut] = {
     "budget of at most 2": Budget(max_tokens=60, micro=2),
 }
 WHOLE = Fixed(steps=1)
+
+
+@pytest.fixture(autouse=True)
+def _collects_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each failed allocation would look through all objects of the test process."""
+    monkeypatch.setattr("trainer.core.out_of_memory.gc", SimpleNamespace(collect=lambda: 0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
