@@ -1,4 +1,6 @@
 """Define the config of a run: its keys, their types and ranges, and the rules between them.
 
-Nothing here imports torch; defaults and docs stand in `conf/`. Read `run_config.py` first.
+Defaults and docs stand in `conf/`; help, errors and checks are derived from both. `recipes.py`
+vets what strangers wrote, and `validate.py` turns what Hydra composed into a `RunConfig`. Nothing
+here imports torch. Read `run_config.py` first.
 """

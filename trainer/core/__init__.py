@@ -1,4 +1,6 @@
 """Hold what every room may use: ranks, errors, signals, durable writes, micro-batches.
 
-Imports nothing of the trainer. Read `errors.py` first.
+`world.py` is this process's view of all ranks, `durable.py` writes files that survive a power loss,
+and `errors.py` lists every error that a user can cause, with its exit code. Imports nothing else of
+the trainer. Read `errors.py` first, then `world.py`.
 """

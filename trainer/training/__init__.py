@@ -1,4 +1,6 @@
 """Train: the loop over steps, the step, its batches, evaluation and saving.
 
-Read `loop.py` first, then `step.py`.
+`loop.py` decides when to step, evaluate, save and stop; `step.py` turns one global batch into one
+update: gather, compute, agree, reduce, clip, update. The phases of a step are in `window.py`, and
+`batches.py` loads global batches ahead. Read `loop.py` first, then `step.py`.
 """
