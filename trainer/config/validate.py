@@ -228,8 +228,6 @@ def _schema_faults(error: ValidationError, tree: Tree, base: Tree, choices: Tree
         elif key not in KEYS:
             names = [k.removeprefix(f"{key}.") for k in KEYS if k.startswith(f"{key}.")]
             yield line(key, value, f"is a section, not a value; it has {', '.join(names)}")
-        elif isinstance(value, Mapping) and value:
-            yield clip(f"{key}.{next(iter(value))}: unknown setting. {key} is one value, {key}=...")
         else:
             yield value_fault(key, KEYS[key].annotation, value, lookup(base, key))
 

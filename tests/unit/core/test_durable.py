@@ -16,9 +16,3 @@ def test_json_holds_null_for_what_is_not_finite(tmp_path: Path) -> None:
         "more": [None, [1.5, "text"]],
         "deep": {"x": None},
     }
-
-
-def test_a_log_grows_by_whole_lines(tmp_path: Path) -> None:
-    for line in (b"1\n", b"2\n"):
-        durable.append(tmp_path / "log", line, durable=line == b"2\n")
-    assert (tmp_path / "log").read_bytes() == b"1\n2\n"
