@@ -1,0 +1,104 @@
+"""The classes of the README, which run unchanged whatever is rebuilt."""
+
+import pathlib
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from trainer.accumulate.base import GradientStrategy, divided, seed_draws
+from trainer.objectives.base import Objective, Sums
+from trainer.plan.cut import Cut, Plan
+
+
+class Net(nn.Module):  # called with the fields its forward names; gives logits
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(258, width)
+        self.head = nn.Linear(width, 258)
+
+    def forward(self, input_ids):
+        return self.head(self.embed(input_ids))
+
+
+class Lines:  # __len__ and __getitem__; `lengths`, `collate`, `split` are optional
+    def __init__(self, path: str) -> None:
+        with pathlib.Path(path).open("rb") as file:
+            self.lines = [line for line in file if len(line) > 1]
+
+    def __len__(self) -> int:
+        return len(self.lines)
+
+    def __getitem__(self, i: int):
+        ids = torch.tensor(list(self.lines[i]))
+        return {"input_ids": ids, "labels": ids}  # padded on the right for you: 0 and -100
+
+
+class Watch:  # a read-only hook
+    def on_step(self, step: dict) -> None:
+        print(step["step"], step["loss"])
+
+
+class Rings:  # images and one class each, for objective=classify
+    def __len__(self) -> int:
+        return 512
+
+    def __getitem__(self, i: int):
+        noise = torch.randn(1, 8, 8, generator=torch.Generator().manual_seed(i))
+        return {"image": noise + i % 2, "labels": i % 2}
+
+
+class Conv(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 2))
+
+    def forward(self, image):
+        return self.body(image)
+
+
+class Brier(Objective):  # sums over samples, and what the whole step's are divided by
+    def weights(self, fields):
+        return {"brier": float(len(fields["labels"]))}
+
+    def sums(self, model, fields):
+        chances = model(fields).softmax(-1)
+        truth = nn.functional.one_hot(fields["labels"], chances.shape[-1])
+        return Sums(losses={"brier": (chances - truth).square().sum()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pairs(Cut):  # two samples at a time, in sample order, on one rank
+    def cut(self, lengths, layout):
+        slots = tuple(np.arange(i, min(i + 2, len(lengths))) for i in range(0, len(lengths), 2))
+        longest = tuple(int(lengths[slot].max()) for slot in slots)
+        return Plan(ranks=(slots,), lengths=lengths, padded_lengths=(longest,))
+
+    def smaller(self, plan):  # what to do when memory runs out: nothing finer
+        return None
+
+
+class Strategy(GradientStrategy):  # what the built-in `sum` does
+    def backward(self, model, objective, micro_batches, divisors, sync):
+        total = torch.zeros((), dtype=torch.float64)
+        for i, m in enumerate(micro_batches):
+            seed_draws(m.rng_key, torch.device("cpu"))
+            with sync.micro_batch(model, is_last=i == len(micro_batches) - 1):
+                loss = divided(objective.sums(model.call, m.fields).losses, divisors[i])
+                loss.backward()
+            total += loss.detach()
+        return total
+
+
+class Slow:  # gives a signal time to come between two steps
+    def on_step(self, step: dict) -> None:
+        time.sleep(0.15)
+
+
+class Raising(Lines):
+    def __getitem__(self, i: int):
+        if i == 7:
+            raise ValueError("sample 7 is broken")
+        return super().__getitem__(i)

@@ -1,0 +1,221 @@
+"""Record what command lines do, or compare two recordings.
+
+    python -m tests.goldens.record FOLDER            run every case and write FOLDER/goldens.json
+    python -m tests.goldens.record FOLDER NAME ...   run these only
+    python -m tests.goldens.record --compare A B     name every difference that is not allowed
+
+Values depend on the machine and on PyTorch, so recordings are not committed: make one before a
+change and one after it, on one machine. What may differ, and why, stands in `may_differ.json`:
+`{"case": {"path.in.the.recording": "reason"}}`, `*` for any case or any part of a path.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.goldens.cases import CASES, FILES, Case, Line
+
+HERE = Path(__file__).parent
+TIMED = {"seconds", "tokens_per_second", "memory_bytes", "wall_seconds", "eval_seconds"}
+"""Entries whose values no two runs share."""
+
+
+def record(folder: Path, names: Sequence[str]) -> None:
+    """Run cases one after the other, and write what they did."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "goldens.json"
+    known = json.loads(path.read_text()) if names and path.exists() else {}
+    for case in CASES:
+        if names and case.name not in names:
+            continue
+        started = time.perf_counter()
+        known[case.name] = run_case(case, folder / case.name)
+        codes = [line["exit_code"] for line in known[case.name]["lines"]]
+        print(f"{case.name}: exit {codes}, {time.perf_counter() - started:.1f} s", flush=True)
+        path.write_text(json.dumps(known, indent=1, sort_keys=True))
+
+
+def run_case(case: Case, folder: Path) -> dict[str, Any]:
+    """Run the lines of a case in a folder of its own, and gather what they left."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for name, text in FILES.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    lines = [run_line(line, folder) for line in case.lines]
+    runs = sorted(path.parent for path in folder.glob("outputs/**/config.yaml") if is_run(path))
+    return {"lines": lines, "runs": [describe(run, exact=case.exact) for run in runs]}
+
+
+def is_run(config: Path) -> bool:
+    """Tell a run's own config from the copies that Hydra and W&B keep."""
+    return not {".hydra", "files", "wandb"} & set(config.parts)
+
+
+def run_line(line: Line, folder: Path) -> dict[str, Any]:
+    """Run one command; gives its exit code, and its words for a person without what varies."""
+    runs = sorted(folder.glob("outputs/2*/*/"))
+    typed = [part.replace("{run}", str(runs[-1] if runs else "none")) for part in line.typed]
+    root = str(HERE.parents[1])
+    environment = {
+        **os.environ,
+        "PYTHONPATH": root,
+        "TRAIN_CACHE": str(folder / ".cache"),
+        "XDG_CONFIG_HOME": str(folder / ".config"),
+        "OMP_NUM_THREADS": "1",
+        "COLUMNS": "200",
+    }
+    process = subprocess.Popen(
+        [sys.executable, "-m", *(line.launcher or ("trainer",)), *typed],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+    )
+    if line.signal_after:
+        wait_for_steps(folder, line.signal_after, process)
+        process.send_signal(line.signal_number)
+    out, err = process.communicate(timeout=300)
+    killed = line.signal_number == signal.SIGKILL and line.signal_after
+    return {
+        "typed": list(line.typed),
+        "exit_code": process.returncode,
+        "errors": [] if killed else [neutral(e, folder) for e in err.splitlines() if is_error(e)],
+        "num_error_lines": None if killed or line.launcher else len(err.splitlines()),
+        "prints": bool(out.strip()),
+    }
+
+
+def wait_for_steps(folder: Path, count: int, process: subprocess.Popen[str]) -> None:
+    """Wait until the newest run has taken some steps."""
+    while process.poll() is None:
+        runs = sorted(folder.glob("outputs/2*/*/metrics.jsonl"))
+        if runs and runs[-1].read_bytes().count(b"\n") >= count:
+            return
+        time.sleep(0.02)
+
+
+def is_error(line: str) -> bool:
+    """Tell whether a line of stderr is an answer, not progress or a warning."""
+    return line.startswith("train: ") and not line.startswith("train: warning")
+
+
+def neutral(line: str, folder: Path) -> str:
+    """Drop what differs from run to run."""
+    line = line.replace(str(folder), "FOLDER")
+    line = re.sub(r"\d{4}-\d\d-\d\d/[\d-]+", "DATE", line)
+    return re.sub(r"\d+(\.\d+)? ?(s|MiB|GiB|KiB)\b", "N \\2", line)
+
+
+def describe(run: Path, *, exact: bool) -> dict[str, Any]:
+    """Say what a run folder holds: names, keys, ids, losses, weights."""
+    files = sorted(
+        re.sub(r"\d{8}_\d{6}-\w+|debug.*|run-.*", "ID", str(path.relative_to(run)))
+        for path in run.rglob("*")
+        if path.is_file() and "wandb" not in path.parts
+    )
+    known: dict[str, Any] = {"files": files}
+    for path in sorted(run.glob("*.json")):
+        known[path.name] = shape_of(json.loads(path.read_text()))
+    entries = list(entries_of(run / "metrics.jsonl"))
+    known["metrics_keys"] = sorted({key for entry in entries for key in entry})
+    keep = {"step", "epoch", "samples", "tokens", "loss", "lr", "grad_norm", "eval_loss", "skipped"}
+    keep |= {"accum_steps", "micro_batches", "padding"} if exact else set()
+    known["metrics"] = [
+        {key: rounded(value, exact=exact) for key, value in entry.items() if key in keep}
+        for entry in entries
+    ]
+    known["ids"] = [entry["ids"] for entry in entries_of(run / "samples.jsonl")]
+    if exact:
+        checkpoints = sorted(run.glob("checkpoints/step-*"))
+        for path in checkpoints[-1:]:
+            digest = hashlib.sha256()
+            for file in sorted(path.glob("*.safetensors")):
+                digest.update(tensors_of(file))
+            known["weights"] = {"checkpoint": path.name, "sha256": digest.hexdigest()}
+    return known
+
+
+def tensors_of(file: Path) -> bytes:
+    """Give the bytes of a safetensors file's tensors, by name, whatever the header says besides."""
+    from safetensors import safe_open  # noqa: PLC0415 - comparing needs no torch
+
+    with safe_open(file, framework="pt") as opened:
+        return b"".join(
+            name.encode() + opened.get_tensor(name).contiguous().flatten().numpy().tobytes()
+            for name in sorted(opened.keys())
+        )
+
+
+def entries_of(path: Path) -> Iterator[dict[str, Any]]:
+    """Read a file of JSON lines; nothing where there is none."""
+    if path.exists():
+        yield from map(json.loads, path.read_text().splitlines())
+
+
+def rounded(value: object, *, exact: bool) -> object:
+    """Keep four digits of what depends on a cut that timing chose."""
+    return float(f"{value:.4g}") if isinstance(value, float) and not exact else value
+
+
+def shape_of(content: object, key: str = "") -> object:
+    """Keep the keys of a JSON file, and the types of its values."""
+    if isinstance(content, Mapping):
+        return {name: shape_of(value, name) for name, value in content.items() if name != "choices"}
+    if isinstance(content, list):
+        return [shape_of(content[0])] if content else []
+    return key if key in TIMED else type(content).__name__
+
+
+def compare(old: Path, new: Path) -> int:
+    """Print every difference that is not allowed; gives their number."""
+    allowed = json.loads((HERE / "may_differ.json").read_text())
+    before, after = (json.loads((path / "goldens.json").read_text()) for path in (old, new))
+    faults = 0
+    for name in sorted(before.keys() | after.keys()):
+        rules = {**allowed.get("*", {}), **allowed.get(name, {})}
+        for place, was, now in differences(before.get(name), after.get(name)):
+            if not any(fnmatch.fnmatch(place, rule) for rule in rules):
+                faults += 1
+                print(f"{name}: {place}: {shorten(was)} -> {shorten(now)}")
+    print(f"{len(before)} cases, {faults} differences that are not allowed")
+    return faults
+
+
+def differences(was: Any, now: Any, place: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Walk over two recordings and give where they differ."""
+    if isinstance(was, dict) and isinstance(now, dict):
+        for key in sorted(was.keys() | now.keys()):
+            yield from differences(was.get(key), now.get(key), f"{place}.{key}".lstrip("."))
+    elif isinstance(was, list) and isinstance(now, list) and len(was) == len(now):
+        for index, (one, other) in enumerate(zip(was, now, strict=True)):
+            yield from differences(one, other, f"{place}.{index}")
+    elif was != now:
+        yield place, was, now
+
+
+def shorten(value: object) -> str:
+    """Give the beginning of a value."""
+    text = json.dumps(value)
+    return text if len(text) <= 160 else f"{text[:157]}..."
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--compare"]:
+        sys.exit(min(1, compare(Path(sys.argv[2]), Path(sys.argv[3]))))
+    record(Path(sys.argv[1]).absolute(), sys.argv[2:])
