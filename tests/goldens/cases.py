@@ -61,7 +61,8 @@ micro-and-steps: model._target_=mine.Net data._target_=mine.Lines data.path=line
 accum.micro=4 accum.steps=3 steps=3
 budget: OWN accum=budget accum.max_tokens=256 steps=4
 ~auto: OWN steps=4
-tokens: OWN FIXED batch=tokens batch.global=700 steps=4
+tokens: model._target_=mine.Net data._target_=mine.Lines data.path=lines.txt FIXED batch=tokens \
+batch.global=700 steps=4
 per-sample: OWN FIXED batch.normalizer=samples steps=3
 mean-of-means: OWN FIXED batch.normalizer=micro_batches steps=3
 drop-tail: OWN FIXED batch.tail=drop epochs=2
@@ -133,7 +134,8 @@ no-recipe: recipe=nobody LOUD
 hostile-recipe: recipe=recipes/hostile.yaml LOUD
 missing-class: model._target_=mine.Missing LOUD
 wrong-argument: model._target_=mine.Net model.widht=3 LOUD
-raising-data: OWN FIXED data._target_=mine.Raising steps=2
+raising-data: model._target_=mine.Net data._target_=mine.Raising data.path=lines.txt FIXED \
+batch.global=16 steps=2
 not-finite: OWN FIXED optimizer=sgd optimizer.lr=1e30 clip_norm=null nonfinite.limit=2 steps=9
 sweep-with-mistake: -m batch.global=8,x steps=2 LOUD
 """
