@@ -47,11 +47,6 @@ class Data:
         return {"input_ids": ids, "labels": ids}
 
 
-class Hook:
-    def __init__(self, path="seen"):
-        self.path = path
-
-
 def broken(width=8):
     raise RuntimeError("a fault in the user's own class")
 
@@ -60,7 +55,7 @@ def interrupted(width=8):
     raise KeyboardInterrupt
 
 
-A = B = Cut = Goal = Opt = Rate = Sum = Sync = None  # names that are looked up, never used
+A = B = Cut = Goal = Hook = Opt = Rate = Sum = Sync = None  # names that are looked up, never used
 """
 
 OWN_RUN = (

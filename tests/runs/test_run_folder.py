@@ -27,7 +27,6 @@ from tests.lib.run_toys import Net, Rows, Watch
 from tests.lib.support import PLAN_KEYS, STEP_KEYS
 from trainer.cli.main import FinishedRun
 from trainer.core.errors import ConfigError, DataError
-from trainer.data.text import Text
 from trainer.data.view import split_by_seed
 from trainer.optim.schedules import Cosine
 from trainer.plan.order import Order
@@ -185,9 +184,6 @@ def test_a_sample_that_cannot_be_read_is_named_and_ends_with_3(
     assert read_json(only_run() / "status.json")["exit_code"] == 3
     with pytest.raises(DataError, match="sample 9 of Broken"):
         go(f"data._target_={TOYS}.Broken num_workers=1")
-    Path("a.jsonl").write_text('{"body": "x", "n": 1}\n{"body": "y"}\n')
-    with pytest.raises(DataError, match=r"it has 'body', 'n'; type data\.field=body$"):
-        Text("a.jsonl")
 
 
 def test_hooks_see_copies_and_stop_nothing(capsys: pytest.CaptureFixture[str]) -> None:
