@@ -69,7 +69,7 @@ def test_one_epoch_of_ten_evaluations_is_what_nobody_has_to_type(
     assert read_json(run.folder / "plan.json")["steps"] == 50
     capsys.readouterr()
     assert shell(f"resume={run.folder}") == 0
-    assert "is done after step 50; epochs=N asks for more" in capsys.readouterr().out
+    assert "is done after step 50; epochs=N trains further" in capsys.readouterr().out
 
 
 def test_what_is_typed_is_not_shown_as_a_default() -> None:

@@ -383,7 +383,9 @@ def read_allowed(folder: Path, step: int) -> dict[str, Any]:
     try:
         return {} if terms is None else _Terms.model_validate(terms, strict=True).model_dump()
     except ValueError as error:
-        raise NoCheckpointError(f"{path}: holds no terms of step {step}: delete it") from error
+        raise NoCheckpointError(
+            f"{path}: cannot be read for step {step}: delete it, and type resume_allow again"
+        ) from error
 
 
 def write_allowed(folder: Path, begun: Mapping[str, Any], now: Mapping[str, Any]) -> None:

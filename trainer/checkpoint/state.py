@@ -92,7 +92,7 @@ def assert_finite(tensors: Mapping[str, Tensor]) -> None:
     """Raise `NonFiniteError`, which names the first few, where tensors hold NaN or infinity."""
     if bad := not_finite(tensors):
         raise NonFiniteError(
-            f"not saved: {first_of([*map(clip, bad)])} not finite; the older checkpoints stand"
+            f"not saved: {first_of([*map(clip, bad)])} not finite; the older checkpoints are intact"
         )
 
 

@@ -207,7 +207,7 @@ class CheckpointStore:
         if not set_aside and world.on_main(self.steps) != steps:
             return self.load(step, set_aside=False, world=world)
         raise NoCheckpointError(
-            f"no intact checkpoint: {first_of(messages, '; ')}: start anew, or put a copy back"
+            f"no intact checkpoint: {first_of(messages, '; ')}: start a new run, or restore a copy"
         )
 
     def _begin(self, step: int) -> str:

@@ -129,7 +129,7 @@ def _go_on(run: Path, job: Job) -> Job:
         saved_runs.refuse_other_weights(run, job.config)
     elif saved_runs.is_finished(run, job.config):
         clock = "steps" if job.config.total_epochs is None else "epochs"
-        done = f"{run} is done after step {saved_runs.last_step(run)}; {clock}=N asks for more"
+        done = f"{run} is done after step {saved_runs.last_step(run)}; {clock}=N trains further"
         return replace(job, done=done)
     return job
 

@@ -110,7 +110,9 @@ class WandbMirror:
         self._is_over.set()
         thread.join(CLOSE_TIMEOUT_S)
         if thread.is_alive():
-            self._warn("W&B did not finish in time and was left; metrics.jsonl holds everything")
+            self._warn(
+                "W&B did not finish in time and was abandoned; metrics.jsonl holds everything"
+            )
 
     def _mirror(self, follower: Follower) -> None:
         """Do all there is to do with wandb: the thread."""

@@ -110,7 +110,7 @@ def _roll_back(kit: Kit) -> None:
 def _update(optimizer: torch.optim.Optimizer) -> None:
     """Step the optimizer, once: an update that failed half-way cannot be rolled back."""
     with fatal(
-        f"in the update of {type(optimizer).__name__}, which is never tried again, since a "
+        f"in the update of {type(optimizer).__name__}, which cannot be repeated, since a "
         "part of it may be done: lower accum.memory or accum.max_tokens, or shard the state with "
         "parallel=fsdp; the newest checkpoint stands"
     ):

@@ -28,7 +28,7 @@ LOUD = (
 
 HOOKED = (
     "runs for every micro-batch and is not copied with the model, so nothing is proven: do what it "
-    "does once a step, in the optimizer's step, or take it off"
+    "does once a step, in the optimizer's step, or remove it"
 )
 
 SHARED = (

@@ -32,7 +32,7 @@ TOLERANCE, SINGLE_TOLERANCE, WEIGHT_TOLERANCE = 1e-9, 1e-4, 1e-6
 MAX_PICKED = 4  # samples that are run together and alone
 
 UNREPEATABLE = (
-    "gives something else each time: it draws from a generator that no seed of the run governs, or "
+    "gives another output each time: it draws from a generator that no seed of the run governs, or "
     "is not deterministic; draw from PyTorch's default generator"
 )
 

@@ -225,7 +225,7 @@ def _asides(case: Case, errors: Errors, found: Found, culprits: Culprits) -> lis
     if case.plain:
         notes.append(
             f"{first_of(sorted(case.plain))}: a tensor in a plain attribute, which no "
-            "checkpoint saves and no replay, skipped step or tuning puts back: if forwards move "
+            "checkpoint saves and no replay, skipped step or tuning restores: if forwards move "
             "it, make it a buffer (register_buffer)"
         )
     if errors.cancelled:

@@ -201,7 +201,7 @@ def test_an_error_in_the_data_set_names_sample_cause_and_place_in_one_line(loade
 
 
 def test_a_worker_that_dies_is_a_data_error(loader_of):
-    with pytest.raises(DataError, match=r"a loading process was lost.*num_workers=0"):
+    with pytest.raises(DataError, match=r"a loading process died.*num_workers=0"):
         list(loader_of(Failing(lambda: os._exit(3)), 1).stream(iter([request(4)])))
 
 

@@ -213,7 +213,7 @@ def test_a_wandb_that_hangs_delays_the_end_of_a_command_and_changes_nothing_of_i
     assert time.time() - ended < PROMISED_S
     assert read_json(tmp_path / "run" / "status.json")["exit_code"] == code
     shown = (tmp_path / "out").read_text()
-    assert shown.count("W&B did not finish in time and was left") == 1, shown
+    assert shown.count("W&B did not finish in time and was abandoned") == 1, shown
 
 
 def test_secrets_are_hidden_tokens_of_text_are_not_and_a_row_is_numbers():
