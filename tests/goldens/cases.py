@@ -134,8 +134,8 @@ no-recipe: recipe=nobody LOUD
 hostile-recipe: recipe=recipes/hostile.yaml LOUD
 missing-class: model._target_=mine.Missing LOUD
 wrong-argument: model._target_=mine.Net model.widht=3 LOUD
-raising-data: model._target_=mine.Net data._target_=mine.Raising data.path=lines.txt FIXED \
-batch.global=16 steps=2
+raising-data: model._target_=mine.Net data._target_=mine.Raising data.path=lines.txt \
+batch.global=16 FIXED steps=2
 not-finite: OWN FIXED optimizer=sgd optimizer.lr=1e30 clip_norm=null nonfinite.limit=2 steps=9
 sweep-with-mistake: -m batch.global=8,x steps=2 LOUD
 """
