@@ -114,8 +114,6 @@ def _unknown_word(word: str) -> str:
         near = did_you_mean(word, (*_SWITCHES, *_VALUED))
         return clip(f"{word}: unknown flag.{near} Settings are key=value; see train --help")
     near = did_you_mean(word, (*COMMANDS, "--help"))
-    if word.endswith((".yaml", ".yml")):
-        near = f" Did you mean recipe={word}?"
-    elif "." in word:
-        near = f" Did you mean {word.replace(':', '=') if ':' in word else word + '=VALUE'}?"
+    if "." in word:
+        near = f" Did you mean {word}=VALUE?"
     return clip(f"{word}: unknown command.{near} Choices: {', '.join(COMMANDS)}")

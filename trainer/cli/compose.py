@@ -8,7 +8,6 @@ wording for `key=`, `+key=` and `++key=`, and the options alone stay at hand as 
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -46,7 +45,6 @@ from trainer.core.errors import ConfigError, DataError, NoCheckpointError
 
 CONFIG_NAME = "config"
 
-_UNKNOWN_TO_HYDRA = re.compile(r"Could not override '([\w./]+)'")
 _HYDRA_ERRORS = (HydraException, OmegaConfBaseException)
 _COMPOSED: dict[tuple[str, ...], DictConfig] = {}
 
@@ -246,8 +244,6 @@ def explain(error: BaseException) -> list[str]:
     while cause is not None:
         if isinstance(cause, ConfigError):
             return list(cause.faults)
-        if unknown := _UNKNOWN_TO_HYDRA.match(str(cause)):
-            return [clip(f"{unknown[1]}: unknown setting of Hydra")]
         if isinstance(cause, OmegaConfBaseException) and cause.full_key:
             return [clip(f"{cause.full_key}: {str(cause).splitlines()[0]}")]
         error, cause = cause, cause.__cause__

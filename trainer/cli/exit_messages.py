@@ -38,9 +38,8 @@ def print_error(error: TrainError) -> int:
 
 def print_crash(error: Exception, folder: Path | None = None) -> int:
     """Print the end of a traceback, write the whole into the run folder, and give the exit code."""
-    is_full = os.environ.get(FULL_ERROR) == "1"
-    frames = traceback.extract_tb(error.__traceback__)[0 if is_full else -_SHOWN_FRAMES :]
-    shown = "".join(traceback.format_list(frames))
+    first = 0 if os.environ.get(FULL_ERROR) == "1" else -_SHOWN_FRAMES
+    shown = "".join(traceback.format_tb(error.__traceback__)[first:])
     _print(f"train: error: {type(error).__name__}: {error}\n{shown}")
     where = f"{FULL_ERROR}=1 shows the whole traceback"
     if folder is not None and folder.is_dir():

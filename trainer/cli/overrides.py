@@ -122,15 +122,10 @@ def quote(value: object) -> str:
     return QuotedString(text=str(value), quote=Quote.single).with_quotes()
 
 
-def value_of(overrides: Iterable[Override], key: str) -> Any:  # noqa: ANN401 - settings hold any value
-    """Give what a key is set to; None where it is not, or swept."""
-    own = (each for each in overrides if each.key_or_group == key and not each.is_sweep_override())
-    return next((each.value() for each in own), None)
-
-
 def word_of(overrides: Iterable[Override], key: str) -> str | None:
-    """Give what a key that takes a word is set to, as text."""
-    value = value_of(overrides, key)
+    """Give what a key is set to, as text; None where it is not, or null, or swept."""
+    own = (each for each in overrides if each.key_or_group == key and not each.is_sweep_override())
+    value = next((each.value() for each in own), None)
     return None if value is None else str(value)
 
 

@@ -21,7 +21,6 @@ from trainer.cli.overrides import (
     parse,
     quote,
     read,
-    value_of,
     without,
     word_of,
 )
@@ -158,7 +157,7 @@ def _split_checkpoint(overrides: list[Override]) -> list[Override]:
     number = path.name.removeprefix("step-")
     if path.parent.name != "checkpoints" or number == path.name or not number.isdecimal():
         return overrides
-    if (step := value_of(overrides, "step")) is not None:
+    if (step := word_of(overrides, "step")) is not None:
         raise ConfigError(fault("step", step, f"run={named} is a checkpoint; leave step out"))
     run = path.absolute().parent.parent
     return [*without(overrides, "run"), read(f"run={quote(run)}"), read(f"step={int(number)}")]

@@ -18,7 +18,7 @@ from trainer.cli.exit_messages import print_crash, print_error
 from trainer.config.run_config import RunConfig, to_plain
 from trainer.config.secrets import mask_logs
 from trainer.core import durable
-from trainer.core.errors import ConfigError, SaveError, TrainError
+from trainer.core.errors import ConfigError, TrainError
 from trainer.launch import start as launch
 from trainer.report.run_status import CONSENT_FILE, staged
 
@@ -46,7 +46,7 @@ def start(job: Job, composer: Composer, *, is_python: bool = False) -> int:
     From Python, errors are raised, and logging stays as it is.
 
     Raises:
-        SaveError: Hydra could not write its records.
+        save_error: a `SaveError`: Hydra could not write its records.
         result: as raised by the command, or a `RunInUseError`: nothing was written.
     """
     config, folder, composed = job.config, job.folder, job.composed
@@ -80,10 +80,7 @@ def start(job: Job, composer: Composer, *, is_python: bool = False) -> int:
                 configure_logging=not is_python,
             )
         except OSError as failure:  # of Hydra's own records; the task's come back in `ended`
-            is_below = folder.is_relative_to(Path(config.outputs).absolute())
-            where = f"outputs={config.outputs}" if is_below else f"hydra.run.dir={folder}"
-            text = f"{where}: {durable.save_error(failure, folder)}"
-            raise SaveError(text) from failure
+            raise durable.save_error(failure, folder) from failure
         callbacks.on_run_end(config=composed, config_name=composer.config_name, job_return=ended)
     result = ended._return_value  # `return_value` prints what it raises
     if isinstance(result, ConfigError):

@@ -29,12 +29,11 @@ from trainer.checkpoint.status import read_status
 from trainer.cli import saved_runs
 from trainer.cli.compose import Composer, Job
 from trainer.cli.exit_messages import print_error, print_out
-from trainer.cli.overrides import classify, expand, parse, quote, value_of, without, word_of
+from trainer.cli.overrides import classify, expand, parse, quote, without, word_of
 from trainer.cli.start import must_stage, run_and_report, write_config
 from trainer.config.messages import line
 from trainer.core.durable import read_json, write_file_atomic
 from trainer.core.errors import INTERRUPTED, ConfigError, Preempted, TrainError
-from trainer.core.signals import unheard
 from trainer.launch.start import READING
 from trainer.report.run_status import staged
 
@@ -55,8 +54,7 @@ def run_sweep(lines: Sequence[str], composer: Composer) -> int:
     codes: list[int] = []
     all_done = interrupted = False
     with composer.open(overrides) as hydra:
-        with unheard():
-            sweep = prepare_sweep(overrides, faults, composer)
+        sweep = prepare_sweep(overrides, faults, composer)
         try:
             hydra.multirun(composer.config_name, _task_of(sweep, composer, codes), [*sweep.lines])
         except KeyboardInterrupt:
@@ -87,7 +85,7 @@ def prepare_sweep(overrides: Sequence[Override], faults: list[str], composer: Co
     Raises:
         ConfigError: one line per fault, of whichever job.
     """
-    resume, command = value_of(overrides, "resume"), word_of(overrides, "command")
+    resume, command = word_of(overrides, "resume"), word_of(overrides, "command")
     if resume not in (None, saved_runs.AUTO):
         faults.append(line("resume", resume, "every job has its own folder; use resume=auto"))
     if command in READING or any(override.key_or_group == "run" for override in overrides):

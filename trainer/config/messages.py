@@ -80,15 +80,13 @@ def did_you_mean(word: str, choices: Collection[str]) -> str:
 
     Keys of the same section come first, then those with the same last part.
     """
-    section, _, last = word.rpartition(".")
-    others = [key for key in dict.fromkeys(choices) if key not in {*ancestors(word)}]
+    section, _, last = word.lower().rpartition(".")
+    others = [key for key in choices if key not in {*ancestors(word)}]
     beside = {k.rpartition(".")[2]: k for k in others if k.rpartition(".")[0] == section}
-    elsewhere = [key for key in others if key not in beside.values()]
     near = [beside[name] for name in get_close_matches(last, beside, n=1, cutoff=NEAR)]
-    near = near or [key for key in elsewhere if key.rpartition(".")[2] == last]
-    near = near or get_close_matches(word, elsewhere, n=1, cutoff=NEAR)
-    if not near and word != word.lower():
-        return did_you_mean(word.lower(), choices)
+    elsewhere = [key for key in others if key not in beside.values()]
+    near += [key for key in elsewhere if key.rpartition(".")[2] == last]
+    near += get_close_matches(word.lower(), elsewhere, n=1, cutoff=NEAR)
     return f" Did you mean {near[0]}?" if near else ""
 
 

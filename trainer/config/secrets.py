@@ -1,7 +1,8 @@
 """Recognise secrets: by their name, by their own form, or because the environment holds them.
 
-Rules of thumb. A secret that is one plain short word, or a number of a few digits, looks like the
-words and numbers that configs are made of, and passes.
+Rules of thumb: a name says what its value is, and only tokens of well-known services are known by
+their form. A secret that is one plain short word, or a number of a few digits, looks like the words
+and numbers that configs are made of, and passes.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from urllib.parse import unquote
 
 MASK = "***"
 
@@ -19,7 +19,6 @@ _VARIABLE = re.compile(
     r"KEY|TOKEN(?!S|IZ)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|(^|_)(PAT|PASS|PWD|AUTH|DSN)(_|$)",
     re.IGNORECASE,
 )
-_REFERENCE = re.compile(r"\$\{oc\.env:\s*(\w+)")
 _SHORTEST = 6
 """Characters from which the value of such a variable is a secret."""
 
@@ -32,12 +31,6 @@ _WORDS = (
     r"|(?:\w*_)?(?:api|auth|access|bearer|refresh|session|hf|hub|wandb|gh|github|gitlab)_?token)"
 )
 _NAME = re.compile(rf"{_WORDS}|token|\w*authorization", re.IGNORECASE)
-_LIKELY_NAME = re.compile(r"(\w*_)?(pwd|auth|pat|dsn|bearer|key)", re.IGNORECASE)
-_LIKELY_VALUE = re.compile(r"(?![~.]{,2}/)(?=\S*[A-Za-z])(?=\S*\d)\S{8,}")
-"""Letters and digits, as in no word and no path."""
-
-# What is masked already, or names a variable, stays.
-_VALUE = r"(?![$*'\"/])[^\s&;,'\"]+?(?=:?(?:[\s&;,'\"]|$))"
 _TOKEN = re.compile(
     r"\b(hf_[A-Za-z0-9]{30,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{30,}|sk-([a-z]+-)?\w{20,}"
     r"|AKIA[0-9A-Z]{16}|xox[abprs]-[\w-]{10,}|wandb_v1_\w{20,}|AIza[\w-]{35})\b"
@@ -46,10 +39,9 @@ _TOKEN = re.compile(
 _AFTER = re.compile(
     r"(\w://[^/\s:@]*:)(?![$*])[^/\s@]+(?=@)"  # a password in an address
     r"|(\w://)(?![$*])[^/\s:@]{12,}(?=@)"  # a token in one
-    r"|(\bbearer\s+)(?=\S*\d|\S{20})[\w.~+/=-]{8,}"
-    r"|(\bauthorization['\"]?\s*[:=]\s*['\"]?basic\s+)[\w+/=]+"
-    rf"|(\b(?:{_WORDS}|pwd)=){_VALUE}"
-    rf"|([?&][\w-]*(?:token|sig|signature|key|auth)=){_VALUE}"
+    r"|(\b(?:bearer|basic)\s+)(?=\S*\d)[\w.~+/=-]{8,}"
+    # What is masked already, or names a variable, stays.
+    rf"|(\b(?:{_WORDS}|[\w-]*signature|sig|token)=)(?![$*'\"/])[^\s&;,'\"]+?(?=:?(?:[\s&;,'\"]|$))"
     rf"|(['\"]{_WORDS}['\"]\s*:\s*['\"])(?![$*])[^'\"]+",
     re.IGNORECASE,
 )
@@ -60,10 +52,7 @@ def is_secret(name: str, value: object) -> bool:
     if value in (None, "", "null") or isinstance(value, bool):
         return False
     text = "" if isinstance(value, Mapping | list | tuple | set | frozenset) else str(value)
-    is_likely = bool(_LIKELY_NAME.fullmatch(name) and _LIKELY_VALUE.fullmatch(text))
-    reference = _REFERENCE.search(text)
-    is_named = is_likely or _NAME.fullmatch(name) or (reference and _VARIABLE.search(reference[1]))
-    return bool(is_named or _TOKEN.search(text) or _AFTER.search(text))
+    return any((_NAME.fullmatch(name), _TOKEN.search(text), _AFTER.search(text)))
 
 
 def leaked(value: object, environ: Mapping[str, str]) -> str | None:
@@ -91,12 +80,10 @@ def mask_logs() -> None:
 
 
 def _secrets(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Give each secret of an environment, also as Python quotes it, and its variable's name."""
+    """Give each secret of an environment, and its variable's name."""
     for name, value in environ.items():
         found = {value} if _VARIABLE.search(name) else set()
-        for user, password in re.findall(r"\w://([^/\s:@]*)(?::([^/\s@]+))?@", value):
-            secret = password or (user if len(user) >= 2 * _SHORTEST else "")
-            found |= {secret, unquote(secret)}
+        found.update(re.findall(r"\w://[^/\s:@]*:([^/\s@]+)@", value))  # a password in an address
         for secret in found:
             if len(secret) >= _SHORTEST and not _COMMON.fullmatch(secret):
-                yield from ((form, name) for form in {secret, repr(secret)[1:-1]})
+                yield secret, name

@@ -73,14 +73,6 @@ def duration(seconds: float | None) -> str:
     return f"{whole} s"
 
 
-def durations(seconds: Sequence[float]) -> list[str]:
-    """Write durations in one unit, that of the longest: `1,240 ms`, `0.21 ms`."""
-    longest = max(seconds, default=0.0)
-    unit, factor = ("ms", 1e3) if longest < 1 else ("s", 1.0)
-    digits = 0 if longest * factor >= 100 else 1 if longest * factor >= 10 else 2  # noqa: PLR2004
-    return [f"{factor * each:,.{digits}f} {unit}" for each in seconds]
-
-
 def clock(seconds: float | None) -> str:
     """Write a countdown: `0:42`, `1:02:03`, `4d 07:12`; `-:--` while it is not known."""
     if seconds is None or not math.isfinite(seconds):

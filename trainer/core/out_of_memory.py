@@ -6,7 +6,6 @@ import gc
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import final
 
 import torch
@@ -59,12 +58,7 @@ class AllocationGuard:
     def __enter__(self) -> AllocationGuard:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         self.failed = is_out_of_memory(error)
         return self.failed
 

@@ -18,7 +18,6 @@ from rich.text import Text
 
 from trainer.core.format import (
     duration,
-    durations,
     loss,
     number,
     percent,
@@ -293,8 +292,8 @@ def _times(time: Record) -> list[Row]:
     """Set every part of the mean step beside its share; a part that took nothing is left out."""
     parts = {name: seconds for name, seconds in time["seconds"].items() if seconds > 0}
     rows: list[Row] = [
-        (name, f"{percent(time['share'][name]):>6}  {shown:>8}")
-        for name, shown in zip(parts, durations(list(parts.values())), strict=True)
+        (name, f"{percent(time['share'][name]):>6}  {duration(seconds):>8}")
+        for name, seconds in parts.items()
     ]
     if time["hidden_share"] is not None:
         in_flight = duration(time["in_flight_seconds"])

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.core.format import durations
 from trainer.core.phases import PhaseTimes
 from trainer.report.time_table import PARTS, advice, split, time_table
 
@@ -42,11 +41,6 @@ def test_a_healthy_run_and_what_costs_less_than_half_a_second_in_all_are_not_wor
     assert advised({}, {}) == []
     assert advised({"data": 0.5}, {"data": 0.5})
     assert advised({"data": 0.4, "compute": 0.3}, steps=1) == []
-
-
-def test_durations_side_by_side_share_a_unit():
-    assert durations([0.833e-3, 0.0412]) == ["0.8 ms", "41.2 ms"]
-    assert durations([0.004, 1.5]) == ["0.00 s", "1.50 s"]
 
 
 RANKS = {"agree": 0.3}, {"agree": 0.3}, {"compute": 1.3}, {"agree": 0.3}
