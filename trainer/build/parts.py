@@ -171,12 +171,15 @@ def assemble(config: RunConfig, world: World) -> Parts:
     Raises:
         TrainError: parts do not fit together, or the data cannot be read or do not fill a step.
     """
+    batch, trust = config.batch, config.trust
+    # Reading data may take minutes: a class that is not there is named before.
+    look_up(config.model, "model", trust)
+    objective, spec = construct(config.objective, "objective", Objective, trust), _optimizer(config)
     train_set, eval_set = _data_sets(config, world)
-    lengths, batch, trust = train_set.lengths, config.batch, config.trust
+    lengths = train_set.lengths
     assert batch.global_batch is not None  # given by accum.micro and accum.steps where it is null
     order = Order(len(lengths), config.seed, batch.global_batch, batch.unit, batch.tail, lengths)
-    objective = construct(config.objective, "objective", Objective, trust)
-    mode, why, spec = parallel_mode(config, world), None, _optimizer(config)
+    mode, why = parallel_mode(config, world), None
     may_shard = mode in {"auto", *SHARDED} and config.command in {"train", "plan"}
     module, weights = _model(config, world, train_set, on_meta=may_shard)
     spec.freeze(module)
