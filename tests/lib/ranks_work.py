@@ -449,16 +449,15 @@ def evaluated(
     return metrics, seen, metrics == again and bench.feed.cut == cut
 
 
-def share(world: World) -> tuple[list[object], bool, str]:
-    """What every rank hears of all, of a claim, and of the first that could not write."""
+def share(world: World) -> tuple[list[object], str]:
+    """What every rank hears of all, and of the first that could not write."""
 
     def work() -> None:
         raise SaveError("disk full")
 
     everything = world.collect({"rank": world.rank, "text": "x" * world.rank})
-    claim = world.any(world.is_main)
     try:
         world.on_main(work)
     except SaveError as error:
-        return everything, claim, f"{error} {error.exit_code}"
-    return everything, claim, "nothing"
+        return everything, f"{error} {error.exit_code}"
+    return everything, "nothing"

@@ -336,4 +336,4 @@ def test_state_that_forwards_move_is_the_main_ranks_on_all_after_each_step(ranks
 
 def test_ranks_share_values_of_any_size_and_what_fails_on_the_main_one(ranks):
     everything = [{"rank": rank, "text": "x" * rank} for rank in range(3)]
-    assert ranks.run(3, share) == [(everything, True, "disk full 8")] * 3
+    assert ranks.run(3, share) == [(everything, "disk full 8")] * 3

@@ -186,9 +186,10 @@ def test_a_run_folder_gives_no_trust() -> None:
     run = make_run(f"{both} {CUT} trust=[net,os]")
     with pytest.raises(ConfigError) as caught:
         prepared(f"resume={run}")
+    why = "named by a recipe or a run, not by you; type 'trust=[net]'"
     assert caught.value.faults == (
-        "model._target_=net.Net (data too): named by a recipe or a run, not by you; "
-        "type 'trust=[net]'",
+        f"model._target_=net.Net: {why}",
+        f"data._target_=net.Data: {why}",
     )
     trusted = prepared(f"resume={run} trust=[net]").config
     assert trusted.trust == ("net",)

@@ -22,7 +22,7 @@ from omegaconf import DictConfig
 
 from trainer.cli.overrides import TARGET
 from trainer.config.components import COMPONENTS, targets_in
-from trainer.config.messages import ancestors, clip, lookup
+from trainer.config.messages import ancestors, clip, line, lookup
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import NoCheckpointError
 
@@ -102,19 +102,12 @@ def _own_option(full: DictConfig, path: str) -> object:
 
 
 def trust_faults(config: RunConfig) -> list[str]:
-    """Say in one line which classes nobody consented to, before a module could be imported."""
-    unknown = {
-        place: target
-        for place, target in config.own_classes(typed=False)
-        if target.partition(".")[0] not in config.trust
-    }
-    if not unknown:
-        return []
-    (path, target), *others = unknown.items()
-    more = f" ({', '.join(other for other, _ in others)} too)" if others else ""
-    packages = dict.fromkeys(each.partition(".")[0] for each in unknown.values())
-    named = f"{path}.{TARGET}={target}{more}: named by a recipe or a run, not by you"
-    return [clip(f"{named}; type 'trust=[{','.join(packages)}]'")]
+    """Say in a line each which classes nobody consented to, before a module could be imported."""
+    pairs = config.own_classes(typed=False)
+    unknown = [pair for pair in pairs if pair[1].partition(".")[0] not in config.trust]
+    packages = ",".join(dict.fromkeys(target.partition(".")[0] for _, target in unknown))
+    why = f"named by a recipe or a run, not by you; type 'trust=[{packages}]'"
+    return [line(f"{place}.{TARGET}", target, why) for place, target in unknown]
 
 
 def refuse_odd_files(folder: Path, *, links: bool = True) -> None:

@@ -88,10 +88,6 @@ class World:
         total: list[float] = self.sum(given).tolist()
         return total
 
-    def any(self, claim: bool) -> bool:
-        """Tell every rank whether the claim holds on one of them. Collective."""
-        return self.sum_numbers([float(claim)])[0] > 0
-
     def collect(self, value: Any) -> list[Any]:  # noqa: ANN401 - any JSON
         """Give every rank all ranks' values, in their order, as JSON: no pickle. Collective."""
         text, group = json.dumps(value).encode(), self.long_timeout_group
