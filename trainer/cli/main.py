@@ -26,6 +26,7 @@ from trainer.cli.exit_messages import (
 from trainer.config.messages import clip
 from trainer.core.durable import read_json
 from trainer.core.errors import INTERRUPTED, ConfigError, TrainError
+from trainer.core.signals import unheard
 
 if TYPE_CHECKING:
     from trainer.cli.compose import Composer
@@ -125,10 +126,11 @@ def _run(argv: Sequence[str]) -> int:
         from trainer.cli.sweep import run_sweep  # noqa: PLC0415
 
         return run_sweep(lines, composer)
-    from trainer.cli.prepare import prepare_run  # noqa: PLC0415
-    from trainer.cli.start import run_and_report, start  # noqa: PLC0415
+    with unheard():
+        from trainer.cli.prepare import prepare_run  # noqa: PLC0415
+        from trainer.cli.start import run_and_report, start  # noqa: PLC0415
 
-    job = prepare_run(lines, composer)
+        job = prepare_run(lines, composer)
     if "--cfg" in flags:
         return _show(flags, job.lines, composer)
     if job.done is not None:

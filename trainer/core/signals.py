@@ -103,6 +103,23 @@ def _end_at_next() -> None:
         signal.signal(each, signal.SIG_DFL)
 
 
+@contextmanager
+def unheard() -> Iterator[None]:
+    """Let Ctrl-C end the process at once, silently, while there is nothing to lose.
+
+    Raised as an exception it could come out of a parser as anything.
+    """
+    is_ours = signal.getsignal(signal.SIGINT) in {signal.default_int_handler, signal.SIG_DFL}
+    if not is_ours or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def was_asked() -> bool:
     """Tell whether a signal asked this process to stop."""
     return bool(_listening) and _listening[0].is_set
