@@ -66,10 +66,16 @@ def restore(
     *,
     hyperparameters: Literal["saved", "live"] = "saved",
 ) -> dict[str, Any]:
-    """Put a state back, all of it or an error; of what is in shards, each rank reads its rows.
+    """Restore a state, all of it or an error; of what is in shards, each rank reads its rows.
 
-    With `hyperparameters="live"` the optimizer's groups keep settings changed on purpose. Gives the
-    `extra` that was captured.
+    Args:
+        loaded: what `capture` returned and `CheckpointStore` saved.
+        model: of the same architecture; wrapped as it likes, on any device.
+        optimizer: of the same class and parameters.
+        hyperparameters: "live" where the optimizer's groups keep settings changed on purpose.
+
+    Returns:
+        The `extra` that was captured.
 
     Raises:
         NoCheckpointError: names, shapes, dtypes, groups or the optimizer's class differ.
@@ -143,8 +149,12 @@ def load_model(
 ) -> None:
     """Check stored weights and buffers against a model's, and copy them, one tensor at a time.
 
-    A tied weight stands under its first name in the model, or under others; `others` is what
-    modules keep besides tensors. `source` begins the error, which `remedy` ends.
+    Args:
+        model: whose tensors are to be filled.
+        weights: by plain name; a tied one under its first name in the model, or under others.
+        source: begins the error, which `remedy` ends.
+        remedy: what to do.
+        others: by plain name, what modules keep besides tensors.
 
     Raises:
         NoCheckpointError: names, shapes or dtypes differ; the text names the first differences.

@@ -141,9 +141,18 @@ class CheckpointStore:
     ) -> Path:
         """Write a checkpoint; when this returns it survives a power cut. Collective.
 
-        Every rank gives the same names; of a tensor in shards it stores its rows, and of `meta`,
-        which is JSON, the main rank's is stored. A checkpoint of the same step with the same
-        weights and moments that is already there stands; a damaged one is set aside.
+        A checkpoint of the same step with the same weights and moments that is already there
+        stands; a damaged one is set aside.
+
+        Args:
+            step: optimizer steps taken.
+            tensors: by name, the same names on every rank; of one in shards this rank's rows are
+                stored.
+            meta: everything else, as JSON; the main rank's is stored.
+            world: the ranks that save.
+
+        Returns:
+            Its folder.
 
         Raises:
             SaveError: it could not be written, or the step's name is taken by another state. The

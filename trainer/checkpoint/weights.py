@@ -32,8 +32,14 @@ def load_weights(
 ) -> Path:
     """Fill a model with stored weights and buffers. Collective.
 
-    `path` is a run, one of its checkpoints, an exported folder, or a safetensors file; `step` says
-    which checkpoint of a run, None the newest that is intact. Gives what was read.
+    Args:
+        model: of the architecture that was stored.
+        path: a run, one of its checkpoints, an exported folder, or a safetensors file.
+        world: the ranks that load, each the rows it holds.
+        step: which checkpoint of a run; None for the newest that is intact.
+
+    Returns:
+        The folder or file that was read.
 
     Raises:
         NoCheckpointError: nothing usable is there, or it does not fit the model.
@@ -59,8 +65,11 @@ def export(
 ) -> Path:
     """Write a checkpoint's weights as a new folder, whole or not at all.
 
-    The folder, which is returned, does not exist, or is empty; `config` becomes `config.json`. A
-    `model` of Hugging Face, with these weights, writes itself, for its `from_pretrained`.
+    Args:
+        loaded: the checkpoint.
+        to: a folder that does not exist, or is empty; returned.
+        config: becomes `config.json`.
+        model: of Hugging Face, with these weights; it writes itself, for its `from_pretrained`.
 
     Raises:
         ConfigError: `to` is taken.
