@@ -174,10 +174,10 @@ class Fickle(nn.Module):
 @pytest.mark.parametrize(
     ("order", "says", "trained"),
     [
-        ((0, 2), "comes to blocks.2 where the first comes to blocks.1", True),
-        ((0, 1), "comes to its end where the first comes to blocks.2", False),
-        ((1, 2), "comes to blocks.1 where the first comes to blocks.0", True),
-        ((0, 1, 1, 2), "comes to blocks.1 where the first comes to blocks.2", True),
+        ((0, 2), "reaches blocks.2 where the first reaches blocks.1", True),
+        ((0, 1), "reaches its end where the first reaches blocks.2", False),
+        ((1, 2), "reaches blocks.1 where the first reaches blocks.0", True),
+        ((0, 1, 1, 2), "reaches blocks.1 where the first reaches blocks.2", True),
         ((0, 1, 2), None, False),
     ],
 )
@@ -239,5 +239,5 @@ def test_a_buffer_that_moves_is_refused_where_bits_are_to_be_those_of_every_layo
     state.watch()
     state.copy_from_main(state.moved())
     module.seen.add_(1)
-    with pytest.raises(ConfigError, match="deterministic=layout: forward writes into seen"):
+    with pytest.raises(ConfigError, match="deterministic=layout: forward updates seen"):
         state.copy_from_main(state.moved())

@@ -88,7 +88,7 @@ def test_only_blocks_that_share_nothing_are_sharded_on_their_own(how, count):
 
 def test_a_block_of_several_types_is_refused_in_one_line(ranks):
     (first, _) = ranks.run(2, refused_types)
-    assert first.startswith("ConfigError: parallel=fsdp: FSDP2 shards one type")
+    assert first.startswith("ConfigError: parallel=fsdp: FSDP2 needs one parameter dtype per block")
     assert "blocks.1.gain torch.float32" in first
 
 

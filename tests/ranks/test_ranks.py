@@ -211,7 +211,7 @@ def test_a_parameter_used_nowhere_has_no_gradient_in_lockstep_either(ranks, mode
 
 @pytest.mark.parametrize(("mode", "sync", "size"), LOCKSTEP[:1])
 def test_a_block_that_one_rank_skips_is_refused_by_name_on_all_in_lockstep(ranks, mode, sync, size):
-    shown = f"sync: rank {size - 1} comes to blocks.2 where rank 0 comes to blocks.1: "
+    shown = f"sync: rank {size - 1} reaches blocks.2 where rank 0 reaches blocks.1: "
     for code, line in ranks.run(size, what_is_refused, Case(Fixed(micro=3), mode, sync, skipped=1)):
         assert code == 2
         assert line.startswith(shown)

@@ -104,7 +104,7 @@ def test_memory_that_runs_out_in_one_replay_after_another_is_cut_as_often(tmp_pa
     ("variant", "why"),
     [
         ("BatchNorm", "norm is BatchNorm, which normalises within each micro-batch"),
-        ("a mean of means", "a mean of means changes with the cut"),
+        ("a mean of means", "a mean of means depends on the micro-batch size"),
     ],
 )
 def test_a_cut_that_is_a_part_of_the_step_is_tried_twice_and_never_made_smaller(

@@ -164,7 +164,11 @@ KINDS: Mapping[str, Callable[[dict[str, Any]], Any]] = {
     "sparse": lambda sample: sample | {"labels": sample["labels"].to_sparse()},
     "meta": lambda sample: sample | {"labels": sample["labels"].to("meta")},
 }
-SAYS = {"a list": "it must be a mapping", "text": "makes no tensor", "too long": "`lengths`"}
+SAYS = {
+    "a list": "it must be a mapping",
+    "text": "become a dense tensor",
+    "too long": "`lengths`",
+}
 VALUES = (("input_ids", 16), ("labels", 99), ("input_ids", -1), ("labels", -2))
 WRONG = {**KINDS, **{f"{name}_{value}": holding(name, value) for name, value in VALUES}}
 
@@ -278,7 +282,7 @@ FAULTS: Sequence[tuple[str, Any, str]] = (
     (
         "collate",
         lambda *_: {"labels": torch.ones(2, device="meta")},
-        "`collate` of Faulty: field 'labels' is a Tensor that makes no tensor",
+        "`collate` of Faulty: field 'labels' is a Tensor, which cannot become a dense tensor",
     ),
 )
 

@@ -26,9 +26,9 @@ def planned(line: str) -> dict[str, Any]:
     ("line", "words"),
     {
         "batch.normalizer=micro_batches": "is a mean of means",
-        "model.norm=batch": "to say that you mean it, type batchnorm=micro",
+        "model.norm=batch": "to accept this, set batchnorm=micro",
         "model.norm=batch parallel.ranks=2": "of each rank, whose running statistics are its own",
-        f"objective._target_={OWN}.Mean": "the loss of Mean for two samples together is 0.5 off",
+        f"objective._target_={OWN}.Mean": "in one micro-batch a loss that differs by 0.5",
         "batch.global=512": "batch.global=512 is more than the 42 samples of an epoch",
     }.items(),
 )
@@ -133,4 +133,4 @@ def test_a_sum_without_a_weight_is_refused_in_one_line(line):
     with pytest.raises(ConfigError) as caught:
         go(f"{line} objective._target_={OWN}.Odd objective.sums=unweighted")
     (fault,) = caught.value.faults
-    assert "objective: weights of Odd gives squared, but no second" in fault
+    assert "objective: `weights` of Odd returns squared but not second" in fault

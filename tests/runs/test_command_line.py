@@ -132,8 +132,8 @@ def test_a_recipe_is_a_file_or_a_name_and_yields_to_what_is_typed(
         "model: null": "model=null: takes an option or a mapping",
         "data: ../../x": "../../x: is not the name of an option",
         "optimizer: {groups: x}": "optimizer.groups=x: must be a mapping",
-        "batch.global: 7": "batch.global: a file nests its keys, batch: {global: ...}",
-        "model: {_target_: net.Net}": "model._target_=net.Net: named by a recipe or a run",
+        "batch.global: 7": "batch.global: in a file, nest the keys: batch: {global: ...}",
+        "model: {_target_: net.Net}": "model._target_=net.Net: comes from a recipe or a saved run",
     }.items(),
     ids=range(6),
 )

@@ -28,7 +28,7 @@ def asks(
     """Whether a command asks for trust in a run, and does nothing else."""
     capsys.readouterr()
     code = shell(line.format(run.folder if isinstance(run, FinishedRun) else run))
-    asked = "named by a recipe or a run, not by you; type 'trust=[tests]'"
+    asked = "comes from a recipe or a saved run; to trust it, type 'trust=[tests]'"
     assert code == (2 if asked in capsys.readouterr().err else 0)
     return code == 2
 

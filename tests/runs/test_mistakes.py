@@ -56,7 +56,7 @@ MISTAKES = {
     "batch.global=[1": "batch.global=[1: cannot be read",
     "=3": "=3: needs a key",
     "plna": "plna: unknown command. Did you mean plan?",
-    "plan verify": "verify: plan is already the command",
+    "plan verify": "verify: the command is already plan",
     "--multirn": "--multirn: unknown flag. Did you mean --multirun?",
     "--batch.global 3": "--batch.global: unknown flag. Settings are key=value",
     "--config-name nothing": "Cannot find primary config 'nothing'",
@@ -74,7 +74,7 @@ MISTAKES = {
     "-m batch.global=128,0 accum=fixed accum.micro=8,abc": "accum.micro=abc: must be",
     "-m 'accum=glob(z*)'": f"accum=z*: no such option. {CUTS}",
     "-m 'seed=glob(*)'": "seed=*: must be a whole number",
-    "evaluate -m run=a,b": "-m: jobs of a sweep make runs and read none",
+    "evaluate -m run=a,b": "-m: a sweep can only train",
     "-m seed=1,2 recipe=./none.yaml,quickstart": "recipe=./none.yaml: no such file",
 }
 

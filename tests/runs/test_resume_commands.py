@@ -186,7 +186,7 @@ def test_a_run_folder_gives_no_trust() -> None:
     run = make_run(f"{both} {CUT} trust=[net,os]")
     with pytest.raises(ConfigError) as caught:
         prepared(f"resume={run}")
-    why = "named by a recipe or a run, not by you; type 'trust=[net]'"
+    why = "comes from a recipe or a saved run; to trust it, type 'trust=[net]'"
     assert caught.value.faults == (
         f"model._target_=net.Net: {why}",
         f"data._target_=net.Data: {why}",

@@ -88,7 +88,9 @@ def test_a_normalizer_is_the_one_that_is_typed_and_a_mean_of_means_depends_on_th
     assert tokens == pytest.approx(whole, rel=SAME)
     assert means != pytest.approx(whole, rel=1e-3)
     screen = " ".join(capsys.readouterr().out.split())
-    assert "is a mean of means, so the step changes with the cut; batch.normalizer=tokens" in screen
+    assert (
+        "a mean of means, so the step depends on the micro-batch size; batch.normalizer=" in screen
+    )
 
 
 def test_a_sparse_gradient_is_refused_by_name():

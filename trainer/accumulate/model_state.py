@@ -63,9 +63,9 @@ class ModelState:
                 self._news += [part.prefix + name for name in part.shapes]
         if self._is_ordered and self._news:
             raise ConfigError(
-                f"deterministic=layout: forward writes into {self._news[0]}, by the samples that "
-                "a rank sees and in their order, so it would depend on the ranks: leave it as it "
-                "is in training (GroupNorm or LayerNorm in place of BatchNorm), or use "
+                f"deterministic=layout: forward updates {self._news[0]} from the samples of its "
+                "own rank, so its value would depend on the number of ranks: do not update it in "
+                "training (use GroupNorm or LayerNorm instead of BatchNorm), or use "
                 "deterministic=true"
             )
         tensors = [tensor for part in self._parts if part.moves for tensor in part.tensors()]
@@ -89,9 +89,9 @@ class ModelState:
             # Those of sharded models come and go with the window.
             if known is None or (known is not parameter and not self._is_sharded):
                 raise ConfigError(
-                    f"model: {name} is a parameter made in forward, after the optimizer was "
-                    "built, so nothing would train it: make it in the constructor, and what no "
-                    "gradient trains a buffer that is written in place"
+                    f"model: forward creates the parameter {name} after the optimizer was built, "
+                    "so it would not be trained: create it in the constructor; if it needs no "
+                    "gradient, register it as a buffer and update that in place"
                 )
 
 

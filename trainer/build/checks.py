@@ -65,8 +65,9 @@ def check_parts(parts: Parts) -> None:
     scope, strategy, cut = parts.objective.scope, parts.strategy, parts.cut
     if scope not in strategy.scopes:
         raise ConfigError(
-            f"accum.gradient: {type(strategy).__name__} is not exact for an objective of scope "
-            f"{scope}; it knows {', '.join(sorted(strategy.scopes))}"
+            f"accum.gradient: {type(strategy).__name__} is not exact for objectives of "
+            f"scope={scope}; it supports {', '.join(sorted(strategy.scopes))}; use another "
+            "accum.gradient"
         )
     longest = int(parts.source.lengths.max())
     if isinstance(cut, Budget) and longest > cut.max_tokens:
@@ -77,14 +78,14 @@ def check_parts(parts: Parts) -> None:
     norm = batch_statistics(parts.module)
     if norm is not None and not cut.keeps_order:
         raise ConfigError(
-            f"model: {norm} is BatchNorm, whose result depends on the cut, and "
-            f"accum={parts.config.accum.name or parts.config.accum.target} chooses the cut: "
-            "type accum=fixed accum.micro=N batchnorm=micro, which states it, or use GroupNorm"
+            f"model: {norm} is BatchNorm, whose result depends on the micro-batch size, and "
+            f"accum={parts.config.accum.name or parts.config.accum.target} chooses that size: set "
+            "accum=fixed accum.micro=N batchnorm=micro to fix it, or use GroupNorm"
         )
     if parts.config.batch.normalizer == "micro_batches" and not cut.keeps_order:
         raise ConfigError(
-            "batch.normalizer=micro_batches: a mean of means is only defined for stated counts in "
-            "sample order: type accum=fixed accum.micro=N"
+            "batch.normalizer=micro_batches: needs micro-batches of a fixed size, in sample "
+            "order: set accum=fixed accum.micro=N"
         )
 
 
@@ -117,11 +118,11 @@ def check_sums(parts: Parts) -> list[str]:
             _refuse(parts, objective, pair, padded)
         remedy = "sum over samples and divide by nothing"
         if is_padding:
-            remedy = "padding changes it: mask it, or use samples of one length"
+            remedy = "mask the padding, or use samples of one length"
         return [
-            f"objective: the loss of {type(objective).__name__} for two samples together is "
-            f"{error:.2g} off that of both apart, so the step depends on the cut: {remedy}; train "
-            "verify measures by how much"
+            f"objective: {type(objective).__name__} gives two samples in one micro-batch a loss "
+            f"that differs by {error:.2g} from their separate losses, so the step depends on the "
+            f"micro-batches: {remedy}; train verify measures by how much"
         ]
     return []
 
@@ -144,11 +145,12 @@ def _refuse(parts: Parts, objective: ModelLoss, pair: IntArray, error: float) ->
         if value != getattr(objective, key)
     ]
     remedy = f"type {' '.join(typed)}, or " if is_better else ""
-    loss = "drops num_items_in_batch" if objective.reduction == "sum" else "takes another mean"
+    loss = "drops num_items_in_batch" if objective.reduction == "sum" else "averages differently"
     raise ConfigError(
-        f"objective.reduction={objective.reduction}: {type(parts.module).__name__} {loss}: its "
-        "loss for two samples together is not that of both apart, so the step depends on the "
-        f"cut: {remedy}take an objective that sums, such as next_token or classify"
+        f"objective.reduction={objective.reduction}: {type(parts.module).__name__} {loss}: two "
+        "samples in one micro-batch do not give the combined loss of the two alone, so the step "
+        f"depends on the micro-batches: {remedy}use an objective that sums, such as next_token or "
+        "classify"
     )
 
 
@@ -298,12 +300,14 @@ def read_run_state(loaded: Loaded) -> dict[str, Any]:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         text = " ".join(repr(error).split())
         raise NoCheckpointError(
-            f"{loaded.path}: not a training state of this version ({text:.80}): use init="
+            f"{loaded.path}: not a training state of this version ({text:.80}): start a new run "
+            "from its weights with init="
         ) from error
     at = state.cursor
     if at.step != loaded.step or max(at.epoch, state.failures) > at.step or at.offset > at.samples:
         raise NoCheckpointError(
-            f"{loaded.path}: {loaded.step} steps do not lead to its data position ({at}): use init="
+            f"{loaded.path}: data position ({at}) does not match step {loaded.step}: start a new "
+            "run from its weights with init="
         )
     return extra
 
@@ -359,8 +363,8 @@ def check_terms(now: Mapping[str, Any], begun: Mapping[str, Any], allow: Collect
     """
     if begun["fingerprint"] != now["fingerprint"] and "data" not in allow:
         raise DataError(
-            "data: changed since the checkpoint was written, so its steps would not be the ones "
-            "that were begun: restore the data, or allow it with resume_allow=[data]"
+            "data: changed since the checkpoint was written, so the remaining steps would use "
+            "different samples: restore the data, or allow the change with resume_allow=[data]"
         )
     if faults := contract_diff(begun["contract"], now["contract"], allow):
         raise ConfigError(*faults)

@@ -43,8 +43,8 @@ def look_up(
     base_name = LIBRARIES.get(key, {}).get(module_name)
     if not is_trusted and base_name is None:
         raise ConfigError(
-            f"{typed}: named by a recipe or a run, not by you: type it, or trust its package with "
-            f"trust=[{root}]"
+            f"{typed}: comes from a recipe or a saved run: pass it on the command line, or trust "
+            f"its package with trust=[{root}]"
         )
     try:
         found = _find(component.target)
@@ -59,7 +59,8 @@ def look_up(
     is_loader = root in LIBRARY_ROOTS and found.__name__ != "from_config"
     if is_factory and not component.typed_target and (root not in trusted or is_loader):
         raise ConfigError(
-            f"{typed}: not a class defined in {root}; a function of it has to be typed by you"
+            f"{typed}: not a class defined in {root}; a function is accepted only on the command "
+            "line"
         )
     if inspect.isclass(found) and not issubclass(found, base):
         raise ConfigError(f"{typed}: not a {module_name}.{base_name}")

@@ -146,7 +146,10 @@ def parallel_setup(config: RunConfig, world: World, module: nn.Module, mode: str
         return ParallelSetup(mode=mode, replicas=1, sync=sync)
     moves = policy.moves(1)
     if moves is not None and moves.needs_copies and mode != "hsdp":
-        raise ConfigError(f"sync={policy.name}: {mode} has one level; use parallel=hsdp")
+        raise ConfigError(
+            f"sync={policy.name}: needs shards and replicas, which {mode} does not have; use "
+            "parallel=hsdp"
+        )
     limit, _ = rank_memory(config, world)
     parameters = [p for p in module.parameters() if p.requires_grad]
     bulk = Bulk(
@@ -191,7 +194,9 @@ def auto_mode(config: RunConfig, world: World, module: nn.Module) -> tuple[str, 
     """
     limit, _ = rank_memory(config, world)
     if limit is None:
-        return "ddp", "parallel=auto takes ddp: type accum.memory=80GiB to have memory weighed"
+        return "ddp", (
+            "parallel=auto chose ddp without checking memory: set accum.memory=80GiB to check it"
+        )
     shares = {"ddp": 1}
     if all(parameter.dim() for parameter in module.parameters()):  # FSDP2 shards no scalars
         shares |= {"hsdp": world.local_size} if 1 < world.local_size < world.size else {}
@@ -201,8 +206,9 @@ def auto_mode(config: RunConfig, world: World, module: nn.Module) -> tuple[str, 
     mode = next((m for m, ranks in shares.items() if state / ranks <= room), [*shares][-1])
     each = [f"{name} {size(state // ranks)}" for name, ranks in shares.items()]
     return mode, (
-        f"parallel=auto takes {mode}: of {size(limit.bytes)} ({limit.source}), half for "
-        f"activations, weights, gradients and moments take {', '.join(each)}"
+        f"parallel=auto chose {mode}: memory limit {size(limit.bytes)} ({limit.source}), half of "
+        "it reserved for activations; weights, gradients and optimizer state need "
+        f"{', '.join(each)}"
     )
 
 

@@ -328,7 +328,7 @@ def _layout(
     example = row = loader.load(request)
     unfit = None
     if data.collate is not None or objective.scope != "sample" or INPUT_IDS not in example:
-        unfit = "these data, or this objective, need samples apart"
+        unfit = "this data set or objective cannot use packed samples"
     elif config.accum.packed is not False:
         try:
             row = loader.load(replace(request, packed=True))

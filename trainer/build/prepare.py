@@ -185,7 +185,8 @@ def _restored(parts: Parts, saved: Mapping[str, Any] | None) -> tuple[Cut, Tunin
         return replace(parts.cut, **state), tuning.validate_python(saved["tuning"])
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise NoCheckpointError(
-            f"checkpoint has an invalid cut ({error!r:.80}): start a new run with init="
+            f"checkpoint has an invalid micro-batch plan ({error!r:.80}): start a new run with "
+            "init="
         ) from error
 
 

@@ -128,20 +128,20 @@ def _warnings(prepared: Prepared) -> list[str]:
     lengths, asked = parts.source.lengths, parts.source.order.global_batch
     if parts.config.batch.normalizer == "micro_batches":
         warnings.append(
-            "batch.normalizer=micro_batches is a mean of means, so the step changes with the cut; "
-            "batch.normalizer=tokens is exact"
+            "batch.normalizer=micro_batches is a mean of means, so the step depends on the "
+            "micro-batch size; batch.normalizer=tokens is exact"
         )
     if asked > (there := int(lengths.sum()) if unit == "tokens" else len(lengths)):
         warnings.append(
-            f"batch.global={asked} is more than the {there} {unit} of an epoch: a step is the "
-            f"whole epoch; batch.global={there} says so"
+            f"batch.global={asked} is more than the {there} {unit} of an epoch, so each step uses "
+            f"the whole epoch; set batch.global={there}"
         )
     norm = batch_statistics(parts.module)
     if norm is not None and parts.config.batchnorm != "micro":
         ranks = " of each rank, whose running statistics are its own" * (parts.world.size > 1)
         warnings.append(
-            f"{norm} is BatchNorm, normalised over each micro-batch{ranks}, so the step changes "
-            "with the cut; to say that you mean it, type batchnorm=micro"
+            f"{norm} is BatchNorm, normalised over each micro-batch{ranks}, so the step depends "
+            "on the micro-batch size; to accept this, set batchnorm=micro"
         )
     return warnings
 

@@ -90,7 +90,7 @@ def parse(data: bytes) -> Manifest:
     try:
         return Manifest.model_validate(body)
     except ValueError as error:
-        raise DamagedError(f"{FILE_NAME} lacks a field or holds a wrong one") from error
+        raise DamagedError(f"{FILE_NAME} has a missing or invalid field") from error
 
 
 def verify(folder: Path, step: int | None = None, *, rank: int = 0, num_ranks: int = 1) -> Manifest:
@@ -107,7 +107,7 @@ def verify(folder: Path, step: int | None = None, *, rank: int = 0, num_ranks: i
         raise DamagedError(f"{FILE_NAME} is missing or too large")
     manifest = parse((folder / FILE_NAME).read_bytes())
     if step is not None and manifest.step != step:
-        raise DamagedError(f"it is of step {manifest.step}")
+        raise DamagedError(f"its manifest says step {manifest.step}")
     if differing := sorted(found.keys() ^ manifest.files.keys()):
         what = "foreign" if differing[0] in found else "missing"
         raise DamagedError(f"{differing[0]!r:.80} is {what}")

@@ -89,7 +89,8 @@ def restore(
         _restore_random_states(decode(loaded.meta["rng"], loaded.read))
     except (AttributeError, LookupError, TypeError, ValueError, OverflowError) as error:
         raise NoCheckpointError(
-            f"{loaded.path}: not a training state of this version ({error!r:.80}): use init="
+            f"{loaded.path}: not a training state of this version ({error!r:.80}): start a new "
+            "run from its weights with init="
         ) from error
     return extra
 
@@ -98,7 +99,7 @@ def assert_finite(tensors: Mapping[str, Tensor]) -> None:
     """Raise `NonFiniteError`, which names the first few, where tensors hold NaN or infinity."""
     if bad := not_finite(tensors):
         raise NonFiniteError(
-            f"not saved: {first_of([*map(clip, bad)])} not finite; the older checkpoints are intact"
+            f"not saved: {first_of([*map(clip, bad)])} not finite; older checkpoints are kept"
         )
 
 

@@ -120,11 +120,11 @@ def open_tensors(paths: Iterable[Path]) -> dict[str, StoredTensor]:
 def _join(name: str, parts: list[Any]) -> StoredTensor:
     spelling, shape = parts[0].get_dtype(), parts[0].get_shape()
     if spelling not in _BY_SPELLING:
-        raise DamagedError(f"{name!r:.80} is of type {spelling!r:.80}")
+        raise DamagedError(f"{name!r:.80} has the unsupported dtype {spelling!r:.80}")
     if len(parts) > 1:
         kinds = {(part.get_dtype(), *part.get_shape()[1:]) for part in parts}
         if len(kinds) > 1 or not all(part.get_shape() for part in parts):
-            raise DamagedError(f"{name!r:.80} lies in parts that do not fit together")
+            raise DamagedError(f"the shards of {name!r:.80} do not match")
         shape = [sum(part.get_shape()[0] for part in parts), *shape[1:]]
     return StoredTensor(torch.Size(shape), _BY_SPELLING[spelling], tuple(parts))
 
@@ -208,7 +208,7 @@ def assign_files(tensors: Mapping[str, Tensor], rank: int) -> FileTensors:
                 files.setdefault(f"{file}.safetensors", {})[name] = tensor
             continue
         rows = rows_of(tensor)
-        assert rows is not None, "captured tensors are in rows, or whole"
+        assert rows is not None, "captured tensors must be sharded along dimension 0, or not at all"
         # Ranks hold rows in the order of their numbers, and so do files that are sorted by name.
         is_turn = num_sharded % rows.num_replicas == rows.replica
         num_sharded += 1
@@ -234,5 +234,5 @@ def fill(target: Tensor, source: StoredTensor) -> None:
         local_part(target).copy_(source[...])
         return
     rows = rows_of(target)
-    assert rows is not None, "parameters are in rows"
+    assert rows is not None, "parameters must be sharded along dimension 0"
     target.to_local().copy_(source[rows.start : rows.stop])

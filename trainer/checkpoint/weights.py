@@ -83,7 +83,9 @@ def export(
     try:
         weights |= {alias: weights[name] for alias, name in loaded.meta["model"]["ties"].items()}
     except (LookupError, TypeError, AttributeError) as error:
-        raise NoCheckpointError(f"{loaded.path}: names ties of weights it does not have") from error
+        raise NoCheckpointError(
+            f"{loaded.path}: lists tied weights that it does not contain"
+        ) from error
     unfinished = to.with_name(f"{durable.UNFINISHED}{to.name}-{uuid.uuid4().hex}")
     try:
         with durable.as_save_error(to, sum(each.nbytes for each in weights.values())):

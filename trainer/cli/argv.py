@@ -15,8 +15,8 @@ from trainer.core.errors import ConfigError
 
 COMMANDS: Mapping[str, str] = {
     "train": "train (what happens without a command)",
-    "plan": "print how each step is cut and what memory it needs; start nothing",
-    "verify": "prove on your model and data that the planned step is the whole-batch step",
+    "plan": "print the micro-batches of each step and their memory; do not train",
+    "verify": "check on your model and data that accumulation gives the whole-batch gradient",
     "evaluate": "evaluate a run on the held-out data: run=RUN",
     "export": "write a run's weights as safetensors: run=RUN export.to=DIR",
 }
@@ -83,7 +83,7 @@ def split(argv: Sequence[str]) -> CommandLine:
         elif token.startswith("~"):
             overrides.append(token)
         elif token in COMMANDS and words:
-            faults.append(f"{token}: {words[0]} is already the command; one run does one thing")
+            faults.append(f"{token}: the command is already {words[0]}; give only one command")
         elif token in COMMANDS:
             words.append(token)
         else:

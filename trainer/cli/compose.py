@@ -320,4 +320,4 @@ def _folder_faults(
         if folder.is_absolute() and key == "output_subdir":
             yield clip(f"hydra.{key}={folder}: must be relative, below the run folder")
     if "outputs" not in typed and outputs.is_absolute():
-        yield clip(f"outputs={outputs}: an absolute folder has to be typed by you")
+        yield clip(f"outputs={outputs}: an absolute path is accepted only on the command line")

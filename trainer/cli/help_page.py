@@ -22,11 +22,11 @@ from trainer.config.messages import show as show_value
 from trainer.config.recipes import GROUP, available
 
 _WIDTH = 100  # of a file or a pipe
-_RUN = "keys  (in brackets: the default|other words)"
+_RUN = "keys (in brackets: the default|other choices)"
 
 _EXAMPLES = {
     "train batch.global=512 accum=auto": "the default model on real text, in minutes",
-    "train plan batch.global=4096 model=gpt2": "see how a step would be cut; start nothing",
+    "train plan batch.global=4096 model=gpt2": "show the micro-batches of a step; do not train",
     "train model._target_=net.Net model.width=64": "a class of your own, from this folder",
     "train resume=auto": "go on with the newest run",
     "train -m optimizer.lr=0.01,0.02 seed=0,1": "a sweep, with a table at the end",
@@ -48,7 +48,7 @@ def show(own_folder: str | None = None) -> None:
     console = Console(highlight=False, markup=False, width=None if is_wide else _WIDTH)
     folders = [data_dir("conf"), *([Path(own_folder)] if own_folder is not None else [])]
     console.print(
-        "train: state the optimizer step; get exactly that step, at the least cost\n"
+        "train: a PyTorch trainer; state the global batch, get exactly its step at the least cost\n"
         "usage: train [COMMAND] [GROUP=OPTION ...] [KEY=VALUE ...] [FLAG ...]\n"
         f"keys of one option, as model.width, are in {folders[0]}/GROUP/OPTION.yaml\n"
     )

@@ -44,7 +44,10 @@ def overrides_of(config: Mapping[str, Any] | Sequence[str], composer: Composer) 
         request = split([str(line) for line in config])
         if request.flags:
             name = next(iter(request.flags))
-            raise ConfigError(f"train(...): {name} is for the command line, or an argument by name")
+            raise ConfigError(
+                f"train(...): {name} is not an override; pass it as a keyword argument, or on the "
+                "command line"
+            )
         return request.lines
     tree = {str(key): value for key, value in config.items() if key not in ("hydra", "unset")}
     # Hydra notes the options in its own node, if that is there.

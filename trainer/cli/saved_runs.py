@@ -275,4 +275,4 @@ def refuse_other_weights(run: Path, config: RunConfig) -> None:
     before, step = saved.get("init"), saved.get("step", "last")
     if before is not None and (config.init is None or config.step != step):
         typed = f"init={before}" if step == "last" else f"init={before} step={step}"
-        raise ConfigError(clip(f"init: the run was to begin with {typed}; type it again"))
+        raise ConfigError(clip(f"init: the saved run started from {typed}; pass init= again"))

@@ -91,9 +91,7 @@ def prepare_sweep(overrides: Sequence[Override], faults: list[str], composer: Co
     if resume not in (None, saved_runs.AUTO):
         faults.append(line("resume", resume, "every job has its own folder; use resume=auto"))
     if command in READING or any(override.key_or_group == "run" for override in overrides):
-        faults.append(
-            "-m: jobs of a sweep make runs and read none; leave -m out, once for each run"
-        )
+        faults.append("-m: a sweep can only train; run this command without -m, once for each run")
     parts = classify(without(overrides, "resume"), composer.groups)
     hydra, jobs = parse(parts.hydra)[0], expand(parts.lines)
     checked: list[Job] = []

@@ -106,7 +106,7 @@ def trust_faults(config: RunConfig) -> list[str]:
     pairs = config.own_classes(typed=False)
     unknown = [pair for pair in pairs if pair[1].partition(".")[0] not in config.trust]
     packages = ",".join(dict.fromkeys(target.partition(".")[0] for _, target in unknown))
-    why = f"named by a recipe or a run, not by you; type 'trust=[{packages}]'"
+    why = f"comes from a recipe or a saved run; to trust it, type 'trust=[{packages}]'"
     return [line(f"{place}.{TARGET}", target, why) for place, target in unknown]
 
 

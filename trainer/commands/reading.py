@@ -122,7 +122,10 @@ def verify_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
             "process: how gradients are sent between ranks is not a part of this"
         )
     if config.precision != "fp32":
-        asides.append(f"precision={config.precision} rounds the run's own step; that is left aside")
+        asides.append(
+            f"precision={config.precision} adds rounding to the run's own step, which is not "
+            "checked here"
+        )
     report = replace(report, notes=(*asides, *report.notes))
     write_record(folder / VERIFY_FILE, report.to_json())
     screen = Screen(folder)
@@ -133,7 +136,7 @@ def verify_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
         text = "not proven that the planned step is the whole-batch step"
         raise NotExactError(f"{text}: {culprits} cannot be compared; see {folder / VERIFY_FILE}")
     if report.verdict == "not_exact":
-        chance = " but by accident" if report.max_relative_error <= report.limit else ""
+        chance = " except by coincidence" if report.max_relative_error <= report.limit else ""
         raise NotExactError(
             f"the planned step is not the whole-batch step{chance}: relative error "
             f"{report.max_relative_error:.2g}, by {culprits}; see {folder / VERIFY_FILE}"

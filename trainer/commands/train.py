@@ -366,7 +366,7 @@ def sample_text(parts: Parts) -> str | None:
         )
         return str(decode(ids))
     except Exception as error:
-        _log.warning("no sample: %s", without_secrets(described(error), os.environ))
+        _log.warning("no text sample generated: %s", without_secrets(described(error), os.environ))
         return None
     finally:
         parts.module.train(was_training)

@@ -40,7 +40,7 @@ SIZE_LIMIT = 64 * 1024
 ONLY_TYPED: Mapping[str, str] = {
     "hydra": "Hydra's own settings can start programs",
     "trust": "it lets code run",
-    "command": "it chooses what to do",
+    "command": "it selects the command",
     "resume": "it chooses a run",
     "resume_allow": "it chooses what a resumed run may change",
     "run": "it chooses a run",
@@ -112,7 +112,8 @@ def read(path: Path) -> dict[str, Any]:
         has_alias = any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text))
         tree = None if has_alias else OmegaConf.to_container(OmegaConf.create(text), resolve=False)
         if len(text) > SIZE_LIMIT or has_alias or not isinstance(tree, dict):
-            faults = [f"a recipe is `key: value` in {SIZE_LIMIT >> 10} KiB at most, no *alias"]
+            most = f"at most {SIZE_LIMIT >> 10} KiB"
+            faults = [f"a recipe must be `key: value` YAML of {most}, without *alias"]
         else:
             content = {str(key): value for key, value in tree.items() if key != "meta"}
             content = _with_choices(content)
@@ -145,7 +146,7 @@ def vet(tree: Mapping[str, Any]) -> Iterator[str]:
         text = shorter
     if "${" in text:
         what = text[text.index("${") :].partition('"')[0]
-        yield f"{what}: a recipe may refer to a key as ${{batch.global}}, to no more"
+        yield f"{what}: a recipe may only contain references to keys, such as ${{batch.global}}"
 
 
 def _with_choices(tree: dict[str, Any]) -> dict[str, Any]:

@@ -37,12 +37,18 @@ _HSDP = "counts only with parallel=hsdp"
 _MOMENTUM = "needs a momentum; type optimizer.momentum=0.9"
 _REFERENCE = "needs scheduler.reference_batch, the global batch that optimizer.lr was tuned for"
 _IS_READ = "read by evaluate, export and verify; to go on with a run: resume="
-_IS_WRITTEN = "written by train export run=RUN alone; leave it out"
+_IS_WRITTEN = "used only by train export run=RUN; leave it out"
 
 _CONFLICTS: tuple[tuple[str, object, str, object, str], ...] = (
     ("steps", ..., "epochs", ..., "epochs is set too; at most one, type epochs=null"),
-    ("batch.normalizer", ("micro_batches",), "accum", _PLANNED, f"depends on the cut; {_FIXED}"),
-    ("batchnorm", ("micro",), "accum", _PLANNED, f"depends on the cut; {_FIXED}"),
+    (
+        "batch.normalizer",
+        ("micro_batches",),
+        "accum",
+        _PLANNED,
+        f"depends on the micro-batch size; {_FIXED}",
+    ),
+    ("batchnorm", ("micro",), "accum", _PLANNED, f"depends on the micro-batch size; {_FIXED}"),
     ("deterministic", ("layout",), "accum", _PLANNED, f"needs fixed micro-batches; {_FIXED}"),
     ("deterministic", ("layout",), "accum.micro", (None,), f"needs a fixed size; {_FIXED}"),
     ("deterministic", ("layout",), "parallel.mode", ("fsdp", "hsdp"), "needs parallel=ddp"),
@@ -209,8 +215,8 @@ def heads_fault(width: int, num_heads: int, *, is_rotary: bool) -> str | None:
     fits = [n for n in range(1, min(2 * num_heads, width, 1024) + 1) if width % (n * step) == 0]
     near = min(fits, key=lambda n: abs(n - num_heads), default=None)
     return (
-        f"model.width, model.num_heads: {num_heads} heads do not share a width of {width}"
-        f"{' in even parts, which rotary positions need' if is_rotary else ''}; nearest: "
+        f"model.width, model.num_heads: width {width} cannot be split over {num_heads} heads"
+        f"{' of an even size, which rotary positions need' if is_rotary else ''}; nearest: "
         f"model.width={max(1, round(width / num_heads / step)) * num_heads * step}"
         f"{f' or model.num_heads={near}' if near else ''}"
     )

@@ -221,7 +221,7 @@ def _schema_faults(error: ValidationError, tree: Tree, base: Tree, choices: Tree
             yield _class_fault(path.removesuffix(".target"), tree, choices)
         elif item["type"] == "extra_forbidden" and "." in str(item["loc"][-1]):
             nested = f"{path.replace('.', ': {')}: ...{'}' * path.count('.')}"
-            yield clip(f"{path}: a file nests its keys, {nested}")
+            yield clip(f"{path}: in a file, nest the keys: {nested}")
         elif item["type"] == "extra_forbidden":
             for unknown, given in flat({path: item["input"]}).items():
                 yield _unknown(unknown, given, base, choices)

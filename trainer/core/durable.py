@@ -289,7 +289,7 @@ def _write_all(disk: FileSystem, handle: int, data: memoryview) -> None:
     while data:
         count = disk.write(handle, data)
         if count == 0:
-            raise OSError(errno.EIO, "the system accepts no more bytes")
+            raise OSError(errno.EIO, "write() wrote 0 bytes")
         data = data[count:]
 
 

@@ -104,7 +104,7 @@ def cached_index(
         try:
             return _open(path, key)
         except DataError as error:
-            _log.warning("%s: it is built again", error)
+            _log.warning("%s: rebuilding the index", error)
             shutil.rmtree(path, ignore_errors=True)
     try:
         _write(path, key, build)

@@ -147,8 +147,8 @@ class Loader:
             if "DataLoader worker" not in str(error):
                 raise
             raise DataError(
-                f"data: a loading process died: {' '.join(str(error).split())}; "
-                f"num_workers=0 loads in the main process"
+                f"data: a DataLoader worker died: {' '.join(str(error).split())}; num_workers=0 "
+                "loads in the main process"
             ) from error
 
     def close(self) -> None:

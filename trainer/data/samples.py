@@ -66,8 +66,8 @@ def as_tensors(fields: Mapping[Any, Any], place: Callable[[], str]) -> dict[str,
         tensor = value if isinstance(value, Tensor) else _converted(value)
         if tensor is None or tensor.is_meta or tensor.is_nested or tensor.layout != torch.strided:
             raise DataError(
-                f"data: {place()}: field {name!r} is a {type(value).__name__} that makes no tensor "
-                "with dense values; return such a tensor or leave it out"
+                f"data: {place()}: field {name!r} is a {type(value).__name__}, which cannot "
+                "become a dense tensor; return a dense tensor, or leave it out"
             )
         tensors[name] = tensor
     return tensors

@@ -193,9 +193,7 @@ def _name(end: Ended) -> str:
     if "peer" in end.report:
         return f"rank {end.rank} could not reach another at {end.place}: {end.report['peer']}"
     if end.code >= 0:
-        return (
-            f"rank {end.rank} ended with exit code {end.code} and no error message, at {end.place}"
-        )
+        return f"rank {end.rank} exited with code {end.code} and no error report, at {end.place}"
     name = signal.Signals(-end.code).name
     return f"rank {end.rank} was killed by {name}{_SENT.get(name, '')}, at {end.place}"
 

@@ -68,8 +68,8 @@ def _membership(environment: Mapping[str, str], names: tuple[str, ...]) -> Membe
     if not is_valid:
         listed = " ".join(f"{name}={value}" for name, value in written.items())
         raise ConfigError(
-            f"{listed} in the environment: no place among ranks: {names[0]} is a number from 0 "
-            f"below {names[1]}, {names[2]} one below {names[3]}, and all others are positive"
+            f"{listed} in the environment: invalid; required: 0 <= {names[0]} < {names[1]}, 0 <= "
+            f"{names[2]} < {names[3]}, and the others positive"
         )
     if size == 1:
         return None

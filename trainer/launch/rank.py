@@ -123,8 +123,8 @@ def _share(records: Records, folder: Path, world: World) -> None:
     def find() -> None:
         if not shared.is_dir():
             raise ConfigError(
-                f"outputs: {folder} of rank 0 is not where rank {world.rank} is; type a folder on "
-                "a file system that all nodes share"
+                f"outputs: rank {world.rank} does not see {folder} of rank 0; use a folder on a "
+                "file system that all nodes share"
             )
 
     shared = Path(world.on_main(make))

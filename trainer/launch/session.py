@@ -132,7 +132,9 @@ def run_rank(config: RunConfig, folder: Path, world: World, stop: StopFlag) -> i
     try:
         return COMMANDS[config.command](config.with_global_batch(world.size), folder, world, stop)
     except SystemExit as error:  # it would end the run as if it were done
-        raise TrainError(f"{described(error)}: raise an error where a run cannot go on") from error
+        raise TrainError(
+            f"{described(error)}: do not exit the process in user code; raise an exception instead"
+        ) from error
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -155,7 +157,7 @@ def _open_store(member: Membership) -> Store:
         if time.monotonic() > limit:
             late = [rank for rank in range(member.size) if not store.check([f"here/{rank}"])]
             raise RankFailedError(
-                f"rank{'s' if late[1:] else ''} {', '.join(map(str, late))} did not come to "
+                f"rank{'s' if late[1:] else ''} {', '.join(map(str, late))} did not connect to "
                 f"{member.address} within {member.start_timeout_s:g} s ({START_TIMEOUT})"
             )
         check()

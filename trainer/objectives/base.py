@@ -147,15 +147,15 @@ def _check_names(objective: Objective, weights: Mapping[str, float], given: Sequ
     kind = type(objective).__name__
     if missing := [name for name in given if name not in weights]:
         raise ConfigError(
-            f"objective: weights of {kind} gives {', '.join(weights)}, but no "
-            f"{', '.join(missing)}, which sums gives: return what each is divided by"
+            f"objective: `weights` of {kind} returns {', '.join(weights)} but not "
+            f"{', '.join(missing)}, which `sums` returns: return a divisor for each"
         )
     if torch.is_grad_enabled():
         return  # a step does without metrics, which need not be named as such
     if left_out := [name for name, weight in weights.items() if weight and name not in given]:
         raise ConfigError(
-            f"objective: sums of {kind} leaves out {', '.join(left_out)}, which weights counts: "
-            "give a sum for each, as a loss or a metric"
+            f"objective: `sums` of {kind} lacks {', '.join(left_out)}, which `weights` returns: "
+            "return a sum for each, as a loss or a metric"
         )
 
 
@@ -169,8 +169,8 @@ def refuse_left_out(
     for name in set[str]().union(*given):
         if any(each[name] and name not in names for each, names in pairs):
             raise ConfigError(
-                f"objective: sums of {type(objective).__name__} leaves {name} out of some "
-                "micro-batches in which weights counts it: give it for each of them"
+                f"objective: `sums` of {type(objective).__name__} does not return {name} for "
+                "every micro-batch where `weights` does: return it for each"
             )
 
 

@@ -238,8 +238,8 @@ def _groups_of(module: nn.Module, shards: dict[str, nn.Parameter]) -> dict[FSDPM
         if len(types) > 1:  # which FSDP2 would refuse in the first step
             listed = ", ".join(f"{name} {dtype}" for dtype, name in types.items())
             raise ConfigError(
-                f"parallel=fsdp: FSDP2 shards one type of parameters a block, and here are "
-                f"{listed}: give the model one type, or use parallel=ddp"
+                f"parallel=fsdp: FSDP2 needs one parameter dtype per block, but found {listed}: "
+                "convert the model to one dtype, or use parallel=ddp"
             )
         groups[unit] = [*mine]
     return groups

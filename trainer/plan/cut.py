@@ -164,7 +164,7 @@ class Plan:
         """
         fault = self._fault(layout)
         if fault:
-            raise ConfigError(f"accum: the cut gives a plan that {fault}")
+            raise ConfigError(f"accum: the micro-batch plan is invalid: it {fault}")
 
     def _fault(self, layout: Layout) -> str | None:
         if len(self.ranks) != layout.world_size:
@@ -174,7 +174,7 @@ class Plan:
         if not np.array_equal(cut, np.arange(self.num_samples)):
             return "does not hold every sample of the global batch exactly once"
         if layout.lockstep and len({len(slots) for slots in self.ranks}) > 1:
-            return "has unequal counts over ranks that run in lockstep"
+            return "has different numbers of micro-batches on ranks that run in lockstep"
         size = layout.group_size
         for rank, slot in self.slots():
             ids = self.ranks[rank][slot]

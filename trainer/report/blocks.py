@@ -35,8 +35,10 @@ SAMPLE_CHARACTERS = 240
 
 VERDICTS: Mapping[Verdict, str] = {
     "exact": "exact: the planned step is the whole-batch step",
-    "exact_without_dropout": "exact without dropout, whose masks follow the micro-batches: the "
-    "planned step is the whole-batch step otherwise",
+    "exact_without_dropout": (
+        "exact except for dropout, whose masks depend on the micro-batches: without it, the "
+        "planned step is the whole-batch step"
+    ),
     "not_exact": "not exact: this plan computes another step than the whole batch",
     "not_proven": "not proven: something cannot be compared",
 }
@@ -92,7 +94,7 @@ def plan_block(plan: Record, file: Path) -> RenderableType:
 def verify_block(report: VerifyReport) -> RenderableType:
     """Lay out whether the planned step is the whole-batch step, and what breaks it."""
     is_exact, dtype = report.verdict in {"exact", "exact_without_dropout"}, report.dtype
-    tells = f", as far as {dtype} tells" if is_exact and dtype != "float64" else ""
+    tells = f", within {dtype} precision" if is_exact and dtype != "float64" else ""
     verdict = Text(VERDICTS[report.verdict] + tells, "bold green" if is_exact else "bold red")
     step = plural(report.micro_batches, "micro-batch")
     step += f" ({plural(report.global_batch, 'sample')})"
@@ -108,7 +110,8 @@ def verify_block(report: VerifyReport) -> RenderableType:
     ]
     blocks = [_title("verify"), _grid(rows)]
     if not is_exact:
-        culprits = _table("culprit", "why the step depends on the cut, and what to change")
+        why = "why the step depends on the micro-batches, and what to change"
+        culprits = _table("culprit", why)
         for name, reason in report.culprits:
             culprits.add_row(Text(name, "bold red"), reason)
         blocks.append(_section("culprits", culprits))
@@ -206,7 +209,7 @@ def _arithmetic(plan: Record, threads: int | None = None) -> list[Row]:
 def _memory(plan: Record) -> str | None:
     """Set the predicted need beside the limit; either may be unknown."""
     peak, limit = plan["predicted_peak_bytes"], plan["memory_limit_bytes"]
-    text = limit and f"limit {size(limit)}, need not predicted"
+    text = limit and f"limit {size(limit)}, usage not predicted"
     if peak is not None:
         share = f"{percent(peak / limit)} of {size(limit)}" if limit else "limit unknown"
         text = f"{size(peak)} of tensors predicted, {share}"
@@ -270,7 +273,7 @@ def _outcome(end: RunEnd) -> RenderableType:
             ("speed", f"{number(round(speed))} {end.noun}s/s" if speed else None),
             ("memory", f"{size(peak)} at the peak of {end.peak_of}" if peak else None),
             ("skipped", f"{plural(skipped, 'step')} without an update" if skipped else None),
-            ("replayed", f"{plural(replays, 'time')}, for want of memory" if replays else None),
+            ("replayed", f"{plural(replays, 'time')}, after out of memory" if replays else None),
             ("held out", _joined(*others)),
         ]
     )

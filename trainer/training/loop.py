@@ -129,8 +129,8 @@ def _take_step(run: Run, progress: Trained) -> None:
     run.reporter.step(record, ids, skipped_ids=() if report.skipped is None else ids)
     if names := run.kit.model_state.news():
         run.reporter.warn(
-            f"forward writes into {first_of(names)}: each rank into its own, by the "
-            "samples it sees; after every step all ranks go on with rank 0's, which are saved"
+            f"forward updates {first_of(names)} on each rank from its own samples; after every "
+            "step all ranks take the values of rank 0, which are also saved"
         )
 
 

@@ -110,9 +110,9 @@ def _roll_back(kit: Kit) -> None:
 def _update(optimizer: torch.optim.Optimizer) -> None:
     """Step the optimizer, once: an update that failed half-way cannot be rolled back."""
     with fatal(
-        f"in the update of {type(optimizer).__name__}, which cannot be repeated, since a "
-        "part of it may be done: lower accum.memory or accum.max_tokens, or shard the state with "
-        "parallel=fsdp; the newest checkpoint stands"
+        f"in the update of {type(optimizer).__name__}, which is not retried because it may be "
+        "half done: lower accum.memory or accum.max_tokens, or shard the state with "
+        "parallel=fsdp; the newest checkpoint is intact"
     ):
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
@@ -124,15 +124,16 @@ def _cut_for_replay(kit: Kit, batch: PlannedBatch, feed: Feed, replays: int) -> 
     Raises:
         DoesNotFitError: there is nothing left to try.
     """
-    norm, why = batch_statistics(kit.model.module), "a mean of means changes with the cut"
+    norm = batch_statistics(kit.model.module)
+    why = "a mean of means depends on the micro-batch size"
     if norm is not None:
         why = f"{norm} is BatchNorm, which normalises within each micro-batch"
     if norm is not None or kit.normalizer == "micro_batches":
         if not replays:
             return batch
         raise DoesNotFitError(
-            f"step {batch.step}: out of memory twice, and {why}, so smaller pieces would be "
-            "another step: lower accum.micro, or try activation_checkpointing=true"
+            f"step {batch.step}: out of memory twice, and {why}, so smaller micro-batches would "
+            "change the result: lower accum.micro, or try activation_checkpointing=true"
         )
     finer = feed.smaller(batch)
     if finer is None:

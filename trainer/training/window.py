@@ -175,9 +175,9 @@ def reduce(kit: Kit, agreed: Outcome) -> None:
     """
     if not any(agreed.used):
         raise ConfigError(
-            f"accum.gradient: backward of {type(kit.strategy).__name__} left no gradient: call "
-            ".backward() on the divided sums of every micro-batch, within sync.micro_batch; the "
-            "sums must depend on the model's parameters"
+            f"accum.gradient: backward of {type(kit.strategy).__name__} left no gradient: for "
+            "every micro-batch, call .backward() on the normalised loss, within "
+            "sync.micro_batch; the loss must depend on the model's parameters"
         )
     kit.world.note("reduce")
     with fatal(
@@ -197,7 +197,7 @@ def check_names(kit: Kit, micro_batches: Sequence[MicroBatch]) -> None:
     for names in (m.weights.keys() for m in micro_batches):
         if names != set(kit.terms):
             raise ConfigError(
-                f"objective: weights of {type(kit.objective).__name__} gives {', '.join(names)} "
-                f"for one micro-batch and {', '.join(kit.terms)} for another: give every name "
-                "each time, 0 where it has nothing to count"
+                f"objective: `weights` of {type(kit.objective).__name__} returns "
+                f"{', '.join(names)} for one micro-batch and {', '.join(kit.terms)} for another: "
+                "return every name each time, 0 where there is nothing to count"
             )

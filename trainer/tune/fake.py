@@ -78,7 +78,7 @@ def _answering() -> Iterator[None]:
         message = next(iter(str(error).splitlines()), "")
         asks = isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
         what = ", it computes with the values of its tensors" if asks else ""
-        text = f"cannot run fake{what}: {type(error).__name__}: {message}"
+        text = f"cannot run with fake tensors{what}: {type(error).__name__}: {message}"
         raise CannotRunFake(clip(text)) from error
     finally:
         log.disabled = was_disabled

@@ -42,7 +42,7 @@ class Predictor:
         self._work, self._smallest, self._recompute = work, smallest, recompute
         self._is_checked = False
         self._probe: Predict | None = None
-        self.method = "memory by fake runs"
+        self.method = "memory predicted with fake tensors"
 
     def __call__(self, shape: Shape) -> MemoryEstimate:
         """Predict; once a shape cannot run fake, that and all later ones are probed."""

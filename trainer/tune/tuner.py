@@ -145,7 +145,7 @@ def _method(best: Variant, row: Candidate) -> str:
         spent = f"{watch.elapsed():.0f} s"
         method.append(f"out of time after {spent}: the rest scaled up from one sample")
     if row.max_tokens < question.alone:
-        method.insert(0, f"longer samples, of up to {question.alone:,}, are alone")
+        method.insert(0, f"longer samples, up to {question.alone:,}, get a micro-batch each")
     return "; ".join(method)
 
 

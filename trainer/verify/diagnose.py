@@ -22,21 +22,21 @@ from trainer.verify.trace import OUTSIDE
 DRAWS = "draws at random anew for every micro-batch"
 
 LOUD = (
-    f"{DRAWS}, in evaluation mode too: equal in distribution only, and whether the step is exact "
-    "but for that cannot be told; draw where `self.training` is true alone"
+    f"{DRAWS}, in evaluation mode too: equal in distribution only; whether the step is otherwise "
+    "exact is unknown; draw only where `self.training` is true"
 )
 
 HOOKED = (
-    "runs for every micro-batch and is not copied with the model, so nothing is proven: do what it "
-    "does once a step, in the optimizer's step, or remove it"
+    "runs for every micro-batch and is not copied with the model, so nothing is proven: move its "
+    "work into the optimizer's step, once per step, or remove it"
 )
 
 SHARED = (
-    "got a gradient from the copy that this compares, through a function or a scripted module that "
-    "cannot be copied with the model, so nothing is proven: write it as a method of the module"
+    "got a gradient from verify's copy of the model, through a function or scripted module that "
+    "cannot be copied, so nothing is proven: write it as a method of the module"
 )
 
-AMPLIFIED = "no cut is to blame and none can be cleared"
+AMPLIFIED = "rounding hides whether the step depends on the micro-batches"
 # Words of the reasons by which a step is neither exact nor known to depend on its cut.
 UNPROVEN = (DRAWS, UNREPEATABLE, HOOKED, SHARED, AMPLIFIED)
 
@@ -79,7 +79,10 @@ def diagnose(
         culprits.append(("parameters", reason))
     if kit.normalizer == "micro_batches" and not errors.is_exact:
         errors = case.errors(case.planned(kind), expected)
-        reason = "a mean of means: a token's share depends on its micro-batch; use tokens"
+        reason = (
+            "a mean of means: a token's weight depends on its micro-batch; use "
+            "batch.normalizer=tokens"
+        )
         culprits.append(("batch.normalizer=micro_batches", reason))
     is_without = False
     if not errors.is_exact and (found.quiet or found.loud):
@@ -96,7 +99,7 @@ def diagnose(
         is_sum = kit.objective.scope not in Sum.scopes or isinstance(kit.strategy, Sum)
         if not is_sum and case.errors(case.planned(kind, Sum()), expected).is_exact:
             name = type(kit.strategy).__name__
-            reason = f"{name} makes of the pieces' gradients another than their sum, which is exact"
+            reason = f"{name} does not sum the micro-batches' gradients; their sum would be exact"
             return [*culprits, ("accum.gradient", reason)], False
         named = _search_step(case, errors, traces_whole=traces_whole)
     return [*culprits, *(culprit for culprit in named if culprit not in culprits)], False
@@ -128,8 +131,9 @@ def _amplified(case: Case, errors: Errors) -> Culprits:
     if not is_rounding or any(case.rounding(0.0).values()):
         return []
     reason = (
-        f"the model amplifies it: weights moved by their last bit move the gradient by up to "
-        f"{max(blurs.values()):.0e} too, so that {AMPLIFIED}; look for large numbers that cancel"
+        "the model amplifies rounding: changing the weights by their last bit also changes the "
+        f"gradient by up to {max(blurs.values()):.0e}, so that {AMPLIFIED}; look for large "
+        "numbers that cancel"
     )
     return [("rounding", reason)]
 
@@ -151,8 +155,8 @@ def _search_step(case: Case, errors: Errors, *, traces_whole: bool) -> Culprits:
                 return culprits
     name, error = errors.worst[0]
     reason = (
-        f"the gradient of {name} depends on the cut (error {error:.0e}), while what every module "
-        "gives and every loss sum agree: look for a backward of its own, a hook on gradients, or "
-        "state kept outside of buffers"
+        f"the gradient of {name} depends on the micro-batches (error {error:.0e}), while all "
+        "module outputs and loss sums agree: look for a custom backward, a hook on gradients, or "
+        "state outside of buffers"
     )
     return [(name.rpartition(".")[0] or name, reason)]

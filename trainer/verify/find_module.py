@@ -37,7 +37,7 @@ UNREPEATABLE = (
 )
 
 STATEFUL = (
-    "keeps state that every micro-batch moves and the next one depends on: move it once per step, "
+    "keeps state that every micro-batch updates and the next one reads: update it once per step, "
     "or not in training"
 )
 

@@ -62,7 +62,7 @@ def _verify(kit: Kit, batch: PlannedBatch, feed: Feed, *, whole_fits: bool) -> V
     errors, low = case.errors(planned, expected), low_precision(kit)
     whole_errors, why = errors, list[str]()
     if is_one_piece and case.size < case.num_samples:
-        why = ["the plan is the whole batch in one piece; compared with less, which proves more"]
+        why = ["the plan is one micro-batch, so it is compared with smaller ones, a stronger check"]
     elif case.size < case.num_samples:
         fault = "ran out of memory" if whole_fits else "is not sure to fit into memory"
         why = [f"the whole batch in one piece {fault} in {short(case.limit_dtype)}"]
@@ -152,8 +152,8 @@ def _fit(case: Case) -> tuple[Case, Gradient]:
             (sample, length), no = batch.largest_sample(), f"does not fit into memory in {dtype}"
             what = f"sample {sample} of {length} tokens {no}, even alone: lower data.max_length"
             if is_mean:
-                what = f"a micro-batch {no}, and a mean of means changes with the cut: lower "
-                what += "accum.micro"
+                why = "a mean of means depends on the micro-batch size"
+                what = f"a micro-batch {no}, and {why}: lower accum.micro"
             raise DoesNotFitError(f"train verify: {what}")
         feed.use(cut)
         case = replace(case, batch=replace(batch, plan=cut.cut(batch.plan.lengths, feed.layout)))
@@ -208,30 +208,37 @@ def _asides(case: Case, errors: Errors, found: Found, culprits: Culprits) -> lis
     """Say what the verdict leaves open, and what this batch could not show."""
     notes = list[str]()
     if not found.was_checked:
-        notes.append("the loss sums were not checked on their own: not two samples fit")
+        notes.append(
+            "the loss sums were not checked on their own: fewer than two samples fit into memory"
+        )
     if errors.is_exact and (found.quiet or found.loud):
         names = {OUTSIDE: "the objective", "": "the model itself"}
         drawn = first_of([names.get(name, name) for name in (*found.quiet, *found.loud)])
         notes.append(f"{drawn}: draws at random, without effect here; another step may differ")
     if errors.is_exact and culprits:
-        notes.append("the gradients agree by accident: another cut or batch would differ")
+        notes.append(
+            "the gradients agree by coincidence: other micro-batches or another batch would differ"
+        )
     if not any(any(m.weights.values()) for m in case.batch.micro_batches):
-        notes.append("no sample of this batch has a loss term, so it shows nothing: take another")
+        notes.append(
+            "no sample of this batch has a loss term, so nothing is checked: use another batch "
+            "(seed)"
+        )
     if _hides_shift(case):
         notes.append(
-            "no row of this batch has a label at its first position, the one that a loss which "
-            "shifts its labels leaves out: a wrong shift (objective.causal) would not show"
+            "no row of this batch has a label at its first position, so a wrong label shift "
+            "(objective.causal), which drops that position, would not be noticed"
         )
     if case.plain:
         notes.append(
-            f"{first_of(sorted(case.plain))}: a tensor in a plain attribute, which no "
-            "checkpoint saves and no replay, skipped step or tuning restores: if forwards move "
-            "it, make it a buffer (register_buffer)"
+            f"{first_of(sorted(case.plain))}: a tensor in a plain attribute is neither saved in "
+            "checkpoints nor restored after a replay, a skipped step or tuning: if forward "
+            "changes it, make it a buffer (register_buffer)"
         )
     if errors.cancelled:
         notes.append(
-            f"{first_of(errors.cancelled)}: a gradient of rounding alone, zero on paper or "
-            "nearly; its error is relative to the terms that cancel in it"
+            f"{first_of(errors.cancelled)}: gradient is (nearly) zero except for rounding; its "
+            "error is relative to the terms that cancel in it"
         )
     return notes
 

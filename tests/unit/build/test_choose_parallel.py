@@ -29,7 +29,7 @@ def test_the_fewest_shards_that_fit_in_half_of_the_memory_are_taken(memory, loca
     module = nn.Linear(1024, 1023)  # 4 MiB, and 16 with its gradient and moments
     found, why = auto_mode(prepared(line).config, World(size=4, local_size=local_size), module)
     assert found == mode
-    assert why.startswith(f"parallel=auto takes {mode}: of ")
+    assert why.startswith(f"parallel=auto chose {mode}: memory limit ")
     assert "ddp 16.0 MiB" in why
 
 

@@ -60,7 +60,7 @@ def test_what_nobody_typed_or_trusts_is_not_even_imported() -> None:
         ("data", "torch.nn.Sequential", "trust=[torch]"),
         ("model", "torch.load", "trust=[torch]"),
         ("model", "transformers.AutoModelForCausalLM", "not a transformers.PreTrainedModel"),
-        ("model", "transformers.pipeline", "has to be typed by you"),
+        ("model", "transformers.pipeline", "is accepted only on the command line"),
     ],
 )
 def test_classes_of_the_model_libraries_and_nothing_else_go_without_trust(
@@ -87,13 +87,13 @@ def test_a_class_or_a_factory_of_ones_own_is_typed_or_its_package_trusted(target
     assert isinstance(construct(component(target, typed=True), "model", nn.Module), Net)
     package = target.partition(".")[0]
     assert isinstance(construct(component(target), "model", nn.Module, (package,)), Net)
-    with pytest.raises(ConfigError, match="named by a recipe or a run"):
+    with pytest.raises(ConfigError, match="comes from a recipe or a saved run"):
         construct(component(target), "model", nn.Module, ("torch",))
 
 
 @pytest.mark.parametrize("target", ["torch.load", "torch.hub.load", "torch.nn.Module.__init__"])
 def test_trust_in_a_library_does_not_reach_its_functions(target: str) -> None:
-    with pytest.raises(ConfigError, match="has to be typed by you"):
+    with pytest.raises(ConfigError, match="is accepted only on the command line"):
         construct(component(target), "model", nn.Module, ("torch",))
 
 
@@ -115,7 +115,7 @@ def test_what_an_argument_names_is_built_too() -> None:
 def test_an_argument_that_nobody_typed_names_no_class(target: str) -> None:
     for inner in ({"_target_": target}, [{"_target_": target}], {"x": {"_target_": target}}):
         holder = component("torch.nn.Identity", x=inner)
-        with pytest.raises(ConfigError, match=rf"^model\.x.*{target}: named by a recipe or a run"):
+        with pytest.raises(ConfigError, match=rf"^model\.x.*{target}: comes from a recipe"):
             construct(holder, "model", nn.Module)
 
 

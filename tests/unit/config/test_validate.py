@@ -75,8 +75,8 @@ FAULTS = {
     "accum=fixed": "accum.micro: accum=fixed needs accum.micro (samples per micro-batch) or "
     "accum.steps (micro-batches per rank), e.g. accum.micro=8",
     "batch=tokens accum=fixed accum.micro=8 accum.steps=3": "accum.steps=3: with batch.unit=tokens",
-    "batch.normalizer=micro_batches": ": depends on the cut; type accum=fixed accum.micro=8",
-    "batchnorm=micro": ": depends on the cut; type accum=fixed accum.micro=8",
+    "batch.normalizer=micro_batches": ": depends on the micro-batch size; type accum=fixed",
+    "batchnorm=micro": ": depends on the micro-batch size; type accum=fixed",
     "accum=fixed accum.micro=8 activation_checkpointing=auto": "activation_checkpointing=auto: "
     "needs accum=auto",
     "device=cuda": ": no GPU is usable here; use device=cpu or device=auto, or plan for one that "
@@ -103,7 +103,7 @@ FAULTS = {
     "parts, which rotary positions need; nearest: model.width=100 or model.num_heads=4",
     "command=evaluate": ": needs run=outputs/... or run=auto",
     "run=a": ": read by evaluate, export and verify; to go on with a run: resume=",
-    "export.to=a": ": written by train export run=RUN alone; leave it out",
+    "export.to=a": ": used only by train export run=RUN; leave it out",
     "init=a resume=b": "init=a: starts a new run; resume= goes on with an old one",
     "step=3": ": picks a checkpoint of run=RUN or init=RUN; how long a run is: steps=",
 }

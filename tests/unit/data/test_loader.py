@@ -201,7 +201,7 @@ def test_an_error_in_the_data_set_names_sample_cause_and_place_in_one_line(loade
 
 
 def test_a_worker_that_dies_is_a_data_error(loader_of):
-    with pytest.raises(DataError, match=r"a loading process died.*num_workers=0"):
+    with pytest.raises(DataError, match=r"a DataLoader worker died.*num_workers=0"):
         list(loader_of(Failing(lambda: os._exit(3)), 1).stream(iter([request(4)])))
 
 
@@ -230,7 +230,7 @@ def test_numbers_arrays_and_lists_become_tensors(loader_of):
         **dict.fromkeys("abef", ()),
         **dict.fromkeys("cd", (2,)),
     }
-    with pytest.raises(DataError, match="field 'x' is a list that makes no tensor"):
+    with pytest.raises(DataError, match="field 'x' is a list, which cannot become a dense tensor"):
         loader_of(Listed([{"x": [[1], [2, 3]]}])).load(Request((0,), 0, 1))
 
 

@@ -52,7 +52,7 @@ def test_a_rank_that_leaves_with_code_0_and_no_word_is_named_and_ends_the_others
     watch.run()
     assert time.monotonic() - began < 60
     error = verdict(watch.ended, tmp_path, 600)
-    assert str(error) == "rank 1 ended with exit code 0 and no error message, at the start"
+    assert str(error) == "rank 1 exited with code 0 and no error report, at the start"
 
 
 HELD_UP, ALL = ("agree", "compute"), ("compute", "compute")

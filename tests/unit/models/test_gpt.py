@@ -186,7 +186,7 @@ def test_a_model_is_called_with_the_fields_its_forward_names_compiled_or_not():
         (nn.Sequential(nn.Identity()), "^model: forward of Sequential requires input"),
         (
             forwards(lambda *given: given),
-            "^model: forward of Own names no field of the micro-batch",
+            "^model: forward of Own takes no field of the micro-batch",
         ),
     ],
 )

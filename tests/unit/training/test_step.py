@@ -205,7 +205,7 @@ def test_one_sample_that_does_not_fit_is_named_with_its_length(cut):
     ("settings", "why"),
     [
         ({"model": lambda: TinyLM(norm=nn.BatchNorm1d(8))}, "norm is BatchNorm, which normalises"),
-        ({"normalizer": "micro_batches"}, "a mean of means changes with the cut"),
+        ({"normalizer": "micro_batches"}, "a mean of means depends on the micro-batch size"),
     ],
     ids=["BatchNorm", "a mean of means"],
 )
@@ -235,7 +235,7 @@ class Late(TinyLM):
 
 @pytest.mark.parametrize("name", ["scale", "norm.weight"])
 def test_a_parameter_that_no_optimizer_knows_is_refused_by_name(name):
-    with pytest.raises(ConfigError, match=f"model: {name} is a parameter made in forward"):
+    with pytest.raises(ConfigError, match=f"model: forward creates the parameter {name}"):
         Bench(Fixed(micro=3), model=lambda: Late(name)).step()
 
 

@@ -126,7 +126,7 @@ def single(model: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
 # What is rounding, and what is not
 
 
-ZERO = "a gradient of rounding alone"
+ZERO = "(nearly) zero except for rounding"
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_a_model_that_amplifies_rounding_proves_nothing_and_no_module_is_blamed(
     assert (report.verdict, report.dtype) == ("not_proven", dtype)
     [(name, reason)] = report.culprits
     assert name == "rounding"
-    assert "moved by their last bit" in reason
+    assert "changing the weights by their last bit" in reason
 
 
 def test_weights_of_low_precision_do_not_blow_up_a_gradient_of_zero_on_paper():
@@ -240,7 +240,7 @@ def test_a_whole_batch_that_runs_out_of_memory_gives_way_to_its_samples_one_by_o
         (cramped(2_000, cut=SORTED), r"sample \d+ of \d+ tokens .* in float64, even alone"),
         (
             cramped(30_000, cut=Fixed(micro=4), normalizer="micro_batches"),
-            "a mean of means changes with the cut",
+            "a mean of means depends on the micro-batch size",
         ),
     ],
     ids=["one sample", "mean of means"],

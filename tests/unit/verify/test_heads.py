@@ -119,7 +119,7 @@ class Answers(Examples):
 def test_a_batch_that_cannot_show_a_wrong_shift_says_so(data):
     report = checked(HONEST[0], ModelLoss(reduction="mean"), data=data)
     assert report.exact
-    assert any("a wrong shift" in note for note in report.notes) == (data is Answers)
+    assert any("a wrong label shift" in note for note in report.notes) == (data is Answers)
 
 
 def test_spans_over_padded_logits_are_flagged_with_their_padding():

@@ -310,7 +310,7 @@ def test_padding_that_is_not_there_is_no_fault():
 def test_a_backward_of_its_own_is_told_by_the_parameters_it_reaches():
     layer = lambda: Mixer(lambda hidden, _: Clipped.apply(hidden))  # noqa: E731
     [(name, reason)] = named(Bench(SORTED, model=with_mixer(layer))).items()
-    assert "a backward of its own" in reason
+    assert "a custom backward" in reason
     assert name != "head"
 
 
@@ -459,7 +459,7 @@ def test_a_mean_that_even_micro_batches_hide_is_named_and_dropout_is_no_excuse(d
     assert report.verdict == "not_exact"
     assert {name for name, _ in report.culprits} - {"dropout"} == {"objective MeanLoss"}
     assert any("is no sum" in reason for _, reason in report.culprits)
-    assert any("by accident" in note for note in report.notes) == (not dropout)
+    assert any("by coincidence" in note for note in report.notes) == (not dropout)
     assert (report.max_relative_error <= 1e-10) == (not dropout)
 
 
