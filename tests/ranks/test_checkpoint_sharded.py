@@ -159,5 +159,5 @@ def test_parts_that_do_not_fit_together_are_damage(other, tmp_path):
     paths = [tmp_path / "1.safetensors", tmp_path / "2.safetensors"]
     for path, tensor in zip(paths, (torch.zeros(2, 2), other), strict=True):
         write_tensors(path, {"a": tensor})
-    with pytest.raises(DamagedError, match="do not fit together"):
+    with pytest.raises(DamagedError, match="do not match"):
         open_tensors(paths)

@@ -63,7 +63,7 @@ def test_every_damaged_byte_cut_and_missing_file_is_noticed_and_built_again(capl
             if content is None:
                 file.unlink()
             again = opened(DOCUMENTS)
-            assert "is built again" in caplog.text
+            assert "rebuilding the index" in caplog.text
             assert (contents(again), again.digest) == (DOCUMENTS, index.digest)
             caplog.clear()
 
