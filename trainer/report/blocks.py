@@ -273,7 +273,7 @@ def _outcome(end: RunEnd) -> RenderableType:
             ("speed", f"{number(round(speed))} {end.noun}s/s" if speed else None),
             ("memory", f"{size(peak)} at the peak of {end.peak_of}" if peak else None),
             ("skipped", f"{plural(skipped, 'step')} without an update" if skipped else None),
-            ("replayed", f"{plural(replays, 'time')}, after out of memory" if replays else None),
+            ("replayed", f"{plural(replays, 'time')}, after memory ran out" if replays else None),
             ("held out", _joined(*others)),
         ]
     )
