@@ -52,5 +52,5 @@ def test_a_sample_that_fails_is_left_out_with_a_warning(logit, decode, why, capl
     assert sample_text(parts) is None
     assert parts.module.training
     (record,) = caplog.records
-    assert record.getMessage().startswith(f"no sample: {why}")
+    assert record.getMessage().startswith(f"no text sample generated: {why}")
     assert "\n" not in record.getMessage()

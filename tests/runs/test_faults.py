@@ -24,7 +24,7 @@ GPT = "model=gpt_tiny model.width=16 model.num_layers=1 model.num_heads=2"
             "The nearest valid value is accum.max_tokens=12",
         ],
         "model._target_=trainer.models.gpt.GPT model.width=10": [
-            "3 heads do not share a width of 10"
+            "width 10 cannot be split over 3 heads"
         ],
         f"{GPT} model.vocab_size=5 data._target_={TOYS}.Known": [
             "model.vocab_size=5: the data hold 16 different tokens",

@@ -80,7 +80,7 @@ def test_a_run_is_refused_with_that_line(line):
 @pytest.mark.parametrize(("method", "longest"), [("weights", 2), ("sums", 8)])
 def test_a_term_left_out_of_some_micro_batches_is_refused(method, longest):
     found = bench(Fixed(micro=1), objective=Sometimes(method, longest))
-    with pytest.raises(ConfigError, match=f"{method} of Sometimes.*second"):
+    with pytest.raises(ConfigError, match=f"{method}` of Sometimes.*second"):
         [found.step() for _ in range(6)]
 
 
@@ -146,7 +146,7 @@ def test_real_numbers_are_no_classes_and_no_tokens(objective, data):
             f"model.by_row=true data._target_={OWN}.Marked data.kind=row",
             "type objective.reduction=mean,",
         ),
-        (f"model._target_={OWN}.SumHead", "take an objective that sums"),
+        (f"model._target_={OWN}.SumHead", "use an objective that sums"),
         nightly("model.shifts=true", "type objective.reduction=mean,"),
     ],
 )
@@ -169,7 +169,7 @@ def test_a_head_whose_loss_changes_with_padding_is_a_warning():
     assert "type objective.reduction=mean," in refusal(head)
     run = go(f"command=plan {head} objective.reduction=mean")
     (warning,) = read_json(run.folder / "plan.json")["warnings"]
-    assert "padding changes it" in warning
+    assert "mask the padding" in warning
 
 
 def test_real_labels_are_not_shifted():

@@ -276,7 +276,7 @@ def test_weights_to_begin_with_are_typed_again_and_only_where_the_run_begins(
     (tmp_path / "weights").mkdir()
     line = "accum=fixed accum.micro=8 steps=10 name=early init=weights"
     run = make_run(line, state=STOPPED_EARLY, has_checkpoint=False)
-    with pytest.raises(ConfigError, match="init: the run was to begin with init=weights"):
+    with pytest.raises(ConfigError, match="init: the saved run started from init=weights"):
         prepared(f"resume={run}")
     assert prepared(f"{line} resume=auto").config.init == "weights"
     begun = make_run(line.replace("early", "begun"))

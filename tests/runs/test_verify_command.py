@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("own_folder")
         ("batch.normalizer=samples", []),
         (BY_TOKENS + FROZEN, []),
         (PACKED, []),
-        ("accum.micro=8", ["the plan is the whole batch in one piece"]),
+        ("accum.micro=8", ["the plan is one micro-batch"]),
         ("parallel.ranks=2 precision=bf16", [OF_RANKS, ROUNDED]),
     ],
 )

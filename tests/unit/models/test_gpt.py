@@ -145,8 +145,8 @@ def test_variable_length_attention_agrees_with_documents_one_by_one():
 @pytest.mark.parametrize(
     ("options", "fault"),
     [
-        ({"num_heads": 5}, "model.width, model.num_heads: 5 heads do not share a width of 96"),
-        ({"num_heads": 96}, "model.width, model.num_heads: 96 heads .*model.num_heads=48"),
+        ({"num_heads": 5}, "model.width, model.num_heads: width 96 cannot be split over 5 heads"),
+        ({"num_heads": 96}, "model.width, model.num_heads: width 96 .*model.num_heads=48"),
     ],
 )
 def test_a_shape_that_cannot_be_is_refused_by_its_key(options, fault):
@@ -182,7 +182,7 @@ def test_a_model_is_called_with_the_fields_its_forward_names_compiled_or_not():
 @pytest.mark.parametrize(
     ("module", "fault"),
     [
-        (Named(), "^model: forward of Named requires x, .*it holds: tokens, labels"),
+        (Named(), "^model: forward of Named requires x, .*fields: tokens, labels"),
         (nn.Sequential(nn.Identity()), "^model: forward of Sequential requires input"),
         (
             forwards(lambda *given: given),

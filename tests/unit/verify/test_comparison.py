@@ -126,7 +126,7 @@ def single(model: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
 # What is rounding, and what is not
 
 
-ZERO = "(nearly) zero except for rounding"
+ZERO = "gradient is (nearly) zero except for rounding"
 
 
 @pytest.mark.parametrize(

@@ -276,7 +276,7 @@ def norms() -> nn.Module:
         ("dropout.both", "when its padding changes", SORTED, PADDED),
         ("objective Noisy", "", SORTED, {"objective": Noisy()}),
         ("data field input_ids", "", SORTED, {"dataset": MaskedInCollate()}),
-        ("accum.gradient", "Averaging makes", SORTED, {"strategy": Averaging()}),
+        ("accum.gradient", "Averaging does not sum", SORTED, {"strategy": Averaging()}),
         ("batch.normalizer=micro_batches", "", Fixed(micro=3), {"normalizer": "micro_batches"}),
         ("parameters", "the plan in float64: ", SORTED, {"dtype": torch.bfloat16}),
     ],
