@@ -35,8 +35,8 @@ SAMPLE_CHARACTERS = 240
 
 VERDICTS: Mapping[Verdict, str] = {
     "exact": "exact: the planned step is the whole-batch step",
-    "exact_without_dropout": "exact without dropout, whose masks depend on the micro-batches: apart "
-    "from them the planned step is the whole-batch step",
+    "exact_without_dropout": "exact without dropout, whose masks depend on the micro-batches: "
+    "apart from them the planned step is the whole-batch step",
     "not_exact": "not exact: this plan computes another step than the whole batch",
     "not_proven": "not proven: something cannot be compared",
 }
