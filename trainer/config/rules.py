@@ -216,7 +216,7 @@ def heads_fault(width: int, num_heads: int, *, is_rotary: bool) -> str | None:
     near = min(fits, key=lambda n: abs(n - num_heads), default=None)
     return (
         f"model.width, model.num_heads: width {width} cannot be split over {num_heads} heads"
-        f"{' of an even size, which rotary positions need' if is_rotary else ''}; nearest: "
+        f"{' of even size, as rotary positions need' if is_rotary else ''}; nearest: "
         f"model.width={max(1, round(width / num_heads / step)) * num_heads * step}"
         f"{f' or model.num_heads={near}' if near else ''}"
     )

@@ -100,7 +100,7 @@ FAULTS = {
     "optimizer=sgd optimizer.nesterov=true optimizer.momentum=0": "optimizer.nesterov=true: needs "
     "a momentum; type optimizer.momentum=0.9",
     "model.num_heads=5": "model.width, model.num_heads: width 96 cannot be split over 5 heads "
-    "of an even size, which rotary positions need; nearest: model.width=100 or model.num_heads=4",
+    "of even size, as rotary positions need; nearest: model.width=100 or model.num_heads=4",
     "command=evaluate": ": needs run=outputs/... or run=auto",
     "run=a": ": read by evaluate, export and verify; to go on with a run: resume=",
     "export.to=a": ": used only by train export run=RUN; leave it out",
