@@ -90,7 +90,8 @@ def rule_faults(tree: Tree, choices: Mapping[str, Any]) -> Iterator[str]:
     width, num_heads = view["model.width"], view["model.num_heads"]
     if view["model._target_"] == GPT and _is_count(width) and _is_count(num_heads):
         is_rotary = view["model.positions"] == "rotary"
-        yield from filter(None, [heads_fault(width, num_heads, is_rotary=is_rotary)])
+        if fault := heads_fault(width, num_heads, is_rotary=is_rotary):
+            yield clip(fault)
 
 
 def _is_count(value: object) -> bool:
