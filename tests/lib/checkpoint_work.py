@@ -100,8 +100,8 @@ def begun(world: World, layout: Layout, folder: Path) -> dict[str, str]:
     module = laid_out(world, layout, seed=0)
     optimizer = adamw(module)
     train(module, optimizer, 2)
-    state = capture(module, optimizer, extra={"rank": world.rank})
-    CheckpointStore(folder).save(1, *state, world)
+    tensors, meta = capture(module, optimizer, extra={"rank": world.rank})
+    CheckpointWriter(CheckpointStore(folder), world).save(1, tensors, meta)
     return digests(module, optimizer)
 
 

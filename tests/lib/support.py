@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -187,6 +188,34 @@ class Bench:
         assert all(p.grad is None for p in self.module.parameters())
         assert report.exact == (not report.culprits)
         return report
+
+
+class Failing(GradientStrategy):
+    """Runs out of memory once, at one phase of one micro-batch."""
+
+    def __init__(self, at: int, phase: str) -> None:
+        self.at, self.phase, self.done = at, phase, False
+
+    def backward(self, model, objective, micro_batches, divisors, sync):
+        if self.done:
+            return Sum().backward(model, objective, micro_batches, divisors, sync)
+        self.done, passed = True, count(1)
+        if self.phase == "between":
+            Sum().backward(model, objective, micro_batches[: self.at], divisors[: self.at], sync)
+            raise torch.OutOfMemoryError("injected")
+
+        def fail(*_: object) -> None:
+            if next(passed) > self.at:
+                raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
+
+        place = model.module.register_forward_hook
+        if self.phase == "backward":
+            place = next(iter(model.module.parameters())).register_hook
+        handle = place(fail)
+        try:
+            return Sum().backward(model, objective, micro_batches, divisors, sync)
+        finally:
+            handle.remove()
 
 
 def relative_error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:

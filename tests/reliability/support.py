@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from trainer.checkpoint.manifest import verify
 from trainer.checkpoint.store import CheckpointStore, Loaded
+from trainer.checkpoint.tensor_files import assign_files
 
 KEEP = 2
 SEED = os.environ.get("RELIABILITY_SEED", "0")
@@ -48,11 +50,18 @@ def assert_is(loaded: Loaded, step: int) -> None:
         assert torch.equal(loaded.read(name), tensor), name
 
 
+def put(
+    store: CheckpointStore, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]
+) -> Path:
+    """Save on one rank."""
+    return store.save(step, assign_files(tensors, 0), meta)
+
+
 def save(folder: Path, *steps: int) -> None:
     """Save the oracle's checkpoints with a store of its own, as a new process would."""
     store = CheckpointStore(folder, KEEP)
     for step in steps:
-        store.save(step, *state(step))
+        put(store, step, *state(step))
 
 
 def intact_steps(folder: Path) -> list[int]:

@@ -24,7 +24,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.reliability.support import save
+from tests.reliability.support import put, save
 from trainer.build.checks import check_position, read_allowed, read_run_state
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.state import capture, restore
@@ -200,7 +200,7 @@ def test_a_state_tree_that_lies_is_refused(tmp_path):
     optimizer = torch.optim.AdamW(model.parameters())
     tensors, meta = capture(model, optimizer, extra={})
     store = CheckpointStore(tmp_path)
-    store.save(1, tensors, meta)
+    put(store, 1, tensors, meta)
     loaded = store.load()
     for part, tree in itertools.product(("model", "optimizer", "rng", "extra"), TREES):
         with pytest.raises(NoCheckpointError) as refusal:
@@ -214,14 +214,14 @@ def test_an_optimizer_state_that_a_kernel_would_trust_is_refused(tmp_path):
     model["a"](torch.ones(2, 8)).sum().backward()
     optimizer.step()
     tensors, meta = capture(model, optimizer, extra={})
-    CheckpointStore(tmp_path).save(1, tensors, meta)
+    put(CheckpointStore(tmp_path), 1, tensors, meta)
     loaded, saved = CheckpointStore(tmp_path).load(), meta["optimizer"]["state"]
     lies = (saved["a.weight"]["step"], saved["a.bias"]["exp_avg"], 1.0)
-    for lie, settings in itertools.product(lies, ("saved", "live")):
+    for lie, keeps in itertools.product(lies, (False, True)):
         saved["a.weight"]["exp_avg"] = lie
         fresh = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
         with pytest.raises(NoCheckpointError) as refusal:
-            restore(replace(loaded, meta=meta), model, fresh, hyperparameters=settings)
+            restore(replace(loaded, meta=meta), model, fresh, keeps_settings=keeps)
         assert "\n" not in str(refusal.value)
 
 

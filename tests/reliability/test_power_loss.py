@@ -23,7 +23,16 @@ from typing import Any
 import pytest
 
 from tests.lib.nightly import counts
-from tests.reliability.support import KEEP, assert_is, cases, intact_steps, replay, save, state
+from tests.reliability.support import (
+    KEEP,
+    assert_is,
+    cases,
+    intact_steps,
+    put,
+    replay,
+    save,
+    state,
+)
 from trainer.checkpoint.status import Status, write_status
 from trainer.checkpoint.store import CheckpointStore
 from trainer.core import durable
@@ -197,7 +206,7 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Log:
     with durable.use(disk):
         store = CheckpointStore(run / "checkpoints", KEEP)
         for step in range(1, LAST + 1):
-            store.save(step, *state(step))
+            put(store, step, *state(step))
             disk.promise(("checkpoint", step))
             write_status(run, Status(state="running", step=step))
             disk.promise(("status", step))

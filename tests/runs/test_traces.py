@@ -18,8 +18,7 @@ from tests.lib import heads
 from tests.lib.heads import BERT, BUILT, ENCODER, Examples, Head
 from tests.lib.nightly import nightly
 from tests.lib.run_support import curve, go, overrides
-from tests.lib.support import Bench
-from tests.unit.training.test_step import Failing
+from tests.lib.support import Bench, Failing
 from trainer.cli.main import run as run_line
 from trainer.data.loader import Request
 from trainer.plan.cuts import Fixed
@@ -114,7 +113,7 @@ def test_tuning_a_replayed_step_and_verify_of_a_run_leave_it_so_too():
         "batch.global=8 accum=auto steps=1"
     )
     fields = {"input_ids": torch.arange(12).view(2, 6)}
-    failing = "accum.gradient._target_=tests.unit.training.test_step.Failing +accum.gradient.at=0"
+    failing = "accum.gradient._target_=tests.lib.support.Failing +accum.gradient.at=0"
     run = go(f"{line} {failing} +accum.gradient.phase=forward")
     assert curve(run, "replays") == [1]
     assert_as_after_one_forward(BERT, BUILT[-1], fields)

@@ -63,10 +63,8 @@ class ModelState:
                 self._news += [part.prefix + name for name in part.shapes]
         if self._is_ordered and self._news:
             raise ConfigError(
-                f"deterministic=layout: forward updates {self._news[0]} from the samples of its "
-                "own rank, so its value would depend on the number of ranks: do not update it in "
-                "training (use GroupNorm or LayerNorm instead of BatchNorm), or use "
-                "deterministic=true"
+                f"deterministic=layout: forward updates {self._news[0]} by the samples of its own "
+                "rank: use GroupNorm or LayerNorm instead of BatchNorm, or deterministic=true"
             )
         tensors = [tensor for part in self._parts if part.moves for tensor in part.tensors()]
         if not tensors:
@@ -89,9 +87,8 @@ class ModelState:
             # Those of sharded models come and go with the window.
             if known is None or (known is not parameter and not self._is_sharded):
                 raise ConfigError(
-                    f"model: forward creates the parameter {name} after the optimizer was built, "
-                    "so it would not be trained: create it in the constructor; if it needs no "
-                    "gradient, register it as a buffer and update that in place"
+                    f"model: forward creates the parameter {name}, which no optimizer trains: "
+                    "create it in the constructor, or make it a buffer"
                 )
 
 
@@ -124,8 +121,8 @@ class _Part:
         for name, shape in self.shapes.items():
             if getattr(self.entries.get(name), "shape", None) != shape:
                 raise ConfigError(
-                    f"model: {self.prefix}{name} changes its shape in forward, so ranks may "
-                    "differ in it: if it is a cache, register it with persistent=False"
+                    f"model: {self.prefix}{name} changes its shape in forward: a cache is "
+                    "registered with persistent=False"
                 )
         return any(
             now is not tensor

@@ -56,23 +56,20 @@ class Snapshot:
 
     def _copy(self, tensors: list[Tensor]) -> None:
         before, self._copies = self._copies, {}
-        pairs: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
         for tensor in tensors:
             # PyTorch refuses to write where several elements share memory.
-            expanded = any(
-                n > 1 and not s for n, s in zip(tensor.shape, tensor.stride(), strict=True)
-            )
-            if expanded or id(tensor) in self._copies:
+            dimensions = zip(tensor.shape, tensor.stride(), strict=True)
+            if any(size > 1 and not stride for size, stride in dimensions):
                 continue
             _, copied = before.get(id(tensor), (None, None))
             if copied is None or (copied.shape, copied.dtype) != (tensor.shape, tensor.dtype):
-                copied = tensor.detach().clone()
-            else:
-                pairs.setdefault(tensor.dtype, []).append((copied, tensor))
+                copied = torch.empty_like(tensor)
             self._copies[id(tensor)] = tensor, copied
+        pairs = list(self._copies.values())
         with torch.no_grad():
-            for same in pairs.values():  # a few kernels, not one a buffer
-                torch._foreach_copy_([into for into, _ in same], [tensor for _, tensor in same])
+            for dtype in {tensor.dtype for tensor, _ in pairs}:  # a few kernels, not one a buffer
+                same = [pair for pair in pairs if pair[0].dtype == dtype]
+                torch._foreach_copy_([copied for _, copied in same], [tensor for tensor, _ in same])
 
     def restore(self) -> None:
         """Put the state back; a buffer that a forward replaced by another tensor, too."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trainer.accumulate.base import Divisors, GradientStrategy, divided, seed_draws
-from trainer.core.micro_batch import MicroBatch
+from trainer.core.micro_batch import MicroBatch, to_device
 from trainer.models.check import refuse_sparse_gradients, unmoved
 from trainer.objectives.base import Objective, refuse_left_out, sums_of
 from trainer.parallel.base import Parallel
@@ -43,7 +43,7 @@ class Sum(GradientStrategy):
             # In lockstep a rank with fewer micro-batches fills up with some of no samples.
             aside = nullcontext() if micro_batch.ids else unmoved(model.module)
             with sync.micro_batch(model, is_last=index == last), aside:
-                fields = micro_batch.to(device).fields
+                fields = to_device(micro_batch.fields, device)
                 sums = sums_of(objective, model.call, fields, micro_batch.weights)
                 loss = divided(sums.losses, divisors[index])
                 loss.backward()  # type: ignore[no-untyped-call] # untyped in torch

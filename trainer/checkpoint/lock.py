@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trainer.core import durable
-from trainer.core.errors import SaveError, TrainError
+from trainer.core.errors import TrainError
 
 FILE_NAME = ".lock"
 
@@ -51,17 +51,13 @@ def hold(run: Path) -> Iterator[None]:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     _handles[home] = handle
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise RunInUseError(
-                f"{run}: in use by {_holder(handle)}: wait for it, stop it, or start another run"
-            ) from error
-        except OSError as error:
-            raise SaveError(
-                f"{run}: cannot be locked on this file system ({error.strerror}): mount it with "
-                "flock, or set outputs elsewhere"
-            ) from error
+        with durable.as_save_error(path):
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                who = _holder(handle)
+                remedy = "wait for it, stop it, or start another run"
+                raise RunInUseError(f"{run}: in use by {who}: {remedy}") from error
         with contextlib.suppress(OSError):  # on a full disk the lock works without a name in it
             os.ftruncate(handle, 0)
             holder = {"pid": os.getpid(), "host": socket.gethostname()}

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,7 +43,6 @@ def capture(
     rest as JSON. Collective only where an optimizer keeps what is neither in rows nor whole.
 
     Raises:
-        ValueError: the optimizer has a parameter that is not the model's.
         TypeError: something is neither a tensor nor JSON.
     """
     state = {plain_name(n): value for n, value in model.state_dict(keep_vars=True).items()}
@@ -64,7 +64,7 @@ def restore(
     model: nn.Module,
     optimizer: Optimizer,
     *,
-    hyperparameters: Literal["saved", "live"] = "saved",
+    keeps_settings: bool = False,
 ) -> dict[str, Any]:
     """Restore a state, all of it or an error; of what is in shards, each rank reads its rows.
 
@@ -72,7 +72,7 @@ def restore(
         loaded: what `capture` returned and `CheckpointStore` saved.
         model: of the same architecture; wrapped as it likes, on any device.
         optimizer: of the same class and parameters.
-        hyperparameters: "live" where the optimizer's groups keep settings changed on purpose.
+        keeps_settings: whether the optimizer's groups keep theirs, which were changed on purpose.
 
     Returns:
         The `extra` that was captured.
@@ -85,12 +85,11 @@ def restore(
         others = dict(decode(loaded.meta["model"]["others"], loaded.read).items())
         remedy = "resume with the model that was trained, or use init= to take over weights"
         load_model(model, loaded.weights, loaded.path, remedy, others)
-        _restore_optimizer(loaded, model, optimizer, keeps_settings=hyperparameters == "live")
+        _restore_optimizer(loaded, model, optimizer, keeps_settings=keeps_settings)
         _restore_random_states(decode(loaded.meta["rng"], loaded.read))
     except (AttributeError, LookupError, TypeError, ValueError, OverflowError) as error:
         raise NoCheckpointError(
-            f"{loaded.path}: not a training state of this version ({error!r:.80}): start a new "
-            "run from its weights with init="
+            f"{loaded.path}: not a state of this version ({error!r:.80}): use init= for its weights"
         ) from error
     return extra
 
@@ -98,26 +97,21 @@ def restore(
 def assert_finite(tensors: Mapping[str, Tensor]) -> None:
     """Raise `NonFiniteError`, which names the first few, where tensors hold NaN or infinity."""
     if bad := not_finite(tensors):
-        raise NonFiniteError(
-            f"not saved: {first_of([*map(clip, bad)])} not finite; older checkpoints are kept"
-        )
+        names = first_of([*map(clip, bad)])
+        raise NonFiniteError(f"not saved: {names} not finite; older checkpoints are kept")
 
 
 def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Name those that hold NaN or infinity in this rank's part; one synchronisation per device."""
-    answers: dict[torch.device, dict[str, Tensor]] = {}
-    for name, tensor in tensors.items():
-        values = local_part(tensor)
-        if values.numel() > 0 and (values.is_floating_point() or values.is_complex()):
-            values = values.float() if values.dtype.itemsize == 1 else values  # no norms in 8 bits
-            # The largest magnitude, in one pass and without a mask as large as the tensor.
-            largest = torch.linalg.vector_norm(values, float("inf"))
-            answers.setdefault(values.device, {})[name] = torch.isfinite(largest)
-    bad: list[str] = []
-    for found in answers.values():
-        finite = torch.stack([*found.values()]).tolist()
-        bad += [name for name, is_finite in zip(found, finite, strict=True) if not is_finite]
-    return bad
+    """Name those that hold NaN or infinity in this rank's part; waits for the device at each."""
+    return [name for name, tensor in tensors.items() if not _is_finite(local_part(tensor))]
+
+
+def _is_finite(values: Tensor) -> bool:
+    if values.numel() == 0 or not (values.is_floating_point() or values.is_complex()):
+        return True
+    values = values.float() if values.dtype.itemsize == 1 else values  # no norms in 8 bits
+    # The largest magnitude, in one pass and without a mask as large as the tensor.
+    return bool(torch.linalg.vector_norm(values, float("inf")).isfinite())
 
 
 def plain_name(name: str) -> str:
@@ -125,12 +119,6 @@ def plain_name(name: str) -> str:
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
-
-
-def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """List the tensors a model keeps, by plain name, tied ones under each of their names."""
-    state = model.state_dict(keep_vars=True)
-    return {plain_name(n): value for n, value in state.items() if isinstance(value, Tensor)}
 
 
 def find_ties(tensors: Mapping[str, Tensor]) -> dict[str, str]:
@@ -160,14 +148,14 @@ def load_model(
     Raises:
         NoCheckpointError: names, shapes or dtypes differ; the text names the first differences.
     """
-    expected = model_tensors(model)
+    state = model.state_dict(keep_vars=True)
+    expected = {plain_name(n): value for n, value in state.items() if isinstance(value, Tensor)}
     found = dict(weights)
     for alias, name in find_ties(expected).items():
         if one := found.get(name) or found.get(alias):
             found |= {name: found.get(name, one), alias: found.get(alias, one)}
     if faults := _differences(found, expected):
         raise NoCheckpointError(f"{source}: does not fit the model: {'; '.join(faults)}: {remedy}")
-    state = model.state_dict()
     for name, target in state.items():
         if isinstance(target, Tensor):
             fill(target, found[plain_name(name)])
@@ -221,13 +209,12 @@ def _restore_optimizer(
 ) -> None:
     saved, parameters = loaded.meta["optimizer"], _named_parameters(model, optimizer)
     groups = decode(saved["groups"], loaded.read)
-    live = _named_groups(optimizer, [*parameters])
+    live, own_class = _named_groups(optimizer, [*parameters]), type(optimizer).__qualname__
     own, theirs = ([sorted(group["params"]) for group in each] for each in (live, groups))
-    if saved["class"] != type(optimizer).__qualname__ or not (keeps_settings or own == theirs):
+    if saved["class"] != own_class or not (keeps_settings or own == theirs):
         raise NoCheckpointError(
-            f"{loaded.path}: its optimizer ({saved['class']}, {_sizes(theirs)}) is not this run's "
-            f"({type(optimizer).__qualname__}, {_sizes(own)}): resume with the optimizer that was "
-            "used, or use init= to take over the weights alone"
+            f"{loaded.path}: its optimizer ({saved['class']}) and groups are not this run's "
+            f"({own_class}): resume with those that were used, or use init= for the weights alone"
         )
     settings = optimizer.state_dict()["param_groups"]
     if not keeps_settings:
@@ -235,18 +222,23 @@ def _restore_optimizer(
             {**group, **{key: mine[key] for key in _EXECUTION if key in mine}}
             for group, mine in zip(groups, settings, strict=True)
         ]
-    states = decode(saved["state"], loaded.tensors.__getitem__)
-    if isinstance(optimizer, _FUSED) and any(group.get("fused") for group in settings):
-        _check_fused_states(states, parameters)
     frozen_since = {name for names in theirs for name in names} - parameters.keys()
-    indices = {name: index for index, name in enumerate(parameters)}
-    state = {
-        indices.get(name, name): _read(values, parameters.get(name))
-        for name, values in states.items()
+    states = {
+        name: decode(tree, partial(_read, loaded, parameters.get(name)))
+        for name, tree in saved["state"].items()
         if name not in frozen_since
     }
+    if isinstance(optimizer, _FUSED) and any(group.get("fused") for group in settings):
+        _check_fused_states(states, parameters)
+    indices = {name: index for index, name in enumerate(parameters)}
+    state = {indices.get(name, name): values for name, values in states.items()}
     optimizer.load_state_dict({"state": state, "param_groups": settings})
-    _undo_casts(optimizer, {parameters[name]: state.get(indices[name], {}) for name in parameters})
+    # Which casts to the parameter's dtype, and so loses bits of fp32 moments of bf16.
+    for name in parameters.keys() & states.keys():
+        live_state = optimizer.state[parameters[name]]
+        for key, value in states[name].items():
+            if isinstance(value, Tensor) and live_state[key].dtype != value.dtype:
+                live_state[key] = value.to(live_state[key].device)
 
 
 def _check_fused_states(states: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> None:
@@ -255,43 +247,26 @@ def _check_fused_states(states: Mapping[str, Any], parameters: Mapping[str, Tens
         own = (tuple(parameter.shape), parameter.dtype)
         for key, value in states.get(name, {}).items():
             expected = ((), torch.float32) if key == "step" else own
-            kind = (tuple(value.shape), value.dtype) if isinstance(value, StoredTensor) else None
+            kind = (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else None
             if value is not None and kind != expected:
                 raise ValueError(f"optimizer state {name}.{key} is {kind}, not {expected}")
 
 
-def _undo_casts(optimizer: Optimizer, states: Mapping[Tensor, Mapping[str, Any]]) -> None:
-    """Put back what `load_state_dict` cast to the parameter's dtype, e.g. fp32 moments of bf16."""
-    for parameter, state in states.items():
-        live = optimizer.state.get(parameter, {})
-        for key, value in state.items():
-            if isinstance(value, Tensor) and live[key].dtype != value.dtype:
-                live[key] = value.to(live[key].device)
-
-
-def _read(value: Any, parameter: Tensor | None) -> Any:  # noqa: ANN401 - any state
-    """Read state out of a checkpoint, laid out and in shards as its parameter where it can be."""
-    if isinstance(value, StoredTensor):
-        if parameter is None or value.shape != parameter.shape or not value.shape:
-            return value[...].clone()
-        copy = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
-        fill(copy, value)
-        return copy
-    if isinstance(value, dict):
-        return {key: _read(item, parameter) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_read(item, parameter) for item in value)
-    return value
+def _read(loaded: Loaded, parameter: Tensor | None, name: str) -> Tensor:
+    """Read a tensor of the state, laid out and in shards as its parameter where it can be."""
+    stored = loaded.tensors[name]
+    if parameter is None or stored.shape != parameter.shape or not stored.shape:
+        return stored[...].clone()
+    copy = torch.empty_like(parameter, dtype=stored.dtype, requires_grad=False)
+    fill(copy, stored)
+    return copy
 
 
 def _named_parameters(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     """List an optimizer's parameters by plain name, in the order of its `state_dict` indices."""
     names = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    try:
-        return {names[id(parameter)]: parameter for parameter in parameters}
-    except KeyError as error:
-        raise ValueError("the optimizer holds a parameter that is not the model's") from error
+    return {names[id(parameter)]: parameter for parameter in parameters}
 
 
 def _named_groups(optimizer: Optimizer, names: Sequence[str]) -> list[dict[str, Any]]:
@@ -300,10 +275,6 @@ def _named_groups(optimizer: Optimizer, names: Sequence[str]) -> list[dict[str, 
         {**group, "params": [names[index] for index in group["params"]]}
         for group in optimizer.state_dict()["param_groups"]
     ]
-
-
-def _sizes(groups: list[list[str]]) -> str:
-    return f"groups of {' + '.join(str(len(group)) for group in groups)} parameters"
 
 
 def _random_states() -> dict[str, Any]:

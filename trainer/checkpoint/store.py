@@ -20,7 +20,6 @@ import os
 import re
 import uuid
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -41,7 +40,6 @@ from trainer.checkpoint.manifest import (
 from trainer.checkpoint.tensor_files import (
     FileTensors,
     StoredTensor,
-    assign_files,
     open_tensors,
     write_tensors,
 )
@@ -58,8 +56,8 @@ MODEL = "model."
 
 _logger = logging.getLogger(__name__)
 
-_STEP_NAME = re.compile(r"step-(\d{8,})")
-_DAMAGED, _NEWER, _UNREADABLE = "damaged", "newer", "unreadable"
+_KINDS = {DamagedError: "damaged", NewerFormatError: "newer"}
+_STEP_NAME = re.compile(r"step-(\d{8}|[1-9]\d{8,})", re.ASCII)
 
 _ALONE = World()
 
@@ -89,8 +87,7 @@ class Loaded:
         """Refuse an earlier format, of which only the weights can be used."""
         if self.format_version != FORMAT_VERSION:
             raise NoCheckpointError(
-                f"{self.path}: format {self.format_version} of an earlier version, which only gives"
-                f" weights: start a new run from them with init={self.path}"
+                f"{self.path}: format {self.format_version}, which only gives weights: use init="
             )
 
 
@@ -126,18 +123,11 @@ class CheckpointStore:
 
     def steps(self) -> list[int]:
         """List the steps that have a checkpoint, intact or not, ascending."""
-        if not self.folder.is_dir():
-            return []
-        matches = [(path, _STEP_NAME.fullmatch(path.name)) for path in self.folder.iterdir()]
-        steps = [(path, int(match[1])) for path, match in matches if match]
-        return sorted(step for path, step in steps if path == self.path(step))
+        names = [path.name for path in self.folder.iterdir()] if self.folder.is_dir() else []
+        return sorted(int(match[1]) for match in map(_STEP_NAME.fullmatch, names) if match)
 
     def save(
-        self,
-        step: int,
-        tensors: Mapping[str, Tensor],
-        meta: Mapping[str, Any],
-        world: World = _ALONE,
+        self, step: int, files: FileTensors, meta: Mapping[str, Any], world: World = _ALONE
     ) -> Path:
         """Write a checkpoint; when this returns it survives a power cut. Collective.
 
@@ -146,8 +136,7 @@ class CheckpointStore:
 
         Args:
             step: optimizer steps taken.
-            tensors: by name, the same names on every rank; of one in shards this rank's rows are
-                stored.
+            files: what `assign_files` gave on each rank.
             meta: everything else, as JSON; the main rank's is stored.
             world: the ranks that save.
 
@@ -157,13 +146,9 @@ class CheckpointStore:
         Raises:
             SaveError: it could not be written, or the step's name is taken by another state. The
                 older checkpoints are as they were, and nothing of this one is left.
+            TypeError: `meta` holds what is no JSON; likewise.
+            ValueError: it holds NaN or infinity; likewise.
         """
-        return self.save_files(step, assign_files(tensors, world.rank), meta, world)
-
-    def save_files(
-        self, step: int, files: FileTensors, meta: Mapping[str, Any], world: World = _ALONE
-    ) -> Path:
-        """Write what `assign_files` gave on each rank, as `save` does. Collective."""
         unfinished = self.folder / world.on_main(lambda: self._begin(step))
         try:
             written = world.on_all(lambda: self._write(step, unfinished, files))
@@ -204,20 +189,19 @@ class CheckpointStore:
                 self._intact.add(candidate)
                 return replace(loaded, messages=tuple(messages))
             kind, text = min(faults)  # in order of the alphabet: damage counts most
-            if kind == _NEWER:
+            if kind == "newer":
                 raise NoCheckpointError(
                     f"{self.path(candidate)}: written by a newer version ({text}): upgrade"
                 )
             message = f"{self.path(candidate)}: {kind}: {text}"
-            if set_aside and kind == _DAMAGED:
+            if set_aside and kind == "damaged":
                 message += world.on_main(partial(_set_aside, self.path(candidate)))
             messages.append(message)
         # The process that trains may have saved newer ones since, and pruned those listed.
         if not set_aside and world.on_main(self.steps) != steps:
             return self.load(step, set_aside=False, world=world)
-        raise NoCheckpointError(
-            f"no intact checkpoint: {first_of(messages, '; ')}: start a new run, or restore a copy"
-        )
+        why = first_of(messages, "; ")
+        raise NoCheckpointError(f"no intact checkpoint: {why}: start a new run, or restore a copy")
 
     def _begin(self, step: int) -> str:
         """Make the folder that is written into."""
@@ -254,12 +238,9 @@ class CheckpointStore:
         except DamagedError as damage:
             _logger.warning("%s: damaged: %s%s", path, damage, _set_aside(path))
             return False
-        except NewerFormatError:
-            there = None  # of a newer version: another state
         if there != _trained_files(manifest):
             raise SaveError(
-                f"{path}: holds another state of this step, and is never overwritten: move it "
-                "away, or use another run folder"
+                f"{path}: holds another state, and is never overwritten: use another run folder"
             )
         return True
 
@@ -267,12 +248,9 @@ class CheckpointStore:
         """Open a checkpoint, or say what is wrong with it."""
         try:
             return open_checkpoint(self.path(step), step, world), None
-        except DamagedError as damage:
-            return None, (_DAMAGED, str(damage))
-        except NewerFormatError as error:
-            return None, (_NEWER, str(error))
-        except OSError as error:
-            return None, (_UNREADABLE, str(error.strerror))
+        except (DamagedError, NewerFormatError, OSError) as error:
+            kind = _KINDS.get(type(error), "unreadable")
+            return None, (kind, str(getattr(error, "strerror", error)))
 
     def _prune(self) -> None:
         """Delete what is older than the `keep` newest intact ones; damaged ones do not count."""
@@ -281,18 +259,15 @@ class CheckpointStore:
             try:
                 if num_intact == self._keep:
                     durable.remove(self.path(step))
-                else:
-                    num_intact += self._is_intact(step)
+                    continue
+                if step not in self._intact:
+                    verify(self.path(step), step)
+                    self._intact.add(step)
+                num_intact += 1
+            except DamagedError:
+                continue
             except OSError as error:
                 _logger.warning("%s: could not be pruned: %s", self.path(step), error.strerror)
-
-    def _is_intact(self, step: int) -> bool:
-        """Verify a checkpoint, unless this process wrote or verified it."""
-        with suppress(DamagedError, NewerFormatError):
-            if step not in self._intact:
-                verify(self.path(step), step)
-            self._intact.add(step)
-        return step in self._intact
 
 
 def _trained_files(manifest: Manifest) -> dict[str, FileDigest]:

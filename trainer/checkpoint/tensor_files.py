@@ -168,8 +168,7 @@ def rows_of(tensor: DTensor) -> RowRange | None:
     from torch.distributed.tensor import Replicate, Shard  # noqa: PLC0415 - as above
 
     coordinate = tensor.device_mesh.get_coordinate()
-    if coordinate is None:
-        return None
+    assert coordinate is not None, "every rank is in the mesh"
     num_rows = tensor.shape[0] if tensor.dim() else 1
     rows, replica, num_replicas = (0, num_rows), 0, 1
     for size, index, placement in zip(

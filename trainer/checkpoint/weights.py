@@ -83,9 +83,7 @@ def export(
     try:
         weights |= {alias: weights[name] for alias, name in loaded.meta["model"]["ties"].items()}
     except (LookupError, TypeError, AttributeError) as error:
-        raise NoCheckpointError(
-            f"{loaded.path}: lists tied weights that it does not contain"
-        ) from error
+        raise NoCheckpointError(f"{loaded.path}: lists tied weights that it lacks") from error
     unfinished = to.with_name(f"{durable.UNFINISHED}{to.name}-{uuid.uuid4().hex}")
     try:
         with durable.as_save_error(to, sum(each.nbytes for each in weights.values())):
@@ -119,6 +117,5 @@ def _open_weights(path: Path, world: World) -> dict[str, StoredTensor]:
     except OSError as error:
         raise NoCheckpointError(f"init={path}: cannot be read: {error.strerror}") from error
     raise NoCheckpointError(
-        f"init={path}: no weights here: name a run folder, a checkpoint, an exported folder, or a "
-        "safetensors file"
+        f"init={path}: no weights here: name a run, a checkpoint, an export or a safetensors file"
     )

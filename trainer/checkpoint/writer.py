@@ -35,34 +35,34 @@ class CheckpointWriter:
             # The interpreter joins this thread at exit: a write under way is never cut short by it.
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._in_flight: Future[Path] | None = None
-        self._saved: Path | None = None
 
-    def save(self, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-        """Save the state as it is now, even where the write before it turns out to have failed."""
+    def save(
+        self, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]
+    ) -> Path | None:
+        """Save the state as it is now, even where the write before it turns out to have failed.
+
+        Returns:
+            What is now on disk: this checkpoint, or the one before it, which `wait` would have
+            given; None where that is known already.
+        """
+        files = assign_files(tensors, self._world.rank)
         if self._thread is None:
-            self._saved = self._store.save(step, tensors, meta, self._world)
-            return
+            return self._store.save(step, files, meta, self._world)
         try:
-            self._finish()
+            return self.wait()
         finally:
-            files = copy_files(assign_files(tensors, self._world.rank))
-            state = files, copy.deepcopy(dict(meta)), self._world
-            self._in_flight = self._thread.submit(self._store.save_files, step, *state)
+            state = copy_files(files), copy.deepcopy(dict(meta)), self._world
+            self._in_flight = self._thread.submit(self._store.save, step, *state)
 
     @property
     def has_news(self) -> bool:
         """Whether a write ended, well or not; where one rank has news, all soon have."""
-        return self._saved is not None or (self._in_flight is not None and self._in_flight.done())
-
-    def take_saved(self) -> Path | None:
-        """Return the newest checkpoint that `save` or `wait` found durable, once. Never waits."""
-        saved, self._saved = self._saved, None
-        return saved
+        return self._in_flight is not None and self._in_flight.done()
 
     def wait(self) -> Path | None:
-        """Wait for what is being written; returns as `take_saved` does."""
-        self._finish()
-        return self.take_saved()
+        """Wait for what is being written, and return it; None where nothing is."""
+        in_flight, self._in_flight = self._in_flight, None
+        return None if in_flight is None else in_flight.result()
 
     def close(self) -> Path | None:
         """Wait likewise, and save no more. Closing twice does nothing."""
@@ -71,8 +71,3 @@ class CheckpointWriter:
         finally:
             if self._thread is not None:
                 self._thread.shutdown()
-
-    def _finish(self) -> None:
-        in_flight, self._in_flight = self._in_flight, None
-        if in_flight is not None:
-            self._saved = in_flight.result()

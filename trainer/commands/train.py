@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,6 +50,7 @@ from trainer.report.run_status import publish, to_go_on, trusting
 from trainer.report.time_table import advice, split, time_table
 from trainer.report.wandb import WandbMirror
 from trainer.training.checkpointing import Checkpointer
+from trainer.training.evaluation import evaluating
 from trainer.training.loop import Run, Trained, train
 from trainer.training.window import Kit
 from trainer.tune.memory_limit import peak_bytes
@@ -160,8 +161,7 @@ def _kit(
         # More steps change no setting of the optimizer, and its groups may hold state.
         lengths = ("steps", "epochs")
         is_same = not contract_diff(extra["contract"], terms["contract"], allow=lengths)
-        source: Literal["saved", "live"] = "saved" if is_same else "live"
-        restore(loaded, parts.module, kit.optimizer, hyperparameters=source)
+        restore(loaded, parts.module, kit.optimizer, keeps_settings=not is_same)
     return kit
 
 
@@ -352,21 +352,18 @@ def sample_text(parts: Parts) -> str | None:
     def call(ids: Tensor) -> Tensor:
         return logits_of(parts.call({"input_ids": ids}))
 
-    was_training = parts.module.training
-    parts.module.eval()
     try:
-        ids = generate(
-            call,
-            [start],
-            SAMPLE_TOKENS,
-            context=int(parts.source.lengths.max()),
-            seed=parts.config.seed,
-            stop_id=parts.train_set.optional("stop_id"),
-            device=parts.world.device,
-        )
+        with evaluating(parts.module):
+            ids = generate(
+                call,
+                [start],
+                SAMPLE_TOKENS,
+                context=int(parts.source.lengths.max()),
+                seed=parts.config.seed,
+                stop_id=parts.train_set.optional("stop_id"),
+                device=parts.world.device,
+            )
         return str(decode(ids))
     except Exception as error:
         _log.warning("no text sample generated: %s", without_secrets(described(error), os.environ))
         return None
-    finally:
-        parts.module.train(was_training)

@@ -287,10 +287,7 @@ def save_error(error: OSError, path: Path, needed: int | None = None) -> SaveErr
 
 def _write_all(disk: FileSystem, handle: int, data: memoryview) -> None:
     while data:
-        count = disk.write(handle, data)
-        if count == 0:
-            raise OSError(errno.EIO, "write() wrote 0 bytes")
-        data = data[count:]
+        data = data[disk.write(handle, data) :]
 
 
 def _remove_tree(path: Path) -> None:

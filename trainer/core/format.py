@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TextIO
 
 ROUNDS_TO_1000 = 999.5
-HOUR_S = 3600
 
 
 def number(value: float) -> str:
@@ -64,13 +63,14 @@ def duration(seconds: float | None) -> str:
         return f"{1000 * seconds:.3g} ms"
     if seconds < 9.95:  # noqa: PLR2004 - rounds to 10.0 s
         return f"{seconds:.1f} s"
-    whole = round(seconds)
-    for unit, below, part in (("d", "h", HOUR_S), ("h", "min", 60), ("min", "s", 1)):
-        per_unit = 24 if unit == "d" else 60
-        if whole >= per_unit * part:
-            large, small = divmod(whole // part, per_unit)
-            return f"{large} {unit} {small} {below}"
-    return f"{whole} s"
+    minutes, whole_s = divmod(round(seconds), 60)
+    hours, whole_min = divmod(minutes, 60)
+    days, whole_h = divmod(hours, 24)
+    if days:
+        return f"{days} d {whole_h} h"
+    if hours:
+        return f"{hours} h {whole_min} min"
+    return f"{minutes} min {whole_s} s" if minutes else f"{whole_s} s"
 
 
 def clock(seconds: float | None) -> str:

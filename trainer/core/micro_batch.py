@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import final
 
 import torch
@@ -27,14 +27,7 @@ class MicroBatch:
     # Sums of the objective's metrics, which a strategy writes down as it computes them.
     metrics: dict[str, Tensor] = field(default_factory=dict)
 
-    def to(self, device: torch.device) -> MicroBatch:
-        """Move the fields; returns itself where they already are."""
-        fields = to_device(self.fields, device)
-        return self if fields is self.fields else replace(self, fields=fields)
-
 
 def to_device(fields: Fields, device: torch.device) -> Fields:
-    """Move collated fields without waiting; returns them as they are on a CPU."""
-    if device.type == "cpu":
-        return fields
+    """Move collated fields without waiting; on a CPU they are the same."""
     return {name: field.to(device, non_blocking=True) for name, field in fields.items()}

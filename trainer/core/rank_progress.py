@@ -87,8 +87,3 @@ class Board:
         self.write(replace(self.read(), waits=True))
         yield
         self.write(replace(self.read(), waits=False))
-
-    def close(self) -> None:
-        """Let go of the memory."""
-        if isinstance(self._memory, mmap.mmap):
-            self._memory.close()

@@ -120,16 +120,11 @@ def unheard() -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def was_asked() -> bool:
-    """Tell whether a signal asked this process to stop."""
-    return bool(_listening) and _listening[0].is_set
-
-
 def check() -> None:
     """Raise `Preempted` in what takes long before the first step, if a signal asked to.
 
     Raises:
         Preempted: one did.
     """
-    if was_asked():
+    if _listening and _listening[0].is_set:
         raise Preempted(UNBEGUN)

@@ -116,8 +116,7 @@ def _address(environment: Mapping[str, str], names: tuple[str, ...], size: int) 
     job = environment.get("SLURM_JOB_ID", "")
     if names is not _SRUN or not listed or not job.isdecimal():
         raise ConfigError(
-            f"parallel.ranks: {names[1]}={size} says that this is one of {size} ranks; to find the "
-            "others it needs MASTER_ADDR and MASTER_PORT in the environment, as torchrun sets them"
+            f"{names[1]}={size}: to find the others it needs MASTER_ADDR and MASTER_PORT as well"
         )
     # A port that two jobs on one node seldom share.
     return f"{first_host(listed)}:{20000 + int(job) % 10000}"

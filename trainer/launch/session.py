@@ -10,7 +10,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -59,8 +59,7 @@ def choose_device(config: RunConfig, local_rank: int = 0) -> torch.device:
         return torch.device("cpu")
     if local_rank >= found:
         raise ConfigError(
-            f"parallel.ranks: rank {local_rank} of this machine has no GPU of its own; the largest "
-            f"valid value is {found}"
+            f"parallel.ranks: no GPU for rank {local_rank} of this machine; the largest is {found}"
         )
     return torch.device("cuda", local_rank)
 
@@ -78,10 +77,9 @@ def run_alone(config: RunConfig, folder: Path, stop: StopFlag) -> int:
     # These work out in one process what several ranks would do.
     size = local_ranks(config) if config.command in ("plan", "verify") else 1
     world = replace(_prepare(config), size=size, local_size=size)
-    with ExitStack() as opened:
-        if config.command not in READING:
-            opened.enter_context(hold(folder))
-            opened.enter_context(recorded(folder))
+    if config.command in READING:
+        return run_rank(config, folder, world, stop)
+    with hold(folder), recorded(folder):
         return run_rank(config, folder, world, stop)
 
 
@@ -132,9 +130,7 @@ def run_rank(config: RunConfig, folder: Path, world: World, stop: StopFlag) -> i
     try:
         return COMMANDS[config.command](config.with_global_batch(world.size), folder, world, stop)
     except SystemExit as error:  # it would end the run as if it were done
-        raise TrainError(
-            f"{described(error)}: do not exit the process in user code; raise an exception instead"
-        ) from error
+        raise TrainError(f"{described(error)}: do not exit the process in user code") from error
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -171,10 +167,8 @@ def _connect(member: Membership, limit: float) -> Store:
     host, port = host.strip("[]"), int(written)
     is_server = member.rank == 0 and not member.is_hosted
     try:
-        # PyTorch's own attempts to connect fill the screen.
-        while not is_server and not _answers(host, port, limit):
-            check()
-            time.sleep(_POLL_S)
+        if not is_server:
+            _wait_for_server(host, port, limit)
         wait = timedelta(seconds=member.start_timeout_s or 0)
         store = TCPStore(host, port, member.size, is_server, wait, wait_for_workers=False)
     except (OSError, RuntimeError) as error:
@@ -192,12 +186,16 @@ def _connect(member: Membership, limit: float) -> Store:
     return store
 
 
-def _answers(host: str, port: int, limit: float) -> bool:
-    """Whether somebody listens; `OSError` where nobody does and the time is over."""
-    with suppress(*(() if time.monotonic() > limit else (OSError,))):
-        socket.create_connection((host, port), timeout=_CONNECT_S).close()
-        return True
-    return False
+def _wait_for_server(host: str, port: int, limit: float) -> None:
+    """Wait until somebody listens; PyTorch's own attempts to connect fill the screen."""
+    while True:
+        try:
+            return socket.create_connection((host, port), timeout=_CONNECT_S).close()
+        except OSError:
+            if time.monotonic() > limit:
+                raise
+        check()
+        time.sleep(_POLL_S)
 
 
 def _prepare(config: RunConfig, local_rank: int = 0) -> World:

@@ -243,7 +243,6 @@ class Watch:
             child.kill()
         for child in self.children:
             child.process.wait()
-            child.board.close()
             stacks, end = self.records.stacks(child.rank), self.ended.get(child.rank)
             dumped = stacks.read_bytes() if stacks.exists() else b""
             is_explained = end is not None and "error" in end.report

@@ -99,14 +99,11 @@ class Parallel(ABC):
 
     def gradient_norm(self) -> Tensor:
         """Compute the 2-norm of the whole gradient, in fp32 at least, a 0-d tensor. Collective."""
-        grads = self.gradients()
-        return total_norm(grads) if grads else torch.zeros((), device=self.world.device)
+        return total_norm(self.gradients())
 
     def scale_gradients(self, factor: Tensor) -> None:
         """Multiply every gradient by a 0-d tensor."""
-        grads = self.gradients()
-        if grads:
-            torch._foreach_mul_(grads, factor)
+        torch._foreach_mul_(self.gradients(), factor)
 
     def drop_gradients(self) -> None:
         """Forget every gradient of a step that is to be replayed or skipped."""

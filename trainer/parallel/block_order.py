@@ -111,7 +111,6 @@ def close_object(_: object, __: object, output: object) -> object:
 def _refuse(who: str, mine: str, theirs: str, others: str) -> NoReturn:
     """Name the block that one micro-batch uses otherwise than another."""
     raise ConfigError(
-        f"sync: {who} reaches {mine} where {others} reaches {theirs}: with a reduction in every "
-        "micro-batch, all ranks must run the same blocks in the same order, equally often; a "
-        "model that skips or repeats blocks depending on its input needs sync=deferred"
+        f"sync: {who} reaches {mine} where {others} reaches {theirs}: a model that skips or "
+        "repeats blocks depending on its input needs sync=deferred"
     )

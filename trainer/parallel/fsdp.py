@@ -62,8 +62,7 @@ class Sharded(Parallel):
         for name, parameter in module.named_parameters():
             if parameter.dim() == 0:
                 raise ConfigError(
-                    f"parallel=fsdp: {name} is a scalar, which FSDP2 cannot shard: "
-                    "give it the shape (1,), or use parallel=ddp"
+                    f"parallel=fsdp: {name} is a scalar: give it the shape (1,), or parallel=ddp"
                 )
             # FSDP2 takes no other layout in memory; the values stay.
             parameter.data = parameter.data.contiguous()
@@ -118,8 +117,8 @@ class Sharded(Parallel):
         for name, parameter in self._whole.items():
             if parameter._version:  # PyTorch keeps its own writes out of this count
                 raise ConfigError(
-                    f"model: forward writes into {name}, a parameter that is in shards, so that "
-                    "the next gather overwrites it: make it a buffer, or use parallel=ddp"
+                    f"model: forward writes into {name}, a parameter in shards, where it is lost: "
+                    "make it a buffer, or use parallel=ddp"
                 )
         whole = enumerate(self._trained())
         return [p.grad is not None or index in self._live for index, p in whole]
@@ -215,8 +214,7 @@ class Sharded(Parallel):
     def scale_gradients(self, factor: Tensor) -> None:
         """See the base class."""
         grads = [g.to_local() if isinstance(g, DTensor) else g for g in self.gradients()]
-        if grads:
-            torch._foreach_mul_(grads, factor)
+        torch._foreach_mul_(grads, factor)
 
     def drop_gradients(self) -> None:
         """See the base class."""

@@ -77,26 +77,25 @@ class Source:
 
 
 @final
+@dataclass(eq=False)
 class Feed:
     """Gives the planned batches of a run from a cursor on, with this rank's micro-batches.
 
-    Every random draw of a step follows from `seed`.
+    Attributes:
+        seed: from which every random draw of a step follows.
+        cursor: behind the last batch that was taken.
     """
 
-    def __init__(
-        self, source: Source, *, cut: Cut, layout: Layout, world: World, seed: int, cursor: Cursor
-    ) -> None:
-        self.cut = cut
-        self.layout = layout
-        self.cursor = cursor
-        self.order = source.order
-        self.loader = source.loader
-        self.dataset = source.loader.dataset
-        self._source = source
-        self._world = world
-        self._seed = seed
+    source: Source
+    cut: Cut
+    layout: Layout
+    world: World
+    seed: int
+    cursor: Cursor
+
+    def __post_init__(self) -> None:
         self._ahead: deque[Future[PlannedBatch]] = deque()
-        self._ahead_cursor = cursor
+        self._ahead_cursor = self.cursor
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="feed")
         self._stream: Iterator[Fields] | None = None
         self._queue: deque[tuple[GlobalBatch, Plan]] = deque()
@@ -104,7 +103,7 @@ class Feed:
 
     def next(self) -> PlannedBatch:
         """Take the next global batch and move the cursor behind it."""
-        if self.loader.num_workers:
+        if self.source.loader.num_workers:
             batch = self._from_workers()
         elif self._ahead:
             batch = self._ahead.popleft().result()
@@ -117,7 +116,7 @@ class Feed:
     def prefetch(self) -> None:
         """Begin to plan and load the next global batches while the caller computes."""
         light = self._last_bytes <= PREFETCH_LIMIT_BYTES
-        if light and self.loader.loads_in_thread and not self._ahead:
+        if light and self.source.loader.loads_in_thread and not self._ahead:
             self._ahead_cursor = self.cursor
             fitting = max(1, BURST_BYTES // max(1, self._last_bytes))
             for _ in range(min(BURST_STEPS, fitting)):
@@ -129,21 +128,21 @@ class Feed:
         Raises:
             DoesNotFitError: one sample alone exceeds what the memory allows.
         """
-        samples = self.order.next(cursor)
+        samples = self.source.order.next(cursor)
         try:
-            plan = self.cut.cut(self._source.lengths[samples.ids], self.layout)
+            plan = self.cut.cut(self.source.lengths[samples.ids], self.layout)
         except SampleTooLongError as error:
-            (sample,) = self.dataset.original_ids(samples.ids[[error.position]])
+            (sample,) = self.source.loader.dataset.original_ids(samples.ids[[error.position]])
             raise DoesNotFitError(
-                f"sample {sample} of {error.length} tokens does not fit: "
-                f"memory allows {error.cap} in one micro-batch; lower data.max_length"
+                f"sample {sample} of {error.length} tokens does not fit: memory allows "
+                f"{error.cap} in one micro-batch; lower data.max_length"
             ) from error
         plan.check(self.layout)
         return samples, plan
 
     def requests(self, samples: GlobalBatch, plan: Plan) -> list[Request]:
         """Name what this rank loads for a step, one request per micro-batch."""
-        rank = self._world.rank
+        rank = self.world.rank
         return [
             Request(tuple(samples.ids[slot].tolist()), samples.epoch, length, plan.packed)
             for slot, length in zip(plan.ranks[rank], plan.padded_lengths[rank], strict=True)
@@ -153,7 +152,8 @@ class Feed:
     def naming_samples(self, batch: PlannedBatch) -> Iterator[None]:
         """Name the sample whose token id or label could not be looked up, as the loader does."""
         ids, longest = tuple(batch.samples.ids.tolist()), int(batch.plan.lengths.max())
-        with self.loader.naming_samples(Request(ids, batch.samples.epoch, longest), self.pause):
+        request = Request(ids, batch.samples.epoch, longest)
+        with self.source.loader.naming_samples(request, self.pause):
             yield
 
     def pause(self) -> None:
@@ -182,7 +182,7 @@ class Feed:
         """Stop the thread and the loading processes."""
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._stream = None
-        self.loader.close()
+        self.source.loader.close()
 
     def _load_ahead(self) -> PlannedBatch:
         """Load what follows the last that was loaded, in the thread."""
@@ -192,11 +192,11 @@ class Feed:
 
     def _load(self, samples: GlobalBatch, plan: Plan) -> PlannedBatch:
         requests = self.requests(samples, plan)
-        return self._fill(samples, plan, requests, map(self.loader.load, requests))
+        return self._fill(samples, plan, requests, map(self.source.loader.load, requests))
 
     def _from_workers(self) -> PlannedBatch:
         if self._stream is None:
-            self._stream = self.loader.stream(self._all_requests(self.cursor))
+            self._stream = self.source.loader.stream(self._all_requests(self.cursor))
         first = next(self._stream)  # plans the step, too
         samples, plan = self._queue[0]
         requests = self.requests(samples, plan)
@@ -217,7 +217,7 @@ class Feed:
         self, samples: GlobalBatch, plan: Plan, requests: list[Request], loaded: Iterable[Fields]
     ) -> PlannedBatch:
         """Put fields, weights and the keys of random draws into this rank's micro-batches."""
-        rank, step = self._world.rank, samples.after.step
+        rank, step = self.world.rank, samples.after.step
         # The index runs over all ranks, so that the draws of a micro-batch do not depend on which
         # rank computes it.
         before = sum(len(slots) for slots in plan.ranks[:rank])
@@ -227,10 +227,10 @@ class Feed:
             MicroBatch(
                 fields=fields,
                 ids=request.ids,
-                weights=weights_of(self._source.objective, fields),
+                weights=weights_of(self.source.objective, fields),
                 num_tokens=int(plan.lengths[slot].sum()),
                 num_positions=plan.positions(rank, index),
-                rng_key=rng_key(self._seed, "draws", step, before + index),
+                rng_key=rng_key(self.seed, "draws", step, before + index),
             )
             for index, (request, slot, fields) in enumerate(each)
         )
@@ -239,5 +239,5 @@ class Feed:
             samples=samples,
             plan=plan,
             micro_batches=micro_batches,
-            sample_ids=tuple(self.dataset.original_ids(samples.ids).tolist()),
+            sample_ids=tuple(self.source.loader.dataset.original_ids(samples.ids).tolist()),
         )

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, final
 
-import torch
-from torch import Tensor
-
 from trainer.checkpoint.state import assert_finite, capture, not_finite, plain_name
+from trainer.checkpoint.store import MODEL
 from trainer.checkpoint.writer import CheckpointWriter
 from trainer.core.errors import SaveError
 from trainer.report.reporter import Reporter
@@ -30,7 +28,7 @@ class Checkpointer:
         on_full: whether a checkpoint that could not be written stops the run.
         every_s: seconds between checkpoints, by the main rank's clock; None counts steps alone.
         is_due: whether so many seconds had passed at the last `poll`; the same on every rank.
-        masks: buffers that begin with values that are not finite, as a causal mask does.
+        masks: names of buffers that begin with values that are not finite, as a causal mask does.
     """
 
     kit: Kit
@@ -41,13 +39,12 @@ class Checkpointer:
     on_full: Literal["stop", "continue"] = "stop"
     every_s: float | None = None
     is_due: bool = False
-    masks: Mapping[str, Tensor] = field(init=False)
+    masks: Sequence[str] = field(init=False)
 
     def __post_init__(self) -> None:
         named = self.kit.model.module.named_buffers()
-        buffers = {f"model.{plain_name(name)}": buffer for name, buffer in named}
+        self.masks = not_finite({f"{MODEL}{plain_name(name)}": buffer for name, buffer in named})
         self._saved_at = time.monotonic()
-        self.masks = {name: buffers[name].clone() for name in not_finite(buffers)}
 
     def save(self, tokens: int, failures: int, *, is_last: bool = False) -> None:
         """Save the state after the last step. Collective.
@@ -59,7 +56,7 @@ class Checkpointer:
             NonFiniteError: a weight, a moment or a buffer became not finite.
         """
         if is_last:
-            self._report(self.writer.wait)
+            self._attempt(self.writer.wait)
             self.on_full = "stop"
         world, cursor = self.kit.world, self.feed.cursor
         world.note("saving")
@@ -72,15 +69,9 @@ class Checkpointer:
             "cut": {**self.constants["cut"], "state": asdict(self.feed.cut)},
         }
         tensors, meta = capture(self.kit.model.module, self.kit.optimizer, extra=extra)
-        masks = {
-            name
-            for name, mask in self.masks.items()
-            if name in tensors and torch.allclose(tensors[name], mask, 0.0, 0.0, equal_nan=True)
-        }
-        changing = {name: tensor for name, tensor in tensors.items() if name not in masks}
-        world.on_all(lambda: assert_finite(changing))
+        finite = {name: tensor for name, tensor in tensors.items() if name not in self.masks}
+        world.on_all(lambda: assert_finite(finite))
         self._attempt(lambda: self.writer.save(cursor.step, tensors, meta))
-        self._report(self.writer.take_saved)
         self.is_due, self._saved_at = False, time.monotonic()
 
     def poll(self, claim: bool) -> bool:
@@ -95,13 +86,13 @@ class Checkpointer:
         claims, news, due = self.kit.world.sum_numbers(asked)
         self.is_due = due > 0
         if news:
-            self._report(self.writer.wait)
+            self._attempt(self.writer.wait)
         return claims > 0
 
     def close(self) -> None:
         """Wait for what is being written, without which a run does not end well. Collective."""
         self.on_full = "stop"
-        self._report(self.writer.close)
+        self._attempt(self.writer.close)
 
     def release(self) -> None:
         """Let what is being written come to its end, when the run ended for another reason."""
@@ -109,21 +100,14 @@ class Checkpointer:
         with suppress(SaveError, RuntimeError):
             self.writer.close()
 
-    def _report(self, find: Callable[[], Path | None]) -> None:
-        """Report a checkpoint that is found to be on disk; what was found failed counts as such."""
-
-        def report() -> None:
-            path = find()
+    def _attempt(self, write: Callable[[], Path | None]) -> None:
+        """Write, or wait for it, and report a checkpoint that is on disk by then."""
+        try:
+            # It fails on all ranks or on none.
+            path = write()
             if path is not None:
                 step = int(path.name.rpartition("-")[2])
                 self.kit.world.on_main(lambda: self.reporter.checkpoint(step, path))
-
-        self._attempt(report)
-
-    def _attempt(self, write: Callable[[], None]) -> None:
-        # It fails on all ranks or on none.
-        try:
-            write()
         except SaveError as error:
             if self.on_full == "stop":
                 raise

@@ -103,8 +103,7 @@ def evaluate(
         longest = int(held_out.lengths.max())
         if held_out.max_tokens <= longest:
             raise DoesNotFitError(
-                f"evaluation runs out of memory at one sample of {longest} tokens: "
-                "lower data.max_length"
+                f"evaluation: no memory for one sample of {longest} tokens: lower data.max_length"
             )
         held_out = replace(held_out, max_tokens=held_out.max_tokens // 2)
     if any(asked for *_, asked in found):
@@ -135,7 +134,7 @@ def _attempt(
     weights: dict[str, list[float]] = defaultdict(list)
     losses: tuple[str, ...] = ()
     model.gather()
-    with AllocationGuard() as guard, _as_found(model.module), torch.no_grad():
+    with AllocationGuard() as guard, evaluating(model.module), torch.no_grad():
         for request in held_out.requests(world.rank):
             fields = held_out.loader.load(request)
             counted = weights_of(objective, fields)
@@ -167,7 +166,7 @@ def _rounded_once(numbers: Sequence[float]) -> float:
 
 
 @contextmanager
-def _as_found(module: nn.Module) -> Iterator[None]:
+def evaluating(module: nn.Module) -> Iterator[None]:
     """Evaluate without dropout, and leave each submodule in the mode it was found in."""
     modes = [(part, part.training) for part in module.modules()]
     module.eval()

@@ -124,13 +124,13 @@ def _take_step(run: Run, progress: Trained) -> None:
     run.kit.world.note("report")
     seconds = time.perf_counter() - started
     progress.add(report, seconds)
-    record = record_of(run.feed.order, report, progress.total_tokens, seconds)
+    record = record_of(run.feed.source.order, report, progress.total_tokens, seconds)
     ids = batch.sample_ids
     run.reporter.step(record, ids, skipped_ids=() if report.skipped is None else ids)
     if names := run.kit.model_state.news():
         run.reporter.warn(
-            f"forward updates {first_of(names)} on each rank from its own samples; after every "
-            "step all ranks take the values of rank 0, which are also saved"
+            f"forward updates {first_of(names)} on each rank by its own samples; after every step "
+            "all take those of rank 0"
         )
 
 

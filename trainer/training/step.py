@@ -110,9 +110,8 @@ def _roll_back(kit: Kit) -> None:
 def _update(optimizer: torch.optim.Optimizer) -> None:
     """Step the optimizer, once: an update that failed half-way cannot be rolled back."""
     with fatal(
-        f"in the update of {type(optimizer).__name__}, which is not retried because it may be "
-        "half done: lower accum.memory or accum.max_tokens, or shard the state with "
-        "parallel=fsdp; the newest checkpoint is intact"
+        f"in the update of {type(optimizer).__name__}, which may be half done: lower accum.memory "
+        "or accum.max_tokens, or shard the state with parallel=fsdp"
     ):
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)

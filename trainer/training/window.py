@@ -145,25 +145,21 @@ def agree(kit: Kit, mine: Outcome, weights: Divisors) -> Outcome:
     """
     world, names = kit.world, kit.metrics
     world.note("agree")
-    if world.size == 1:
-        means = {n: mine.metrics[n] / (weights[n] or nan) for n in names if n in mine.metrics}
-        return replace(mine, metrics=means)
-    # A rank without micro-batches does not know which metrics the others were given.
-    flags = [*mine.used, *mine.moved, *(n in mine.metrics for n in names)]
-    numbers = [float(mine.loss is None), 0.0, *(0.0 for _ in names), *map(float, flags)]
-    vector = torch.tensor(numbers, dtype=torch.float64, device=world.device)
-    for place, number in enumerate((mine.loss, *map(mine.metrics.get, names)), start=1):
-        if number is not None:
-            vector[place] = number
-    failures, *_ = given = world.sum(vector).tolist()
-    counts = iter([ranks > 0 for ranks in given[2 + len(names) :]])
-    used, moved = [next(counts) for _ in mine.used], [next(counts) for _ in mine.moved]
-    means = {
-        name: vector[2 + place] / (weights[name] or nan)
-        for place, name in enumerate(names)
-        if next(counts)
-    }
-    return Outcome(None if failures else vector[1], used, moved, means)
+    if world.size > 1:
+        # A rank without micro-batches does not know which metrics the others were given.
+        flags = [*mine.used, *mine.moved, *(n in mine.metrics for n in names)]
+        numbers = [float(mine.loss is None), 0.0, *(0.0 for _ in names), *map(float, flags)]
+        vector = torch.tensor(numbers, dtype=torch.float64, device=world.device)
+        for place, number in enumerate((mine.loss, *map(mine.metrics.get, names)), start=1):
+            if number is not None:
+                vector[place] = number
+        failures, *_ = given = world.sum(vector).tolist()
+        counts = iter([ranks > 0 for ranks in given[2 + len(names) :]])
+        used, moved = [next(counts) for _ in mine.used], [next(counts) for _ in mine.moved]
+        sums = {name: vector[2 + place] for place, name in enumerate(names) if next(counts)}
+        mine = Outcome(None if failures else vector[1], used, moved, sums)
+    means = {n: mine.metrics[n] / (weights[n] or nan) for n in names if n in mine.metrics}
+    return replace(mine, metrics=means)
 
 
 def reduce(kit: Kit, agreed: Outcome) -> None:
@@ -175,15 +171,11 @@ def reduce(kit: Kit, agreed: Outcome) -> None:
     """
     if not any(agreed.used):
         raise ConfigError(
-            f"accum.gradient: backward of {type(kit.strategy).__name__} left no gradient: for "
-            "every micro-batch, call .backward() on the normalised loss, within "
-            "sync.micro_batch; the loss must depend on the model's parameters"
+            f"accum.gradient: backward of {type(kit.strategy).__name__} left no gradient: call "
+            ".backward() on the normalised loss of every micro-batch, within sync.micro_batch"
         )
     kit.world.note("reduce")
-    with fatal(
-        "in the reduction, after the ranks had agreed that their micro-batches succeeded, which "
-        "cannot be repeated: lower accum.max_tokens or accum.micro"
-    ):
+    with fatal("in the reduction, which cannot be repeated: lower accum.max_tokens or accum.micro"):
         kit.sync.reduce(kit.model, agreed.used)
         kit.model_state.copy_from_main(agreed.moved)
 
@@ -197,7 +189,6 @@ def check_names(kit: Kit, micro_batches: Sequence[MicroBatch]) -> None:
     for names in (m.weights.keys() for m in micro_batches):
         if names != set(kit.terms):
             raise ConfigError(
-                f"objective: `weights` of {type(kit.objective).__name__} returns "
-                f"{', '.join(names)} for one micro-batch and {', '.join(kit.terms)} for another: "
-                "return every name each time, 0 where there is nothing to count"
+                f"objective: `weights` of {type(kit.objective).__name__} gives {', '.join(names)} "
+                f"and then {', '.join(kit.terms)}: give every name each time, 0 where none counts"
             )

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from trainer.accumulate.base import GradientStrategy
 from trainer.accumulate.normalizer import Kind, divisors
 from trainer.accumulate.rollback import own_generators
-from trainer.core.micro_batch import MicroBatch
+from trainer.core.micro_batch import Fields, MicroBatch, to_device
 from trainer.core.world import World
 from trainer.data.loader import Request
 from trainer.models.bind import bind
@@ -172,7 +172,7 @@ class Case:
         lengths = plan.lengths[positions]
         length = int(lengths.sum()) if plan.packed else pad_to or int(lengths.max())
         ids = tuple(map(int, samples.ids[positions]))
-        fields = self.feed.loader.load(Request(ids, samples.epoch, length, plan.packed))
+        fields = self.feed.source.loader.load(Request(ids, samples.epoch, length, plan.packed))
         return MicroBatch(
             fields=fields,
             ids=ids,
@@ -238,9 +238,10 @@ class Case:
 
     def cast(self, micro_batch: MicroBatch) -> MicroBatch:
         """Put a micro-batch onto the copy's device, in its precision."""
-        fields = {n: _in_precision(f, self.dtype) for n, f in micro_batch.fields.items()}
-        cast = replace(micro_batch, fields=fields, weights=weights_of(self.kit.objective, fields))
-        return cast.to(self.kit.world.device)
+        fields: Fields = {n: _in_precision(f, self.dtype) for n, f in micro_batch.fields.items()}
+        weights = weights_of(self.kit.objective, fields)
+        fields = to_device(fields, self.kit.world.device)
+        return replace(micro_batch, fields=fields, weights=weights)
 
     def _gradient(
         self,

@@ -12,13 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tests.lib.nightly import nightly
 from tests.reliability.lab import seed_everything
+from tests.reliability.support import put
 from trainer.checkpoint.codec import decode, encode
 from trainer.checkpoint.state import assert_finite, capture, restore
 from trainer.checkpoint.store import CheckpointStore, Loaded
@@ -100,7 +99,7 @@ def train(model: nn.Module, optimizer: Optimizer, steps: int) -> None:
 
 def through_disk(folder: Path, model: nn.Module, optimizer: Optimizer, **extra: Any) -> Loaded:
     store = CheckpointStore(folder)
-    store.save(3, *capture(model, optimizer, extra=extra))
+    put(store, 3, *capture(model, optimizer, extra=extra))
     return store.load()
 
 
@@ -160,18 +159,28 @@ def test_moments_wider_than_their_parameters_keep_their_bits(tmp_path):
     assert optimizer.state[model.weight]["exp_avg"].dtype == torch.float32
 
 
-def test_hyperparameters_come_from_the_checkpoint_unless_the_run_changed_them(tmp_path):
+def test_settings_are_the_checkpoint_s_unless_the_run_changed_them_and_ties_and_layouts_stay(
+    tmp_path,
+):
     loaded = trained("two groups", tmp_path)
+    assert loaded.meta["model"]["ties"] == {"head.weight": "embed.weight"}
+    assert "embed.weight" in loaded.weights
+    assert "head.weight" not in loaded.weights
     model, optimizer = build("two groups")
     for group in optimizer.param_groups:
         group["lr"] = 0.5
     restore(loaded, model, optimizer)
+    assert model.head.weight is model.embed.weight
+    weight = model.conv.weight
+    assert (
+        weight.stride() == optimizer.state[weight]["exp_avg"].stride() == Net().conv.weight.stride()
+    )
     assert [group["lr"] for group in optimizer.param_groups] == [0.01, 0.01]
     assert optimizer.param_groups[0]["betas"] == (0.8, 0.95)
     assert isinstance(optimizer.param_groups[0]["betas"], tuple)
     for group in optimizer.param_groups:
         group["lr"] = 0.5
-    restore(loaded, model, optimizer, hyperparameters="live")
+    restore(loaded, model, optimizer, keeps_settings=True)
     assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5]
 
 
@@ -187,27 +196,11 @@ def test_state_follows_the_parameter_name_and_not_its_position(tmp_path):
             assert torch.equal(turned.state[parameter]["sum"], saved)
 
 
-def test_tied_weights_and_layouts_in_memory_stay_what_they_are(tmp_path):
-    loaded = trained("two groups", tmp_path)
-    assert loaded.meta["model"]["ties"] == {"head.weight": "embed.weight"}
-    assert "embed.weight" in loaded.weights
-    assert "head.weight" not in loaded.weights
-    model, optimizer = build("two groups")
-    restore(loaded, model, optimizer)
-    assert model.head.weight is model.embed.weight
-    weight = model.conv.weight
-    assert weight.stride() == optimizer.state[weight]["exp_avg"].stride()
-    assert weight.stride() == Net().conv.weight.stride()
-
-
 def test_names_do_not_depend_on_compilation(tmp_path):
     model = nn.Sequential(nn.Linear(2, 2))
     compiled = nn.Sequential(torch.compile(nn.Linear(2, 2), backend="eager"))
-    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
-    model(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    loaded = through_disk(tmp_path, model, optimizer)
-    restore(loaded, compiled, torch.optim.SGD(compiled.parameters(), momentum=0.9))
+    loaded = through_disk(tmp_path, model, torch.optim.SGD(model.parameters()))
+    restore(loaded, compiled, torch.optim.SGD(compiled.parameters()))
     assert torch.equal(next(compiled.parameters()), model[0].weight)
 
 
@@ -226,11 +219,8 @@ def changed(**parts: nn.Module | None) -> tuple[nn.Module, Optimizer]:
         (lambda: changed(more=nn.Linear(1, 1)), "missing more.bias, more.weight: resume with"),
         (lambda: changed(norm=None), "unexpected norm.bias, norm.num_batches_tracked.* and 2 more"),
         (lambda: (Net().double(), changed()[1]), r"different .*float32 .*float64"),
-        (
-            lambda: build("two groups"),
-            r"\(SGD, groups of 5 .*AdamW, groups of 3 \+ 2 parameters\).*init=",
-        ),
-        (changed, r"\(SGD, groups of 5 parameters\).*\(SGD, groups of 1 parameters\)"),
+        (lambda: build("two groups"), r"its optimizer \(SGD\) and groups .* \(AdamW\): .*init="),
+        (changed, r"its optimizer \(SGD\) and groups are not this run's \(SGD\)"),
     ],
 )
 def test_a_checkpoint_that_does_not_fit_is_refused_with_names(other, text, tmp_path):
@@ -241,8 +231,6 @@ def test_a_checkpoint_that_does_not_fit_is_refused_with_names(other, text, tmp_p
 
 
 def test_what_cannot_be_captured_is_named():
-    with pytest.raises(ValueError, match="not the model's"):
-        capture(nn.Linear(2, 2), torch.optim.SGD(nn.Linear(2, 2).parameters()), extra={})
     with pytest.raises(ValueError, match=r"x\.1: two tensors"):
         encode({1: torch.zeros(1), "1": torch.zeros(1)}, "x", {})
     with pytest.raises(TypeError, match=r"extra\.hooks\.0: a checkpoint cannot hold object"):
@@ -263,36 +251,16 @@ def test_a_value_that_is_not_finite_is_found_and_named(dtype):
             assert_finite({**fine, "model.bad": bad})
 
 
-VALUES = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
-KEYS = st.text(max_size=3) | st.integers() | st.just("$tensor")
-TREES = st.recursive(
-    VALUES | st.floats(width=32).map(torch.tensor),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.lists(inner, max_size=3).map(tuple)
-        | st.dictionaries(KEYS, inner, max_size=3)
-    ),
-    max_leaves=12,
-)
-
-
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor):
-        return torch.equal(one.nan_to_num(9.5), other.nan_to_num(9.5))
-    if isinstance(one, dict):
-        pairs = zip(one.items(), other.items(), strict=True)
-        return all(same(a, b) for pair in pairs for a, b in zip(*pair, strict=True))
-    if isinstance(one, list | tuple):
-        return type(one) is type(other) and all(map(same, one, other)) and len(one) == len(other)
-    return type(one) is type(other) and repr(one) == repr(other)
-
-
-@given(tree=TREES)
-def test_any_tree_comes_back_from_json_as_it_was(tree):
+def test_any_tree_comes_back_from_json_as_it_was():
+    tensor, nan = torch.tensor([1.0, float("nan")]), float("nan")
+    tree = {
+        "plain": [None, True, 3, -0.0, 1e300, "text", "", [], (), {}],
+        "numbers": (nan, float("inf"), -float("inf"), 2**70),
+        "keys": {1: "a", -2: {"$tensor": "no tensor"}, "$float": [], "1.5": ({"x": (tensor,)},)},
+        "$tuple": {"$pairs": tensor},
+    }
     tensors: dict[str, Tensor] = {}
-    try:
-        coded = encode(tree, "root", tensors)
-    except ValueError:  # keys such as 1 and "1" hold tensors: the same name twice
-        return
-    text = json.dumps(coded, allow_nan=False)
-    assert same(decode(json.loads(text), tensors.__getitem__), tree)
+    text = json.dumps(encode(tree, "root", tensors), allow_nan=False)
+    back = decode(json.loads(text), tensors.__getitem__)
+    assert repr(back) == repr(tree)
+    assert len(tensors) == 2

@@ -104,18 +104,13 @@ def test_a_real_allocation_that_fails_is_recognised() -> None:
 
 
 def test_no_tensor_of_a_failed_attempt_stays_even_in_a_cycle() -> None:
-    class Cycle:
-        """A tensor in a cycle, as a graph that refers to itself holds its activations."""
-
-        def __init__(self) -> None:
-            self.tensor, self.own = torch.ones(8), self
-
     def attempt() -> None:
-        cycle = Cycle()
-        seen.append(weakref.ref(cycle))
+        graph = torch.nn.Linear(8, 8)
+        graph.own = graph
+        seen.append(weakref.ref(graph))
         raise torch.OutOfMemoryError("injected")
 
-    seen: list[weakref.ref[Cycle]] = []
+    seen: list[weakref.ref[torch.nn.Module]] = []
     gc.disable()
     try:
         with AllocationGuard():

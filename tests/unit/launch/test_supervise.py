@@ -34,7 +34,7 @@ def watching(tmp_path: Path) -> Iterator[Callable[..., Watch]]:
         for rank, work in enumerate(works):
             process = subprocess.Popen(["sh", "-c", work], start_new_session=True)
             child = Child(rank=rank, process=process, board=Board(records.board(rank)))
-            for end in (child.board.close, process.wait, child.kill):
+            for end in (process.wait, child.kill):
                 opened.callback(end)
             children.append(child)
         signal.signal(STACKS_SIGNAL, before)

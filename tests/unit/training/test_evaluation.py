@@ -84,19 +84,6 @@ def test_evaluation_is_exact_for_every_cap(norm):
         assert found == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_every_sample_is_visited_once_over_all_ranks_and_none_is_cut(num_ranks, monkeypatch):
-    monkeypatch.setattr("trainer.training.evaluation.CHUNK", 10)
-    for cap in CAPS:
-        samples = replace(held_out(cap), layout=Layout(world_size=num_ranks))
-        requests = [request for rank in range(num_ranks) for request in samples.requests(rank)]
-        assert sorted(i for request in requests for i in request.ids) == list(range(33))
-        longest = int(samples.lengths.max())
-        for request in requests:
-            assert request.pad_to >= samples.lengths[list(request.ids)].max()
-            assert len(request.ids) * request.pad_to <= max(cap, longest)
-
-
 @pytest.mark.parametrize("num_ranks", [3, 40])
 def test_ordered_sums_have_the_same_bits_for_every_number_of_ranks(num_ranks):
     bench = Bench(Budget(max_tokens=60), objective=OBJECTIVE)
@@ -157,15 +144,11 @@ def test_running_out_of_memory_shrinks_the_evaluation_and_not_the_training_cut()
     assert bench.module.failures == 3  # 400, 200 and 100 fail; 50 fits
     assert samples.max_tokens == 400
     assert bench.feed.cut == cut
-    assert all(part.training for part in bench.module.modules())
     expected = by_hand(bench.module.body, RaggedText(num_samples=33, seed=7))
     assert found == pytest.approx(expected, rel=1e-12)
-
-
-def test_one_sample_that_does_not_fit_ends_with_its_length():
-    bench = Bench(Budget(max_tokens=60), model=lambda: Memory(3))
+    bench.module.positions = 3
     with pytest.raises(DoesNotFitError, match=r"one sample of \d+ tokens: lower data.max_length"):
-        evaluated(bench, held_out(400))
+        evaluated(bench, samples)
     assert all(part.training for part in bench.module.modules())
 
 
