@@ -33,7 +33,7 @@ from tests.reliability.support import (
     save,
     state,
 )
-from trainer.checkpoint.status import Status, write_status
+from trainer.checkpoint.status import write_status
 from trainer.checkpoint.store import CheckpointStore
 from trainer.core import durable
 from trainer.core.durable import FileSystem
@@ -208,7 +208,7 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Log:
         for step in range(1, LAST + 1):
             put(store, step, *state(step))
             disk.promise(("checkpoint", step))
-            write_status(run, Status(state="running", step=step))
+            write_status(run, "running", step)
             disk.promise(("status", step))
     return disk.log
 

@@ -114,16 +114,12 @@ def verify(folder: Path, step: int | None = None, *, rank: int = 0, num_ranks: i
     for name, content in manifest.files.items():
         if found[name] != content.size:
             raise DamagedError(f"{name} has {found[name]} bytes, not {content.size}")
-    for name in share(manifest, rank, num_ranks):
+    largest_first = sorted(manifest.files, key=lambda name: -manifest.files[name].size)
+    for name in largest_first[rank::num_ranks]:
         with (folder / name).open("rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != manifest.files[name].sha256:
                 raise DamagedError(f"{name} does not match its SHA-256")
     return manifest
-
-
-def share(manifest: Manifest, rank: int, num_ranks: int) -> list[str]:
-    """List the files that one of several ranks reads to verify them, the largest first."""
-    return sorted(manifest.files, key=lambda name: -manifest.files[name].size)[rank::num_ranks]
 
 
 def _list_files(folder: Path) -> dict[str, int]:

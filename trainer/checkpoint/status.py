@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import Any, Literal
 
 from trainer.checkpoint.lock import is_locked
 from trainer.config.secrets import without_secrets
@@ -14,18 +13,6 @@ from trainer.core import durable
 FILE_NAME = "status.json"
 
 State = Literal["running", "completed", "preempted", "failed"]
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class Status:
-    """Where a run stands."""
-
-    state: State  # what it is doing, or how it ended
-    exit_code: int | None = None  # the process's, once it ended
-    # Optimizer steps taken; while it is running, as of its newest checkpoint or evaluation.
-    step: int = 0
-    reason: str | None = None  # why it ended, in one line
 
 
 def read_status(run: Path) -> dict[str, Any]:
@@ -39,9 +26,18 @@ def read_status(run: Path) -> dict[str, Any]:
     return content
 
 
-def write_status(run: Path, status: Status) -> None:
-    """Replace `status.json`; `SaveError` if the disk refuses."""
-    content = asdict(status)
-    if status.reason is not None:
-        content["reason"] = without_secrets(status.reason, os.environ)
+def write_status(
+    run: Path, state: State, step: int, exit_code: int | None = None, reason: str | None = None
+) -> None:
+    """Replace `status.json`; `SaveError` if the disk refuses.
+
+    Args:
+        run: its folder.
+        state: what it is doing, or how it ended.
+        step: optimizer steps taken; while it is running, as of its newest checkpoint or evaluation.
+        exit_code: the process's, once it ended.
+        reason: why it ended, in one line.
+    """
+    reason = reason and without_secrets(reason, os.environ)
+    content = {"state": state, "exit_code": exit_code, "step": step, "reason": reason}
     durable.write_record(run / FILE_NAME, content)

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, final
 
-from trainer.checkpoint.status import Status, write_status
+from trainer.checkpoint.status import write_status
 from trainer.config.secrets import without_secrets
 from trainer.core.errors import SaveError
 from trainer.core.format import duration, plural
@@ -150,7 +150,7 @@ class RunReporter:
         if step > self._noted_step:
             self._noted_step = step
             with suppress(SaveError):  # a full disk is the checkpoints' matter
-                write_status(self._folder, Status(state="running", step=step))
+                write_status(self._folder, "running", step)
         self._call(event, values)
 
     def _show(self, entries: Sequence[Entry]) -> None:

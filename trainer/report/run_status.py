@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from trainer.checkpoint.lock import hold
-from trainer.checkpoint.status import FILE_NAME, State, Status, write_status
+from trainer.checkpoint.status import FILE_NAME, State, write_status
 from trainer.config.run_config import RunConfig
 from trainer.config.secrets import without_secrets
 from trainer.core import durable
@@ -65,7 +65,7 @@ def recorded(folder: Path) -> Iterator[None]:
     """
     path = folder / FILE_NAME
     before = path.read_bytes() if path.is_file() else None
-    write_status(folder, Status(state="running", step=saved_step(folder)))
+    write_status(folder, "running", saved_step(folder))
     try:
         yield
     except BaseException as error:
@@ -79,11 +79,9 @@ def recorded(folder: Path) -> Iterator[None]:
         is_saved = isinstance(error, Preempted)
         step = saved_step(folder) if is_saved else last_step(folder)
         state: State = "preempted" if is_saved else "failed"
-        write_status(
-            folder, Status(state=state, exit_code=code, step=step, reason=reason.splitlines()[0])
-        )
+        write_status(folder, state, step, code, reason.splitlines()[0])
         raise
-    write_status(folder, Status(state="completed", exit_code=0, step=last_step(folder)))
+    write_status(folder, "completed", last_step(folder), 0)
 
 
 def trusting(config: RunConfig, run: Path) -> list[str]:

@@ -16,7 +16,7 @@ from tests.lib.support import VOCABULARY, Bench, Failing
 from trainer.objectives.base import Objective, Sums
 from trainer.objectives.next_token import NextToken
 from trainer.plan.cuts import Fixed
-from trainer.training import step
+from trainer.training.step import train_step
 from trainer.tune.workload import restoring
 
 WIDTH = 4
@@ -105,12 +105,6 @@ class Renormalised(Toy):
         self.embed = nn.Embedding(VOCABULARY, WIDTH, max_norm=0.9)
 
 
-@pytest.fixture(autouse=True)
-def _garbage_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Collecting it takes longer than all the steps of a test, and nothing here depends on it."""
-    monkeypatch.setattr(step, "release_memory", lambda: None)
-
-
 POINTS = [(0, "forward"), (1, "between"), (1, "backward")]
 """Micro-batches, and where in them, or before them, memory runs out."""
 
@@ -139,7 +133,7 @@ def after_three_steps(
         batch = bench.feed.next()
         if phase == "finer":
             batch = bench.feed.smaller(batch)
-        report = step.train_step(bench.kit, batch, bench.feed)
+        report = train_step(bench.kit, batch, bench.feed)
         assert report.replays == (number in strikes and phase != "finer")
     return [plain(bench.module.state_dict()), plain(bench.module.state())]
 

@@ -14,7 +14,7 @@ import pytest
 from tests.lib.cli_support import CHECKOUT
 from tests.lib.run_support import in_use
 from trainer.checkpoint.lock import RunInUseError, hold, is_locked
-from trainer.checkpoint.status import Status, read_status, write_status
+from trainer.checkpoint.status import read_status, write_status
 from trainer.core.errors import SaveError
 
 HOLDS = """
@@ -105,21 +105,21 @@ def test_a_file_system_without_locks_is_one_line(tmp_path, monkeypatch):
     with pytest.raises(SaveError, match=r"\.lock: could not be written: No locks available"):
         hold(tmp_path).__enter__()
     assert not has_open(tmp_path / ".lock")
-    write_status(tmp_path, Status(state="running"))
+    write_status(tmp_path, "running", 0)
     assert read_status(tmp_path)["state"] == "failed"
 
 
 def test_the_status_is_json_for_scripts_and_running_only_while_somebody_holds_the_run(tmp_path):
     assert read_status(tmp_path) == {}
     with hold(tmp_path):
-        write_status(tmp_path, Status(state="running", step=4))
+        write_status(tmp_path, "running", 4)
         assert read_status(tmp_path)["state"] == "running"
     killed = {"state": "failed", "step": 4, "reason": "its process was killed"}
     assert killed.items() <= read_status(tmp_path).items()
-    write_status(tmp_path, Status(state="failed", exit_code=6, step=9, reason="not finite"))
+    write_status(tmp_path, "failed", 9, 6, "not finite")
     ended = {"state": "failed", "exit_code": 6, "step": 9, "reason": "not finite"}
     assert json.loads((tmp_path / "status.json").read_bytes()) == read_status(tmp_path) == ended
     (tmp_path / "status.json").write_text("[")
     assert read_status(tmp_path) == {}
     with pytest.raises(SaveError, match=r"status\.json"):
-        write_status(tmp_path / "nowhere", Status(state="running"))
+        write_status(tmp_path / "nowhere", "running", 0)

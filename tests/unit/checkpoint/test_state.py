@@ -171,10 +171,8 @@ def test_settings_are_the_checkpoint_s_unless_the_run_changed_them_and_ties_and_
         group["lr"] = 0.5
     restore(loaded, model, optimizer)
     assert model.head.weight is model.embed.weight
-    weight = model.conv.weight
-    assert (
-        weight.stride() == optimizer.state[weight]["exp_avg"].stride() == Net().conv.weight.stride()
-    )
+    weight, strides = model.conv.weight, Net().conv.weight.stride()
+    assert weight.stride() == optimizer.state[weight]["exp_avg"].stride() == strides
     assert [group["lr"] for group in optimizer.param_groups] == [0.01, 0.01]
     assert optimizer.param_groups[0]["betas"] == (0.8, 0.95)
     assert isinstance(optimizer.param_groups[0]["betas"], tuple)

@@ -9,20 +9,11 @@ import pytest
 from trainer.core.errors import ConfigError
 from trainer.launch.membership import first_host, global_rank, membership
 
-TORCHRUN = {
-    "RANK": "5",
-    "WORLD_SIZE": "8",
-    "LOCAL_RANK": "2",
-    "LOCAL_WORLD_SIZE": "4",
-    "MASTER_ADDR": "h",
-    "MASTER_PORT": "29500",
-}
+AT = {"MASTER_ADDR": "a", "MASTER_PORT": "1"}
+TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "4", **AT}
 SRUN = {
-    "SLURM_STEP_NUM_TASKS": "4",
-    "SLURM_PROCID": "3",
-    "SLURM_LOCALID": "1",
-    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
-    "SLURM_JOB_NODELIST": "n[1-2]",
+    **{"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"},
+    **{"SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_JOB_NODELIST": "n[1-2]"},
     "SLURM_JOB_ID": "123456",
 }
 
@@ -30,14 +21,11 @@ SRUN = {
 @pytest.mark.parametrize(
     ("environment", "place"),
     [
-        (TORCHRUN, (5, 8, 2, 4, "h:29500")),
+        (TORCHRUN, (5, 8, 2, 4, "a:1")),
         (SRUN, (3, 4, 1, 2, "n1:23456")),
         ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "1,3"}, (3, 4, 1, 3, "n1:23456")),
-        ({**SRUN, "MASTER_ADDR": "a", "MASTER_PORT": "1"}, (3, 4, 1, 2, "a:1")),
-        (
-            {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
-            (1, 2, 1, 2, "a:1"),
-        ),
+        ({**SRUN, **AT}, (3, 4, 1, 2, "a:1")),
+        ({"RANK": "1", "WORLD_SIZE": "2", **AT}, (1, 2, 1, 2, "a:1")),
         ({}, None),
         ({"RANK": "0", "WORLD_SIZE": "1"}, None),
         # A script that sbatch or srun runs once starts its own ranks.
@@ -85,16 +73,6 @@ def test_jobs_that_share_a_port_do_not_meet_but_all_ranks_of_one_do():
     assert slurm == attempts[0]
 
 
-@pytest.mark.parametrize(
-    ("listed", "first"),
-    {
-        "gpu1": "gpu1",
-        "gpu1,gpu2": "gpu1",
-        "gpu[03-05,9],head": "gpu03",
-        "head,gpu[1-2]": "head",
-        "r[1-2]n.x": "r1n.x",
-        "a[7,9]": "a7",
-    }.items(),
-)
-def test_the_first_machine_of_a_slurm_list(listed, first):
-    assert first_host(listed) == first
+def test_the_first_machine_of_a_slurm_list():
+    lists = ("gpu1", "gpu1,gpu2", "gpu[03-05,9],head", "head,gpu[1-2]", "r[1-2]n.x", "a[7,9]")
+    assert [*map(first_host, lists)] == ["gpu1", "gpu1", "gpu03", "head", "r1n.x", "a7"]

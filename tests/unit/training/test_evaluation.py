@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,12 +24,6 @@ from trainer.training.evaluation import HeldOut, _attempt, _rounded_once, evalua
 
 CAPS = [1, 24, 61, 10**9]
 OBJECTIVE = NextToken(z_loss=1e-2)
-
-
-@pytest.fixture(autouse=True)
-def _collects_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each failed allocation would look through all objects of the test process."""
-    monkeypatch.setattr("trainer.core.out_of_memory.gc", SimpleNamespace(collect=lambda: 0))
 
 
 def held_out(max_tokens: int, dataset: RaggedText | None = None) -> HeldOut:
