@@ -129,7 +129,7 @@ class Parts:
             ConfigError: it steps within backward.
         """
         before, optimizer = hooked(model), self.spec.build(model)
-        if new := hooked(model).keys() - before.keys():
+        if new := set(hooked(model)) - set(before):
             raise ConfigError(
                 f"optimizer._target_={self.config.optimizer.target}: steps within backward (a hook "
                 f"on {min(new)}), so every micro-batch would be a step of its own; use one that "

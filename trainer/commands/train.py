@@ -11,7 +11,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from trainer.build.checks import check_consistency, read_run_state, terms_of, write_allowed
@@ -44,7 +43,7 @@ from trainer.plan.order import Cursor
 from trainer.report.blocks import plan_block
 from trainer.report.console import Screen
 from trainer.report.metrics import evaluation_at
-from trainer.report.records import Record, RunEnd, environment, is_noise
+from trainer.report.records import Record, environment, is_noise
 from trainer.report.reporter import Hook, Reporter, RunReporter, SilentReporter
 from trainer.report.run_status import publish, to_go_on, trusting
 from trainer.report.time_table import advice, split, time_table
@@ -112,7 +111,7 @@ def _train(config: RunConfig, folder: Path, world: World, stop: Callable[[], boo
         progress = _progress(run, loaded, extra, folder)
         if loaded is None and parts.train_set.num_skipped:
             reporter.passed_over(parts.train_set.num_skipped, parts.train_set.skipped)
-        reporter.start(plan, name=config.name, threads=torch.get_num_threads())
+        reporter.start(plan, name=config.name)
         for line in filter(None, (*parts.notes, _growth(run, extra))):
             reporter.line(line)
         train(run, progress)
@@ -272,27 +271,37 @@ def _end(parts: Parts, run: Run, trained: Trained, plan: Record, folder: Path, a
 
     `at` is when the command began.
     """
-    world = parts.world
+    world, config = parts.world, parts.config
     world.note("end")
     spendings = world.collect(world.times.spending())
     run.kit.model.gather()  # the sample is written on one rank, without a collective
     if world.is_main:
-        end = _end_of(parts, trained, plan, folder, spendings, time.perf_counter() - at)
-        write_record(folder / RESULT_FILE, end.result)
-        run.reporter.finish(end)
+        result = _result(parts, trained, plan, spendings, time.perf_counter() - at)
+        is_bad = is_noise(result["eval_loss"], result["baselines"])
+        sample = None if is_bad else sample_text(parts)
+        write_record(folder / RESULT_FILE, result)
+        shown, trust = shown_path(folder), " ".join(["", *trusting(config, folder)])
+        clock, steps = "steps", parts.total_steps
+        if config.total_epochs is not None:
+            clock, steps = "epochs", config.total_epochs
+        commands = (
+            f"train evaluate run={shown}{trust}",
+            f"train export run={shown} export.to=exported{trust}",
+            f"{to_go_on(config, folder)} {clock}={2 * steps}",
+        )
+        run.reporter.finish(result, commands, sample)
     run.kit.model.release()
 
 
-def _end_of(
+def _result(
     parts: Parts,
     trained: Trained,
     plan: Record,
-    folder: Path,
     spendings: Sequence[Mapping[str, Any]],
     seconds: float,
-) -> RunEnd:
+) -> dict[str, Any]:
     """Gather the figures of result.json; `spendings` are those of the steps' phases, by rank."""
-    lengths, config, device = parts.source.lengths, parts.config, parts.world.device
+    config, device = parts.config, parts.world.device
     overlap = "collectives travel on streams of their own"  # what of the traffic can be hidden
     if plan["sync"] == "deferred":
         overlap = "sync=deferred reduces when all micro-batches are done"
@@ -306,7 +315,7 @@ def _end_of(
     simple: dict[str, float] = {}
     if entropies is not None and parts.held_out is not None:
         simple = {f"byte {name}": value for name, value in asdict(entropies()).items()}
-    result = {
+    return {
         "step": trained.step,
         "loss": None if trained.loss is None else float(trained.loss),
         "eval_loss": eval_loss,
@@ -320,23 +329,6 @@ def _end_of(
         "time": table,
         "advice": (table and advice(split(spendings), table, plan, config.accum.name or "")) or [],
     }
-    shown, trust = shown_path(folder), " ".join(["", *trusting(config, folder)])
-    clock, steps = "steps", parts.total_steps
-    if config.total_epochs is not None:
-        clock, steps = "epochs", config.total_epochs
-    return RunEnd(
-        result=result,
-        taken=trained.taken,
-        noun="sample" if int(lengths.sum()) == len(lengths) else "token",
-        peak_of="tensors" if device.type == "cuda" else "the whole process",
-        unit="nats" if config.objective.target.startswith("trainer.") else None,
-        sample=None if is_noise(eval_loss, simple) else sample_text(parts),
-        commands=(
-            f"train evaluate run={shown}{trust}",
-            f"train export run={shown} export.to=exported{trust}",
-            f"{to_go_on(config, folder)} {clock}={2 * steps}",
-        ),
-    )
 
 
 def sample_text(parts: Parts) -> str | None:

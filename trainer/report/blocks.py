@@ -27,7 +27,7 @@ from trainer.core.format import (
     shown_path,
     size,
 )
-from trainer.report.records import Noun, Record, RunEnd, Verdict, VerifyReport
+from trainer.report.records import Noun, Record, Verdict, VerifyReport
 
 LABEL_WIDTH = 10
 MAX_SHAPE_ROWS = 12
@@ -45,19 +45,17 @@ Row = tuple[str, str | Text | None]
 
 
 def start_block(
-    plan: Record,
-    folder: Path,
-    *,
-    name: str | None = None,
-    threads: int | None = None,
-    resumed_step: int | None = None,
+    plan: Record, folder: Path, *, name: str | None = None, resumed_step: int | None = None
 ) -> RenderableType:
-    """Lay out what is about to happen: the plan, the user's word for the run, where output goes.
+    """Lay out what is about to happen, from what plan.json holds.
 
-    The threads of a rank are shown on a CPU, where they matter; the resumed step is None in a
-    fresh run.
+    Args:
+        plan: of the run.
+        folder: where its output goes.
+        name: the user's word for the run.
+        resumed_step: the last step of an earlier start; None in a fresh run.
     """
-    rows = [*_arithmetic(plan, threads), ("output", shown_path(folder))]
+    rows = [*_arithmetic(plan), ("output", shown_path(folder))]
     if resumed_step is not None:
         rows.append(("resumed", f"after step {number(resumed_step)}, in the same folder"))
     return Group(_title(f"train {name or ''}"), _grid(rows), _warnings(plan["warnings"]))
@@ -92,44 +90,44 @@ def plan_block(plan: Record, file: Path) -> RenderableType:
 def verify_block(report: VerifyReport) -> RenderableType:
     """Lay out whether the planned step is the whole-batch step, and what breaks it."""
     is_exact, dtype = report.verdict in {"exact", "exact_without_dropout"}, report.dtype
-    tells = f", within {dtype} precision" if is_exact and dtype != "float64" else ""
-    verdict = Text(VERDICTS[report.verdict] + tells, "bold green" if is_exact else "bold red")
     step = plural(report.micro_batches, "micro-batch")
-    step += f" ({plural(report.global_batch, 'sample')})"
+    tensors = plural(report.num_parameters, "parameter tensor")
     worst = f" ({report.worst[0][0]})" if report.worst else ""
     largest = f"{report.max_relative_error:.2e}, the largest of any parameter{worst}, relative"
     rows: list[Row] = [
-        ("verdict", verdict),
+        ("verdict", Text(VERDICTS[report.verdict], "bold green" if is_exact else "bold red")),
         ("error", f"{largest}; up to {report.limit:.0e} is rounding"),
-        ("compared", f"the gradient of {step} against: {report.reference}"),
-        ("over", plural(report.num_parameters, "parameter tensor")),
-        ("dtype", dtype),
+        ("compared", f"{step} ({plural(report.global_batch, 'sample')}) with: {report.reference}"),
+        ("over", f"the gradient of {tensors}, in {dtype}"),
         *(("note", note) for note in report.notes),
     ]
     blocks = [_title("verify"), _grid(rows)]
     if not is_exact:
-        why = "why the step depends on the micro-batches, and what to change"
-        culprits = _table("culprit", why)
+        culprits = _table(
+            "culprit", "why the step depends on the micro-batches, and what to change"
+        )
         for name, reason in report.culprits:
             culprits.add_row(Text(name, "bold red"), reason)
         blocks.append(_section("culprits", culprits))
     return Group(*blocks)
 
 
-def end_block(end: RunEnd) -> RenderableType:
-    """Lay out how a run ended and what it is worth; its commands follow it."""
-    result = end.result
-    blocks: list[RenderableType] = [_title("done"), _outcome(end)]
+def end_block(plan: Record, result: Record, sample: str | None = None) -> RenderableType:
+    """Lay out how a run ended and what it is worth; the commands that follow are not a part.
+
+    Args:
+        plan: what plan.json holds.
+        result: what result.json holds.
+        sample: text the model generated, any characters; None where there is none to show.
+    """
+    blocks: list[RenderableType] = [_title("done"), _outcome(plan, result)]
     if result["eval_loss"] is not None:
-        unit = f", {end.unit}" if end.unit else ""
-        blocks.append(_section(f"held-out loss{unit}", _losses(result)))
-    if result["time"] is not None:
-        advice = [Text.assemble(("-> ", "bold yellow"), text) for text in result["advice"]]
-        spent = Group(_rows(_times(result["time"])), *advice)
-        blocks.append(_section("where the time of a step went", spent))
-    if end.sample:
-        sample = printable(end.sample[:SAMPLE_CHARACTERS])
-        blocks.append(_section("a generated sample", Text(sample, "green")))
+        blocks.append(_section("held-out loss", _losses(result)))
+    if result["advice"]:
+        blocks.append(_section("what takes long", *map(Text, result["advice"])))
+    if sample:
+        text = Text(printable(sample[:SAMPLE_CHARACTERS]), "green")
+        blocks.append(_section("a generated sample", text))
     return Group(*blocks, _section("look further"))
 
 
@@ -140,67 +138,60 @@ def noun_of(plan: Record) -> Noun:
 
 def batch_equation(plan: Record) -> str:
     """Write the global batch as what it is cut into: `512 samples = 1 rank x 11 micro-batches`."""
-    whole, unit, accum_steps = plan["global_batch"], plan["unit"], plan["accum_steps"]
+    ranks, accum_steps = plural(plan["world_size"], "rank"), plan["accum_steps"]
     num_samples = [shape["num_samples"] for shape in plan["shapes"]]
-    total, ranks = sum(num_samples), plural(plan["world_size"], "rank")
-    left = plural(whole, unit.removesuffix("s")) + " or just above" * (unit == "tokens")
-    if unit == "samples" and total < whole:
-        left = f"{plural(total, 'sample')} (all there are; batch.global={whole})"
+    low, high = min(num_samples), max(num_samples)
+    left, times = plural(sum(num_samples), "sample"), "x" if low == high else "of"
+    if plan["unit"] == "tokens":
+        left, times = f"{plural(plan['global_batch'], 'token')} or just above", "of"
     right = f"{ranks} x {plural(accum_steps, 'micro-batch')}"
     if plan["world_size"] * accum_steps != plan["micro_batches"]:
         count = plural(plan["micro_batches"], "micro-batch")
         right = f"{count} over {ranks}, at most {accum_steps} each"
-    low, high = min(num_samples), max(num_samples)
     each = f"{number(low)} to {number(high)} samples" if low < high else plural(low, "sample")
-    return f"{left} = {right} {'x' if low == high and total == whole else 'of'} {each}"
+    return f"{left} = {right} {times} {each}"
 
 
-def _arithmetic(plan: Record, threads: int | None = None) -> list[Row]:
+def _arithmetic(plan: Record) -> list[Row]:
     """Write what the start of a run and a plan have in common."""
-    is_text, cap, source = noun_of(plan) == "token", plan["max_tokens"], plan["cap_source"]
-    shown_cap = plural(cap or 0, "padded token" if is_text else "sample") + " per micro-batch"
-    count, frozen, groups = plan["num_parameters"], plan["num_frozen"], plan["groups"]
-    cut, warmup, steps = plan["num_cut_tokens"], plan["warmup_steps"], plan["steps"]
-    data = _joined(
-        plural(plan["num_samples"], "sample"),
-        is_text and f"{short(plan['num_tokens'])} tokens",
-        is_text and cut and f"{short(cut)} more are left out",
-        f"{number(plan['num_held_out'])} held out",
-    )
-    normalizer, epochs, seconds = plan["normalizer"], plan["epochs"], plan["step_seconds"]
+    noun, cap, source = noun_of(plan), plan["max_tokens"], plan["cap_source"]
+    padded = "padded token" if noun == "token" else noun
+    steps, epochs, warmup = plan["steps"], plan["epochs"], plan["warmup_steps"]
     loss = "mean of the micro-batches' means (not the whole-batch step)"
-    if normalizer != "micro_batches":
-        over = "loss terms" if normalizer == "tokens" else normalizer
+    if plan["normalizer"] != "micro_batches":
+        over = "loss terms" if plan["normalizer"] == "tokens" else plan["normalizer"]
         loss = f"sum over the whole global batch / its {over}"
+    count, frozen = plan["num_parameters"], plan["num_frozen"]
     model = _joined(
         plan["model"], plural(count + frozen, "parameter"), frozen and f"{number(frozen)} frozen"
     )
-    length = plural(epochs, "epoch") if float(epochs).is_integer() else f"{epochs:.2f} epochs"
-    first = warmup and f"{plural(warmup, 'step')} of warm-up ({percent(warmup / steps)} of the run)"
-    lr = _joined(f"{plan['lr']:g}", plan["optimizer"], plan["scheduler"], first)
-    time = seconds and f"about {duration(seconds)} per step, {duration(seconds * steps)} in all"
-    workers, each = plan["num_workers"], " each" if plan["world_size"] > 1 else ""
-    compute = _joined(
-        plan["device"],
-        plan["device"] == "cpu" and threads and plural(threads, "thread"),
-        plan["precision"],
-        workers and plural(workers, "loading process") + each,
+    cut = plan["num_cut_tokens"]
+    data = _joined(
+        plural(plan["num_samples"], "sample"),
+        noun == "token" and f"{short(plan['num_tokens'])} tokens",
+        cut and f"{short(cut)} more are left out",
+        f"{number(plan['num_held_out'])} held out",
     )
-    per_epoch = plural(plan["steps_per_epoch"], "step")
+    length = plural(epochs, "epoch") if float(epochs).is_integer() else f"{epochs:.2f} epochs"
+    length += f", {plural(plan['steps_per_epoch'], 'step')} per epoch"
+    first = warmup and f"{plural(warmup, 'step')} of warm-up ({percent(warmup / steps)} of the run)"
+    seconds, workers = plan["step_seconds"], plan["num_workers"]
+    time = seconds and f"about {duration(seconds)} per step, {duration(seconds * steps)} in all"
+    loading = plural(workers, "loading process") + " each" * (plan["world_size"] > 1)
     return [
         ("batch", batch_equation(plan)),
-        ("cap" if cap else "cut", shown_cap if cap else source),
-        ("", Text(source, "dim") if cap and source else None),
+        ("cap", f"{plural(cap, padded)} per micro-batch" if cap else None),
+        ("" if cap else "cut", Text(source, "dim" if cap else "") if source else None),
         ("loss", loss),
         ("model", model),
-        *zip(["groups", *[""] * len(groups)], groups, strict=False),
+        *zip(["groups", *[""] * len(plan["groups"])], plan["groups"], strict=False),
         ("data", f"{plan['data']}: {data}"),
         ("memory", _memory(plan)),
-        ("steps", f"{number(steps)} = {length}, {per_epoch} per epoch"),
-        ("lr", lr),
+        ("steps", f"{number(steps)} = {length}"),
+        ("lr", _joined(f"{plan['lr']:g}", plan["optimizer"], plan["scheduler"], first)),
         ("defaults", _joined(*plan["defaults"])),
         ("time", _joined(time, plan["time_note"])),
-        ("compute", compute),
+        ("compute", _joined(plan["device"], plan["precision"], workers and loading)),
     ]
 
 
@@ -217,14 +208,14 @@ def _memory(plan: Record) -> str | None:
 
 def _tail(plan: Record) -> str:
     """Say what becomes of an epoch's last samples; by tokens, how many they are varies."""
-    tail, count = plan["tail"], plan["tail_size"]
-    if plan["unit"] == "samples" and not count:
-        return f"{tail}: every epoch ends with a whole global batch"
-    last = f"the last {plural(count, 'sample')} of an epoch"
-    if plan["unit"] == "tokens":
-        last = "the last samples of an epoch, where they are too few"
-    end = "left out" if tail == "drop" else "in a step with a normaliser of its own"
-    return f"{tail}: {last}, {end}"
+    count = plan["tail_size"]
+    last = (
+        f"the last {plural(count, 'sample')} of an epoch"
+        if count
+        else "samples too few to fill one"
+    )
+    end = "left out" if plan["tail"] == "drop" else "in a step with a normaliser of its own"
+    return f"{plan['tail']}: {last}, {end}"
 
 
 def _cadence(every: int | str | None, steps: int) -> str:
@@ -250,26 +241,31 @@ def _shapes(plan: Record, file: Path) -> RenderableType:
 def _candidates(candidates: Sequence[Record], noun: Noun) -> RenderableType:
     table = _table(f">cap, {noun}s", ">micro-batches", ">padding", ">memory", ">step time", "")
     for row in candidates:
-        note = " recomputing" if row["recomputes"] else ""
-        note, style = (f"<- chosen{note}", "bold green") if row["is_chosen"] else (note, "")
-        note, style = (note, style) if row["fits"] else ("does not fit", "dim")
+        style = "bold green" if row["is_chosen"] else "" if row["fits"] else "dim"
+        notes = (
+            row["is_chosen"] and "<- chosen",
+            row["recomputes"] and "recomputing",
+            not row["fits"] and "does not fit",
+        )
         counts = number(row["max_tokens"]), number(row["micro_batches"]), percent(row["padding"])
         costs = size(row["predicted_bytes"]), duration(row["predicted_seconds"])
-        table.add_row(*counts, *costs, note.strip(), style=style)
+        table.add_row(*counts, *costs, _joined(*notes), style=style)
     return table
 
 
-def _outcome(end: RunEnd) -> RenderableType:
-    result = end.result
-    step, speed, peak = result["step"], result["tokens_per_second"], result["peak_bytes"]
+def _outcome(plan: Record, result: Record) -> RenderableType:
+    """Set the length of the run beside its speed, its memory, and what went wrong on the way."""
+    speed, peak = result["tokens_per_second"], result["peak_bytes"]
     skipped, replays, metrics = result["skipped_steps"], result["replays"], result["metrics"]
-    here = f", {number(end.taken)} of them in this start," if end.taken != step else ""
+    shares = result["time"]["share"].items() if result["time"] else ()
+    peak_of = "the whole process" if plan["device"] == "cpu" else "tensors"
     others = [f"{n} {mean:.4f}" for n, mean in metrics.items() if n not in {"loss", "eval_loss"}]
     return _grid(
         [
-            ("completed", f"{plural(step, 'step')}{here} in {duration(result['seconds'])}"),
-            ("speed", f"{number(round(speed))} {end.noun}s/s" if speed else None),
-            ("memory", f"{size(peak)} at the peak of {end.peak_of}" if peak else None),
+            ("completed", f"{plural(result['step'], 'step')} in {duration(result['seconds'])}"),
+            ("time", _joined(*(f"{name} {percent(part)}" for name, part in shares if part))),
+            ("speed", f"{number(round(speed))} {noun_of(plan)}s/s" if speed else None),
+            ("memory", f"{size(peak)} at the peak of {peak_of}" if peak else None),
             ("skipped", f"{plural(skipped, 'step')} without an update" if skipped else None),
             ("replayed", f"{plural(replays, 'time')}, after memory ran out" if replays else None),
             ("held out", _joined(*others)),
@@ -287,20 +283,6 @@ def _losses(result: Record) -> Table:
         style = "green" if gain >= 0 else "yellow"
         table.add_row(name, loss(baseline), Text(f"this model is {abs(gain):.4f} {word}", style))
     return table
-
-
-def _times(time: Record) -> list[Row]:
-    """Set every part of the mean step beside its share; a part that took nothing is left out."""
-    parts = {name: seconds for name, seconds in time["seconds"].items() if seconds > 0}
-    rows: list[Row] = [
-        (name, f"{percent(time['share'][name]):>6}  {duration(seconds):>8}")
-        for name, seconds in parts.items()
-    ]
-    if time["hidden_share"] is not None:
-        in_flight = duration(time["in_flight_seconds"])
-        hidden = f"of {in_flight} on the network hidden by other work: {time['overlap']}"
-        rows.append(("overlap", f"{percent(time['hidden_share']):>6}  {hidden}"))
-    return rows
 
 
 def _warnings(warnings: Sequence[str]) -> RenderableType:

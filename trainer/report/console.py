@@ -55,27 +55,21 @@ class Screen:
         self._figures = Text(no_wrap=True, overflow="ellipsis")
         self._noun: Noun = "token"
 
-    @property
-    def progress(self) -> RenderableType:
-        """What is drawn on a terminal: the bar, and the figures of the last step below it."""
-        return Group(*([self._progress] if self._progress else []), self._figures)
-
     def show(self, block: RenderableType) -> None:
         """Print a block, wrapped to the width at hand."""
         for console in self._consoles:
             _print(console, block)
 
-    def line(self, text: str | Text, style: str = "") -> None:
+    def line(self, text: str, style: str = "", label: str = "") -> None:
         """Print one line, never wrapped by us, without secrets or control codes it may quote."""
-        if isinstance(text, str):
-            text = Text(printable_lines(without_secrets(text, os.environ)), style)
+        text = printable_lines(without_secrets(text, os.environ))
         for console in self._consoles:
-            _print(console, text, soft_wrap=True)
+            labelled = Text.assemble((label, "bold yellow"), (text, style))
+            _print(console, labelled, soft_wrap=True)
 
     def warn(self, text: str) -> None:
         """Print a warning."""
-        text = printable_lines(without_secrets(text, os.environ))
-        self.line(Text.assemble(("warning: ", "bold yellow"), text))
+        self.line(text, label="warning: ")
 
     def begin(self, step: int, steps: int, noun: Noun = "token") -> None:
         """Begin to show progress after a step; speed counts the noun."""
@@ -92,7 +86,8 @@ class Screen:
         description = step_of(step, steps)
         self._progress.add_task(description, total=steps, completed=step, left="first step")
         if self._shows_bar:
-            self._live = Live(self.progress, console=self._console, transient=True)
+            drawn = Group(self._progress, self._figures)
+            self._live = Live(drawn, console=self._console, transient=True)
             self._live.start(refresh=True)
             # A killed process cannot show a hidden cursor again.
             self._console.show_cursor(show=True)

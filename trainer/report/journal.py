@@ -21,11 +21,7 @@ _as_json = json.JSONEncoder(allow_nan=False, default=methodcaller("item")).encod
 
 def to_line(entry: Mapping[str, Any]) -> bytes:
     """Write one strict JSON object and a newline; numpy's numbers count as numbers."""
-    try:
-        text = _as_json(entry)
-    except ValueError:
-        text = _as_json(strict(entry))
-    return text.encode() + b"\n"
+    return _as_json(strict(entry)).encode() + b"\n"
 
 
 @final

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Mapping
 from contextlib import suppress
@@ -24,32 +25,7 @@ Noun = Literal["token", "sample"]
 Verdict = Literal["exact", "exact_without_dropout", "not_exact", "not_proven"]
 
 GIT_TIMEOUT_S = 2.0
-OURS = "step-trainer"
-PACKAGES = (OURS, "torch", "hydra-core", "omegaconf", "numpy", "safetensors", "wandb")
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunEnd:
-    """How a run ended.
-
-    Attributes:
-        result: of result.json.
-        taken: by this process.
-        noun: what speed counts, for a person.
-        peak_of: whose memory was measured: `tensors`, or `the whole process`.
-        unit: of the held-out loss; None where an objective of the user's own does not say.
-        sample: text the model generated, any characters; None where there is none to show.
-        commands: to look further with.
-    """
-
-    result: Record
-    taken: int
-    noun: Noun = "token"
-    peak_of: str = "tensors"
-    unit: str | None = "nats"
-    sample: str | None = None
-    commands: tuple[str, ...] = ()
+PACKAGES = ("torch", "hydra-core", "omegaconf", "numpy", "safetensors", "wandb")
 
 
 def is_noise(eval_loss: float | None, baselines: Mapping[str, float]) -> bool:
@@ -110,14 +86,10 @@ def environment() -> dict[str, Any]:
 
     Takes a few milliseconds; at most a few seconds where git hangs.
     """
-    versions: dict[str, str | None] = {"python": platform.python_version()}
-    for name in PACKAGES:
-        with suppress(PackageNotFoundError):
-            versions[name] = None
-            versions[name] = version(name)
-    versions |= {"trainer": versions.pop(OURS), "cuda": torch.version.cuda}
+    versions = {name: _version(name) for name in PACKAGES}
+    versions |= {"trainer": _version("step-trainer"), "cuda": torch.version.cuda}
     return {
-        "versions": versions,
+        "versions": {"python": platform.python_version(), **versions},
         "git": git_revision(Path.cwd()),
         "hardware": {
             "host": platform.node(),
@@ -153,11 +125,16 @@ def num_cores() -> int:
 def cpu_model() -> str:
     """Name the processor."""
     with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() == "model name":
-                return value.strip()
+        text = Path("/proc/cpuinfo").read_text(errors="replace")
+        if found := re.search(r"^model name\s*: (.+)$", text, re.MULTILINE):
+            return found[1].strip()
     return platform.processor() or platform.machine()
+
+
+def _version(package: str) -> str | None:
+    with suppress(PackageNotFoundError):
+        return version(package)
+    return None
 
 
 def _git(folder: Path, *arguments: str) -> str | None:

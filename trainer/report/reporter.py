@@ -17,7 +17,7 @@ from trainer.report.blocks import end_block, noun_of, start_block
 from trainer.report.console import Screen, step_of
 from trainer.report.journal import Entry
 from trainer.report.metrics import MetricsLog
-from trainer.report.records import Record, RunEnd
+from trainer.report.records import Record
 from trainer.report.wandb import WandbMirror
 
 Ids = Iterable[int]
@@ -65,24 +65,20 @@ class RunReporter:
         self._folder, self._screen, self._log_every = folder, screen, log_every
         self._hooks, self._failed_hooks = dict(hooks or {}), set[str]()
         self._steps, self._noted_step, self._resumed_step = 0, resumed_step or 0, resumed_step
+        self._plan: Record = {}
         self._summary: Record | None = None
         self._metrics = MetricsLog(
             folder, screen.warn, resumed_step=resumed_step, keep_samples=keep_samples
         )
         self._wandb = wandb or WandbMirror("disabled", folder, {}, screen.warn)
         self._wandb.start()
+        self.wandb_id = self._wandb.run_id  # None where none is mirrored
         self.line, self.warn = screen.line, screen.warn
 
-    @property
-    def wandb_id(self) -> str | None:
-        """The id of W&B's run; None where none is mirrored."""
-        return self._wandb.run_id
-
-    def start(self, plan: Record, *, name: str | None = None, threads: int | None = None) -> None:
+    def start(self, plan: Record, *, name: str | None = None) -> None:
         """Show what is about to happen, and begin to show progress."""
-        self._steps, step = plan["steps"], self._resumed_step
-        block = start_block(plan, self._folder, name=name, threads=threads, resumed_step=step)
-        self._screen.show(block)
+        self._plan, self._steps, step = plan, plan["steps"], self._resumed_step
+        self._screen.show(start_block(plan, self._folder, name=name, resumed_step=step))
         self._screen.begin(step or 0, self._steps, noun_of(plan))
 
     def passed_over(self, count: int, records: Sequence[str]) -> None:
@@ -127,13 +123,19 @@ class RunReporter:
         self._screen.line(f"{step_of(step, self._steps)}  saved {shown}", "dim")
         self._note(step, "on_checkpoint", {"step": step, "path": str(path)})
 
-    def finish(self, end: RunEnd) -> None:
-        """Show how the run ended. `close` follows."""
+    def finish(self, result: Record, commands: Sequence[str], sample: str | None = None) -> None:
+        """Show how the run ended. `close` follows.
+
+        Args:
+            result: what result.json holds; W&B's summary, too.
+            commands: to look further with.
+            sample: text the model generated, any characters; None where there is none to show.
+        """
         self._show(self._metrics.flush())
         self._screen.end_progress()
-        self._summary = end.result
-        self._screen.show(end_block(end))
-        for command in end.commands:  # unwrapped, so that they can be copied
+        self._summary = result
+        self._screen.show(end_block(self._plan, result, sample))
+        for command in commands:  # unwrapped, so that they can be copied
             self._screen.line(f"  {command}", "cyan")
 
     def close(self) -> None:

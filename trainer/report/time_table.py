@@ -7,16 +7,14 @@ beyond the shortest time ever seen is waiting.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean
-from typing import Any
+from typing import Any, get_args
 
 from trainer.core.format import duration, percent, size
-from trainer.core.rank_progress import Phase
+from trainer.core.rank_progress import InStep
 
-MEETINGS: tuple[Phase, ...] = ("normalizer", "agree")
-TRANSFERS: tuple[Phase, ...] = ("gather", "reduce")
+MEETINGS: tuple[InStep, ...] = ("normalizer", "agree")
 PARTS = ("data", "compute", "sync", "optimizer", "waiting", "rest")
 
 TOO_MUCH = 0.1  # share of a step beyond which a part is worth a line
@@ -33,34 +31,33 @@ Line = tuple[float, str, str, str]  # seconds of a step, the part, what it is, t
 
 
 def split(spendings: Sequence[Mapping[str, Any]]) -> list[Split]:
-    """Split the mean step of every rank; `PhaseTimes` of all ranks counted the same steps."""
+    """Split the mean step of every rank.
 
-    def seconds(spending: Mapping[str, Any], *phases: Phase) -> float:
-        return math.fsum(spending["phases"].get(phase, NEVER)["seconds"] for phase in phases)
-
-    def met(spending: Mapping[str, Any], phase: Phase) -> float:
-        shortest = min(float(s["phases"].get(phase, NEVER)["least"]) for s in spendings)
-        return shortest * float(spending["phases"].get(phase, NEVER)["times"])
-
-    travelled = min(seconds(spending, *TRANSFERS) for spending in spendings)
+    Args:
+        spendings: what `PhaseTimes` of each rank counted, over the same steps.
+    """
+    tables = [{p: s["phases"].get(p, NEVER) for p in get_args(InStep)} for s in spendings]
+    least = {phase: min(table[phase]["least"] for table in tables) for phase in MEETINGS}
+    # What is beyond the shortest time of any rank is waiting for the last.
+    travelled = min(table["gather"]["seconds"] + table["reduce"]["seconds"] for table in tables)
     splits = []
-    for spending in spendings:
-        met_before, met_after = (met(spending, phase) for phase in MEETINGS)
-        late = seconds(spending, "normalizer") - met_before
-        behind = seconds(spending, *TRANSFERS) - travelled
+    for spending, table in zip(spendings, tables, strict=True):
+        spent = {phase: entry["seconds"] for phase, entry in table.items()}
+        met_before, met_after = (least[phase] * table[phase]["times"] for phase in MEETINGS)
+        late, sent = spent["normalizer"] - met_before, spent["gather"] + spent["reduce"]
         parts = {
-            "data": seconds(spending, "data"),
-            "compute": seconds(spending, "compute"),
+            "data": spent["data"],
+            "compute": spent["compute"],
             "sync": travelled + met_before + met_after,
-            "optimizer": seconds(spending, "update"),
-            "waiting": late + seconds(spending, "agree") - met_after + behind,
-            "rest": seconds(spending, "report"),
+            "optimizer": spent["update"],
+            "waiting": late + spent["agree"] - met_after + sent - travelled,
+            "rest": spent["report"],
             "late": late,
             "in_flight": spending["in_flight"],
             "unhidden": spending["waited"],
         }
         if len(spendings) == 1:  # nobody to meet, nowhere to send to
-            parts["rest"] += seconds(spending, *MEETINGS, *TRANSFERS)
+            parts["rest"] += spent["normalizer"] + spent["agree"] + sent
             parts |= dict.fromkeys(("sync", "waiting", "late", "in_flight", "unhidden"), 0.0)
         splits.append({name: total / spending["steps"] for name, total in parts.items()})
     return splits
@@ -92,7 +89,11 @@ def advice(
 ) -> list[str]:
     """Name what took more than a tenth of a step, with its figure and a setting, the largest first.
 
-    `time` is of result.json, `plan` of plan.json, `cut` the option of `accum`.
+    Args:
+        splits: the mean step of every rank.
+        time: of result.json.
+        plan: of plan.json.
+        cut: the option of `accum`.
     """
     lines = [_data(splits, plan), _sync(time, plan)]
     lines += [_waiting(splits, plan, cut)] if len(splits) > 1 else []
@@ -106,46 +107,37 @@ def advice(
 
 
 def _data(splits: Sequence[Split], plan: Mapping[str, Any]) -> Line:
-    workers, whose = plan["num_workers"], ""
+    workers, what = plan["num_workers"], "is waiting for samples"
     if len(splits) > 1:
         longest, rank = max((each["data"], rank) for rank, each in enumerate(splits))
-        whose = f", {duration(longest)} of them on rank {rank}"
-    return (
-        fmean(each["data"] + each["late"] for each in splits),
-        "data",
-        f"is waiting for samples{whose}",
-        f"num_workers={2 * workers or 2} loads them beside the training (now {workers})",
-    )
+        what += f", {duration(longest)} of them on rank {rank}"
+    remedy = f"num_workers={2 * workers or 2} loads them beside the training (now {workers})"
+    return fmean(each["data"] + each["late"] for each in splits), "data", what, remedy
 
 
 def _waiting(splits: Sequence[Split], plan: Mapping[str, Any], cut: str) -> Line:
     waits = [each["waiting"] - each["late"] for each in splits]
     slowest = waits.index(min(waits))
     others = fmean(each["compute"] for rank, each in enumerate(splits) if rank != slowest)
+    what = f"ranks wait, mostly for rank {slowest}, which computes "
+    what += f"{duration(splits[slowest]['compute'])} where others take {duration(others)}"
     remedy = "look what else runs on its machine, or raise batch.global to even the work out"
     if plan["sync"] != "deferred":
         remedy = "sync=deferred lets ranks take different numbers of micro-batches"
     elif cut != "auto":
         remedy = "accum=auto deals samples out by what they cost"
-    return (
-        fmean(waits),
-        "waiting",
-        f"ranks wait, mostly for rank {slowest}, which computes "
-        f"{duration(splits[slowest]['compute'])} where others take {duration(others)}",
-        remedy,
-    )
+    return fmean(waits), "waiting", what, remedy
 
 
 def _sync(time: Mapping[str, Any], plan: Mapping[str, Any]) -> Line:
-    rows = {row["policy"]: row for row in plan["sync_table"]}
-    row, deferred = rows.get(plan["sync"]), rows.get("deferred")
+    sent = {
+        row["policy"]: size(round(row["within"] + row["across"]))
+        for row in plan["sync_table"]
+        if row["fits"] or row["policy"] == plan["sync"]
+    }
     what, remedy = "is traffic", "a larger batch.global sends gradients less often"
-    if row is not None:
-        what += f", {size(round(row['within'] + row['across']))} sent"
-        what += f", predicted {duration(row['seconds'])}" if row["seconds"] else ""
-    if time["hidden_share"] is not None:
-        what += f", {percent(time['hidden_share'])} of its time hidden"
-    if deferred is not None and row is not deferred and deferred["fits"]:
-        sent = size(round(deferred["within"] + deferred["across"]))
-        remedy = f"sync=deferred sends {sent}, in one reduction a step"
+    if plan["sync"] in sent:  # one of the user's own has no row
+        what += f", {sent[plan['sync']]} sent"
+    if plan["sync"] != "deferred" and "deferred" in sent:
+        remedy = f"sync=deferred sends {sent['deferred']}, in one reduction a step"
     return time["seconds"]["sync"], "sync", what, remedy

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, final
 
-from trainer.config.secrets import MASK, is_secret, without_secrets
+from trainer.config.messages import clip
 from trainer.core.durable import make_folders, strict, write_file_atomic
 from trainer.report.journal import METRICS_FILE, Entry, Follower
 
@@ -32,17 +32,6 @@ def is_hanging() -> bool:
     return any(thread.name == THREAD for thread in threading.enumerate())
 
 
-def shown_config(value: Any) -> Any:  # noqa: ANN401 - any config value
-    """Copy a config as plain JSON values, secrets hidden."""
-    if isinstance(value, Mapping):
-        secret = {str(key) for key, item in value.items() if is_secret(str(key), item)}
-        return {str(k): MASK if str(k) in secret else shown_config(v) for k, v in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [shown_config(item) for item in value]
-    is_plain = isinstance(value, int | float | None)
-    return value if is_plain else without_secrets(str(value), os.environ)
-
-
 @final
 class WandbMirror:
     """Mirrors what a run writes into metrics.jsonl from `start` to `close`; not when disabled.
@@ -50,7 +39,7 @@ class WandbMirror:
     Args:
         mode: `disabled`, `offline` or `online`; offline, too, where there is no way online.
         folder: the run folder; W&B's files go to its `wandb/`, with the id that a resume keeps.
-        config: what to show as the run's config.
+        config: plain values without secrets, as config.yaml has them.
         warn: called with one line when something does not work.
         labels: `project`, `entity`, `group`, `tags`, `name`; None leaves one to W&B.
         run_id: of W&B's run, where the folder has lost its own; None on the mirror: there is none.
@@ -67,7 +56,7 @@ class WandbMirror:
         run_id: str | None = None,
     ) -> None:
         self._mode, self._folder, self._warn = mode, folder.absolute(), warn
-        self._labels = {"config": shown_config(config), **(labels or {})}
+        self._labels = {"config": config, **(labels or {})}
         self._summary: Mapping[str, Any] | None = None
         self._is_over, self._is_imported = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
@@ -135,7 +124,8 @@ class WandbMirror:
             run.finish(exit_code=0 if self._summary is not None else 1)
             wandb.teardown()  # else its exit hook does, without a limit
         except Exception as error:  # a mirror never stops what it shows
-            self._warn(f"W&B is off ({_line(error)}); metrics.jsonl holds everything")
+            why = clip(f"{type(error).__name__}: {error}")
+            self._warn(f"W&B is off ({why}); metrics.jsonl holds everything")
         finally:
             self._is_imported.set()
             sys.exit, sys.excepthook = exits
@@ -149,8 +139,8 @@ class WandbMirror:
             save_code=False,
             reinit="create_new",  # a sweep has several runs in a process, a notebook its own
         )
-        given = {"dir": str(self._folder), "id": self.run_id, "resume": "allow", **self._labels}
-        given |= {"job_type": "train", "settings": settings}
+        given = {"dir": str(self._folder), "id": self.run_id, "resume": "allow"}
+        given |= {**self._labels, "job_type": "train", "settings": settings}
         if self._mode == "online":
             why = "no API key: type wandb login once"
             try:
@@ -158,7 +148,7 @@ class WandbMirror:
                 if wandb.login(prompt=False):  # `init` would ask for a key
                     return wandb.init(mode="online", **given)
             except Exception as error:
-                why = _line(error)
+                why = clip(f"{type(error).__name__}: {error}")
             self._warn(
                 f"W&B is not reachable ({why}); this run is recorded offline, to upload it later: "
                 f"wandb sync {self._folder}/wandb/offline-run-*"
@@ -174,7 +164,3 @@ def row(entry: Entry) -> dict[str, Any]:
             is_eval, number = key.startswith("eval_"), 1 if isinstance(value, str) else value
             figures[f"eval/{key[5:]}" if is_eval else f"train/{key}"] = number
     return figures
-
-
-def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0][:200]

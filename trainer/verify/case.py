@@ -33,22 +33,17 @@ NARROWING: Mapping[Any, torch.dtype] = {
     Tensor.bfloat16: torch.bfloat16,
 }
 
-HOOKS = {
-    "_backward_hooks": "register_hook",
-    "_post_accumulate_grad_hooks": "register_post_accumulate_grad_hook",
-}
+HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+"""Attributes of a tensor in which PyTorch keeps what is registered on its gradient."""
 
 ORDER_SEED = 0
 """Of the order in which a reference takes the samples: the same for every verification."""
 
 
-def hooked(module: nn.Module) -> dict[str, str]:
-    """Name the parameters with a hook on their gradient, each with what registered it.
-
-    Such hooks run for every micro-batch.
-    """
-    named = list(module.named_parameters())
-    return {name: HOOKS[kind] for name, p in named for kind in HOOKS if getattr(p, kind, None)}
+def hooked(module: nn.Module) -> list[str]:
+    """Name the parameters with a hook on their gradient, which runs for every micro-batch."""
+    named = module.named_parameters()
+    return [name for name, p in named if any(getattr(p, kind, None) for kind in HOOKS)]
 
 
 @final

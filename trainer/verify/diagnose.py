@@ -16,29 +16,8 @@ from trainer.core.out_of_memory import AllocationGuard
 from trainer.training.window import Kit
 from trainer.verify.case import Case
 from trainer.verify.comparison import EXACT, MARGIN, Errors, Gradient
-from trainer.verify.find_module import UNREPEATABLE, Culprits, Found, describe, find
+from trainer.verify.find_module import Culprits, Found, Reason, describe, find
 from trainer.verify.trace import OUTSIDE
-
-DRAWS = "draws at random anew for every micro-batch"
-
-LOUD = (
-    f"{DRAWS}, in evaluation mode too: equal in distribution only; whether the step is otherwise "
-    "exact is unknown; draw only where `self.training` is true"
-)
-
-HOOKED = (
-    "runs for every micro-batch and is not copied with the model, so nothing is proven: move its "
-    "work into the optimizer's step, once per step, or remove it"
-)
-
-SHARED = (
-    "got a gradient from verify's copy of the model, through a function or scripted module that "
-    "cannot be copied, so nothing is proven: write it as a method of the module"
-)
-
-AMPLIFIED = "rounding hides whether the step depends on the micro-batches"
-# Words of the reasons by which a step is neither exact nor known to depend on its cut.
-UNPROVEN = (DRAWS, UNREPEATABLE, HOOKED, SHARED, AMPLIFIED)
 
 LOW = (torch.bfloat16, torch.float16)  # in which adding up micro-batches loses bits
 MAX_TRACED = 8  # micro-batches that are taken apart
@@ -50,15 +29,15 @@ def short(dtype: torch.dtype) -> str:
 
 
 def low_precision(kit: Kit) -> str | None:
-    """Name the dtype of parameters that accumulate in fewer bits than fp32."""
+    """Name the dtype of trained parameters that accumulate in fewer bits than fp32, if any."""
     dtypes = {p.dtype for p in kit.model.module.parameters() if p.requires_grad}
     return next((short(dtype) for dtype in LOW if dtype in dtypes), None)
 
 
 def diagnose(
     case: Case, kit: Kit, found: Found, planned: Gradient, expected: Gradient, *, traces_whole: bool
-) -> tuple[Culprits, bool]:
-    """Name the culprits of a step that is not exact; tell whether draws alone are.
+) -> Culprits:
+    """Name the culprits of a step that is not exact.
 
     Args:
         case: what draws in it is switched off, by `examine`, which gave `found`.
@@ -71,48 +50,52 @@ def diagnose(
     errors, culprits = case.errors(planned, expected), Culprits()
     kind: Kind = "tokens" if kit.normalizer == "micro_batches" else kit.normalizer
     if (low := low_precision(kit)) is not None:
-        reason = (
+        text = (
             f"{low} weights: their gradients lose bits as micro-batches accumulate (the plan in "
             f"{short(case.limit_dtype)}: {errors.largest:.0e}); keep fp32 weights and use "
             "precision=bf16"
         )
-        culprits.append(("parameters", reason))
+        culprits.append(("parameters", Reason(text)))
     if kit.normalizer == "micro_batches" and not errors.is_exact:
         errors = case.errors(case.planned(kind), expected)
-        reason = (
-            "a mean of means: a token's weight depends on its micro-batch; use "
-            "batch.normalizer=tokens"
-        )
+        text = "a mean of means: a token's weight depends on its micro-batch; use "
+        reason = Reason(f"{text}batch.normalizer=tokens")
         culprits.append(("batch.normalizer=micro_batches", reason))
-    is_without = False
     if not errors.is_exact and (found.quiet or found.loud):
         expected = case.expected()
         errors = case.errors(case.planned(kind), expected)
-        is_without = errors.is_exact and not (culprits or found.loud or found.sums)
         culprits += _drawing(case, found, errors)
     if errors.is_exact:
-        return [*culprits, *found.sums], is_without
+        return [*culprits, *found.sums]
     if amplified := _amplified(case, errors):
-        return [*culprits, *amplified], False
-    named = found.all
+        return [*culprits, *amplified]
+    named = [*found.modules, *found.sums]
     if not (named or found.loud):
         is_sum = kit.objective.scope not in Sum.scopes or isinstance(kit.strategy, Sum)
         if not is_sum and case.errors(case.planned(kind, Sum()), expected).is_exact:
             name = type(kit.strategy).__name__
-            reason = f"{name} does not sum the micro-batches' gradients; their sum would be exact"
-            return [*culprits, ("accum.gradient", reason)], False
+            text = f"{name} does not sum the micro-batches' gradients; their sum would be exact"
+            return [*culprits, ("accum.gradient", Reason(text))]
         named = _search_step(case, errors, traces_whole=traces_whole)
-    return [*culprits, *(culprit for culprit in named if culprit not in culprits)], False
+    return [*culprits, *(culprit for culprit in named if culprit not in culprits)]
 
 
 def _drawing(case: Case, found: Found, errors: Errors) -> Culprits:
-    outcome = (
-        f"exact with it off (error {errors.largest:.0e}); set its rate to 0, or accept it"
-        if errors.is_exact
-        else f"not exact with it off either (error {errors.largest:.0e})"
+    """Name what draws at random; `errors` are without what stops in evaluation mode."""
+    draws = "draws at random anew for every micro-batch"
+    outcome = "not exact with it off either (error {:.0e})"
+    if errors.is_exact:
+        outcome = "exact with it off (error {:.0e}); set its rate to 0, or accept it"
+    quiet = Reason(
+        f"{draws}, equal in distribution only: the step is {outcome.format(errors.largest)}",
+        verdict="exact_without_dropout" if errors.is_exact else "not_proven",
     )
-    quiet = f"{DRAWS}, equal in distribution only: the step is {outcome}"
-    reasons = dict.fromkeys(found.quiet, quiet) | dict.fromkeys(found.loud, LOUD)
+    loud = Reason(
+        f"{draws}, in evaluation mode too: equal in distribution only; whether the step is "
+        "otherwise exact is unknown; draw only where `self.training` is true",
+        verdict="not_proven",
+    )
+    reasons = dict.fromkeys(found.quiet, quiet) | dict.fromkeys(found.loud, loud)
     outside = reasons.pop(OUTSIDE, None)
     culprits = describe(dict(case.module.named_modules()), reasons)
     return culprits + ([(case.objective_name, outside)] if outside else [])
@@ -130,10 +113,11 @@ def _amplified(case: Case, errors: Errors) -> Culprits:
     # Weights that are not moved at all show whether something else differs each time.
     if not is_rounding or any(case.rounding(0.0).values()):
         return []
-    reason = (
+    reason = Reason(
         "the model amplifies rounding: changing the weights by their last bit also changes the "
-        f"gradient by up to {max(blurs.values()):.0e}, so that {AMPLIFIED}; look for large "
-        "numbers that cancel"
+        f"gradient by up to {max(blurs.values()):.0e}, so that rounding hides whether the step "
+        "depends on the micro-batches; look for large numbers that cancel",
+        verdict="not_proven",
     )
     return [("rounding", reason)]
 
@@ -150,11 +134,12 @@ def _search_step(case: Case, errors: Errors, *, traces_whole: bool) -> Culprits:
     for positions, parts in pieces:
         with AllocationGuard():  # what does not fit is passed over
             ways = {"its micro-batch": [case.load(part) for part in parts]}
-            culprits = find(case, case.load(positions), ways).all if len(parts) > 1 else []
-            if culprits:
-                return culprits
+            if len(parts) > 1:
+                found = find(case, case.load(positions), ways)
+                if culprits := [*found.modules, *found.sums]:
+                    return culprits
     name, error = errors.worst[0]
-    reason = (
+    reason = Reason(
         f"the gradient of {name} depends on the micro-batches (error {error:.0e}), while all "
         "module outputs and loss sums agree: look for a custom backward, a hook on gradients, or "
         "state outside of buffers"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -14,13 +14,23 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainer.core.micro_batch import MicroBatch
 from trainer.core.out_of_memory import AllocationGuard, release_memory
-from trainer.objectives.base import Sums
 from trainer.objectives.model_loss import ModelLoss
+from trainer.report.records import Verdict
 from trainer.verify.case import Case
-from trainer.verify.trace import OUTSIDE, Trace, compare, record, repeat, shares
+from trainer.verify.trace import OUTSIDE, Losses, Trace, compare, record, repeat, shares
 
-Culprits = list[tuple[str, str]]
+
+class Reason(NamedTuple):
+    """Why something is a culprit, for a person, and the verdict that it alone leads to."""
+
+    text: str
+    verdict: Verdict = "not_exact"
+
+
+Culprits = list[tuple[str, Reason]]
 """Names of modules, the objective, the data or a setting, each with the reason."""
+
+Faults = Iterator[tuple[str, Reason]]
 
 # What a sample does not share when it is run in another micro-batch.
 NEIGHBOURS, PADDING = "the rest of its micro-batch", "its padding"
@@ -31,22 +41,23 @@ TOLERANCE, SINGLE_TOLERANCE, WEIGHT_TOLERANCE = 1e-9, 1e-4, 1e-6
 
 MAX_PICKED = 4  # samples that are run together and alone
 
-UNREPEATABLE = (
+UNREPEATABLE = Reason(
     "gives another output each time: it draws from a generator that no seed of the run governs, or "
-    "is not deterministic; draw from PyTorch's default generator"
+    "is not deterministic; draw from PyTorch's default generator",
+    verdict="not_proven",
 )
 
-STATEFUL = (
+STATEFUL = Reason(
     "keeps state that every micro-batch updates and the next one reads: update it once per step, "
     "or not in training"
 )
 
-NORMALISES = (
+NORMALISES = Reason(
     "normalises over the samples of its micro-batch: use GroupNorm or LayerNorm, or one "
     "micro-batch per step"
 )
 
-FIELD = (
+FIELD = Reason(
     "the data give this field of a sample another value when its neighbours change: it is "
     "drawn or computed in `collate`, or padded on the left"
 )
@@ -58,10 +69,20 @@ CAUSES = {
     "length",
 }
 
-REMEDY = "let `sums` add up over samples, and `weights` count what it adds up"
+REMEDY = (
+    "it divides by a count of its own, or couples samples: let `sums` add up over samples, and "
+    "`weights` count what it adds up"
+)
 REMEDY_OF_MODEL = (
-    "try objective.reduction=mean where the model drops num_items_in_batch, or the other value of "
-    "objective.causal, or take an objective that sums, such as next_token or classify"
+    "it divides by a count of its own, or couples samples: try objective.reduction=mean where the "
+    "model drops num_items_in_batch, or the other value of objective.causal, or take an objective "
+    "that sums, such as next_token or classify"
+)
+REMEDY_OF_WEIGHT = "`weights` must count what `sums` adds up, or the loss is not divided by it"
+REMEDY_OF_ADDED = (
+    "it is a statistic of the micro-batch, as a router's load balance is: switch it off in the "
+    "model's config (output_router_logits=False, or a coefficient of 0), or use one micro-batch "
+    "per step"
 )
 
 # Ways to part a micro-batch into smaller ones, in order, by what these do not share with it.
@@ -85,11 +106,6 @@ class Found(NamedTuple):
     quiet: tuple[str, ...] = ()
     loud: tuple[str, ...] = ()
     was_checked: bool = True
-
-    @property
-    def all(self) -> Culprits:
-        """Everything but what draws."""
-        return [*self.modules, *self.sums]
 
 
 def examine(case: Case) -> Found:
@@ -137,14 +153,20 @@ def _pick(case: Case, most: int) -> tuple[MicroBatch, Ways]:
 
 
 def find(case: Case, whole: MicroBatch, ways: Ways, *, excused: Collection[str] = ()) -> Found:
-    """Find what makes a sample depend on its micro-batch, but for modules that are excused.
+    """Find what makes a sample depend on its micro-batch.
 
-    A module is only charged with the first of the `ways` to part the samples that it reacts to.
+    A module is only charged with the first of the ways to part the samples that it reacts to.
+
+    Args:
+        case: with what draws switched off, where that is possible.
+        whole: a micro-batch, and the samples that the parts of every way hold in this order.
+        ways: the parts may be padded differently, or to the same length.
+        excused: modules that are not charged, since they draw all the same.
     """
     trace, parts = record(case, whole), next(iter(ways.values()))
     moved, unrepeatable = repeat(case, trace, parts[0])
     reasons = dict.fromkeys(unrepeatable, UNREPEATABLE) | dict.fromkeys(moved, STATEFUL)
-    fields, sums = _compare_ways(case, trace, ways, reasons)
+    fields, losses = _compare_ways(case, trace, ways, reasons)
     modules = dict(case.module.named_modules())
     for name, module in modules.items():
         # Behind a gate that is still zero its output does not count yet, and shows nothing.
@@ -153,117 +175,100 @@ def find(case: Case, whole: MicroBatch, ways: Ways, *, excused: Collection[str] 
             reasons[name] = NORMALISES
     charged = {n: r for n, r in reasons.items() if n in modules and n not in excused}
     data = [(f"data field {name}", FIELD) for name in sorted(fields)]
-    added = _added_faults(case, trace, parts) if sums else []
-    faults: Culprits = []
+    added = [*_added_faults(case, trace, parts)] if losses else []
+    faults = Culprits()
     if case.kit.objective.scope == "sample":
         if case.kit.normalizer != "samples":
             faults += _weight_faults(case, trace, parts)
         if not (data or added):
-            faults += _sum_faults(case, trace, sums)
+            faults += _sum_faults(case, trace, losses)
     return Found([*added, *describe(modules, charged), *data], faults)
 
 
 def _compare_ways(
-    case: Case, trace: Trace, ways: Ways, reasons: dict[str, str]
-) -> tuple[set[str], dict[str, list[Sums]]]:
+    case: Case, trace: Trace, ways: Ways, reasons: dict[str, Reason]
+) -> tuple[set[str], dict[str, list[Losses]]]:
     """Run the samples of a trace apart, and add the modules that are to blame to the reasons.
 
-    Gives the fields of the data that differ, and the sums of each way in which all parts ran.
+    Gives the fields of the data that differ, and the losses of each way in which all parts ran.
     """
-    failures, fields, sums = dict[str, str](), set[str](), dict[str, list[Sums]]()
+    failures, fields, losses = dict[str, str](), set[str](), dict[str, list[Losses]]()
     for changes, parts in ways.items():
         places = shares(trace.micro_batch, parts, packed=case.batch.plan.packed)
         passes = [compare(case, trace, m, share) for m, share in zip(parts, places, strict=True)]
-        reason = f"gives a sample another output when {changes} changes{CAUSES.get(changes, '')}"
+        text = f"gives a sample another output when {changes} changes{CAUSES.get(changes, '')}"
         for found in passes:
             for name in found.blamed:
-                reasons.setdefault(name, reason)
+                reasons.setdefault(name, Reason(text))
             fields.update(found.fields)
-            failures |= dict([found.failure] if found.failure else [])
-        complete = [found.sums for found in passes if found.sums is not None]
+            failures |= found.failure
+        complete = [found.losses for found in passes if found.losses is not None]
         if len(complete) == len(passes):
-            sums[changes] = complete
+            losses[changes] = complete
     for name, failure in failures.items():
-        reasons.setdefault(name, failure)
-    return fields, sums
+        reasons.setdefault(name, Reason(failure))
+    return fields, losses
 
 
-def describe(modules: Mapping[str, nn.Module], reasons: Mapping[str, str]) -> Culprits:
+def describe(modules: Mapping[str, nn.Module], reasons: Mapping[str, Reason]) -> Culprits:
     """Put modules into words; those that differ in their numbers only share a line."""
-    groups: dict[tuple[str, str, str], list[str]] = {}
+    groups: dict[tuple[str, str, Reason], list[str]] = {}
     for name, reason in reasons.items():
         kind = type(modules[name]).__name__
         groups.setdefault((re.sub(r"\d+", "*", name), kind, reason), []).append(name)
-    return [
-        (pattern, f"{len(names)} x {kind} {reason}")
-        if len(names) > 1
-        else (names[0] or f"{kind} (in its own forward)", f"{kind} {reason}")
-        for (pattern, kind, reason), names in groups.items()
-    ]
+    culprits = Culprits()
+    for (pattern, kind, reason), names in groups.items():
+        count = f"{len(names)} x " if len(names) > 1 else ""
+        name = pattern if count else names[0] or f"{kind} (in its own forward)"
+        culprits.append((name, Reason(f"{count}{kind} {reason.text}", reason.verdict)))
+    return culprits
 
 
-def _sum_faults(case: Case, trace: Trace, sums: Mapping[str, Sequence[Sums]]) -> Culprits:
-    """Name every loss term that is no sum over samples; `sums` are theirs apart, by what changes.
+def _sum_faults(case: Case, trace: Trace, ways: Mapping[str, Sequence[Losses]]) -> Faults:
+    """Name every loss term that is no sum over samples; `ways` are theirs apart, by what changes.
 
     A loss that is no sum can be exact for one cut: a mean over micro-batches of one size, say.
+
+    Yields:
+        The objective, with the reason.
     """
-    faults = Culprits()
-    for term, loss in trace.sums.losses.items():
+    remedy = REMEDY_OF_MODEL if isinstance(case.kit.objective, ModelLoss) else REMEDY
+    for term, loss in trace.losses.items():
         # A group without a loss term may leave it out.
-        apart = {way: [float(s.losses.get(term, 0.0)) for s in sums[way]] for way in sums}
+        apart = {way: [float(each.get(term, 0.0)) for each in ways[way]] for way in ways}
         wrong = [way for way, each in apart.items() if not _adds_up(loss, each)]
-        if not wrong:
-            continue
-        last = apart[wrong[-1]]
-        remedy = REMEDY_OF_MODEL if isinstance(case.kit.objective, ModelLoss) else REMEDY
-        reason = (
-            f"`{term}` is no sum: {len(trace.micro_batch.ids)} samples together give "
-            f"{float(loss):.6g}, in {len(last)} groups they add up to {sum(last):.6g}; it divides "
-            f"by a count of its own, or couples samples; {remedy}"
-        )
-        if wrong[0] == PADDING and len(sums) > 1:
-            reason = (
-                f"`{term}` changes with padding: {sum(last):.6g} without, {float(loss):.6g} with "
-                "it; mask padded positions in the loss, or use samples of one length"
+        if wrong == [PADDING] and len(ways) > 1:
+            text = (
+                f"`{term}` changes with padding: {sum(apart[PADDING]):.6g} without, "
+                f"{float(loss):.6g} with it; mask padded positions in the loss, or use samples of "
+                "one length"
             )
-        faults.append((case.objective_name, reason))
-    return faults
+            yield case.objective_name, Reason(text)
+        elif wrong:
+            yield case.objective_name, _no_sum(f"`{term}`", loss, apart[wrong[-1]], remedy)
 
 
-def _weight_faults(case: Case, trace: Trace, parts: Sequence[MicroBatch]) -> Culprits:
+def _weight_faults(case: Case, trace: Trace, parts: Sequence[MicroBatch]) -> Faults:
     """Name every weight of a loss that is no count over samples."""
-    faults = Culprits()
     for term, weight in trace.micro_batch.weights.items():
         apart = [m.weights[term] for m in parts]
-        if term in trace.sums.losses and not _adds_up(weight, apart, WEIGHT_TOLERANCE):
-            reason = (
-                f"the weight of `{term}` does not add up: {len(trace.micro_batch.ids)} samples "
-                f"together weigh {weight:g}, in {len(parts)} groups {sum(apart):g}; `weights` must "
-                "count what `sums` adds up, or the loss is not divided by it"
-            )
-            faults.append((case.objective_name, reason))
-    return faults
+        if term in trace.losses and not _adds_up(weight, apart, WEIGHT_TOLERANCE):
+            reason = _no_sum(f"the weight of `{term}`", weight, apart, REMEDY_OF_WEIGHT)
+            yield case.objective_name, reason
 
 
-def _added_faults(case: Case, trace: Trace, parts: Sequence[MicroBatch]) -> Culprits:
+def _added_faults(case: Case, trace: Trace, parts: Sequence[MicroBatch]) -> Faults:
     """Name the losses that a model adds to its own, such as a router's, and that are no sums."""
-    added, kind, faults = _added(trace), type(case.module).__name__, Culprits()
+    added, kind = _added(trace), type(case.module).__name__
     traces = [_added(record(case, part)) for part in parts] if added else []
     for name, value in added.items():
         apart = [float(each.get(name, math.nan)) for each in traces]
         if not _adds_up(value, apart):
-            reason = (
-                f"`{name}`, which {kind} adds to its loss, is no sum over samples but a statistic "
-                f"of the micro-batch, as a router's load balance is: together it is "
-                f"{float(value):.6g}, in {len(parts)} groups {sum(apart):.6g} in all; switch it "
-                "off in the model's config (output_router_logits=False, or a coefficient of 0), or "
-                "use one micro-batch per step"
-            )
-            faults.append((f"{kind}.{name}", reason))
-    return faults
+            what = f"`{name}`, which {kind} adds to its loss,"
+            yield f"{kind}.{name}", _no_sum(what, value, apart, REMEDY_OF_ADDED)
 
 
-def _added(trace: Trace) -> Mapping[str, Tensor]:
+def _added(trace: Trace) -> Losses:
     """List the losses beside `.loss` that the model's first call gave and its loss depends on."""
     if ("", 0) not in trace.calls:
         return {}
@@ -274,6 +279,14 @@ def _added(trace: Trace) -> Mapping[str, Tensor]:
         if path.endswith("loss") and path.rpartition(".")[2] != "loss"
         if gradient is not None and not gradient.dim() and float(gradient)
     }
+
+
+def _no_sum(what: str, together: Tensor | float, apart: Sequence[float], remedy: str) -> Reason:
+    """Say that what several samples give is not the sum of what groups of them give."""
+    return Reason(
+        f"{what} is no sum: the same samples give {float(together):.6g} together, and in "
+        f"{len(apart)} groups {sum(apart):.6g} in all; {remedy}"
+    )
 
 
 def _adds_up(

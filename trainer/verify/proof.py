@@ -7,11 +7,12 @@ that runs in float32 only is compared in float32, by limits that are its own rou
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 
-from trainer.config.messages import first_of
+from trainer.config.messages import clip, first_of
 from trainer.core.errors import ConfigError, DoesNotFitError, TrainError
 from trainer.core.out_of_memory import AllocationGuard, fatal, is_out_of_memory, release_memory
 from trainer.objectives.base import IGNORED
@@ -21,12 +22,14 @@ from trainer.training.batches import Feed, PlannedBatch
 from trainer.training.window import Kit
 from trainer.verify.case import Case, copied, hooked
 from trainer.verify.comparison import Errors, Gradient
-from trainer.verify.diagnose import HOOKED, LOW, SHARED, UNPROVEN, diagnose, low_precision, short
-from trainer.verify.find_module import Culprits, Found, examine
+from trainer.verify.diagnose import LOW, diagnose, low_precision, short
+from trainer.verify.find_module import Culprits, Faults, Found, Reason, examine
 from trainer.verify.trace import OUTSIDE
 
+WORST_FIRST: tuple[Verdict, ...] = ("not_exact", "not_proven", "exact_without_dropout")
+"""What culprits may lead to; without any the step is exact."""
+
 MAX_WORST = 10
-ERROR_CHARACTERS = 120
 
 
 def verify(kit: Kit, batch: PlannedBatch, feed: Feed, *, whole_fits: bool) -> VerifyReport:
@@ -56,7 +59,7 @@ def verify(kit: Kit, batch: PlannedBatch, feed: Feed, *, whole_fits: bool) -> Ve
 
 def _verify(kit: Kit, batch: PlannedBatch, feed: Feed, *, whole_fits: bool) -> VerifyReport:
     case, planned, notes = _plan(kit, batch, feed)
-    unproven, whole = _uncopied(kit), replace(case, size=case.num_samples)
+    uncopied, whole = [*_uncopied(kit)], replace(case, size=case.num_samples)
     is_one_piece = case.batch.plan.num_micro_batches == 1
     case, expected = _refer(case, whole_first=whole_fits and not is_one_piece)
     errors, low = case.errors(planned, expected), low_precision(kit)
@@ -75,36 +78,25 @@ def _verify(kit: Kit, batch: PlannedBatch, feed: Feed, *, whole_fits: bool) -> V
     found = examine(case)
     if whole_errors.is_exact and low is None and not (errors.is_exact or found.sums):
         case, errors, why = whole, whole_errors, []
-    culprits, is_without = found.sums, False
+    culprits = found.sums
     if not errors.is_exact:
-        culprits, is_without = diagnose(
-            case, kit, found, planned, expected, traces_whole=whole_fits
-        )
+        culprits = diagnose(case, kit, found, planned, expected, traces_whole=whole_fits)
     notes += [*why, *_asides(case, errors, found, culprits)]
-    culprits = [*culprits, *unproven]
+    culprits = [*culprits, *uncopied]
+    verdicts = {reason.verdict for _, reason in culprits}
     return VerifyReport(
-        verdict=_verdict(errors, culprits, is_without=is_without and not unproven),
+        verdict=next((verdict for verdict in WORST_FIRST if verdict in verdicts), "exact"),
         max_relative_error=errors.largest,
         reference=case.reference,
         dtype=short(case.limit_dtype),
         worst=tuple(errors.worst[:MAX_WORST]),
-        culprits=tuple(culprits),
+        culprits=tuple((name, reason.text) for name, reason in culprits),
         num_parameters=len(errors.by_name),
         micro_batches=case.batch.plan.num_micro_batches,
         global_batch=case.num_samples,
         limit=errors.limit,
         notes=tuple(notes),
     )
-
-
-def _verdict(errors: Errors, culprits: Culprits, *, is_without: bool) -> Verdict:
-    if is_without:
-        return "exact_without_dropout"
-    if errors.is_exact and not culprits:
-        return "exact"
-    # Whether no reason among them is one by which the step depends on its cut.
-    is_open = all(any(words in reason for words in UNPROVEN) for _, reason in culprits)
-    return "not_proven" if is_open else "not_exact"
 
 
 def _plan(kit: Kit, batch: PlannedBatch, feed: Feed) -> tuple[Case, Gradient, list[str]]:
@@ -120,9 +112,10 @@ def _plan(kit: Kit, batch: PlannedBatch, feed: Feed) -> tuple[Case, Gradient, li
         except Exception as error:  # a model that fixes its precision may raise anything
             if isinstance(error, TrainError) or dtype == torch.float32:
                 raise
+            why = clip(f"{type(error).__name__}: {error}")
             notes.append(
-                f"the model does not run in float64 ({_text(error)}), so this proves what float32 "
-                "can: no error beyond the model's own rounding, which was measured"
+                f"the model does not run in float64 ({why}), so this proves what float32 can: no "
+                "error beyond the model's own rounding, which was measured"
             )
     low = ", ".join(short(cast) for cast in LOW if cast in case.undone)
     if low and low_precision(kit) is None:
@@ -146,15 +139,13 @@ def _fit(case: Case) -> tuple[Case, Gradient]:
             return case, case.planned()
         release_memory()
         batch, feed = case.batch, case.feed
-        is_mean = case.kit.normalizer == "micro_batches"  # which changes with the cut
-        cut = None if is_mean else feed.cut.smaller(batch.plan)
+        cut = feed.cut.smaller(batch.plan)
         if cut is None:
-            (sample, length), no = batch.largest_sample(), f"does not fit into memory in {dtype}"
-            what = f"sample {sample} of {length} tokens {no}, even alone: lower data.max_length"
-            if is_mean:
-                why = "a mean of means depends on the micro-batch size"
-                what = f"a micro-batch {no}, and {why}: lower accum.micro"
-            raise DoesNotFitError(f"train verify: {what}")
+            sample, length = batch.largest_sample()
+            raise DoesNotFitError(
+                f"train verify: sample {sample} of {length} tokens does not fit into memory in "
+                f"{dtype}, even alone: lower data.max_length"
+            )
         feed.use(cut)
         case = replace(case, batch=replace(batch, plan=cut.cut(batch.plan.lengths, feed.layout)))
         slots = [slot for rank in case.batch.plan.ranks for slot in rank if len(slot)]
@@ -179,7 +170,8 @@ def _refer(case: Case, *, whole_first: bool) -> tuple[Case, Gradient]:
         except Exception as error:  # BatchNorm, for one, refuses a single value per channel
             if isinstance(error, TrainError):
                 raise
-            refusal = refusal if is_out_of_memory(error) else _text(error)
+            if not is_out_of_memory(error):
+                refusal = clip(f"{type(error).__name__}: {error}")
         release_memory()
     if refusal:
         raise ConfigError(
@@ -192,55 +184,53 @@ def _refer(case: Case, *, whole_first: bool) -> tuple[Case, Gradient]:
     )
 
 
-def _uncopied(kit: Kit) -> Culprits:
+def _uncopied(kit: Kit) -> Faults:
     """Name the weights of the run's own model whose hooks, or gradients, a copy does not show."""
     named = dict(kit.model.module.named_parameters())
-    culprits = [
-        (name, f"has a hook on its gradient ({method}), which {HOOKED}")
-        for name, method in hooked(kit.model.module).items()
-        if named[name].requires_grad
-    ]
-    reached = [name for name, parameter in named.items() if parameter.grad is not None]
-    return culprits + ([(first_of(reached), SHARED)] if reached else [])
-
-
-def _asides(case: Case, errors: Errors, found: Found, culprits: Culprits) -> list[str]:
-    """Say what the verdict leaves open, and what this batch could not show."""
-    notes = list[str]()
-    if not found.was_checked:
-        notes.append(
-            "the loss sums were not checked on their own: fewer than two samples fit into memory"
+    for name in hooked(kit.model.module):
+        text = (
+            "has a hook on its gradient, which runs for every micro-batch and is not copied with "
+            "the model, so nothing is proven: move its work into the optimizer's step, once per "
+            "step, or remove it"
         )
+        if named[name].requires_grad:
+            yield name, Reason(text, "not_proven")
+    if reached := [name for name, parameter in named.items() if parameter.grad is not None]:
+        text = (
+            "got a gradient from verify's copy of the model, through a function or scripted module "
+            "that cannot be copied, so nothing is proven: write it as a method of the module"
+        )
+        yield first_of(reached), Reason(text, "not_proven")
+
+
+def _asides(case: Case, errors: Errors, found: Found, culprits: Culprits) -> Iterator[str]:
+    """Say what the verdict leaves open, and what this batch could not show."""
+    if not found.was_checked:
+        yield "the loss sums were not checked on their own: fewer than two samples fit into memory"
     if errors.is_exact and (found.quiet or found.loud):
         names = {OUTSIDE: "the objective", "": "the model itself"}
         drawn = first_of([names.get(name, name) for name in (*found.quiet, *found.loud)])
-        notes.append(f"{drawn}: draws at random, without effect here; another step may differ")
+        yield f"{drawn}: draws at random, without effect here; another step may differ"
     if errors.is_exact and culprits:
-        notes.append(
-            "the gradients agree by coincidence: other micro-batches or another batch would differ"
-        )
+        yield "the gradients agree by coincidence: other micro-batches or batches would differ"
     if not any(any(m.weights.values()) for m in case.batch.micro_batches):
-        notes.append(
-            "no sample of this batch has a loss term, so nothing is checked: use another batch "
-            "(seed)"
-        )
+        yield "no sample of this batch has a loss term, so nothing is checked: try another seed"
     if _hides_shift(case):
-        notes.append(
+        yield (
             "no row of this batch has a label at its first position, so a wrong label shift "
             "(objective.causal), which drops that position, would not be noticed"
         )
     if case.plain:
-        notes.append(
+        yield (
             f"{first_of(sorted(case.plain))}: a tensor in a plain attribute is neither saved in "
             "checkpoints nor restored after a replay, a skipped step or tuning: if forward "
             "changes it, make it a buffer (register_buffer)"
         )
     if errors.cancelled:
-        notes.append(
+        yield (
             f"{first_of(errors.cancelled)}: gradient is (nearly) zero except for rounding; its "
             "error is relative to the terms that cancel in it"
         )
-    return notes
 
 
 def _hides_shift(case: Case) -> bool:
@@ -251,7 +241,3 @@ def _hides_shift(case: Case) -> bool:
     labels = [m.fields["labels"] for m in case.batch.micro_batches if "labels" in m.fields]
     rows = [each for each in labels if each.dim() > 1]
     return bool(rows) and all((row[:, 0] == IGNORED).all() for row in rows)
-
-
-def _text(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:ERROR_CHARACTERS]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import SimpleNamespace
@@ -21,13 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from trainer.accumulate.base import seed_draws, sum_of
+from trainer.config.messages import clip
 from trainer.core.micro_batch import MicroBatch
 from trainer.core.out_of_memory import is_out_of_memory
 from trainer.objectives.base import Sums, sums_of
 from trainer.verify.case import Case
 
 OUTSIDE = "\x00outside"  # stands for code that runs in no module of the model: the objective's
-MAX_CHARACTERS = 190  # of what a model raised
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 """Relative difference of activations that is rounding; coupling shows at 1e-3 and more."""
@@ -35,6 +35,7 @@ LOW_TOLERANCE = 1e-2
 
 CallKey = tuple[str, int]  # a module and how often it was called before
 Tensors = dict[str, Tensor]
+Losses = Mapping[str, Tensor]  # sums by term, 0-d, detached
 
 
 class Share(NamedTuple):
@@ -162,21 +163,28 @@ class Call(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """One recorded pass: calls as they ended, modules that drew random numbers, loss sums."""
+    """One recorded pass: calls as they ended, and modules that drew random numbers."""
 
     micro_batch: MicroBatch
     calls: dict[CallKey, Call]
     drawn: tuple[str, ...]
-    sums: Sums
+    losses: Losses
 
 
 class Difference(NamedTuple):
-    """One pass over some of the samples of a trace."""
+    """How one pass over some of the samples of a trace differs from it.
 
-    blamed: list[str]  # modules whose inputs agree and outputs do not, in order
-    fields: list[str]  # of the data that differ
-    sums: Sums | None  # once those were put right; None where the pass failed
-    failure: tuple[str, str] | None = None  # the module that raised, and what
+    Attributes:
+        blamed: modules whose inputs agree and outputs do not, in order.
+        fields: of the data.
+        losses: once what was wrong was put right; None where the pass failed.
+        failure: what was raised, by the module that was running.
+    """
+
+    blamed: list[str]
+    fields: list[str]
+    losses: Losses | None
+    failure: Mapping[str, str]
 
 
 def record(case: Case, micro_batch: MicroBatch) -> Trace:
@@ -213,10 +221,10 @@ def compare(case: Case, trace: Trace, part: MicroBatch, share: Share) -> Differe
             if is_out_of_memory(error):
                 raise
             samples = "one sample" if len(part.ids) == 1 else f"{len(part.ids)} samples"
-            text = " ".join(f"cannot run on {samples}: {type(error).__name__}: {error}".split())
-            failure = comparer.running[-1], text[:MAX_CHARACTERS]
+            text = clip(f"cannot run on {samples}: {type(error).__name__}: {error}")
+            failure = {comparer.running[-1]: text}
             return Difference([*comparer.blamed], fields, None, failure)
-    return Difference([*comparer.blamed], fields, _detached(sums))
+    return Difference([*comparer.blamed], fields, _detached(sums), {})
 
 
 def repeat(case: Case, trace: Trace, other: MicroBatch) -> tuple[list[str], list[str]]:
@@ -247,31 +255,27 @@ def _forward(run: Case, micro_batch: MicroBatch, key: int) -> Sums:
     return sums_of(run.kit.objective, run.kit.model.call, fields, micro_batch.weights)
 
 
-def _detached(sums: Sums) -> Sums:
-    return Sums(losses={name: loss.detach() for name, loss in sums.losses.items()})
+def _detached(sums: Sums) -> Losses:
+    return {name: loss.detach() for name, loss in sums.losses.items()}
 
 
 @contextmanager
 def _watching(module: nn.Module, watcher: _CallRecorder | _CallComparer) -> Iterator[None]:
     """Let a watcher see every call of every module."""
-    counts = Counter[str]()
+    counts, handles = Counter[str](), []
 
-    def before(name: str) -> Callable[..., None]:
-        def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:  # noqa: ANN401
-            counts[name] += 1
-            watcher.enter((name, counts[name] - 1), tensors_of([args, kwargs]))
+    def before(name: str, _module: nn.Module, args: Any, kwargs: Any) -> None:  # noqa: ANN401
+        counts[name] += 1
+        watcher.enter((name, counts[name] - 1), tensors_of([args, kwargs]))
 
-        return hook
-
-    def after(_module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:  # noqa: ANN401
+    def after(_module: nn.Module, _args: Any, output: Any) -> None:  # noqa: ANN401
         watcher.leave(tensors_of(output))
 
-    handles = []
     for name, part in module.named_modules():
-        if isinstance(part, torch.jit.ScriptModule):  # takes no hooks; counts to what calls it
-            continue
-        handles.append(part.register_forward_pre_hook(before(name), with_kwargs=True))
-        handles.append(part.register_forward_hook(after, with_kwargs=True))
+        if not isinstance(part, torch.jit.ScriptModule):  # takes no hooks; counts to what calls it
+            enter = partial(before, name)
+            handles.append(part.register_forward_pre_hook(enter, with_kwargs=True))
+            handles.append(part.register_forward_hook(after))
     try:
         yield
     finally:

@@ -54,52 +54,23 @@ class Full(durable.FileSystem):
         return super().write(handle, data[:count])
 
 
-def test_a_step_is_one_object_with_the_agreed_keys_in_order(tmp_path):
-    log, loss = MetricsLog(tmp_path, pytest.fail), torch.tensor(2.5)
-    log.step(record(loss=loss))
-    loss.zero_()  # the file does not lag on a CPU
-    (entry,) = strictly(tmp_path / METRICS_FILE)
-    assert tuple(entry) == STEP_KEYS
-    assert entry["loss"] == 2.5
-    assert entry["grad_norm"] == 0.75
-    assert entry["tokens_per_second"] == 180_000
-
-
-def test_more_stands_where_it_applies_and_numbers_that_json_does_not_know_are_null(tmp_path):
-    log = MetricsLog(tmp_path, pytest.fail)
+def test_entries_are_written_at_once_and_numbers_that_json_does_not_know_are_null(tmp_path):
+    log, grad_norm = MetricsLog(tmp_path, pytest.fail, keep_samples=True), torch.tensor(0.75)
     more = {"skipped": "not finite", "replays": 2, "noise_scale": torch.tensor(12.0)}
-    log.step(record(loss=torch.tensor(math.nan), grad_norm=math.inf, **more))
+    log.step(record(loss=torch.tensor(math.nan), padding=math.inf, grad_norm=grad_norm, **more))
     log.evaluation(1, {"loss": math.nan, "accuracy": 0.3}, 1.5)
+    grad_norm.zero_()  # the file does not lag on a CPU
     step, evaluation = strictly(tmp_path / METRICS_FILE)
-    assert {name: step[name] for name in step.keys() - {*STEP_KEYS}} == more
-    assert step["loss"] is step["grad_norm"] is None
+    assert tuple(step) == (*STEP_KEYS, *more)
+    assert {name: step[name] for name in more} == more
+    assert (step["loss"], step["padding"], step["grad_norm"]) == (None, None, 0.75)
     assert evaluation == {"step": 1, "eval_loss": None, "eval_accuracy": 0.3, "eval_seconds": 1.5}
-
-
-def test_the_ledger_is_kept_only_when_asked_for(tmp_path):
-    MetricsLog(tmp_path, pytest.fail).consumed(1, [1, 2])
-    assert not (tmp_path / SAMPLES_FILE).exists()
-    log = MetricsLog(tmp_path, pytest.fail, keep_samples=True)
     log.consumed(1, np.array([4, 2]))
     log.consumed(2, [7], skipped=[9])
     assert strictly(tmp_path / SAMPLES_FILE) == [
         {"step": 1, "ids": [4, 2]},
         {"step": 2, "ids": [7], "skipped": [9]},
     ]
-
-
-def test_a_resume_cuts_what_lies_beyond_the_checkpoint_in_both_files(tmp_path):
-    log = MetricsLog(tmp_path, pytest.fail, keep_samples=True)
-    for step in range(1, 8):
-        log.consumed(step, [step])
-        log.step(record(step))
-        if step in {4, 6}:
-            log.evaluation(step, {"loss": 2.0}, 1.0)
-    again = MetricsLog(tmp_path, pytest.fail, resumed_step=4, keep_samples=True)
-    assert [e["step"] for e in strictly(tmp_path / SAMPLES_FILE)] == [1, 2, 3, 4]
-    assert [e["step"] for e in strictly(tmp_path / METRICS_FILE)] == [1, 2, 3, 4, 4]
-    again.step(record(5))
-    assert strictly(tmp_path / METRICS_FILE)[-1]["step"] == 5
 
 
 @given(
@@ -167,16 +138,14 @@ def git(folder, *arguments):
     subprocess.run(["git", "-C", str(folder), *identity, *arguments], check=True, timeout=30)
 
 
-def test_the_environment_is_plain_and_names_what_shapes_a_result():
+def test_a_run_records_versions_hardware_and_a_revision_that_tells_changed_files_from_unchanged(
+    tmp_path, monkeypatch
+):
     found = records.environment()
     json.dumps(found, allow_nan=False)
     assert found["versions"]["torch"] == torch.__version__
     assert found["hardware"]["cores"] >= 1
     assert found["hardware"]["memory_bytes"] > 2**20
-
-
-def test_a_revision_tells_changed_files_from_unchanged(tmp_path):
-    assert records.git_revision(tmp_path) is None
     git(tmp_path, "init", "-q")
     assert records.git_revision(tmp_path) is None
     (tmp_path / "code.py").write_text("a")
@@ -184,19 +153,15 @@ def test_a_revision_tells_changed_files_from_unchanged(tmp_path):
     git(tmp_path, "commit", "-qm", "first")
     clean = records.git_revision(tmp_path)
     assert clean is not None
-    assert len(clean["commit"]) == 40
-    assert clean["dirty"] is False
+    assert (len(clean["commit"]), clean["dirty"]) == (40, False)
     (tmp_path / "new.py").write_text("untracked files do not count")
     assert records.git_revision(tmp_path) == clean
     (tmp_path / "code.py").write_text("b")
     assert records.git_revision(tmp_path) == clean | {"dirty": True}
-
-
-def test_a_git_that_hangs_or_is_missing_is_passed_over(tmp_path, monkeypatch):
     monkeypatch.setattr(records, "GIT_TIMEOUT_S", 0.2)
-    slow = tmp_path / "git"
-    slow.write_text("#!/bin/sh\nexec sleep 20\n")
-    slow.chmod(0o755)
+    hanging = tmp_path / "git"
+    hanging.write_text("#!/bin/sh\nexec sleep 20\n")
+    hanging.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     started = time.monotonic()
     assert records.git_revision(tmp_path) is None
