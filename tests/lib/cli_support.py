@@ -76,7 +76,7 @@ def make_own_folder(folder: Path, patch: pytest.MonkeyPatch, source: str = OWN_C
 def prepared(line: str) -> Job:
     """Check a command line, and start nothing."""
     request = split(shlex.split(line))
-    return prepare_run(request.lines, composer_of(request))
+    return prepare_run(request.lines, composer_of(request.flags))
 
 
 def in_process(line: str) -> int:

@@ -31,18 +31,6 @@ class Numbers(list[int]):
         return [1] * len(self)
 
 
-class Unreadable(list[int]):
-    """A data set whose files one rank cannot read."""
-
-    lengths = (1, 1, 1)
-    is_broken = False
-
-    def __getitem__(self, i: int) -> dict[str, int]:
-        if self.is_broken and i == 1:
-            raise OSError("the disk is broken")
-        return {"number": super().__getitem__(i)}
-
-
 def built(how: str, rank: int) -> nn.Module:
     """A model that begins the same on all ranks, except where `how` says."""
     torch.manual_seed(0)
@@ -93,9 +81,6 @@ def refused_data(world: World, ways: list[str]) -> list[str]:
         data: Any = Numbers(range(5 + world.rank * (how == "lengths")))
         if how == "fingerprint" and world.rank == 1:
             data.fingerprint = "changed"
-        if how == "unreadable":
-            data = Unreadable(range(3))
-            data.is_broken = world.rank == 1
         found.append(
             refusal(check_consistency, world, [DataView.of(data)], nn.Module(), None, begins=True)
         )

@@ -203,7 +203,7 @@ FOLDERS = {
 }
 FOLDERS |= {
     f"a link for {name}": linked(name)
-    for name in ("metrics.jsonl", "checkpoints", ".hydra/resume_1", ".lock")
+    for name in ("metrics.jsonl", "checkpoints", ".hydra/resumed", ".lock")
 }
 
 

@@ -179,7 +179,7 @@ def test_a_folder_of_ones_own_is_consent(
 
 
 def test_a_sweep_is_expanded_as_hydra_expands_it() -> None:
-    composer = composer_of(split([]))
+    composer = composer_of({})
     for line, jobs in {
         "batch.global=16,32 accum=fixed,auto accum.micro=8": [
             [f"accum={cut}", f"++batch.global={size}", "++accum.micro=8"]
@@ -278,7 +278,7 @@ def test_a_run_goes_on_is_evaluated_and_is_done(
     assert in_process("resume=auto steps=3 trust=[net]") == 0
     assert only_run(tmp_path) == run
     assert (run / ".hydra" / "overrides.yaml").read_text() == records
-    assert "steps=3" in (run / ".hydra" / "resume_1" / "overrides.yaml").read_text()
+    assert "steps=3" in (run / ".hydra" / "resumed" / "overrides.yaml").read_text()
     config = (run / "config.yaml").read_text()
     assert yaml.safe_load(config)["steps"] == 3
     assert json.loads((run / "status.json").read_text())["step"] == 3
@@ -350,7 +350,7 @@ def test_a_failed_job_does_not_stop_a_sweep(
     assert in_process(f"{line} resume=auto") == 1
     again, rows = table_of(tmp_path)
     assert again == sweep
-    assert (sweep / "1" / ".hydra" / "resume_1" / "overrides.yaml").is_file()
+    assert (sweep / "1" / ".hydra" / "resumed" / "overrides.yaml").is_file()
     assert (sweep / "1" / "result.json").read_bytes() == before, "a job that is done is not run"
 
 
@@ -431,7 +431,7 @@ def test_patterns_can_be_keys() -> None:
     ):
         line = shlex.quote(f"optimizer.groups={typed}")
         assert config_of(line).optimizer.params["groups"] == groups
-    composer = composer_of(split([]))
+    composer = composer_of({})
     lines = overrides_of({"optimizer": {"groups": groups, "lr": 0.1}}, composer)
     assert prepare_run(lines, composer).config.optimizer.params["groups"] == groups
 

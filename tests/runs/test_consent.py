@@ -70,7 +70,7 @@ def test_what_the_user_did_not_sign_asks_as_a_strangers_run(
     assert asks(run, capsys, "resume={} steps=2 recipe=./friend.yaml"), "a recipe adds no consent"
     (run / "consent.json").write_bytes(signed)
     assert asks(run, capsys), "the signature of another run"
-    planted = other / ".hydra" / "resume_9" / "overrides.yaml"
+    planted = other / ".hydra" / "resumed" / "overrides.yaml"
     planted.parent.mkdir()
     planted.write_text(yaml.safe_dump(["model._target_=tests.lib.run_toys.LowNet"]))
     assert asks(other, capsys)

@@ -172,7 +172,7 @@ def test_a_refused_resumption_leaves_the_records_as_they_are(part):
     assert records() == before
     assert not list(part.folder.glob(".tmp-*"))
     assert curve(on(part), "lr") == [1.2e-2] * 6
-    assert (part.folder / ".hydra" / "resume_1" / "overrides.yaml").exists()
+    assert (part.folder / ".hydra" / "resumed" / "overrides.yaml").exists()
 
 
 def test_the_checkpoint_knows_the_step_where_the_records_were_changed(part):

@@ -13,7 +13,7 @@ from torch import Tensor
 from trainer.accumulate.base import Divisors, GradientStrategy, divided, seed_draws
 from trainer.core.micro_batch import MicroBatch, to_device
 from trainer.models.check import refuse_sparse_gradients, unmoved
-from trainer.objectives.base import Objective, refuse_left_out, sums_of
+from trainer.objectives.base import Objective, sums_of
 from trainer.parallel.base import Parallel
 from trainer.parallel.sync import SyncPolicy
 
@@ -37,7 +37,7 @@ class Sum(GradientStrategy):
         """See the base class."""
         device = next(model.module.parameters()).device
         total = torch.zeros((), dtype=torch.float64, device=device)
-        last, given = len(micro_batches) - 1, []
+        last = len(micro_batches) - 1
         for index, micro_batch in enumerate(micro_batches):
             seed_draws(micro_batch.rng_key, device)
             # In lockstep a rank with fewer micro-batches fills up with some of no samples.
@@ -51,6 +51,4 @@ class Sum(GradientStrategy):
                     refuse_sparse_gradients(model.module)
             total += loss.detach()
             micro_batch.metrics.update(sums.metrics)
-            given.append(sums.losses.keys())
-        refuse_left_out(objective, [m.weights for m in micro_batches], given)
         return total

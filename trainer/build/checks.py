@@ -34,7 +34,7 @@ from trainer.core.micro_batch import to_device
 from trainer.core.world import World
 from trainer.data.loader import Request
 from trainer.data.view import DataView
-from trainer.models.check import batch_statistics, refuse_sparse
+from trainer.models.check import batch_statistics
 from trainer.models.meta_start import Weights
 from trainer.objectives.base import Objective, sums_of, weights_of
 from trainer.objectives.model_loss import REDUCTIONS, ModelLoss
@@ -61,7 +61,6 @@ def check_parts(parts: Parts) -> None:
         ConfigError: naming what, and what to type.
     """
     parts.schedule.factor(0, parts.total_steps)
-    refuse_sparse(parts.module)
     scope, strategy, cut = parts.objective.scope, parts.strategy, parts.cut
     if scope not in strategy.scopes:
         raise ConfigError(
@@ -189,7 +188,7 @@ def check_consistency(
 
     Raises:
         ConfigError: a rank built another model than the first.
-        DataError: a rank reads other samples than the first, or cannot read one.
+        DataError: a rank reads other samples than the first.
     """
     if world.long_timeout_group is None:
         return
@@ -202,7 +201,6 @@ def check_consistency(
         "data": [
             f"{d.fingerprint} {_digest(d.lengths.astype('<i8').tobytes())}" for d in data_sets
         ],
-        "unreadable": [fault for d in data_sets for fault in d.unreadable][:1],
         "forms": [[n, f"{tuple(t.shape)} {t.dtype} {t.requires_grad}"] for n, t in named],
         "values": values if begins else {},
     }
@@ -215,13 +213,9 @@ def check_consistency(
 def _difference(rank: int, mine: dict[str, Any], first: dict[str, Any]) -> TrainError | None:
     """Name how the facts of a rank differ from those of rank 0."""
     if mine["data"] != first["data"]:
-        if mine["unreadable"] == first["unreadable"]:
-            return DataError(
-                f"data: rank {rank} reads other samples than rank 0: give every rank the same files"
-            )
-        where, why = (rank, mine) if mine["unreadable"] else (0, first)
-        fault = why["unreadable"][0].removeprefix("data: ")
-        return DataError(f"data: rank {where} cannot read {fault}")
+        return DataError(
+            f"data: rank {rank} reads other samples than rank 0: give every rank the same files"
+        )
     if mine["forms"] != first["forms"]:
         pairs = zip(first["forms"], mine["forms"], strict=False)
         name = next((own[0] for other, own in pairs if own != other), "fewer or more")

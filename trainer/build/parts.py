@@ -31,7 +31,7 @@ from trainer.data.loader import Loader, Request
 from trainer.data.samples import INPUT_IDS, faults_of, preserve_generators
 from trainer.data.view import DataView, readable, split_by_seed
 from trainer.models.bind import bind
-from trainer.models.check import check_unwrapped, vocabulary_of
+from trainer.models.check import refuse_lazy, vocabulary_of
 from trainer.models.meta_start import Weights, build_on_meta
 from trainer.models.recompute import checkpoint_blocks
 from trainer.objectives.base import ModelCall, Objective, weights_of
@@ -290,7 +290,7 @@ def _model(
 
     def build() -> nn.Module:
         seed_draws(rng_key(config.seed, "weights"), world.device)
-        return check_unwrapped(construct(config.model, "model", nn.Module, config.trust, given))
+        return refuse_lazy(construct(config.model, "model", nn.Module, config.trust, given))
 
     with preserve_generators():
         if on_meta and config.model.target.startswith("trainer."):

@@ -106,10 +106,7 @@ class Composer:
         loader: Any = hydra.config_loader
         lines = [line for o in overrides if "hydra.searchpath=" in (line := o.input_line or "")]
         try:
-            found = loader.repository
-            # Reading the primary config for a search path takes as long as half of the options.
-            if lines or not self._is_built_in:
-                _, found = loader._parse_overrides_and_create_caching_repo(self.config_name, lines)
+            _, found = loader._parse_overrides_and_create_caching_repo(self.config_name, lines)
             for group in (*GROUPS, recipes.GROUP):
                 names = found.get_group_options(group.replace(".", "/"))
                 self.groups[group] = [name for name in sorted(names) if name != OWN]
@@ -118,11 +115,6 @@ class Composer:
             raise ConfigError(*explain(error)) from error
         finally:
             state.hydra = before
-
-    @property
-    def _is_built_in(self) -> bool:
-        """Whether options are those of our own `conf/`."""
-        return (self.config_folder, self.config_name) == (data_dir("conf"), CONFIG_NAME)
 
     def compose(self, lines: Sequence[str], values: Iterable[Override] = ()) -> DictConfig:
         """Compose settings of Hydra and choices of options, set values, and give all with `hydra`.
@@ -133,7 +125,7 @@ class Composer:
         Raises:
             ConfigError: Hydra could not; in one line, or one per value that cannot be set.
         """
-        is_ours = self._is_built_in and self.own_folder is None
+        is_ours = self == Composer(groups=self.groups)
         is_ours = is_ours and not any(line.startswith(("hydra", recipes.GROUP)) for line in lines)
         full = _COMPOSED.get((*lines,)) if is_ours else None
         try:
@@ -187,7 +179,7 @@ class Composer:
             )
             faults += trust_faults(config)
         except ConfigError as error:
-            raise ConfigError(*dict.fromkeys([*faults, *error.faults])) from None
+            faults += error.faults
         if faults:
             raise ConfigError(*dict.fromkeys(faults))
         _refuse_missing(config)

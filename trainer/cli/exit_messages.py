@@ -21,11 +21,6 @@ FULL_ERROR = "HYDRA_FULL_ERROR"
 _SHOWN_FRAMES = 3
 
 
-def is_follower() -> bool:
-    """Whether another process of the same command makes the run folder, and names it to this."""
-    return global_rank() > 0
-
-
 def print_error(error: TrainError) -> int:
     """Print what is wrong, on the first rank or the one that asks to, and give the exit code."""
     if os.environ.get(FULL_ERROR) == "1":
@@ -37,16 +32,16 @@ def print_error(error: TrainError) -> int:
 
 
 def print_crash(error: Exception, folder: Path | None = None) -> int:
-    """Print the end of a traceback, write the whole into the run folder, and give the exit code."""
-    first = 0 if os.environ.get(FULL_ERROR) == "1" else -_SHOWN_FRAMES
-    shown = "".join(traceback.format_tb(error.__traceback__)[first:])
-    _print(f"train: error: {type(error).__name__}: {error}\n{shown}")
-    where = f"{FULL_ERROR}=1 shows the whole traceback"
-    if folder is not None and folder.is_dir():
-        from trainer.report.run_status import keep_traceback  # noqa: PLC0415 - where it is needed
+    """Print a traceback, or its end with the whole in the run folder, and give the exit code."""
+    from trainer.report.run_status import keep_traceback  # noqa: PLC0415 - where it is needed
 
-        where = f"the whole traceback is in {keep_traceback(error, folder, global_rank())}"
-    _print(f"train: error: {where}\n")
+    path = None
+    if folder is not None and folder.is_dir():
+        path = keep_traceback(error, folder, global_rank())
+    frames = traceback.format_tb(error.__traceback__)[-_SHOWN_FRAMES if path else 0 :]
+    _print(f"train: error: {type(error).__name__}: {error}\n{''.join(frames)}")
+    if path is not None:
+        _print(f"train: error: the whole traceback is in {path}\n")
     return 1
 
 

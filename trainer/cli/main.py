@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from trainer import __version__
-from trainer.cli.argv import CommandLine, split
+from trainer.cli.argv import split
 from trainer.cli.exit_messages import (
     flush_std_streams,
-    is_follower,
     piped,
     print_crash,
     print_error,
@@ -27,6 +26,7 @@ from trainer.config.messages import clip
 from trainer.core.durable import read_json
 from trainer.core.errors import INTERRUPTED, ConfigError, TrainError
 from trainer.core.signals import unheard
+from trainer.launch.membership import global_rank
 
 if TYPE_CHECKING:
     from trainer.cli.compose import Composer
@@ -96,7 +96,7 @@ def train(config: Mapping[str, Any] | Sequence[str] = (), **hydra_flags: str) ->
     from trainer.cli.start import start  # noqa: PLC0415
 
     flags = {f"--{name.replace('_', '-')}": value for name, value in hydra_flags.items()}
-    composer = composer_of(CommandLine(command=None, flags=flags, overrides=()))
+    composer = composer_of(flags)
     job = prepare_run(overrides_of(config, composer), composer)
     code = 0
     if job.done is None:
@@ -118,7 +118,7 @@ def _run(argv: Sequence[str]) -> int:
     if "--version" in flags:
         print_out(f"train {__version__}\n")
         return 0
-    composer = composer_of(request)
+    composer = composer_of(flags)
     lines = request.lines
     if not flags.keys().isdisjoint({"--hydra-help", "--shell-completion", "--info"}):
         return _show(flags, request.overrides, composer)
@@ -136,7 +136,7 @@ def _run(argv: Sequence[str]) -> int:
     if job.done is not None:
         print_out(f"{job.done}\n")
         return 0
-    if is_follower():
+    if global_rank() > 0:
         # The first rank makes the folder, and sends its name to the others.
         return run_and_report(job.config, job.folder)
     return start(job, composer)
@@ -162,15 +162,14 @@ def _show(flags: Mapping[str, str], lines: Sequence[str], composer: Composer) ->
     return 0
 
 
-def composer_of(request: CommandLine) -> Composer:
-    """Give the search path of a command line, and let `_target_` name a module of this folder."""
+def composer_of(flags: Mapping[str, str]) -> Composer:
+    """Give the search path that Hydra's flags name, and let `_target_` name a module found here."""
     from trainer.cli.compose import CONFIG_NAME, Composer  # noqa: PLC0415
     from trainer.config.keys import data_dir  # noqa: PLC0415
 
     if str(Path.cwd()) not in sys.path:
         # Last, so that a file named like an installed package is not taken for it.
         sys.path.append(str(Path.cwd()))
-    flags = request.flags
     own, path = flags.get("--config-dir"), flags.get("--config-path")
     return Composer(
         config_folder=Path(path).absolute() if path else data_dir("conf"),

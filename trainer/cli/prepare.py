@@ -5,6 +5,7 @@ Every fault is found here, before a folder is made or torch is imported.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,6 @@ from omegaconf import open_dict
 
 from trainer.cli import saved_runs
 from trainer.cli.compose import Composer, Job
-from trainer.cli.exit_messages import is_follower
 from trainer.cli.overrides import (
     classify,
     parse,
@@ -27,6 +27,7 @@ from trainer.cli.overrides import (
 from trainer.config.messages import clip
 from trainer.config.messages import line as fault
 from trainer.core.errors import ConfigError, NoCheckpointError
+from trainer.launch.membership import global_rank
 from trainer.launch.start import READING
 
 
@@ -77,7 +78,8 @@ def _begin(job: Job, *, begins_again: bool = False) -> Job:
     Raises:
         ConfigError: its folder holds a run.
     """
-    if (job.folder / "config.yaml").exists() and not is_follower() and not begins_again:
+    # Under torchrun the first rank makes the folder, and other ranks may find it there.
+    if (job.folder / "config.yaml").exists() and global_rank() == 0 and not begins_again:
         remedy = f"resume={job.folder} goes on with it"
         raise ConfigError(clip(f"hydra.run.dir={job.folder}: holds a run; {remedy}"))
     return _place(job, job.folder)
@@ -92,7 +94,7 @@ def _find(overrides: Sequence[Override], typed: str, key: str, composer: Compose
     command = word_of(overrides, "command")
     if typed != saved_runs.AUTO:
         is_read = command in READING and key == "run"
-        return (saved_runs.find if is_read else saved_runs.find_training)(typed, key)
+        return saved_runs.find(typed, key, to_train=not is_read)
     try:  # where a run would go
         parts = classify(overrides, composer.groups)
         full = composer.compose([*parts.hydra, *parts.choices], parts.values)
@@ -123,7 +125,7 @@ def _check_over(
 
 def _go_on(run: Path, job: Job) -> Job:
     """Prepare a training run that goes on in its folder, or begins again there."""
-    job = _place(job, run, saved_runs.next_subfolder(run))
+    job = _place(job, run, saved_runs.RESUMED)
     if not saved_runs.has_checkpoint(run):
         saved_runs.refuse_other_weights(run, job.config)
     elif saved_runs.is_finished(run, job.config):
@@ -153,11 +155,10 @@ def _split_checkpoint(overrides: list[Override]) -> list[Override]:
         ConfigError: `step` is typed as well.
     """
     named = word_of(overrides, "run")
-    path = Path(named or "").expanduser()
-    number = path.name.removeprefix("step-")
-    if path.parent.name != "checkpoints" or number == path.name or not number.isdecimal():
+    parts = re.fullmatch(r"(.*/)?checkpoints/step-(\d+)/?", named or "")
+    if parts is None:
         return overrides
     if (step := word_of(overrides, "step")) is not None:
         raise ConfigError(fault("step", step, f"run={named} is a checkpoint; leave step out"))
-    run = path.absolute().parent.parent
-    return [*without(overrides, "run"), read(f"run={quote(run)}"), read(f"step={int(number)}")]
+    run, number = quote(parts[1] or "."), int(parts[2])
+    return [*without(overrides, "run"), read(f"run={run}"), read(f"step={number}")]

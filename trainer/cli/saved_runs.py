@@ -31,6 +31,7 @@ AUTO = "auto"
 COMPLETED = "completed"
 PREEMPTED = "preempted"
 SUBFOLDER = ".hydra"
+RESUMED = f"{SUBFOLDER}/resumed"  # Hydra's records of the last time a run went on
 
 _UNREADABLE = (OSError, ValueError, RecursionError, yaml.YAMLError, KeyError, TypeError)
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C it takes 3 ms a run, else 24
@@ -40,11 +41,16 @@ _MAX_RECORD = 1 << 20
 _CLOCKS = frozenset({"steps", "epochs"})
 
 
-def find(folder: str, key: str = "resume") -> Path:
+def find(folder: str, key: str, *, to_train: bool) -> Path:
     """Find a run folder as typed under a key, and give its absolute path.
 
+    Args:
+        folder: as typed.
+        key: `run` or `resume`.
+        to_train: whether it has to be a training run that can go on.
+
     Raises:
-        NoCheckpointError: no such folder, or none that a run wrote.
+        NoCheckpointError: there is none, or it leads elsewhere.
     """
     path = Path(folder).expanduser().absolute()
     if not path.is_dir():
@@ -55,24 +61,12 @@ def find(folder: str, key: str = "resume") -> Path:
     for settings in (path / "wandb" / "settings", path / ".wandb" / "settings"):
         if settings.exists():  # they would say where the key of W&B is sent
             raise NoCheckpointError(f"{settings}: settings of W&B are not taken from a run")
-    return path
-
-
-def find_training(folder: str, key: str = "resume") -> Path:
-    """Find a training run that can go on, as `find` does.
-
-    Raises:
-        NoCheckpointError: there is none, or no checkpoint in it.
-    """
-    run = find(folder, key)
-    command = saved_config(run).get("command")
-    if command is None:
-        raise NoCheckpointError(f"{run / 'config.yaml'}: cannot be read as a config")
-    if command != "train":
-        raise NoCheckpointError(f"{key}={folder}: the folder of a {command}, not of a training run")
-    if not can_go_on(run):
+    if to_train and (command := saved_config(path).get("command")) != "train":
+        why = f"no training run; its config.yaml says command={command}"
+        raise NoCheckpointError(f"{key}={folder}: {why}")
+    if to_train and not can_go_on(path):
         raise NoCheckpointError(f"{key}={folder}: no checkpoint was written there")
-    return run
+    return path
 
 
 def newest(outputs: Path, name: str | None, *, is_read: bool = False) -> Path | None:
@@ -153,9 +147,9 @@ def saved_overrides(run: Path) -> list[Override]:
     try:
         lines = _read_yaml(path) or []
     except _UNREADABLE:
-        raise ConfigError(f"{path}: cannot be read as a list of overrides") from None
+        lines = None
     if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
-        raise ConfigError(f"{path}: is not a list of overrides")
+        raise ConfigError(f"{path}: cannot be read as a list of overrides")
     overrides, faults = parse(lines)
     for line, key in ((o.input_line or "", dotted(o)) for o in overrides):
         if key.partition(".")[0] == "hydra":
@@ -168,26 +162,11 @@ def saved_overrides(run: Path) -> list[Override]:
 
 
 def _newest_overrides(run: Path) -> Path:
+    """Where the overrides of a run are; those of its first start stay beside the newest."""
+    resumed = run / RESUMED / "overrides.yaml"
     # A process that was killed while Hydra wrote this file left it empty; none is `[]`.
-    resumed = [record for record in _resumptions(run) if record.stat().st_size]
-    return resumed[-1] if resumed else run / SUBFOLDER / "overrides.yaml"
-
-
-def _resumptions(run: Path) -> list[Path]:
-    """The overrides of every time a run went on, in order."""
-    found = run.glob(f"{SUBFOLDER}/resume_*/overrides.yaml")
-    return sorted((path for path in found if _number(path)), key=_number)
-
-
-def _number(overrides: Path) -> int:
-    number = overrides.parent.name.removeprefix("resume_")
-    return int(number) if number.isdecimal() else 0
-
-
-def next_subfolder(*runs: Path) -> str:
-    """Where Hydra writes the next records of runs resumed at once; without any, the first ones."""
-    earlier = [_number(path) for run in runs for path in _resumptions(run)]
-    return f"{SUBFOLDER}/resume_{max(earlier, default=0) + 1}" if runs else SUBFOLDER
+    is_whole = resumed.is_file() and resumed.stat().st_size
+    return resumed if is_whole else run / SUBFOLDER / "overrides.yaml"
 
 
 def sign_run(run: Path, records: Path) -> str | None:
@@ -273,8 +252,6 @@ def refuse_other_weights(run: Path, config: RunConfig) -> None:
     Raises:
         ConfigError: they are not typed again.
     """
-    saved = saved_config(run)
-    before, step = saved.get("init"), saved.get("step", "last")
-    if before is not None and (config.init is None or config.step != step):
-        typed = f"init={before}" if step == "last" else f"init={before} step={step}"
-        raise ConfigError(clip(f"init: the saved run started from {typed}; pass init= again"))
+    before = saved_config(run).get("init")
+    if before is not None and config.init is None:
+        raise ConfigError(clip(f"init: the saved run started from {before}; pass init= again"))

@@ -170,12 +170,9 @@ def _too_long(what: str, pad_to: int) -> str:
 
 def value_out_of_range(fields: Mapping[str, Tensor], limits: Limits) -> str | None:
     """Name the first value out of range, its place and the range; None where all are in it."""
-    for name, limit, known in zip(
-        (INPUT_IDS, LABELS),
-        limits,
-        ("the model's vocabulary is", "the model's classes, but for -100, are"),
-        strict=True,
-    ):
+    ids, classes = limits
+    tokens = (INPUT_IDS, ids, "the model's vocabulary is")
+    for name, limit, known in (tokens, (LABELS, classes, "the model's classes, but for -100, are")):
         values = fields.get(name)
         if limit is None or values is None or values.is_floating_point():
             continue
@@ -192,10 +189,9 @@ def value_out_of_range(fields: Mapping[str, Tensor], limits: Limits) -> str | No
 
 def limits_of(error: BaseException) -> Limits | None:
     """Read off a failed look-up on the CPU how many rows or classes there are; None without one."""
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, IndexError):
-        cause = cause.__cause__
-    for frame, _ in traceback.walk_tb(None if cause is None else cause.__traceback__):
+    if not isinstance(error, IndexError):
+        return None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
         if frame.f_code is F.embedding.__code__:
             return len(frame.f_locals["weight"]), None
         if frame.f_code is F.cross_entropy.__code__:

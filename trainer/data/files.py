@@ -39,10 +39,7 @@ def files_at(path: Path, suffix: str = "") -> list[Path]:
         found += [Path(parent, name) for name in (*links, *files) if not name.startswith(".")]
     for file in found:
         if not file.is_file():
-            kind = "a link to a folder" if file.is_dir() else "neither a file nor a folder"
-            raise DataError(
-                f"data: {file}: {kind}, which is not read; remove it, or begin its name with a dot"
-            )
+            raise DataError(f"data: {file}: is no file; remove it, or begin its name with a dot")
     if not (found := [file for file in found if suffix in {"", file.suffix}]):
         raise DataError(f"data.path={path}: the folder holds no {f'{suffix} ' * bool(suffix)}files")
     return sorted(found)
@@ -58,8 +55,8 @@ def reading(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        place = error.filename or path
-        raise DataError(f"data: cannot read {place}: {error.strerror or error}") from error
+        why = error.strerror or error
+        raise DataError(f"data: cannot read {error.filename or path}: {why}") from error
 
 
 @contextmanager

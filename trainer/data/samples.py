@@ -59,17 +59,13 @@ def as_tensors(fields: Mapping[Any, Any], place: Callable[[], str]) -> dict[str,
     """Turn fields into dense tensors; arrays, numbers and lists of numbers are converted."""
     tensors = {}
     for name, value in fields.items():
-        if not isinstance(name, str):
-            raise DataError(
-                f"data: {place()}: the field {name!r} is a {type(name).__name__}; names are strings"
-            )
         tensor = value if isinstance(value, Tensor) else _converted(value)
         if tensor is None or tensor.is_meta or tensor.is_nested or tensor.layout != torch.strided:
             raise DataError(
                 f"data: {place()}: field {name!r} is a {type(value).__name__}, which cannot "
                 "become a dense tensor; return a dense tensor, or leave it out"
             )
-        tensors[name] = tensor
+        tensors[str(name)] = tensor
     return tensors
 
 

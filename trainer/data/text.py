@@ -58,19 +58,18 @@ class Text(ByteDocuments):
         overlong: Overlong = "chunk",
         on_bad: Literal["stop", "skip"] = "stop",
     ) -> None:
-        index = _text_index(Path(path).expanduser().absolute(), field, on_bad == "skip")
+        place = Path(path).expanduser().absolute()
+        if place.suffix == ".json" and place.is_file():
+            raise DataError(
+                f"data.path={path}: one JSON object per line is read, from a .jsonl file"
+            )
+        index = _text_index(place, field, on_bad == "skip")
         super().__init__(index, split, max_length, holdout, seed, overlong)
-
-
-def _files(path: Path) -> list[Path]:
-    if path.suffix == ".json" and path.is_file():
-        raise DataError(f"data.path={path}: one JSON object per line is read, from a .jsonl file")
-    return files_at(path)
 
 
 def _text_index(path: Path, name: str, skips: bool) -> Index:
     with reading(path):
-        files = _files(path)
+        files = files_at(path)
         states = {str(file): file.stat() for file in files}
     size = sum(status.st_size for status in states.values())
 

@@ -140,10 +140,7 @@ class TokenWindows(Dataset[dict[str, Tensor]]):
         if number not in self._maps:
             file = self._paths[number]
             with reading(file):
-                mapped = np.asarray(np.memmap(file, dtype=self._dtype, mode="r"))
-            if len(mapped) != self._sizes[number]:
-                raise DataError(f"data: {file} has changed its size while in use")
-            self._maps[number] = mapped
+                self._maps[number] = np.asarray(np.memmap(file, dtype=self._dtype, mode="r"))
         return self._maps[number]
 
 

@@ -50,7 +50,8 @@ class DataView:
         dataset: as the user wrote it.
         ids: `(samples,)`, indices into that.
         kind: name of its class.
-        unreadable: why samples could not be read that the fingerprint was to be made of.
+        num_skipped: bad records that were left out of the data set, on either side of a split.
+        skipped: the first of them, each with the reason.
 
     Raises:
         DataError: `__len__` fails, or gives no count.
@@ -68,7 +69,10 @@ class DataView:
         self._positions = np.arange(count) if positions is None else positions
         whole = self._whole
         self.ids: IntArray = self._positions if whole is None else whole.ids[self._positions]
-        self.unreadable: list[str] = [] if whole is None else whole.unreadable
+        self.num_skipped: int = int(self.optional("num_skipped") or 0)
+        self.skipped: Sequence[str] = self.optional("skipped") or ()
+        if whole is not None:
+            self.num_skipped, self.skipped = whole.num_skipped, whole.skipped
 
     @classmethod
     def of(cls, dataset: Samples | DataView) -> DataView:
@@ -94,18 +98,6 @@ class DataView:
         """What makes fields of samples in place of padding."""
         collate: Callable[[Sequence[Sample]], Any] | None = self.optional("collate")
         return collate
-
-    @cached_property
-    def num_skipped(self) -> int:
-        """Bad records that were left out of the data set, on either side of a split."""
-        whole = self._whole
-        return int(self.optional("num_skipped") or 0) if whole is None else whole.num_skipped
-
-    @cached_property
-    def skipped(self) -> Sequence[str]:
-        """The first of them, each with the reason."""
-        whole = self._whole
-        return tuple(self.optional("skipped") or ()) if whole is None else whole.skipped
 
     @cached_property
     def states_lengths(self) -> bool:
@@ -241,8 +233,7 @@ class DataView:
         for i in np.unique(np.linspace(0, len(self) - 1, count, dtype=np.int64)).tolist():
             try:
                 sample = self.read(i, seed=seed, epoch=0)
-            except TrainError as error:
-                self.unreadable.append(str(error))
+            except TrainError:
                 continue
             for name, tensor in sorted(sample.items()):
                 digest.update(f"{i}|{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
@@ -296,28 +287,22 @@ def readable(datasets: Sequence[DataView], seed: int, world: World) -> list[Data
         DataError: more than `SKIP_CAP` of a data set is bad; one sample is always allowed.
     """
     found = world.on_main(lambda: [_read_all(dataset, seed) for dataset in datasets])
-    views = [_without(dataset, *read) for dataset, read in zip(datasets, found, strict=True)]
+    views = [_sound(dataset, *read) for dataset, read in zip(datasets, found, strict=True)]
+    bad = [fault for faults, _ in found for _, fault in faults]
     # What a data set itself passes over, its other split counts as well.
-    bad = [[fault for _, fault in faults] for faults, _ in found]
-    others = [fault for faults in bad[1:] for fault in faults]
-    views[0].num_skipped = datasets[0].num_skipped + sum(map(len, bad))
-    views[0].skipped = [*bad[0], *datasets[0].skipped, *others][:LISTED_SKIPS]
+    views[0].num_skipped = datasets[0].num_skipped + len(bad)
+    views[0].skipped = [*bad, *datasets[0].skipped][:LISTED_SKIPS]
     return views
 
 
-def _without(dataset: DataView, bad: Sequence[tuple[int, str]], lengths: Sequence[int]) -> DataView:
-    """Make a view of what is sound, given the positions of what is not and all measured lengths."""
-    positions = [i for i, _ in bad]
-    view = DataView(dataset, np.delete(np.arange(len(dataset)), positions))
+def _sound(dataset: DataView, bad: Sequence[tuple[int, str]], lengths: Sequence[int]) -> DataView:
+    """Leave bad samples, given by position, out of a view, which takes the measured lengths."""
     if not dataset.states_lengths:
-        view.lengths = np.delete(np.array(lengths, dtype=np.int64), positions)
-    view.fingerprint = dataset.fingerprint if dataset.states_lengths or not bad else str(len(bad))
-    if bad:
-        # Without a fingerprint of its own a data set would be measured, bad samples and all.
-        digest = hashlib.sha256(f"{view.fingerprint}|{positions}".encode())
-        digest.update(view.lengths.astype("<i8").tobytes())
-        view.fingerprint = digest.hexdigest()
-    return view
+        dataset.lengths = np.array(lengths, dtype=np.int64)
+    if not bad:
+        return dataset
+    positions = [i for i, _ in bad]
+    return DataView(dataset, np.delete(np.arange(len(dataset)), positions), f"without {positions}")
 
 
 def _read_all(dataset: DataView, seed: int) -> tuple[list[tuple[int, str]], list[int]]:

@@ -49,12 +49,11 @@ def bind(
         arguments = fields if takes_all else {n: fields[n] for n in names if n in fields}
         missing = [name for name in required if name not in arguments]
         if missing or not arguments:
-            lack = "takes no field of the micro-batch as an argument"
-            if missing:
-                lack = f"requires {', '.join(missing)}, which the micro-batch does not hold"
+            lack = f"requires {', '.join(missing)}" if missing else "takes none"
             raise ConfigError(
-                f"model: forward of {owner} {lack} (fields: {', '.join(fields) or 'none'}; labels "
-                "go only to the objective): rename the argument, or give it a default"
+                f"model: forward of {owner} {lack} of the fields that there are "
+                f"({', '.join(fields) or 'none'}; labels go only to the objective): rename the "
+                "argument, or give it a default"
             )
         # A fresh context per call: one object is not re-entrant over nested calls.
         with torch.autocast(device_type, autocast) if autocast else nullcontext():

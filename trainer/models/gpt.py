@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.config.rules import heads_fault
 from trainer.core.errors import ConfigError
 
 Rotation = tuple[Tensor, Tensor]
@@ -35,7 +34,7 @@ class GPT(nn.Module):
         vocab_size: number of token ids.
         width: channels of the residual stream.
         num_layers: blocks.
-        num_heads: attention heads; divides `width`.
+        num_heads: attention heads; divides `width`, for rotary positions into even parts.
         max_length: longest document, in tokens.
         mlp_width: hidden channels of the MLP; `None` is 8/3 of the width for SwiGLU (rounded up
             to 32) and 4 times the width for GELU, which cost the same.
@@ -48,9 +47,6 @@ class GPT(nn.Module):
         positions: `rotary` or `learned`.
         bias: linear layers and LayerNorm have biases; the output layer never has.
         init_std: deviation of fresh weights, 0.02 in GPT-2; `None` is `1 / sqrt(fan_in)`.
-
-    Raises:
-        ConfigError: the heads do not share the width.
     """
 
     def __init__(  # noqa: PLR0913 - the shape of a transformer has this many numbers
@@ -71,8 +67,6 @@ class GPT(nn.Module):
         init_std: float | None = None,
     ) -> None:
         super().__init__()
-        if fault := heads_fault(width, num_heads, is_rotary=positions == "rotary"):
-            raise ConfigError(fault)
         self.vocab_size = vocab_size
         self.max_length = max_length
         self.head_dim = width // num_heads

@@ -21,8 +21,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn, final
 
@@ -31,13 +31,9 @@ from torch import Tensor
 
 from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import Fields
-from trainer.core.out_of_memory import is_out_of_memory
 
 ModelCall = Callable[[Fields], Any]
 """Calls the model with those fields its `forward` names; gives what the model gives."""
-
-_OF_OPERANDS = {IndexError, TypeError, ValueError, RuntimeError}
-"""What PyTorch raises where shapes, types or values do not belong together."""
 
 IGNORED = -100
 """The label of what is no loss term, as everywhere in PyTorch."""
@@ -97,10 +93,9 @@ def weights_of(objective: Objective, fields: Fields) -> dict[str, float]:
         _refuse(method, given, "return a number for every name that sums gives")
     weights = {}
     for name, value in given.items():
-        number = value if isinstance(value, float) else _number(value)
-        if number is None or not 0.0 <= number < math.inf:
+        weights[name] = float(_number(f"{method}, {name}", value))
+        if not 0.0 <= weights[name] < math.inf:
             _refuse(f"{method}, {name}", value, "return a finite number from 0 on")
-        weights[name] = float(number)
     return weights
 
 
@@ -117,12 +112,7 @@ def sums_of(
         if not isinstance(loss, Tensor) or loss.ndim or not loss.is_floating_point():
             remedy = "return the sum over its terms, a 0-d float tensor"
             _refuse(f"{method}, {name}", loss, remedy)
-    metrics = {}
-    for name, value in sums.metrics.items():
-        metric = _number(value)
-        if metric is None:
-            _refuse(f"{method}, {name}", value, "return the sum over its terms, a number")
-        metrics[name] = metric
+    metrics = {n: _number(f"{method}, {n}", value) for n, value in sums.metrics.items()}
     if weights is not None:
         _check_names(objective, weights, (*losses, *metrics))
     if torch.is_grad_enabled() and not any(loss.requires_grad for loss in losses.values()):
@@ -150,44 +140,27 @@ def _check_names(objective: Objective, weights: Mapping[str, float], given: Sequ
             f"objective: `weights` of {kind} returns {', '.join(weights)} but not "
             f"{', '.join(missing)}, which `sums` returns: return a divisor for each"
         )
-    if torch.is_grad_enabled():
-        return  # a step does without metrics, which need not be named as such
-    if left_out := [name for name, weight in weights.items() if weight and name not in given]:
+    # A step does without metrics.
+    spared = objective.metric_names if torch.is_grad_enabled() else ()
+    if left_out := [n for n, weight in weights.items() if weight and n not in (*given, *spared)]:
         raise ConfigError(
             f"objective: `sums` of {kind} lacks {', '.join(left_out)}, which `weights` returns: "
-            "return a sum for each, as a loss or a metric"
+            "return a sum for each, and name in `metric_names` what an evaluation alone gives"
         )
 
 
-def refuse_left_out(
-    objective: Objective,
-    weights: Sequence[Mapping[str, float]],
-    given: Sequence[Collection[str]],
-) -> None:
-    """Refuse a loss that some micro-batches of a step give, and others leave out."""
-    pairs = list(zip(weights, given, strict=True))
-    for name in set[str]().union(*given):
-        if any(each[name] and name not in names for each, names in pairs):
-            raise ConfigError(
-                f"objective: `sums` of {type(objective).__name__} does not return {name} for "
-                "every micro-batch where `weights` does: return it for each"
-            )
-
-
-def _number(value: object) -> Tensor | None:
-    """Read a number of Python, NumPy or PyTorch, as 0-d float64; None where it is none."""
-    try:
+def _number(place: str, value: object) -> Tensor:
+    """Read a number of Python, NumPy or PyTorch, as 0-d float64."""
+    number = None
+    with suppress(TypeError, ValueError, RuntimeError):
         number = torch.as_tensor(value, dtype=torch.float64)
-    except (TypeError, ValueError, RuntimeError):
-        return None
-    return None if number.ndim else number.detach()
+    if number is None or number.ndim:
+        _refuse(place, value, "return a sum over terms, or their count, as a number")
+    return number.detach()
 
 
 def _refuse(method: str, value: object, remedy: str) -> NoReturn:
-    what = " ".join(repr(value).split())
-    if isinstance(value, Tensor) and value.ndim:
-        what = f"a tensor of shape {tuple(value.shape)}"
-    raise ConfigError(f"objective: {method}: {what:.60}; {remedy}")
+    raise ConfigError(f"objective: {method}: {' '.join(repr(value).split()):.60}; {remedy}")
 
 
 def logits_from(model: ModelCall, fields: Fields) -> Tensor:
@@ -200,12 +173,10 @@ def logits_of(output: Any) -> Tensor:  # noqa: ANN401 - models return what they 
     logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     if isinstance(logits, Tensor) and logits.ndim > 1:
         return logits
-    given = f"a {type(output).__name__} without logits"
-    if isinstance(output, Tensor):
-        given = f"a tensor of shape {tuple(output.shape)}"
     raise ConfigError(
-        f"model: forward returned {given}; return logits, or an object with .logits, and leave "
-        "the loss to the objective, which sums it so that every split gives the same step"
+        f"model: forward returned a {type(output).__name__} without logits; return logits, or an "
+        "object with .logits, and leave the loss to the objective, which sums it so that every "
+        "split gives the same step"
     )
 
 
@@ -222,22 +193,6 @@ def labels_of(fields: Fields) -> Tensor:
             "integers, or type an objective that takes real numbers"
         )
     return labels
-
-
-@contextmanager
-def shapes_named(name: str, logits: Tensor, labels: Tensor) -> Iterator[None]:
-    """Raise a ConfigError with the shapes where PyTorch refuses what the user's code gave."""
-    try:
-        yield
-    except Exception as error:
-        # Subclasses tell of memory, fake tensors or other ranks.
-        if type(error) not in _OF_OPERANDS or is_out_of_memory(error):
-            raise
-        cause = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
-        raise ConfigError(
-            f"objective={name}: {cause:.120}; logits of shape {tuple(logits.shape)} and "
-            f"{logits.dtype}, labels of shape {tuple(labels.shape)} and {labels.dtype}"
-        ) from error
 
 
 def at_least_single(logits: Tensor) -> Tensor:

@@ -19,7 +19,6 @@ from trainer.objectives.base import (
     at_least_single,
     labels_of,
     logits_from,
-    shapes_named,
 )
 
 
@@ -76,14 +75,10 @@ class Classify(Objective):
         labels = labels_of(fields).long()
         logits = at_least_single(logits_from(model, fields))
         if (logits.shape[0], *logits.shape[2:]) != labels.shape:
-            if logits.shape[:-1] == labels.shape:
-                raise ConfigError(
-                    "objective=classify: labels are a sequence per sample, not one number; type "
-                    "objective=next_token"
-                )
             raise ConfigError(
                 f"model: logits of shape {tuple(logits.shape)} do not belong to labels of shape "
-                f"{tuple(labels.shape)}; classify needs (batch, classes)"
+                f"{tuple(labels.shape)}; classify needs (batch, classes), and for a label per "
+                "token there is objective=next_token"
             )
         given = self.class_weights
         weight = None if given is None else logits.new_tensor(given)
@@ -91,15 +86,14 @@ class Classify(Objective):
             raise ConfigError(
                 f"objective.class_weights: {len(weight)} weights for {logits.shape[1]} classes"
             )
-        with shapes_named("classify", logits, labels):
-            cross_entropy = F.cross_entropy(
-                logits,
-                labels,
-                weight=weight,
-                ignore_index=IGNORED,
-                reduction="sum",
-                label_smoothing=self.label_smoothing,
-            )
+        cross_entropy = F.cross_entropy(
+            logits,
+            labels,
+            weight=weight,
+            ignore_index=IGNORED,
+            reduction="sum",
+            label_smoothing=self.label_smoothing,
+        )
         metrics = {}
         if not torch.is_grad_enabled():
             metrics["accuracy"] = (logits.argmax(1) == labels).sum()

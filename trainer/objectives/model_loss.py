@@ -75,9 +75,8 @@ def _loss_of(output: Any) -> Tensor:  # noqa: ANN401 - models return what they l
         loss = loss.get("loss")
     if isinstance(loss, Tensor) and loss.ndim == 0 and loss.is_floating_point():
         return loss
-    shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else ""
     raise ConfigError(
         f"objective=model_loss: the model gave a {type(output).__name__} and no loss of one "
-        f"number{shape}: its forward must take the labels and return an object with .loss; a "
-        "model that gives logits needs an objective such as next_token or classify"
+        "number: its forward must take the labels and return an object with .loss; a model that "
+        "gives logits needs an objective such as next_token or classify"
     )

@@ -20,7 +20,6 @@ from trainer.objectives.base import (
     at_least_single,
     labels_of,
     logits_from,
-    shapes_named,
 )
 
 
@@ -62,15 +61,14 @@ class NextToken(Objective):
                 f"model: logits of shape {tuple(logits.shape)} do not belong to labels of shape "
                 f"{tuple(targets.shape)}; next_token needs (batch, time, vocabulary)"
             )
-        with shapes_named("next_token", logits, targets):
-            logits, targets = at_least_single(logits).flatten(0, -2), targets.flatten()
-            cross_entropy = F.cross_entropy(
-                logits,
-                targets,
-                ignore_index=IGNORED,
-                reduction="sum",
-                label_smoothing=self.label_smoothing,
-            )
+        logits, targets = at_least_single(logits).flatten(0, -2), targets.flatten()
+        cross_entropy = F.cross_entropy(
+            logits,
+            targets,
+            ignore_index=IGNORED,
+            reduction="sum",
+            label_smoothing=self.label_smoothing,
+        )
         losses = {"cross_entropy": cross_entropy}
         if self.z_loss:
             partition = logits.logsumexp(-1).masked_fill(targets == IGNORED, 0.0)

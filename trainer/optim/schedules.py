@@ -54,18 +54,11 @@ class Schedule(ABC):
         """Scale the base learning rates to the size of the global batch.
 
         Linear keeps the update per sample of SGD (Goyal et al. 2017, 1706.02677); the square root
-        keeps the update noise of Adam (Malladi et al. 2022, 2205.10287).
-
-        Raises:
-            ConfigError: if a rule is named without the batch it starts from.
+        keeps the update noise of Adam (Malladi et al. 2022, 2205.10287). Without the batch to
+        scale from, which the configuration asks for, rates stay.
         """
-        if self.scale == "none":
+        if self.scale == "none" or self.reference_batch is None:
             return 1.0
-        if self.reference_batch is None:
-            raise ConfigError(
-                f"scheduler.reference_batch: scheduler.scale={self.scale} needs the global batch "
-                "that optimizer.lr was tuned for"
-            )
         ratio = global_batch / self.reference_batch
         return ratio if self.scale == "linear" else math.sqrt(ratio)
 

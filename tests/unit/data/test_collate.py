@@ -38,23 +38,7 @@ def test_sequences_are_padded_on_the_right_with_a_mask(ids, more):
     assert fields["attention_mask"].dtype == fields["input_ids"].dtype == torch.int64
 
 
-def test_a_mask_of_the_sample_s_own_stays():
-    samples = [
-        text(*ids) | {"attention_mask": torch.tensor([1, 0][: len(ids)])} for ids in ((1, 2), (3,))
-    ]
-    fields = padded(*samples, aligned=TOKENS | {"attention_mask"}, pad_to=3)
-    assert fields["attention_mask"].tolist() == [[1, 0, 0], [1, 0, 0]]
-
-
-def test_fields_without_tokens_are_stacked_as_they_are():
-    samples = [{"pixels": torch.ones(1, 2, 2), "labels": torch.tensor(k)} for k in (3, 4)]
-    fields = padded(*samples, aligned=frozenset(), pad_to=8)
-    assert fields.keys() == {"pixels", "labels"}
-    assert fields["pixels"].shape == (2, 1, 2, 2)
-    assert fields["labels"].tolist() == [3, 4]
-
-
-def test_per_token_features_and_other_ragged_fields_are_padded_each_to_their_own_length():
+def test_every_field_is_padded_to_its_own_length_and_what_needs_none_stays_as_it_is():
     samples = [
         {"input_ids": torch.arange(n), "speech": torch.ones(n, 2), "boxes": torch.ones(n + k, 4)}
         for k, n in enumerate((2, 3))
@@ -63,6 +47,16 @@ def test_per_token_features_and_other_ragged_fields_are_padded_each_to_their_own
     assert fields["speech"].shape == (2, 5, 2)
     assert fields["speech"].sum((1, 2)).tolist() == [4.0, 6.0]
     assert fields["boxes"].shape == (2, 4, 4)
+    masks = [
+        text(*ids) | {"attention_mask": torch.tensor([1, 0])[: len(ids)]} for ids in ((1, 2), (3,))
+    ]
+    fields = padded(*masks, aligned=TOKENS | {"attention_mask"}, pad_to=3)
+    assert fields["attention_mask"].tolist() == [[1, 0, 0], [1, 0, 0]], "of the sample's own"
+    images = [{"pixels": torch.ones(1, 2, 2), "labels": torch.tensor(k)} for k in (3, 4)]
+    fields = padded(*images, aligned=frozenset(), pad_to=8)
+    assert fields.keys() == {"pixels", "labels"}
+    assert fields["pixels"].shape == (2, 1, 2, 2)
+    assert fields["labels"].tolist() == [3, 4]
 
 
 def test_small_integers_become_what_embeddings_and_losses_take():

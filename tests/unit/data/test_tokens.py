@@ -22,7 +22,7 @@ def windows_of(path, **more):
     return [dataset[i]["input_ids"].tolist() for i in range(len(dataset))]
 
 
-def test_windows_follow_each_other_and_the_last_may_be_short(tmp_path):
+def test_windows_follow_each_other_within_a_file_and_the_last_of_each_may_be_short(tmp_path):
     file = write(tmp_path / "data.bin", range(1, 11))
     assert windows_of(file) == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10]]
     dataset = TokenWindows(str(file), max_length=4, holdout=0.0)
@@ -30,13 +30,11 @@ def test_windows_follow_each_other_and_the_last_may_be_short(tmp_path):
     assert dataset[2]["labels"].tolist() == [9, 10]
     with pytest.raises(IndexError):
         dataset[3]
-
-
-def test_no_window_crosses_from_one_file_of_a_folder_into_the_next(tmp_path):
-    write(tmp_path / "b" / "0.bin", [7, 8, 9, 10, 11])
-    write(tmp_path / "a.bin", [1, 2, 3, 4])
-    (tmp_path / "meta.json").write_text("{}")
-    assert windows_of(tmp_path) == [[1, 2, 3, 4], [7, 8, 9, 10], [11]]
+    folder = tmp_path / "folder"
+    write(folder / "b" / "0.bin", [7, 8, 9, 10, 11])
+    write(folder / "a.bin", [1, 2, 3, 4])
+    (folder / "meta.json").write_text("{}")
+    assert windows_of(folder) == [[1, 2, 3, 4], [7, 8, 9, 10], [11]]
 
 
 @settings(max_examples=30)
@@ -67,7 +65,7 @@ def test_a_folder_with_named_splits_keeps_them(tmp_path):
     assert windows_of(tmp_path, holdout=0.5, split="held_out") == [[100, 101, 102, 103], [104, 105]]
 
 
-def test_the_dtype_is_the_typed_one_or_that_of_the_suffix(tmp_path):
+def test_the_dtype_is_typed_or_that_of_the_suffix_and_a_wrong_guess_is_noticed(tmp_path):
     for name, dtype, typed in [
         ("data.bin", "<u2", "auto"),
         ("data.bin", "<u4", "uint32"),
@@ -77,9 +75,6 @@ def test_the_dtype_is_the_typed_one_or_that_of_the_suffix(tmp_path):
     ]:
         file = write(tmp_path / name, [1, 2, 60_000], dtype)
         assert windows_of(file, dtype=typed) == [[1, 2, 60_000]]
-
-
-def test_uint32_read_as_uint16_by_default_is_noticed(tmp_path):
     file = write(tmp_path / "data.bin", range(1, 100), "<u4")
     with pytest.raises(DataError, match=r"as if the tokens were uint32; set data\.dtype"):
         TokenWindows(str(file))
@@ -116,9 +111,6 @@ def test_a_pickled_data_set_does_not_hold_the_tokens(tmp_path):
     pickled = pickle.dumps(dataset)
     assert len(pickled) < 5000
     assert pickle.loads(pickled)[8]["input_ids"].tolist() == expected
-    write(file, np.arange(40_000))  # as if another process cut the file
-    with pytest.raises(DataError, match="changed its size"):
-        pickle.loads(pickled)[0]
 
 
 def test_the_fingerprint_follows_tokens_and_settings(tmp_path):

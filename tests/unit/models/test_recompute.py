@@ -24,7 +24,7 @@ def gradient(model: nn.Module) -> list[torch.Tensor]:
     return [p.grad.clone() for p in model.parameters()]
 
 
-def test_the_gradient_is_the_same_bit_for_bit_dropout_included():
+def test_the_gradient_is_the_same_bit_for_bit_and_a_copy_computes_with_its_own_weights():
     model = Encoder(dropout=0.5)
     plain = gradient(model)
     with with_checkpointing(model) as count:
@@ -32,6 +32,12 @@ def test_the_gradient_is_the_same_bit_for_bit_dropout_included():
     assert count == 2
     assert all(map(torch.equal, plain, recomputed))
     assert all("forward" not in vars(block) for block in model.blocks)
+    checkpoint_blocks(model)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert all(map(torch.equal, gradient(twin), plain))
 
 
 def test_the_blocks_of_a_model_are_found_and_its_names_stay():
@@ -44,27 +50,11 @@ def test_the_blocks_of_a_model_are_found_and_its_names_stay():
     assert checkpoint_blocks(ConvNet()) == 0
 
 
-def test_a_copy_of_a_recomputing_model_computes_with_its_own_weights():
-    model = Encoder(dropout=0.0)
-    checkpoint_blocks(model)
-    twin = copy.deepcopy(model)
-    before = gradient(twin)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    assert all(map(torch.equal, gradient(twin), before))
-
-
-def test_blocks_with_batch_norm_are_not_computed_twice():
+def test_blocks_with_batch_norm_and_small_lists_beside_a_large_one_are_left_alone():
     stages = nn.Sequential(
         nn.Sequential(nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3)), nn.Sequential(nn.Conv2d(3, 3, 3))
     )
-    model = nn.ModuleDict({"stages": stages})
-    assert blocks_of(model) == (stages[1],)
-
-
-def test_small_lists_beside_the_large_one_are_left_alone():
+    assert blocks_of(nn.ModuleDict({"stages": stages})) == (stages[1],)
     sizes = {"layers": 30, "heads": 3}
     lists = {n: nn.ModuleList(nn.Linear(k, k) for _ in range(4)) for n, k in sizes.items()}
-    model = nn.ModuleDict(lists)
-    assert blocks_of(model) == tuple(model["layers"])
+    assert blocks_of(nn.ModuleDict(lists)) == tuple(lists["layers"])
