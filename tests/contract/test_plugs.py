@@ -165,7 +165,6 @@ from trainer.plan.traffic import Moves
 
 class Halves(SyncPolicy):
     name = "halves"
-    summary = "a reduction in every micro-batch"
     lockstep = True
 
     def __init__(self, loud=False):

@@ -96,8 +96,8 @@ def test_the_line_says_what_was_chosen_and_what_the_others_would_cost():
     chosen = setup_of("fsdp").weighed(Work(micro_batches=8), SLOW)
     assert chosen.sync.name == "deferred"
     assert chosen.why == (
-        "sync=auto takes deferred, one reduction a step: deferred sends 1.75 GiB per step, 19 s of "
-        "it not hidden; immediate sends 21.0 GiB per step, 3 min 46 s of it not hidden"
+        "sync=auto takes deferred: deferred sends 1.75 GiB per step, 19 s of it not hidden; "
+        "immediate sends 21.0 GiB per step, 3 min 46 s of it not hidden"
     )
     chosen = setup_of("fsdp", limit=GIGA).weighed(Work(micro_batches=8), SLOW)
     assert chosen.sync.name == "immediate"

@@ -13,9 +13,8 @@ from torch.distributed.tensor import DTensor
 from tests.lib.sharded_work import RealBytes, start_sharded
 from tests.lib.support import VOCABULARY
 from trainer.checkpoint.state import assert_finite, capture, restore
-from trainer.checkpoint.store import CheckpointStore
+from trainer.checkpoint.store import CheckpointStore, CheckpointWriter
 from trainer.checkpoint.weights import load_weights
-from trainer.checkpoint.writer import CheckpointWriter
 from trainer.core import durable
 from trainer.core.errors import NoCheckpointError, NonFiniteError, SaveError
 from trainer.core.world import World

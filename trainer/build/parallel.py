@@ -81,7 +81,7 @@ class ParallelSetup:
             + ("" if row.fits else f", and its {size(row.unsharded_bytes)} of gradients do not fit")
             for row in sorted(rows, key=lambda row: row is not best)
         ]
-        why = f"sync=auto takes {best.policy}, {policies[best.policy].summary}: {'; '.join(words)}"
+        why = f"sync=auto takes {best.policy}: {'; '.join(words)}"
         return replace(found, sync=policies[best.policy], why=why)
 
     def lay_out(

@@ -19,8 +19,6 @@ from trainer.core.errors import TrainError
 
 FILE_NAME = ".lock"
 
-_MAX_BYTES = 4096
-
 _handles: dict[Path, int] = {}
 """By run folder, the lock files that this process has locked."""
 
@@ -89,7 +87,7 @@ def is_locked(run: Path) -> bool:
 
 def _holder(handle: int) -> str:
     try:
-        holder = json.loads(os.pread(handle, _MAX_BYTES, 0))
+        holder = json.loads(os.pread(handle, 4096, 0))
         return f"process {int(holder['pid'])} on {str(holder['host'])!r:.80}"
     except (ValueError, KeyError, TypeError):
         return "another process"

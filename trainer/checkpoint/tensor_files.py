@@ -216,17 +216,6 @@ def assign_files(tensors: Mapping[str, Tensor], rank: int) -> FileTensors:
     return files
 
 
-def copy_files(files: FileTensors) -> FileTensors:
-    """Copy tensors to the CPU, out of reach of later steps."""
-    return {
-        file: {
-            name: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-            for name, tensor in tensors.items()
-        }
-        for file, tensors in files.items()
-    }
-
-
 def fill(target: Tensor, source: StoredTensor) -> None:
     """Copy a whole tensor into another, or of it the rows that this rank holds there."""
     if not is_sharded(target) or target.to_local().shape == target.shape:

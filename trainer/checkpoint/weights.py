@@ -29,7 +29,7 @@ CONFIG_FILE = "config.json"
 
 def load_weights(
     model: nn.Module, path: Path, world: World | None = None, step: int | None = None
-) -> Path:
+) -> None:
     """Fill a model with stored weights and buffers. Collective.
 
     Args:
@@ -37,9 +37,6 @@ def load_weights(
         path: a run, one of its checkpoints, an exported folder, or a safetensors file.
         world: the ranks that load, each the rows it holds.
         step: which checkpoint of a run; None for the newest that is intact.
-
-    Returns:
-        The folder or file that was read.
 
     Raises:
         NoCheckpointError: nothing usable is there, or it does not fit the model.
@@ -54,7 +51,6 @@ def load_weights(
     else:
         world.on_all(lambda: found.update(_open_weights(path, world)))
     load_model(model, found, path)
-    return path
 
 
 def export(

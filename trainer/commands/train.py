@@ -25,9 +25,8 @@ from trainer.build.prepare import (
 )
 from trainer.build.summary import summarize
 from trainer.checkpoint.state import restore
-from trainer.checkpoint.store import CHECKPOINTS, CheckpointStore, Loaded
+from trainer.checkpoint.store import CHECKPOINTS, CheckpointStore, CheckpointWriter, Loaded
 from trainer.checkpoint.weights import load_weights
-from trainer.checkpoint.writer import CheckpointWriter
 from trainer.config.rules import parse_time
 from trainer.config.run_config import RunConfig, config_hash, contract_diff, to_plain
 from trainer.config.secrets import without_secrets

@@ -126,7 +126,12 @@ def joined(config: RunConfig, member: Membership, board: Board) -> Iterator[Worl
 
 
 def run_rank(config: RunConfig, folder: Path, world: World, stop: StopFlag) -> int:
-    """Run the command as one rank whose start and end are recorded elsewhere."""
+    """Run the command as one rank whose start and end are recorded elsewhere; give the exit code.
+
+    Raises:
+        TrainError: how it ended, where not well, or user code exits the process.
+        DoesNotFitError: memory ran out where no smaller cut helps.
+    """
     try:
         return COMMANDS[config.command](config.with_global_batch(world.size), folder, world, stop)
     except SystemExit as error:  # it would end the run as if it were done

@@ -22,7 +22,6 @@ class SyncPolicy(ABC):
     """When gradients are reduced within one step."""
 
     name: str  # on the screen and in records
-    summary: str = "a class of your own"  # what it does, in a few words
     # Whether every micro-batch contains a collective. Then all ranks need equal counts, and one
     # that runs out of memory ends the run, since the others wait for it.
     lockstep: bool = False
@@ -63,7 +62,6 @@ class Deferred(SyncPolicy):
     """One reduction a step, after every rank has agreed that its micro-batches succeeded."""
 
     name = "deferred"
-    summary = "one reduction a step"
 
     def moves(self, micro_batches: float) -> Moves:
         """See the base class."""
@@ -88,7 +86,6 @@ class Immediate(_EachMicroBatch):
     """A reduction over all ranks in every micro-batch: shards never add up to a whole gradient."""
 
     name = "immediate"
-    summary = "a reduction in every micro-batch"
 
     def moves(self, micro_batches: float) -> Moves:
         """See the base class: blocks are gathered for forward, and again for backward."""
@@ -101,7 +98,6 @@ class Hierarchical(_EachMicroBatch):
     """Within the group that shares one copy every micro-batch, between the copies once a step."""
 
     name = "hierarchical"
-    summary = "a reduction within each copy in every micro-batch, between copies once a step"
     within_copies = True
 
     def moves(self, micro_batches: float) -> Moves:

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, final
 
 from trainer.checkpoint.state import assert_finite, capture, not_finite, plain_name
-from trainer.checkpoint.store import MODEL
-from trainer.checkpoint.writer import CheckpointWriter
+from trainer.checkpoint.store import MODEL, CheckpointWriter
 from trainer.core.errors import SaveError
 from trainer.report.reporter import Reporter
 from trainer.training.batches import Feed

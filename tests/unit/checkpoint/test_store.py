@@ -15,9 +15,8 @@ from safetensors.torch import load_file
 
 from tests.reliability.faults import FaultyDisk
 from tests.reliability.support import assert_is, put, state
-from trainer.checkpoint.store import CheckpointStore
+from trainer.checkpoint.store import CheckpointStore, CheckpointWriter
 from trainer.checkpoint.tensor_files import DTYPES
-from trainer.checkpoint.writer import CheckpointWriter
 from trainer.core import durable
 from trainer.core.errors import NoCheckpointError, SaveError
 

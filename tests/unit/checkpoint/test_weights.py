@@ -104,7 +104,7 @@ def test_weights_are_taken_from_a_run_a_checkpoint_an_export_or_a_file(run, tmp_
 def test_a_damaged_newest_checkpoint_gives_way_and_is_left_in_place(run):
     os.truncate(run / "checkpoints" / "step-00000002" / "model.safetensors", 10)
     model = Tied()
-    assert load_weights(model, run).name == "step-00000001"
+    load_weights(model, run)
     assert_has(model, 1)
     assert (run / "checkpoints" / "step-00000002").is_dir()
 

@@ -11,8 +11,5 @@ from trainer.core import durable
 def test_json_holds_null_for_what_is_not_finite(tmp_path: Path) -> None:
     content = {"loss": float("nan"), "more": [float("inf"), (1.5, "text")], "deep": {"x": -1e400}}
     durable.write_json(tmp_path / "result.json", content)
-    assert json.loads((tmp_path / "result.json").read_bytes()) == {
-        "loss": None,
-        "more": [None, [1.5, "text"]],
-        "deep": {"x": None},
-    }
+    found = json.loads((tmp_path / "result.json").read_bytes())
+    assert found == {"loss": None, "more": [None, [1.5, "text"]], "deep": {"x": None}}
