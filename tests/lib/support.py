@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from trainer.accumulate.base import GradientStrategy
 from trainer.accumulate.sum import Sum
 from trainer.core.world import World
+from trainer.data.documents import BOS
 from trainer.data.loader import Loader, Request
 from trainer.models.bind import bind
 from trainer.objectives.base import Objective
@@ -226,3 +227,9 @@ def relative_error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) 
         / max(float(expected[n].double().norm()), 1e-30)
         for n in expected
     )
+
+
+def documents_of(dataset: Any) -> list[str]:
+    """The samples of a data set of bytes as text, without what begins and ends them."""
+    samples = [dataset[i]["input_ids"].tolist() for i in range(len(dataset))]
+    return [bytes(i for i in ids if i < BOS).decode("utf-8", "replace") for ids in samples]

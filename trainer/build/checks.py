@@ -50,7 +50,7 @@ ROUNDING = {"fp32": 1e-4, "bf16": 0.02}
 LARGE = 0.02
 # How many times smaller the error is under the settings that are meant
 FAR = 10.0
-# By step of a checkpoint: the terms of the steps after it, where they are not the checkpoint's
+# The terms of the steps after a checkpoint, by its step, where they are not the checkpoint's
 ALLOWED_FILE = "allowed.json"
 
 
@@ -63,11 +63,9 @@ def check_parts(parts: Parts) -> None:
     parts.schedule.factor(0, parts.total_steps)
     scope, strategy, cut = parts.objective.scope, parts.strategy, parts.cut
     if scope not in strategy.scopes:
-        raise ConfigError(
-            f"accum.gradient: {type(strategy).__name__} is not exact for objectives of "
-            f"scope={scope}; it supports {', '.join(sorted(strategy.scopes))}; use another "
-            "accum.gradient"
-        )
+        name = type(strategy).__name__
+        text = f"{name} is not exact for objectives of scope={scope}; use another accum.gradient"
+        raise ConfigError(f"accum.gradient: {text}")
     longest = int(parts.source.lengths.max())
     if isinstance(cut, Budget) and longest > cut.max_tokens:
         raise ConfigError(
@@ -112,12 +110,11 @@ def check_sums(parts: Parts) -> list[str]:
         if error <= limit or len(ids) == 1:
             return []
         padded = _error(parts, objective, pair, is_padded=True)
-        is_padding = padded <= limit
-        if isinstance(objective, ModelLoss) and not is_padding:
-            _refuse(parts, objective, pair, padded)
-        remedy = "sum over samples and divide by nothing"
-        if is_padding:
-            remedy = "mask the padding, or use samples of one length"
+        remedy = "mask the padding, or use samples of one length"
+        if padded > limit:
+            remedy = "sum over samples and divide by nothing"
+            if isinstance(objective, ModelLoss):
+                _refuse(parts, objective, pair, padded)
         return [
             f"objective: {type(objective).__name__} gives two samples in one micro-batch a loss "
             f"that differs by {error:.2g} from their separate losses, so the step depends on the "
@@ -144,12 +141,10 @@ def _refuse(parts: Parts, objective: ModelLoss, pair: IntArray, error: float) ->
         if value != getattr(objective, key)
     ]
     remedy = f"type {' '.join(typed)}, or " if is_better else ""
-    loss = "drops num_items_in_batch" if objective.reduction == "sum" else "averages differently"
     raise ConfigError(
-        f"objective.reduction={objective.reduction}: {type(parts.module).__name__} {loss}: two "
-        "samples in one micro-batch do not give the combined loss of the two alone, so the step "
-        f"depends on the micro-batches: {remedy}use an objective that sums, such as next_token or "
-        "classify"
+        f"objective.reduction={objective.reduction}: the loss of {type(parts.module).__name__} is "
+        f"no sum over samples, so the step depends on the micro-batches: {remedy}use an objective "
+        "that sums, such as next_token or classify"
     )
 
 
@@ -325,9 +320,9 @@ def terms_of(
         return now
     if now["fingerprint"] == state["fingerprint"]:
         check_position(state, parts.source.order, loaded.path)
-    known = parts.world.on_main(lambda: read_allowed(folder, loaded.step))
-    begun = known if known and _differ(state, now) else state
-    check_terms(now, begun, parts.config.resume_allow)
+    if _differ(state, now):
+        allowed = parts.world.on_main(lambda: read_allowed(folder, loaded.step))
+        check_terms(now, allowed or state, parts.config.resume_allow)
     return now
 
 
@@ -365,9 +360,7 @@ def check_terms(now: Mapping[str, Any], begun: Mapping[str, Any], allow: Collect
 
 
 def _differ(begun: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Whether terms differ by more than there being more steps."""
-    is_same = begun["fingerprint"] == now["fingerprint"]
-    return not is_same or bool(contract_diff(begun["contract"], now["contract"]))
+    return any(begun[key] != value for key, value in now.items())
 
 
 def read_allowed(folder: Path, step: int) -> dict[str, Any]:
@@ -387,7 +380,10 @@ def read_allowed(folder: Path, step: int) -> dict[str, Any]:
 
 
 def write_allowed(folder: Path, begun: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Record the terms of the steps after a checkpoint, where they are not the checkpoint's."""
+    """Record the terms of the steps after a checkpoint, where they are not those `begun` with.
+
+    A run that begins passes an empty `begun`: its first checkpoint will keep its terms.
+    """
     if begun and _differ(begun, now):
         path = folder / ALLOWED_FILE
         write_record(path, {**read_json(path), str(begun["cursor"]["step"]): dict(now)})

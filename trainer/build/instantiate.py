@@ -20,7 +20,6 @@ from operator import attrgetter
 from typing import Any, TypeVar
 
 from trainer.config.components import LIBRARIES, LIBRARY_ROOTS, Component
-from trainer.config.messages import named
 from trainer.core.errors import ConfigError, TrainError
 
 Built = TypeVar("Built")
@@ -98,13 +97,13 @@ def construct(
             the result is of another kind.
         TrainError: as raised by the constructor.
     """
-    target, wanted = look_up(component, key, trusted), named(expected.__name__)
+    target, wrong = look_up(component, key, trusted), f"not of class {expected.__name__}"
     if inspect.isclass(target) and not component.typed_target and not issubclass(target, expected):
-        raise ConfigError(f"{key}._target_={component.target}: not {wanted}")
+        raise ConfigError(f"{key}._target_={component.target}: {wrong}")
     built = _call(target, component, key, trusted, given or {})
     if not isinstance(built, expected):
-        kind = named(type(built).__name__)
-        raise ConfigError(f"{key}._target_={component.target}: gives {kind}, not {wanted}")
+        kind = type(built).__name__
+        raise ConfigError(f"{key}._target_={component.target}: gives {kind}, {wrong}")
     return built
 
 
@@ -148,7 +147,7 @@ def _call(
     for name, value in given.items():
         if name in parameters and value is not None and arguments.get(name) is None:
             arguments[name] = value
-    check_names(target, key, arguments, needs_all=not is_partial)
+    check_names(target, key, arguments)
     if is_partial:
         return functools.partial(target, **arguments)
     # What a stranger's recipe asks of a class may break it anywhere.
@@ -168,51 +167,39 @@ def _described(target: Callable[..., Any]) -> Callable[..., Any]:
     name code to fetch from the network.
     """
     kind = getattr(target, "config_class", None)
-    if (
-        not inspect.isclass(kind)
-        or next(iter(inspect.signature(target).parameters), "") != "config"
-    ):
+    if not inspect.isclass(kind) or [*inspect.signature(target).parameters][:1] != ["config"]:
         return target
 
     def make(**settings: Any) -> Any:  # noqa: ANN401 - any model
         return target(kind(**settings))
 
     make.__name__ = target.__name__
-    make.__signature__ = inspect.Signature(  # type: ignore[attr-defined] # read by inspect
-        [
-            p.replace(kind=Parameter.KEYWORD_ONLY)
-            for p in inspect.signature(kind).parameters.values()
-            if p.kind in {Parameter.KEYWORD_ONLY, Parameter.POSITIONAL_OR_KEYWORD}
-            and p.name not in getattr(kind, "sub_configs", ())
-        ]
-    )
+    names = inspect.signature(kind).parameters.values()
+    own = [p for p in names if p.kind is not Parameter.VAR_KEYWORD]
+    own = [p for p in own if p.name not in getattr(kind, "sub_configs", ())]
+    make.__signature__ = inspect.Signature(own)  # type: ignore[attr-defined] # read by inspect
     return make
 
 
-def check_names(
-    target: Callable[..., Any], key: str, names: Collection[str], *, needs_all: bool = False
-) -> None:
+def check_names(target: Callable[..., Any], key: str, names: Collection[str]) -> None:
     """Name every argument that a constructor does not take, with the nearest it does.
 
-    With `needs_all` those that have no default and get no value are named, too.
+    Args:
+        target: a class, or a function that makes its instances.
+        key: dotted key of the component whose arguments these are.
+        names: of the arguments.
 
     Raises:
         ConfigError: one line each.
     """
     parameters, faults = inspect.signature(target).parameters, []
-    takes_any = any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values())
-    for name in () if takes_any else names:
+    if any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values()):
+        return
+    for name in names:
         if name not in parameters:
             near = difflib.get_close_matches(name, parameters, n=1)
             hint = f"It takes {', '.join(parameters)}."
             hint = f"Did you mean {key}.{near[0]}?" if near else hint
             faults.append(f"{key}.{name}: {target.__name__} takes no such argument. {hint}")
-    if needs_all and not faults:
-        faults = [
-            f"{key}.{p.name}: {target.__name__} needs a value for it"
-            for p in parameters.values()
-            if p.default is Parameter.empty and p.name not in names
-            if p.kind not in {Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD}
-        ]
     if faults:
         raise ConfigError(*faults)

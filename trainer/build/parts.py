@@ -87,17 +87,6 @@ class Parts:
         return self.parallel.mode in SHARDED and self.config.command in {"train", "plan"}
 
     @property
-    def notes(self) -> list[str]:
-        """Lines to show when the run begins, of what was decided on the way."""
-        notes = [line for line in (self.parallel.why_mode, self.parallel.why) if line is not None]
-        if self.weights is None and self.is_sharded:
-            notes.append(
-                "the model is built whole on every rank before it is sharded: only models of this "
-                "package start in shards"
-            )
-        return notes
-
-    @property
     def data_views(self) -> list[DataView]:
         """What is trained and evaluated on."""
         return [self.train_set, *([self.held_out.loader.dataset] if self.held_out else [])]
@@ -244,8 +233,7 @@ def _data_sets(config: RunConfig, world: World) -> tuple[DataView, DataView | No
     is_share = isinstance(holdout, int | float) and 0 <= holdout < 1
     if "holdout" not in taken and not is_share:
         raise ConfigError(
-            f"data.holdout={show(holdout)}: must be at least 0 and below 1, e.g. 0.05, or 0 for "
-            f"none; {config.data.target} takes no holdout, so a share is held out by seed"
+            f"data.holdout={show(holdout)}: must be at least 0 and below 1, e.g. 0.05"
         )
     component = config.data.model_copy(update={"params": params})
     given = {"on_bad": config.data.on_bad, "seed": config.seed}
@@ -367,8 +355,5 @@ def _cut(config: RunConfig) -> Cut:
     if config.deterministic != "layout":
         return cut
     if not isinstance(cut, Fixed) or cut.micro is None:
-        raise ConfigError(
-            "deterministic=layout: needs micro-batches that stay the same for every layout; say "
-            "accum=fixed accum.micro=8"
-        )
+        raise ConfigError("deterministic=layout: needs accum=fixed accum.micro=N")
     return LayoutInvariant(micro=cut.micro)

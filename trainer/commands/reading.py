@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -84,9 +85,7 @@ def export_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
 def _hugging_face(config: RunConfig, loaded: Loaded, world: World) -> Any:  # noqa: ANN401
     """Build the model with its weights where it is one of transformers; else give None."""
     look_up(config.model, "model", config.trust)  # imports what makes it
-    if all("transformers" not in target for _, target in config.model.targets("model")) and (
-        "transformers" not in sys.modules
-    ):
+    if "transformers" not in sys.modules:
         return None
     module = assemble(config, world).module
     if not hasattr(module, "save_pretrained"):
@@ -117,15 +116,11 @@ def verify_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
         report = verify(_kit(parts), batch, feed, whole_fits=_whole_fits(prepared))
     asides = []
     if world.size > 1:
-        asides.append(
-            f"the micro-batches of all {world.size} ranks were computed one after another in one "
-            "process: how gradients are sent between ranks is not a part of this"
-        )
+        together = f"the micro-batches of all {world.size} ranks were computed one after another"
+        asides.append(f"{together}: how gradients are sent between ranks is not checked here")
     if config.precision != "fp32":
-        asides.append(
-            f"precision={config.precision} adds rounding to the run's own step, which is not "
-            "checked here"
-        )
+        rounding = f"precision={config.precision} adds rounding to the run's own step"
+        asides.append(f"{rounding}, which is not checked here")
     report = replace(report, notes=(*asides, *report.notes))
     write_record(folder / VERIFY_FILE, report.to_json())
     screen = Screen(folder)
@@ -162,11 +157,8 @@ def _of_all_ranks(prepared: Prepared) -> tuple[PlannedBatch, Feed]:
     parts, batches = prepared.parts, []
     for rank in range(parts.world.size):
         world = replace(parts.world, rank=rank)
-        feed = parts.feed(prepared.cut, world, parts.source.order.start)
-        try:
+        with closing(parts.feed(prepared.cut, world, parts.source.order.start)) as feed:
             batches.append(feed.next())
-        finally:
-            feed.close()
     micro_batches = tuple(m for batch in batches for m in batch.micro_batches)
     return replace(batches[0], micro_batches=micro_batches), feed
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-
-from torch import Tensor
 
 from trainer.build.checks import check_consistency, read_run_state, terms_of, write_allowed
 from trainer.build.instantiate import construct
@@ -29,26 +26,21 @@ from trainer.checkpoint.store import CHECKPOINTS, CheckpointStore, CheckpointWri
 from trainer.checkpoint.weights import load_weights
 from trainer.config.rules import parse_time
 from trainer.config.run_config import RunConfig, config_hash, contract_diff, to_plain
-from trainer.config.secrets import without_secrets
 from trainer.core.durable import write_record
 from trainer.core.errors import Preempted
 from trainer.core.format import shown_path
 from trainer.core.signals import UNBEGUN
 from trainer.core.world import World
-from trainer.data.samples import described
-from trainer.models.sample import generate
-from trainer.objectives.base import logits_of
 from trainer.plan.order import Cursor
 from trainer.report.blocks import plan_block
 from trainer.report.console import Screen
 from trainer.report.metrics import evaluation_at
-from trainer.report.records import Record, environment, is_noise
+from trainer.report.records import Record, environment
 from trainer.report.reporter import Hook, Reporter, RunReporter, SilentReporter
 from trainer.report.run_status import publish, to_go_on, trusting
 from trainer.report.time_table import advice, split, time_table
 from trainer.report.wandb import WandbMirror
 from trainer.training.checkpointing import Checkpointer
-from trainer.training.evaluation import evaluating
 from trainer.training.loop import Run, Trained, train
 from trainer.training.window import Kit
 from trainer.tune.memory_limit import peak_bytes
@@ -58,7 +50,6 @@ _log = logging.getLogger(__name__)
 
 PLAN_FILE = "plan.json"
 RESULT_FILE = "result.json"
-SAMPLE_TOKENS = 160
 
 
 def train_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], bool]) -> int:
@@ -99,7 +90,7 @@ def _train(config: RunConfig, folder: Path, world: World, stop: Callable[[], boo
     prepared = prepare_on_main(parts, extra.get("cut"))
     network = network_of(world, extra.get("network"))
     prepared = choose_sync(prepared, network, extra.get("cut"))
-    parts, plan = prepared.parts, summarize(prepared)
+    parts, plan, setup = prepared.parts, summarize(prepared), prepared.parts.parallel
     kit = _kit(parts, loaded, extra, terms)
     world.on_main(lambda: _record_begin(folder, plan, terms, extra))
     reporter = _reporter(config, folder, loaded, extra) if world.is_main else SilentReporter()
@@ -111,7 +102,7 @@ def _train(config: RunConfig, folder: Path, world: World, stop: Callable[[], boo
         if loaded is None and parts.train_set.num_skipped:
             reporter.passed_over(parts.train_set.num_skipped, parts.train_set.skipped)
         reporter.start(plan, name=config.name)
-        for line in filter(None, (*parts.notes, _growth(run, extra))):
+        for line in filter(None, (setup.why_mode, setup.why, _growth(run, extra))):
             reporter.line(line)
         train(run, progress)
         _end(parts, run, progress, plan, folder, started)
@@ -257,12 +248,9 @@ def _growth(run: Run, extra: Mapping[str, Any]) -> str | None:
     before = extra.get("total_steps", kit.total_steps)
     if before == kit.total_steps or step >= kit.total_steps:
         return None
-    factors = (kit.schedule.factor(step, total) for total in (before, kit.total_steps))
-    planned, now = (kit.lr * factor for factor in factors)
-    return (
-        f"steps {before} -> {kit.total_steps}: the schedule is re-anchored: lr {now:.2e} at step "
-        f"{step + 1}, where the shorter run had {planned:.2e}"
-    )
+    lr = kit.lr * kit.schedule.factor(step, kit.total_steps)
+    what = f"steps {before} -> {kit.total_steps}: the schedule is re-anchored"
+    return f"{what}: lr {lr:.2e} at step {step + 1}"
 
 
 def _end(parts: Parts, run: Run, trained: Trained, plan: Record, folder: Path, at: float) -> None:
@@ -270,36 +258,10 @@ def _end(parts: Parts, run: Run, trained: Trained, plan: Record, folder: Path, a
 
     `at` is when the command began.
     """
-    world, config = parts.world, parts.config
-    world.note("end")
-    spendings = world.collect(world.times.spending())
-    run.kit.model.gather()  # the sample is written on one rank, without a collective
-    if world.is_main:
-        result = _result(parts, trained, plan, spendings, time.perf_counter() - at)
-        is_bad = is_noise(result["eval_loss"], result["baselines"])
-        sample = None if is_bad else sample_text(parts)
-        write_record(folder / RESULT_FILE, result)
-        shown, trust = shown_path(folder), " ".join(["", *trusting(config, folder)])
-        clock, steps = "steps", parts.total_steps
-        if config.total_epochs is not None:
-            clock, steps = "epochs", config.total_epochs
-        commands = (
-            f"train evaluate run={shown}{trust}",
-            f"train export run={shown} export.to=exported{trust}",
-            f"{to_go_on(config, folder)} {clock}={2 * steps}",
-        )
-        run.reporter.finish(result, commands, sample)
-    run.kit.model.release()
-
-
-def _result(
-    parts: Parts,
-    trained: Trained,
-    plan: Record,
-    spendings: Sequence[Mapping[str, Any]],
-    seconds: float,
-) -> dict[str, Any]:
-    """Gather the figures of result.json; `spendings` are those of the steps' phases, by rank."""
+    parts.world.note("end")
+    spendings = parts.world.collect(parts.world.times.spending())  # of the steps' phases, by rank
+    if not parts.world.is_main:
+        return
     config, device = parts.config, parts.world.device
     overlap = "collectives travel on streams of their own"  # what of the traffic can be hidden
     if plan["sync"] == "deferred":
@@ -314,12 +276,12 @@ def _result(
     simple: dict[str, float] = {}
     if entropies is not None and parts.held_out is not None:
         simple = {f"byte {name}": value for name, value in asdict(entropies()).items()}
-    return {
+    result = {
         "step": trained.step,
         "loss": None if trained.loss is None else float(trained.loss),
         "eval_loss": eval_loss,
         "tokens_per_second": trained.tokens / trained.seconds if trained.seconds else None,
-        "seconds": round(seconds, 3),
+        "seconds": round(time.perf_counter() - at, 3),
         "metrics": dict(metrics),
         "baselines": simple,
         "peak_bytes": peak_bytes(device),
@@ -328,33 +290,14 @@ def _result(
         "time": table,
         "advice": (table and advice(split(spendings), table, plan, config.accum.name or "")) or [],
     }
-
-
-def sample_text(parts: Parts) -> str | None:
-    """Let the model write a little, where the data can read it back; None where it fails.
-
-    Its weights may give no probabilities, the data's `decode` is the user's, memory may be short.
-    """
-    decode = parts.train_set.optional("decode")
-    start = parts.train_set.optional("start_id")
-    if decode is None or start is None:
-        return None
-
-    def call(ids: Tensor) -> Tensor:
-        return logits_of(parts.call({"input_ids": ids}))
-
-    try:
-        with evaluating(parts.module):
-            ids = generate(
-                call,
-                [start],
-                SAMPLE_TOKENS,
-                context=int(parts.source.lengths.max()),
-                seed=parts.config.seed,
-                stop_id=parts.train_set.optional("stop_id"),
-                device=parts.world.device,
-            )
-        return str(decode(ids))
-    except Exception as error:
-        _log.warning("no text sample generated: %s", without_secrets(described(error), os.environ))
-        return None
+    write_record(folder / RESULT_FILE, result)
+    shown, trust = shown_path(folder), " ".join(["", *trusting(config, folder)])
+    clock, steps = "steps", parts.total_steps
+    if config.total_epochs is not None:
+        clock, steps = "epochs", config.total_epochs
+    commands = (
+        f"train evaluate run={shown}{trust}",
+        f"train export run={shown} export.to=exported{trust}",
+        f"{to_go_on(config, folder)} {clock}={2 * steps}",
+    )
+    run.reporter.finish(result, commands)

@@ -70,11 +70,6 @@ def first_of(texts: Sequence[str], between: str = ", ") -> str:
     return between.join(texts[:_FEW]) + more
 
 
-def named(noun: str) -> str:
-    """Put the article before a name: `a Module`, `an Objective`."""
-    return f"an {noun}" if noun[:1].lower() in "aeio" else f"a {noun}"
-
-
 def did_you_mean(word: str, choices: Collection[str]) -> str:
     """Offer the nearest choice: ` Did you mean batch.global?`, or nothing where none is near.
 

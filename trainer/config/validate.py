@@ -218,7 +218,8 @@ def _schema_faults(error: ValidationError, tree: Tree, base: Tree, choices: Tree
         key = next((k for k in (path, *ancestors(path)) if k in KEYS), path)
         value = lookup(tree, key)
         if item["loc"][-1] == "target":
-            yield _class_fault(path.removesuffix(".target"), tree, choices)
+            key = f"{path.removesuffix('.target')}._target_"
+            yield line(key, lookup(tree, key), "must be the import path of a class: package.Class")
         elif item["type"] == "extra_forbidden" and "." in str(item["loc"][-1]):
             nested = f"{path.replace('.', ': {')}: ...{'}' * path.count('.')}"
             yield clip(f"{path}: in a file, nest the keys: {nested}")
@@ -230,10 +231,3 @@ def _schema_faults(error: ValidationError, tree: Tree, base: Tree, choices: Tree
             yield line(key, value, f"is a section, not a value; it has {', '.join(names)}")
         else:
             yield value_fault(key, KEYS[key].annotation, value, lookup(base, key))
-
-
-def _class_fault(path: str, tree: Tree, choices: Tree) -> str:
-    key, value = f"{path}._target_", lookup(tree, f"{path}._target_")
-    if value is None:
-        return clip(f"{_choice(path, choices)}: no class is named; type {key}=package.Class")
-    return line(key, value, "must be the import path of a class: package.Class")

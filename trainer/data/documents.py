@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, final
@@ -71,8 +70,6 @@ class ByteDocuments(Dataset[dict[str, Tensor]]):
     """
 
     vocab_size = VOCAB_SIZE
-    start_id = BOS
-    stop_id = EOS
     draws_randomness = False
 
     def __init__(
@@ -128,11 +125,6 @@ class ByteDocuments(Dataset[dict[str, Tensor]]):
     def fingerprint(self) -> str:
         """SHA-256 over the documents and the settings of this split."""
         return hashlib.sha256(f"{self._index.digest}|{self._settings}".encode()).hexdigest()
-
-    @staticmethod
-    def decode(ids: Iterable[int]) -> str:
-        """Turn tokens back into text, without specials; broken UTF-8 becomes U+FFFD."""
-        return bytes(i for i in ids if i < BOS).decode("utf-8", errors="replace")
 
     def byte_entropies(self) -> ByteEntropies:
         """Measure what byte counts alone would score on the held-out documents; NaN without any.

@@ -39,8 +39,6 @@ class Samples(Protocol):
     * `original_ids`: `(samples,)`, the ids that a person reads, of data that split themselves.
     * `num_skipped`, `skipped`: how many records were bad and left out, and why the first were.
     * `num_cut`: tokens that `max_length` left out.
-    * `decode`, `start_id`, `stop_id`: turn token ids into text, and begin and end one; with the
-      first two a trained model writes a line.
     * `byte_entropies`: what the held-out loss of a run is compared with, a data class of floats.
     """
 

@@ -22,7 +22,6 @@ from trainer.core.format import (
     number,
     percent,
     plural,
-    printable,
     short,
     shown_path,
     size,
@@ -31,7 +30,6 @@ from trainer.report.records import Noun, Record, Verdict, VerifyReport
 
 LABEL_WIDTH = 10
 MAX_SHAPE_ROWS = 12
-SAMPLE_CHARACTERS = 240
 
 VERDICTS: Mapping[Verdict, str] = {
     "exact": "exact: the planned step is the whole-batch step",
@@ -112,22 +110,18 @@ def verify_block(report: VerifyReport) -> RenderableType:
     return Group(*blocks)
 
 
-def end_block(plan: Record, result: Record, sample: str | None = None) -> RenderableType:
+def end_block(plan: Record, result: Record) -> RenderableType:
     """Lay out how a run ended and what it is worth; the commands that follow are not a part.
 
     Args:
         plan: what plan.json holds.
         result: what result.json holds.
-        sample: text the model generated, any characters; None where there is none to show.
     """
     blocks: list[RenderableType] = [_title("done"), _outcome(plan, result)]
     if result["eval_loss"] is not None:
         blocks.append(_section("held-out loss", _losses(result)))
     if result["advice"]:
         blocks.append(_section("what takes long", *map(Text, result["advice"])))
-    if sample:
-        text = Text(printable(sample[:SAMPLE_CHARACTERS]), "green")
-        blocks.append(_section("a generated sample", text))
     return Group(*blocks, _section("look further"))
 
 

@@ -44,7 +44,7 @@ class Screen:
         is_terminal = self._console.is_interactive and self._console.file.isatty()
         self._shows_bar = is_terminal and not is_brief
         if isinstance(self._console.file, TextIOWrapper):
-            # A generated sample or a path may hold what the terminal's encoding does not.
+            # A path may hold what the terminal's encoding does not.
             self._console.file.reconfigure(errors="backslashreplace")
         self._consoles = [self._console]  # and the log, while it is open
         if folder is not None:

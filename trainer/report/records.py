@@ -28,11 +28,6 @@ GIT_TIMEOUT_S = 2.0
 PACKAGES = ("torch", "hydra-core", "omegaconf", "numpy", "safetensors", "wandb")
 
 
-def is_noise(eval_loss: float | None, baselines: Mapping[str, float]) -> bool:
-    """Whether every simple model has a better held-out loss: what this one generates is noise."""
-    return eval_loss is not None and any(baselines) and eval_loss > max(baselines.values())
-
-
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport:

@@ -123,18 +123,17 @@ class RunReporter:
         self._screen.line(f"{step_of(step, self._steps)}  saved {shown}", "dim")
         self._note(step, "on_checkpoint", {"step": step, "path": str(path)})
 
-    def finish(self, result: Record, commands: Sequence[str], sample: str | None = None) -> None:
+    def finish(self, result: Record, commands: Sequence[str]) -> None:
         """Show how the run ended. `close` follows.
 
         Args:
             result: what result.json holds; W&B's summary, too.
             commands: to look further with.
-            sample: text the model generated, any characters; None where there is none to show.
         """
         self._show(self._metrics.flush())
         self._screen.end_progress()
         self._summary = result
-        self._screen.show(end_block(self._plan, result, sample))
+        self._screen.show(end_block(self._plan, result))
         for command in commands:  # unwrapped, so that they can be copied
             self._screen.line(f"  {command}", "cyan")
 

@@ -145,17 +145,21 @@ def test_an_alias_smuggles_nothing_in(target: str) -> None:
                 "data.zebra: Sized takes no such argument. It takes size, vocab_size, more.",
             ],
         ),
-        (component(HERE, typed=True), Sized, ["data.size: Sized needs a value for it"]),
+        (
+            component(HERE, typed=True),
+            Sized,
+            [f"data: {HERE}: Sized.__init__() missing 1 required positional argument: 'size'"],
+        ),
         (component(HERE, typed=True, size=0), Sized, [f"data: {HERE}: size: 0 is below 1"]),
         (
             component(f"{__name__}.make_nothing", typed=True),
             nn.Module,
-            [f"data._target_={__name__}.make_nothing: gives a NoneType, not a Module"],
+            [f"data._target_={__name__}.make_nothing: gives NoneType, not of class Module"],
         ),
         (
             component("trainer.plan.cuts.Fixed", nonsense=1),
             nn.Module,
-            ["data._target_=trainer.plan.cuts.Fixed: not a Module"],
+            ["data._target_=trainer.plan.cuts.Fixed: not of class Module"],
         ),
         (
             component("trainer.plan.cuts.Fixd"),

@@ -67,7 +67,7 @@ FAULTS = {
     "a number, 0 or more",
     "accum.memory=80G": ": must be a size such as 80GiB or null",
     "model._target_=net:Net": ": must be the import path of a class: package.Class",
-    "model=own": ": no class is named; type model._target_=package.Class",
+    "model=own": "model._target_=null: must be the import path of a class: package.Class",
     "data._target_=pkg.Data data.on_bad=skp": "data.on_bad=skp: must be stop or skip. Did you "
     "mean skip?",
     "data=text": "data.path: data=text needs it, data.path=...",

@@ -8,6 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from tests.lib.support import documents_of
 from trainer.core.errors import DataError
 from trainer.data import files
 from trainer.data.documents import BOS, EOS
@@ -45,10 +46,6 @@ def library(tmp_path):
     (root / "null.py").write_bytes(b"def a(): ...\n\0")
     (root / "dangling.py").symlink_to(tmp_path / "nowhere.py")
     return root
-
-
-def documents_of(dataset):
-    return [dataset.decode(dataset[i]["input_ids"].tolist()) for i in range(len(dataset))]
 
 
 def test_a_document_is_a_top_level_function_or_class_with_its_decorators(library):

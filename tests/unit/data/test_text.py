@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.lib.support import documents_of
 from trainer.core.errors import DataError
 from trainer.data.text import Text
 
@@ -17,8 +18,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def texts(path, **settings):
-    dataset = Text(str(path), **{"max_length": 10_000, "holdout": 0.0} | settings)
-    return [dataset.decode(sample["input_ids"].tolist()) for sample in dataset]
+    return documents_of(Text(str(path), **{"max_length": 10_000, "holdout": 0.0} | settings))
 
 
 def jsonl(path, *records):

@@ -2,7 +2,6 @@
 
 import math
 import warnings
-from functools import partial
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from trainer.core.errors import ConfigError
 from trainer.models.bind import bind
 from trainer.models.check import refuse_lazy, vocabulary_of
 from trainer.models.gpt import GPT, rotary_tables, rotate, varlen_attention
-from trainer.models.sample import generate
 
 TINY = {"vocab_size": 17, "width": 24, "num_layers": 2, "num_heads": 2, "max_length": 16}
 GPT2 = {"norm": "layer", "mlp": "gelu", "positions": "learned", "bias": True, "tied": True}
@@ -186,21 +184,6 @@ def test_autocast_covers_the_model_and_nothing_else():
     assert call({"input": torch.ones(1, 2)}).dtype == torch.bfloat16
     assert linear(torch.ones(1, 2)).dtype == torch.float32
     assert bind(linear)({"input": torch.ones(1, 2)}).dtype == torch.float32
-
-
-def counting(ids: Tensor) -> Tensor:
-    """A model that is nearly sure of the next number."""
-    return 5.0 * nn.functional.one_hot((ids + 1) % 17, 17).float()
-
-
-def test_a_draw_is_of_its_seed_alone_or_of_the_likeliest_tokens_until_the_one_that_stops():
-    likeliest = partial(generate, counting, [3], context=4, temperature=0.0)
-    assert likeliest(4) == [4, 5, 6, 7]
-    assert likeliest(10, stop_id=6) == [4, 5]
-    state = torch.get_rng_state()
-    draws = [generate(counting, [3], 30, context=8, temperature=3.0, seed=s) for s in (0, 0, 1)]
-    assert draws[0] == draws[1] != draws[2]
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_a_lazy_model_is_refused_by_the_name_of_a_weight_and_others_pass():

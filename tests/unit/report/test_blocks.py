@@ -18,7 +18,7 @@ from rich.text import Text
 from trainer.core.signals import STOPPING
 from trainer.report.blocks import batch_equation, end_block, plan_block, verify_block
 from trainer.report.console import BRIEF, LOG_FILE, Screen
-from trainer.report.records import VerifyReport, is_noise
+from trainer.report.records import VerifyReport
 from trainer.report.reporter import Reporter, RunReporter, SilentReporter
 
 
@@ -75,9 +75,6 @@ RESULT: dict[str, Any] = {
     "baselines": {"byte unigram": 3.3121, "byte bigram": 2.4101}, "replays": 0, "time": None,
     "advice": [],
 }  # fmt: skip
-
-
-SAMPLE = "def f():\n    \x1b[2Jreturn"
 
 
 def shown(block, monkeypatch, width=80, **environ) -> str:
@@ -166,17 +163,13 @@ def test_a_plan_shows_its_arithmetic_and_marks_the_cap_it_chose(monkeypatch):
         assert part in text
 
 
-def test_the_end_sets_the_loss_beside_each_baseline_and_keeps_noise_to_itself(monkeypatch):
-    text = shown(end_block(PLAN, RESULT, SAMPLE), monkeypatch)
+def test_the_end_sets_the_loss_beside_each_baseline(monkeypatch):
+    text = shown(end_block(PLAN, RESULT), monkeypatch)
     assert "byte unigram   3.3121   this model is 0.8259 better" in text
     assert "byte bigram    2.4101   this model is 0.0761 worse" in text
-    assert "\\x1b[2J" in text
     assert "60 steps in 2 min 8 s" in text
     text = shown(end_block(PLAN, RESULT | {"step": 22, "eval_loss": 4.0}), monkeypatch)
     assert "worse, after 22 steps" in text
-    assert "sample" not in text
-    assert is_noise(4.0, RESULT["baselines"])
-    assert not is_noise(3.0, RESULT["baselines"])
 
 
 def test_without_a_terminal_each_due_step_is_one_aligned_line_and_so_is_what_went_wrong(tmp_path):
