@@ -20,7 +20,7 @@ from rich.text import Text
 from trainer.config.secrets import without_secrets
 from trainer.core.format import clock, lead_nowhere, loss, percent, printable_lines, rate, short
 from trainer.report.journal import Entry
-from trainer.report.metrics import metrics_of
+from trainer.report.metrics import STEP_KEYS
 from trainer.report.records import Noun
 
 LOG_FILE = "train.log"
@@ -28,7 +28,6 @@ LOG_WIDTH = 100
 BRIEF = "TRAIN_BRIEF"  # in the environment: 1 leaves to train.log what a run would print
 
 _AS_IT_IS: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False}
-_PLAIN = _AS_IT_IS | {"color_system": None, "force_terminal": False}
 
 
 @final
@@ -49,7 +48,8 @@ class Screen:
         self._consoles = [self._console]  # and the log, while it is open
         if folder is not None:
             log = (folder / LOG_FILE).open("a", encoding="utf-8", errors="backslashreplace")
-            self._consoles.append(Console(file=log, width=LOG_WIDTH, **_PLAIN))
+            plain = _AS_IT_IS | {"color_system": None, "force_terminal": False}
+            self._consoles.append(Console(file=log, width=LOG_WIDTH, **plain))
         self._live: Live | None = None
         self._progress: Progress | None = None
         self._figures = Text(no_wrap=True, overflow="ellipsis")
@@ -72,7 +72,13 @@ class Screen:
         self.line(text, label="warning: ")
 
     def begin(self, step: int, steps: int, noun: Noun = "token") -> None:
-        """Begin to show progress after a step; speed counts the noun."""
+        """Begin to show progress.
+
+        Args:
+            step: the last that was taken; 0 before the first.
+            steps: of the whole run.
+            noun: what speed counts.
+        """
         self._noun = noun
         # Drawn below, with the figures; evaluations take their part in the time that is left.
         self._progress = Progress(
@@ -163,7 +169,7 @@ def step_of(step: int, steps: int) -> str:
 
 def _figures(entry: Entry, noun: Noun) -> str:
     """Write the figures of a step, each as wide as those of other steps."""
-    named = (f"{name} {loss(value)}" for name, value in metrics_of(entry).items())
+    named = (f"{name} {loss(value)}" for name, value in entry.items() if name not in STEP_KEYS)
     speed = f"{short(entry['tokens_per_second']):>5} {noun}s/s"
     padding, norm = f"{percent(entry['padding']):>5}", f"{rate(entry['grad_norm']):>5}"
     first = f"loss {loss(entry['loss']):>8}"

@@ -35,8 +35,8 @@ class Journal:
     def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
         self._path, self._warn = path, warn
         self._unwritten = b""
-        self._size: int | None = None
-        self._is_torn = self._has_warned = False
+        self._whole: int | None = None  # size before a write that failed, and may have left a part
+        self._has_warned = False
 
     def write(self, entry: Mapping[str, Any]) -> None:
         """Append one entry."""
@@ -60,19 +60,14 @@ class Journal:
     def _try(self, *, durable: bool = False) -> OSError | None:
         """Write all that waits; a failure before may have left some of it."""
         try:
-            found = self._path.stat().st_size if self._path.exists() else 0
-            if self._size is None:
-                self._size = found
-            if self._is_torn and self._path.exists():
-                # What a failed write left behind goes; that takes no room on the disk.
-                self._size = min(self._size, found)
-                os.truncate(self._path, self._size)
+            size = self._path.stat().st_size if self._path.exists() else 0
+            self._whole = size if self._whole is None else min(size, self._whole)
+            if size > self._whole:  # to cut a file takes no room on the disk
+                os.truncate(self._path, self._whole)
             append(self._path, self._unwritten, durable=durable)
         except OSError as error:
-            self._is_torn = True
             return error
-        self._size += len(self._unwritten)
-        self._unwritten, self._is_torn = b"", False
+        self._unwritten, self._whole = b"", None
         return None
 
 

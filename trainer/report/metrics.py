@@ -123,8 +123,3 @@ def evaluation_at(folder: Path, step: int) -> dict[str, float] | None:
         for name, value in entry.items()
         if name not in {"step", EVAL_SECONDS} and isinstance(value, int | float | None)
     } or None
-
-
-def metrics_of(entry: Entry) -> dict[str, float | None]:
-    """Give what an entry of a step has beyond the figures that every step has."""
-    return {name: value for name, value in entry.items() if name not in STEP_KEYS}

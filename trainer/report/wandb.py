@@ -99,9 +99,7 @@ class WandbMirror:
         self._is_over.set()
         thread.join(CLOSE_TIMEOUT_S)
         if thread.is_alive():
-            self._warn(
-                "W&B did not finish in time and was abandoned; metrics.jsonl holds everything"
-            )
+            self._warn("W&B did not finish in time and was abandoned; metrics.jsonl has everything")
 
     def _mirror(self, follower: Follower) -> None:
         """Do all there is to do with wandb: the thread."""

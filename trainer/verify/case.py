@@ -81,9 +81,14 @@ def _in_precision(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def copied(kit: Kit, dtype: torch.dtype | None, shared: Iterable[object] = ()) -> Kit:
-    """Copy the model and the objective of a run, but for `shared`, in one precision if given.
+    """Copy the model and the objective of a run.
 
     Hooks on parameters are not copied, and a function that holds the model goes on holding it.
+
+    Args:
+        kit: the run's; the copy computes alone, on the same device.
+        dtype: of parameters and buffers; None leaves each its own.
+        shared: objects that the copy has in common with the run.
     """
     memo: dict[int, Any] = {id(it): it for it in shared}
     module, objective = duplicate(kit.model.module, memo), kit.objective
@@ -162,7 +167,13 @@ class Case:
         return list(positions[: whole * size].reshape(whole, size)) if whole else [positions]
 
     def load(self, positions: IntArray, *, pad_to: int | None = None) -> MicroBatch:
-        """Load samples as one micro-batch, padded to its longest sample unless given a length."""
+        """Load samples as one micro-batch.
+
+        Args:
+            positions: in the global batch, `(samples,)`.
+            pad_to: length in tokens; that of the longest sample unless given. A packed plan has
+                documents end to end and takes none.
+        """
         samples, plan = self.batch.samples, self.batch.plan
         lengths = plan.lengths[positions]
         length = int(lengths.sum()) if plan.packed else pad_to or int(lengths.max())
@@ -176,12 +187,6 @@ class Case:
             num_positions=length if plan.packed else length * len(ids),
             rng_key=self.batch.micro_batches[0].rng_key,  # draws as the step's first does
         )
-
-    def planned(
-        self, kind: Kind | None = None, strategy: GradientStrategy | None = None
-    ) -> Gradient:
-        """Compute the planned step's gradient, with one thing changed where it is given."""
-        return self._gradient(self.batch.micro_batches, kind or self.kit.normalizer, strategy)
 
     def expected(self) -> Gradient:
         """Compute the reference: the whole step in groups of `size`, the last maybe smaller.
@@ -197,11 +202,7 @@ class Case:
         groups = np.split(mixed, range(self.size, len(mixed), self.size))
         # A mean of means has no reference of its own; what it approximates is the mean.
         kind: Kind = "samples" if self.kit.normalizer == "samples" else "tokens"
-        return self._gradient([self.load(group) for group in groups], kind)
-
-    def one_piece(self) -> Gradient:
-        """Compute the step in one piece, in the order of the plan, as the run itself would."""
-        return self._gradient([self.load(self.positions)], self.kit.normalizer)
+        return self.gradient([self.load(group) for group in groups], kind)
 
     def errors(self, found: Gradient, expected: Gradient) -> Errors:
         """Compare two gradients by the precision of this case, and by its rounding."""
@@ -209,7 +210,7 @@ class Case:
 
     def rounding(self, amount: float) -> Mapping[str, float]:
         """Measure how far the planned gradient goes when weights move."""
-        return measure_rounding(self.module, self.planned, amount)
+        return measure_rounding(self.module, self.gradient, amount)
 
     @contextmanager
     def running(self) -> Iterator[Case]:
@@ -238,16 +239,25 @@ class Case:
         fields = to_device(fields, self.kit.world.device)
         return replace(micro_batch, fields=fields, weights=weights)
 
-    def _gradient(
+    def gradient(
         self,
-        micro_batches: Sequence[MicroBatch],
-        kind: Kind,
+        micro_batches: Sequence[MicroBatch] = (),
+        kind: Kind | None = None,
         strategy: GradientStrategy | None = None,
     ) -> Gradient:
-        """Compute one step's gradient from all its micro-batches, on a copy."""
+        """Compute the planned step's gradient on a copy, with one thing changed where it is given.
+
+        Args:
+            micro_batches: all of the step; the planned ones unless given.
+            kind: what the summed loss is divided by.
+            strategy: how the pieces' gradients become the step's.
+
+        Returns:
+            By parameter; those that no micro-batch used are left out.
+        """
         with self.running() as run:
-            kit, cast = run.kit, [self.cast(m) for m in micro_batches]
-            _, parts = divisors(kind, kit.terms, cast, kit.world)
+            kit, cast = run.kit, [self.cast(m) for m in micro_batches or self.batch.micro_batches]
+            _, parts = divisors(kind or kit.normalizer, kit.terms, cast, kit.world)
             (strategy or kit.strategy).backward(kit.model, kit.objective, cast, parts, kit.sync)
             # Tensors that modules hold and have not registered, but for computed ones.
             self.plain.update(

@@ -57,13 +57,13 @@ def diagnose(
         )
         culprits.append(("parameters", Reason(text)))
     if kit.normalizer == "micro_batches" and not errors.is_exact:
-        errors = case.errors(case.planned(kind), expected)
-        text = "a mean of means: a token's weight depends on its micro-batch; use "
-        reason = Reason(f"{text}batch.normalizer=tokens")
-        culprits.append(("batch.normalizer=micro_batches", reason))
+        errors = case.errors(case.gradient(kind=kind), expected)
+        name, remedy = "batch.normalizer=micro_batches", "use batch.normalizer=tokens"
+        text = f"a mean of means: a token's weight depends on its micro-batch; {remedy}"
+        culprits.append((name, Reason(text)))
     if not errors.is_exact and (found.quiet or found.loud):
         expected = case.expected()
-        errors = case.errors(case.planned(kind), expected)
+        errors = case.errors(case.gradient(kind=kind), expected)
         culprits += _drawing(case, found, errors)
     if errors.is_exact:
         return [*culprits, *found.sums]
@@ -72,7 +72,7 @@ def diagnose(
     named = [*found.modules, *found.sums]
     if not (named or found.loud):
         is_sum = kit.objective.scope not in Sum.scopes or isinstance(kit.strategy, Sum)
-        if not is_sum and case.errors(case.planned(kind, Sum()), expected).is_exact:
+        if not is_sum and case.errors(case.gradient(kind=kind, strategy=Sum()), expected).is_exact:
             name = type(kit.strategy).__name__
             text = f"{name} does not sum the micro-batches' gradients; their sum would be exact"
             return [*culprits, ("accum.gradient", Reason(text))]
@@ -83,11 +83,11 @@ def diagnose(
 def _drawing(case: Case, found: Found, errors: Errors) -> Culprits:
     """Name what draws at random; `errors` are without what stops in evaluation mode."""
     draws = "draws at random anew for every micro-batch"
-    outcome = "not exact with it off either (error {:.0e})"
+    outcome = f"not exact with it off either (error {errors.largest:.0e})"
     if errors.is_exact:
-        outcome = "exact with it off (error {:.0e}); set its rate to 0, or accept it"
+        outcome = f"exact with it off (error {errors.largest:.0e}); set its rate to 0, or accept it"
     quiet = Reason(
-        f"{draws}, equal in distribution only: the step is {outcome.format(errors.largest)}",
+        f"{draws}, equal in distribution only: the step is {outcome}",
         verdict="exact_without_dropout" if errors.is_exact else "not_proven",
     )
     loud = Reason(

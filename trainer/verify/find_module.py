@@ -211,7 +211,12 @@ def _compare_ways(
 
 
 def describe(modules: Mapping[str, nn.Module], reasons: Mapping[str, Reason]) -> Culprits:
-    """Put modules into words; those that differ in their numbers only share a line."""
+    """Put modules into words; those that differ in their numbers only share a line.
+
+    Args:
+        modules: all of the model, by name.
+        reasons: by the name of a module at fault.
+    """
     groups: dict[tuple[str, str, Reason], list[str]] = {}
     for name, reason in reasons.items():
         kind = type(modules[name]).__name__

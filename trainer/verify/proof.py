@@ -71,10 +71,10 @@ def _verify(kit: Kit, batch: PlannedBatch, feed: Feed, *, whole_fits: bool) -> V
         why = [f"the whole batch in one piece {fault} in {short(case.limit_dtype)}"]
     if low is not None:
         as_is = replace(case, kit=copied(kit, None), dtype=None)
-        errors = case.errors(as_is.planned(), expected)
+        errors = case.errors(as_is.gradient(), expected)
         why.append(f"the planned step in {low}, as the weights are")
     elif is_one_piece and not errors.is_exact:
-        whole_errors = whole.errors(planned, whole.one_piece())
+        whole_errors = whole.errors(planned, whole.gradient([whole.load(whole.positions)]))
     found = examine(case)
     if whole_errors.is_exact and low is None and not (errors.is_exact or found.sums):
         case, errors, why = whole, whole_errors, []
@@ -136,7 +136,7 @@ def _fit(case: Case) -> tuple[Case, Gradient]:
     dtype = short(case.limit_dtype)
     while True:
         with AllocationGuard():
-            return case, case.planned()
+            return case, case.gradient()
         release_memory()
         batch, feed = case.batch, case.feed
         cut = feed.cut.smaller(batch.plan)

@@ -41,18 +41,29 @@ Losses = Mapping[str, Tensor]  # sums by term, 0-d, detached
 class Share(NamedTuple):
     """Where the samples of a smaller micro-batch lie within a larger one.
 
-    Counted in samples, or under packing in tokens: the first, how many, and of how many.
+    Attributes:
+        start: the first; in samples, or under packing in tokens.
+        size: how many.
+        total: of how many.
+        length: positions per sample of the smaller one.
+        total_length: of the larger one.
     """
 
     start: int
     size: int
     total: int
-    length: int = 0  # positions per sample of the smaller one
-    total_length: int = 0  # and of the larger one
+    length: int = 0
+    total_length: int = 0
 
 
 def shares(whole: MicroBatch, parts: Sequence[MicroBatch], *, packed: bool) -> list[Share]:
-    """Place micro-batches that hold, in order, the samples of a larger one."""
+    """Place micro-batches that hold, in order, the samples of a larger one.
+
+    Args:
+        whole: the larger one.
+        parts: all of the smaller ones.
+        packed: whether documents lie end to end, in rows without samples.
+    """
     sizes = [m.num_positions if packed else len(m.ids) for m in parts]
     total, positions = sum(sizes), whole.num_positions
     return [
@@ -62,10 +73,18 @@ def shares(whole: MicroBatch, parts: Sequence[MicroBatch], *, packed: bool) -> l
 
 
 def align(whole: Tensor, part: Tensor, share: Share) -> tuple[Tensor, Tensor] | None:
-    """View the same samples and positions in both; None where it cannot be known which they are.
+    """View the same samples and positions in both.
 
     Dimensions that differ otherwise, such as time, are cut to what both have, from the front:
     padding is on the right.
+
+    Args:
+        whole: what a module gave for a whole micro-batch.
+        part: what it gave for some of its samples.
+        share: which these are.
+
+    Returns:
+        Both, of one shape; None where it cannot be known which samples they hold.
     """
     start, size, total, length, total_length = share
     if whole.dim() != part.dim() or not whole.dim():
@@ -86,9 +105,12 @@ def _crop(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def close(first: Tensor, second: Tensor, relevant: Tensor | None = None) -> bool:
-    """Whether two tensors of one shape differ by rounding, relative to the second's largest value.
+    """Whether two tensors differ by rounding, relative to the second's largest value.
 
-    Only floating-point numbers may be rounded. Elements that are not relevant do not count.
+    Args:
+        first: of any type; only floating-point numbers may be rounded.
+        second: of the same shape.
+        relevant: of that shape, which elements count; all unless given.
     """
     if relevant is not None:
         first, second = first[relevant], second[relevant]
@@ -101,7 +123,15 @@ def close(first: Tensor, second: Tensor, relevant: Tensor | None = None) -> bool
 
 
 def tensors_of(value: Any, path: str = "") -> Tensors:  # noqa: ANN401 - module arguments
-    """List the tensors that a module takes or gives, by where they stand."""
+    """List the tensors that a module takes or gives.
+
+    Args:
+        value: a tensor, or what holds some: lists, tuples, mappings, dataclasses, namespaces.
+        path: begins the names.
+
+    Returns:
+        Tensors by where they stand, `.0.logits`; those in objects of other kinds are not seen.
+    """
     if isinstance(value, Tensor):
         return {path: value}
     if dataclasses.is_dataclass(value) and not isinstance(value, type | Mapping):
@@ -115,10 +145,16 @@ def tensors_of(value: Any, path: str = "") -> Tensors:  # noqa: ANN401 - module 
 
 
 class Seen(NamedTuple):
-    """Tensors on one side of a module call as they were, and where the loss depends on them."""
+    """Tensors on one side of a module call as they were, and where the loss depends on them.
+
+    Attributes:
+        values: copies, by where they stand.
+        gradients: of the loss, once it went backward, for those that autograd follows; None where
+            it depends on nothing of them.
+    """
 
     values: Tensors
-    gradients: dict[str, Tensor | None]  # of the loss, of those that autograd follows
+    gradients: dict[str, Tensor | None]
 
     @classmethod
     def of(cls, tensors: Tensors) -> Seen:
@@ -134,12 +170,17 @@ class Seen(NamedTuple):
 
     def wrong(
         self, found: Tensors, share: Share, *, judges_all: bool
-    ) -> list[tuple[Tensor, Tensor]]:
-        """List what differs where the loss depends on it: as it should be, and as it is.
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """List what differs where the loss depends on it.
 
-        Tensors without a gradient, of which that cannot be known, count where all are judged.
+        Args:
+            found: of the same call, in a smaller micro-batch.
+            share: where its samples lie in this one.
+            judges_all: whether tensors without a gradient count, of which that cannot be known.
+
+        Yields:
+            A tensor as it should be, and as it is.
         """
-        wrong = []
         for path in self.values.keys() & found.keys():
             value, mask = self.values[path], None
             pair = align(value, found[path], share)
@@ -150,12 +191,17 @@ class Seen(NamedTuple):
                 matters = torch.zeros_like(value) if gradient is None else gradient
                 mask = align(matters != 0, found[path], share)
             if not close(pair[1], pair[0], mask and mask[0]):
-                wrong.append(pair)
-        return wrong
+                yield pair
 
 
 class Call(NamedTuple):
-    """One call of one module; outputs without a gradient count only where autograd was off."""
+    """One call of one module.
+
+    Attributes:
+        inputs: what it took.
+        outputs: what it gave.
+        is_traced: whether autograd was on; where it was off, outputs without a gradient count too.
+    """
 
     inputs: Seen
     outputs: Seen
@@ -163,7 +209,14 @@ class Call(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """One recorded pass: calls as they ended, and modules that drew random numbers."""
+    """One recorded pass, forward and backward.
+
+    Attributes:
+        micro_batch: what it computed.
+        calls: of all modules, as they ended.
+        drawn: modules that drew random numbers; `OUTSIDE` where code in none of them did.
+        losses: the objective's sums.
+    """
 
     micro_batch: MicroBatch
     calls: dict[CallKey, Call]
@@ -188,7 +241,15 @@ class Difference(NamedTuple):
 
 
 def record(case: Case, micro_batch: MicroBatch) -> Trace:
-    """Run one micro-batch forward and backward, and record what every module took and gave."""
+    """Run one micro-batch forward and backward, and record what every module took and gave.
+
+    It takes the memory of all activations twice. Frozen weights get gradients, too, so that what
+    the loss depends on is known behind them.
+
+    Args:
+        case: whose model is copied; draws are not switched off.
+        micro_batch: as it was loaded.
+    """
     recorder = _CallRecorder()
     with case.running() as run, torch.enable_grad():
         for parameter in run.module.parameters():
@@ -206,7 +267,14 @@ def record(case: Case, micro_batch: MicroBatch) -> Trace:
 
 
 def compare(case: Case, trace: Trace, part: MicroBatch, share: Share) -> Difference:
-    """Run some of the samples of a trace as a micro-batch of their own, and compare."""
+    """Run some of the samples of a trace as a micro-batch of their own, and compare.
+
+    Args:
+        case: the one that was traced.
+        trace: of a larger micro-batch.
+        part: some of its samples.
+        share: which.
+    """
     whole, comparer = trace.micro_batch, _CallComparer(trace, share)
     fields = [
         name
@@ -230,8 +298,14 @@ def compare(case: Case, trace: Trace, part: MicroBatch, share: Share) -> Differe
 def repeat(case: Case, trace: Trace, other: MicroBatch) -> tuple[list[str], list[str]]:
     """Run a traced micro-batch twice more, after another one, without putting the buffers back.
 
-    Gives the modules whose results differ although nothing was drawn anew: those whose state moves,
-    and those that no seed governs.
+    Args:
+        case: the one that was traced.
+        trace: of a micro-batch.
+        other: what moves the state of modules before it is run again.
+
+    Returns:
+        The modules whose results differ although nothing was drawn anew: those whose state moves,
+        and those that no seed governs.
     """
     whole = trace.micro_batch
     share = Share(0, len(whole.ids), len(whole.ids))
@@ -333,7 +407,9 @@ class _CallComparer:
     def enter(self, key: CallKey, taken: Tensors) -> None:
         self.running.append(key[0])
         call = self._trace.calls.get(key)
-        agrees = call is not None and not call.inputs.wrong(taken, self._share, judges_all=True)
+        agrees = call is not None and not any(
+            call.inputs.wrong(taken, self._share, judges_all=True)
+        )
         self._agreeing.append(call if agrees else None)
 
     def leave(self, given: Tensors) -> None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import io
 import os
 import pty
-import re
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +17,7 @@ from trainer.core.signals import STOPPING
 from trainer.report.blocks import batch_equation, end_block, plan_block, verify_block
 from trainer.report.console import BRIEF, LOG_FILE, Screen
 from trainer.report.records import VerifyReport
-from trainer.report.reporter import Reporter, RunReporter, SilentReporter
+from trainer.report.reporter import RunReporter
 
 
 def shape(num_samples: int, length: int, rank: int = 0) -> dict[str, Any]:
@@ -59,7 +57,7 @@ PLAN: dict[str, Any] = {
 FILE = Path("plan.json")
 
 
-def record(step: int, **changes: Any) -> dict[str, Any]:
+def record(step: int = 1, **changes: Any) -> dict[str, Any]:
     values = {
         "step": step, "epoch": step / 36, "samples": 512 * step, "tokens": 41_200 * step,
         "loss": 5.0 - step / 100, "lr": 2e-2, "grad_norm": 0.83, "accum_steps": 3,
@@ -172,30 +170,19 @@ def test_the_end_sets_the_loss_beside_each_baseline(monkeypatch):
     assert "worse, after 22 steps" in text
 
 
-def test_without_a_terminal_each_due_step_is_one_aligned_line_and_so_is_what_went_wrong(tmp_path):
+def test_without_a_terminal_each_due_step_is_one_aligned_line(tmp_path):
     file = io.StringIO()
-    reporter = RunReporter(tmp_path, Screen(tmp_path, file=file), log_every=10)
-    reporter.start(PLAN, name="first")
-    for step in range(1, 61):
-        fault = {"replays": 1, "skipped": "not finite"} if step == 7 else {}
-        reporter.step(record(step, **fault))
+    reporter = RunReporter(tmp_path, Screen(file=file), log_every=10)
+    reporter.start(PLAN)
+    for step in (1, 7, 10, 60):
+        reporter.step(record(step))
     reporter.close()
-    text = file.getvalue()
-    lines = [line for line in text.splitlines() if re.match(r"step +\d+/60  loss", line)]
-    assert [int(line[5:7]) for line in lines] == [1, 10, 20, 30, 40, 50, 60]
+    lines = [line for line in file.getvalue().splitlines() if line.startswith("step")]
+    assert [int(line[5:7]) for line in lines] == [1, 10, 60]
     assert len({len(line) for line in lines}) == 1
     assert lines[1].startswith(
         "step 10/60  loss   4.9000  41.2k tokens/s  padding  1.4%  grad norm  0.83  lr 2.00e-02"
     )
-    assert text.count("step  7/60  out of memory: computed again, in 3 micro-batches") == 1
-    assert text.count("step 7 updated nothing: not finite") == 1
-    resumed = RunReporter(tmp_path, Screen(tmp_path, file=io.StringIO()), resumed_step=2)
-    resumed.start(PLAN)
-    resumed.step(record(3))
-    resumed.close()
-    log = (tmp_path / LOG_FILE).read_text()
-    assert [line for line in log.splitlines() if line in lines] == lines
-    assert log.count("after step 2, in the same folder") == log.count("step  3/60  loss") == 1
 
 
 def test_a_terminal_shows_a_bar_and_the_log_the_same_lines_without_colour(tmp_path, terminal):
@@ -218,55 +205,18 @@ def test_a_terminal_shows_a_bar_and_the_log_the_same_lines_without_colour(tmp_pa
     assert seen().rfind("\x1b[?25h") > seen().rfind("\x1b[?25l"), "the cursor stays visible"
 
 
-def test_hooks_see_plain_copies_and_cannot_stop_or_change_a_run(tmp_path):
-    class Spoiler:
-        def on_step(self, entry):
-            entry.clear()
-            raise ValueError("broken")
-
-    seen: list[dict[str, Any]] = []
-    watcher = SimpleNamespace(on_step=seen.append, on_eval=seen.append, on_checkpoint=seen.append)
-    file, hooks = io.StringIO(), {"spoiler": Spoiler(), "watcher": watcher}
-    reporter = RunReporter(tmp_path, Screen(file=file), hooks=hooks)
-    reporter.start(PLAN)
-    reporter.step(record(1))
-    reporter.step(record(2))
-    reporter.evaluation(2, {"loss": 4.0}, 1.0)
-    path = tmp_path / "checkpoints" / "step-00000002"
-    reporter.checkpoint(2, path)
-    reporter.close()
-    assert [entry["step"] for entry in seen] == [1, 2, 2, 2]
-    assert (seen[1]["loss"], seen[2]["eval_loss"], seen[3]["path"]) == (4.98, 4.0, str(path))
-    assert file.getvalue().count("hook spoiler.on_step failed") == 1
-    assert "saved checkpoints/step-00000002" in file.getvalue()
-
-
-def test_every_rank_but_the_first_takes_the_same_calls_and_is_silent():
-    names = {name for name in vars(RunReporter) if not name.startswith("_")} | {"line", "warn"}
-    silent: Reporter = SilentReporter()
-    assert all(hasattr(silent, name) for name in names)
-    assert all(getattr(silent, name)(1, x=2) is None for name in names - {"wandb_id"})
-
-
 def test_samples_of_length_one_are_called_samples_everywhere(tmp_path, monkeypatch):
     sizes = {"num_samples": 57, "num_tokens": 57, "max_tokens": 1, "global_batch": 1}
     plan = PLAN | sizes | {"shapes": [shape(1, 1)]}
-    text = shown(plan_block(plan, FILE), monkeypatch, 120)
-    for words in (
-        "1 sample = ",
-        "57 samples, 965 held out",
-        "cap         1 sample per micro-batch",
-    ):
-        assert words in text
     file = io.StringIO()
     reporter = RunReporter(tmp_path, Screen(tmp_path, file=file))
     reporter.start(plan)
     reporter.step(record(1))
     reporter.finish(RESULT | {"tokens_per_second": 53.0}, [])
     reporter.close()
-    assert "41.2k samples/s" in file.getvalue()
-    assert "53 samples/s" in file.getvalue()
-    assert "token" not in text + file.getvalue()
+    for words in ("1 sample = ", "57 samples, 965 held out", "41.2k samples/s", "53 samples/s"):
+        assert words in file.getvalue()
+    assert "token" not in shown(plan_block(plan, FILE), monkeypatch, 120) + file.getvalue()
 
 
 class Gone(io.StringIO):

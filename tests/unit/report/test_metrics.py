@@ -7,7 +7,6 @@ import json
 import math
 import subprocess
 import time
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,21 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.lib.support import STEP_KEYS
+from tests.unit.report.test_blocks import record
 from trainer.core import durable
 from trainer.core.errors import SaveError
 from trainer.report import records
 from trainer.report.journal import METRICS_FILE, read, to_line, truncate_after
 from trainer.report.metrics import SAMPLES_FILE, MetricsLog
-
-
-def record(step: int = 1, **changes: Any) -> dict[str, Any]:
-    values = {
-        "step": step, "epoch": step / 36, "samples": 512 * step, "tokens": 90_000 * step,
-        "loss": torch.tensor(2.5), "lr": 2e-2, "grad_norm": torch.tensor(0.75).double(),
-        "accum_steps": 3, "micro_batches": 5, "padding": 0.014, "seconds": 0.5,
-        "tokens_per_second": 180_000.0, "memory_bytes": 1 << 28,
-    }  # fmt: skip
-    return values | changes
 
 
 def strictly(path):
