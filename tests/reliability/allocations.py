@@ -130,6 +130,7 @@ class _StruckObjective:
 
     def __init__(self, inner: Objective, at: int, phase: str) -> None:
         self.inner, self.at, self.phase, self.number = inner, at, phase, -1
+        self.metric_names = inner.metric_names
 
     def strike(self, phase: str) -> None:
         if (self.number, phase) == (self.at, self.phase):
