@@ -57,13 +57,7 @@ class Share(NamedTuple):
 
 
 def shares(whole: MicroBatch, parts: Sequence[MicroBatch], *, packed: bool) -> list[Share]:
-    """Place micro-batches that hold, in order, the samples of a larger one.
-
-    Args:
-        whole: the larger one.
-        parts: all of the smaller ones.
-        packed: whether documents lie end to end, in rows without samples.
-    """
+    """Place micro-batches that hold, in order, the samples of a larger one."""
     sizes = [m.num_positions if packed else len(m.ids) for m in parts]
     total, positions = sum(sizes), whole.num_positions
     return [
@@ -105,12 +99,9 @@ def _crop(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def close(first: Tensor, second: Tensor, relevant: Tensor | None = None) -> bool:
-    """Whether two tensors differ by rounding, relative to the second's largest value.
+    """Whether two tensors of one shape differ by rounding, relative to the second's largest value.
 
-    Args:
-        first: of any type; only floating-point numbers may be rounded.
-        second: of the same shape.
-        relevant: of that shape, which elements count; all unless given.
+    Only floating-point numbers may be rounded. Elements that are not relevant do not count.
     """
     if relevant is not None:
         first, second = first[relevant], second[relevant]
@@ -123,14 +114,9 @@ def close(first: Tensor, second: Tensor, relevant: Tensor | None = None) -> bool
 
 
 def tensors_of(value: Any, path: str = "") -> Tensors:  # noqa: ANN401 - module arguments
-    """List the tensors that a module takes or gives.
+    """List the tensors that a module takes or gives, by where they stand: `.0.logits`.
 
-    Args:
-        value: a tensor, or what holds some: lists, tuples, mappings, dataclasses, namespaces.
-        path: begins the names.
-
-    Returns:
-        Tensors by where they stand, `.0.logits`; those in objects of other kinds are not seen.
+    Those in objects other than lists, tuples, mappings, dataclasses and namespaces are not seen.
     """
     if isinstance(value, Tensor):
         return {path: value}
@@ -209,14 +195,7 @@ class Call(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """One recorded pass, forward and backward.
-
-    Attributes:
-        micro_batch: what it computed.
-        calls: of all modules, as they ended.
-        drawn: modules that drew random numbers; `OUTSIDE` where code in none of them did.
-        losses: the objective's sums.
-    """
+    """One recorded pass: calls as they ended, and modules (or `OUTSIDE`) that drew at random."""
 
     micro_batch: MicroBatch
     calls: dict[CallKey, Call]
@@ -245,10 +224,6 @@ def record(case: Case, micro_batch: MicroBatch) -> Trace:
 
     It takes the memory of all activations twice. Frozen weights get gradients, too, so that what
     the loss depends on is known behind them.
-
-    Args:
-        case: whose model is copied; draws are not switched off.
-        micro_batch: as it was loaded.
     """
     recorder = _CallRecorder()
     with case.running() as run, torch.enable_grad():
@@ -267,14 +242,7 @@ def record(case: Case, micro_batch: MicroBatch) -> Trace:
 
 
 def compare(case: Case, trace: Trace, part: MicroBatch, share: Share) -> Difference:
-    """Run some of the samples of a trace as a micro-batch of their own, and compare.
-
-    Args:
-        case: the one that was traced.
-        trace: of a larger micro-batch.
-        part: some of its samples.
-        share: which.
-    """
+    """Run some of the samples of a trace as a micro-batch of their own, and compare."""
     whole, comparer = trace.micro_batch, _CallComparer(trace, share)
     fields = [
         name
@@ -297,11 +265,6 @@ def compare(case: Case, trace: Trace, part: MicroBatch, share: Share) -> Differe
 
 def repeat(case: Case, trace: Trace, other: MicroBatch) -> tuple[list[str], list[str]]:
     """Run a traced micro-batch twice more, after another one, without putting the buffers back.
-
-    Args:
-        case: the one that was traced.
-        trace: of a micro-batch.
-        other: what moves the state of modules before it is run again.
 
     Returns:
         The modules whose results differ although nothing was drawn anew: those whose state moves,
