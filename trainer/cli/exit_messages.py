@@ -15,15 +15,12 @@ from trainer.core.errors import Preempted, TrainError
 from trainer.core.format import lead_nowhere, printable_lines
 from trainer.launch.membership import global_rank
 
-FULL_ERROR = "HYDRA_FULL_ERROR"
-"""Environment variable, as Hydra has it: 1 shows full tracebacks."""
-
 _SHOWN_FRAMES = 3
 
 
 def print_error(error: TrainError) -> int:
     """Print what is wrong, on the first rank or the one that asks to, and give the exit code."""
-    if os.environ.get(FULL_ERROR) == "1":
+    if os.environ.get("HYDRA_FULL_ERROR") == "1":  # as Hydra has it
         _print("".join(traceback.format_exception(error)))
     if global_rank() == 0 or error.is_own:
         for line in str(error).splitlines() or [type(error).__name__]:
@@ -35,9 +32,8 @@ def print_crash(error: Exception, folder: Path | None = None) -> int:
     """Print a traceback, or its end with the whole in the run folder, and give the exit code."""
     from trainer.report.run_status import keep_traceback  # noqa: PLC0415 - where it is needed
 
-    path = None
-    if folder is not None and folder.is_dir():
-        path = keep_traceback(error, folder, global_rank())
+    is_begun = folder and folder.is_dir()
+    path = keep_traceback(error, folder, global_rank()) if folder and is_begun else None
     frames = traceback.format_tb(error.__traceback__)[-_SHOWN_FRAMES if path else 0 :]
     _print(f"train: error: {type(error).__name__}: {error}\n{''.join(frames)}")
     if path is not None:

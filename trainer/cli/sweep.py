@@ -108,14 +108,13 @@ def prepare_sweep(overrides: Sequence[Override], faults: list[str], composer: Co
     is_planned = first.composed.hydra.sweeper._target_ == _BASIC_SWEEPER
     if resume and not is_planned:
         raise ConfigError("resume=auto: this sweeper chooses its jobs anew; leave resume out")
-    subfolder = saved_runs.SUBFOLDER
     if resume:
         outputs = Path(first.config.outputs).absolute()
         folder = saved_runs.newest_sweep(outputs, parts.lines) or folder
-        subfolder = saved_runs.RESUMED if folder.exists() else subfolder
     own = [each for each in parts.hydra if not each.startswith("hydra.sweep.dir=")]
     own += [f"hydra.sweep.dir={quote(folder)}"]
-    own += [f"hydra.output_subdir={subfolder}"]
+    goes_on = resume is not None and folder.exists()
+    own += [f"hydra.output_subdir={saved_runs.RESUMED if goes_on else saved_runs.SUBFOLDER}"]
     own += [] if any(_LOGGING in each for each in own) else [f"{_LOGGING}=none"]
     return Sweep(
         command=first.config.command,

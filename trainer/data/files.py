@@ -30,8 +30,7 @@ def files_at(path: Path, suffix: str = "") -> list[Path]:
     if path.is_file():
         return [path]
     if not path.is_dir():
-        what = "neither a file nor a folder" if path.exists() else "no such file or folder"
-        raise DataError(f"data.path={path}: {what}")
+        raise DataError(f"data.path={path}: no such file or folder")
     found = []
     for parent, folders, files in os.walk(path, onerror=_refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]

@@ -60,9 +60,7 @@ class Text(ByteDocuments):
     ) -> None:
         place = Path(path).expanduser().absolute()
         if place.suffix == ".json" and place.is_file():
-            raise DataError(
-                f"data.path={path}: one JSON object per line is read, from a .jsonl file"
-            )
+            raise DataError(f"data.path={path}: JSON is read line by line, from a .jsonl file")
         index = _text_index(place, field, on_bad == "skip")
         super().__init__(index, split, max_length, holdout, seed, overlong)
 

@@ -43,7 +43,6 @@ def bind(
         if p.default is inspect.Parameter.empty
         and p.kind in NAMED | {inspect.Parameter.POSITIONAL_ONLY}
     )
-    owner = type(written).__name__
 
     def call(fields: Fields) -> Any:  # noqa: ANN401 - models return what they like
         arguments = fields if takes_all else {n: fields[n] for n in names if n in fields}
@@ -51,7 +50,7 @@ def bind(
         if missing or not arguments:
             lack = f"requires {', '.join(missing)}" if missing else "takes none"
             raise ConfigError(
-                f"model: forward of {owner} {lack} of the fields that there are "
+                f"model: forward of {type(written).__name__} {lack} of the fields that there are "
                 f"({', '.join(fields) or 'none'}; labels go only to the objective): rename the "
                 "argument, or give it a default"
             )

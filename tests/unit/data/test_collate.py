@@ -57,12 +57,9 @@ def test_every_field_is_padded_to_its_own_length_and_what_needs_none_stays_as_it
     assert fields.keys() == {"pixels", "labels"}
     assert fields["pixels"].shape == (2, 1, 2, 2)
     assert fields["labels"].tolist() == [3, 4]
-
-
-def test_small_integers_become_what_embeddings_and_losses_take():
     sample = {"input_ids": torch.tensor([1]).int(), "labels": torch.tensor(1).byte()}
     fields = padded(sample, aligned=frozenset({"input_ids"}), pad_to=1)
-    assert fields["input_ids"].dtype == fields["labels"].dtype == torch.int64
+    assert fields["input_ids"].dtype == fields["labels"].dtype == torch.int64, "losses take it"
     float_labels = padded({"labels": torch.tensor([0.5])}, aligned=frozenset())
     assert float_labels["labels"].dtype == torch.float32
 

@@ -17,9 +17,7 @@ from trainer.data.stdlib import StdlibText, top_level_definitions
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    folder = tmp_path / "cache"
-    monkeypatch.setenv("TRAIN_CACHE", str(folder))
-    return folder
+    monkeypatch.setenv("TRAIN_CACHE", str(tmp_path / "cache"))
 
 
 MODULES = {
@@ -48,8 +46,11 @@ def library(tmp_path):
     return root
 
 
-def test_a_document_is_a_top_level_function_or_class_with_its_decorators(library):
-    both = [StdlibText(split, 10_000, 0.3, root=str(library)) for split in ("train", "held_out")]
+def test_documents_are_functions_and_classes_of_files_that_parse_and_others_are_counted(library):
+    (library / "odd.py").write_text("'\\d'\n")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        both = [StdlibText(side, 10_000, 0.3, root=str(library)) for side in ("train", "held_out")]
     assert {text for dataset in both for text in documents_of(dataset)} == {
         "def a():\n    return 1",
         "class B:\n    def method(self): ...",
@@ -57,15 +58,8 @@ def test_a_document_is_a_top_level_function_or_class_with_its_decorators(library
         "def g(): return 1 ; x = 2",
         *(f"def f{k}():\n    return {'x' * k!r}" for k in range(20)),
     }
-
-
-def test_files_that_do_not_decode_or_parse_are_counted_and_left_out_without_a_warning(library):
-    (library / "odd.py").write_text("def odd():\n    return '\\d'\n")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        dataset = StdlibText(root=str(library))
-    assert dataset.num_skipped == 3
-    reasons = [reason.split(":")[0] for reason in dataset.skipped]
+    assert both[0].num_skipped == 3
+    reasons = [reason.split(":")[0] for reason in both[0].skipped]
     assert reasons == ["broken.py", "null.py", "undecodable.py"]
     with pytest.raises(DataError, match="no Python source below"):
         StdlibText(root=str(library / "nowhere"))
@@ -167,7 +161,7 @@ def test_the_entropies_are_those_of_a_count_by_hand(library, max_length, overlon
     assert entropies.bigram == pytest.approx(bigram / pairs["held_out"].total(), rel=1e-12)
 
 
-def test_the_fingerprint_follows_contents_and_settings_only(library, monkeypatch, tmp_path):
+def test_the_fingerprint_follows_every_setting_and_no_place_of_the_cache(library, monkeypatch):
     def fingerprint(**settings):
         return StdlibText(root=str(library), **settings).fingerprint
 
@@ -175,11 +169,8 @@ def test_the_fingerprint_follows_contents_and_settings_only(library, monkeypatch
     settings = {"split": "held_out", "max_length": 64, "holdout": 0.1, "seed": 1, "overlong": "cut"}
     others = {fingerprint(**{name: value}) for name, value in settings.items()}
     assert len(others | {first}) == 6
-    monkeypatch.setenv("TRAIN_CACHE", str(tmp_path / "another"))
-    (library / "alpha.py").touch()
+    monkeypatch.setenv("TRAIN_CACHE", str(library / "another"))
     assert fingerprint() == first
-    (library / "alpha.py").write_text("def a(): ...\n")
-    assert fingerprint() != first
 
 
 def test_off_a_terminal_building_says_one_plain_line(library, capsys, monkeypatch):

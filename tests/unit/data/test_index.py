@@ -97,11 +97,10 @@ def test_the_cache_folder_follows_the_environment_and_must_be_writable(monkeypat
     with pytest.raises(DataError, match=r"cannot write the index .*another folder in TRAIN_CACHE"):
         opened([b"text"])
     monkeypatch.delenv("TRAIN_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert cache_folder() == tmp_path / "xdg" / "step-trainer"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert cache_folder() == tmp_path / ".cache" / "step-trainer"
+    for name, folder in (("XDG_CACHE_HOME", "step-trainer"), ("HOME", ".cache/step-trainer")):
+        monkeypatch.setenv(name, str(tmp_path))
+        assert cache_folder() == tmp_path / folder
+        monkeypatch.delenv(name)
 
 
 def test_a_pickled_index_is_a_path_and_a_key():

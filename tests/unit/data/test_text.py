@@ -12,9 +12,7 @@ from trainer.data.text import Text
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    folder = tmp_path / "cache"
-    monkeypatch.setenv("TRAIN_CACHE", str(folder))
-    return folder
+    monkeypatch.setenv("TRAIN_CACHE", str(tmp_path / "cache"))
 
 
 def texts(path, **settings):
@@ -38,7 +36,7 @@ def test_a_plain_file_gives_one_document_per_paragraph_wherever_its_path_begins(
         assert texts(path) == ["one\ntwo", "three ä", "  four"]
 
 
-def test_a_folder_gives_one_document_per_file_in_order_and_reads_json_lines(tmp_path):
+def test_a_folder_gives_one_document_per_file_in_order_and_json_lines_one_per_record(tmp_path):
     folder = tmp_path / "corpus"
     (folder / "b" / ".git").mkdir(parents=True)
     (folder / "b" / "z.md").write_text("one\n\ntwo\n")
@@ -47,9 +45,6 @@ def test_a_folder_gives_one_document_per_file_in_order_and_reads_json_lines(tmp_
     (folder / "b" / ".git" / "config").write_text("no")
     jsonl(folder / "c.jsonl", {"text": "x"}, {"text": "y"})
     assert texts(folder) == ["first", "one\n\ntwo", "x", "y"]
-
-
-def test_json_lines_give_one_document_per_record_under_the_field(tmp_path):
     file = jsonl(tmp_path / "data.jsonl", {"body": "ä\n\nb"}, b"", b"  ", {"body": "c", "n": 1})
     assert texts(file, field="body") == ["ä\n\nb", "c"]
 
@@ -110,7 +105,7 @@ def test_bad_records_may_be_skipped_up_to_a_share(tmp_path):
         Text(str(more), on_bad="skip")
 
 
-def test_data_that_holds_nothing_or_is_not_there_is_a_data_error(tmp_path):
+def test_data_that_hold_nothing_are_not_there_or_vanish_are_a_data_error(tmp_path, monkeypatch):
     (tmp_path / "blank.txt").write_text("\n \n")
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "array.json").write_text("[]")
@@ -124,6 +119,9 @@ def test_data_that_holds_nothing_or_is_not_there_is_a_data_error(tmp_path):
     }.items():
         with pytest.raises(DataError, match=f"{name}.*{fault}"):
             Text(str(tmp_path / name))
+    monkeypatch.setattr("trainer.data.text.files_at", lambda _: [tmp_path / "gone.txt"])
+    with pytest.raises(DataError, match=r"cannot read .*gone\.txt: No such file"):
+        Text(str(tmp_path))
 
 
 def test_copies_of_a_document_stay_on_one_side(tmp_path):
@@ -131,16 +129,3 @@ def test_copies_of_a_document_stay_on_one_side(tmp_path):
     train, held_out = (texts(file, split=split, holdout=0.3) for split in ("train", "held_out"))
     assert (len(train), len(held_out)) == (35, 15)
     assert not set(train) & set(held_out)
-
-
-def test_a_changed_file_is_indexed_anew_in_place_and_one_that_vanishes_is_named(
-    tmp_path, cache, monkeypatch
-):
-    file = tmp_path / "text.txt"
-    for content in (["one", "two"], ["one", "two", "three"]):
-        file.write_text("\n\n".join(content))
-        assert texts(file) == content
-    assert len(list(cache.iterdir())) == 1
-    monkeypatch.setattr("trainer.data.text.files_at", lambda _: [file, tmp_path / "gone.txt"])
-    with pytest.raises(DataError, match=r"cannot read .*gone\.txt: No such file"):
-        Text(str(tmp_path))

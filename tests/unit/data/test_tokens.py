@@ -35,6 +35,10 @@ def test_windows_follow_each_other_within_a_file_and_the_last_of_each_may_be_sho
     write(folder / "a.bin", [1, 2, 3, 4])
     (folder / "meta.json").write_text("{}")
     assert windows_of(folder) == [[1, 2, 3, 4], [7, 8, 9, 10], [11]]
+    write(folder / "b" / "train.bin", range(10))
+    write(folder / "val.bin", range(100, 106))
+    assert windows_of(folder, holdout=0.5) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]], "named splits"
+    assert windows_of(folder, holdout=0.5, split="held_out") == [[100, 101, 102, 103], [104, 105]]
 
 
 @settings(max_examples=30)
@@ -56,13 +60,6 @@ def test_both_splits_together_hold_every_token_once(tmp_path_factory, sizes, max
         assert dataset.lengths.dtype == np.int64
         seen += [token for sample in samples for token in sample.tolist()]
     assert seen == tokens.tolist()
-
-
-def test_a_folder_with_named_splits_keeps_them(tmp_path):
-    write(tmp_path / "train.bin", range(10))
-    write(tmp_path / "val.bin", range(100, 106))
-    assert windows_of(tmp_path, holdout=0.5)[-1] == [8, 9]
-    assert windows_of(tmp_path, holdout=0.5, split="held_out") == [[100, 101, 102, 103], [104, 105]]
 
 
 def test_the_dtype_is_typed_or_that_of_the_suffix_and_a_wrong_guess_is_noticed(tmp_path):
