@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trainer.config.rules import heads_fault
 from trainer.core.errors import ConfigError
 
 Rotation = tuple[Tensor, Tensor]
@@ -47,6 +48,9 @@ class GPT(nn.Module):
         positions: `rotary` or `learned`.
         bias: linear layers and LayerNorm have biases; the output layer never has.
         init_std: deviation of fresh weights, 0.02 in GPT-2; `None` is `1 / sqrt(fan_in)`.
+
+    Raises:
+        ConfigError: the heads do not share the width.
     """
 
     def __init__(  # noqa: PLR0913 - the shape of a transformer has this many numbers
@@ -67,6 +71,9 @@ class GPT(nn.Module):
         init_std: float | None = None,
     ) -> None:
         super().__init__()
+        # The configuration checks options; this is for the class typed as `model._target_`.
+        if fault := heads_fault(width, num_heads, is_rotary=positions == "rotary"):
+            raise ConfigError(fault)
         self.vocab_size = vocab_size
         self.max_length = max_length
         self.head_dim = width // num_heads

@@ -222,13 +222,9 @@ def match_groups(model: nn.Module, groups: Groups) -> dict[str, list[nn.Paramete
     for pattern in groups:
         matching = {id(p): p for name, p in names if fnmatchcase(name, pattern)}
         if not matching:
-            nearest = difflib.get_close_matches(
-                pattern.replace("*", ""), [name for name, _ in names], n=3, cutoff=0.0
-            )
-            raise ConfigError(
-                f"optimizer.groups: no parameter is named like {pattern!r}; "
-                f"nearest: {', '.join(nearest)}"
-            )
+            near = difflib.get_close_matches(pattern.replace("*", ""), dict(names), n=3, cutoff=0.0)
+            text = f"no parameter is named like {pattern!r}; nearest: {', '.join(near)}"
+            raise ConfigError(f"optimizer.groups: {text}")
         found[pattern] = [p for key, p in matching.items() if key not in taken]
         if not found[pattern]:
             raise ConfigError(
