@@ -60,7 +60,12 @@ def start_block(
 
 
 def plan_block(plan: Record, file: Path) -> RenderableType:
-    """Lay out the whole arithmetic of a run, for `train plan`; the file holds all of it."""
+    """Lay out the whole arithmetic of a run, for `train plan`.
+
+    Args:
+        plan: what plan.json holds.
+        file: where that is, for what does not fit onto the screen.
+    """
     parts = [f"{name} {size(count)}" for name, count in plan["memory_parts"].items() if count]
     means, steps = plan["epoch_means"], plan["steps"]
     sync = plan["sync_why"] or f"{plan['sync']}, parallel {plan['parallel']}"

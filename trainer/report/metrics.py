@@ -77,14 +77,27 @@ class MetricsLog:
     def consumed(
         self, step: int, ids: Iterable[int], skipped: Iterable[int] = (), **more: object
     ) -> None:
-        """Enter the sample ids behind a step, or at step 0 bad records, into the ledger."""
+        """Enter what a step consumed into the ledger, where one is kept.
+
+        Args:
+            step: from 1; 0 for bad records that were found before the first.
+            ids: of its samples, in the order of the global batch.
+            skipped: of those that its update left out.
+            more: other fields of the line.
+        """
         if self._samples is not None:
             if bad := list(skipped):
                 more["skipped"] = bad
             self._samples.write({"step": step, "ids": list(ids), **more})
 
     def evaluation(self, step: int, metrics: Mapping[str, float], seconds: float) -> Entry:
-        """Write an evaluation, every metric as `eval_...`; steps before it must be flushed."""
+        """Write an evaluation; steps before it must be flushed.
+
+        Args:
+            step: after which it was made.
+            metrics: means by name, written as `eval_...`.
+            seconds: wall time.
+        """
         entry: Entry = {"step": step}
         entry |= {f"eval_{n.removeprefix('eval_')}": float(value) for n, value in metrics.items()}
         return self._write(entry | {EVAL_SECONDS: round(seconds, 6)})

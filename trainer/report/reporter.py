@@ -91,8 +91,10 @@ class RunReporter:
     def step(self, entry: Mapping[str, Any], ids: Ids = (), skipped_ids: Ids = ()) -> None:
         """Take an optimizer step; on an accelerator it is shown when the next one comes.
 
-        Numbers of the entry may be 0-d tensors; of the samples behind it some may have been
-        skipped.
+        Args:
+            entry: the line of metrics.jsonl; numbers may be 0-d tensors.
+            ids: of the samples behind it.
+            skipped_ids: of those that its update left out.
         """
         step = entry["step"]
         if "replays" in entry:

@@ -91,7 +91,11 @@ class WandbMirror:
         self._is_imported.wait(IMPORT_TIMEOUT_S)
 
     def close(self, summary: Mapping[str, Any] | None = None) -> None:
-        """Let the mirror finish, for a few seconds; without final figures the run has failed."""
+        """Let the mirror finish, for a few seconds.
+
+        Args:
+            summary: the final figures; without them W&B shows the run as failed.
+        """
         thread, self._thread = self._thread, None
         if thread is None:
             return
