@@ -187,6 +187,8 @@ class Averaging(nn.Module, Objective):
         self.register_buffer("mean", torch.ones(()))
         self.draws = torch.Generator().manual_seed(1)
 
+    metric_names = NextToken.metric_names
+
     def weights(self, fields: Mapping[str, Tensor]) -> Mapping[str, float]:
         return NextToken().weights(fields)
 
