@@ -35,8 +35,8 @@ from trainer.optim.optimizers import AdamW
 from trainer.plan.cut import Cut, IntArray, Layout, Plan
 from trainer.plan.cuts import Auto, Budget, Fixed
 from trainer.plan.memory import Shape
-from trainer.tune.fake import predict_peak
 from trainer.tune.memory_limit import memory_limit
+from trainer.tune.predict import predict_peak
 from trainer.tune.speed import meter_for
 from trainer.tune.tuner import tune
 from trainer.tune.tuning import Question, Tuning
@@ -129,6 +129,7 @@ def tune_once(work: Workload, data: StdlibText, batches: list[IntArray]) -> tupl
     question = Question(
         work=work,
         batches=batches,
+        most_samples=max(map(len, batches)),
         longest=int(data.lengths.max()),
         shortest=int(data.lengths.min()),
         cut_at=Auto().tuned,

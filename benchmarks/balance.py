@@ -169,8 +169,12 @@ def measure(
         elapsed = time.perf_counter() - started
         plan.check(layout)
         costs = [
-            [layout.cost.tokens(len(ids), size) for ids, size in zip(slots, sizes, strict=True)]
-            for slots, sizes in zip(plan.ranks, plan.padded_lengths, strict=True)
+            [layout.cost.fixed + len(ids) * price for ids, price in zip(slots, prices, strict=True)]
+            for slots, prices in zip(
+                plan.ranks,
+                (layout.cost.per_sample(np.array(sizes)).tolist() for sizes in plan.padded_lengths),
+                strict=True,
+            )
         ]
         step = sum(map(max, zip(*costs, strict=True))) if layout.lockstep else max(map(sum, costs))
         per_sample, totals = layout.cost.per_sample(lengths), [sum(slots) for slots in costs]

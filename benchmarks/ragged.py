@@ -129,9 +129,11 @@ class Setting:
 
     def documents(self, step: int) -> list[Sample]:
         """Read the documents of one step, from 0, in the order of their ids."""
-        order = self.parts.source.order
-        data, ids = self.parts.train_set, order.next(order.at(step)).ids
-        return [data.read(int(i), seed=0, epoch=0) for i in ids]
+        data, order = self.parts.train_set, self.parts.source.order
+        cursor = order.start
+        for _ in range(step):
+            cursor = order.next(cursor).after
+        return [data.read(int(i), seed=0, epoch=0) for i in order.next(cursor).ids]
 
     def task(
         self, num_steps: int, dtype: torch.dtype = torch.float32, *, bf16: bool = False

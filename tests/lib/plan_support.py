@@ -5,10 +5,15 @@ from __future__ import annotations
 from trainer.plan.cut import Cost, Layout, Plan
 
 
+def tokens_of(cost: Cost, num_samples: int, length: int) -> float:
+    """Cost of one padded micro-batch in token equivalents."""
+    return cost.fixed + num_samples * length * (1.0 + cost.quadratic * length)
+
+
 def costs_of(plan: Plan, cost: Cost) -> list[list[float]]:
     """Give the cost of every padded micro-batch, rank by rank; an empty slot costs its start."""
     return [
-        [cost.tokens(len(ids), length) for ids, length in zip(slots, lengths, strict=True)]
+        [tokens_of(cost, len(ids), length) for ids, length in zip(slots, lengths, strict=True)]
         for slots, lengths in zip(plan.ranks, plan.padded_lengths, strict=True)
     ]
 

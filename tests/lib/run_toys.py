@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from tests.lib.tune_support import FullAt
 from trainer.accumulate.base import GradientStrategy, divided, seed_draws
 from trainer.core.micro_batch import Fields
 from trainer.objectives.base import Objective, Sums, logits_of
@@ -338,5 +339,5 @@ class Cramped(Backwards):
         self.calls += 1
         if self.calls <= self.after:
             return super().backward(model, objective, micro_batches, divisors, sync)
-        with PeakBytes(limit=self.limit):
+        with PeakBytes() as peak, FullAt(peak, self.limit):
             return super().backward(model, objective, micro_batches, divisors, sync)

@@ -27,7 +27,7 @@ from trainer.parallel.fsdp import Sharded, fake_mesh
 from trainer.plan.cuts import Fixed
 from trainer.plan.memory import Shape
 from trainer.training.step import train_step
-from trainer.tune.fake import predict_peak
+from trainer.tune.predict import predict_peak
 from trainer.tune.tensors import MemoryEstimate, PeakBytes
 from trainer.tune.workload import Tiled, Workload
 

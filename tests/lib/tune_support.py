@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.accumulate.rollback import Snapshot
 from trainer.models.bind import bind
@@ -21,6 +22,23 @@ from trainer.tune.tensors import MemoryEstimate, PeakBytes
 from trainer.tune.workload import Tiled, Workload
 
 VOCABULARY = 61
+
+
+class FullAt(TorchDispatchMode):
+    """Fails like a full device once tensors that `peak` counts take more than a limit.
+
+    It is entered after `peak`; None never fails.
+    """
+
+    def __init__(self, peak: PeakBytes, limit: int | None) -> None:
+        super().__init__()
+        self.peak, self.limit = peak, limit
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if self.limit is not None and self.peak.estimate.peak_bytes > self.limit:
+            raise torch.OutOfMemoryError(f"tensors exceed the limit of {self.limit}")
+        return result
 
 
 class PerToken(Objective):
@@ -141,9 +159,10 @@ def measured_peak(
     """Take two optimizer steps of two micro-batches each for real, on a copy of the model."""
     model = copy.deepcopy(work.model)
     copied = replace(work, model=model, bind=partial(bind, autocast=autocast))
-    peak = PeakBytes(limit)
+    peak = PeakBytes()
     fields = copied.fields(*shape)
-    with torch.random.fork_rng(devices=[]), peak, copied.variant(recompute=recompute):
+    full, variant = FullAt(peak, limit), copied.variant(recompute=recompute)
+    with torch.random.fork_rng(devices=[]), peak, full, variant:
         peak.assign("parameters", model.parameters())
         peak.assign("buffers", model.buffers())
         peak.assign("activations", fields.values())

@@ -24,8 +24,8 @@ from trainer.models.meta_start import build_on_meta, drawn
 from trainer.plan.cut import Layout
 from trainer.plan.cuts import Auto
 from trainer.plan.memory import Shape
-from trainer.tune.fake import predict_peak
 from trainer.tune.memory_limit import MemoryLimit
+from trainer.tune.predict import predict_peak
 from trainer.tune.tuner import tune
 from trainer.tune.tuning import Question
 
@@ -68,6 +68,7 @@ def test_recomputing_is_weighed_by_what_a_rank_with_shards_needs():
     asked = Question(
         work=work,
         batches=[np.full(8, 24)],
+        most_samples=8,
         longest=24,
         shortest=24,
         cut_at=Auto().tuned,

@@ -38,7 +38,7 @@ def test_a_device_of_a_stated_size_is_filled_and_never_overrun():
     assert plan["accum_steps"] > 1
     assert plan["predicted_peak_bytes"] <= plan["memory_limit_bytes"] < limit
     assert plan["step_seconds"] > 0
-    with PeakBytes(limit=limit) as counted:
+    with PeakBytes() as counted:
         run = go(f"accum=auto accum.memory={limit} batch.global=40 steps=3")
     assert sum(entry.get("replays", 0) for entry in steps(run)) == 0
     assert counted.estimate.peak_bytes <= limit

@@ -21,13 +21,12 @@ from trainer.models.recompute import checkpoint_blocks
 from trainer.plan.cut import Layout
 from trainer.plan.cuts import Budget, Fixed
 from trainer.plan.memory import Shape
-from trainer.tune.fake import CannotRunFake, predict_peak
 from trainer.tune.layout import (
     COMPILED_SHAPES,
     layout_for,
     packs,
 )
-from trainer.tune.predict import Predictor
+from trainer.tune.predict import CannotRunFake, Predictor, predict_peak
 from trainer.tune.workload import Tiled
 
 CPU = torch.device("cpu")

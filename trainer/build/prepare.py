@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -294,8 +295,7 @@ def _tune(
         cut_at=cut.tuned,
         layout=parts.layout,
         limit=limit,
-        largest_batch=parts.source.order.most_samples,
-        max_samples=cut.micro,
+        most_samples=min(parts.source.order.most_samples, cut.micro or sys.maxsize),
         recompute=parts.config.activation_checkpointing,
         timed=is_here and fits,
         num_steps=parts.total_steps,
@@ -322,7 +322,7 @@ def _predicted(
     shapes, recompute = _dearest(parts, plans), parts.config.activation_checkpointing is True
     try:
         cache = _open_cache(parts, work)
-        facts = cache.facts(recompute=recompute)
+        facts = cache.facts[recompute]
         if unknown := [shape for shape in shapes if shape not in facts.peaks]:
             # One that the run has, not one sample alone: BatchNorm of single values needs two.
             smallest = min(shapes, key=lambda shape: shape.num_samples)

@@ -41,10 +41,6 @@ class Cost:
     quadratic: float = 0.001
     seconds_per_token: float | None = None
 
-    def tokens(self, num_samples: int, length: int) -> float:
-        """Cost of one padded micro-batch in token equivalents."""
-        return self.fixed + num_samples * length * (1.0 + self.quadratic * length)
-
     def per_sample(self, lengths: IntArray) -> FloatArray:
         """Cost of each sample alone, without the micro-batch's fixed share, `(num_samples,)`."""
         sizes = lengths.astype(np.float64)
@@ -61,9 +57,9 @@ class Layout:
         lockstep: every micro-batch contains a collective, so all ranks need the same count.
         pad_multiple: lengths are padded up to a multiple of this.
         longest: the multiple pads no sample beyond it, since a model may take no more.
-        max_shapes: most distinct padded lengths, for compiled models, of each global batch. The
-            number of samples is not bounded: it is the one dimension to compile as dynamic.
-        shapes: the padded lengths, ascending, where they are the same for a whole run.
+        shapes: the padded lengths, ascending, where a compiled model bounds them. The number of
+            samples is not bounded: it is the one dimension to compile as dynamic.
+        max_shapes: most distinct lengths of packed rows, likewise.
         packed: documents of a micro-batch are laid end to end, without padding.
         group_size: that many consecutive samples of the global batch form a group that no cut
             divides (they are normalised together, say); the last may be short.
@@ -74,8 +70,8 @@ class Layout:
     lockstep: bool = False
     pad_multiple: int = 1
     longest: int | None = None
-    max_shapes: int | None = None
     shapes: tuple[int, ...] = ()
+    max_shapes: int | None = None
     packed: bool = False
     group_size: int = 1
     cost: Cost = field(default_factory=Cost)
@@ -124,14 +120,8 @@ class Plan:
         return length if self.packed else len(self.ranks[rank][slot]) * length
 
     def slots(self) -> Iterator[tuple[int, int]]:
-        """Walk over the micro-batches.
-
-        Yields:
-            `(rank, slot)`, rank by rank.
-        """
-        for rank, slots in enumerate(self.ranks):
-            for slot in range(len(slots)):
-                yield rank, slot
+        """Walk over the micro-batches: `(rank, slot)`, rank by rank."""
+        return ((rank, slot) for rank, own in enumerate(self.ranks) for slot in range(len(own)))
 
     @cached_property
     def num_positions(self) -> int:

@@ -24,7 +24,6 @@ from trainer.plan.partition import (
     reduce_groups,
     samples_of_groups,
     split,
-    with_shapes,
 )
 
 SHRINK = (7, 10)  # share of the failed size that the next attempt is cut to, as an exact fraction
@@ -82,14 +81,11 @@ class Fixed(Cut):
             starts = even_starts(len(share), min(len(share), self.steps or 1))
             if self.micro is not None:
                 starts = np.arange(0, len(share), self.micro // size, dtype=np.int64)
-            ranks.append(split(share, starts) if len(share) else ())
+            ranks.append(split(share, starts))
         if layout.lockstep:
             busiest = max(len(slots) for slots in ranks)
             ranks = [slots + (groups[:0],) * (busiest - len(slots)) for slots in ranks]
-        samples = [
-            [samples_of_groups(slot, size, num_samples) for slot in slots] for slots in ranks
-        ]
-        return padded_apart(samples, lengths, layout)
+        return padded_apart(samples_of_groups(ranks, size, num_samples), lengths, layout)
 
     def smaller(self, plan: Plan) -> Fixed | None:
         """Halve the samples per micro-batch; see `Cut.smaller`."""
@@ -191,7 +187,6 @@ class Budget(_Capped):
         Raises:
             ConfigError: if the cap is less than the longest sample.
         """
-        layout = with_shapes(lengths, layout)
         position, needed = self._dearest(lengths, layout)
         if needed > self.max_tokens:
             length = int(lengths[position])
@@ -237,11 +232,10 @@ class Auto(_Capped):
 
         Raises:
             SampleTooLongError: if one sample alone exceeds the cap.
-            ValueError: if the cut has not been tuned.
         """
-        if self.max_tokens is None or self.hard_cap is None:
-            raise ValueError("accum=auto cuts nothing before it is tuned: call tuned() first")
-        layout = with_shapes(lengths, replace(layout, cost=self.cost or layout.cost))
+        assert self.max_tokens is not None, "accum=auto cuts nothing before it is tuned"
+        assert self.hard_cap is not None
+        layout = replace(layout, cost=self.cost or layout.cost)
         position, needed = self._dearest(lengths, layout)
         if needed > self.hard_cap:
             raise SampleTooLongError(position, int(lengths[position]), self.hard_cap)

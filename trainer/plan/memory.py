@@ -41,12 +41,12 @@ def corner_shapes(cap: int, longest: int, shortest: int, max_samples: int) -> tu
     `L = cap / max_samples`. Rounded up to whole tokens, that holds the most positions; rounded
     down, the most samples. `longest` and `shortest` are padded lengths of the data.
     """
-    long = Shape(max(1, min(max_samples, cap // longest)), longest)
-    least = max(1, shortest)
-    length = min(longest, max(least, math.ceil(cap / max_samples)))
-    short = Shape(max(1, min(max_samples, cap // length)), length)
-    length = min(longest, max(least, cap // max_samples))
-    many = Shape(max(1, min(max_samples, cap // length)), length)
+
+    def fullest(length: int) -> Shape:
+        length = min(longest, max(1, shortest, length))
+        return Shape(max(1, min(max_samples, cap // length)), length)
+
+    long, short, many = map(fullest, (longest, math.ceil(cap / max_samples), cap // max_samples))
     corners = (long, short, many) if many.num_samples > MANY * short.num_samples else (long, short)
     return tuple(dict.fromkeys(corners))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, final
 
 import numpy as np
@@ -59,7 +60,6 @@ class Order:
     Raises:
         ConfigError: `global_batch` is below 1.
         DataError: the data cannot fill a single step.
-        ValueError: `unit="tokens"` without one length per sample.
     """
 
     def __init__(
@@ -75,14 +75,9 @@ class Order:
             raise ConfigError(f"batch.global={global_batch}: must be at least 1")
         self.num_samples, self.seed, self.global_batch = num_samples, seed, global_batch
         self.keeps_tail = tail == "keep"
-        self._lengths: IntArray | None = None
-        if unit == "tokens":
-            if lengths is None or len(lengths) != num_samples:
-                raise ValueError("unit='tokens' needs one length per sample")
-            self._lengths = np.asarray(lengths, dtype=np.int64)
+        self._lengths = np.asarray(lengths, dtype=np.int64) if unit == "tokens" else None
         # The epoch that is open, its permutation, and the token sums along it.
         self._epoch: tuple[int, IntArray, IntArray] | None = None
-        self._steps_of_epoch: dict[int, int] = {}
         if num_samples < 1:
             raise DataError("data: the training split holds no samples")
         total = num_samples if self._lengths is None else int(self._lengths.sum())
@@ -97,7 +92,7 @@ class Order:
         """The position before the first step."""
         return Cursor(step=0, epoch=0, offset=0, samples=0)
 
-    @property
+    @cached_property
     def steps_per_epoch(self) -> int:
         """Steps of the first epoch; of every epoch under `unit="samples"`."""
         return self._count_steps(0)
@@ -118,40 +113,19 @@ class Order:
     def most_samples(self) -> int:
         """A bound on the samples of any step of any epoch.
 
-        Under `unit="tokens"` it is what a step of the shortest samples alone would take.
+        Under `unit="tokens"` it is what a step of the shortest samples alone would take; sorts.
         """
-        if self._lengths is None:
-            return min(self.global_batch, self.num_samples)
-        counts = np.bincount(self._lengths)
-        total = np.cumsum(counts * np.arange(len(counts)))
-        longest = int(np.searchsorted(total, self.global_batch))
-        if longest >= len(counts):
-            return self.num_samples
-        missing = self.global_batch - int(total[longest - 1])
-        return int(counts[:longest].sum()) - (-missing // longest)
+        count = self.global_batch
+        if self._lengths is not None:
+            sums = np.cumsum(np.sort(self._lengths))
+            count = int(np.searchsorted(sums, self.global_batch)) + 1
+        return min(count, self.num_samples)
 
     def num_steps(self, epochs: int) -> int:
         """Count the steps of the first `epochs` epochs; `unit="tokens"` sorts each of them."""
         if self._lengths is None:
-            return epochs * self._count_steps(0)
+            return epochs * self.steps_per_epoch
         return sum(self._count_steps(epoch) for epoch in range(epochs))
-
-    def at(self, step: int) -> Cursor:
-        """Find the position after `step` steps from the start.
-
-        Costs O(1) under `unit="samples"`; a walk under `unit="tokens"`, where a checkpoint's own
-        cursor is the way back.
-        """
-        if self._lengths is None:
-            per_epoch = self._count_steps(0)
-            epoch, position = divmod(step, per_epoch)
-            offset = position * self.global_batch
-            consumed = self.num_samples if self.keeps_tail else per_epoch * self.global_batch
-            return Cursor(step, epoch, offset, epoch * consumed + offset)
-        cursor = self.start
-        while cursor.step < step:
-            cursor = self.next(cursor).after
-        return cursor
 
     def fractional_epoch(self, cursor: Cursor) -> float:
         """Express a position in epochs: 1.5 is the middle of the second."""
@@ -178,22 +152,20 @@ class Order:
 
     def _enter(self, cursor: Cursor) -> Cursor:
         """Move a position from which its epoch offers no further step to the next epoch."""
-        is_over = cursor.offset >= self.num_samples
-        if not is_over and not self.keeps_tail:
-            _, is_over = self._stop(cursor.epoch, cursor.offset)
+        is_over = cursor.offset >= self.num_samples or (
+            not self.keeps_tail and self._stop(cursor.epoch, cursor.offset)[1]
+        )
         return Cursor(cursor.step, cursor.epoch + 1, 0, cursor.samples) if is_over else cursor
 
     def _count_steps(self, number: int) -> int:
         if self._lengths is None:
             full, rest = divmod(self.num_samples, self.global_batch)
             return full + (1 if rest and self.keeps_tail else 0)
-        if number not in self._steps_of_epoch:
-            count, offset = 0, 0
-            while offset < self.num_samples:
-                offset, is_tail = self._stop(number, offset)
-                count += 1 if self.keeps_tail or not is_tail else 0
-            self._steps_of_epoch[number] = count
-        return self._steps_of_epoch[number]
+        count = offset = 0
+        while offset < self.num_samples:
+            offset, is_tail = self._stop(number, offset)
+            count += 1 if self.keeps_tail or not is_tail else 0
+        return count
 
 
 def _permutation(num_samples: int, seed: int, epoch: int) -> IntArray:

@@ -35,26 +35,25 @@ def pack(lengths: IntArray, layout: Layout, cap: int, max_micro: int | None = No
 
     A row has at most `cap` positions and `max_micro` documents; a longer document is alone.
     """
-    size, num_samples = layout.group_size, len(lengths)
+    size = layout.group_size
     counted = np.maximum(lengths, 1)
     totals = reduce_groups(np.add, counted, size)
     order = np.argsort(-totals, kind="stable")
     # Attention pays document by document.
-    starts = np.arange(0, len(lengths), size)
-    costs: FloatArray = np.add.reduceat(layout.cost.per_sample(counted), starts)[order]
+    costs = reduce_groups(np.add, layout.cost.per_sample(counted), size)[order]
     limit = max(1, max_micro // size) if max_micro else len(totals)
-    ranks: list[list[IntArray]] = []
     if layout.lockstep:
         rows = pack_rows(totals[order], costs, cap, limit, multiple_of=layout.world_size)
-        for share in deal_in_snake(len(rows), layout.world_size):
-            ranks.append([order[rows[index]] for index in share])
+        shares = deal_in_snake(len(rows), layout.world_size)
+        ranks = [[order[rows[index]] for index in share] for share in shares]
     else:
+        ranks = []
         dearest_first = np.argsort(-costs, kind="stable")
         for share in deal_by_cost(costs[dearest_first], layout.world_size):
             mine = np.sort(dearest_first[share])
             rows = pack_rows(totals[order[mine]], costs[mine], cap, limit)
             ranks.append([order[mine[row]] for row in rows])
-    samples = [[samples_of_groups(row, size, num_samples) for row in rows] for rows in ranks]
+    samples = samples_of_groups(ranks, size, len(lengths))
     return padded_apart(samples, lengths, replace(layout, packed=True), cap)
 
 
@@ -86,19 +85,18 @@ def pack_rows(
 def _best_fit(lengths: Sequence[int], cap: int, max_micro: int) -> list[list[int]]:
     """Put each document into the fullest row that has room for it (best fit decreasing)."""
     rows: list[list[int]] = []
-    num_documents, smallest = len(lengths), lengths[-1] if lengths else 0
-    # Open rows as `room * num_documents + row`: sorted by room, integers compare fastest.
-    open_rows: list[int] = []
+    smallest = lengths[-1] if lengths else 0
+    open_rows: list[tuple[int, int]] = []  # room and row, sorted
     for index, length in enumerate(lengths):
-        at = bisect_left(open_rows, length * num_documents)
+        at = bisect_left(open_rows, (length, 0))
         if at < len(open_rows):
-            room, row = divmod(open_rows.pop(at), num_documents)
+            room, row = open_rows.pop(at)
             rows[row].append(index)
         else:
             room, row = cap, len(rows)
             rows.append([index])
         if room - length >= smallest and len(rows[row]) < max_micro:
-            insort(open_rows, (room - length) * num_documents + row)
+            insort(open_rows, (room - length, row))
     return rows
 
 

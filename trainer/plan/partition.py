@@ -21,8 +21,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby, pairwise
 from math import fsum
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from trainer.plan.cut import Cost, FloatArray, IntArray, Layout, Plan
 from trainer.plan.slots import fill_slots
@@ -55,29 +57,35 @@ def partition(lengths: IntArray, layout: Layout, cap: int, max_micro: int | None
         shares = deal_by_cost(cost.per_sample(padded[longest_first]), layout.world_size)
         own = [longest_first[share] for share in shares]
         ranks = [split(mine, cut_sorted(padded[mine], cap, cost, limit)) for mine in own]
-    samples = [[samples_of_groups(slot, size, len(lengths)) for slot in slots] for slots in ranks]
-    return padded_apart(samples, lengths, layout)
+    return padded_apart(samples_of_groups(ranks, size, len(lengths)), lengths, layout)
 
 
-def reduce_groups(combine: np.ufunc, values: IntArray, group_size: int) -> IntArray:
+def reduce_groups(combine: np.ufunc, values: npt.NDArray[Any], size: int) -> npt.NDArray[Any]:
     """Combine a value of every sample to one of every group, `(groups,)`."""
-    return np.asarray(combine.reduceat(values, np.arange(0, len(values), group_size)))
+    return np.asarray(combine.reduceat(values, np.arange(0, len(values), size)))
 
 
-def samples_of_groups(groups: IntArray, group_size: int, num_samples: int) -> IntArray:
-    """List the samples of some groups, group by group; the last of all may be short."""
-    if group_size == 1:
-        return groups
-    samples: IntArray = np.sort(groups)[:, None] * group_size + np.arange(group_size)
-    return samples[samples < num_samples]
+def samples_of_groups(
+    ranks: Sequence[Sequence[IntArray]], group_size: int, num_samples: int
+) -> list[list[IntArray]]:
+    """List the samples of each slot's groups, group by group; the last of all may be short."""
+
+    def samples(groups: IntArray) -> IntArray:
+        ids: IntArray = np.sort(groups)[:, None] * group_size + np.arange(group_size)
+        return groups if group_size == 1 else ids[ids < num_samples]
+
+    return [[samples(slot) for slot in slots] for slots in ranks]
 
 
 def pad(lengths: IntArray, layout: Layout) -> IntArray:
     """Round lengths up to 1 at least, and to a shape of the layout; above all, to the multiple."""
-    padded, shapes = _to_multiple(lengths, layout), with_shapes(lengths, layout).shapes
-    if not shapes:
+    multiple = layout.pad_multiple
+    padded: IntArray = -(-np.maximum(lengths, 1) // multiple) * multiple
+    if layout.longest is not None:
+        padded = np.minimum(padded, np.maximum(lengths, layout.longest))
+    if not layout.shapes:
         return padded
-    steps = np.asarray(shapes, dtype=np.int64)
+    steps = np.asarray(layout.shapes, dtype=np.int64)
     index = np.searchsorted(steps, padded)
     return np.where(index < len(steps), steps[np.minimum(index, len(steps) - 1)], padded)
 
@@ -110,29 +118,13 @@ def padded_apart(
     )
 
 
-def with_shapes(lengths: IntArray, layout: Layout) -> Layout:
-    """Choose the few padded lengths of a global batch, where a layout bounds only their number."""
-    if layout.shapes or layout.max_shapes is None or layout.packed:
-        return layout
-    padded = _to_multiple(lengths, layout)
-    return replace(layout, shapes=ladder(padded, layout.max_shapes, layout.cost))
-
-
-def _to_multiple(lengths: IntArray, layout: Layout) -> IntArray:
-    multiple = layout.pad_multiple
-    padded: IntArray = -(-np.maximum(lengths, 1) // multiple) * multiple
-    if layout.longest is not None:
-        padded = np.minimum(padded, np.maximum(lengths, layout.longest))
-    return padded
-
-
 def ladder(lengths: IntArray, max_shapes: int, cost: Cost) -> tuple[int, ...]:
     """Choose the few padded lengths that waste the least.
 
     A dynamic program over the distinct lengths, `O(max_shapes * m^2)`: exact for `m` up to
     `MAX_CANDIDATES` distinct lengths, otherwise exact over as many evenly ranked ones. Micro-batch
     counts are left out of the cost, since they hardly depend on the shapes. `lengths` are those of
-    a global batch, or of all data, rounded to their multiple already; the last is the longest.
+    all data, rounded to their multiple already; the last shape is the longest.
     """
     tops = np.unique(lengths)
     if len(tops) <= max_shapes:
@@ -240,8 +232,6 @@ def deal_by_cost(costs: FloatArray, world_size: int) -> list[IntArray]:
     and at most `mean + (1 - 1/W) max`. Karmarkar-Karp costs ten times as much and is not measurably
     better. Gives each rank's indices, ascending.
     """
-    if world_size == 1:
-        return [np.arange(len(costs), dtype=np.int64)]
     shares: list[list[int]] = [[] for _ in range(world_size)]
     loads = [(0.0, rank) for rank in range(world_size)]
     for index, cost in enumerate(costs.tolist()):

@@ -22,14 +22,11 @@ from trainer.core import durable
 from trainer.data.index import cache_folder
 from trainer.plan.memory import Shape
 from trainer.report.records import cpu_model
-from trainer.tune.fake import operators_of
-from trainer.tune.speed import QUIET
+from trainer.tune.predict import operators_of
 from trainer.tune.tensors import MemoryEstimate
 from trainer.tune.workload import Workload
 
-FORMAT = 6  # raised when what a fact means changes; files of another format are not read
-# Runs that time again where every one of them was disturbed; then the quickest must do
-BUSY_TRIES = 3
+FORMAT = 7  # raised when what a fact means changes; files of another format are not read
 # Settings of an optimizer that change neither time nor memory
 RATES = {"params", "lr", "initial_lr", "weight_decay", "name"}
 
@@ -43,18 +40,15 @@ class Facts:
     peaks: dict[Shape, MemoryEstimate] = field(default_factory=dict)
     # Of one forward and backward, the quickest that was ever seen
     seconds: dict[Shape, float] = field(default_factory=dict)
-    # Runs that are to time again, since other programs were in the way; 0 after a quiet one
-    tries_left: int = BUSY_TRIES
     noise: float = math.inf  # of the timings, the least of any run; see `Timings`
     method: str = ""  # how peaks are predicted
     ratio: float = 1.0  # resident bytes per byte of tensors, the worst that was seen
 
     def add_timings(self, seconds: Mapping[Shape, float], noise: float) -> None:
-        """Take the quickest of old and new timings; busy machines are given a few more tries."""
+        """Take the quickest of old and new timings: other programs only ever add time."""
         self.noise = min(noise, self.noise)
         for shape, new in seconds.items():
             self.seconds[shape] = min(new, self.seconds.get(shape, new))
-        self.tries_left = 0 if noise <= QUIET else max(0, self.tries_left - 1)
 
     def to_dict(self) -> dict[str, Any]:
         """Give a mapping for JSON, which writes infinity as null."""
@@ -76,11 +70,15 @@ class Facts:
 @final
 @dataclass
 class TuningCache:
-    """What is known of one model on one machine; without a path, for this process only."""
+    """What is known of one model on one machine; without a path, for this process only.
+
+    Attributes:
+        path: of the file; None remembers nothing beyond this process.
+        facts: without and with activation checkpointing, so that a bool chooses one.
+    """
 
     path: Path | None = None
-    plain: Facts = field(default_factory=Facts)
-    recomputed: Facts = field(default_factory=Facts)
+    facts: tuple[Facts, Facts] = field(default_factory=lambda: (Facts(), Facts()))
 
     @classmethod
     def open(cls, situation: Mapping[str, Any], folder: Path | None = None) -> Self:
@@ -89,21 +87,16 @@ class TuningCache:
         name = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
         path = (folder or cache_folder() / "tune") / f"{name}.json"
         with suppress(OSError, ValueError, LookupError, TypeError):
-            saved = json.loads(path.read_text())
-            return cls(path, *(Facts.from_dict(saved[key]) for key in ("plain", "recomputed")))
+            plain, recomputed = map(Facts.from_dict, json.loads(path.read_text())["facts"])
+            return cls(path, (plain, recomputed))
         return cls(path)
-
-    def facts(self, *, recompute: bool) -> Facts:
-        """Give what is known with, or without, activation checkpointing."""
-        return self.recomputed if recompute else self.plain
 
     def save(self) -> None:
         """Write the file, whole or not at all. A cache that cannot be written is no failure."""
         if self.path is not None:
-            content = {"plain": self.plain.to_dict(), "recomputed": self.recomputed.to_dict()}
             with suppress(OSError):
                 durable.make_folders(self.path.parent)
-                durable.write_json(self.path, content)
+                durable.write_json(self.path, {"facts": [each.to_dict() for each in self.facts]})
 
 
 def describe(work: Workload, length: int, precision: str) -> dict[str, Any]:
@@ -113,16 +106,14 @@ def describe(work: Workload, length: int, precision: str) -> dict[str, Any]:
     them changes no measurement.
     """
     device, optimizer = work.device, work.make_optimizer(work.model)
-    groups = optimizer.param_groups
     parts = (*work.model.modules(), work.objective, optimizer)
     tensors = [*work.model.named_parameters(), *work.model.named_buffers()]
-    fields = work.make_fields(1, length)
+    groups = optimizer.param_groups
     return {
         "classes": sorted({_class_of(part) for part in parts}),
         "tensors": [f"{n} {t.dtype} {tuple(t.shape)} {t.requires_grad}" for n, t in tensors],
         "operators": operators_of(work, Shape(2, length)),
         "optimizer": str([{k: v for k, v in group.items() if k not in RATES} for group in groups]),
-        "fields": {key: [str(field.dtype), list(field.shape)] for key, field in fields.items()},
         "length": length,
         "precision": precision,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_model(),

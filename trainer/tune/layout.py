@@ -73,15 +73,13 @@ def packs(
     Raises:
         ConfigError: packing was asked for, and the model, data or objective cannot be packed.
     """
-    takes_boundaries = BOUNDARIES in inspect.signature(module.forward).parameters
-    if asked == "auto":
-        is_fast = device.type == "cuda" and precision == "bf16"
-        return is_fast and unfit is None and takes_boundaries
-    if asked and not takes_boundaries:
-        raise ConfigError(
-            f"accum.packed=true: forward of {type(module).__name__} takes no {BOUNDARIES}, so "
-            "documents laid end to end would see each other; use accum.packed=false"
+    if BOUNDARIES not in inspect.signature(module.forward).parameters:
+        unfit = (
+            f"forward of {type(module).__name__} takes no {BOUNDARIES}, so documents laid end to "
+            "end would see each other"
         )
+    if asked == "auto":
+        return device.type == "cuda" and precision == "bf16" and unfit is None
     if asked and unfit is not None:
         raise ConfigError(f"accum.packed=true: {unfit}; use accum.packed=false")
     return asked

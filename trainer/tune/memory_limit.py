@@ -37,8 +37,6 @@ class MemoryLimit:
 
     def for_tensors(self, ratio: float, resident_bytes: int) -> int:
         """Give the bytes of tensors that fit; those not there already cost `ratio` bytes each."""
-        if self.bytes <= resident_bytes:
-            return self.bytes
         return resident_bytes + int((self.bytes - resident_bytes) / ratio)
 
 

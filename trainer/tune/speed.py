@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import combinations
 from statistics import median_high
-from typing import Self, final
+from typing import final
 
 import numpy as np
 import torch
@@ -44,9 +44,6 @@ LEFT_LINE = 1.1
 OVERHEAD_S = 2e-4
 # Least fixed cost of a micro-batch, in tokens; on two CPU cores 33 to 150 were measured
 LEAST_FIXED = 8.0
-RUN_SHARE = 0.02  # of a run, that tuning may take
-MOST_BUDGET_S = 10.0  # what tuning may take in a run of any length, and timing at most
-LEAST_BUDGET_S = 1.5  # what timing may take in the shortest run
 
 
 def meter_for(device: torch.device) -> Clock:
@@ -58,35 +55,9 @@ def meter_for(device: torch.device) -> Clock:
     return time.thread_time if device.type == "cpu" else time.perf_counter
 
 
-def time_budget(run_s: float, budget_s: float = MOST_BUDGET_S) -> float:
-    """Give the seconds that timing may take: 2 % of the run, within [1.5 s, `budget_s`]."""
-    return min(max(RUN_SHARE * run_s, LEAST_BUDGET_S), budget_s)
-
-
 def positions(shape: Shape) -> int:
     """Computed positions of a micro-batch of this shape."""
     return shape.num_samples * shape.length
-
-
-@final
-class Stopwatch:
-    """Times tuning by `clock`, and shapes by `meter`; says whether tuning may go on."""
-
-    def __init__(self, clock: Clock, meter: Clock) -> None:
-        self.clock, self.meter = clock, meter
-        self.budget_s = MOST_BUDGET_S - LEAST_BUDGET_S  # the time to measure is left out at first
-        self.was_short = False
-        self._started = clock()
-
-    def elapsed(self) -> float:
-        """Give seconds since the start."""
-        return self.clock() - self._started
-
-    def has_room_for(self, seconds: float) -> bool:
-        """Tell whether something that takes so long may begin; remembers a refusal."""
-        has_room = self.elapsed() + seconds <= self.budget_s
-        self.was_short = self.was_short or not has_room
-        return has_room
 
 
 @final
@@ -149,10 +120,6 @@ def measure(
     """
     series = _Series(prepare, sizes, clock, meter or clock)
     started, deadline = clock(), 0.0
-    with AllocationGuard() as guard:
-        prepare(sizes[0])()  # libraries set themselves up in the very first run
-    if guard.failed:
-        return Timings(seconds={}, failed=sizes[0])
     for shape in (*sizes, *others):
         if series.once:
             deadline = started + budget(min(series.rates(series.once)))
@@ -161,6 +128,8 @@ def measure(
             if not series.is_promising(shape, until - clock()):
                 continue
         with AllocationGuard() as guard:
+            if not series.once:
+                prepare(shape)()  # libraries set themselves up in the very first run
             series.time_once(shape)
         if guard.failed:
             return Timings(seconds=series.once, failed=shape)
@@ -171,29 +140,24 @@ def measure(
 @final
 @dataclass(frozen=True)
 class _Series:
-    """Timings of some shapes: the first, what that took of the budget, and later ones."""
+    """Timings of some shapes: the first, and later ones."""
 
     prepare: Prepare
     sizes: Sequence[Shape]  # of one length, ascending
     clock: Clock
     meter: Clock
     once: dict[Shape, float] = field(default_factory=dict)
-    took: dict[Shape, float] = field(default_factory=dict)
-    repeated: dict[Shape, list[float]] = field(default_factory=dict)
+    repeated: dict[Shape, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def time(self, shape: Shape) -> float:
         """Run a shape once."""
-        run = self.prepare(shape)
-        began, started = self.meter(), self.clock()
+        run, started = self.prepare(shape), self.meter()
         run()
-        seconds = self.meter() - began
-        self.took.setdefault(shape, self.clock() - started)
-        return seconds
+        return self.meter() - started
 
     def time_once(self, shape: Shape) -> None:
         """Time a shape; again if it seems to fall behind, since it may only have been disturbed."""
         self.once[shape] = self.time(shape)
-        self.repeated[shape] = []
         if shape in self.sizes and self.fell_behind():
             self.once[shape] = min(self.once[shape], self.time(shape))
 
@@ -209,8 +173,8 @@ class _Series:
 
     def is_promising(self, shape: Shape, left_s: float) -> bool:
         """Leave out what takes more than half of what is left, and sizes once two fell behind."""
-        last = max(self.took, key=positions)
-        needed = self.took[last] / positions(last) * positions(shape)
+        last = max(self.once, key=positions)
+        needed = self.once[last] / positions(last) * positions(shape)
         # All of it while there is nothing to compare with; the rounds take the other half.
         has_time = needed <= left_s / min(COMPARED_SIZES, len(self.once))
         return has_time and not (shape in self.sizes and self.fell_behind())
@@ -219,7 +183,7 @@ class _Series:
         """Time shapes in turn until they agree or time is up."""
         for round_ in range(ROUNDS):
             for shape in [*self.once] if round_ < FEWEST else self.undecided():
-                if self.clock() + self.took[shape] <= deadline:
+                if self.clock() + self.once[shape] <= deadline:
                     self.repeated[shape].append(self.time(shape))
 
     def undecided(self) -> list[Shape]:
@@ -260,14 +224,8 @@ class SpeedModel:
     """Time of any micro-batch: three fitted terms times what was seen at its size."""
 
     coefficients: FloatArray  # time per term of `terms`
-    sizes: FloatArray  # (timed,), positions of the timed shapes, ascending
-    bends: FloatArray  # (timed,), measured over fitted time
-
-    @classmethod
-    def of(cls, cost: Cost) -> Self:
-        """Take a time model that was not timed here; its unit is the time of one token."""
-        one = np.ones(1)
-        return cls(coefficients=np.array([1.0, cost.fixed, cost.quadratic]), sizes=one, bends=one)
+    sizes: Sequence[float] = (1.0,)  # positions of the timed shapes, ascending
+    bends: Sequence[float] = (1.0,)  # measured over fitted time, of each of them
 
     @property
     def cost(self) -> Cost:
@@ -311,11 +269,11 @@ def fit_speed(sizes: Mapping[Shape, float], others: Mapping[Shape, float]) -> Sp
     # would put every sample alone.
     coefficients[1] = max(coefficients[1] + OVERHEAD_S, LEAST_FIXED * coefficients[0])
     ascending = sorted(sizes, key=positions)
-    fitted = np.array([np.dot(coefficients, terms(shape)) for shape in ascending])
+    fitted = [float(np.dot(coefficients, terms(shape))) for shape in ascending]
     return SpeedModel(
         coefficients=coefficients,
-        sizes=np.array([positions(shape) for shape in ascending], dtype=np.float64),
-        bends=(np.array([sizes[shape] for shape in ascending]) + OVERHEAD_S) / fitted,
+        sizes=[*map(positions, ascending)],
+        bends=[(sizes[s] + OVERHEAD_S) / line for s, line in zip(ascending, fitted, strict=True)],
     )
 
 
@@ -328,32 +286,24 @@ def terms(shape: Shape) -> tuple[float, float, float]:
 
 
 def fit_shapes(measured: Mapping[Shape, float]) -> FloatArray:
-    """Fit a coefficient of each term to what was measured at a few shapes."""
-    rows = np.array([terms(shape) for shape in measured])
-    return non_negative_fit(rows, np.array([*measured.values()], dtype=np.float64))
+    """Find a coefficient of each term, none negative, with the least squared relative error.
 
-
-def non_negative_fit(rows: FloatArray, values: FloatArray) -> FloatArray:
-    """Find the coefficients, none negative, with the least squared relative error.
-
-    Solved exactly: the best of the least-squares solutions over every subset of the columns
-    whose coefficients come out non-negative (Lawson and Hanson 1974, ch. 23, has the condition).
-    Of equally good ones that with fewer columns counts, then that with earlier ones. Meant for a
-    handful of columns: `rows` is `(observations, columns)`, not negative; `values` are positive.
+    Solved exactly: the best of the least-squares solutions over every subset of the terms whose
+    coefficients come out non-negative (Lawson and Hanson 1974, ch. 23, has the condition). Of
+    equally good ones that with fewer terms counts, then that with earlier ones. What was measured
+    is positive.
     """
-    relative, ones = rows / values[:, None], np.ones(len(values))
-    # Columns differ by many orders of magnitude; at scale one no small one drowns.
-    scale = np.maximum(np.abs(relative).max(axis=0), np.finfo(np.float64).tiny)
-    scaled = relative / scale
-    best, least = np.zeros(rows.shape[1]), float(len(values))
-    for size in range(1, rows.shape[1] + 1):
-        for subset in combinations(range(rows.shape[1]), size):
-            found = np.linalg.lstsq(scaled[:, subset], ones, rcond=None)[0]
-            error = float(np.square(scaled[:, subset] @ found - ones).sum())
-            # An equally good fit with fewer terms stays: two lengths cannot tell three apart.
-            if (found >= 0).all() and error < least - 1e-12:
-                least = error
-                best = np.zeros(rows.shape[1])
-                best[list(subset)] = found
+    values = np.array([*measured.values()], dtype=np.float64)
+    relative = np.array([terms(shape) for shape in measured]) / values[:, None]
+    # Terms differ by many orders of magnitude; at scale one no small one drowns.
+    scale = np.maximum(relative.max(axis=0), np.finfo(np.float64).tiny)
+    columns, best, least = relative / scale, np.zeros(3), float(len(values))
+    for subset in ([0], [1], [2], [0, 1], [0, 2], [1, 2], [0, 1, 2]):
+        found = np.linalg.lstsq(columns[:, subset], np.ones(len(values)), rcond=None)[0]
+        error = float(np.square(columns[:, subset] @ found - 1.0).sum())
+        # An equally good fit with fewer terms stays: two lengths cannot tell three apart.
+        if (found >= 0).all() and error < least - 1e-12:
+            best, least = np.zeros(3), error
+            best[subset] = found
     coefficients: FloatArray = best / scale
     return coefficients

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -20,7 +21,6 @@ class MemoryEstimate:
     """The most tensor bytes alive at once during a step, and what they were at that moment.
 
     Allocator rounding, fragmentation and the scratch space inside kernels are not tensors.
-
     """
 
     peak_bytes: int  # the sum of all parts
@@ -29,11 +29,6 @@ class MemoryEstimate:
     optimizer_state: int = 0  # between steps
     activations: int = 0  # everything else: inputs, saved for backward, temporaries
     buffers: int = 0
-
-    def plus(self, activations: int) -> MemoryEstimate:
-        """Add bytes of activations."""
-        peak = self.peak_bytes + activations
-        return replace(self, peak_bytes=peak, activations=self.activations + activations)
 
 
 @final
@@ -44,14 +39,13 @@ class PeakBytes(TorchDispatchMode):  # type: ignore[no-untyped-call] # untyped i
     that exist before are counted by `assign`. Of a tensor in shards this rank's own counts; sparse
     tensors do not. About 5 us per operation.
 
-    Args:
-        limit: bytes beyond which an allocation raises `torch.OutOfMemoryError`, as a full device
-            would; None never fails.
+    Attributes:
+        operators: a hash of the operations, and of what each allocated.
     """
 
-    def __init__(self, limit: int | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # untyped in torch
-        self.limit = limit
+        self.operators = hashlib.blake2b(digest_size=16)
         self._sizes, self._parts = dict[int, int](), dict[int, str]()
         self._totals, self._at_peak = Counter[str](), dict[str, int]()
         self._live = self._peak = 0
@@ -90,14 +84,11 @@ class PeakBytes(TorchDispatchMode):  # type: ignore[no-untyped-call] # untyped i
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._count(leaf)
+        self.operators.update(f"{func} {self._live}".encode())
         return result
 
     def _count(self, tensor: Tensor) -> int | None:
-        """Count what a tensor's storage has grown by, and give the storage's key.
-
-        Raises:
-            torch.OutOfMemoryError: it exceeds the limit.
-        """
+        """Count what a tensor's storage has grown by, and give the storage's key."""
         local = getattr(tensor, "_local_tensor", tensor)
         if local.layout != torch.strided:
             return None
@@ -111,10 +102,6 @@ class PeakBytes(TorchDispatchMode):  # type: ignore[no-untyped-call] # untyped i
         self._sizes[key] = size
         self._totals[self._parts[key]] += grown
         self._live += grown
-        if grown and self.limit is not None and self._live > self.limit:
-            raise torch.OutOfMemoryError(
-                f"{self._live} bytes of tensors exceed the limit of {self.limit}"
-            )
         if self._live > self._peak:
             self.reset()
         return key

@@ -16,7 +16,7 @@ import numpy as np
 
 from trainer.core import signals
 from trainer.core.errors import DoesNotFitError
-from trainer.core.format import size
+from trainer.core.format import plural, size
 from trainer.models.recompute import can_recompute
 from trainer.plan.cut import Cost
 from trainer.plan.memory import Shape, candidate_caps, corner_shapes, largest_cap
@@ -25,18 +25,13 @@ from trainer.tune.memory_limit import ASKED, MEBI, resident_growth, resident_rat
 from trainer.tune.predict import Predictor
 from trainer.tune.speed import (
     COMPARED_SIZES,
-    LEAST_BUDGET_S,
-    MOST_BUDGET_S,
     QUIET,
-    RUN_SHARE,
     Clock,
     SpeedModel,
-    Stopwatch,
     fit_speed,
     measure,
     positions,
     rehearsal,
-    time_budget,
 )
 from trainer.tune.tensors import MemoryEstimate
 from trainer.tune.tuning import Candidate, Question, Tuning
@@ -51,6 +46,8 @@ NEAR_BEST = 0.03  # steps that differ by less count as equally fast
 NOISES = 2.0  # times the noise of the timings, below which a difference between steps may be noise
 UNKNOWN_NOISE = 0.1  # taken for the noise of timings that could not be repeated
 QUADRATIC_TOKENS = 2048  # size at which further lengths are timed, to tell attention's share
+# What timing may take: a share of the run, within bounds in seconds
+RUN_SHARE, LEAST_BUDGET_S, MOST_BUDGET_S = 0.02, 1.5, 10.0
 
 
 def tune(
@@ -64,8 +61,8 @@ def tune(
     Not collective: one rank does it, before the model is wrapped for several, and sends it to the
     others. The model, its gradients and buffers and the random generators are left bit for bit
     as they were. Activation checkpointing is weighed only where memory holds the cap down:
-    elsewhere it costs a second forward and buys nothing. Where predictions and timings together
-    would take more than 10 s and 2 % of the run, what is known by then decides.
+    elsewhere it costs a second forward and buys nothing. Takes some ten predictions, and for
+    timings 2 % of the run, but at least 1.5 s and at most 10 s.
 
     Args:
         question: what is to be tuned.
@@ -76,12 +73,11 @@ def tune(
     Raises:
         DoesNotFitError: even one sample exceeds the memory.
     """
-    cache, watch = cache or TuningCache(), Stopwatch(clock, meter or clock)
+    cache, meter = cache or TuningCache(), meter or clock
     variants: list[Variant] = []
     for recompute in VARIANTS[question.recompute]:
         if not variants or _may_gain_by_recomputing(variants[0]):
-            facts = cache.facts(recompute=recompute)
-            variants.append(Variant(question, facts, watch, recompute=recompute))
+            variants.append(Variant(question, cache.facts[recompute], clock, meter, recompute))
             variants[-1].explore()
     found = [variant for variant in variants if variant.rows]
     if not found:
@@ -112,8 +108,7 @@ def _may_gain_by_recomputing(plain: Variant) -> bool:
     if not plain.rows:
         return True
     largest = plain.rows[-1]
-    wants_memory = largest.max_tokens < plain.question.top and _best([plain])[1] is largest
-    return wants_memory and plain.watch.has_room_for(0.0)
+    return largest.max_tokens < plain.question.top and _best([plain])[1] is largest
 
 
 def _best(variants: Sequence[Variant]) -> tuple[Variant, Candidate]:
@@ -137,13 +132,10 @@ def _best(variants: Sequence[Variant]) -> tuple[Variant, Candidate]:
 
 def _method(best: Variant, row: Candidate) -> str:
     """Say how the choice is known, for a person to read."""
-    question, watch, how = best.question, best.watch, best.how
+    question, how = best.question, best.how
     if math.isinf(best.margin) and len(best.rows) > 1:
         how += f", one size only, too slow for more: a cap of {row.max_tokens:,} is a guess"
     method = [best.facts.method, how, question.limit.source]
-    if watch.was_short:
-        spent = f"{watch.elapsed():.0f} s"
-        method.append(f"out of time after {spent}: the rest scaled up from one sample")
     if row.max_tokens < question.alone:
         method.insert(0, f"longer samples, up to {question.alone:,}, get a micro-batch each")
     return "; ".join(method)
@@ -160,15 +152,15 @@ def _doublings(smallest: int, largest: int) -> tuple[int, ...]:
 @final
 @dataclass
 class Variant:
-    """What is found out with, or without, activation checkpointing, as far as time allows."""
+    """What is found out with, or without, activation checkpointing."""
 
     question: Question
     facts: Facts  # known already; gets what is found
-    watch: Stopwatch
-    recompute: bool = field(kw_only=True)
+    clock: Clock  # seconds that timing takes
+    meter: Clock  # seconds that a micro-batch takes
+    recompute: bool
     predictor: Predictor | None = None  # made when the facts lack a shape
     caps_run: dict[int, int] = field(default_factory=dict)  # predicted bytes
-    quickest: float = math.inf  # seconds of a prediction; the first sets things up, too
     rows: list[Candidate] = field(default_factory=list)  # caps that fit, ascending
     times: dict[int, float] = field(default_factory=dict)  # of a step, by cap; in tokens if untimed
     cost: Cost = field(default_factory=Cost)
@@ -188,13 +180,12 @@ class Variant:
     def explore(self) -> None:
         """Find the caps that fit, and what a step takes under each."""
         question, layout = self.question, self.question.layout
-        speed, self.cost = SpeedModel.of(layout.cost), layout.cost
+        self.cost = layout.cost
+        speed = SpeedModel(coefficients=np.array([1.0, self.cost.fixed, self.cost.quadratic]))
         fits = self.largest_fit()
         if fits is not None and question.timed:
             speed = self.timed_speed(fits)
             self.cost = speed.cost
-            run_s = float(speed.coefficients[0]) * question.num_positions
-            self.watch.budget_s = max(MOST_BUDGET_S, RUN_SHARE * run_s)
             fits = self.largest_fit()
         layout = replace(layout, cost=self.cost)
         # Where nothing is timed, recomputing costs what arithmetic says.
@@ -208,23 +199,23 @@ class Variant:
             self.times[cap] = factor * fmean(seconds)
             computed = sum(plan.num_positions for plan in plans)
             tokens = sum(int(plan.lengths.sum()) for plan in plans)
-            row = Candidate(
-                max_tokens=cap,
-                predicted_bytes=int(np.interp(cap, caps, peaks)),
-                seconds_per_step=self.times[cap] if question.timed else None,
-                padding=1.0 - tokens / computed if computed else 0.0,
-                micro_batches=fmean(plan.num_micro_batches for plan in plans),
-                activation_checkpointing=self.recompute,
+            self.rows.append(
+                Candidate(
+                    max_tokens=cap,
+                    predicted_bytes=int(np.interp(cap, caps, peaks)),
+                    seconds_per_step=self.times[cap] if question.timed else None,
+                    padding=1.0 - tokens / computed if computed else 0.0,
+                    micro_batches=fmean(plan.num_micro_batches for plan in plans),
+                    activation_checkpointing=self.recompute,
+                )
             )
-            self.rows.append(row)
 
     def largest_fit(self) -> int | None:
         """Find the largest cap that fits; None when not even one sample does."""
         question, limit = self.question, self.limit_bytes
 
         def predict(cap: int) -> int:
-            self.caps_run[cap] = self.peak_under(cap).peak_bytes
-            return self.caps_run[cap]
+            return self.peak_under(cap).peak_bytes
 
         single = self.peak(question.single).peak_bytes
         fits = largest_cap(predict, limit, candidate_caps(question.smallest_cap, question.top))
@@ -238,29 +229,19 @@ class Variant:
         """Predict the peak of a step under a cap: that of its worst corner."""
         q = self.question
         shapes = corner_shapes(cap, q.padded(q.longest), q.padded(q.shortest), q.most_samples)
-        return max((self.peak(shape) for shape in shapes), key=lambda peak: peak.peak_bytes)
+        worst = max((self.peak(shape) for shape in shapes), key=lambda peak: peak.peak_bytes)
+        self.caps_run[cap] = worst.peak_bytes
+        return worst
 
-    def peak(self, shape: Shape, *, is_needed: bool = False) -> MemoryEstimate:
-        """Predict the peak of a step whose largest micro-batch has this shape.
-
-        Where there is no time left, and the shape is neither needed nor the single one, bound it by
-        what that takes: `n` times the positions take at most `n` times the activations.
-        """
-        peaks, watch, single = self.facts.peaks, self.watch, self.question.single
-        if shape in peaks:
-            return peaks[shape]
-        signals.check()
-        expected_s = self.quickest if math.isfinite(self.quickest) else 0.0
-        if not (is_needed or shape == single or watch.has_room_for(expected_s)):
-            one = self.peak(single)
-            grown = math.ceil(one.activations * max(0.0, positions(shape) / positions(single) - 1))
-            return one.plus(grown)
-        started = watch.clock()
-        if self.predictor is None:
-            self.predictor = Predictor(self.question.work, single, recompute=self.recompute)
-        peaks[shape] = self.predictor(shape)
-        self.facts.method = self.predictor.method
-        self.quickest = min(watch.clock() - started, self.quickest)
+    def peak(self, shape: Shape) -> MemoryEstimate:
+        """Predict the peak of a step whose largest micro-batch has this shape."""
+        question, peaks = self.question, self.facts.peaks
+        if shape not in peaks:
+            signals.check()
+            if self.predictor is None:
+                self.predictor = Predictor(question.work, question.single, recompute=self.recompute)
+            peaks[shape] = self.predictor(shape)
+            self.facts.method = self.predictor.method
         return peaks[shape]
 
     def timed_speed(self, fits: int) -> SpeedModel:
@@ -269,29 +250,30 @@ class Variant:
         Raises:
             DoesNotFitError: even the smallest size ran out of memory.
         """
-        facts = self.facts
+        facts, known = self.facts, self.facts.seconds
         sizes, others = self._shapes_to_time(fits)
-        known = self._known([*sizes, *others])
-        is_enough = len(set(map(positions, known))) >= min(COMPARED_SIZES, len(sizes))
         # A run that is long enough corrects the timings of a busy machine in 2 % of it.
         rate = min((seconds / positions(shape) for shape, seconds in known.items()), default=0.0)
-        is_long = RUN_SHARE * rate * self.question.num_positions > LEAST_BUDGET_S
+        is_long = self.budget_s(rate) > LEAST_BUDGET_S
         self.how = "timed in an earlier run"
-        if known.keys().isdisjoint(sizes) or (facts.tries_left and (is_long or not is_enough)):
+        if known.keys().isdisjoint(sizes) or (facts.noise > QUIET and is_long):
             self._measure(sizes, others)
-        of_sizes, of_others = self._known(sizes), self._known(others)
+        of_sizes = {shape: known[shape] for shape in sizes if shape in known}
+        of_others = {shape: known[shape] for shape in others if shape in known}
         if not of_sizes:
             raise self.refusal()
-        is_repeated = math.isfinite(facts.noise)
-        self.margin = max(NEAR_BEST, NOISES * (facts.noise if is_repeated else UNKNOWN_NOISE))
+        noise = UNKNOWN_NOISE if math.isinf(facts.noise) else facts.noise
+        self.margin = max(NEAR_BEST, NOISES * noise)
         if len(set(map(positions, of_sizes | of_others))) < COMPARED_SIZES:
             self.margin = math.inf
-        elif facts.noise > QUIET:
-            self.how += ", disturbed by other programs" if is_repeated else ", once each"
+        elif QUIET < facts.noise < math.inf:
+            self.how += ", disturbed by other programs"
         return fit_speed(of_sizes, of_others)
 
-    def _known(self, shapes: Sequence[Shape]) -> dict[Shape, float]:
-        return {shape: self.facts.seconds[shape] for shape in shapes if shape in self.facts.seconds}
+    def budget_s(self, rate: float) -> float:
+        """Give the seconds that timing may take, by those that a position takes."""
+        run_s = rate * self.question.num_positions
+        return min(max(RUN_SHARE * run_s, LEAST_BUDGET_S), MOST_BUDGET_S)
 
     def _shapes_to_time(self, fits: int) -> tuple[list[Shape], list[Shape]]:
         """Choose shapes: every size at the typical length, and one size at other lengths."""
@@ -310,10 +292,8 @@ class Variant:
 
     def _measure(self, sizes: Sequence[Shape], others: Sequence[Shape]) -> None:
         """Time shapes, and compare the memory they took with the predicted."""
-        question, work, facts, watch = self.question, self.question.work, self.facts, self.watch
-        # Predictions have taken their part of what tuning may take.
-        began_s = watch.elapsed()
-        left_s = max(LEAST_BUDGET_S, MOST_BUDGET_S - began_s)
+        question, work, facts = self.question, self.question.work, self.facts
+        started = self.clock()
         with (
             work.filled(),
             resident_growth(work.device) as growth,
@@ -323,31 +303,27 @@ class Variant:
                 prepare,
                 sizes,
                 others,
-                lambda rate: time_budget(rate * question.num_positions, left_s),
-                watch.clock,
-                watch.meter,
-                patience_s=left_s,
+                self.budget_s,
+                self.clock,
+                self.meter,
+                patience_s=MOST_BUDGET_S,
             )
         if timings.failed is not None:
             # The least ratio that explains the failure, and so stays clear of it.
             resident = work.resident_bytes
-            failed = self.peak(timings.failed, is_needed=True).peak_bytes - resident - 1
+            failed = self.peak(timings.failed).peak_bytes - resident - 1
             ratio = (question.limit.bytes - resident) / max(1, failed)
         else:
-            peak = self.peak(max(timings.seconds, key=positions), is_needed=True)
+            peak = self.peak(max(timings.seconds, key=positions))
             ratio = resident_ratio(max(growth, default=0), peak.activations + peak.gradients)
         facts.ratio = max(ratio, facts.ratio)
         facts.add_timings(timings.seconds, timings.noise)
-        count = len(timings.seconds)
-        shapes = "shape" if count == 1 else "shapes"
-        self.how = f"timed {count} {shapes} in {watch.elapsed() - began_s:.1f} s"
+        shapes = plural(len(timings.seconds), "shape")
+        self.how = f"timed {shapes} in {self.clock() - started:.1f} s"
 
     def refusal(self) -> DoesNotFitError:
         """Say what does not fit, and what would, within 4 %."""
-        question, there = self.question, self.limit_bytes
-        sample = "" if question.longest_id is None else f" {question.longest_id}"
-        waiting = question.limit.inputs
-        inputs = f", {size(waiting)} for inputs" if waiting else ""
+        question, limit, there = self.question, self.question.limit, self.limit_bytes
         count, longest = question.single
         needed = self.peak(question.single).peak_bytes
         fits = largest_cap(
@@ -355,19 +331,20 @@ class Variant:
             there,
             candidate_caps(1, longest),
         )
-        remedies = ["use a smaller model"]
-        if question.recompute is False:
-            remedies.insert(0, "try activation_checkpointing=true")
-        if fits is not None and fits > 1:
-            remedies.insert(0, f"shorten it, data.max_length={fits} being the longest that fits")
-        if question.limit.source.startswith(ASKED):
+        remedies = []
+        if limit.source.startswith(ASKED):
             resident = question.work.resident_bytes
             grown = max(0, needed - resident) * self.ratio
-            whole = (resident + grown + waiting) / (1 - question.limit.reserve)
-            enough = math.ceil((whole + 1) / MEBI)  # what is left is rounded down to a byte
-            remedies.insert(0, f"type accum.memory={enough}MiB or more")
+            enough = (resident + grown + limit.inputs) / (1 - limit.reserve)
+            # What is left is rounded down to a byte.
+            remedies.append(f"type accum.memory={math.ceil((enough + 1) / MEBI)}MiB or more")
+        if fits is not None and fits > 1:
+            remedies.append(f"shorten it, data.max_length={fits} being the longest that fits")
+        if question.recompute is False:
+            remedies.append("try activation_checkpointing=true")
+        inputs = f", {size(limit.inputs)} for inputs" if limit.inputs else ""
         return DoesNotFitError(
-            f"sample{sample} of {question.longest} tokens does not fit, even alone: a step with it "
-            f"needs {size(needed)} of tensors, and {size(there)} are there "
-            f"({question.limit.source}{inputs}): {', or '.join(remedies)}"
+            f"sample {question.longest_id} of {question.longest} tokens does not fit, even alone: "
+            f"a step with it needs {size(needed)} of tensors, and {size(there)} are there "
+            f"({limit.source}{inputs}): {', or '.join([*remedies, 'use a smaller model'])}"
         )

@@ -65,24 +65,17 @@ class Question:
     cut_at: Callable[[int, Cost, int], Cut]
     layout: Layout  # its cost counts where nothing is timed
     limit: MemoryLimit  # of one rank
-    largest_batch: int | None = None  # samples of any step; None where that is among the batches
-    max_samples: int | None = None  # of a micro-batch (`accum.micro`); None is no bound
+    most_samples: int  # of any micro-batch, as `accum.micro` and the steps of the run allow
     recompute: bool | Literal["auto"] = False  # activation checkpointing: off, on, or to be weighed
     timed: bool = True  # False for a machine that is not this one
     num_steps: int = 1000  # of the run, for the time that tuning may take
-    longest_id: int | None = None  # the longest sample, for the message when it does not fit
+    longest_id: int = 0  # the longest sample, for the message when it does not fit
 
     @property
     def num_positions(self) -> float:
         """What one rank computes in the whole run, without padding."""
         per_step = fmean(float(lengths.sum()) for lengths in self.batches)
         return self.num_steps * per_step / self.layout.world_size
-
-    @property
-    def most_samples(self) -> int:
-        """Samples that one micro-batch can hold at most."""
-        largest = self.largest_batch or max(len(lengths) for lengths in self.batches)
-        return min(largest, self.max_samples or largest)
 
     def padded(self, length: int) -> int:
         """Round a length up as the layout asks."""

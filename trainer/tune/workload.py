@@ -6,7 +6,6 @@ sequence, or have a length of their own.
 
 from __future__ import annotations
 
-import random
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,11 +17,13 @@ from typing import final
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from trainer.accumulate.base import sum_of
 from trainer.accumulate.rollback import Snapshot
 from trainer.core.micro_batch import Fields, to_device
 from trainer.core.world import World
+from trainer.data.samples import preserve_generators
 from trainer.models.bind import bind
 from trainer.models.check import refuse_sparse_gradients
 from trainer.models.meta_start import Weights, drawn
@@ -31,7 +32,7 @@ from trainer.objectives.base import ModelCall, Objective, sums_of
 from trainer.parallel.base import Parallel, Replicated
 from trainer.parallel.sync import Deferred, SyncPolicy
 from trainer.plan.cut import IntArray
-from trainer.tune.tensors import PeakBytes
+from trainer.tune.tensors import MemoryEstimate, PeakBytes
 
 LayOut = Callable[[nn.Module], Parallel]
 """Lays a copy of the model out over ranks, in place, and binds a call to it."""
@@ -154,14 +155,11 @@ def restoring(model: nn.Module, *others: object) -> Iterator[None]:
     grads = [(parameter, parameter.grad) for parameter in model.parameters()]
     for parameter, _ in grads:
         parameter.grad = None
-    python_state, numpy_state = random.getstate(), np.random.get_state()
     on_gpu = {p.device.index for p, _ in grads if p.device.type == "cuda"}
     try:
-        with torch.random.fork_rng(devices=sorted(on_gpu)):
+        with preserve_generators(), torch.random.fork_rng(devices=sorted(on_gpu)):
             yield
     finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
         snapshot.restore()
         for module, trains in modes:
             module.training = trains
@@ -169,42 +167,41 @@ def restoring(model: nn.Module, *others: object) -> Iterator[None]:
             parameter.grad = gradient
 
 
-def fullest_steps(
-    work: Workload, model: Parallel, peak: PeakBytes, fields: Fields | None = None
-) -> None:
-    """Take two steps on one rank, from gathering to the update, and leave the second's peak.
+def fullest_steps(work: Workload, model: Parallel, fields: Fields | None = None) -> MemoryEstimate:
+    """Take two steps on one rank, from gathering to the update, and give the second's peak.
 
     Once the first has made the optimizer's state, and an earlier micro-batch the gradients, no
     later moment needs more than one more micro-batch and the update after it. Changes the weights,
     so it is for fake tensors or copies, laid out. Without `fields` it updates alone.
     """
     module, sync = model.module, Deferred() if work.fake_ranks is None else work.sync
-    work = replace(work, model=module, bind=lambda _: model.call)
-    work.count(peak, fields or {})
-    optimizer, snapshot = work.make_optimizer(module), Snapshot(module)
-    for has_gradients in (fields is None, True):
-        peak.reset()
-        snapshot.take()
-        sync.gather(model)
-        peak.assign("parameters", module.parameters())
-        for parameter in module.parameters():
-            if has_gradients and parameter.requires_grad:
-                parameter.grad = torch.zeros_like(parameter)
-        peak.assign("gradients", gradients(module))
-        if fields is not None:
-            with sync.micro_batch(model, is_last=True):
-                work.backward(fields)
+    work, peak = replace(work, model=module, bind=lambda _: model.call), PeakBytes()
+    with peak:
+        work.count(peak, fields or {})
+        optimizer, snapshot = work.make_optimizer(module), Snapshot(module)
+        for has_gradients in (fields is None, True):
+            peak.reset()
+            snapshot.take()
+            sync.gather(model)
+            peak.assign("parameters", module.parameters())
+            for parameter in module.parameters():
+                if has_gradients and parameter.requires_grad:
+                    parameter.grad = torch.zeros_like(parameter)
             peak.assign("gradients", gradients(module))
-        used = model.used()
-        model.make_room()
-        sync.reduce(model, used)
-        peak.assign("gradients", gradients(module))
-        model.scale_gradients(model.gradient_norm())
-        optimizer.step()
-        states = [state for state in optimizer.state.values() if isinstance(state, Mapping)]
-        values = [value for state in states for value in state.values()]
-        peak.assign("optimizer_state", [value for value in values if isinstance(value, Tensor)])
-        optimizer.zero_grad(set_to_none=True)
+            if fields is not None:
+                with sync.micro_batch(model, is_last=True):
+                    work.backward(fields)
+                peak.assign("gradients", gradients(module))
+            used = model.used()
+            model.make_room()
+            sync.reduce(model, used)
+            peak.assign("gradients", gradients(module))
+            model.scale_gradients(model.gradient_norm())
+            optimizer.step()
+            state = tree_leaves([*optimizer.state.values()])
+            peak.assign("optimizer_state", [leaf for leaf in state if isinstance(leaf, Tensor)])
+            optimizer.zero_grad(set_to_none=True)
+    return peak.estimate
 
 
 def gradients(model: nn.Module) -> list[Tensor]:

@@ -1,7 +1,6 @@
 """The three cuts: what they keep, what they refuse, and how they shrink when memory runs out."""
 
 import dataclasses
-import json
 import re
 from itertools import pairwise
 
@@ -32,41 +31,27 @@ LAYOUTS = st.builds(
     packed=st.booleans(),
     pad_multiple=st.sampled_from([1, 8]),
 )
-CUTS = st.one_of(
-    st.builds(Fixed, micro=st.one_of(st.none(), st.integers(1, 9))),
-    st.builds(Fixed, steps=st.integers(1, 9)),
-    st.builds(Budget, max_tokens=st.integers(96, 400), micro=st.sampled_from([None, 4])),
-    st.integers(96, 400).map(lambda cap: Auto().tuned(cap, Cost(fixed=20.0))),
-)
-GROUPED = st.sampled_from([Fixed(), Fixed(steps=3), Fixed(micro=24), Budget(max_tokens=800)])
+GROUPS = st.sampled_from([1, 2, 3, 8])
+
+
+def cuts_of(size):
+    """Any cut that holds a group of so many samples."""
+    caps = st.integers(96 * size, 400 * size)
+    return st.one_of(
+        st.just(Fixed()),
+        st.integers(1, 9).map(lambda count: Fixed(micro=count * size)),
+        st.builds(Fixed, steps=st.integers(1, 9)),
+        st.builds(Budget, max_tokens=caps, micro=st.sampled_from([None, 4 * size])),
+        caps.map(lambda cap: Auto().tuned(cap, Cost(fixed=20.0))),
+    )
 
 
 def samples_of(plan):
     return [[ids.tolist() for ids in slots] for slots in plan.ranks]
 
 
-def same(plan, other):
-    return samples_of(plan) == samples_of(other) and plan.padded_lengths == other.padded_lengths
-
-
-@given(LENGTHS, LAYOUTS, GROUPED, st.sampled_from([2, 3, 8]))
-@settings(max_examples=150)
-def test_cuts_keep_groups_whole_also_after_a_failed_allocation(lengths, layout, cut, size):
-    layout = dataclasses.replace(layout, group_size=size)
-    while cut is not None:
-        plan = cut.cut(lengths, layout)
-        plan.check(layout)
-        for ids in (ids for slots in plan.ranks for ids in slots):
-            for at in range(0, len(ids), size):
-                group = np.arange(ids[at], min(ids[at] + size, len(lengths)))
-                assert ids[at] % size == 0
-                assert np.array_equal(ids[at : at + size], group)
-        cut = cut.smaller(plan)
-    assert all(len(ids) <= size for slots in plan.ranks for ids in slots)
-
-
 @given(LENGTHS, LAYOUTS, st.integers(1, 12))
-@settings(max_examples=100)
+@settings(max_examples=60)
 def test_fixed_keeps_sample_order_and_counts(lengths, layout, micro):
     plan = Fixed(micro=micro).cut(lengths, layout)
     order = [position for slots in samples_of(plan) for ids in slots for position in ids]
@@ -102,27 +87,11 @@ def test_fixed_cuts_by_hand(cut, layout, ranks, padded):
     assert plan.padded_lengths == padded
 
 
-@given(LENGTHS, LAYOUTS, st.integers(96, 400), st.sampled_from([None, 4]))
-@settings(max_examples=100)
-def test_budget_and_tuned_auto_give_the_same_plan_and_never_exceed_the_cap(
-    lengths, layout, cap, micro
-):
-    plan = Budget(max_tokens=cap, micro=micro).cut(lengths, layout)
-    assert plan.max_positions <= cap
-    assert max(len(plan.ranks[rank][slot]) for rank, slot in plan.slots()) <= (micro or 50)
-    assert same(plan, Auto(micro=micro).tuned(cap, layout.cost).cut(lengths, layout))
-
-
 def test_auto_cuts_by_the_cost_it_was_tuned_with():
     lengths = np.array([90, 80, 10, 10], dtype=np.int64)
     cheap, dear = (Auto().tuned(1000, Cost(fixed=fixed)) for fixed in (1.0, 10_000.0))
     assert cheap.cut(lengths, Layout()).num_micro_batches > 1
     assert dear.cut(lengths, Layout()).num_micro_batches == 1
-
-
-def test_auto_refuses_to_cut_before_it_is_tuned():
-    with pytest.raises(ValueError, match="tuned"):
-        Auto().cut(np.array([1]), Layout())
 
 
 def test_a_longer_sample_is_alone_under_a_tuned_cap_that_suits_the_short_ones():
@@ -148,9 +117,10 @@ def largest(plan):
     return max(len(ids) for slots in plan.ranks for ids in slots)
 
 
-@given(LENGTHS, LAYOUTS, CUTS)
+@given(LENGTHS, LAYOUTS, GROUPS, st.data())
 @settings(max_examples=150)
-def test_cuts_shrink_until_every_micro_batch_is_one_sample(lengths, layout, cut):
+def test_cuts_shrink_until_every_micro_batch_is_one_sample_or_group(lengths, layout, size, data):
+    layout, cut = dataclasses.replace(layout, group_size=size), data.draw(cuts_of(size))
     plan, attempts = cut.cut(lengths, layout), 0
     plan.check(layout)
     assert plan.packed == layout.packed
@@ -163,7 +133,7 @@ def test_cuts_shrink_until_every_micro_batch_is_one_sample(lengths, layout, cut)
         else:
             assert 10 * again.max_shared_positions <= 7 * plan.max_shared_positions
         cut, plan, attempts = smaller, again, attempts + 1
-    assert all(len(plan.ranks[rank][slot]) <= 1 for rank, slot in plan.slots())
+    assert largest(plan) <= size
     assert attempts <= 20
 
 
@@ -182,12 +152,6 @@ def test_fixed_halves_the_samples_of_a_micro_batch():
     assert by_micro.smaller(by_micro.cut(lengths, Layout())) == Fixed(micro=3)
     assert by_steps.smaller(by_steps.cut(lengths, Layout())) == Fixed(steps=4)
     assert Fixed(micro=1).smaller(Fixed(micro=1).cut(lengths, Layout())) is None
-
-
-def test_cuts_survive_a_checkpoint():
-    cut = Auto(micro=3, memory=10**9).tuned(640, Cost(fixed=12.5, seconds_per_token=1e-5))
-    stored = json.loads(json.dumps(dataclasses.asdict(cut)))
-    assert Auto(**{**stored, "cost": Cost(**stored["cost"])}) == cut
 
 
 @pytest.mark.parametrize(
@@ -275,7 +239,7 @@ def test_all_that_binds_a_cut_holds_together_or_the_error_names_what_would_do(da
         world_size=data.draw(st.integers(1, 4)),
         lockstep=data.draw(st.booleans()),
         pad_multiple=data.draw(st.sampled_from([1, 8])),
-        max_shapes=data.draw(st.sampled_from([None, 1, 3])),
+        max_shapes=data.draw(st.sampled_from([None, 1, 3])) if packed else None,
         packed=packed,
         group_size=size,
     )
@@ -291,6 +255,8 @@ def test_all_that_binds_a_cut_holds_together_or_the_error_names_what_would_do(da
         return
     plan.check(layout)
     assert plan.max_positions <= cap
+    tuned = Auto(micro=micro).tuned(cap, layout.cost).cut(lengths, layout)
+    assert samples_of(tuned) == samples_of(plan)
     filled = [(r, s) for r, s in plan.slots() if len(plan.ranks[r][s])]
     assert all(len(plan.ranks[r][s]) <= (micro or len(lengths)) for r, s in filled)
     shapes = {plan.padded_lengths[r][s] for r, s in filled}

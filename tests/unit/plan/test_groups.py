@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.lib.plan_support import costs_of
+from tests.lib.plan_support import costs_of, tokens_of
 from trainer.core.errors import ConfigError
 from trainer.plan.cut import Cost, Layout, Plan
 from trainer.plan.cuts import Auto, Budget, Fixed, SampleTooLongError
@@ -45,7 +45,7 @@ def test_cuts_of_groups_are_as_cheap_as_the_best_of_all_partitions(lengths, size
     tops = lengths.reshape(-1, size).max(axis=1).tolist()
 
     def price(blocks):
-        return sum(cost.tokens(size * len(block), max(block)) for block in blocks)
+        return sum(tokens_of(cost, size * len(block), max(block)) for block in blocks)
 
     def fits(blocks):
         return all(size * len(block) * max(block) <= cap for block in blocks)
@@ -103,7 +103,7 @@ MODES = [
     Layout(world_size=512, packed=True),
     Layout(world_size=512, lockstep=True, packed=True),
     Layout(group_size=4),
-    Layout(max_shapes=8),
+    Layout(shapes=tuple(range(512, 4097, 512))),
 ]
 
 

@@ -29,16 +29,40 @@ def ids_of(batches):
     return [tuple(batch.ids.tolist()) for batch in batches]
 
 
-@given(n=sizes, seed=seeds, size=st.integers(1, 80), epochs=st.integers(1, 3))
-def test_keep_visits_every_sample_exactly_once_an_epoch(n, seed, size, epochs):
-    order = Order(n, seed, size)
+RUNS = {"lengths": ragged, "seed": seeds, "unit": st.sampled_from(UNITS)}
+
+
+@given(**RUNS, target=st.integers(1, 300), epochs=st.integers(1, 3))
+def test_an_epoch_visits_every_sample_once_and_a_step_ends_with_the_one_that_fills_it(
+    lengths, seed, unit, target, epochs
+):
+    order = Order(len(lengths), seed, target, unit, lengths=lengths)
+    counted = lengths if unit == "tokens" else np.ones(len(lengths))
     batches = walk(order, order.num_steps(epochs))
+    for batch in batches:
+        total = counted[batch.ids].sum()
+        assert batch.is_tail == (total < target)
+        assert total - counted[batch.ids[-1]] < target
+    for batch, following in pairwise(batches):
+        assert not batch.is_tail or following.epoch == batch.epoch + 1
     for epoch in range(epochs):
         ids = [i for batch in batches if batch.epoch == epoch for i in batch.ids.tolist()]
-        assert sorted(ids) == list(range(n))
-    assert all(len(batch.ids) == size for batch in batches if not batch.is_tail)
-    assert sum(batch.is_tail for batch in batches) == (epochs if n % size else 0)
-    assert batches[-1].after == Cursor(len(batches), epochs, 0, epochs * n)
+        assert sorted(ids) == list(range(len(lengths)))
+    assert batches[-1].after == Cursor(len(batches), epochs, 0, epochs * len(lengths))
+
+
+@given(**RUNS, data=st.data(), epochs=st.integers(1, 3))
+def test_dropping_drops_exactly_what_does_not_reach_the_target(lengths, seed, unit, data, epochs):
+    target = data.draw(st.integers(1, len(lengths) if unit == "samples" else int(lengths.sum())))
+    keeping = Order(len(lengths), seed, target, unit, lengths=lengths)
+    dropped = Order(len(lengths), seed, target, unit, tail="drop", lengths=lengths)
+    full = [batch for batch in walk(keeping, keeping.num_steps(epochs)) if not batch.is_tail]
+    assert dropped.num_steps(epochs) == len(full)
+    walked = walk(dropped, len(full))
+    assert ids_of(walked) == ids_of(full)
+    if unit == "samples":
+        assert dropped.steps_per_epoch == len(lengths) // target
+        assert walked[-1].after == Cursor(len(full), epochs, 0, len(full) * target)
 
 
 @given(lengths=ragged, seed=seeds, size=st.integers(1, 200), unit=st.sampled_from(UNITS))
@@ -49,19 +73,6 @@ def test_no_step_of_any_epoch_holds_more_samples_than_the_bound(lengths, seed, s
     shortest_first = np.cumsum(np.sort(lengths))
     needed = int(np.searchsorted(shortest_first, size)) + 1 if unit == "tokens" else size
     assert order.most_samples == min(needed, len(lengths))
-
-
-@given(n=sizes, seed=seeds, data=st.data(), epochs=st.integers(1, 3))
-def test_drop_gives_full_batches_only_and_repeats_nothing(n, seed, data, epochs):
-    size = data.draw(st.integers(1, n))
-    order = Order(n, seed, size, tail="drop")
-    assert order.steps_per_epoch == n // size
-    batches = walk(order, order.num_steps(epochs))
-    assert all(len(batch.ids) == size and not batch.is_tail for batch in batches)
-    for epoch in range(epochs):
-        ids = [i for batch in batches if batch.epoch == epoch for i in batch.ids.tolist()]
-        assert len(set(ids)) == len(ids) == n // size * size
-    assert batches[-1].after == Cursor(len(batches), epochs, 0, len(batches) * size)
 
 
 @given(
@@ -81,43 +92,9 @@ def test_the_position_after_a_step_does_not_depend_on_the_way_there(
         return Order(len(lengths), seed, size, unit, tail, lengths)
 
     walked = walk(fresh(), 7)
-    for step, batch in enumerate(walked):
-        assert fresh().at(step + 1) == batch.after
-        assert ids_of([fresh().next(fresh().at(step))]) == ids_of([batch])
     resumed = walk(fresh(), 4, cursor=walked[2].after)
     assert ids_of(resumed) == ids_of(walked[3:])
     assert [batch.after for batch in resumed] == [batch.after for batch in walked[3:]]
-
-
-@given(lengths=ragged, seed=seeds, target=st.integers(1, 300), epochs=st.integers(1, 3))
-def test_a_token_step_closes_with_the_first_sample_that_reaches_the_target(
-    lengths, seed, target, epochs
-):
-    order = Order(len(lengths), seed, target, unit="tokens", lengths=lengths)
-    batches = walk(order, order.num_steps(epochs))
-    for batch in batches:
-        total = int(lengths[batch.ids].sum())
-        assert batch.is_tail == (total < target)
-        assert total - int(lengths[batch.ids[-1]]) < target
-    for batch, following in pairwise(batches):
-        assert not batch.is_tail or following.epoch == batch.epoch + 1
-    for epoch in range(epochs):
-        ids = [i for batch in batches if batch.epoch == epoch for i in batch.ids.tolist()]
-        assert sorted(ids) == list(range(len(lengths)))
-    assert batches[-1].after.epoch == epochs
-    assert batches[-1].after.offset == 0
-
-
-@given(lengths=ragged, seed=seeds, data=st.data(), epochs=st.integers(1, 3))
-def test_dropping_under_tokens_drops_exactly_what_does_not_reach_the_target(
-    lengths, seed, data, epochs
-):
-    target = data.draw(st.integers(1, int(lengths.sum())))
-    keeping = Order(len(lengths), seed, target, unit="tokens", lengths=lengths)
-    dropped = Order(len(lengths), seed, target, unit="tokens", tail="drop", lengths=lengths)
-    full = [batch for batch in walk(keeping, keeping.num_steps(epochs)) if not batch.is_tail]
-    assert dropped.num_steps(epochs) == len(full)
-    assert ids_of(walk(dropped, len(full))) == ids_of(full)
 
 
 @given(n=sizes, seed=seeds, size=st.integers(1, 80), other=st.integers(1, 80))
@@ -163,7 +140,6 @@ def test_writing_to_a_batch_does_not_change_the_order():
         ((3, 0, 4, "samples", "drop"), DataError, "holds 3 samples"),
         ((3, 0, 7, "tokens", "drop", np.array([1, 2, 3])), DataError, "holds 6 tokens"),
         ((3, 0, 0), ConfigError, "batch.global=0"),
-        ((3, 0, 4, "tokens"), ValueError, "one length per sample"),
     ],
 )
 def test_an_order_without_a_single_step_is_refused(arguments, error, text):

@@ -8,15 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.lib.nightly import nightly
-from tests.lib.plan_support import costs_of, efficiency
+from tests.lib.plan_support import costs_of, efficiency, tokens_of
 from trainer.plan.cut import Cost, Layout
 from trainer.plan.packing import pack, pack_rows
-from trainer.plan.partition import (
-    cut_sorted,
-    ladder,
-    pad,
-    partition,
-)
+from trainer.plan.partition import cut_sorted, ladder, pad, partition
 
 COSTS = st.builds(Cost, fixed=st.floats(0.0, 500.0), quadratic=st.sampled_from([0.0, 0.001, 0.02]))
 LAYOUTS = st.builds(
@@ -53,7 +48,7 @@ def descending(lengths):
 
 def cost_of_cuts(lengths, starts, cost):
     bounds = [*map(int, starts), len(lengths)]
-    return sum(cost.tokens(end - begin, int(lengths[begin])) for begin, end in pairwise(bounds))
+    return sum(tokens_of(cost, end - begin, int(lengths[begin])) for begin, end in pairwise(bounds))
 
 
 @given(batches(), LAYOUTS, st.booleans(), st.integers(120, 700), st.sampled_from([None, 1, 5]))
@@ -65,25 +60,21 @@ def test_a_plan_holds_every_sample_once_under_the_cap(lengths, layout, packed, c
     filled = [(rank, slot) for rank, slot in plan.slots() if len(plan.ranks[rank][slot])]
     assert all(len(plan.ranks[rank][slot]) <= (max_micro or 60) for rank, slot in filled)
     shapes = {plan.padded_lengths[rank][slot] for rank, slot in filled}
-    assert packed or all(shape % layout.pad_multiple == 0 for shape in shapes)
-    assert len(shapes) <= (layout.max_shapes or len(shapes))
-    if not packed and lengths.min() > 0:
+    if packed:
+        assert len(shapes) <= (layout.max_shapes or len(shapes))
+        return
+    assert all(shape % layout.pad_multiple == 0 for shape in shapes)
+    if lengths.min() > 0:
         assert 0 < efficiency(plan, layout) <= 1 + ROUNDING
+    for own, slots in zip(plan.padded_lengths, plan.ranks, strict=True):
+        if not layout.lockstep:
+            assert list(own) == sorted(own, reverse=True)
+        elif layout.world_size > 1:  # empty slots only where a rank has no more samples
+            assert sum(length == 0 for length in own) == max(0, len(own) - sum(map(len, slots)))
 
 
-@given(batches(), LAYOUTS, st.integers(120, 700))
-@settings(max_examples=100)
-def test_plans_are_deterministic_and_longest_first(lengths, layout, cap):
-    plan, again = partition(lengths, layout, cap), partition(lengths.copy(), layout, cap)
-    assert plan.padded_lengths == again.padded_lengths
-    for slots, same in zip(plan.ranks, again.ranks, strict=True):
-        assert [ids.tolist() for ids in slots] == [ids.tolist() for ids in same]
-    if not layout.lockstep:
-        assert all(list(own) == sorted(own, reverse=True) for own in plan.padded_lengths)
-
-
-@given(batches(most=300), st.integers(120, 5000), COSTS, st.sampled_from([3, 1000]))
-@settings(max_examples=100)
+@given(batches(most=120), st.integers(120, 5000), COSTS, st.sampled_from([3, 1000]))
+@settings(max_examples=60)
 def test_cuts_are_optimal_by_the_plain_recursion(lengths, cap, cost, max_micro):
     lengths = descending(lengths)
     prices = cost.per_sample(lengths)
@@ -97,27 +88,12 @@ def test_cuts_are_optimal_by_the_plain_recursion(lengths, cap, cost, max_micro):
 
 
 @given(st.integers(1, 400), st.integers(1, 50), st.integers(50, 2000))
-@settings(max_examples=50)
-def test_samples_of_one_length_are_cut_evenly_into_the_fewest_micro_batches(
-    num_samples, length, cap
-):
+@settings(max_examples=30)
+def test_samples_of_one_length_are_cut_evenly_into_the_fewest(num_samples, length, cap):
     starts = cut_sorted(np.full(num_samples, length), cap, Cost(), num_samples)
     sizes = np.diff([*starts, num_samples])
     assert len(sizes) == -(-num_samples // (cap // length))
     assert sizes.max() - sizes.min() <= 1
-
-
-@given(batches(), st.sampled_from([2, 3, 8]), st.integers(120, 500), COSTS)
-@settings(max_examples=100)
-def test_ranks_in_lockstep_have_equal_counts_and_empty_slots_only_without_samples(
-    lengths, world_size, cap, cost
-):
-    layout = Layout(world_size=world_size, lockstep=True, cost=cost)
-    plan = partition(lengths, layout, cap)
-    assert {len(slots) for slots in plan.ranks} == {plan.accum_steps}
-    for slots in plan.ranks:
-        own = sum(map(len, slots))
-        assert sum(len(ids) == 0 for ids in slots) == max(0, plan.accum_steps - own)
 
 
 def test_beside_a_long_sample_other_ranks_in_lockstep_compute_several_short_ones():
@@ -169,21 +145,20 @@ def test_a_sample_longer_than_the_cap_is_alone(packed):
     assert plan.max_shared_positions <= 10
 
 
-@given(batches(most=40), st.integers(1, 6), COSTS)
-@settings(max_examples=60)
+@given(batches(most=40), st.integers(1, 3), COSTS)
+@settings(max_examples=40)
 def test_a_ladder_wastes_the_least_that_few_lengths_can(lengths, max_shapes, cost):
     lengths = descending(lengths)
-    shapes = ladder(lengths, min(max_shapes, 3), cost)
-    tops = np.unique(lengths)
+    shapes, tops = ladder(lengths, max_shapes, cost), np.unique(lengths)
 
     def waste(chosen):
         steps = np.array(sorted(chosen))
         return cost.per_sample(steps[np.searchsorted(steps, lengths)]).sum()
 
-    count = min(max_shapes, 3, len(tops))
+    count = min(max_shapes, len(tops))
     candidates = ({*c, tops[-1]} for c in combinations(tops[:-1], count - 1))
     assert waste(shapes) == pytest.approx(min(map(waste, candidates)), rel=ROUNDING)
-    assert len(shapes) <= min(max_shapes, 3)
+    assert len(shapes) <= max_shapes
 
 
 def test_shapes_of_the_layout_hold_for_every_batch():
@@ -192,7 +167,7 @@ def test_shapes_of_the_layout_hold_for_every_batch():
 
 
 @given(batches(), st.integers(120, 700), st.sampled_from([1, 4]))
-@settings(max_examples=100)
+@settings(max_examples=60)
 def test_packed_rows_are_few_and_more_than_half_full(lengths, cap, multiple_of):
     lengths = descending(lengths)
     rows = pack_rows(lengths, Cost().per_sample(lengths), cap, len(lengths), multiple_of)

@@ -24,7 +24,6 @@ from tests.lib.tune_support import (
     workload,
 )
 from trainer.plan.memory import Shape
-from trainer.tune.fake import CannotRunFake, predict_peak
 from trainer.tune.memory_limit import (
     RATIO_BYTES,
     MemoryLimit,
@@ -32,23 +31,11 @@ from trainer.tune.memory_limit import (
     resident_growth,
     resident_ratio,
 )
-from trainer.tune.predict import Predictor, probe_peak
+from trainer.tune.predict import CannotRunFake, Predictor, predict_peak, probe_peak
 from trainer.tune.tensors import MemoryEstimate, PeakBytes
-from trainer.tune.workload import Workload
 
 TOLERANCE = 0.05
 """What the prediction of tensor bytes may be off; on the CPU it is not off by one byte."""
-
-MAKERS = {
-    "gpt": lambda: workload(gpt()),
-    "conv net with BatchNorm": lambda: workload(ConvNet(), images()),
-    "encoder with padding mask": lambda: workload(Encoder()),
-}
-SHAPES = {
-    "gpt": [Shape(1, 16), Shape(6, 40)],
-    "conv net with BatchNorm": [Shape(1, 1), Shape(9, 1)],
-    "encoder with padding mask": [Shape(1, 96), Shape(4, 64), Shape(40, 8)],
-}
 
 
 @pytest.fixture(autouse=True)
@@ -57,40 +44,37 @@ def one_thread():
     torch.manual_seed(0)
 
 
-def assert_predicts(work: Workload, shape: Shape, *, recompute: bool = False) -> None:
-    measured = measured_peak(work, shape, recompute=recompute)
-    predicted = predict_peak(work, shape, recompute=recompute)
-    assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=TOLERANCE)
-
-
-@pytest.mark.parametrize(
-    ("name", "shape"), [(name, shape) for name, shapes in SHAPES.items() for shape in shapes]
-)
-def test_the_predicted_peak_is_the_measured_one(name, shape):
-    assert_predicts(MAKERS[name](), shape)
-
-
-@pytest.mark.parametrize("name", ["gpt", "encoder with padding mask"])
-def test_the_predicted_peak_under_recomputation_is_the_measured_one_and_is_smaller(name):
-    work, shape = MAKERS[name](), SHAPES[name][1]
-    assert_predicts(work, shape, recompute=True)
-    saved = predict_peak(work, shape, recompute=True).activations
-    assert saved < predict_peak(work, shape).activations
-
-
-def test_the_peak_of_a_hugging_face_model_is_predicted():
+def bert() -> nn.Module:
     config = transformers.BertConfig(
-        vocab_size=61,
+        vocab_size=VOCABULARY,
         hidden_size=16,
         num_hidden_layers=2,
         num_attention_heads=2,
         intermediate_size=32,
         attn_implementation="eager",
     )
-    work = workload(transformers.BertForMaskedLM(config))
-    before = traces(work.model)
-    assert_predicts(work, Shape(3, 48))
-    assert_predicts(work, Shape(3, 48), recompute=True)
+    return transformers.BertForMaskedLM(config)
+
+
+@pytest.mark.parametrize(
+    ("make", "shape", "recomputes"),
+    [
+        (gpt, Shape(6, 40), True),
+        (bert, Shape(3, 48), True),
+        (Encoder, Shape(4, 64), True),
+        (Encoder, Shape(40, 8), False),
+        (ConvNet, Shape(1, 1), False),
+        (ConvNet, Shape(9, 1), False),
+    ],
+)
+def test_the_predicted_peak_is_the_measured_one_and_recomputing_saves(make, shape, recomputes):
+    work = workload(make(), images() if make is ConvNet else text())
+    before, found = traces(work.model), {}
+    for recompute in (False, True)[: 1 + recomputes]:
+        found[recompute] = predict_peak(work, shape, recompute=recompute)
+        measured = measured_peak(work, shape, recompute=recompute).peak_bytes
+        assert found[recompute].peak_bytes == pytest.approx(measured, rel=TOLERANCE)
+    assert not recomputes or found[True].activations < found[False].activations
     assert_same(traces(work.model), before)
 
 
@@ -122,7 +106,7 @@ def test_a_model_that_needs_values_is_probed_for_real_and_its_state_is_put_back(
     predict = Predictor(work, Shape(1, 64))
     predict(Shape(1, 64))
     assert "real probes" in predict.method
-    assert "computes with the values of its tensors: DataDependent" in predict.method
+    assert "cannot run with fake tensors: DataDependent" in predict.method
     assert "_local_scalar_dense" in predict.method
     assert_same(traces(work.model, runs=True), before)
     assert work.model.calls
@@ -175,11 +159,9 @@ def test_a_fake_run_that_fails_says_nothing_of_its_own(capfd):
 
 
 def test_probes_count_the_optimizer_even_where_its_step_is_the_peak():
-    work = workload(nn.Sequential(nn.Linear(64, 64)), images())
-    probes = probe_peak(workload(Encoder(width=64, num_blocks=1)), Shape(1, 2))
-    measured = measured_peak(workload(Encoder(width=64, num_blocks=1)), Shape(1, 2))
-    assert probes(Shape(1, 2)).peak_bytes == pytest.approx(measured.peak_bytes, rel=0.1)
-    assert work.resident_bytes == 4 * (64 * 64 + 64)
+    work, shape = workload(Encoder(width=64, num_blocks=1)), Shape(1, 2)
+    measured = measured_peak(work, shape).peak_bytes
+    assert probe_peak(work, shape)(shape).peak_bytes == pytest.approx(measured, rel=0.1)
 
 
 def test_a_storage_counts_once_and_until_it_is_freed():
@@ -193,14 +175,6 @@ def test_a_storage_counts_once_and_until_it_is_freed():
     assert peak.estimate.peak_bytes == 4000 + two.nbytes
     peak.reset()
     assert peak.estimate == MemoryEstimate(peak_bytes=two.nbytes, gradients=two.nbytes)
-
-
-def test_a_byte_budget_fails_like_a_full_device():
-    work, shape = workload(Encoder()), Shape(6, 32)
-    needed = measured_peak(work, shape).peak_bytes
-    assert measured_peak(work, shape, limit=needed).peak_bytes == needed
-    with pytest.raises(torch.OutOfMemoryError, match="exceed the limit"):
-        measured_peak(work, shape, limit=needed - 1)
 
 
 def machine(root: Path, files: dict[str, str]) -> Path:

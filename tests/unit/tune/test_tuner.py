@@ -19,9 +19,7 @@ from tests.lib.tune_support import (
     VOCABULARY,
     Encoder,
     Stubborn,
-    assert_same,
     measured_peak,
-    traces,
     workload,
 )
 from trainer.core.errors import DoesNotFitError
@@ -29,9 +27,9 @@ from trainer.plan.cut import Layout
 from trainer.plan.cuts import Auto
 from trainer.plan.memory import Shape
 from trainer.tune import tuner
-from trainer.tune.cache import BUSY_TRIES, Facts, TuningCache, describe
-from trainer.tune.fake import predict_peak
+from trainer.tune.cache import Facts, TuningCache, describe
 from trainer.tune.memory_limit import MemoryLimit
+from trainer.tune.predict import predict_peak
 from trainer.tune.tensors import MemoryEstimate
 from trainer.tune.tuning import Question, Tuning
 
@@ -54,16 +52,20 @@ def book():
     return TuningCache()
 
 
-def question(model: nn.Module | None = None, limit: int = 10**9, **changes) -> Question:
+def question(model: nn.Module | None = None, limit=10**9, **changes) -> Question:
     draws = np.random.default_rng(0)
+    batches = changes.pop("batches", [draws.choice(LENGTHS, NUM_SAMPLES) for _ in range(3)])
+    if isinstance(limit, int):
+        limit = MemoryLimit(bytes=limit, source="a simulated budget")
     settings = {
         "work": workload(model or Encoder()),
-        "batches": [draws.choice(LENGTHS, NUM_SAMPLES) for _ in range(3)],
+        "batches": batches,
+        "most_samples": max(map(len, batches)),
         "longest": max(LENGTHS),
         "shortest": min(LENGTHS),
         "cut_at": Auto().tuned,
         "layout": Layout(),
-        "limit": MemoryLimit(bytes=limit, source="a simulated budget"),
+        "limit": limit,
         "timed": False,
     }
     return Question(**(settings | changes))
@@ -99,61 +101,56 @@ class PacedBlock(nn.Module):
         return self.out(self.hidden(x).relu())
 
 
-def largest_cap_by_brute_force(asked: Question, *, recompute: bool = False) -> int:
-    """Take real steps at ever larger shapes of every length until the budget is exceeded."""
+def fits(asked: Question, cap: float) -> bool:
+    """Take real steps at the largest shape of every length that a cap allows."""
+    try:
+        for length in LENGTHS:
+            shape = Shape(min(NUM_SAMPLES, int(cap) // length), length)
+            measured_peak(asked.work, shape, limit=asked.limit.bytes)
+    except torch.OutOfMemoryError:
+        return False
+    return True
 
-    def fits(shape: Shape) -> bool:
-        try:
-            measured_peak(asked.work, shape, recompute=recompute, limit=asked.limit.bytes)
-        except torch.OutOfMemoryError:
-            return False
-        return True
 
-    def most(length: int) -> int:
-        low, high = 0, NUM_SAMPLES + 1
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if fits(Shape(middle, length)) else (low, middle)
-        return low
-
-    bounds = {length: most(length) for length in LENGTHS}
-    return min((n + 1) * t - 1 for t, n in bounds.items() if n < NUM_SAMPLES)
+def predicted(book: TuningCache, shape: Shape, *, recompute: bool = False) -> int:
+    peaks = book.facts[recompute].peaks
+    if shape not in peaks:
+        peaks[shape] = predict_peak(workload(Encoder()), shape, recompute=recompute)
+    return peaks[shape].peak_bytes
 
 
 def test_the_chosen_cap_is_within_5_percent_of_the_largest_that_fits(book):
     asked = question(limit=400_000)
     found = tune(asked, book)
-    largest = largest_cap_by_brute_force(asked)
-    assert 0.95 * largest <= found.max_tokens <= largest
+    assert fits(asked, found.max_tokens)
+    assert not fits(asked, found.max_tokens / 0.95 + 1)
     assert found.predicted.peak_bytes <= found.limit_bytes == 400_000
 
 
 def test_a_model_that_cannot_run_fake_is_tuned_by_probes_and_says_so():
     asked = question(Stubborn(), limit=1_000_000)
     found = tune(asked)
-    largest = largest_cap_by_brute_force(asked)
-    assert 0.95 * largest <= found.max_tokens <= 1.05 * largest
+    assert fits(asked, found.max_tokens / 1.05)
+    assert not fits(asked, found.max_tokens / 0.95 + 1)
     assert "real probes" in found.method
 
 
 @pytest.mark.parametrize("inputs", [3 * 2**20, nightly(0)])
-def test_what_cannot_fit_names_the_nearest_length_and_memory_that_do(inputs):
-    asked = question(Encoder(), longest_id=17)
-    enough_for_half = predict_peak(asked.work, Shape(1, 16)).peak_bytes
-    typed = MemoryLimit(
-        bytes=enough_for_half, source="accum.memory, 8% in reserve", reserve=0.08, inputs=inputs
-    )
+def test_what_cannot_fit_names_the_nearest_length_and_memory_that_do(book, inputs):
+    there = predicted(book, Shape(1, 16))
+    source = "accum.memory, 8% in reserve"
+    limit = MemoryLimit(bytes=there, source=source, reserve=0.08, inputs=inputs)
     with pytest.raises(DoesNotFitError) as caught:
-        tune(replace(asked, limit=typed))
+        tune(question(limit=limit, longest_id=17), book)
     assert "sample 17 of 32 tokens does not fit" in str(caught.value)
     assert "activation_checkpointing=true" in str(caught.value)
     named = re.search(r"accum\.memory=(\d+)MiB .*data\.max_length=(\d+)", str(caught.value))
     memory, length = (int(group) for group in named.groups())
     assert 15 <= length <= 16
-    shorter = replace(asked, longest=length, shortest=1, batches=[np.array([length, 1])])
-    assert tune(replace(shorter, limit=typed)).alone == length
-    enough = MemoryLimit(bytes=int(0.92 * memory * 2**20) - inputs, source="a larger machine")
-    assert tune(replace(asked, limit=enough)).max_tokens >= max(LENGTHS)
+    assert predicted(book, Shape(1, length)) <= there
+    needed = predicted(book, Shape(1, 32))
+    assert int(0.92 * (memory - 1) * 2**20) - inputs < needed
+    assert int(0.92 * memory * 2**20) - inputs >= needed
 
 
 @pytest.mark.parametrize("seed", [1, nightly(3), nightly(4)])
@@ -176,10 +173,11 @@ def test_noise_does_not_choose_between_caps(seed):
     assert calm[512] > 1.05 * min(calm.values())
 
 
-def test_a_cap_as_fast_as_any_is_chosen():
+def test_a_cap_as_fast_as_any_is_chosen_and_a_second_run_finds_it_in_the_cache(tmp_path):
     model = Paced(best=256)
     asked = question(model, timed=True, num_steps=10**6)
-    found = tune(asked, clock=model.clock)
+    facts = describe(asked.work, asked.longest, "fp32")
+    found = tune(asked, TuningCache.open(facts, tmp_path), clock=model.clock)
     assert found.max_tokens <= 512
     chosen = [row for row in found.candidates if row.chosen]
     assert [row.max_tokens for row in chosen] == [found.max_tokens]
@@ -188,6 +186,10 @@ def test_a_cap_as_fast_as_any_is_chosen():
     assert all(s > 1.03 * min(times.values()) for cap, s in times.items() if cap > 512)
     assert found.cost.seconds_per_token == pytest.approx(1e-5, rel=0.2)
     assert found.cost.fixed == pytest.approx(120, rel=0.2)
+    broken = question(nn.Identity(), timed=True, work=replace(asked.work, bind=None))
+    again = tune(broken, TuningCache.open(facts, tmp_path))
+    assert (again.max_tokens, again.candidates) == (found.max_tokens, found.candidates)
+    assert "earlier run" in again.method
 
 
 def test_a_model_too_slow_for_two_timings_gets_a_usual_cap_and_says_that_it_is_a_guess():
@@ -203,26 +205,6 @@ def test_a_model_too_slow_for_two_timings_gets_a_usual_cap_and_says_that_it_is_a
     assert "is a guess" not in later.method
     assert "timed in an earlier run" not in later.method, "a guess is no measurement"
     assert "timed in an earlier run" in tune(asked, book, clock=model.clock).method
-
-
-@pytest.mark.parametrize(
-    ("seconds", "most"), [(3.0, 12.0), nightly(0.1, 9.0), nightly(60.0, 120.0)]
-)
-def test_predictions_end_with_the_time_of_tuning_and_what_is_known_decides(seconds, most):
-    asked, spent = question(limit=150_000, recompute="auto"), [0.0]
-
-    def make_slowly(module: nn.Module) -> torch.optim.Optimizer:
-        spent[0] += seconds
-        return asked.work.make_optimizer(module)
-
-    work = replace(asked.work, make_optimizer=make_slowly)
-    found = tune(replace(asked, work=work), clock=lambda: spent[0])
-    assert spent[0] <= most
-    assert ("out of time" in found.method) == (seconds > 1)
-    assert found.predicted.peak_bytes <= found.limit_bytes
-    plenty = tune(asked)  # in no time
-    assert max(LENGTHS) < found.max_tokens <= plenty.max_tokens
-    assert seconds > 1 or found.max_tokens == plenty.max_tokens
 
 
 def test_nothing_is_timed_for_a_machine_that_is_not_here(book):
@@ -248,25 +230,12 @@ def test_a_size_that_fails_for_real_lowers_what_is_believed_to_fit():
     assert found.limit_bytes < 10**9
 
 
-def test_tuning_changes_no_bit_of_the_live_model_and_the_random_generator():
-    model = Stubborn(looks=False)
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    before = traces(model, runs=True)
-    ticks = iter(range(10**6))
-    tune(question(model, timed=True, recompute="auto"), clock=lambda: next(ticks) * 1e-3)
-    assert_same(traces(model, runs=True), before)
-
-
-def test_recomputing_is_chosen_where_it_is_all_that_fits():
-    batches = [np.array([6, 11, 32, 32, 6, 6])]
-    asked = question(Encoder(num_blocks=3), recompute="auto", batches=batches)
+def test_recomputing_is_chosen_where_it_is_all_that_fits(book):
+    asked = question(recompute="auto", batches=[np.array([6, 11, 32, 32, 6, 6])])
     single = Shape(1, max(LENGTHS))
-    plain = predict_peak(asked.work, single).peak_bytes
-    recomputed = predict_peak(asked.work, single, recompute=True).peak_bytes
+    plain, recomputed = predicted(book, single), predicted(book, single, recompute=True)
     assert recomputed < plain
     between = MemoryLimit(bytes=(recomputed + plain) // 2, source="a simulated budget")
-    book = TuningCache()
     assert tune(replace(asked, limit=between), book).activation_checkpointing
     with pytest.raises(DoesNotFitError):
         tune(replace(asked, limit=between, recompute=False), book)
@@ -276,30 +245,6 @@ def test_recomputing_that_buys_too_little_is_weighed_and_refused():
     model = Paced(best=64)
     asked = question(model, limit=100_000, timed=True, recompute="auto", num_steps=10**6)
     assert not tune(asked, clock=model.clock).activation_checkpointing
-
-
-def test_a_second_run_finds_everything_in_the_cache(tmp_path):
-    model = Paced()
-    asked = question(model, timed=True)
-    facts = describe(asked.work, asked.longest, "fp32")
-    first = tune(asked, TuningCache.open(facts, tmp_path), clock=model.clock)
-    broken = question(nn.Identity(), timed=True, work=replace(asked.work, bind=None))
-    again = tune(broken, TuningCache.open(facts, tmp_path))
-    assert again.max_tokens == first.max_tokens
-    assert again.candidates == first.candidates
-    assert "earlier run" in again.method
-
-
-def test_timings_of_a_busy_machine_are_taken_again_and_the_quickest_are_used():
-    facts = Facts()
-    for number, seconds in enumerate((3.0, 5.0, 2.0)):
-        assert facts.tries_left == BUSY_TRIES - number
-        facts.add_timings({Shape(1, 8): seconds}, noise=math.inf)
-    assert facts.tries_left == 0
-    assert facts.seconds == {Shape(1, 8): 2.0}
-    facts = Facts()
-    facts.add_timings({Shape(1, 8): 1.0}, noise=0.0)
-    assert facts.tries_left == 0
 
 
 def test_many_short_samples_that_take_more_than_the_longest_do_not_keep_it_from_training():
@@ -330,32 +275,21 @@ def test_many_short_samples_that_take_more_than_the_longest_do_not_keep_it_from_
         measured_peak(tight.work, shape, limit=tight.limit.bytes)
 
 
-@pytest.mark.parametrize("damage", ["", "[]", '{"plain": {"peaks": [[1, 2]]}}', '{"plain": 7}'])
+@pytest.mark.parametrize("damage", ["", "[]", '{"facts": [{"peaks": [[1, 2]]}]}', '{"facts": 7}'])
 def test_a_damaged_cache_is_an_empty_one(tmp_path, monkeypatch, damage):
     monkeypatch.setenv("TRAIN_CACHE", str(tmp_path))
     assert TuningCache.open({}).path.parent == tmp_path / "tune"
     (tmp_path / "file").write_text("in the way")
     TuningCache.open({}, tmp_path / "file" / "below").save()  # that is no failure
     book = TuningCache.open({}, tmp_path)
-    book.plain.seconds[Shape(1, 8)] = 0.5
-    book.plain.peaks[Shape(1, 8)] = MemoryEstimate(peak_bytes=3)
+    for seconds in (0.5, 0.3, 0.7):  # other programs only ever add time
+        book.facts[False].add_timings({Shape(1, 8): seconds}, noise=math.inf)
+    assert book.facts[False].seconds == {Shape(1, 8): 0.3}
+    book.facts[False].peaks[Shape(1, 8)] = MemoryEstimate(peak_bytes=3)
     book.save()
-    assert TuningCache.open({}, tmp_path).plain == book.plain
+    assert TuningCache.open({}, tmp_path).facts == book.facts
     book.path.write_text(damage)
-    assert TuningCache.open({}, tmp_path).plain == Facts()
-
-
-def test_a_cache_belongs_to_one_model_precision_and_class_of_optimizer(tmp_path):
-    def path(work, precision="fp32", longest=8):
-        return TuningCache.open(describe(work, longest, precision), tmp_path).path
-
-    torch.manual_seed(1)
-    base = workload(Encoder())
-    faster = replace(base, make_optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=9.0))
-    plainer = replace(base, make_optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=9.0))
-    assert path(base) == path(workload(Encoder())) == path(faster)
-    others = [path(workload(Encoder(width=9))), path(base, "bf16"), path(base, longest=9)]
-    assert len({path(base), path(plainer), *others}) == 5
+    assert TuningCache.open({}, tmp_path).facts == (Facts(), Facts())
 
 
 class Repeated(Encoder):
@@ -371,12 +305,21 @@ class Repeated(Encoder):
         )
 
 
-def test_what_a_model_computes_is_part_of_the_key_whoever_says_it():
-    def key(model: nn.Module) -> str:
-        return json.dumps(describe(workload(model), 8, "fp32"))
+def test_the_cache_is_of_one_precision_optimizer_and_model_whoever_says_what_it_computes():
+    def key(model: nn.Module | None = None, precision="fp32", length=8, **changes) -> str:
+        torch.manual_seed(1)
+        work = replace(workload(model or Encoder()), **changes)
+        return json.dumps(describe(work, length, precision))
 
+    def other_rate(module: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(module.parameters(), lr=9.0)
+
+    def plain(module: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(module.parameters(), lr=9.0)
+
+    assert key() == key() == key(make_optimizer=other_rate)
     frozen = Repeated()
     frozen.head.requires_grad_(requires_grad=False)
-    assert key(Repeated()) == key(Repeated())
-    others = [frozen, Repeated(2), Repeated(dropout=0.5), Encoder(), Stubborn()]
-    assert len({key(model) for model in (Repeated(), *others)}) == 6
+    models = [Encoder(width=9), Stubborn(), frozen, Repeated(), Repeated(2)]
+    others = [key(precision="bf16"), key(length=9), key(make_optimizer=plain)]
+    assert len({key(), *others, *map(key, models)}) == 9

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from tests.lib.tune_support import VOCABULARY, PerToken, gpt, measured_peak, tex
 from trainer import train
 from trainer.objectives.base import Sums
 from trainer.plan.memory import Shape
-from trainer.tune.fake import predict_peak
+from trainer.tune.predict import predict_peak
 from trainer.tune.speed import rehearsal
 from trainer.tune.workload import Tiled, look
 
@@ -69,44 +68,6 @@ def test_as_many_features_as_the_longest_sample_has_tokens_are_no_sequence():
     assert plan["predicted_peak_bytes"] > 0
 
 
-class Moving(nn.Module):
-    """Moves in its forward whatever no gradient updates."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, 8)
-        self.head = nn.Linear(8, VOCABULARY)
-        self.register_buffer("codes", torch.zeros(8))
-        self.register_buffer("cache", torch.zeros(3), persistent=False)
-        self.draws, self.numpy_draws = torch.Generator().manual_seed(3), np.random.default_rng(0)
-        self.calls = 0
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        self.codes.data.add_(1.0)
-        self.cache = self.cache + torch.rand(3, generator=self.draws)
-        self.numpy_draws.random()
-        self.calls += 1
-        return self.head(self.embedding(input_ids) + self.codes)
-
-    def state(self) -> Mapping[str, object]:
-        return {
-            "codes": self.codes.tolist(),
-            "cache": self.cache.tolist(),
-            "draws": self.draws.get_state().tolist(),
-            "numpy": str(self.numpy_draws.bit_generator.state),
-        }
-
-
-def test_the_declared_state_that_a_forward_moves_is_put_back_after_timing():
-    model = Moving()
-    before = model.state()
-    with rehearsal(workload(model), recompute=False) as prepare:
-        prepare(Shape(2, 8))()
-        assert all(moved != before[name] for name, moved in model.state().items())
-    assert model.state() == before
-    assert model.calls == 1  # any other attribute is as the forward made it
-
-
 class Averaging(PerToken):
     """Divides by a running mean of its own."""
 
@@ -142,8 +103,7 @@ class Tabled(nn.Module):
         return self.head(self.embedding(input_ids)) + self.table[0]
 
 
-@pytest.mark.parametrize("moves", [False, True])
-@pytest.mark.parametrize("num_bytes", [2**14, 2**24])
+@pytest.mark.parametrize(("num_bytes", "moves"), [(2**14, False), (2**24, True)])
 def test_the_copies_a_step_keeps_of_buffers_are_predicted(num_bytes, moves):
     model = Tabled(num_bytes, moves=moves)
     work = workload(model, text())
