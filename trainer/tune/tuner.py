@@ -1,6 +1,6 @@
 """Choose the size of micro-batches: of those as fast as any, the most usual for the device.
 
-What fits is found by predicted peaks, as many as time allows; what is fast, by a few timings.
+What fits is found by predicted peaks; what is fast, by a few timings.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def tune(
     Args:
         question: what is to be tuned.
         cache: what is known already; gets what is found.
-        clock: seconds that tuning takes.
+        clock: seconds that timing takes, which has a budget.
         meter: seconds that a micro-batch takes; the clock's unless given.
 
     Raises:

@@ -49,6 +49,9 @@ def test_an_epoch_visits_every_sample_once_and_a_step_ends_with_the_one_that_fil
         ids = [i for batch in batches if batch.epoch == epoch for i in batch.ids.tolist()]
         assert sorted(ids) == list(range(len(lengths)))
     assert batches[-1].after == Cursor(len(batches), epochs, 0, epochs * len(lengths))
+    assert max(len(batch.ids) for batch in batches) <= order.most_samples
+    most = int((np.cumsum(np.sort(counted)) < target).sum()) + 1
+    assert order.most_samples == min(most, len(lengths))
 
 
 @given(**RUNS, data=st.data(), epochs=st.integers(1, 3))
@@ -63,16 +66,6 @@ def test_dropping_drops_exactly_what_does_not_reach_the_target(lengths, seed, un
     if unit == "samples":
         assert dropped.steps_per_epoch == len(lengths) // target
         assert walked[-1].after == Cursor(len(full), epochs, 0, len(full) * target)
-
-
-@given(lengths=ragged, seed=seeds, size=st.integers(1, 200), unit=st.sampled_from(UNITS))
-def test_no_step_of_any_epoch_holds_more_samples_than_the_bound(lengths, seed, size, unit):
-    order = Order(len(lengths), seed, size, unit, lengths=lengths)
-    batches = walk(order, order.num_steps(2))
-    assert max(len(batch.ids) for batch in batches) <= order.most_samples <= len(lengths)
-    shortest_first = np.cumsum(np.sort(lengths))
-    needed = int(np.searchsorted(shortest_first, size)) + 1 if unit == "tokens" else size
-    assert order.most_samples == min(needed, len(lengths))
 
 
 @given(
