@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -37,7 +38,8 @@ def network_of(world: World, saved: Mapping[str, Any] | None = None) -> Network 
     if world.size == 1 or world.long_timeout_group is None:
         return None
     if saved is not None and saved["ranks"] == world.size:
-        return Network(**saved)
+        # A checkpoint of an earlier version may have more.
+        return Network(**{field.name: saved[field.name] for field in fields(Network)})
     latency = _seconds(world, lambda whole, _: dist.all_reduce(whole), SMALL_BYTES)
 
     def rate(collective: Collective, times: int = 1) -> float:
