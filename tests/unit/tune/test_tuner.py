@@ -312,7 +312,7 @@ def test_the_cache_is_of_one_precision_optimizer_and_model_whoever_says_what_it_
         return json.dumps(describe(work, length, precision))
 
     def other_rate(module: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(module.parameters(), lr=9.0)
+        return torch.optim.AdamW(module.parameters(), lr=9.0, fused=True)
 
     def plain(module: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD(module.parameters(), lr=9.0)
