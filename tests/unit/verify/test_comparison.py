@@ -132,7 +132,6 @@ ZERO = "gradient is (nearly) zero except for rounding"
     [
         (Spanning, SORTED, "float64", None),
         (Keyed, SORTED, "float64", f"key.bias: {ZERO}"),
-        (Keyed, Fixed(steps=1), "float64", f"key.bias: {ZERO}"),
         (Cancelling, SORTED, "float64", f"shift: {ZERO}"),
         (single(Keyed), SORTED, "float32", f"body.key.bias: {ZERO}"),
         (single(Spanning), SORTED, "float32", "the model does not run in float64 (NotImplemented"),
