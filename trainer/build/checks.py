@@ -29,7 +29,7 @@ from trainer.checkpoint.store import Loaded
 from trainer.config.run_config import contract, contract_diff
 from trainer.core.bits import bits_of
 from trainer.core.durable import read_json, write_record
-from trainer.core.errors import ConfigError, DataError, NoCheckpointError, TrainError
+from trainer.core.errors import ConfigError, DataError, NoCheckpointError
 from trainer.core.micro_batch import to_device
 from trainer.core.world import World
 from trainer.data.loader import Request
@@ -80,10 +80,7 @@ def check_parts(parts: Parts) -> None:
             "accum=fixed accum.micro=N batchnorm=micro to fix it, or use GroupNorm"
         )
     if parts.config.batch.normalizer == "micro_batches" and not cut.keeps_order:
-        raise ConfigError(
-            "batch.normalizer=micro_batches: needs micro-batches of a fixed size, in sample "
-            "order: set accum=fixed accum.micro=N"
-        )
+        raise ConfigError("batch.normalizer=micro_batches: needs accum=fixed accum.micro=N")
 
 
 def check_sums(parts: Parts) -> list[str]:
@@ -149,7 +146,11 @@ def _refuse(parts: Parts, objective: ModelLoss, pair: IntArray, error: float) ->
 
 
 def _error(parts: Parts, objective: Objective, pair: IntArray, *, is_padded: bool = False) -> float:
-    """Compute the relative difference between two samples together and apart."""
+    """Compute the relative difference between two samples together and apart.
+
+    With `is_padded` each of the two is padded to the longer one, as it is where they are together,
+    so that what is left is no effect of padding.
+    """
     longest = int(parts.source.lengths[pair].max()) if is_padded else 1
     with restoring(parts.module, objective), torch.no_grad():
         parts.module.eval()
@@ -179,7 +180,13 @@ def check_consistency(
 ) -> None:
     """Refuse ranks that read other samples, or built another model, bit for bit. Collective.
 
-    Unless the run `begins`, the model's values do not count: they are to be loaded.
+    Args:
+        world: the ranks; one alone, or one that stands for several, has nothing to compare.
+        data_sets: what is trained and evaluated on.
+        module: the model on its device, not yet laid out over the ranks.
+        weights: what parameters on the meta device begin with; None where there are none.
+        begins: whether the run begins with these values; else they are to be loaded, and their
+            names, shapes and dtypes alone count.
 
     Raises:
         ConfigError: a rank built another model than the first.
@@ -193,39 +200,31 @@ def check_consistency(
     if weights is not None:
         values["a parameter"] = weights.digest()
     facts = {
-        "data": [
-            f"{d.fingerprint} {_digest(d.lengths.astype('<i8').tobytes())}" for d in data_sets
-        ],
+        "data": [[d.fingerprint, _digest(d.lengths.astype("<i8").tobytes())] for d in data_sets],
         "forms": [[n, f"{tuple(t.shape)} {t.dtype} {t.requires_grad}"] for n, t in named],
         "values": values if begins else {},
     }
     first, *others = world.collect(facts)
     for rank, mine in enumerate(others, start=1):
-        if (fault := _difference(rank, mine, first)) is not None:
-            raise fault
-
-
-def _difference(rank: int, mine: dict[str, Any], first: dict[str, Any]) -> TrainError | None:
-    """Name how the facts of a rank differ from those of rank 0."""
-    if mine["data"] != first["data"]:
-        return DataError(
-            f"data: rank {rank} reads other samples than rank 0: give every rank the same files"
-        )
-    if mine["forms"] != first["forms"]:
-        pairs = zip(first["forms"], mine["forms"], strict=False)
-        name = next((own[0] for other, own in pairs if own != other), "fewer or more")
-        return ConfigError(
-            f"model: rank {rank} built other parameters than rank 0 ({name}): every rank must "
-            "build the same ones in the same order"
-        )
-    name = next((n for n, value in first["values"].items() if mine["values"][n] != value), None)
-    if name is None:
-        return None
-    return ConfigError(
-        f"model: weights differ between ranks: {name} of rank {rank} is not that of rank 0; its "
-        "constructor draws from a generator that `seed` does not govern, or depends on the rank: "
-        "draw with torch's generator, or from a fixed seed"
-    )
+        if mine["data"] != first["data"]:
+            text = f"rank {rank} reads other samples than rank 0: give every rank the same files"
+            raise DataError(f"data: {text}")
+        if mine["forms"] != first["forms"]:
+            pairs = zip(first["forms"], mine["forms"], strict=False)
+            name = next((own[0] for other, own in pairs if own != other), "fewer or more")
+            raise ConfigError(
+                f"model: rank {rank} built other parameters than rank 0 ({name}): every rank must "
+                "build the same ones in the same order"
+            )
+        differing = [
+            name for name, value in first["values"].items() if mine["values"][name] != value
+        ]
+        if differing:
+            raise ConfigError(
+                f"model: weights differ between ranks: {differing[0]} of rank {rank} is not that "
+                "of rank 0; its constructor draws from a generator that `seed` does not govern, or "
+                "depends on the rank: draw with torch's generator, or from a fixed seed"
+            )
 
 
 def _digest(bits: bytes | memoryview) -> str:
@@ -278,6 +277,8 @@ class _RunState(_Terms):
 
 def read_run_state(loaded: Loaded) -> dict[str, Any]:
     """Read what a checkpoint, perhaps a stranger's, keeps beside weights and moments.
+
+    What `commands/train.py` writes comes back as it was, after types and ranges are checked.
 
     Raises:
         NoCheckpointError: it is not what a run of this version keeps.
@@ -334,10 +335,8 @@ def check_position(state: Mapping[str, Any], order: Order, path: object) -> None
     """
     offset = state["cursor"]["offset"]
     if offset > order.num_samples:
-        raise NoCheckpointError(
-            f"{path}: data position {offset} exceeds the epoch of {order.num_samples} samples: "
-            "start a new run with init="
-        )
+        text = f"data position {offset} exceeds the epoch of {order.num_samples} samples"
+        raise NoCheckpointError(f"{path}: {text}: start a new run with init=")
 
 
 def check_terms(now: Mapping[str, Any], begun: Mapping[str, Any], allow: Collection[str]) -> None:
@@ -345,6 +344,11 @@ def check_terms(now: Mapping[str, Any], begun: Mapping[str, Any], allow: Collect
 
     The run's config.yaml was compared before; it cannot know the data, nor the cut of a model that
     normalises over it, and it may be newer than the checkpoint.
+
+    Args:
+        now: `contract` and `fingerprint` of the run that wants to go on.
+        begun: those of the steps after the checkpoint, or of the checkpoint.
+        allow: keys and sections that may change; `data` is the fingerprint.
 
     Raises:
         DataError: the data are not the same.

@@ -30,8 +30,11 @@ def look_up(
 ) -> Callable[..., Any]:
     """Find the class that a component, under a config key, names.
 
-    `trusted` are packages that a name nobody typed may come from, beside this one. `inner` is one
-    for an argument, where no base is expected that our own classes would have.
+    Args:
+        component: the class by its import path, and whether the user typed it.
+        key: dotted key of the component, which says what base a library's class must have.
+        trusted: packages that a name nobody typed may come from, beside this one.
+        inner: whether it is for an argument, where a class of our own is a stranger's choice too.
 
     Raises:
         ConfigError: the name is not trusted, does not exist, or is not a class of its module.
@@ -57,10 +60,8 @@ def look_up(
     # Functions of the libraries load code, too, which trust in a library does not mean.
     is_loader = root in LIBRARY_ROOTS and found.__name__ != "from_config"
     if is_factory and not component.typed_target and (root not in trusted or is_loader):
-        raise ConfigError(
-            f"{typed}: not a class defined in {root}; a function is accepted only on the command "
-            "line"
-        )
+        text = f"not a class defined in {root}; a function is accepted only on the command line"
+        raise ConfigError(f"{typed}: {text}")
     if inspect.isclass(found) and not issubclass(found, base):
         raise ConfigError(f"{typed}: not a {module_name}.{base_name}")
     return found  # type: ignore[no-any-return] # a class, or what makes an instance
@@ -89,8 +90,13 @@ def construct(
 ) -> Built:
     """Build a component, and check that it is an instance of what its place needs.
 
-    `given` are arguments that come from elsewhere; each is passed where the constructor takes it
-    and the config leaves it out or null.
+    Args:
+        component: the class, and its arguments from the config.
+        key: dotted key of the component, for messages.
+        expected: base of what its place needs.
+        trusted: packages that a name nobody typed may come from, beside this one.
+        given: arguments that come from elsewhere; each is passed where the constructor takes it
+            and the config leaves it out or null.
 
     Raises:
         ConfigError: an argument does not exist, is missing or is refused by the constructor, or

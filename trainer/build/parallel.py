@@ -93,8 +93,12 @@ class ParallelSetup:
     ) -> Parallel:
         """Lay a model out over the ranks; its parameters may be replaced.
 
-        `draw` gives a weight by its name, whole, where parameters are on the meta device; None
-        leaves them to be loaded.
+        Args:
+            module: the model on the rank's device, or on the meta device.
+            call: the same, bound to the run's precision.
+            world: the ranks.
+            draw: gives a weight by its name, whole, where parameters are on the meta device; None
+                leaves them to be loaded.
         """
         parameters = [p for p in module.parameters() if p.requires_grad]
         if self.is_ordered:
@@ -172,9 +176,8 @@ def parallel_mode(config: RunConfig, world: World) -> str:
     """
     mode = config.parallel.mode
     if mode == "none" and world.size > 1:
-        raise ConfigError(
-            f"parallel=none: is one rank, and there are {world.size}; use parallel=ddp"
-        )
+        text = f"is one rank, and there are {world.size}; use parallel=ddp"
+        raise ConfigError(f"parallel=none: {text}")
     if world.size == 1:
         return "none"
     is_open = config.deterministic != "layout" and config.command in {"train", "plan"}
@@ -220,7 +223,7 @@ def rank_memory(
     """Find the memory of one rank, if anyone knows it, and whether it is that of this machine.
 
     `train plan` takes `accum.memory` at its word, for a machine that is not here too. A run cannot
-    have more than there is.
+    have more than there is. `resident_bytes` are the model's tensors, which are there already.
     """
     device, asked = planned_device(config, world), config.accum.params.get("memory")
     typed = None if asked is None else memory_limit(device, asked=asked)

@@ -56,11 +56,21 @@ class Parts:
     """What a run is made of, before it is tuned.
 
     Attributes:
+        train_set: the samples that are trained on.
+        source: the same as steps take them: in order, with their lengths, collated.
+        held_out: None where the data leave nothing to evaluate on.
         module: the model on its device, neither compiled nor wrapped. To be sharded, its
             parameters are on the meta device.
         weights: what parameters on the meta device begin with.
+        call: the module, bound to the run's precision.
+        spec: builds the optimizer, once the model is laid out.
+        schedule: factor of every learning rate, by step.
+        strategy: how the gradients of micro-batches become the step's.
+        parallel: how ranks are used; under `sync=auto` with a policy that the plan may change.
+        cut: as typed; that of `accum=auto` is tuned in `prepare`.
+        layout: what hardware, model and data ask of every cut.
+        total_steps: of the whole run, those before a resumption included.
         example: one collated micro-batch of a single sample, the longest; packed under packing.
-        held_out: None where the data leave nothing to evaluate on.
     """
 
     config: RunConfig
@@ -265,15 +275,11 @@ def _model(
     """
     known, typed = data.optional("vocab_size"), config.model.params.get("vocab_size")
     if known and typed and typed < known:
-        raise ConfigError(
-            f"model.vocab_size={typed}: the data hold {known} different tokens; the smallest valid "
-            f"value is {known}"
-        )
+        text = f"the data hold {known} different tokens; the smallest valid value is {known}"
+        raise ConfigError(f"model.vocab_size={typed}: {text}")
     if known is None and "vocab_size" in config.model.params and typed is None:
-        raise ConfigError(
-            "model.vocab_size: these data do not say how many different tokens they hold; "
-            "type it, e.g. model.vocab_size=50257"
-        )
+        text = "these data do not say how many different tokens they hold; type it, e.g. 50257"
+        raise ConfigError(f"model.vocab_size: {text}")
     given = {"vocab_size": known, "max_length": config.data.params.get("max_length")}
 
     def build() -> nn.Module:
@@ -288,10 +294,8 @@ def _model(
     module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(world.device))  # type: ignore[no-untyped-call] # untyped in torch
     module.train()
     if config.activation_checkpointing is True and not checkpoint_blocks(module):
-        raise ConfigError(
-            "activation_checkpointing=true: this model has no list of blocks (nn.ModuleList) "
-            "to recompute; use activation_checkpointing=false"
-        )
+        text = "this model has no list of blocks (nn.ModuleList) to recompute; use false"
+        raise ConfigError(f"activation_checkpointing=true: {text}")
     return module, weights
 
 

@@ -40,6 +40,7 @@ from trainer.tune.tuner import tune
 from trainer.tune.tuning import Question, Tuning
 from trainer.tune.workload import Tiled, Workload, look, restoring
 
+_CUT_BY = {"target", "params"}  # what of `accum` a checkpoint's cut belongs to
 SAMPLED_STEPS = 8  # global batches of the first epoch, for tuning and the plan's means
 
 
@@ -92,8 +93,10 @@ def choose_sync(
 ) -> Prepared:
     """Weigh the sync policies with what the plan and the network cost. Collective.
 
-    `network` is None where it is not here; `saved` is as for `prepare`, in case that another policy
-    asks for another plan.
+    Args:
+        prepared: the plan under the policy so far.
+        network: the same on every rank; None where it was not measured.
+        saved: as for `prepare`, in case that another policy asks for another plan.
     """
     parts, seconds = prepared.parts, prepared.step_seconds
     count = fmean(plan.accum_steps for plan in prepared.plans)
@@ -160,15 +163,11 @@ def describe_cut(prepared: Prepared) -> dict[str, Any]:
     """Give what a resumed run needs to cut as this one does, as JSON."""
     held_out = prepared.parts.held_out
     return {
-        "accum": _accum(prepared.parts),
+        "accum": prepared.parts.config.accum.model_dump(include=_CUT_BY),
         "state": asdict(prepared.cut),
         "tuning": prepared.tuning and asdict(prepared.tuning),
         "evaluation_tokens": held_out.max_tokens if held_out else 1,
     }
-
-
-def _accum(parts: Parts) -> dict[str, Any]:
-    return {"target": parts.config.accum.target, "params": dict(parts.config.accum.params)}
 
 
 def _restored(parts: Parts, saved: Mapping[str, Any] | None) -> tuple[Cut, Tuning | None] | None:
@@ -177,7 +176,7 @@ def _restored(parts: Parts, saved: Mapping[str, Any] | None) -> tuple[Cut, Tunin
     Raises:
         NoCheckpointError: there is no such cut.
     """
-    if saved is None or saved["accum"] != _accum(parts):
+    if saved is None or saved["accum"] != parts.config.accum.model_dump(include=_CUT_BY):
         return None
     state, tuning = dict(saved["state"]), TypeAdapter(Tuning | None)
     try:

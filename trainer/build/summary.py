@@ -162,8 +162,8 @@ def _groups(parts: Parts) -> list[str]:
     rest = [p for p in parts.module.parameters() if id(p) not in taken]
     for pattern, members in [*matched.items(), ("others", rest)] if matched else ():
         settings = spec.groups.get(pattern, {})
-        rate = f"lr {settings.get('lr', spec.lr) * parts.lr_scale:g}"
-        rate = "frozen" if settings.get("frozen") else rate
+        lr = settings.get("lr", spec.lr) * parts.lr_scale
+        rate = "frozen" if settings.get("frozen") else f"lr {lr:g}"
         count = plural(sum(p.numel() for p in members), "parameter")
         lines.append(f"{pattern}: {plural(len(members), 'tensor')}, {count}, {rate}")
     return lines

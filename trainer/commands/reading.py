@@ -38,7 +38,9 @@ DOUBLE = 2
 
 
 def evaluate_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], bool]) -> int:
-    """Evaluate, print, and write evaluate.json into the run.
+    """Evaluate a checkpoint on the held-out data, print, and write evaluate.json into the run.
+
+    The config is the run's own with what was typed now on top, so other data may be given.
 
     Raises:
         DataError: the data hold nothing out.
@@ -66,6 +68,8 @@ def evaluate_run(config: RunConfig, folder: Path, world: World, stop: Callable[[
 
 def export_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], bool]) -> int:
     """Write a checkpoint's weights as safetensors; those of transformers as it loads them.
+
+    One process does it, whatever the number of ranks that saved; shards become whole tensors.
 
     Raises:
         ConfigError: nowhere to write to.
@@ -105,6 +109,9 @@ def _show(loaded: Loaded, text: str) -> None:
 
 def verify_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], bool]) -> int:
     """Compare the gradient of the first step, as planned, with the whole batch's.
+
+    One process computes the micro-batches of every rank. verify.json and the screen have the
+    verdict before an error says it with the exit code.
 
     Raises:
         NotExactError: they differ, or cannot be compared; verify.json names the culprits.

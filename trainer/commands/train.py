@@ -68,7 +68,10 @@ def train_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], 
 
 
 def plan_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], bool]) -> int:
-    """Print the whole arithmetic of a run, and write it into plan.json; start nothing."""
+    """Print the whole arithmetic of a run, and write it into plan.json; start nothing.
+
+    Of ranks that are not there this process works out what the first would do.
+    """
     prepared = prepare(assemble(config, world))
     plan = summarize(choose_sync(prepared))
     write_record(folder / PLAN_FILE, plan)
@@ -256,7 +259,13 @@ def _growth(run: Run, extra: Mapping[str, Any]) -> str | None:
 def _end(parts: Parts, run: Run, trained: Trained, plan: Record, folder: Path, at: float) -> None:
     """Write result.json, and show what a person wants to know at the end. Collective.
 
-    `at` is when the command began.
+    Args:
+        parts: what the run was made of.
+        run: its reporter shows the end.
+        trained: how far it came.
+        plan: of plan.json.
+        folder: the run folder.
+        at: when the command began, in seconds of `time.perf_counter`.
     """
     parts.world.note("end")
     spendings = parts.world.collect(parts.world.times.spending())  # of the steps' phases, by rank

@@ -191,10 +191,6 @@ class Component(Section):
     name: str | None = None
     typed_target: bool = False
 
-    def targets(self, key: str) -> Iterator[tuple[str, str]]:
-        """Name the class and those among its arguments: dotted key and import path of each."""
-        return targets_in(key, {"_target_": self.target, **self.params})
-
 
 class Accum(Component):
     """How a global batch is cut into micro-batches, and how their gradients are joined."""

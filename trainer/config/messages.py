@@ -29,7 +29,14 @@ def line(key: str, value: object, text: str) -> str:
 
 
 def value_fault(key: str, annotation: object, value: object, example: object = None) -> str:
-    """Say what a value must be, with an example and the nearest word, where there are any."""
+    """Say what a value must be, with an example and the nearest word, where there are any.
+
+    Args:
+        key: dotted key that the value was given for.
+        annotation: type that it should have had, whose descriptions are the words.
+        value: as given.
+        example: one that would do, such as the default; None shows none.
+    """
     words = dict(alternatives(annotation))
     choices = [word for word, is_typed in words.items() if is_typed]
     has_example = not isinstance(example, bool) and example not in (None, [], *choices)

@@ -193,7 +193,16 @@ def asked(key: str, value: object) -> Iterator[str]:
 def consent_faults(
     tree: Mapping[str, Any], offered: Mapping[str, Any], typed: Collection[str]
 ) -> Iterator[str]:
-    """Find what others give and only the user may; values that the options offer alone pass."""
+    """Find what others give and only the user may; values that the options offer alone pass.
+
+    Args:
+        tree: the composed config.
+        offered: the same options composed without a value of a recipe, a run or the command line.
+        typed: dotted keys that the command line gives.
+
+    Yields:
+        One line per fault.
+    """
     offers = flat(offered)
     for key, value in flat(tree).items():
         if key not in typed and not (key in offers and offers[key] == value):
@@ -253,5 +262,4 @@ class RecipeSearchPath(SearchPathPlugin):
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         """See the base class."""
         for folder in folders():
-            provider = "trainer" if folder == data_dir("recipes") else FOLDERS_VARIABLE
-            search_path.append(provider, f"{SCHEME}://{folder}")
+            search_path.append(SCHEME, f"{SCHEME}://{folder}")

@@ -78,10 +78,8 @@ def rule_faults(tree: Tree, choices: Mapping[str, Any]) -> Iterator[str]:
     yield from _schedule_faults(view)
     has_no_vocabulary = view["data._target_"] == TOKENS and view["data.vocab_size"] is None
     if has_no_vocabulary and view.get("model.vocab_size", 0) is None:
-        yield (
-            "model.vocab_size: token files do not say how many different tokens they hold; type "
-            "it, e.g. model.vocab_size=50257"
-        )
+        text = "token files do not say how many different tokens there are; type it, e.g. 50257"
+        yield line("model.vocab_size", None, text)
     width, num_heads = view["model.width"], view["model.num_heads"]
     if view["model._target_"] == GPT and _is_count(width) and _is_count(num_heads):
         is_rotary = view["model.positions"] == "rotary"
@@ -143,10 +141,8 @@ def _size_faults(view: Tree) -> Iterator[str]:
     if global_batch is None and (not is_fixed or micro is None or steps is None):
         yield line("batch.global", None, "needs a whole number of at least 1, e.g. 512")
     elif is_fixed and micro is None and steps is None:
-        yield (
-            "accum.micro: accum=fixed needs accum.micro (samples per micro-batch) or accum.steps "
-            "(micro-batches per rank), e.g. accum.micro=8"
-        )
+        text = "accum=fixed needs this, samples per micro-batch, or accum.steps; e.g. accum.micro=8"
+        yield line("accum.micro", None, text)
     elif is_fixed and view["batch.unit"] == "tokens" and None not in (micro, steps):
         yield line("accum.steps", steps, "with batch.unit=tokens, set this or accum.micro")
     elif is_fixed and world_size and all(size is None or _is_count(size) for size in sizes):
@@ -244,8 +240,13 @@ def complete_sizes(
     """Give the global batch of `accum=fixed`, where two of its three sizes give the third.
 
     Ranks share the global batch as evenly as they can, so the busiest of `world_size` holds
-    `ceil(global_batch / world_size)` samples. With `micro` (samples), its last micro-batch may be
-    short; with `steps` (micro-batches), they are as even as they can be.
+    `ceil(global_batch / world_size)` samples.
+
+    Args:
+        global_batch: samples of a step, over all ranks; None lets the others give it.
+        micro: samples of a micro-batch; the last of a rank may be short.
+        steps: micro-batches of a rank, as even as they can be where `micro` is None.
+        world_size: ranks of the run.
 
     Raises:
         ConfigError: the global batch neither is given nor follows, `steps` micro-batches cannot be
@@ -253,9 +254,7 @@ def complete_sizes(
     """
     if global_batch is None:
         if micro is None or steps is None:
-            raise ConfigError(
-                "batch.global: needed, unless accum.micro and accum.steps are both given"
-            )
+            raise ConfigError("batch.global: needed, unless accum.micro and accum.steps are given")
         return micro * steps * world_size
     share = -(-global_batch // world_size)  # rounded up: samples of the busiest rank
     if steps is None or (steps <= share if micro is None else steps == -(-share // micro)):
@@ -278,7 +277,11 @@ def complete_sizes(
 def num_replicas(world_size: int, local_size: int, shard: object, replicate: object) -> int:
     """Give the number of copies of the model; by default a machine (`local_size` ranks) holds one.
 
-    `shard` is the number of ranks that share a copy and `replicate` that of copies, each or `auto`.
+    Args:
+        world_size: ranks of the run.
+        local_size: ranks of one machine, which `auto` lets share a copy.
+        shard: ranks that share a copy, or `auto`.
+        replicate: copies of the model, or `auto`.
 
     Raises:
         ConfigError: they do not give the number of ranks; the line names the nearest that do.

@@ -35,6 +35,7 @@ from trainer.config.components import (
     Word,
     Words,
     extra_keys,
+    targets_in,
 )
 from trainer.config.messages import ancestors, did_you_mean, flat, line, show
 from trainer.config.rules import complete_sizes
@@ -112,7 +113,13 @@ class Export(Section):
 
 
 class RunConfig(Section):
-    """One run, composed and valid."""
+    """One run, composed and valid. What its keys mean stands in `conf/`.
+
+    Attributes:
+        choices: the option of every group by the folder's name, `accum/gradient` too.
+        unset: keys of the step whose defaults are in force, for the start of a run to show.
+        config_dir: folder of the user's own options; None without one.
+    """
 
     command: Literal["train", "plan", "verify", "evaluate", "export"]
     name: Word | None
@@ -150,7 +157,7 @@ class RunConfig(Section):
     step: Literal["last"] | Natural
     export: Export
     trust: Words
-    # What has a default is no key of the interface, and beside the config: how it came about.
+    # What has a default is no key of the interface: how the config came about.
     choices: dict[str, Any] = Field(default_factory=dict)
     unset: tuple[str, ...] = Field((), strict=False)
     config_dir: str | None = None
@@ -177,7 +184,7 @@ class RunConfig(Section):
             (place, target)
             for key, each in named.items()
             if typed or not each.typed_target
-            for place, target in each.targets(key)
+            for place, target in targets_in(key, {"_target_": each.target, **each.params})
             if place != key or target.partition(".")[0] != "trainer"
             if target.rpartition(".")[0] not in LIBRARIES.get(place, ())
         ]
@@ -237,8 +244,11 @@ def contract(
 ) -> dict[str, Any]:
     """List what changes the step: flat, JSON-able, equal for every way to execute the run.
 
-    Where the model normalises over micro-batches the cut is part of the step, as it is of a mean of
-    means, and so is the number of ranks that share it, where that is known.
+    Args:
+        config: of the run.
+        has_batch_statistics: whether the model normalises over micro-batches: then the cut is part
+            of the step, as it is of a mean of means.
+        ranks: how many share that cut; None where it is not known.
     """
     plain = to_plain(config)
     tree = {key: plain[key] for key in _STEP_KEYS}

@@ -72,8 +72,8 @@ FAULTS = {
     "mean skip?",
     "data=text": "data.path: data=text needs it, data.path=...",
     "steps=3 epochs=2": "steps=3: epochs is set too; at most one, type epochs=null",
-    "accum=fixed": "accum.micro: accum=fixed needs accum.micro (samples per micro-batch) or "
-    "accum.steps (micro-batches per rank), e.g. accum.micro=8",
+    "accum=fixed": "accum.micro=null: accum=fixed needs this, samples per micro-batch, or "
+    "accum.steps; e.g. accum.micro=8",
     "batch=tokens accum=fixed accum.micro=8 accum.steps=3": "accum.steps=3: with batch.unit=tokens",
     "batch.normalizer=micro_batches": ": depends on the micro-batch size; type accum=fixed",
     "batchnorm=micro": ": depends on the micro-batch size; type accum=fixed",
@@ -96,7 +96,7 @@ FAULTS = {
     "scheduler.warmup=50": ": is more than steps=32; the largest valid value is 32",
     "scheduler=wsd scheduler.decay=0.9 scheduler.warmup=16": "scheduler.decay=0.9: 29 steps of "
     "decay and 16 of warm-up exceed the run's 32 steps; the largest valid value is 0.5",
-    "data=tokens data.path=.": "model.vocab_size: token files do not say",
+    "data=tokens data.path=.": "model.vocab_size=null: token files do not say",
     "optimizer=sgd optimizer.nesterov=true optimizer.momentum=0": "optimizer.nesterov=true: needs "
     "a momentum; type optimizer.momentum=0.9",
     "model.num_heads=5": "model.width, model.num_heads: width 96 cannot be split over 5 heads "
