@@ -112,7 +112,9 @@ def test_a_recipe_runs_nothing_and_writes_nothing(what, place, tmp_path, capsys)
 NOT_TRUSTED = {
     "model": "torch.nn.factory_kwargs torch.nn.Parameter torch.optim.SGD torch.nn.functional "
     "torch.nn.modules.module.warnings.warn transformers.AutoModel.from_pretrained os.system "
-    "trainer.core.durable trainer.core.durable.os.mkdir evil.Net",
+    "transformers.AutoModelForCausalLM transformers.pipeline trainer.core.durable evil.Net "
+    "trainer.core.durable.os.mkdir trainer.build.instantiate.construct trainer.plan.cuts.np.load "
+    "trainer.training.batches.ThreadPoolExecutor",
     "optimizer": "torch.hub.load torch.optim.lr_scheduler torch.nn.Linear subprocess.run",
     "data": "torch.nn.Sequential torch.load pathlib.Path.write_text urllib.request.urlopen "
     "trainer.core.durable.make_folder",

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 from tests.lib.run_toys import Net
-from trainer.build.instantiate import construct, look_up
+from trainer.build.instantiate import construct
 from trainer.config.components import Component
 from trainer.core.errors import ConfigError
 
@@ -43,33 +41,6 @@ class Open:
 
 
 HERE = f"{__name__}.Sized"
-
-
-def test_what_nobody_typed_or_trusts_is_not_even_imported() -> None:
-    with pytest.raises(ConfigError, match=re.escape("trust=[antigravity]")):
-        look_up(component("antigravity.fly"), "model", ())
-
-
-@pytest.mark.parametrize(
-    ("key", "target", "says"),
-    [
-        ("optimizer", "torch.optim.lr_scheduler", "not a class defined in torch"),
-        ("model", "torch.nn.factory_kwargs", "not a class defined in torch"),
-        ("model", "torch.nn.Parameter", "not a torch.nn.Module"),
-        ("model", "torch.optim.SGD", "trust=[torch]"),
-        ("data", "torch.nn.Sequential", "trust=[torch]"),
-        ("model", "torch.load", "trust=[torch]"),
-        ("model", "transformers.AutoModelForCausalLM", "not a transformers.PreTrainedModel"),
-        ("model", "transformers.pipeline", "is accepted only on the command line"),
-    ],
-)
-def test_classes_of_the_model_libraries_and_nothing_else_go_without_trust(
-    key: str, target: str, says: str
-) -> None:
-    assert look_up(component("torch.optim.SGD"), "optimizer", ()) is torch.optim.SGD
-    assert look_up(component("torch.nn.Linear"), "model", ()) is nn.Linear
-    with pytest.raises(ConfigError, match=re.escape(says)):
-        look_up(component(target), key, ())
 
 
 def test_a_hugging_face_model_is_described_by_the_settings_of_its_config() -> None:
@@ -117,21 +88,6 @@ def test_an_argument_that_nobody_typed_names_no_class(target: str) -> None:
         holder = component("torch.nn.Identity", x=inner)
         with pytest.raises(ConfigError, match=rf"^model\.x.*{target}: comes from a recipe"):
             construct(holder, "model", nn.Module)
-
-
-@pytest.mark.parametrize(
-    "target",
-    [
-        "trainer.core.durable.os",
-        "trainer.core.durable.shutil.rmtree",
-        "trainer.build.instantiate.construct",
-        "trainer.training.batches.ThreadPoolExecutor",
-        "trainer.plan.cuts.np.load",
-    ],
-)
-def test_an_alias_smuggles_nothing_in(target: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(target)):
-        look_up(component(target), "model", ())
 
 
 @pytest.mark.parametrize(

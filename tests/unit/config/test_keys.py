@@ -11,7 +11,7 @@ import yaml
 
 from tests.lib.config_support import CONF, checked, options
 from trainer.config.components import COMPONENTS, GROUPS, OWN
-from trainer.config.keys import KEYS, data_dir
+from trainer.config.keys import KEYS
 from trainer.config.messages import flat
 from trainer.config.run_config import to_plain
 from trainer.config.validate import from_plain
@@ -114,8 +114,3 @@ def test_option_files_say_what_they_choose_and_their_keys_are_their_constructors
             made = getattr(importlib.import_module(module), name)
             known = inspect.signature(made).parameters.keys()
             assert keys.keys() == known - GIVEN.get(name, set()), file
-
-
-def test_a_damaged_installation_says_what_is_missing():
-    with pytest.raises(FileNotFoundError, match="nothing"):
-        data_dir("nothing")
