@@ -76,24 +76,6 @@ def test_every_term_is_divided_by_its_own_weight_of_the_whole_batch(objective, d
         assert loss == pytest.approx(expected, rel=EXACT[dtype])
 
 
-@pytest.mark.parametrize(
-    ("weights", "smoothing"), [(CLASS_WEIGHTS, 0.0), (CLASS_WEIGHTS, 0.1), (None, 0.1)]
-)
-def test_the_step_is_what_pytorch_calls_the_mean(weights, smoothing):
-    objective = Tags(Classify(class_weights=weights, label_smoothing=smoothing))
-    bench = Bench(Budget(max_tokens=24), objective=objective)
-    [whole] = Bench(Fixed(steps=1), objective=objective).feed.next().micro_batches
-    weight = None if weights is None else torch.tensor(weights, dtype=torch.float64)
-    logits = bench.module(whole.fields["input_ids"]).transpose(1, 2)
-    labels = whole.fields["labels"]
-    expected = F.cross_entropy(logits, labels, weight=weight, label_smoothing=smoothing)
-    names, parameters = zip(*bench.module.named_parameters(), strict=True)
-    wanted = dict(zip(names, torch.autograd.grad(expected, parameters), strict=True))
-    found, loss = bench.gradient_and_loss()
-    assert relative_error(found, wanted) <= EXACT[torch.float64]
-    assert loss == pytest.approx(float(expected.detach()), rel=1e-12)
-
-
 class Unlabelled(RaggedText):
     """Samples without a label still count for the auxiliary term."""
 

@@ -5,7 +5,6 @@ The contract tests run over whatever files lie in `conf/`, so that a new one nee
 
 from __future__ import annotations
 
-import shlex
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,11 +15,9 @@ import torch
 import yaml
 
 from tests.lib import run_toys
-from tests.lib.cli_support import CHECKOUT, in_subprocess
-from tests.lib.run_support import TOYS, curve, entries, go, overrides, read_json, state
+from tests.lib.config_support import CONF
+from tests.lib.run_support import TOYS, curve, entries, go, read_json, state
 from trainer.cli.main import FinishedRun
-
-CONF = CHECKOUT / "conf"
 
 EXACT = 1e-12
 """Relative difference in float64 of what is only cut differently."""
@@ -154,107 +151,48 @@ def test_every_schedule_warms_up_and_stays_within_the_rate(option):
     assert all(0 < rate <= 0.01 for rate in rates)
 
 
-# A copy of these classes in a folder of the user's own is a module of theirs.
-MINE = (
-    Path(run_toys.__file__).read_text()
-    + """
-
-from trainer.parallel.sync import SyncPolicy
-from trainer.plan.traffic import Moves
-
-
-class Halves(SyncPolicy):
-    name = "halves"
-    lockstep = True
-
-    def __init__(self, loud=False):
-        self.loud = loud
-
-    def micro_batch(self, model, *, is_last):
-        if self.loud and model.world.is_main:
-            print("reduces", is_last)
-        return model.reducing(across=True)
-
-    def moves(self, micro_batches):
-        return Moves(gathers=micro_batches, reductions=micro_batches, across=micro_batches)
-
-
-class Say:
-    def on_step(self, step):
-        print("seen", step["step"])
-"""
-)
-
 OWN = (
-    "model._target_={0}.DoubleNet model.width=4 data._target_={0}.Rows data.size=30 "
-    "objective._target_={0}.Squared optimizer._target_=torch.optim.SGD optimizer.lr=1 "
-    "scheduler=constant clip_norm=null steps=1 hooks=[{0}.Say]"
+    "model._target_=mine.DoubleNet model.width=4 data._target_=mine.Rows data.size=30 "
+    "objective._target_=mine.Squared optimizer._target_=torch.optim.SGD optimizer.lr=1 "
+    "scheduler=constant clip_norm=null steps=1 hooks=[mine.Watch]"
 )
 OPTIONS = {
-    "accum/pairs": "_target_: {}.Pairs\nsize: 2\n",
-    "accum/gradient/back": "_target_: {}.Backwards\nscale: 1.0\n",
-    "sync/halves": "_target_: {}.Halves\nloud: false\n",
+    "accum/pairs": "_target_: mine.Pairs\nsize: 2\n",
+    "accum/gradient/back": "_target_: mine.Backwards\nscale: 1.0\n",
 }
 
 
-@pytest.fixture
-def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A user's own folder: a module of theirs, and options of theirs. Gives the module's name."""
+def test_classes_of_one_s_own_take_two_files_or_their_name(monkeypatch):
+    """A module in the current folder; options in another, for a cut and a gradient strategy."""
     monkeypatch.setattr(sys, "path", list(sys.path))  # which gets the current folder
-    name = f"mine_{abs(hash(tmp_path)) % 10**9}"
-    (tmp_path / f"{name}.py").write_text(MINE)
+    Path("mine.py").write_text(Path(run_toys.__file__).read_text())
     for option, text in OPTIONS.items():
-        path = tmp_path / "my_conf" / f"{option}.yaml"
+        path = Path("my_conf", f"{option}.yaml")
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text.format(name))
-    return name
-
-
-@pytest.mark.parametrize("way", ["folder", "target"])
-def test_classes_of_one_s_own_take_two_files_or_their_name(way, mine, capsys):
-    line = OWN.format(mine)
-    whole = go(f"{line} accum.micro=8")
-    assert "seen 1" in capsys.readouterr().out
+        path.write_text(text)
+    whole = go(f"{OWN} accum.micro=8")
+    assert [name for name, _ in sys.modules["mine"].Watch.seen[:1]] == ["step"]
     assert state(whole)["model.embed.weight"].shape == (16, 4)
-    assert read_json(whole.folder / "plan.json")["model"] == f"{mine}.DoubleNet"
+    assert read_json(whole.folder / "plan.json")["model"] == "mine.DoubleNet"
     assert "eval_squared" not in entries(whole)[-1], "one loss term is the loss"
-    cut, gradient = "accum=pairs", "accum.gradient=back"
-    flags = {"config_dir": "my_conf"}
-    if way == "target":
-        cut = f"accum._target_={mine}.Pairs accum.size=2"
-        gradient, flags = f"accum.gradient._target_={mine}.Backwards", {}
-    run = go(f"{line} {cut}", **flags)
-    shapes = read_json(run.folder / "plan.json")["shapes"]
-    assert [shape["num_samples"] for shape in shapes] == [2, 2, 2, 2]
-    lengths = [shape["length"] for shape in shapes]
-    assert lengths == sorted(lengths)
-    assert_same_gradient(run, whole)
-    twice = go(f"{line} {gradient} accum.gradient.scale=2", **flags)
-    assert curve(twice, "loss")[0] == pytest.approx(2 * curve(whole, "loss")[0], rel=EXACT)
+    for cut, gradient, flags in (
+        ("accum=pairs", "accum.gradient=back", {"config_dir": "my_conf"}),
+        ("accum._target_=mine.Pairs accum.size=2", "accum.gradient._target_=mine.Backwards", {}),
+    ):
+        run = go(f"{OWN} {cut}", **flags)
+        shapes = read_json(run.folder / "plan.json")["shapes"]
+        assert [shape["num_samples"] for shape in shapes] == [2, 2, 2, 2]
+        lengths = [shape["length"] for shape in shapes]
+        assert lengths == sorted(lengths)
+        assert_same_gradient(run, whole)
+        twice = go(f"{OWN} {gradient} accum.gradient.scale=2", **flags)
+        assert curve(twice, "loss")[0] == pytest.approx(2 * curve(whole, "loss")[0], rel=EXACT)
 
 
-def test_a_sync_policy_of_one_s_own_takes_two_files_and_reduces_on_two_ranks(mine, tmp_path):
-    line = OWN.format(mine).replace(f"hooks=[{mine}.Say]", "")
-    whole = go(f"{line} accum.micro=8")
-    line += " sync=halves sync.loud=true parallel.ranks=2 accum.micro=2 hydra.run.dir=two"
-    done = in_subprocess(f"--config-dir my_conf {shlex.join(overrides(line))}", tmp_path)
-    assert done.returncode == 0, done.stderr
-    reductions = [each for each in done.stdout.splitlines() if each.startswith("reduces")]
-    assert reductions == ["reduces False", "reduces True"]
-    run = FinishedRun(folder=tmp_path / "two", exit_code=0, result={})
-    assert_same_gradient(run, whole)
-    plan = read_json(run.folder / "plan.json")
-    assert plan["sync"] == "halves"
-    assert "halves" in {row["policy"] for row in plan["sync_table"]}
-
-
-def test_a_data_set_may_have_next_to_nothing():
+def test_a_data_set_may_have_next_to_nothing_or_bring_its_split_and_its_collate():
     plan = read_json(go(f"data._target_={TOYS}.Plain steps=1 batch.global=7").folder / "plan.json")
     assert plan["num_held_out"] > 0
     assert plan["num_samples"] + plan["num_held_out"] == 30
-
-
-def test_a_data_set_may_bring_its_split_and_its_collate():
     run = go(f"data._target_={TOYS}.Split steps=5")
     plan = read_json(run.folder / "plan.json")
     assert (plan["num_samples"], plan["num_held_out"]) == (40, 9)
@@ -264,9 +202,9 @@ def test_a_data_set_may_bring_its_split_and_its_collate():
 
 def test_images_count_as_one_token_each():
     line = f"{chosen('objective', 'classify')} steps=3"
-    run, tuned = go(line), go(f"{line} accum=auto batch.unit=tokens")
+    run, capped = go(line), go(f"{line} accum=budget accum.max_tokens=4 batch.unit=tokens")
     assert curve(run, "tokens") == [8, 16, 24]
     assert curve(run, "padding") == [0.0] * 3
-    assert curve(tuned, "loss") == pytest.approx(curve(run, "loss"), rel=1e-9)
-    assert entries(tuned, "samples.jsonl") == entries(run, "samples.jsonl")
+    assert curve(capped, "loss") == pytest.approx(curve(run, "loss"), rel=1e-9)
+    assert entries(capped, "samples.jsonl") == entries(run, "samples.jsonl")
     assert "accuracy" in run.result["metrics"]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from trainer.accumulate.model_state import ModelState
 from trainer.build.parallel import ParallelSetup
-from trainer.core.errors import ConfigError, DoesNotFitError
+from trainer.core.errors import ConfigError
 from trainer.core.world import World
 from trainer.models.bind import bind
 from trainer.parallel.deterministic import Ordered
@@ -45,11 +45,6 @@ def table_of(mode: str, *, limit: int = ROOMY, replicas: int = 1, network=None, 
 
 
 MODES = (("ddp", 1), ("fsdp", 1), ("hsdp", 2))
-
-
-def test_one_reduction_a_step_wins_where_the_window_fits_in_memory():
-    for mode, replicas in MODES:
-        assert table_of(mode, replicas=replicas)[1] == "deferred"
 
 
 @pytest.mark.parametrize("network", [None, FAST, SLOW])
@@ -124,24 +119,6 @@ def test_micro_batches_of_a_layout_do_not_depend_on_the_ranks(size, micro, ranks
     flat = [slot.tolist() for slots in shared.ranks for slot in slots]
     assert flat == [slot.tolist() for slot in alone.ranks[0]]
     assert sum(shared.padded_lengths, ()) == alone.padded_lengths[0]
-
-
-def test_fixed_micro_batches_are_not_cut_smaller():
-    lengths = np.ones(4, dtype=np.int64)
-    cut = LayoutInvariant(micro=2)
-    with pytest.raises(DoesNotFitError, match=r"lower accum\.micro"):
-        cut.smaller(cut.cut(lengths, Layout()))
-
-
-def test_only_a_gradient_that_is_not_finite_makes_the_sum_so():
-    module = nn.Linear(2, 1)
-    model = Ordered(module, bind(module), list(module.parameters()), World())
-    for scale, is_finite in ((1.0, True), (1e18, True), (float("nan"), False), (1e39, False)):
-        model.gather()
-        with model.reducing(across=True):
-            (model.call({"input": torch.ones(1, 2)}).sum() * scale).backward()
-        model.reduce(model.used())
-        assert bool(torch.isfinite(model.gradient_norm())) is is_finite
 
 
 def test_sums_of_integers_keep_both_parts_of_complex_gradients():

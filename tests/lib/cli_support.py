@@ -12,39 +12,23 @@ import pytest
 
 from trainer.cli.argv import split
 from trainer.cli.compose import Job
-from trainer.cli.main import composer_of, run
+from trainer.cli.main import composer_of
 from trainer.cli.prepare import prepare_run
 
 CHECKOUT = Path(__file__).parents[2]
 
 OWN_CLASSES = """
-import torch
-from torch import nn
+from tests.lib import run_toys
 
 
-class Net(nn.Module):
+class Net(run_toys.Net):
     def __init__(self, width=8, depth=1):
-        super().__init__()
-        self.width, self.depth = width, depth
-        self.embed = nn.Embedding(16, width)
-        self.head = nn.Linear(width, 16)
-
-    def forward(self, input_ids):
-        return self.head(self.embed(input_ids))
+        super().__init__(width)
 
 
-class Data:
-    draws_randomness = False
-
+class Data(run_toys.Rows):
     def __init__(self, size=24):
-        self.lengths = torch.arange(size).numpy() % 5 + 2
-
-    def __len__(self):
-        return len(self.lengths)
-
-    def __getitem__(self, index):
-        ids = torch.arange(int(self.lengths[index])) % 16
-        return {"input_ids": ids, "labels": ids}
+        super().__init__(size)
 
 
 def broken(width=8):
@@ -77,16 +61,6 @@ def prepared(line: str) -> Job:
     """Check a command line, and start nothing."""
     request = split(shlex.split(line))
     return prepare_run(request.lines, composer_of(request.flags))
-
-
-def in_process(line: str) -> int:
-    """Run a command line in this process, as `main` does; gives the exit code."""
-    return run(shlex.split(line))
-
-
-def in_subprocess(line: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a command line as a user does, from a folder of theirs."""
-    return python(f"-m trainer {line}", folder, **environment)
 
 
 def python(line: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -20,7 +20,6 @@ ENCODER = {
     "intermediate_size": 12, "max_position_embeddings": 40, "hidden_dropout_prob": 0.0,
     "attention_probs_dropout_prob": 0.0, "num_labels": NUM_LABELS,
 }  # fmt: skip
-ALBERT = ENCODER | {"embedding_size": 8, "classifier_dropout_prob": 0.0}
 DECODER = {
     "vocab_size": VOCABULARY, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2,
     "num_key_value_heads": 1, "intermediate_size": 12, "max_position_embeddings": 40,
@@ -45,11 +44,6 @@ BART = {
     "decoder_ffn_dim": 12, "max_position_embeddings": 40, "dropout": 0.0, "attention_dropout": 0.0,
     "activation_dropout": 0.0, "classifier_dropout": 0.0, "num_labels": NUM_LABELS,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2,
-}  # fmt: skip
-DISTIL = {
-    "vocab_size": VOCABULARY, "dim": 8, "n_layers": 1, "n_heads": 2, "hidden_dim": 12,
-    "max_position_embeddings": 40, "dropout": 0.0, "attention_dropout": 0.0, "qa_dropout": 0.0,
-    "seq_classif_dropout": 0.0, "num_labels": NUM_LABELS,
 }  # fmt: skip
 MIXTRAL = {**DECODER, "num_local_experts": 3, "num_experts_per_tok": 1}
 

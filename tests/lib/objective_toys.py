@@ -58,24 +58,21 @@ class Odd(Squared):
 
 
 class Sometimes(Squared):
-    """Leaves a second term out where a micro-batch holds short rows only."""
+    """Gives a second term for long rows only, in one of its methods."""
 
     def __init__(self, method: str, longest: int = 8) -> None:
         super().__init__()
         self.method, self.longest = method, longest
 
-    def _has(self, method: str, fields: Fields) -> bool:
-        return self.method != method or fields["labels"].shape[1] > self.longest
+    def _given(self, method: str, fields: Fields, terms: Mapping[str, Any]) -> dict[str, Any]:
+        is_long = self.method != method or fields["labels"].shape[1] > self.longest
+        return {**terms, **({"second": terms["squared"]} if is_long else {})}
 
     def weights(self, fields: Fields) -> Mapping[str, float]:
-        weights = super().weights(fields)
-        return {**weights, **({"second": 1.0} if self._has("weights", fields) else {})}
+        return self._given("weights", fields, super().weights(fields))
 
     def sums(self, model: Any, fields: Fields) -> Sums:
-        losses = dict(super().sums(model, fields).losses)
-        if self._has("sums", fields):
-            losses["second"] = losses["squared"]
-        return Sums(losses=losses)
+        return Sums(losses=self._given("sums", fields, super().sums(model, fields).losses))
 
 
 class Partly(Squared):
@@ -178,14 +175,12 @@ def entropy(logits: Tensor, labels: Tensor, **settings: Any) -> Tensor:
 class MeanHead(DoubleNet):
     """Gives the mean of its own loss, whatever count it is asked to divide by."""
 
-    def __init__(self, shifts: bool = False, by_row: bool = False) -> None:
+    def __init__(self, shifts: bool = False) -> None:
         super().__init__()
-        self.shifts, self.by_row = shifts, by_row
+        self.shifts = shifts
 
-    def forward(self, input_ids: Tensor, labels: Tensor, **others: Any) -> Any:
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
         logits = super().forward(input_ids)
-        if self.by_row:
-            return SimpleNamespace(loss=entropy(logits[:, 0], labels))
         if self.shifts:
             logits, labels = logits[:, :-1], labels[:, 1:]
         return SimpleNamespace(loss=entropy(logits, labels))
@@ -197,21 +192,6 @@ class SumHead(DoubleNet):
     def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
         loss = entropy(super().forward(input_ids), labels, reduction="sum")
         return SimpleNamespace(loss=loss / len(labels) ** 0.5)
-
-
-class SpanHead(DoubleNet):
-    """Chooses a position of each row, those of padding too, as heads for questions do."""
-
-    def forward(self, input_ids: Tensor, start: Tensor) -> Any:
-        logits = super().forward(input_ids)[..., 0]
-        return SimpleNamespace(loss=nn.functional.cross_entropy(logits, start))
-
-
-class Spans(Rows):
-    """Rows with the position of an answer."""
-
-    def __getitem__(self, index: int) -> Mapping[str, Any]:
-        return {"input_ids": self.tokens[index], "start": 1}
 
 
 class ScoreHead(DoubleNet):
@@ -266,14 +246,8 @@ class InBackward(Descent):
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, lr)
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.register_post_accumulate_grad_hook(self._update)
-
-    @torch.no_grad()
-    def _update(self, parameter: Tensor) -> None:
-        parameter.add_(parameter.grad, alpha=-self.defaults["lr"])
-        parameter.grad = None
+        for parameter in self.param_groups[0]["params"]:
+            parameter.register_post_accumulate_grad_hook(lambda _: self.step())
 
 
 class Bounded(Net):

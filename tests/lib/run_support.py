@@ -111,11 +111,3 @@ def meta(run: FinishedRun | Path) -> Mapping[str, Any]:
     """The rest of the newest checkpoint."""
     folder = run.folder if isinstance(run, FinishedRun) else run
     return CheckpointStore(folder / "checkpoints").load(set_aside=False).meta
-
-
-def assert_same_bits(
-    found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
-) -> None:
-    assert found.keys() == expected.keys()
-    different = [name for name in expected if not torch.equal(found[name], expected[name])]
-    assert not different

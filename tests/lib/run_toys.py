@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -64,23 +65,6 @@ class Whole(nn.Module):
         return self.more(self.norm(self.net(input_ids)))
 
 
-class TiedNet(Net):
-    """Looks its tokens up in the rows of its output layer."""
-
-    def __init__(self, width: int = 8) -> None:
-        super().__init__(width)
-        self.head = nn.Linear(width, VOCABULARY, bias=False)
-        self.head.weight = self.embed.weight
-
-
-class SparseNet(Net):
-    """Looks its tokens up by a function that gives a sparse gradient."""
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        hidden = nn.functional.embedding(input_ids, self.embed.weight, sparse=True)
-        return self.head(self.norm(hidden))
-
-
 class DoubleNet(Net):
     """Keeps its weights in double precision, so that only a wrong step differs."""
 
@@ -112,20 +96,12 @@ class NoisyNet(Net):
         self.dropout = Noise()
 
 
-class LowNet(Net):
-    """Keeps its weights in half precision."""
-
-    def __init__(self, width: int = 8) -> None:
-        super().__init__(width)
-        self.to(torch.bfloat16)
-
-
 class Rows:
     """Token rows of 2 to 12 tokens; every seventh has no label, so that weights differ."""
 
     draws_randomness = False
 
-    def __init__(self, size: int = 44, unlabelled: Sequence[int] = (), seed: int = 3) -> None:
+    def __init__(self, size: int = 44, unlabelled: Sequence[int] = ()) -> None:
         numbers = np.random.default_rng(3)
         self.lengths = numbers.integers(2, LONGEST + 1, size=size)
         self.tokens = [torch.from_numpy(numbers.integers(0, VOCABULARY, n)) for n in self.lengths]
@@ -167,13 +143,9 @@ class Split(Rows):
         self.split = split
 
     def collate(self, samples: Sequence[Mapping[str, Tensor]]) -> Fields:
-        longest = max(len(sample["input_ids"]) for sample in samples)
-        ids = torch.zeros(len(samples), longest, dtype=torch.int64)
-        labels = torch.full_like(ids, -100)
-        for row, sample in enumerate(samples):
-            ids[row, longest - len(sample["input_ids"]) :] = sample["input_ids"]
-            labels[row, longest - len(sample["labels"]) :] = sample["labels"]
-        return {"input_ids": ids, "labels": labels}
+        pad = partial(nn.utils.rnn.pad_sequence, batch_first=True, padding_side="left")
+        ids, labels = ([sample[name] for sample in samples] for name in ("input_ids", "labels"))
+        return {"input_ids": pad(ids), "labels": pad(labels, padding_value=-100)}
 
 
 class Images:
@@ -189,28 +161,17 @@ class Images:
         return {"pixels": pixels, "labels": index % 4}
 
 
-class Broken(Rows):
-    """Has one sample that cannot be read."""
-
-    def __getitem__(self, index: int) -> Mapping[str, Tensor]:
-        if index == 9:
-            raise ValueError("torn record")
-        return super().__getitem__(index)
-
-
 class Vision(nn.Module):
-    """A small conv net; the norm is the user's choice."""
+    """A small conv net in double precision."""
 
-    def __init__(self, norm: str = "group", double: bool = True) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, 4, 3, padding=1)
-        self.norm = nn.BatchNorm2d(4) if norm == "batch" else nn.GroupNorm(2, 4)
-        self.head = nn.Linear(4, 4)
-        self.to(torch.float64 if double else torch.float32)
+        self.norm, self.head = nn.GroupNorm(2, 4), nn.Linear(4, 4)
+        self.double()
 
     def forward(self, pixels: Tensor) -> Tensor:
-        pixels = pixels.to(self.head.weight.dtype)
-        return self.head(self.norm(self.stem(pixels)).relu().mean((2, 3)))
+        return self.head(self.norm(self.stem(pixels.double())).relu().mean((2, 3)))
 
 
 class Squared(Objective):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from contextlib import closing
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from tests.lib.nightly import nightly
 from tests.lib.ranks_support import Ranks
@@ -28,7 +30,9 @@ from tests.lib.ranks_work import (
 from tests.lib.support import EXACT, WRONG
 from trainer.core.world import World
 from trainer.plan.cuts import Budget, Fixed, LayoutInvariant
+from trainer.training.checkpointing import Checkpointer
 from trainer.training.step import NOT_FINITE
+from trainer.tune.network import network_of
 
 LAYOUTS = [
     *(("ddp", 3), ("hsdp", 4)),
@@ -337,3 +341,34 @@ def test_state_that_forwards_move_is_the_main_ranks_on_all_after_each_step(ranks
 def test_ranks_share_values_of_any_size_and_what_fails_on_the_main_one(ranks):
     everything = [{"rank": rank, "text": "x" * rank} for rank in range(3)]
     assert ranks.run(3, share) == [(everything, "disk full 8")] * 3
+
+
+def measure(world: World) -> list[Any]:
+    rates = dict.fromkeys(("all_reduce", "all_gather", "reduce_scatter"), 2.0)
+    saved = {"ranks": world.size, "latency_s": 1.0, **rates}
+    return [network_of(world), network_of(world, saved), network_of(world, saved | {"ranks": 7})]
+
+
+def test_every_rank_knows_the_same_network_and_a_resumed_run_the_one_it_began_with(ranks):
+    mine, theirs = ranks.run(2, measure)
+    assert mine == theirs
+    first, saved, again = mine
+    rates = (first.all_reduce, first.all_gather, first.reduce_scatter)
+    assert min(*rates, first.latency_s) > 0
+    assert saved.latency_s == 1.0
+    assert again.ranks == 2
+    assert network_of(World()) is None
+
+
+def due(world: World) -> bool:
+    """Whether a rank is to save, by a clock that the first rank alone has."""
+    kit = SimpleNamespace(world=world, model=SimpleNamespace(module=nn.Linear(1, 1)))
+    others: Any = {"feed": None, "reporter": None, "constants": {}}
+    every_s, writer = 0.0 if world.is_main else None, SimpleNamespace(has_news=False)
+    checkpointer = Checkpointer(kit=kit, writer=writer, every_s=every_s, **others)
+    assert not checkpointer.poll(False)
+    return checkpointer.is_due
+
+
+def test_a_checkpoint_that_is_due_by_time_is_so_on_every_rank(ranks):
+    assert ranks.run(2, due) == [True, True]

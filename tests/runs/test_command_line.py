@@ -28,13 +28,14 @@ from tests.lib.cli_support import (
     CHECKOUT,
     OWN_RUN,
     faults,
-    in_process,
-    in_subprocess,
     make_own_folder,
     prepared,
+    python,
 )
+from tests.lib.run_support import only_run, shell
+from tests.reliability.lab import fork
 from trainer.cli.argv import COMMANDS, split
-from trainer.cli.main import composer_of
+from trainer.cli.main import composer_of, main
 from trainer.cli.overrides import parse, quote, read
 from trainer.cli.prepare import prepare_run
 from trainer.cli.python_api import literal, overrides_of
@@ -54,29 +55,19 @@ def config_of(line: str) -> RunConfig:
     return prepared(line).config
 
 
-def only_run(root: Path) -> Path:
-    (run,) = root.glob("outputs/*/*/config.yaml")
-    return run.parent
-
-
 # What is typed, and what it becomes.
 
 
-SAME = {
-    "plan seed=3": "command=plan seed=3",
-    "seed=3 verify": "command=verify seed=3",
-    "--batch.global=64 --num-workers=2": "batch.global=64 num_workers=2",
-    "+batch.global=64 +accum=fixed ++accum.micro=8": "batch.global=64 accum=fixed accum.micro=8",
-    "batch=tokens batch.global=512": "batch.global=512 batch=tokens",
-    "accum.gradient=sum": "accum/gradient=sum",
-    "model._target_=net.Net model.width=16 +model.depth=3": (
-        "++model.width=16 model=gpt_small model._target_=net.Net model.depth=3"
-    ),
-}
-
-
 def test_the_same_is_typed_in_many_ways() -> None:
-    for line, other in SAME.items():
+    for line, other in {
+        "plan seed=3 --num-workers=2 accum.gradient=sum batch=tokens batch.global=512": (
+            "command=plan batch.global=512 num_workers=2 accum/gradient=sum batch=tokens seed=3"
+        ),
+        "+seed=64 +accum=fixed ++accum.micro=8": "seed=64 accum=fixed accum.micro=8",
+        "model._target_=net.Net model.width=16 +model.depth=3": (
+            "++model.width=16 model=gpt_small model._target_=net.Net model.depth=3"
+        ),
+    }.items():
         assert config_of(line) == config_of(other), line
 
 
@@ -105,44 +96,28 @@ def test_a_class_of_ones_own_replaces_the_option_and_its_keys(tmp_path: Path) ->
     assert "dropout" not in config.model.params
 
 
-def test_a_recipe_is_a_file_or_a_name_and_yields_to_what_is_typed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_recipe_yields_to_what_is_typed_and_says_its_faults_in_a_line_each(
+    tmp_path: Path,
 ) -> None:
-    (tmp_path / "mine.yaml").write_text("optimizer: {lr: 0.007}\n")
-    for typed in ("mine.yaml", f"{tmp_path}/mine.yaml", "'\"./mine.yaml\"'"):
-        assert config_of(f"recipe={typed}").optimizer.params["lr"] == 0.007
-    assert config_of("recipe=mine.yaml optimizer.lr=0.1").optimizer.params["lr"] == 0.1
-    (tmp_path / "shared").mkdir()
-    (tmp_path / "shared" / "theirs.yaml").write_text("seed: 7\n")
-    monkeypatch.setenv("TRAIN_RECIPES", str(tmp_path / "shared"))
-    both = config_of("recipe=[theirs,./mine.yaml]")
-    assert (both.seed, both.optimizer.params["lr"]) == (7, 0.007)
-    recipe = "objective: classify\noptimizer: sgd\naccum: {gradient: sum, micro: 4}\n"
+    recipe = "objective: classify\noptimizer: sgd\naccum: {gradient: sum, micro: 4}\nseed: 7\n"
     (tmp_path / "mine.yaml").write_text(f"defaults: [override /optimizer: adamw]\n{recipe}")
-    config = config_of("recipe=mine.yaml")
-    assert (config.objective.name, config.optimizer.name) == ("classify", "sgd")
+    config = config_of("'recipe=\"./mine.yaml\"' seed=8")
+    assert (config.objective.name, config.optimizer.name, config.seed) == ("classify", "sgd", 8)
     assert (config.accum.gradient.name, config.accum.params["micro"]) == ("sum", 4)
     assert config_of("recipe=mine.yaml objective=model_loss").objective.name == "model_loss"
-
-
-@pytest.mark.parametrize(
-    ("recipe", "says"),
-    {
+    for wrong, says in {
         "objective: clasify": "objective=clasify: no such option. Did you mean classify?",
         "model: null": "model=null: takes an option or a mapping",
         "data: ../../x": "../../x: is not the name of an option",
         "optimizer: {groups: x}": "optimizer.groups=x: must be a mapping",
         "batch.global: 7": "batch.global: in a file, nest the keys: batch: {global: ...}",
         "model: {_target_: net.Net}": "model._target_=net.Net: comes from a recipe or a saved run",
-    }.items(),
-    ids=range(6),
-)
-def test_what_a_recipe_may_not_say_is_one_line(recipe: str, says: str, tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").write_text(f"{recipe}\n")
-    with pytest.raises(ConfigError) as caught:
-        config_of("recipe=mine.yaml")
-    (line,) = caught.value.faults
-    assert says in line
+    }.items():
+        (tmp_path / "mine.yaml").write_text(f"{wrong}\n")
+        with pytest.raises(ConfigError) as caught:
+            config_of("recipe=mine.yaml")
+        (line,) = caught.value.faults
+        assert says in line
 
 
 def test_a_class_in_a_recipe_replaces_the_option_as_a_typed_one_does(tmp_path: Path) -> None:
@@ -174,7 +149,7 @@ def test_a_folder_of_ones_own_is_consent(
     assert job.config.model.target == "net.Net"
     assert job.folder.is_relative_to(tmp_path / "far"), "absolute, since it was typed"
     assert job.folder.name.endswith("-x")
-    assert in_process("--help --config-dir mine") == 0
+    assert shell("--help --config-dir mine") == 0
     assert "tiny" in capsys.readouterr().out
 
 
@@ -210,7 +185,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"]), max_size=30), VALUES)
 def test_any_value_of_a_config_can_be_written_as_an_override(text: str, value: Any) -> None:
     assert read(f"x={literal(value)}").value() == value
@@ -227,7 +202,7 @@ WITHOUT_TORCH_S = 1.5
 
 def test_help_is_complete_and_fast(tmp_path: Path) -> None:
     began = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
-    done = in_subprocess("--help", tmp_path)
+    done = python("-m trainer --help", tmp_path)
     assert done.returncode == 0
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - began < WITHOUT_TORCH_S
     for key in (*KEYS, *COMMANDS):
@@ -255,7 +230,7 @@ def test_hydras_flags_work(
         "--version": f"train {trainer.__version__}\n",
         "--shell-completion query=bash": "accum=fixed",
     }.items():
-        assert in_process(line) == 0
+        assert shell(line) == 0
         assert shown in capsys.readouterr().out
     assert not (tmp_path / "outputs").exists()
 
@@ -266,8 +241,8 @@ def test_hydras_flags_work(
 def test_a_run_goes_on_is_evaluated_and_is_done(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert in_process(OWN_RUN) == 0
-    run = only_run(tmp_path)
+    assert shell(OWN_RUN) == 0
+    run = only_run()
     config = yaml.safe_load((run / "config.yaml").read_text())
     assert (config["model"], config["batch"]["global"]) == ({"_target_": "net.Net"}, 8)
     assert "trust" not in config
@@ -275,66 +250,80 @@ def test_a_run_goes_on_is_evaluated_and_is_done(
     records = (run / ".hydra" / "overrides.yaml").read_text()
     assert {"batch.global=8", "accum.micro=3"} <= set(yaml.safe_load(records))
 
-    assert in_process("resume=auto steps=3 trust=[net]") == 0
-    assert only_run(tmp_path) == run
+    assert shell("resume=auto steps=3 trust=[net]") == 0
+    assert only_run() == run
     assert (run / ".hydra" / "overrides.yaml").read_text() == records
     assert "steps=3" in (run / ".hydra" / "resumed" / "overrides.yaml").read_text()
     config = (run / "config.yaml").read_text()
     assert yaml.safe_load(config)["steps"] == 3
     assert json.loads((run / "status.json").read_text())["step"] == 3
 
-    assert in_process(f"evaluate run={run} trust=[net]") == 0
+    assert shell(f"evaluate run={run} trust=[net]") == 0
     assert (run / "evaluate.json").is_file()
     assert (run / "config.yaml").read_text() == config
     capsys.readouterr()
-    assert in_process(f"resume={run} trust=[net]") == 0
+    assert shell(f"resume={run} trust=[net]") == 0
     assert "is done after step 3" in capsys.readouterr().out
 
 
 def test_a_run_that_fails_says_so_in_its_own_way(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert in_process(f"{OWN_RUN} +model.wdith=3") == 2
+    assert shell(f"{OWN_RUN} +model.wdith=3") == 2
     assert any("model.wdith" in fault for fault in faults(capsys.readouterr().err))
     assert not list((tmp_path / "outputs").glob("*")), "no folder, though a class found it"
-    assert in_process(OWN_RUN.replace("net.Net", "net.interrupted")) == 130
+    assert shell(OWN_RUN.replace("net.Net", "net.interrupted")) == 130
     assert "Traceback" not in capsys.readouterr().err
-    assert in_process(f"{OWN_RUN.replace('net.Net', 'net.broken')} hydra.run.dir=broken") == 1
+    assert shell(f"{OWN_RUN.replace('net.Net', 'net.broken')} hydra.run.dir=broken") == 1
     err = capsys.readouterr().err
     assert "RuntimeError: a fault in the user's own class" in err
     assert len(err.splitlines()) < 15
     assert "Traceback" in (tmp_path / "broken" / "errors" / "rank0.txt").read_text()
+    status = json.loads((tmp_path / "broken" / "status.json").read_text())
+    assert (status["state"], status["exit_code"]) == ("failed", 1)
+    assert "in the user's own class" in status["reason"]
 
 
+def main_without_streams() -> int:
+    """Run as behind `<&- >&- 2>&-`, whose numbers the next files would get."""
+    for number in range(3):
+        os.close(number)
+    sys.stdin = sys.stdout = sys.stderr = None  # type: ignore[assignment]
+    sys.argv = ["train", *shlex.split(OWN_RUN)]
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return int(ended.value.code or 0)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_readers_that_leave_and_streams_that_are_closed_disturb_nobody(tmp_path: Path) -> None:
+    assert fork(main_without_streams).wait() == 0
+    assert json.loads((only_run() / "status.json").read_text())["state"] == "completed"
     reader, writer = os.pipe()
     os.close(reader)
     ended = subprocess.run(
-        ["sh", "-c", f"{sys.executable} -m trainer {OWN_RUN} <&- >&- 2>&- && exec {sys.executable} "
-         "-m trainer --info searchpath"],
+        [sys.executable, "-m", "trainer", "--info", "searchpath"],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
         stdout=writer,
         stderr=subprocess.PIPE,
         check=False,
-    )  # fmt: skip
+    )
     os.close(writer)
     assert (ended.returncode, ended.stderr) == (-signal.SIGPIPE, b"")
-    (status,) = tmp_path.glob("outputs/*/*/status.json")
-    assert json.loads(status.read_text())["state"] == "completed"
 
 
 def table_of(root: Path) -> tuple[Path, list[dict[str, str]]]:
-    (table,) = root.glob("outputs/multirun/*/*/sweep.csv")
+    table = max(root.glob("outputs/multirun/*/*/sweep.csv"), key=lambda path: path.stat().st_mtime)
     with table.open() as file:
         return table.parent, list(csv.DictReader(file))
 
 
-def test_a_failed_job_does_not_stop_a_sweep(
+def test_a_failed_job_does_not_stop_a_sweep_and_ctrl_c_ends_it_with_its_table(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = f"-m {OWN_RUN.replace('net.Net', 'net.broken,net.Net')} seed=1"
-    assert in_process(line) == 1
+    assert shell(line) == 1
     sweep, rows = table_of(tmp_path)
     assert [row["state"] for row in rows] == ["failed", "completed"]
     assert [row["model._target_"] for row in rows] == ["net.broken", "net.Net"]
@@ -347,11 +336,14 @@ def test_a_failed_job_does_not_stop_a_sweep(
     config = yaml.safe_load((sweep / "1" / "config.yaml").read_text())
     assert (config["seed"], config["wandb"]["group"]) == (1, sweep.name)
     before = (sweep / "1" / "result.json").read_bytes()
-    assert in_process(f"{line} resume=auto") == 1
-    again, rows = table_of(tmp_path)
-    assert again == sweep
+    assert shell(f"{line} resume=auto") == 1
+    again, _ = table_of(tmp_path)
+    assert again == sweep, "of the same words"
     assert (sweep / "1" / ".hydra" / "resumed" / "overrides.yaml").is_file()
     assert (sweep / "1" / "result.json").read_bytes() == before, "a job that is done is not run"
+    assert shell(f"-m {OWN_RUN.replace('net.Net', 'net.interrupted')} seed=1,2") == 130
+    _, rows = table_of(tmp_path)
+    assert [row["state"] for row in rows] == ["failed", "not started"]
 
 
 def search(self: Any, arguments: Sequence[str]) -> None:
@@ -376,20 +368,13 @@ def test_a_sweep_whose_values_are_chosen_as_it_goes_reports_those_that_ran(
     monkeypatch.setitem(sys.modules, place, module)
     monkeypatch.setitem(known, name, module.Search)
     line = f"-m {OWN_RUN} hydra.sweeper._target_={name} 'optimizer.lr=interval(0.01,1)' seed=3"
-    assert in_process(line) == 0
+    assert shell(line) == 0
     _, rows = table_of(tmp_path)
     assert [row["optimizer.lr"] for row in rows] == ["0.25", "0.125"]
     assert [row["state"] for row in rows] == ["completed"] * 2
     assert "optimizer.lr=0.125" in capsys.readouterr().out
-    assert in_process(f"{line} resume=auto") == 2
+    assert shell(f"{line} resume=auto") == 2
     assert "resume=auto: this sweeper chooses its jobs anew" in capsys.readouterr().err
-
-
-def test_ctrl_c_ends_a_sweep_with_its_table(tmp_path: Path) -> None:
-    line = OWN_RUN.replace("net.Net", "net.interrupted")
-    assert in_process(f"-m {line} seed=1,2") == 130
-    _, rows = table_of(tmp_path)
-    assert [row["state"] for row in rows] == ["failed", "not started"]
 
 
 # From Python.
@@ -398,17 +383,10 @@ def test_ctrl_c_ends_a_sweep_with_its_table(tmp_path: Path) -> None:
 def test_a_run_from_python_is_the_same_run(tmp_path: Path) -> None:
     ran = trainer.train(shlex.split(OWN_RUN))
     assert (ran.exit_code, ran.result["step"]) == (0, 2)
+    classes = {"model": {"_target_": "net.Net"}, "data": {"_target_": "net.Data"}}
+    numbers = {"batch": {"global": 8}, "accum": "fixed", "accum.micro": 3, "steps": 2}
     as_mapping = trainer.train(
-        {
-            "model": {"_target_": "net.Net"},
-            "data": {"_target_": "net.Data"},
-            "batch": {"global": 8},
-            "accum": "fixed",
-            "accum.micro": 3,
-            "steps": 2,
-            "wandb": {"mode": "disabled"},
-            "device": "cpu",
-        }
+        {**classes, **numbers, "wandb": {"mode": "disabled"}, "device": "cpu"}
     )
     typed = OWN_RUN.replace("model._", "++model._").replace("data._", "++data._")
     with initialize_config_dir(str(data_dir("conf")), version_base="1.3"):
@@ -420,7 +398,7 @@ def test_a_run_from_python_is_the_same_run(tmp_path: Path) -> None:
         config = yaml.safe_load((run.folder / "config.yaml").read_text())
         chosen = (config["choices"]["accum"], config["choices"]["optimizer"])
         assert chosen == ("fixed", "adamw")
-    assert in_process(f"resume={of_config.folder} trust=[net] steps=3") == 0
+    assert shell(f"resume={of_config.folder} trust=[net] steps=3") == 0
 
 
 def test_patterns_can_be_keys() -> None:

@@ -57,7 +57,7 @@ def test_what_the_user_did_not_sign_asks_as_a_strangers_run(
     signed = (other / "consent.json").read_bytes()
     for name, old, new in (
         ("config.yaml", "width: 4", "width: 6"),
-        ("config.yaml", "run_toys.DoubleNet", "run_toys.LowNet"),
+        ("config.yaml", "run_toys.DoubleNet", "run_toys.LossNet"),
         (".hydra/overrides.yaml", "model.width=4", "model.width=6"),
         ("consent.json", '"hmac_sha256":', '"hmac":'),
     ):
@@ -72,7 +72,7 @@ def test_what_the_user_did_not_sign_asks_as_a_strangers_run(
     assert asks(run, capsys), "the signature of another run"
     planted = other / ".hydra" / "resumed" / "overrides.yaml"
     planted.parent.mkdir()
-    planted.write_text(yaml.safe_dump(["model._target_=tests.lib.run_toys.LowNet"]))
+    planted.write_text(yaml.safe_dump(["model._target_=tests.lib.run_toys.LossNet"]))
     assert asks(other, capsys)
     shutil.rmtree(planted.parent)
     assert not asks(other, capsys)

@@ -7,7 +7,6 @@ import re
 import pytest
 import torch
 
-from tests.lib.nightly import nightly
 from tests.lib.run_support import (
     TOYS,
     curve,
@@ -21,6 +20,7 @@ from tests.lib.run_support import (
     steps,
 )
 from tests.lib.run_toys import Greedy, Rows
+from trainer.core.errors import DoesNotFitError
 from trainer.tune.tensors import PeakBytes
 
 CRAMPED = f"accum.gradient._target_={TOYS}.Cramped"
@@ -32,36 +32,18 @@ pytestmark = pytest.mark.usefixtures("own_folder")
 def test_a_device_of_a_stated_size_is_filled_and_never_overrun():
     """The tuner plans for so many bytes; the run then lives within them, counted byte by byte."""
     limit = 64 * 1024
-    plan = read_json(
-        go(f"command=plan accum=auto accum.memory={limit} batch.global=40").folder / "plan.json"
-    )
+    line = f"accum=auto accum.memory={limit} batch.global=40 steps=3"
+    plan = read_json(go(f"command=plan {line}").folder / "plan.json")  # what it times is cached
     assert plan["accum_steps"] > 1
     assert plan["predicted_peak_bytes"] <= plan["memory_limit_bytes"] < limit
     assert plan["step_seconds"] > 0
     with PeakBytes() as counted:
-        run = go(f"accum=auto accum.memory={limit} batch.global=40 steps=3")
+        run = go(line)
     assert sum(entry.get("replays", 0) for entry in steps(run)) == 0
     assert counted.estimate.peak_bytes <= limit
     assert curve(run, "micro_batches")[0] > 1
     whole = go("accum.micro=40 batch.global=40 steps=3")
     assert curve(run, "loss") == pytest.approx(curve(whole, "loss"), rel=1e-6)
-
-
-@pytest.mark.parametrize(
-    "line", ["accum=budget accum.max_tokens=96", nightly("accum.micro=8"), nightly("accum=auto")]
-)
-def test_a_step_that_does_not_fit_is_computed_again_in_smaller_pieces(line, capsys):
-    """That no bit differs is shown in `tests/reliability/test_allocations.py`."""
-    line = f"{line} model.dropout=0.4 steps=5"
-    run = go(f"{line} {CRAMPED} accum.gradient.limit=9000")
-    replays = [entry.get("replays", 0) for entry in steps(run)]
-    assert replays[0] > 0
-    assert sum(replays) == run.result["replays"]
-    assert replays[-1] == 0, "the cap stays lowered"
-    screen = capsys.readouterr().out
-    assert screen.count("out of memory: computed again") == sum(map(bool, replays))
-    assert curve(run, "samples") == [8, 16, 24, 32, 40]
-    assert entries(run, "samples.jsonl") == entries(go(line), "samples.jsonl")
 
 
 def test_one_sample_that_cannot_fit_ends_with_5_and_is_named(capsys):
@@ -115,13 +97,22 @@ def test_memory_that_runs_out_elsewhere_ends_with_5_too(capsys, monkeypatch):
     assert "out of memory outside of micro-batches: no room for the model" in error
 
 
-def test_a_device_smaller_than_the_tuner_knew_costs_a_replay():
-    """Tuned for more than there is left after two steps."""
+def test_a_device_smaller_than_the_tuner_knew_costs_a_replay_and_lowers_the_cap(capsys):
+    """Tuned for more than there is left after two steps.
+
+    That no bit differs is shown in `tests/reliability/test_allocations.py`.
+    """
     line = f"accum=auto steps=4 batch.global=40 {CRAMPED} accum.gradient.after=2"
-    plain = go(f"{line} accum.gradient.limit={2**40}")
     short = go(f"{line} accum.gradient.limit=12000")
+    assert capsys.readouterr().out.count("out of memory: computed again") == 1
+    assert [len(entry["ids"]) for entry in entries(short, "samples.jsonl")] == [40, 2, 40, 2]
     replays = [entry.get("replays", 0) for entry in steps(short)]
     assert [bool(count) for count in replays] == [False, False, True, False]
-    assert curve(short, "loss")[:2] == curve(plain, "loss")[:2]
-    caps = [meta(each)["extra"]["cut"]["state"] for each in (short, plain)]
-    assert caps[0]["lowered"] < caps[1]["max_tokens"]
+    assert sum(replays) == short.result["replays"]
+    cap = read_json(short.folder / "plan.json")["max_tokens"]
+    assert meta(short)["extra"]["cut"]["state"]["lowered"] < cap
+
+
+def test_a_memory_too_small_for_what_training_needs_names_the_least_that_does():
+    with pytest.raises(DoesNotFitError, match=r"reserve, .* for inputs\): type accum.memory=1MiB"):
+        go("command=plan accum=auto accum.memory=1KiB batch.global=40")

@@ -15,7 +15,7 @@ from tests.lib.objective_toys import (
     Partly,
     Sometimes,
 )
-from tests.lib.run_support import curve, entries, go, read_json
+from tests.lib.run_support import curve, entries, go
 from tests.lib.run_toys import Net, Rows
 from tests.lib.support import EXACT, Bench, relative_error
 from trainer.core.errors import ConfigError
@@ -71,7 +71,13 @@ def test_what_is_none_names_class_method_and_what_came(sums, weights):
 
 @pytest.mark.parametrize(
     "line",
-    ["sums=none", "weights=text", "sums=none accum=auto", nightly("sums=detached accum=auto")],
+    [
+        "weights=text",
+        "sums=unweighted command=plan",
+        "sums=unweighted command=verify",
+        "sums=none accum=auto",
+        nightly("sums=detached accum=auto"),
+    ],
 )
 def test_a_run_is_refused_with_that_line(line):
     assert "of Odd" in refusal(f"objective._target_={OWN}.Odd objective.{line}")
@@ -142,12 +148,8 @@ def test_real_numbers_are_no_classes_and_no_tokens(objective, data):
     ("line", "typed"),
     [
         ("model.shifts=false", "type objective.reduction=mean objective.causal=false,"),
-        (
-            f"model.by_row=true data._target_={OWN}.Marked data.kind=row",
-            "type objective.reduction=mean,",
-        ),
+        ("model.shifts=true", "type objective.reduction=mean,"),
         (f"model._target_={OWN}.SumHead", "use an objective that sums"),
-        nightly("model.shifts=true", "type objective.reduction=mean,"),
     ],
 )
 def test_a_head_that_gives_a_mean_where_a_sum_is_asked_for_is_refused_with_what_to_type(
@@ -162,14 +164,6 @@ def test_a_head_that_gives_a_mean_where_a_sum_is_asked_for_is_refused_with_what_
     keys = typed.removeprefix("type ").rstrip(",")
     cut, whole = (go(f"steps=2 {line} {keys} accum.micro={micro}") for micro in (1, 8))
     assert curve(cut, "loss") == pytest.approx(curve(whole, "loss"), rel=1e-6)
-
-
-def test_a_head_whose_loss_changes_with_padding_is_a_warning():
-    head = f"model._target_={OWN}.SpanHead data._target_={OWN}.Spans objective=model_loss"
-    assert "type objective.reduction=mean," in refusal(head)
-    run = go(f"command=plan {head} objective.reduction=mean")
-    (warning,) = read_json(run.folder / "plan.json")["warnings"]
-    assert "mask the padding" in warning
 
 
 def test_real_labels_are_not_shifted():

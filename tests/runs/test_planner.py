@@ -1,4 +1,4 @@
-"""The planner as a run uses it: packed rows, recomputation, randomness, and no trace of tuning."""
+"""The planner as a run uses it: packed rows, padding, and memory under autocast."""
 
 from __future__ import annotations
 
@@ -11,21 +11,15 @@ import torch
 from torch import nn
 
 from tests.lib.nightly import nightly
-from tests.lib.run_support import assert_same_bits, curve, entries, go, state
-from tests.lib.support import EXACT, VOCABULARY, WRONG, Bench, RaggedText, relative_error
+from tests.lib.support import EXACT, VOCABULARY, Bench, relative_error
 from tests.lib.tune_support import Encoder, gpt, measured_peak, text, workload
 from trainer.core.errors import ConfigError
 from trainer.models.bind import bind
 from trainer.models.gpt import GPT
-from trainer.models.recompute import checkpoint_blocks
 from trainer.plan.cut import Layout
 from trainer.plan.cuts import Budget, Fixed
 from trainer.plan.memory import Shape
-from trainer.tune.layout import (
-    COMPILED_SHAPES,
-    layout_for,
-    packs,
-)
+from trainer.tune.layout import COMPILED_SHAPES, layout_for, packs
 from trainer.tune.predict import CannotRunFake, Predictor, predict_peak
 from trainer.tune.workload import Tiled
 
@@ -63,24 +57,6 @@ def test_a_packed_step_is_the_padded_step_is_the_whole_batch():
         assert relative_error(found, whole) <= EXACT[torch.float64]
 
 
-def test_documents_packed_without_boundaries_are_another_step():
-    class Blind(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = small_gpt(max_length=400)
-
-        def forward(self, input_ids, position_ids):
-            return self.inner(input_ids, position_ids=position_ids)
-
-    seeing = gradients_of_one_step(Bench(Fixed(), model=lambda: small_gpt(max_length=400)))
-    packed = Layout(packed=True)
-    blind = gradients_of_one_step(Bench(Budget(max_tokens=60), model=Blind, layout=packed))
-    blind = {name.removeprefix("inner."): gradient for name, gradient in blind.items()}
-    assert relative_error(blind, seeing) > WRONG
-    with pytest.raises(ConfigError, match=r"takes no cu_seqlens"):
-        packs(True, Blind(), unfit=None, device=CPU, precision="fp32")
-
-
 def test_packing_is_left_alone_where_it_gains_nothing_or_cannot_be():
     gpu, model = torch.device("cuda"), small_gpt()
     assert packs("auto", model, unfit=None, device=gpu, precision="bf16")
@@ -88,12 +64,15 @@ def test_packing_is_left_alone_where_it_gains_nothing_or_cannot_be():
     assert not packs("auto", model, unfit=None, device=CPU, precision="bf16")
     assert not packs("auto", model, unfit="it collates", device=gpu, precision="bf16")
     assert not packs(False, model, unfit=None, device=gpu, precision="bf16")
+    blind = nn.Embedding(2, 2)
+    with pytest.raises(ConfigError, match=r"takes no cu_seqlens"):
+        packs(True, blind, unfit=None, device=CPU, precision="fp32")
     with pytest.raises(ConfigError, match=r"it collates; use accum\.packed=false"):
         packs(True, model, unfit="it collates", device=CPU, precision="fp32")
 
 
 def test_packed_shapes_are_rehearsed_as_rows_with_boundaries():
-    padded = text(8)({}.get("samples", 1), 8)
+    padded = text(8)(1, 8)
     example = {"input_ids": padded["input_ids"], "labels": padded["labels"]}
     example |= {"position_ids": torch.arange(8)[None], "cu_seqlens": torch.tensor([0, 8]).int()}
     fields = Tiled(example, 8)(3, 5)
@@ -138,58 +117,3 @@ def test_the_peak_under_bf16_autocast_is_predicted(name):
     assert predicted < predict_peak(workload(model), shape).peak_bytes
     measured = measured_peak(work, shape, autocast=torch.bfloat16).peak_bytes
     assert predicted == pytest.approx(measured, rel=0.05)
-
-
-class Augmented(RaggedText):
-    """Flips tokens at random, from every generator a data set may use."""
-
-    draws_randomness = True
-
-    def __getitem__(self, index):
-        sample = super().__getitem__(index)
-        noise = torch.randint(0, VOCABULARY, sample["input_ids"].shape)
-        noise = (noise + int(np.random.randint(VOCABULARY))) % VOCABULARY
-        return {"input_ids": noise, "labels": noise}
-
-
-def tokens_by_sample(bench: Bench, num_steps: int = 3) -> dict[tuple[int, int], list[int]]:
-    """Every sample's tokens as a step saw them, by epoch and id."""
-    seen = {}
-    for _ in range(num_steps):
-        batch = bench.feed.next()
-        for micro_batch in batch.micro_batches:
-            rows = micro_batch.fields["input_ids"]
-            masks = micro_batch.fields["attention_mask"]
-            for sample, row, mask in zip(micro_batch.ids, rows, masks, strict=True):
-                seen[batch.samples.epoch, sample] = row[mask.bool()].tolist()
-    bench.feed.close()
-    return seen
-
-
-def test_augmentation_is_the_same_for_every_cut_and_worker():
-    data = Augmented(num_samples=20)
-    expected = tokens_by_sample(Bench(Fixed(), dataset=data, global_batch=12))
-    assert len(expected) == 20 + 12  # two epochs, whose draws differ
-    assert expected[0, 3] != expected[1, 3]
-    for cut, num_workers in ((Fixed(micro=5), 0), (Budget(max_tokens=50), 2)):
-        bench = Bench(cut, dataset=data, global_batch=12, num_workers=num_workers)
-        assert tokens_by_sample(bench) == expected
-
-
-def test_recomputing_blocks_gives_the_gradient_of_the_step_bit_for_bit():
-    plain = Bench(Budget(max_tokens=60), model=small_gpt, layout=Layout())
-    recomputing = Bench(Budget(max_tokens=60), model=small_gpt, layout=Layout())
-    assert checkpoint_blocks(recomputing.module) == 2
-    expected, found = gradients_of_one_step(plain), gradients_of_one_step(recomputing)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-@pytest.mark.usefixtures("own_folder")
-def test_a_tuned_run_begins_exactly_where_an_untuned_one_does():
-    """Tuning rehearses on the live model: nothing of it may reach the first step."""
-    # With one sample a step every cut is the same, so bits can be compared.
-    line = "steps=3 model.dropout=0.1 batch.global=1"
-    tuned, plain = go(f"{line} accum=auto"), go(f"{line} accum.micro=1")
-    assert_same_bits(state(tuned), state(plain))
-    assert curve(tuned, "loss") == curve(plain, "loss")
-    assert entries(tuned, "samples.jsonl") == entries(plain, "samples.jsonl")

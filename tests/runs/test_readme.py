@@ -39,7 +39,7 @@ def shortened(line: list[str]) -> list[str]:
     """Make a command small; one that reads a run takes that run's settings."""
     if line[0] in PLAIN or line[0].startswith("resume"):
         return line
-    mine = [word.replace("=128,256", "=8,16") for word in line]
+    mine = [word.replace("=128,256", "=8") for word in line]
     is_sweep = line[0] == "-m"
     mine = [
         w for w in mine if w.partition("=")[0] not in {"steps", "" if is_sweep else "batch.global"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,20 +11,12 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.lib.cli_support import (
-    faults,
-    in_process,
-    make_own_folder,
-    prepared,
-)
+from tests.lib.cli_support import faults, make_own_folder, prepared
+from tests.lib.run_support import shell
 from trainer.cli.compose import Job
-from trainer.cli.main import composer_of
-from trainer.cli.overrides import parse
 from trainer.cli.saved_runs import newest
-from trainer.cli.sweep import Sweep, prepare_sweep
 from trainer.config.run_config import to_plain
 from trainer.core.errors import ConfigError, NoCheckpointError
-from trainer.report.run_status import to_go_on
 
 
 @pytest.fixture(autouse=True)
@@ -34,13 +25,6 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 CUT = "accum=fixed accum.micro=8 steps=10"
-
-
-def prepared_sweep(line: str) -> Sweep:
-    composer = composer_of({})
-    overrides, wrong = parse(shlex.split(line))
-    with composer.open():
-        return prepare_sweep(overrides, wrong, composer)
 
 
 def make_run(line: str = CUT, **left: Any) -> Path:
@@ -73,8 +57,13 @@ def leave(
 DONE = {"state": "completed", "step": 10, "exit_code": 0}
 
 
-def test_a_run_goes_on_in_its_folder_with_its_own_settings_from_its_newest_records() -> None:
-    run = make_run(f"{CUT} optimizer.lr=0.003 name=mine")
+def test_a_run_goes_on_in_its_folder_with_its_own_settings_from_its_newest_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.yaml").write_text("optimizer: {lr: 0.003}\n")
+    run = make_run(f"{CUT} recipe=mine.yaml name=mine")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
     ready = prepared(f"resume={run}")
     assert ready.folder == run
     config = ready.config
@@ -90,36 +79,30 @@ def test_a_run_goes_on_in_its_folder_with_its_own_settings_from_its_newest_recor
     assert ready.config.steps == 20, "the latest resumption is what the next one goes on from"
 
 
-def test_execution_is_free_and_steps_may_grow() -> None:
-    run = make_run()
-    for change in ("accum=budget accum.max_tokens=4096", "accum=auto", "steps=20 num_workers=2"):
-        assert prepared(f"resume={run} accum.micro=4 device=cpu {change}").folder == run
+def test_another_option_starts_from_its_own_values() -> None:
     config = prepared(f"resume={make_run('accum=fixed accum.steps=4 steps=10')} accum=auto").config
-    assert config.accum.name == "auto", "a new option starts from its own values"
+    assert config.accum.name == "auto"
     assert config.accum.params == {"micro": None, "memory": None}
 
 
 def test_what_changes_the_step_is_refused_with_a_diff() -> None:
     run = make_run()
-    for change, texts in {
-        "seed=1": ["seed=1: the run has 0"],
-        "optimizer.lr=0.1 batch.global=64": ["batch.global=64", "optimizer.lr=0.1: the run has"],
-        "steps=5": ["steps=5: the run has 10; may only grow"],
-        "clip_norm=null": ["clip_norm=null: the run has 1.0"],
-        "model.width=48": ["model.width=48: the run has 96"],
-        "scheduler=constant": ["scheduler._target_"],
-        "precision=bf16": ["precision=bf16: the run has fp32"],
-        "recipe=quickstart": ["data.max_length"],
-    }.items():
-        with pytest.raises(ConfigError) as raised:
-            prepared(f"resume={run} {change}")
-        faults = raised.value.faults
-        assert all(any(text in fault for fault in faults) for text in texts), faults
-        assert all("resume_allow=[" in fault for fault in faults)
-
-
-def test_a_key_that_is_named_may_change() -> None:
-    run = make_run()
+    changes = {
+        "seed=1": "seed=1: the run has 0",
+        "optimizer.lr=0.1": "optimizer.lr=0.1: the run has",
+        "batch.global=64": "batch.global=64",
+        "steps=5": "steps=5: the run has 10; may only grow",
+        "clip_norm=null": "clip_norm=null: the run has 1.0",
+        "model.width=48": "model.width=48: the run has 96",
+        "scheduler=constant": "scheduler._target_",
+        "precision=bf16": "precision=bf16: the run has fp32",
+        "recipe=quickstart": "data.max_length",
+    }
+    with pytest.raises(ConfigError) as raised:
+        prepared(f"resume={run} {' '.join(changes)}")
+    faults = raised.value.faults
+    assert all(any(text in fault for fault in faults) for text in changes.values()), faults
+    assert all("resume_allow=[" in fault for fault in faults)
     ready = prepared(f"resume={run} optimizer.lr=0.1 seed=1 resume_allow=[optimizer.lr,seed]")
     assert ready.config.seed == 1
     with pytest.raises(ConfigError, match="seed=1"):
@@ -132,7 +115,7 @@ def test_a_finished_run_has_nothing_to_do_until_more_is_asked_for(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     run = make_run(state=DONE)
-    assert in_process(f"resume={run}") == 0
+    assert shell(f"resume={run}") == 0
     screen = capsys.readouterr()
     assert len(screen.out.splitlines()) == 1
     assert "done after step 10" in screen.out
@@ -150,7 +133,7 @@ def test_a_run_that_is_not_there_or_cannot_go_on_is_exit_4(
         ("resume=nowhere", "resume=nowhere: no such folder"),
         ("verify +run=.", "run=.: not a run folder"),
     ):
-        assert in_process(line) == 4
+        assert shell(line) == 4
         assert faults(capsys.readouterr().err)[0].startswith(fault)
     with pytest.raises(NoCheckpointError, match="no checkpoint"):
         prepared(f"resume={make_run(has_checkpoint=False)}")
@@ -197,22 +180,6 @@ def test_a_run_folder_gives_no_trust() -> None:
     assert typed.model.params == {"width": 4}
 
 
-def test_classes_of_the_model_libraries_want_no_trust() -> None:
-    sizes = "model._target_=torch.nn.Linear model.in_features=2 model.out_features=2"
-    run = make_run(f"{sizes} optimizer._target_=torch.optim.SGD {CUT}")
-    again = prepared(f"resume={run}")
-    assert again.config.resume == str(run)
-    assert "trust" not in to_go_on(again.config, run)
-
-
-@pytest.mark.parametrize("content", ["{a: 1}", "[1, 2]", "- [", "!!python/name:os.system ''"])
-def test_records_that_are_no_overrides_are_refused(content: str) -> None:
-    run = make_run()
-    (run / ".hydra" / "overrides.yaml").write_text(content)
-    with pytest.raises(ConfigError, match=r"overrides.yaml: "):
-        prepared(f"resume={run}")
-
-
 def test_evaluate_and_export_read_a_run_and_make_no_folder(tmp_path: Path) -> None:
     run = make_run("accum=fixed accum.micro=8 optimizer.lr=0.003")
     before = sorted(tmp_path.rglob("*"))
@@ -227,31 +194,6 @@ def test_evaluate_and_export_read_a_run_and_make_no_folder(tmp_path: Path) -> No
     plan = prepared(f"plan resume={run}")
     assert plan.folder != run
     assert (plan.config.resume, plan.config.accum.name) == (str(run), "fixed")
-
-
-def test_a_recipe_given_as_a_file_is_found_again_from_another_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "mine.yaml").write_text("optimizer: {lr: 0.007}\n")
-    run = make_run("recipe=mine.yaml accum=fixed accum.micro=8")
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    monkeypatch.chdir(elsewhere)
-    assert prepared(f"resume={run}").config.optimizer.params["lr"] == 0.007
-
-
-def test_a_sweep_goes_on_where_it_was() -> None:
-    line = "accum=fixed accum.micro=8,4 steps=10"
-    first = prepared_sweep(line)
-    task = [text for text in first.lines if not text.startswith("hydra")]
-    (first.folder / "0").mkdir(parents=True)
-    (first.folder / "multirun.yaml").write_text(
-        yaml.safe_dump({"hydra": {"overrides": {"task": task}}})
-    )
-    again = prepared_sweep(f"{line} resume=auto")
-    assert (again.folder, again.goes_on) == (first.folder, True)
-    assert "hydra.output_subdir=.hydra/resumed" in again.lines
-    assert prepared_sweep(f"{line} seed=3 resume=auto").folder != first.folder
 
 
 STOPPED_EARLY = {"state": "preempted", "step": 0, "exit_code": 75}
@@ -283,23 +225,15 @@ def test_weights_to_begin_with_are_typed_again_and_only_where_the_run_begins(
     assert ready.config.init is None
 
 
-def add_overrides(run: Path, *lines: str) -> None:
-    record = run / ".hydra" / "overrides.yaml"
-    record.write_text(yaml.safe_dump([*yaml.safe_load(record.read_text()), *lines]))
-
-
 def test_a_run_folder_does_not_say_where_anything_goes() -> None:
     run = make_run()
     record = run / ".hydra" / "overrides.yaml"
     own = yaml.safe_load(record.read_text())
-    for line in (
-        "+export={to: stolen}",
-        "export.to=stolen",
-        "wandb.entity=evil",
-        "wandb={mode: online, entity: evil}",
-        "wandb.mode=${data.mode}",
+    for stolen in (
+        ["+export={to: stolen}", "wandb={mode: online, entity: evil}"],
+        ["export.to=stolen", "wandb.entity=evil", "wandb.mode=${data.mode}"],
     ):
-        record.write_text(yaml.safe_dump([*own, line]))
+        record.write_text(yaml.safe_dump([*own, *stolen]))
         config = prepared(f"resume={run}").config
         assert config.export.to is None
         assert (config.wandb.mode, config.wandb.entity) == ("offline", None)
@@ -313,26 +247,21 @@ def test_a_run_folder_does_not_say_where_anything_goes() -> None:
     assert any(f.startswith("wandb.entity=evil: comes from") for f in caught.value.faults)
 
 
-def test_no_command_follows_a_link_or_waits_for_a_pipe(tmp_path: Path) -> None:
+def test_a_link_of_wandb_disturbs_no_command_and_none_waits_for_a_pipe(tmp_path: Path) -> None:
     run = make_run()
     (run / "wandb").mkdir()
     (run / "wandb" / "debug-core.log").symlink_to(tmp_path / "log")  # W&B's, to its own log
     assert prepared(f"resume={run}").folder == run
-    (run / "train.log").symlink_to(tmp_path / "precious")
-    for command in ("resume=", "evaluate run=", "export run="):
-        with pytest.raises(NoCheckpointError, match=r"train\.log: a link that leads out"):
-            prepared(f"{command}{run}")
-    (run / "train.log").unlink()
     (run / "status.json").unlink()
     os.mkfifo(run / "status.json")
-    for command in ("resume=", "evaluate run=", "export run=", "init="):
+    for command in ("resume=", "export run=", "init="):
         with pytest.raises(NoCheckpointError, match=r"status.json: neither a file nor a folder"):
             prepared(f"{command}{run}")
 
 
 def test_a_status_or_config_that_says_nothing_counts_for_none() -> None:
     run = make_run()
-    for step in ('"abc"', "1e400", "[1]", "null"):
+    for step in ('"abc"', "1e400"):
         (run / "status.json").write_text(f'{{"state": "completed", "step": {step}}}')
         assert prepared(f"resume={run}").done is None
     (run / "config.yaml").write_text("[" * 2000)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 from pathlib import Path
@@ -11,17 +12,10 @@ import pytest
 
 from tests.lib.nightly import nightly
 from tests.lib.processes import Command
-from tests.lib.run_support import (
-    curve,
-    go,
-    on,
-    only_run,
-    overrides,
-    read_json,
-    steps,
-)
-from trainer.checkpoint.store import CheckpointStore
+from tests.lib.run_support import TOYS, on, only_run, overrides, read_json, shell, steps
+from tests.lib.run_toys import Plain
 from trainer.cli.main import FinishedRun
+from trainer.core.signals import SIGNALS, UNBEGUN
 
 LINE = "steps=100000 eval.every=null checkpoint.every=null scheduler=constant model.dropout=0.3"
 
@@ -38,29 +32,6 @@ def started(line: str, pattern: str = "outputs/*/*/metrics.jsonl") -> subprocess
     return command.process
 
 
-@pytest.mark.parametrize(
-    ("number", "workers"), [(signal.SIGINT, 0), nightly(signal.SIGTERM, 2)], ids=str
-)
-def test_a_signal_saves_at_the_step_boundary_and_the_run_goes_on(number, workers):
-    """To the whole group, whose loading processes must outlive it."""
-    process = started(f"{LINE} num_workers={workers} 'hooks=[tests.lib.run_toys.Slow]'")
-    os.killpg(process.pid, number)  # as a terminal or a scheduler does: the whole group
-    _, err = process.communicate(timeout=200)
-    assert process.returncode == 75, err
-    assert "stopped after step " in err
-    assert "error" not in err
-    assert "train resume=" in err
-    folder = only_run()
-    status = read_json(folder / "status.json")
-    assert (status["state"], status["exit_code"]) == ("preempted", 75)
-    (step,) = CheckpointStore(folder / "checkpoints").steps()
-    assert step == status["step"] == len(steps(folder))
-    part = FinishedRun(folder=folder, exit_code=75, result={})
-    more = on(part, f"steps={step + 2} resume_allow=[steps] num_workers=0")
-    assert curve(more, "loss") == curve(go(f"{LINE} steps={step + 2}"), "loss")
-
-
-NUMBERS = [signal.SIGINT, *map(nightly, (signal.SIGTERM, signal.SIGUSR1))]
 WAITS = """
 import time
 from pathlib import Path
@@ -69,7 +40,7 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("number", [SIGNALS[0], *map(nightly, SIGNALS[1:])])
 def test_a_signal_before_there_is_a_run_ends_without_a_word_or_a_trace(number, tmp_path):
     """Hydra imports its plugins before anything is composed, so that one can hold it there."""
     (tmp_path / "hydra_plugins" / "slow").mkdir(parents=True)
@@ -82,7 +53,31 @@ def test_a_signal_before_there_is_a_run_ends_without_a_word_or_a_trace(number, t
     assert not Path("outputs").exists()
 
 
-@pytest.mark.parametrize("number", NUMBERS)
+def test_ctrl_c_before_the_first_step_ends_in_a_run_that_begins_again(monkeypatch, capsys):
+    """While the samples of data without lengths are measured."""
+    read, left = Plain.__getitem__, [signal.SIGINT]
+
+    def stop_and_read(self, index):
+        if left:
+            os.kill(os.getpid(), left.pop())
+        return read(self, index)
+
+    monkeypatch.setattr(Plain, "__getitem__", stop_and_read)
+    assert shell(shlex.join(overrides(f"data._target_={TOYS}.Plain steps=1"))) == 75
+    (line,) = capsys.readouterr().err.splitlines()
+    said, _, resume = line.partition(": go on with: train ")
+    assert said == f"train: {UNBEGUN}"
+    folder = only_run()
+    assert read_json(folder / "status.json")["state"] == "preempted"
+    assert read_json(folder / "status.json")["exit_code"] == 75
+    assert not (folder / "checkpoints").exists()
+    assert not (folder / "errors").exists()
+    assert shell(resume) == 0
+    assert only_run() == folder
+    assert len(steps(folder)) == 1
+
+
+@pytest.mark.parametrize("number", [*map(nightly, SIGNALS)])
 def test_a_signal_before_torch_is_there_ends_in_a_run_that_begins_again(number, tmp_path):
     process = started(f"{LINE} steps=1", "outputs/*/*")
     process.send_signal(number)

@@ -10,7 +10,6 @@ import torch
 from tests.lib.nightly import nightly
 from tests.lib.run_support import (
     TOYS,
-    assert_same_bits,
     curve,
     entries,
     go,
@@ -19,7 +18,7 @@ from tests.lib.run_support import (
     steps,
 )
 from trainer.cli.main import FinishedRun
-from trainer.core.errors import ConfigError, DataError
+from trainer.core.errors import ConfigError
 
 LINE = "steps=8 eval.every=3 checkpoint.every=5 scheduler.warmup=3 checkpoint.keep=9"
 
@@ -70,20 +69,14 @@ def test_every_split_takes_the_same_steps(split, reference):
     assert_same_steps(go(f"{LINE} {split}"), reference)
 
 
-def test_another_seed_is_another_run(reference):
-    other = go("seed=1 steps=1")
-    assert entries(other, "samples.jsonl") != entries(reference, "samples.jsonl")[:1]
-    assert curve(other, "loss") != pytest.approx(curve(reference, "loss")[:1], rel=SAME)
-
-
-def test_a_normalizer_is_the_one_that_is_typed_and_a_mean_of_means_depends_on_the_cut(capsys):
+def test_a_normalizer_is_the_one_that_is_typed_and_a_mean_of_means_depends_on_the_cut(
+    capsys, reference
+):
     def loss(kind: str, micro: int) -> float:
         return curve(go(f"batch.normalizer={kind} accum.micro={micro} steps=1"), "loss")[0]
 
-    tokens, samples, means, whole = (
-        loss(*each)
-        for each in (("tokens", 3), ("samples", 3), ("micro_batches", 3), ("micro_batches", 8))
-    )
+    tokens, means = curve(reference, "loss")[0], loss("micro_batches", 3)
+    samples, whole = loss("samples", 3), loss("micro_batches", 8)
     assert samples > 2 * tokens, "a sample holds several tokens"
     assert tokens == pytest.approx(whole, rel=SAME)
     assert means != pytest.approx(whole, rel=1e-3)
@@ -91,11 +84,6 @@ def test_a_normalizer_is_the_one_that_is_typed_and_a_mean_of_means_depends_on_th
     assert (
         "a mean of means, so the step depends on the micro-batch size; batch.normalizer=" in screen
     )
-
-
-def test_a_sparse_gradient_is_refused_by_name():
-    with pytest.raises(ConfigError, match=r"^model: embed.weight .* with sparse=False"):
-        go(f"model._target_={TOYS}.SparseNet accum=auto")
 
 
 def test_a_mean_of_means_is_refused_where_the_cut_is_not_stated():
@@ -121,11 +109,6 @@ def test_steps_and_epochs_give_exactly_what_they_say(line, sizes):
     assert run.result["step"] == len(sizes)
     if "epochs=1" in line:
         assert curve(run, "epoch")[-1] == 1.0
-
-
-def test_a_step_without_a_single_sample_is_refused_with_the_largest_that_works():
-    with pytest.raises((ConfigError, DataError), match=r"batch\.(tail|global)"):
-        go("batch.global=43 batch.tail=drop")
 
 
 def test_a_batch_of_tokens_closes_with_the_sample_that_reaches_it_for_every_split():
@@ -158,7 +141,9 @@ def test_one_step_without_a_loss_term_leaves_the_others_as_they_are():
     assert curve(run, "loss")[:2] == curve(plain, "loss")[:2]
     assert curve(run, "lr") == curve(plain, "lr")
     assert run.result["skipped_steps"] == 1
-    assert_same_bits(state(run, 3), state(plain, 2))
+    found, expected = state(run, 3), state(plain, 2)
+    assert found.keys() == expected.keys()
+    assert not [name for name in expected if not torch.equal(found[name], expected[name])]
 
 
 def test_bf16_keeps_fp32_weights_and_learns():

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
+import sys
+from pathlib import Path
 
 import pytest
-from torch import nn
 
-from tests.lib.run_support import go, read_json
-from trainer.core.world import World
+from tests.lib.run_support import curve, go, read_json
 from trainer.report.time_table import PARTS
-from trainer.training.checkpointing import Checkpointer
-from trainer.tune.network import network_of
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
@@ -22,39 +18,10 @@ TOYS = (
 )
 
 
-def measure(world: World) -> list[Any]:
-    rates = dict.fromkeys(("all_reduce", "all_gather", "reduce_scatter"), 2.0)
-    saved = {"ranks": world.size, "latency_s": 1.0, **rates}
-    return [network_of(world), network_of(world, saved), network_of(world, saved | {"ranks": 7})]
-
-
-def test_every_rank_knows_the_same_network_and_a_resumed_run_the_one_it_began_with(ranks):
-    mine, theirs = ranks.run(2, measure)
-    assert mine == theirs
-    first, saved, again = mine
-    rates = (first.all_reduce, first.all_gather, first.reduce_scatter)
-    assert min(*rates, first.latency_s) > 0
-    assert saved.latency_s == 1.0
-    assert again.ranks == 2
-    assert network_of(World()) is None
-
-
-def due(world: World) -> bool:
-    """Whether a rank is to save, by a clock that the first rank alone has."""
-    kit = SimpleNamespace(world=world, model=SimpleNamespace(module=nn.Linear(1, 1)))
-    others: Any = {"feed": None, "reporter": None, "constants": {}}
-    every_s, writer = 0.0 if world.is_main else None, SimpleNamespace(has_news=False)
-    checkpointer = Checkpointer(kit=kit, writer=writer, every_s=every_s, **others)
-    assert not checkpointer.poll(False)
-    return checkpointer.is_due
-
-
-def test_a_checkpoint_that_is_due_by_time_is_so_on_every_rank(ranks):
-    assert ranks.run(2, due) == [True, True]
-
-
 def test_a_run_says_where_its_time_went_and_a_healthy_one_nothing_else():
-    result = go(f"{TOYS} +model.sample=0.01").result
+    run = go(f"{TOYS} +model.sample=0.01")
+    assert not (run.folder / "samples.jsonl").exists(), "log.samples=false"
+    result = run.result
     assert result["advice"] == []
     time = result["time"]
     assert set(time["seconds"]) == set(PARTS)
@@ -64,20 +31,60 @@ def test_a_run_says_where_its_time_went_and_a_healthy_one_nothing_else():
     assert time["seconds"]["waiting"] == time["seconds"]["sync"] == 0
 
 
-def test_a_run_with_a_slow_rank_is_named_with_that_rank_beside_what_was_planned():
-    ranks = "parallel.ranks=2 batch.global=16 accum.micro=8"
-    folder = go(f"{TOYS} {ranks} +model.pause=0.1 +model.behind=2.5").folder
-    result, plan = read_json(folder / "result.json"), read_json(folder / "plan.json")
-    (line,) = result["advice"]
-    assert line.startswith("waiting: ")
-    assert "mostly for rank 1, which computes" in line
+POLICY = """
+from trainer.parallel.sync import SyncPolicy
+from trainer.plan.traffic import Moves
+
+
+class Halves(SyncPolicy):
+    name = "halves"
+    lockstep = True
+
+    def __init__(self, loud=False):
+        self.loud = loud
+
+    def micro_batch(self, model, *, is_last):
+        if self.loud and model.world.is_main:
+            print("reduces", is_last)
+        return model.reducing(across=True)
+
+    def moves(self, micro_batches):
+        return Moves(gathers=micro_batches, reductions=micro_batches, across=micro_batches)
+"""
+
+
+def test_a_slow_rank_is_named_and_a_sync_policy_of_one_s_own_takes_two_files(monkeypatch, capfd):
+    monkeypatch.setattr(sys, "path", list(sys.path))  # which gets the current folder
+    Path("policy.py").write_text(POLICY)
+    Path("own/sync").mkdir(parents=True)
+    Path("own/sync/halves.yaml").write_text("_target_: policy.Halves\nloud: false\n")
+    line = f"{TOYS} batch.global=16 steps=4"
+    whole = go(f"{line} accum.micro=16")
+    capfd.readouterr()
+    line += " parallel.ranks=2 accum.micro=4 +model.pause=0.1 +model.behind=2.5"
+    run = go(f"{line} sync=halves sync.loud=true", config_dir="own")
+    shown = capfd.readouterr().out.splitlines()
+    assert [s for s in shown if s.startswith("reduces")] == ["reduces False", "reduces True"] * 4
+    for name in ("loss", "grad_norm"):
+        assert curve(run, name) == pytest.approx(curve(whole, name), rel=1e-5)
+    result, plan = read_json(run.folder / "result.json"), read_json(run.folder / "plan.json")
+    (advice,) = result["advice"]
+    assert advice.startswith("waiting: ")
+    assert "mostly for rank 1, which computes" in advice
     time = result["time"]
     first, second = time["waiting_by_rank"]
     assert first > 0.1 > second
     assert 0 <= time["hidden_share"] <= 1
     assert time["in_flight_seconds"] > 0
-    assert time["overlap"].startswith("sync=deferred reduces when all micro-batches")
     assert plan["network"]["ranks"] == 2
+    assert plan["sync"] == "halves"
+    assert [row["policy"] for row in plan["sync_table"]] == ["deferred", "immediate", "halves"]
+    assert plan["parallel_why"].startswith("parallel=auto chose ddp: memory limit ")
+
+
+def test_what_a_policy_costs_is_planned_without_its_ranks():
+    plan = read_json(
+        go(f"command=plan {TOYS} parallel.ranks=2 batch.global=16").folder / "plan.json"
+    )
     assert [row["policy"] for row in plan["sync_table"]] == ["deferred", "immediate"]
     assert plan["sync_why"].startswith("sync=auto takes deferred: ")
-    assert plan["parallel_why"].startswith("parallel=auto chose ddp: memory limit ")

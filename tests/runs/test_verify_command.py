@@ -103,6 +103,6 @@ def test_the_weights_that_are_named_are_the_ones_verified(monkeypatch, capsys):
         assert seen
         assert all(torch.equal(weight, saved[f"model.{name}"]) for name, weight in seen.items())
         seen.clear()
-    line = overrides(f"init={trained.folder} model._target_=tests.lib.run_toys.LowNet")
+    line = overrides(f"init={trained.folder} model._target_=tests.lib.run_toys.DoubleNet")
     assert run_line(["verify", *line]) not in {0, 9}
     assert "init= needs weights of this very model" in capsys.readouterr().err
