@@ -95,9 +95,7 @@ class Partly(Squared):
 
 
 class Numbers(Squared):
-    """Counts in a kind of number of the user's choice, losses and a metric alike."""
-
-    metric_names = ("share",)
+    """Counts in a kind of number of the user's choice, losses and an undeclared metric alike."""
 
     KINDS: ClassVar[Mapping[str, Callable[[int], Any]]] = {
         "float": float,

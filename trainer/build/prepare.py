@@ -125,7 +125,7 @@ def prepare(parts: Parts, saved: Mapping[str, Any] | None = None) -> Prepared:
     work = _workload(parts)
     limit, is_here = _limit_of(parts, work.resident_bytes)
     batches, known = _sampled(parts), _restored(parts, saved)
-    cut, tuning, how = parts.cut, None, "as typed"
+    cut, tuning, how = parts.cut, None, f"{type(parts.cut).__name__}, as typed"
     if known is not None:
         cut, tuning, how = *known, "as before, from the checkpoint"
     elif isinstance(cut, Auto):
@@ -135,6 +135,8 @@ def prepare(parts: Parts, saved: Mapping[str, Any] | None = None) -> Prepared:
     if tuning is not None and tuning.activation_checkpointing:
         checkpoint_blocks(parts.module)  # again where it was typed, which changes nothing
     plans = tuple(cut.cut(lengths, parts.layout) for lengths in batches)
+    for plan in plans:
+        plan.check(parts.layout)
     tokens = max(plan.max_positions for plan in plans)
     if known is not None and saved is not None:
         tokens = saved["evaluation_tokens"]

@@ -68,8 +68,10 @@ class Objective(ABC):
     last of which may be short; a micro-batch holds whole groups, one after the other."""
 
     metric_names: Collection[str] = ()
-    """Which names are metrics; all others are losses. A step in which no loss has a weight updates
-    nothing."""
+    """Which names of `weights` are metrics, as a tuple; a subclass adds its own to its parent's.
+
+    A step in which no loss has a weight updates nothing, and only a metric named here may be left
+    out while training."""
 
     @abstractmethod
     def weights(self, fields: Fields) -> Mapping[str, float]:

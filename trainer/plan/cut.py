@@ -158,7 +158,7 @@ class Plan:
 
     def _fault(self, layout: Layout) -> str | None:
         if len(self.ranks) != layout.world_size:
-            return f"is for {len(self.ranks)} ranks, not {layout.world_size}"
+            return f"is for a world size of {len(self.ranks)}, not {layout.world_size}"
         flat = [ids for slots in self.ranks for ids in slots]
         cut = np.sort(np.concatenate(flat or [self.lengths[:0]]))
         if not np.array_equal(cut, np.arange(self.num_samples)):

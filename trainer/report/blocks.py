@@ -13,7 +13,7 @@ from rich import box
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.rule import Rule
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from trainer.core.format import (
@@ -274,7 +274,7 @@ def _outcome(plan: Record, result: Record) -> RenderableType:
 
 def _losses(result: Record) -> Table:
     """Set the held-out loss beside each baseline, with the difference."""
-    table = Table.grid("", "", "", padding=(0, 3, 0, 0))
+    table = Table.grid(*(Column(no_wrap=True) for _ in range(3)), padding=(0, 3, 0, 0))
     table.add_row("this model", Text(loss(result["eval_loss"]), "bold green"), "")
     for name, baseline in result["baselines"].items():
         gain = baseline - result["eval_loss"]

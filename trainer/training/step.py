@@ -77,7 +77,7 @@ def train_step(kit: Kit, batch: PlannedBatch, feed: Feed) -> StepReport:
         check_names(kit, batch.micro_batches)
         weights, parts = divisors(kit.normalizer, kit.terms, batch.micro_batches, kit.world)
         report = partial(StepReport, batch=batch, lr=kit.lr * factor, replays=replays)
-        if not any(weight for name, weight in weights.items() if name not in kit.metrics):
+        if not any(weights[name] for name in kit.losses):
             nothing = torch.zeros((), device=kit.world.device)
             return report(loss=nothing, grad_norm=nothing, skipped=NO_LOSS_TERMS)
         gather(kit, batch.step)

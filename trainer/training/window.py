@@ -69,9 +69,9 @@ class Kit:
         object.__setattr__(self, "model_state", state)
 
     @property
-    def metrics(self) -> list[str]:
-        """Those of `terms` that are no losses."""
-        return [name for name in self.terms if name in self.objective.metric_names]
+    def losses(self) -> list[str]:
+        """Those of `terms` that are no metrics."""
+        return [name for name in self.terms if name not in self.objective.metric_names]
 
 
 @final
@@ -143,7 +143,7 @@ def agree(kit: Kit, mine: Outcome, weights: Divisors) -> Outcome:
 
     Metrics are divided by their weights over the whole global batch.
     """
-    world, names = kit.world, kit.metrics
+    world, names = kit.world, kit.terms
     world.note("agree")
     if world.size > 1:
         # A rank without micro-batches does not know which metrics the others were given.

@@ -161,7 +161,7 @@ def test_fixed_halves_the_samples_of_a_micro_batch():
         ([[[0, 1], [1, 2]]], [[9, 9]], Layout(), "exactly once"),
         ([[[0, 1, 2, 7]]], [[9]], Layout(), "exactly once"),
         ([[[0, 1, 2]]], [[8]], Layout(), "micro-batch 0 of rank 0"),
-        ([[[0, 1, 2]]], [[9]], Layout(world_size=2), "1 ranks, not 2"),
+        ([[[0, 1, 2]]], [[9]], Layout(world_size=2), "a world size of 1, not 2"),
         ([[[0], [1]], [[2]]], [[9, 9], [9]], Layout(world_size=2, lockstep=True), "lockstep"),
     ],
 )
