@@ -105,7 +105,8 @@ def _train(config: RunConfig, folder: Path, world: World, stop: Callable[[], boo
         if loaded is None and parts.train_set.num_skipped:
             reporter.passed_over(parts.train_set.num_skipped, parts.train_set.skipped)
         reporter.start(plan, name=config.name)
-        for line in filter(None, (setup.why_mode, setup.why, _growth(run, extra))):
+        whole = BUILT_WHOLE if parts.is_sharded and parts.weights is None else None
+        for line in filter(None, (setup.why_mode, setup.why, whole, _growth(run, extra))):
             reporter.line(line)
         train(run, progress)
         _end(parts, run, progress, plan, folder, started)
