@@ -89,8 +89,8 @@ def test_a_run_of_an_earlier_format_is_refused_in_one_line_that_names_init(tmp_p
     assert ended.code == 4
     path = tmp_path / "run" / "checkpoints" / "step-00000002"
     assert ended.error == (
-        f"{path}: format 2 of an earlier version, which only gives weights: start a new run from "
-        f"them with init={path}"
+        f"{path}: format 2 of an earlier version, of which only the weights are read: start a new "
+        f"run with init={path}"
     )
     with pytest.raises(NoCheckpointError, match="init="):
         export(CheckpointStore(path.parent).load(), tmp_path / "export", {})

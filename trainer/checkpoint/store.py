@@ -90,7 +90,8 @@ class Loaded:
         """Refuse an earlier format, of which only the weights can be used."""
         if self.format_version != FORMAT_VERSION:
             raise NoCheckpointError(
-                f"{self.path}: format {self.format_version}, which only gives weights: use init="
+                f"{self.path}: format {self.format_version} of an earlier version, of which only "
+                f"the weights are read: start a new run with init={self.path}"
             )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,21 +13,19 @@ import time
 import pytest
 
 from tests.lib.cli_support import CHECKOUT, OWN_CLASSES, OWN_RUN
+from tests.lib.nightly import nightly
 from tests.lib.run_support import read_json
 from trainer.report.journal import METRICS_FILE
-from trainer.report.wandb import CLOSE_TIMEOUT_S, WandbMirror
+from trainer.report.wandb import WandbMirror
 
 PROMISED_S = 10
 """How long a command may go on after its end, whatever W&B does."""
-BRIEFLY_S = 1.0
-"""How long it waits for W&B here, in place of `CLOSE_TIMEOUT_S`."""
 
 # Stands in for the package: writes down what it is given, or misbehaves. Its threads, exit hooks
 # and replaced `sys.exit` are those of the real one, and worse.
 STAND_IN = """
 import atexit, json, os, sys, threading, time
 FAULT = os.environ["FAULT"]
-if "briefly" in FAULT: sys.modules["trainer.report.wandb"].CLOSE_TIMEOUT_S = 1.0
 class Settings:
     def __init__(self, **given): self.given = given
 class Run:
@@ -38,17 +37,18 @@ class Run:
     def log(self, row, step): self.tell("log", [step, row])
     def update(self, summary): self.tell("summary", summary)
     def finish(self, exit_code):
+        if FAULT == "hang in finish": time.sleep(60)
         self.tell("finish", exit_code)
         self.file.close()
 def setup(settings): pass
 def login(prompt): return FAULT != "no key" and not prompt
 def teardown(): pass
 def init(**given):
-    if "hang in init" in FAULT:
+    if FAULT.startswith("hang"):
         atexit.register(time.sleep, 60)
         threading.Thread(target=time.sleep, args=(60,)).start()
         sys.exit = lambda code: os._exit(77)
-        time.sleep(60)
+    if FAULT == "hang in init": time.sleep(60)
     if FAULT == "never" or (FAULT == "no network" and given["mode"] == "online"):
         raise RuntimeError("cannot connect")
     return Run(given)
@@ -163,30 +163,49 @@ def test_the_real_package_records_a_run_offline(tmp_path):
     assert b"train/loss" in record.read_bytes()
 
 
-def test_a_wandb_that_hangs_delays_the_end_of_a_command_and_changes_nothing_of_it(tmp_path):
+@pytest.mark.parametrize(
+    ("fault", "typed", "code"),
+    [
+        nightly("server", "steps=2 wandb.mode=online", 0),
+        nightly("hang in finish", "steps=2 parallel.ranks=2", 0),
+        ("hang in init", "steps=100000", 75),
+    ],
+)
+def test_a_wandb_that_hangs_delays_the_end_of_a_command_and_changes_nothing_of_it(
+    fault, typed, code, tmp_path
+):
     (tmp_path / "net.py").write_text(OWN_CLASSES)
     (tmp_path / "packages").mkdir()
     (tmp_path / "packages" / "wandb.py").write_text(STAND_IN)
-    line = OWN_RUN.replace("steps=2 wandb.mode=disabled ", "steps=100000 hydra.run.dir=run ")
+    path = [str(CHECKOUT), *([] if fault == "server" else [str(tmp_path / "packages")])]
+    line = OWN_RUN.replace("steps=2 wandb.mode=disabled ", "").split()
     environ = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")}
-    environ |= {"PYTHONPATH": f"{CHECKOUT}:{tmp_path / 'packages'}", "HOME": str(tmp_path)}
-    with (tmp_path / "out").open("wb") as out:
+    environ |= {"PYTHONPATH": os.pathsep.join(path), "FAULT": fault, "HOME": str(tmp_path)}
+    with (
+        (tmp_path / "out").open("wb") as out,
+        # Its connections are taken, by the kernel, and never answered.
+        socket.create_server(("127.0.0.1", 0), backlog=100) as server,
+    ):
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
         process = subprocess.Popen(
-            [sys.executable, "-m", "trainer", *line.split()],
+            [sys.executable, "-m", "trainer", *line, *typed.split(), "hydra.run.dir=run"],
             cwd=tmp_path,
-            env=environ | {"FAULT": "hang in init, waited for briefly"},
+            env=environ | {"WANDB_BASE_URL": url, "WANDB_API_KEY": "a" * 40},
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
         )
         metrics = tmp_path / "run" / METRICS_FILE
-        while not metrics.exists() or len(metrics.read_bytes().splitlines()) < 20:
-            assert process.poll() is None, (tmp_path / "out").read_text()
-            time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
-        ended = time.time()
-        assert process.wait(60) == 75, (tmp_path / "out").read_text()
-    assert time.time() - ended < PROMISED_S - CLOSE_TIMEOUT_S + BRIEFLY_S
-    assert read_json(tmp_path / "run" / "status.json")["exit_code"] == 75
+        if code == 75:
+            while not metrics.exists() or len(metrics.read_bytes().splitlines()) < 20:
+                assert process.poll() is None, (tmp_path / "out").read_text()
+                time.sleep(0.05)
+            process.send_signal(signal.SIGINT)
+            ended = time.time()
+        assert process.wait(60) == code, (tmp_path / "out").read_text()
+    if code != 75:
+        ended = max(path.stat().st_mtime for path in (tmp_path / "run").glob("*.jsonl"))
+    assert time.time() - ended < PROMISED_S
+    assert read_json(tmp_path / "run" / "status.json")["exit_code"] == code
     shown = (tmp_path / "out").read_text()
     assert shown.count("W&B did not finish in time and was abandoned") == 1, shown
