@@ -243,7 +243,7 @@ def _data_sets(config: RunConfig, world: World) -> tuple[DataView, DataView | No
     is_share = isinstance(holdout, int | float) and 0 <= holdout < 1
     if "holdout" not in taken and not is_share:
         raise ConfigError(
-            f"data.holdout={show(holdout)}: must be at least 0 and below 1, e.g. 0.05, or 0 for none"
+            f"data.holdout={show(holdout)}: must be at least 0 and below 1, or 0 for none"
         )
     component = config.data.model_copy(update={"params": params})
     given = {"on_bad": config.data.on_bad, "seed": config.seed}

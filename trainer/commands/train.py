@@ -51,6 +51,11 @@ _log = logging.getLogger(__name__)
 PLAN_FILE = "plan.json"
 RESULT_FILE = "result.json"
 
+BUILT_WHOLE = (
+    "the model is built whole on every rank before it is sharded: only models of this package "
+    "start in shards"
+)
+
 
 def train_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], bool]) -> int:
     """Train, from the start or from the newest intact checkpoint.
