@@ -7,6 +7,7 @@ import json
 import re
 import runpy
 import shlex
+import sys
 import textwrap
 from pathlib import Path
 
@@ -69,6 +70,7 @@ def test_the_loop_in_the_readme_is_the_source():
 @pytest.mark.usefixtures("own_folder")
 def test_the_commands_of_the_readme_run_one_after_the_other(monkeypatch):
     monkeypatch.syspath_prepend(str(Path.cwd()))
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
     Path("corpus.jsonl").write_text(
         "".join(json.dumps({"body": f"{n} words " * 9}) + "\n" for n in range(200))
     )
