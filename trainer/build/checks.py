@@ -335,8 +335,10 @@ def check_position(state: Mapping[str, Any], order: Order, path: object) -> None
     """
     offset = state["cursor"]["offset"]
     if offset > order.num_samples:
-        text = f"data position {offset} exceeds the epoch of {order.num_samples} samples"
-        raise NoCheckpointError(f"{path}: {text}: start a new run with init=")
+        raise NoCheckpointError(
+            f"{path}: the run has taken {offset} samples of an epoch, and the data hold "
+            f"{order.num_samples}: start a new run with init={path}"
+        )
 
 
 def check_terms(now: Mapping[str, Any], begun: Mapping[str, Any], allow: Collection[str]) -> None:

@@ -254,4 +254,4 @@ def refuse_other_weights(run: Path, config: RunConfig) -> None:
     """
     before = saved_config(run).get("init")
     if before is not None and config.init is None:
-        raise ConfigError(clip(f"init: the saved run started from {before}; pass init= again"))
+        raise ConfigError(clip(f"init: the saved run started from {before}; type init= again"))
