@@ -133,11 +133,8 @@ class _Part:
 
 
 def _registered(model: nn.Module) -> Iterator[_Part]:
-    """Find each buffer and frozen parameter that a checkpoint saves.
-
-    Yields:
-        Those of a BatchNorm together, since it writes without a trace but into a counter beside.
-    """
+    """Find each buffer and frozen parameter that a checkpoint saves; a BatchNorm's together."""
+    # It writes its statistics without a trace but in a counter beside them.
     for name, part in model.named_modules():
         cached, prefix = part._non_persistent_buffers_set, f"{name}.".lstrip(".")
         for entries in (part._buffers, part._parameters):

@@ -121,11 +121,7 @@ def check_sums(parts: Parts) -> list[str]:
 
 
 def _refuse(parts: Parts, objective: ModelLoss, pair: IntArray, error: float) -> None:
-    """Refuse a model's loss that is no sum, naming the settings under which it is one.
-
-    Raises:
-        ConfigError: always, but for a small error that no other settings explain.
-    """
+    """Refuse a model's loss that is no sum, unless by little; name settings that make it one."""
     shifts = (objective.causal, not objective.causal)
     others = [replace(objective, reduction=r, causal=c) for r, c in product(REDUCTIONS, shifts)]
     errors = [_error(parts, other, pair, is_padded=True) for other in others]

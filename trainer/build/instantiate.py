@@ -140,12 +140,7 @@ def _call(
     trusted: tuple[str, ...],
     given: Mapping[str, Any],
 ) -> Any:  # noqa: ANN401 - whatever it makes
-    """Call what a component names with its arguments, or bind them with `_partial_`.
-
-    Raises:
-        ConfigError: an argument does not exist, is missing or is refused.
-        TrainError: as raised by what is called.
-    """
+    """Call what a component names with its arguments, or bind them with `_partial_`."""
     arguments = arguments_of(component, key, trusted)
     is_partial = arguments.pop("_partial_", False)
     target = target if "config" in arguments else _described(target)

@@ -232,11 +232,7 @@ def assemble(config: RunConfig, world: World) -> Parts:
 
 
 def _data_sets(config: RunConfig, world: World) -> tuple[DataView, DataView | None]:
-    """Build the training and held-out data; what their class does not split, we do. Collective.
-
-    Raises:
-        ConfigError: the share to hold out is not known.
-    """
+    """Build the training and held-out data; what their class does not split, we do. Collective."""
     taken = inspect.signature(look_up(config.data, "data", config.trust)).parameters
     params = dict(config.data.params)
     holdout = params.get("holdout") if "holdout" in taken else params.pop("holdout", 0.05)
@@ -265,14 +261,7 @@ def _data_sets(config: RunConfig, world: World) -> tuple[DataView, DataView | No
 def _model(
     config: RunConfig, world: World, data: DataView, *, on_meta: bool = False
 ) -> tuple[nn.Module, Weights | None]:
-    """Build the model with weights drawn from the seed, on the rank's device.
-
-    With `on_meta` the parameters of a model of ours stay on the meta device; what they begin with
-    is given beside it.
-
-    Raises:
-        ConfigError: it knows fewer tokens than the data hold, or has no blocks to recompute.
-    """
+    """Build the model from the seed; with `on_meta`, a model of ours with its weights beside it."""
     known, typed = data.optional("vocab_size"), config.model.params.get("vocab_size")
     if known and typed and typed < known:
         text = f"the data hold {known} different tokens; the smallest valid value is {known}"
@@ -308,12 +297,7 @@ def bind_run(module: nn.Module, config: RunConfig, world: World) -> ModelCall:
 def _layout(
     config: RunConfig, world: World, loader: Loader, objective: Objective, module: nn.Module
 ) -> tuple[Layout, Fields]:
-    """Find what hardware, model and data ask of every cut, and one micro-batch as it asks.
-
-    Raises:
-        ConfigError: `accum.packed=true`, and something cannot be packed.
-        DataError: the longest sample cannot be read.
-    """
+    """Find what hardware, model and data ask of every cut, and one micro-batch as it asks."""
     data, device = loader.dataset, planned_device(config, world)
     longest = int(data.lengths.argmax())
     request = Request(ids=(longest,), epoch=0, pad_to=int(data.lengths[longest]))
@@ -350,11 +334,7 @@ def _optimizer(config: RunConfig) -> OptimizerSpec:
 
 
 def _cut(config: RunConfig) -> Cut:
-    """Build the cut; that of `deterministic=layout` is the same for every number of ranks.
-
-    Raises:
-        ConfigError: its micro-batches are not fixed then.
-    """
+    """Build the cut; that of `deterministic=layout` is fixed, the same for all numbers of ranks."""
     cut = construct(config.accum, "accum", Cut, config.trust)
     if config.deterministic != "layout":
         return cut

@@ -173,11 +173,7 @@ def describe_cut(prepared: Prepared) -> dict[str, Any]:
 
 
 def _restored(parts: Parts, saved: Mapping[str, Any] | None) -> tuple[Cut, Tuning | None] | None:
-    """Give the cut of a checkpoint, and what tuning had found; None where `accum` is another.
-
-    Raises:
-        NoCheckpointError: there is no such cut.
-    """
+    """Give the cut of a checkpoint, and what tuning had found; None where `accum` is another."""
     if saved is None or saved["accum"] != parts.config.accum.model_dump(include=_CUT_BY):
         return None
     state, tuning = dict(saved["state"]), TypeAdapter(Tuning | None)
@@ -315,11 +311,7 @@ def _clock() -> float:
 def _predicted(
     parts: Parts, work: Workload, plans: tuple[Plan, ...], warnings: list[str]
 ) -> MemoryEstimate | None:
-    """Predict the peak of the dearest micro-batch of any step; None where that cannot be.
-
-    Raises:
-        TrainError: a part of the run does not do what it must.
-    """
+    """Predict the peak of the dearest micro-batch of any step; None where that cannot be."""
     shapes, recompute = _dearest(parts, plans), parts.config.activation_checkpointing is True
     try:
         cache = _open_cache(parts, work)

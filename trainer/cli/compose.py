@@ -209,12 +209,7 @@ class Composer:
 
 
 def _refuse_missing(config: RunConfig) -> None:
-    """Refuse a run whose data or weights are not there.
-
-    Raises:
-        DataError: there is nothing at `data.path`.
-        NoCheckpointError: there is nothing at `init`, or what `refuse_odd_files` refuses.
-    """
+    """Refuse a run whose data or weights are not there."""
     path, init = config.data.params.get("path"), config.init
     is_ours = config.data.target.startswith("trainer.") and isinstance(path, str)
     if is_ours and not _exists(str(path)):
@@ -246,11 +241,7 @@ def explain(error: BaseException) -> list[str]:
 
 
 def _set_values(composed: DictConfig, values: Iterable[Override]) -> None:
-    """Set values, each as if behind Hydra's `++`, in place.
-
-    Raises:
-        ConfigError: one line per value that cannot be set or removed.
-    """
+    """Set values, each as if behind Hydra's `++`, in place; all that cannot be set are named."""
     faults = []
     for override in values:
         key, line = override.key_or_group, override.input_line
@@ -299,11 +290,7 @@ def _drop_foreign_arguments(tree: dict[str, Any], typed: Collection[str]) -> Non
 def _folder_faults(
     full: DictConfig, tree: Mapping[str, Any], typed: Collection[str]
 ) -> Iterator[str]:
-    """Check where a run would write; paths may be absolute, but for that within the run folder.
-
-    Yields:
-        One line per fault.
-    """
+    """Give a line for each fault in where a run would write."""
     outputs = Path(str(tree.get("outputs")))
     for key in ("run.dir", "sweep.dir", "output_subdir"):
         folder = Path(str(OmegaConf.select(full.hydra, key)))

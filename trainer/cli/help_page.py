@@ -62,11 +62,7 @@ def show(own_folder: str | None = None) -> None:
 
 
 def _sections(folders: list[Path]) -> Iterator[tuple[str, Iterable[tuple[str, str]]]]:
-    """Give the blocks of the page.
-
-    Yields:
-        Title, and rows of two cells.
-    """
+    """Give the blocks of the page: a title, and rows of two cells."""
     yield "commands", COMMANDS.items()
     yield "examples", _EXAMPLES.items()
     defaults = default_options(folders[0])

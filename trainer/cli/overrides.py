@@ -188,11 +188,7 @@ def expand(lines: Iterable[str]) -> list[list[str]]:
 
 
 def _faults(override: Override, groups: Groups) -> Iterator[str]:
-    """Say in a line each why an override can be neither a choice of option nor a value.
-
-    Yields:
-        One line per fault.
-    """
+    """Say in a line each why an override can be neither a choice of option nor a value."""
     key = dotted(override)
     is_group = key in groups or override.is_hydra_override()
     if override.package is not None or ("/" in override.key_or_group and not is_group):
@@ -210,11 +206,7 @@ def _faults(override: Override, groups: Groups) -> Iterator[str]:
 
 
 def _choice_faults(override: Override, options: Sequence[str]) -> Iterator[str]:
-    """Check a choice of option (`accum=auto`) against the options there are.
-
-    Yields:
-        One line per fault.
-    """
+    """Check a choice of option (`accum=auto`) against the options there are; a line per fault."""
     key = dotted(override)
     is_recipe = key == recipes.GROUP
     names: list[Any] = []

@@ -73,11 +73,7 @@ def prepare_run(lines: Sequence[str], composer: Composer) -> Job:
 
 
 def _begin(job: Job, *, begins_again: bool = False) -> Job:
-    """Prepare a run that begins; where it begins again, its folder may hold records.
-
-    Raises:
-        ConfigError: its folder holds a run.
-    """
+    """Prepare a run that begins; only where it begins again may its folder hold records."""
     # Under torchrun the first rank makes the folder, and other ranks may find it there.
     if (job.folder / "config.yaml").exists() and global_rank() == 0 and not begins_again:
         remedy = f"resume={job.folder} goes on with it"
@@ -86,11 +82,7 @@ def _begin(job: Job, *, begins_again: bool = False) -> Job:
 
 
 def _find(overrides: Sequence[Override], typed: str, key: str, composer: Composer) -> Path | None:
-    """Find the run that is typed under a key; `None` for a new one.
-
-    Raises:
-        NoCheckpointError: it is not there.
-    """
+    """Find the run that is typed under a key; `None` for a new one."""
     command = word_of(overrides, "command")
     if typed != saved_runs.AUTO:
         is_read = command in READING and key == "run"
@@ -149,11 +141,7 @@ def _place(job: Job, folder: Path, subfolder: str | None = saved_runs.SUBFOLDER)
 
 
 def _split_checkpoint(overrides: list[Override]) -> list[Override]:
-    """Read `run=RUN/checkpoints/step-N` as `run=RUN step=N`.
-
-    Raises:
-        ConfigError: `step` is typed as well.
-    """
+    """Read `run=RUN/checkpoints/step-N` as `run=RUN step=N`."""
     named = word_of(overrides, "run")
     parts = re.fullmatch(r"(.*/)?checkpoints/step-(\d+)/?", named or "")
     if parts is None:

@@ -82,11 +82,7 @@ def _recognised(tree: Mapping[str, Any]) -> dict[str, str]:
 def _value_lines(
     section: Mapping[Any, Any], prefix: str, chosen: set[str], known: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Give one override for every value that the chosen options do not have already.
-
-    Yields:
-        `++key=value`.
-    """
+    """Give `++key=value` for every value that the chosen options do not have already."""
     for name, value in section.items():
         key = f"{prefix}{name}"
         if isinstance(value, Mapping) and value and all(map(_WORD.fullmatch, map(str, value))):

@@ -189,11 +189,7 @@ def signed_classes(run: Path) -> frozenset[tuple[str, str]]:
 
 
 def _read_yaml(path: Path) -> Any:  # noqa: ANN401 - any YAML
-    """Read a record of a run, perhaps a stranger's.
-
-    Raises:
-        ValueError: it is larger than any record, or has aliases.
-    """
+    """Read a record of a run, perhaps a stranger's; `ValueError` if it is no such record."""
     with path.open(encoding="utf-8") as file:
         content = file.read(_MAX_RECORD + 1)
     # Ten levels of aliases stand for ten billion values.

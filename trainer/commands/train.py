@@ -118,11 +118,7 @@ def _train(config: RunConfig, folder: Path, world: World, stop: Callable[[], boo
 
 
 def _end_if_stopped(world: World, was_asked: bool) -> None:
-    """End before the first step if a signal asked any rank to. Collective.
-
-    Raises:
-        Preempted: it did.
-    """
+    """End before the first step, by `Preempted`, if a signal asked any rank to. Collective."""
     if any(world.collect(was_asked)):
         raise Preempted(UNBEGUN)
 
@@ -263,16 +259,7 @@ def _growth(run: Run, extra: Mapping[str, Any]) -> str | None:
 
 
 def _end(parts: Parts, run: Run, trained: Trained, plan: Record, folder: Path, at: float) -> None:
-    """Write result.json, and show what a person wants to know at the end. Collective.
-
-    Args:
-        parts: what the run was made of.
-        run: its reporter shows the end.
-        trained: how far it came.
-        plan: of plan.json.
-        folder: the run folder.
-        at: when the command began, in seconds of `time.perf_counter`.
-    """
+    """Write result.json, and show what a person wants to know at the end. Collective."""
     parts.world.note("end")
     spendings = parts.world.collect(parts.world.times.spending())  # of the steps' phases, by rank
     if not parts.world.is_main:

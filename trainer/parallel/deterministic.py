@@ -30,11 +30,7 @@ SMALLEST = -32  # the bin of zeros and subnormal numbers
 
 @final
 class _BinnedSum:
-    """A sum of tensors of one shape, the same bits for every order.
-
-    Args:
-        like: has the shape, type and device of what is added.
-    """
+    """A sum of tensors of the shape, type and device of `like`, the same bits for every order."""
 
     def __init__(self, like: Tensor) -> None:
         count = 2 if like.itemsize <= torch.float32.itemsize else 3

@@ -118,11 +118,7 @@ def _update(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _cut_for_replay(kit: Kit, batch: PlannedBatch, feed: Feed, replays: int) -> PlannedBatch:
-    """Cut the same global batch smaller, or not, where the cut is a part of what is computed.
-
-    Raises:
-        DoesNotFitError: there is nothing left to try.
-    """
+    """Cut the same global batch smaller, or not, where the cut is a part of what is computed."""
     norm = batch_statistics(kit.model.module)
     why = "a mean of means depends on the micro-batch size"
     if norm is not None:

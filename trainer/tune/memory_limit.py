@@ -77,11 +77,7 @@ def memory_limit(
 
 
 def _host_limits(root: Path) -> Iterator[tuple[int, str]]:
-    """List everything that bounds this process.
-
-    Yields:
-        Bytes left, and what they are.
-    """
+    """List everything that bounds this process: bytes left, and what they are."""
     available = _entries(root / "proc/meminfo").get("MemAvailable:")
     if available is not None:
         yield available * 1024, "available memory"

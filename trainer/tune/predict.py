@@ -168,11 +168,7 @@ class Predictor:
 
 
 def _compare(work: Workload, smallest: Shape, *, recompute: bool) -> None:
-    """Run the forward of a small micro-batch for real, and compare its bytes with its fake's.
-
-    Raises:
-        CannotRunFake: they are not close, or the model needs values.
-    """
+    """Compare the bytes of a small forward, run for real, with its fake's: both must be close."""
     if any(p.is_meta for p in work.model.parameters()):
         return
     # BatchNorm of single values needs two samples.

@@ -230,13 +230,8 @@ def describe(modules: Mapping[str, nn.Module], reasons: Mapping[str, Reason]) ->
 
 
 def _sum_faults(case: Case, trace: Trace, ways: Mapping[str, Sequence[Losses]]) -> Faults:
-    """Name every loss term that is no sum over samples; `ways` are theirs apart, by what changes.
-
-    A loss that is no sum can be exact for one cut: a mean over micro-batches of one size, say.
-
-    Yields:
-        The objective, with the reason.
-    """
+    """Name loss terms that are no sums over samples; `ways` are theirs apart, by what changes."""
+    # It can be exact for one cut: a mean over micro-batches of one size, say.
     remedy = REMEDY_OF_MODEL if isinstance(case.kit.objective, ModelLoss) else REMEDY
     for term, loss in trace.losses.items():
         # A group without a loss term may leave it out.

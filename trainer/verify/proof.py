@@ -128,11 +128,7 @@ def _plan(kit: Kit, batch: PlannedBatch, feed: Feed) -> tuple[Case, Gradient, li
 
 
 def _fit(case: Case) -> tuple[Case, Gradient]:
-    """Compute the planned gradient, cut finer, as the run itself would, while memory runs out.
-
-    Raises:
-        DoesNotFitError: it cannot be cut finer and stay the same step.
-    """
+    """Compute the planned gradient, cut finer, as the run itself would, while memory runs out."""
     dtype = short(case.limit_dtype)
     while True:
         with AllocationGuard():
@@ -154,12 +150,7 @@ def _fit(case: Case) -> tuple[Case, Gradient]:
 
 
 def _refer(case: Case, *, whole_first: bool) -> tuple[Case, Gradient]:
-    """Compute the best reference that the model runs on and the memory holds.
-
-    Raises:
-        ConfigError: the model runs on none.
-        DoesNotFitError: none fits into memory.
-    """
+    """Compute the best reference that the model runs on and the memory holds."""
     num_samples, refusal, least = case.num_samples, "", case.batch.plan.group_size
     sizes = [least * 2**power for power in range(num_samples.bit_length())]
     sizes = [size for size in sizes if size < num_samples]
