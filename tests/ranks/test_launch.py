@@ -92,20 +92,6 @@ def assert_same_run(folder: Path, other: Path) -> None:
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
-@pytest.mark.nightly
-def test_one_command_on_several_ranks_makes_one_folder_and_takes_the_same_steps(tmp_path, alone):
-    folder = tmp_path / "run"
-    typed = ("steps=12", "parallel.ranks=2", "parallel=fsdp", f"hydra.run.dir={folder}")
-    assert run([*TYPED, *typed]) == 0
-    assert_same_run(folder, alone)
-    assert read(folder / "status.json")["state"] == "completed"
-    plan = read(folder / "plan.json")
-    assert (plan["world_size"], plan["parallel"]) == (2, "fsdp")
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]
-    assert not (folder / "ranks").exists()
-    assert not (folder / "errors").exists()
-
-
 @pytest.mark.parametrize(
     ("number", "then"),
     [
@@ -205,16 +191,6 @@ def agreed(world: World, folder: Path) -> str:
 def test_ranks_that_were_given_another_config_are_refused(ranks, tmp_path):
     line = "seed: rank 1 was given another value than rank 0; type the same command on every node"
     assert ranks.run(2, agreed, tmp_path) == [line, line]
-
-
-@pytest.mark.nightly
-def test_joined_ranks_that_were_given_another_config_print_one_line(tmp_path):
-    first, second = start_joined(tmp_path / "run", "seed={rank}")
-    line = "train: error: seed: rank 1 was given another value than rank 0; type the same command"
-    code, (error,) = finish(first)
-    assert code == 2
-    assert error.startswith(line)
-    assert finish(second) == (2, [])
 
 
 @pytest.mark.nightly

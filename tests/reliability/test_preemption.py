@@ -273,27 +273,6 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return lab.outcome(folder, rng=False)
 
 
-@pytest.mark.parametrize(
-    ("strike", "step"),
-    [
-        nightly("SIGTERM@update:3@1", 3),
-        nightly("SIGUSR1@evaluation:3@1", 3),
-        nightly("SIGINT@saving:2@0", 2),
-    ],
-)
-def test_a_signal_to_one_rank_stops_all_at_the_same_step(
-    strike, step, two_ranks, tmp_path, monkeypatch
-):
-    """By default `test_rank_layouts.py` shows it, where one rank alone is asked to stop."""
-    monkeypatch.setenv("STRIKES", strike)
-    monkeypatch.setenv("MARKS", str(tmp_path))
-    ended = lab.run(lab.config(*RANKS), tmp_path / "run")
-    assert ended.code == 75, ended
-    assert assert_stopped(tmp_path / "run") == step
-    assert lab.go_on(lab.config(*RANKS), tmp_path / "run").code == 0
-    lab.assert_same(lab.outcome(tmp_path / "run", rng=False), two_ranks, strike)
-
-
 @pytest.mark.parametrize("count", [nightly(60)])
 def test_a_signal_to_all_ranks_stops_them_at_the_same_step(count, two_ranks, tmp_path):
     settings = lab.config(*RANKS, "model.pause=0.02", "num_workers=1")
