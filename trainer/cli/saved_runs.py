@@ -248,6 +248,8 @@ def refuse_other_weights(run: Path, config: RunConfig) -> None:
     Raises:
         ConfigError: they are not typed again.
     """
-    before = saved_config(run).get("init")
-    if before is not None and config.init is None:
-        raise ConfigError(clip(f"init: the saved run started from {before}; type init= again"))
+    saved = saved_config(run)
+    before, step = saved.get("init"), saved.get("step", "last")
+    if before is not None and (config.init is None or config.step != step):
+        typed = f"init={before}" if step == "last" else f"init={before} step={step}"
+        raise ConfigError(clip(f"init: the saved run started from {before}; type {typed} again"))
