@@ -183,10 +183,7 @@ class Loader:
 @final
 @dataclass(frozen=True)
 class _Assembler(Dataset[Any]):
-    """Reads and collates the samples of a request; the same in every process.
-
-    Workers index it by requests, in place of ids.
-    """
+    """Reads and collates the samples of a request, by which workers index it in place of ids."""
 
     dataset: DataView
     seed: int

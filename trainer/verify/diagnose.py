@@ -123,10 +123,7 @@ def _amplified(case: Case, errors: Errors) -> Culprits:
 
 
 def _search_step(case: Case, errors: Errors, *, traces_whole: bool) -> Culprits:
-    """Take the step's own micro-batches apart: a few samples may be too few to show a coupling.
-
-    Where no module's result, loss sum or weight differs, the worst parameter is named.
-    """
+    """Take the step's own micro-batches apart: a few samples may be too few to show a coupling."""
     ends = np.cumsum([len(m.ids) for m in case.batch.micro_batches if m.ids])
     slots, size = np.split(case.positions, ends[:-1]), case.batch.plan.group_size
     pieces = [(case.positions, slots)] if traces_whole else []
