@@ -258,10 +258,11 @@ def _outcome(plan: Record, result: Record) -> RenderableType:
     skipped, replays, metrics = result["skipped_steps"], result["replays"], result["metrics"]
     shares = result["time"]["share"].items() if result["time"] else ()
     peak_of = "the whole process" if plan["device"] == "cpu" else "tensors"
+    took = duration(result["seconds"])  # of this start, where the run was resumed
     others = [f"{n} {mean:.4f}" for n, mean in metrics.items() if n not in {"loss", "eval_loss"}]
     return _grid(
         [
-            ("completed", f"{plural(result['step'], 'step')} in {duration(result['seconds'])}"),
+            ("completed", f"{plural(result['step'], 'step')}, {took} after the start"),
             ("time", _joined(*(f"{name} {percent(part)}" for name, part in shares if part))),
             ("speed", f"{number(round(speed))} {noun_of(plan)}s/s" if speed else None),
             ("memory", f"{size(peak)} at the peak of {peak_of}" if peak else None),

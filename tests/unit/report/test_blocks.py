@@ -165,7 +165,7 @@ def test_the_end_sets_the_loss_beside_each_baseline(monkeypatch):
     text = shown(end_block(PLAN, RESULT), monkeypatch)
     assert "byte unigram   3.3121   this model is 0.8259 better" in text
     assert "byte bigram    2.4101   this model is 0.0761 worse" in text
-    assert "60 steps in 2 min 8 s" in text
+    assert "60 steps, 2 min 8 s after the start" in text
     text = shown(end_block(PLAN, RESULT | {"step": 22, "eval_loss": 4.0}), monkeypatch)
     assert "worse, after 22 steps" in text
 
