@@ -40,7 +40,7 @@ def _as_list(value: object) -> object:
 
 Whole = Annotated[int, BeforeValidator(whole), Field(description="a whole number")]
 Natural = Annotated[Whole, Field(ge=0, description="a whole number, 0 or more")]
-Count = Annotated[Whole, Field(ge=1, description="a whole number of at least 1")]
+Count = Annotated[Whole, Field(ge=1, lt=2**63, description="a whole number of at least 1")]
 Pair = Annotated[
     Whole, Field(ge=2, description="a whole number of at least 2: a token and the next")
 ]

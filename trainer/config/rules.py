@@ -88,7 +88,7 @@ def rule_faults(tree: Tree, choices: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value < 2**63
 
 
 def _is_one_of(value: object, values: Any) -> bool:  # noqa: ANN401 - see _CONFLICTS
