@@ -8,11 +8,10 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from trainer.core.bits import bits_of
 from trainer.core.errors import ConfigError
+from trainer.core.tensors import bits_of, is_sharded
 from trainer.core.world import World
 
 
@@ -36,7 +35,7 @@ class ModelState:
         self._world = world
         self._is_ordered = is_ordered
         self._parameters = dict(model.named_parameters())
-        self._is_sharded = any(isinstance(p, DTensor) for p in model.parameters())
+        self._is_sharded = any(is_sharded(p) for p in model.parameters())
         self._parts = list(_registered(model)) if world.size > 1 or is_ordered else []
         self._is_first = True
         self._news: list[str] = []
@@ -148,6 +147,6 @@ def _registered(model: nn.Module) -> Iterator[_Part]:
 
 def _is_watched(tensor: Tensor) -> bool:
     """Whether only a forward can have written a tensor; a shard is its mechanism's."""
-    if isinstance(tensor, DTensor) or tensor.is_meta or not tensor.is_leaf:
+    if is_sharded(tensor) or tensor.is_meta or not tensor.is_leaf:
         return False
     return not tensor.requires_grad and tensor.layout == torch.strided and not tensor.is_quantized

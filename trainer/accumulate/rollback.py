@@ -16,7 +16,8 @@ from typing import Any, final
 import numpy as np
 import torch
 from torch import Generator, Tensor, nn
-from torch.distributed.tensor import DTensor
+
+from trainer.core.tensors import is_sharded
 
 GENERATORS = (Generator, np.random.Generator, np.random.RandomState, random.Random)
 
@@ -47,7 +48,7 @@ class Snapshot:
         tensors = [buffer for *_, buffer in self._buffers if buffer is not None]
         for table in modules:
             if isinstance(table, nn.Embedding | nn.EmbeddingBag) and table.max_norm is not None:
-                tensors += [] if isinstance(table.weight, DTensor) else [table.weight]
+                tensors += [] if is_sharded(table.weight) else [table.weight]
         self._copy(tensors)
         self._undo = [_undo_of(generator) for generator in own_generators(*self._roots)]
         for module in modules:

@@ -27,10 +27,10 @@ from trainer.build.parts import Parts
 from trainer.checkpoint.codec import decode
 from trainer.checkpoint.store import Loaded
 from trainer.config.run_config import contract, contract_diff
-from trainer.core.bits import bits_of
 from trainer.core.durable import read_json, write_record
 from trainer.core.errors import ConfigError, DataError, NoCheckpointError
 from trainer.core.micro_batch import to_device
+from trainer.core.tensors import bits_of
 from trainer.core.world import World
 from trainer.data.loader import Request
 from trainer.data.view import DataView

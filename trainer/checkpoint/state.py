@@ -20,9 +20,10 @@ from torch.optim import Optimizer
 
 from trainer.checkpoint.codec import decode, encode
 from trainer.checkpoint.store import MODEL, Loaded
-from trainer.checkpoint.tensor_files import StoredTensor, fill, is_sharded, local_part, rows_of
+from trainer.checkpoint.tensor_files import StoredTensor, fill, local_part, rows_of
 from trainer.config.messages import clip, first_of
 from trainer.core.errors import NoCheckpointError, NonFiniteError
+from trainer.core.tensors import is_sharded
 
 # Settings of a group that say how an update is computed, and not what it is; "params" are indices.
 _EXECUTION = ("params", "fused", "foreach", "capturable")

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import EllipsisType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, final
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,10 +24,10 @@ from torch import Tensor
 
 from trainer.checkpoint.manifest import DamagedError
 from trainer.core import durable
-from trainer.core.bits import bits_of
 from trainer.core.durable import Bytes
+from trainer.core.tensors import bits_of, is_sharded
 
-if TYPE_CHECKING:  # the import costs half a second, which a run without shards need not wait for
+if TYPE_CHECKING:  # half a second
     from torch.distributed.tensor import DTensor
 
 FileTensors = Mapping[str, Mapping[str, Tensor]]
@@ -151,11 +151,6 @@ class RowRange(NamedTuple):
     stop: int
     replica: int  # which of the groups of ranks that hold the same this rank is in
     num_replicas: int  # how many such groups there are; more than one under HSDP
-
-
-def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
-    """Whether a tensor is one rank's view of a distributed one."""
-    return hasattr(tensor, "device_mesh")
 
 
 def local_part(tensor: Tensor) -> Tensor:

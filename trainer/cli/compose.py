@@ -46,9 +46,9 @@ from trainer.core.errors import ConfigError, DataError, NoCheckpointError
 CONFIG_NAME = "config"
 
 _HYDRA_ERRORS = (HydraException, OmegaConfBaseException)
-# Of our own folder alone, which does not change: what its groups offer (found in 0.05 s), and what
-# options give (composed in 0.25 s, copied in 0.01 s), for every job of a sweep say.
-_OFFERED: dict[str, list[str]] = {}
+# Of the built-in folder alone, for every job of a sweep say: the options of its groups (found in
+# 0.05 s), and what those that are chosen give (composed in 0.25 s, copied in 0.01 s).
+_OPTIONS: dict[str, list[str]] = {}
 _COMPOSED: dict[tuple[str, ...], DictConfig] = {}
 
 
@@ -88,7 +88,7 @@ class Composer:
         return self == Composer(groups=self.groups)
 
     @contextmanager
-    def open(self, overrides: Iterable[Override] | None = None) -> Iterator[Hydra]:
+    def open(self, overrides: Iterable[Override] = ()) -> Iterator[Hydra]:
         """Set up Hydra's search path, `hydra.searchpath` among the overrides, for a while.
 
         A Hydra that is set up already, in a notebook say, comes back afterwards.
@@ -111,24 +111,29 @@ class Composer:
         state = GlobalHydra.instance()
         before, state.hydra = state.hydra, None
         hydra = Hydra.create_main_hydra2("train", path)
-        loader: Any = hydra.config_loader
-        typed = [o.input_line or "" for o in overrides or ()]
-        lines = [line for line in typed if "hydra.searchpath=" in line]
+        lines = [line for o in overrides if "hydra.searchpath=" in (line := o.input_line or "")]
         try:
-            if _OFFERED and self.is_ours and not lines:
-                self.groups = _OFFERED.copy()
-            elif overrides is not None or not self.groups:
-                _, found = loader._parse_overrides_and_create_caching_repo(self.config_name, lines)
-                for group in (*GROUPS, recipes.GROUP):
-                    names = found.get_group_options(group.replace(".", "/"))
-                    self.groups[group] = [name for name in sorted(names) if name != OWN]
-                if self.is_ours and not lines:
-                    _OFFERED.update(self.groups)
+            self.groups = self._options(hydra, lines)
             yield hydra
         except _HYDRA_ERRORS as error:
             raise ConfigError(*explain(error)) from error
         finally:
             state.hydra = before
+
+    def _options(self, hydra: Hydra, lines: list[str]) -> dict[str, list[str]]:
+        """Find the options of each group on the search path."""
+        is_ours = self.is_ours and not lines
+        if is_ours and _OPTIONS:
+            return _OPTIONS.copy()
+        loader: Any = hydra.config_loader
+        _, found = loader._parse_overrides_and_create_caching_repo(self.config_name, lines)
+        options = {}
+        for group in (*GROUPS, recipes.GROUP):
+            names = found.get_group_options(group.replace(".", "/"))
+            options[group] = [name for name in sorted(names) if name != OWN]
+        if is_ours:
+            _OPTIONS.update(options)
+        return options
 
     def compose(self, lines: Sequence[str], values: Iterable[Override] = ()) -> DictConfig:
         """Compose settings of Hydra and choices of options, set values, and give all with `hydra`.

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from trainer.core.bits import bits_of
 from trainer.core.errors import DataError, TrainError
+from trainer.core.tensors import bits_of
 from trainer.core.world import World, rng_key
 from trainer.data.collate import pad
 from trainer.data.files import progress

@@ -1,9 +1,19 @@
-"""View the memory of a tensor as integers."""
+"""Tell sharded tensors, and view the memory of one as integers."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, TypeGuard
+
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:  # the import costs half a second, which a run without shards need not wait for
+    from torch.distributed.tensor import DTensor
+
+
+def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Whether a tensor is one rank's view of a distributed one."""
+    return hasattr(tensor, "device_mesh")
 
 
 def bits_of(tensor: Tensor, dtype: torch.dtype = torch.uint8) -> Tensor:
