@@ -63,7 +63,7 @@ class Ranks:
     def __init__(self) -> None:
         context = multiprocessing.get_context("forkserver")
         # What every rank would import for itself: 3 CPU seconds each.
-        preloaded = ["torch._dynamo", "tests.lib.ranks_work", "tests.lib.sharded_work"]
+        preloaded = ["torch._dynamo", "tests.lib.ranks_work", "trainer.tune.predict"]
         context.set_forkserver_preload(preloaded)
         self._ends: list[tuple[Any, Connection]] = []
         for _ in range(MOST):

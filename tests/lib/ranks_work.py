@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests.lib.support import VOCABULARY, Bench, RaggedText, replicated
 from tests.reliability.allocations import Struck
@@ -23,7 +25,8 @@ from trainer.accumulate.sum import Sum
 from trainer.core.errors import SaveError, TrainError
 from trainer.core.world import World
 from trainer.models.bind import bind
-from trainer.models.recompute import checkpoint_blocks
+from trainer.models.meta_start import build_on_meta
+from trainer.models.recompute import blocks_of, checkpoint_blocks
 from trainer.parallel.base import Parallel
 from trainer.parallel.deterministic import Ordered
 from trainer.parallel.fsdp import Sharded
@@ -32,6 +35,7 @@ from trainer.plan.cut import Cut, Layout
 from trainer.plan.cuts import Fixed
 from trainer.training.evaluation import HeldOut, evaluate
 from trainer.training.step import train_step
+from trainer.tune.tensors import PeakBytes
 
 Arrays = dict[str, np.ndarray]
 
@@ -116,6 +120,13 @@ def hybrid(module: nn.Module, world: World) -> Parallel:
 
 def ordered(module: nn.Module, world: World) -> Parallel:
     return Ordered(module, bind(module), list(module.parameters()), world)
+
+
+def start_sharded(build: Callable[[], nn.Module], world: World) -> tuple[nn.Module, Parallel]:
+    """A sharded model that was never whole."""
+    module, weights = build_on_meta(build)
+    blocks = blocks_of(module)
+    return module, Sharded(module, bind(module), blocks, world, draw=weights.draw)
 
 
 MODES = {"ddp": replicated, "fsdp": sharded, "hsdp": hybrid, "ordered": ordered}
@@ -381,6 +392,23 @@ def bytes_around_the_vote(world: World, mode: str) -> tuple[list[int], list[int]
         kit.model.reduce(used)
     bench.feed.close()
     return before.sizes, after.sizes
+
+
+class RealBytes(TorchDispatchMode):
+    """Counts tensors that take memory, of this rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = PeakBytes()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        real = [t for t in leaves if not isinstance(t, FakeTensor) and not t.is_meta]
+        self.peak.assign("activations", real)
+        return result
 
 
 UNCOUNTED = {"wait_tensor", "_wrap_tensor_autograd"}

@@ -2,42 +2,122 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from tests.lib.nightly import nightly
-from tests.lib.sharded_work import (
-    MODELS,
-    Load,
-    begun,
-    both,
-    peak_at_start,
-    trained,
-    workload,
-)
-from tests.lib.support import EXACT
+from tests.lib.ranks_work import POLICIES, RealBytes, plain, start_sharded
+from tests.lib.support import EXACT, VOCABULARY, Bench, RaggedText, replicated
 from trainer.core.world import World
+from trainer.models.bind import bind
+from trainer.models.gpt import GPT
 from trainer.models.meta_start import build_on_meta, drawn
-from trainer.plan.cut import Layout
-from trainer.plan.cuts import Auto
+from trainer.models.recompute import blocks_of, checkpoint_blocks
+from trainer.objectives.next_token import NextToken
+from trainer.parallel.base import Parallel
+from trainer.parallel.fsdp import Sharded, fake_mesh
+from trainer.plan.cuts import Fixed
 from trainer.plan.memory import Shape
-from trainer.tune.memory_limit import MemoryLimit
 from trainer.tune.predict import predict_peak
-from trainer.tune.tuner import tune
-from trainer.tune.tuning import Question
+from trainer.tune.tensors import MemoryEstimate, PeakBytes
+from trainer.tune.workload import Tiled, Workload
 
 TOLERANCE = 0.05
 """What the prediction of tensor bytes may be off."""
 
+SMALL = {"num_heads": 2, "max_length": 32}
+
+
+@dataclass(frozen=True)
+class Load:
+    """A sharded run whose memory is counted."""
+
+    sync: str
+    replicas: int = 1
+    width: int = 48
+    num_layers: int = 4
+    micro: int = 4
+    recompute: bool = False
+    tied: bool = False
+
+    def build(self) -> GPT:
+        shape = {"width": self.width, "num_layers": self.num_layers, "tied": self.tied}
+        return GPT(VOCABULARY, **shape, **SMALL)
+
+    def predict(self, size: int) -> MemoryEstimate:
+        """What a run on so many ranks is predicted to need of each."""
+        tokens = torch.zeros(1, 24, dtype=torch.int64)
+
+        @contextmanager
+        def fake_ranks() -> Iterator[Callable[[nn.Module], Parallel]]:
+            world = World(size=size, local_size=size)
+            with fake_mesh(size, self.replicas) as mesh:
+                how = {"replicas": self.replicas, "mesh": mesh}
+                yield lambda m: Sharded(m, bind(m), blocks_of(m), world, **how)
+
+        model, weights = build_on_meta(self.build)
+        work = Workload(
+            model=model,
+            objective=NextToken(),
+            make_optimizer=lambda module: torch.optim.AdamW(module.parameters(), lr=1e-2),
+            make_fields=Tiled({"input_ids": tokens, "labels": tokens}, 24),
+            weights=weights,
+            sync=POLICIES[self.sync](),
+            fake_ranks=fake_ranks,
+        )
+        return predict_peak(work, Shape(self.micro, 24), recompute=self.recompute)
+
+
+def measured(world: World, load: Load) -> MemoryEstimate:
+    """The tensor bytes of this rank in two steps of two micro-batches."""
+    peak, data = PeakBytes(), RaggedText(num_samples=96)
+    data.lengths[:] = 24
+    data.samples = [torch.arange(24) % VOCABULARY] * 96
+
+    def lay_out(module: nn.Module, world: World) -> Parallel:
+        if load.recompute:
+            checkpoint_blocks(module)
+        blocks = blocks_of(module)
+        return Sharded(module, bind(module), blocks, world, replicas=load.replicas)
+
+    bench = Bench(
+        Fixed(micro=load.micro),
+        torch.float32,
+        global_batch=2 * load.micro * world.size,
+        dataset=data,
+        model=load.build,
+        clip_norm=1.0,
+        world=world,
+        lay_out=lay_out,
+        sync=POLICIES[load.sync](),
+    )
+    with peak:
+        peak.assign("parameters", bench.module.parameters())
+        peak.assign("buffers", bench.module.buffers())
+        for _ in range(2):
+            bench.step()
+    bench.feed.close()
+    return peak.estimate
+
+
+def both(world: World, load: Load) -> tuple[MemoryEstimate, MemoryEstimate]:
+    """What is measured, and what the first rank predicts while the others wait."""
+    found = measured(world, load)
+    return found, MemoryEstimate(**world.on_main(lambda: asdict(load.predict(world.size))))
+
 
 LOADS = [
-    (4, Load("deferred", replicas=2, tied=True)),
+    (2, Load("deferred", tied=True)),
+    nightly(4, Load("deferred", replicas=2, tied=True)),
     nightly(3, Load("deferred", width=16, micro=10)),
     nightly(2, Load("immediate", recompute=True)),
-    nightly(2, Load("deferred")),
     nightly(2, Load("immediate")),
     nightly(4, Load("hierarchical", replicas=2)),
 ]
@@ -45,12 +125,12 @@ LOADS = [
 
 @pytest.mark.parametrize(("size", "load"), LOADS, ids=str)
 def test_the_predicted_peak_of_a_rank_is_the_measured_one(ranks, size, load):
-    for measured, predicted in ranks.run(size, both, load):
-        assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=TOLERANCE)
+    for found, predicted in ranks.run(size, both, load):
+        assert predicted.peak_bytes == pytest.approx(found.peak_bytes, rel=TOLERANCE)
 
 
-def test_the_parts_of_a_prediction_are_shards_and_what_a_window_gathers(ranks):
-    window, lockstep = (ranks.run(2, both, Load(sync))[0][1] for sync in ("deferred", "immediate"))
+def test_the_parts_of_a_prediction_are_shards_and_what_a_window_gathers():
+    window, lockstep = (Load(sync).predict(2) for sync in ("deferred", "immediate"))
     shard = lockstep.parameters  # padded: 17 rows of the embedding are nine and eight
     assert window.parameters == pytest.approx(3 * shard, rel=0.01)
     assert window.gradients == pytest.approx(2 * shard, rel=0.01)
@@ -58,28 +138,34 @@ def test_the_parts_of_a_prediction_are_shards_and_what_a_window_gathers(ranks):
     assert lockstep.peak_bytes < window.peak_bytes
 
 
-@pytest.mark.nightly
-def test_recomputing_is_weighed_by_what_a_rank_with_shards_needs():
-    work, single = workload(Load("deferred", width=16), size=2), Shape(1, 24)
-    plain, recomputed = (
-        predict_peak(work, single, recompute=recompute).peak_bytes for recompute in (False, True)
-    )
-    assert recomputed < plain
-    asked = Question(
-        work=work,
-        batches=[np.full(8, 24)],
-        most_samples=8,
-        longest=24,
-        shortest=24,
-        cut_at=Auto().tuned,
-        layout=Layout(world_size=2),
-        limit=MemoryLimit(bytes=(plain + recomputed) // 2, source="a simulated budget"),
-        recompute="auto",
-        timed=False,
-    )
-    assert tune(asked, clock=lambda: 0.0).activation_checkpointing
-    plenty = replace(asked, limit=MemoryLimit(bytes=10**9, source="a simulated budget"))
-    assert not tune(plenty, clock=lambda: 0.0).activation_checkpointing
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "gpt_tiny": lambda: GPT(vocab_size=VOCABULARY),
+    "like gpt2": lambda: GPT(
+        VOCABULARY,
+        **SMALL | {"width": 16, "num_layers": 2, "tied": True, "norm": "layer", "mlp": "gelu"},
+        **{"positions": "learned", "bias": True, "init_std": 0.02},
+    ),
+}
+
+
+def begun(world: World, name: str) -> dict[str, bool]:
+    """Whether each tensor of a sharded model begins as on one rank; and the generator after it."""
+    torch.manual_seed(11)
+    whole, after = MODELS[name](), torch.rand(1)
+    torch.manual_seed(11)
+    module, _ = start_sharded(MODELS[name], world)
+    answer = {"generator": torch.equal(torch.rand(1), after)}
+    for (key, mine), theirs in zip(
+        module.named_parameters(remove_duplicate=False),
+        dict(whole.named_parameters(remove_duplicate=False)).values(),
+        strict=True,
+    ):
+        assert isinstance(mine, DTensor)
+        assert mine.requires_grad == theirs.requires_grad
+        answer[key] = torch.equal(mine.full_tensor(), theirs)
+    for (key, mine), (_, theirs) in zip(module.named_buffers(), whole.named_buffers(), strict=True):
+        answer[key] = torch.equal(mine, theirs)
+    return answer
 
 
 @pytest.mark.parametrize("name", ["gpt_tiny", nightly("like gpt2")])
@@ -88,12 +174,59 @@ def test_a_sharded_model_begins_with_the_very_weights_of_one_rank(ranks, name):
         assert all(answer.values()), [key for key, same in answer.items() if not same]
 
 
+def peak_at_start(world: World, is_deferred: bool) -> tuple[int, int, int]:
+    """The most bytes that tensors take at once, those of the largest weight, and of all."""
+
+    def build() -> nn.Module:
+        return GPT(VOCABULARY, width=128, num_layers=8, num_heads=4, max_length=32)
+
+    with RealBytes() as counted:
+        if is_deferred:
+            _, model = start_sharded(build, world)
+        else:
+            module = build()
+            model = Sharded(module, bind(module), blocks_of(module), world)
+    sizes = [parameter.nbytes for parameter in model.parameters]
+    return counted.peak.estimate.peak_bytes, max(sizes), sum(sizes)
+
+
 def test_a_model_larger_than_the_memory_of_a_rank_can_start(ranks):
     for peak, largest, whole in ranks.run(4, peak_at_start, True):
         # Shards, and one weight with its shard.
         assert whole / 4 < peak < whole / 4 + 3 * largest < whole / 2
     for peak, _, whole in ranks.run(2, peak_at_start, False):
         assert peak >= whole
+
+
+def trained(world: World, sync: str) -> tuple[list[float], dict[str, Any]]:
+    """Losses and weights of three steps in float64; on one rank the model is built whole."""
+
+    def build() -> nn.Module:
+        torch.set_default_dtype(torch.float64)
+        try:
+            return GPT(VOCABULARY, width=8, num_layers=2, tied=True, **SMALL)
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    def lay_out(module: nn.Module, world: World) -> Parallel:
+        return laid[0] if laid else replicated(module, world)
+
+    torch.default_generator.manual_seed(0)
+    laid: list[Parallel] = []
+    if world.size > 1:
+        laid.append(start_sharded(build, world)[1])
+    bench = Bench(
+        Fixed(micro=3),
+        clip_norm=0.5,
+        model=(lambda: laid[0].module) if laid else build,
+        world=world,
+        lay_out=lay_out,
+        sync=POLICIES[sync](),
+        optimizer=torch.optim.SGD,
+    )
+    losses = [float(bench.step().loss) for _ in range(3)]
+    bench.feed.close()
+    return losses, {name: plain(p) for name, p in bench.module.named_parameters()}
 
 
 @pytest.mark.parametrize("sync", ["deferred", nightly("immediate")])
