@@ -42,7 +42,7 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
-    """Processes for four ranks; DTensor remembers process groups, so each module has its own."""
+    """Processes for ranks; DTensor remembers process groups, so each module has its own."""
     with closing(Ranks()) as group:
         yield group
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from tests.lib.nightly import nightly
 from tests.lib.support import EXACT, VOCABULARY, Bench, RaggedText, TinyLM, relative_error
 from trainer.accumulate.normalizer import divisors
 from trainer.core.micro_batch import MicroBatch
@@ -65,7 +66,7 @@ OBJECTIVES: dict[str, Objective] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, nightly(torch.float32)], ids=str)
 @pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES)
 def test_every_term_is_divided_by_its_own_weight_of_the_whole_batch(objective, dtype):
     whole = Bench(Fixed(steps=1), dtype, objective=objective)

@@ -33,10 +33,7 @@ class Rows:
 
 
 class Net(nn.Module):
-    """Two layers; at the fourth training forward of one rank `fault` happens.
-
-    Each takes `pause` seconds.
-    """
+    """Two layers, and `pause`; at the fourth training forward of one rank `fault` happens."""
 
     def __init__(self, fault: str | None = None, rank: int = 1, pause: float = 0.0) -> None:
         super().__init__()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,51 +15,38 @@ from trainer.objectives.model_loss import ModelLoss
 
 VOCABULARY, NUM_LABELS = 19, 3
 
-ENCODER = {
-    "vocab_size": VOCABULARY, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2,
-    "intermediate_size": 12, "max_position_embeddings": 40, "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0, "num_labels": NUM_LABELS,
-}  # fmt: skip
-DECODER = {
-    "vocab_size": VOCABULARY, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "intermediate_size": 12, "max_position_embeddings": 40,
-    "num_labels": NUM_LABELS, "classifier_dropout": 0.0,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
-NEOX = {**DECODER, "attention_dropout": 0.0, "hidden_dropout": 0.0}
-SPAN = ENCODER | {"num_labels": 2}
-GPT2 = {
-    "vocab_size": VOCABULARY, "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 40,
-    "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "classifier_dropout": 0.0,
-    "num_labels": NUM_LABELS, "pad_token_id": 0,
-}  # fmt: skip
-T5 = {
-    "vocab_size": VOCABULARY, "d_model": 8, "d_kv": 4, "d_ff": 12, "num_layers": 1, "num_heads": 2,
-    "dropout_rate": 0.0, "classifier_dropout": 0.0, "num_labels": NUM_LABELS,
-    "decoder_start_token_id": 0, "pad_token_id": 0,
-}  # fmt: skip
-BART = {
-    "vocab_size": VOCABULARY, "d_model": 8, "encoder_layers": 1, "decoder_layers": 1,
-    "encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 12,
-    "decoder_ffn_dim": 12, "max_position_embeddings": 40, "dropout": 0.0, "attention_dropout": 0.0,
-    "activation_dropout": 0.0, "classifier_dropout": 0.0, "num_labels": NUM_LABELS,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2,
-}  # fmt: skip
-MIXTRAL = {**DECODER, "num_local_experts": 3, "num_experts_per_tok": 1}
+# Each config takes the names that it knows.
+NO_DROPOUT = (
+    *("dropout", "classifier_dropout", "attention_dropout", "hidden_dropout", "activation_dropout"),
+    *("hidden_dropout_prob", "attention_probs_dropout_prob", "dropout_rate"),
+    *("resid_pdrop", "embd_pdrop", "attn_pdrop"),
+)
+LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers")
+NUM_HEADS = ("num_attention_heads", "n_head", "num_heads")
+TINY: Mapping[str, Any] = {
+    **{"vocab_size": VOCABULARY, "num_labels": NUM_LABELS, "num_key_value_heads": 1, "d_kv": 4},
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model"), 8),
+    **dict.fromkeys(("intermediate_size", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim"), 12),
+    **dict.fromkeys(("max_position_embeddings", "n_positions"), 40),
+    **dict.fromkeys((*NUM_HEADS, "encoder_attention_heads", "decoder_attention_heads"), 2),
+    **dict.fromkeys(LAYERS, 1) | dict.fromkeys(NO_DROPOUT, 0.0),
+    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2},
+    **{"num_local_experts": 3, "num_experts_per_tok": 1},
+}
 
 
 @dataclass(frozen=True)
 class Head:
-    """A class of transformers, what its config says, and what it is trained on."""
+    """A class of transformers, what it is trained on, and what else its config says."""
 
     name: str
     config: str
-    values: Mapping[str, Any]
     data: str
+    values: Mapping[str, Any] = field(default_factory=dict)
     mean_is_exact: bool = True
 
     def build(self) -> nn.Module:
-        config = getattr(transformers, self.config)(**self.values)
+        config = getattr(transformers, self.config)(**TINY | self.values)
         config._attn_implementation = config._experts_implementation = "eager"
         return getattr(transformers, self.name)(config)
 
@@ -107,12 +94,8 @@ class Examples:
         return {"input_ids": tokens, "labels": labels[self.kind]()}
 
 
-BERT = Head(
-    "BertForMaskedLM",
-    "BertConfig",
-    ENCODER | {"num_hidden_layers": 2, "output_hidden_states": True},
-    "masked",
-)
+DEEP = {"num_hidden_layers": 2, "output_hidden_states": True}
+BERT = Head("BertForMaskedLM", "BertConfig", "masked", DEEP)
 BUILT: list[nn.Module] = []
 """What `bert` gave."""
 

@@ -166,30 +166,19 @@ class Count(Objective):
         return Sums(losses={"terms": terms + 0.0 * model(fields).sum()})
 
 
-def entropy(logits: Tensor, labels: Tensor, **settings: Any) -> Tensor:
-    return nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), **settings)
-
-
 class MeanHead(DoubleNet):
-    """Gives the mean of its own loss, whatever count it is asked to divide by."""
+    """Gives the mean of its own loss, whatever count it is asked to divide by; or an odd number."""
 
-    def __init__(self, shifts: bool = False) -> None:
+    def __init__(self, shifts: bool = False, is_odd: bool = False) -> None:
         super().__init__()
-        self.shifts = shifts
+        self.shifts, self.is_odd = shifts, is_odd
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
         logits = super().forward(input_ids)
         if self.shifts:
             logits, labels = logits[:, :-1], labels[:, 1:]
-        return SimpleNamespace(loss=entropy(logits, labels))
-
-
-class SumHead(DoubleNet):
-    """Divides its own loss by a number of no meaning to anybody."""
-
-    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
-        loss = entropy(super().forward(input_ids), labels, reduction="sum")
-        return SimpleNamespace(loss=loss / len(labels) ** 0.5)
+        loss = nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten())
+        return SimpleNamespace(loss=loss * len(labels) ** 0.5 if self.is_odd else loss)
 
 
 class ScoreHead(DoubleNet):

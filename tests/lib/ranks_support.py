@@ -1,4 +1,4 @@
-"""Real ranks for tests: four processes over gloo, started once and used by every test."""
+"""Real ranks for tests: processes over gloo, started once and used by every test of a file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ import torch.distributed as dist
 
 from trainer.core.world import World
 
-MOST = 4
+PRELOADED = [
+    *("torch._dynamo", "pytest", "hypothesis", "trainer.tune.predict", "tests.lib.ranks_work"),
+    "tests.reliability.rank_work",
+]
 PATIENCE_S = 60
 Work = Callable[..., Any]
 
@@ -61,20 +64,19 @@ class Ranks:
     """
 
     def __init__(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        # What every rank would import for itself: 3 CPU seconds each.
-        preloaded = ["torch._dynamo", "tests.lib.ranks_work", "trainer.tune.predict"]
-        context.set_forkserver_preload(preloaded)
+        self._context = multiprocessing.get_context("forkserver")
+        # What every rank would import for itself: 4 CPU seconds each.
+        self._context.set_forkserver_preload(PRELOADED)
         self._ends: list[tuple[Any, Connection]] = []
-        for _ in range(MOST):
-            here, there = multiprocessing.Pipe()
-            process = context.Process(target=_serve, args=(there,), daemon=True)
-            process.start()
-            there.close()
-            self._ends.append((process, here))
 
     def run(self, size: int, work: Work, *args: Any) -> list[Any]:
         """What `work(world, *args)` gave on every rank."""
+        while len(self._ends) < size:
+            here, there = multiprocessing.Pipe()
+            process = self._context.Process(target=_serve, args=(there,), daemon=True)
+            process.start()
+            there.close()
+            self._ends.append((process, here))
         pipes = [pipe for _, pipe in self._ends[:size]]
         with tempfile.TemporaryDirectory() as folder:
             for rank, pipe in enumerate(pipes):

@@ -37,7 +37,8 @@ from trainer.training.evaluation import HeldOut, evaluate
 from trainer.training.step import train_step
 from trainer.tune.tensors import PeakBytes
 
-Arrays = dict[str, np.ndarray]
+Arrays = dict[str, Any]
+"""By name; None stands for no gradient."""
 
 
 class Block(nn.Module):
@@ -96,26 +97,21 @@ class Returned(nn.Module):
 
 
 class ObjectLM(BlockLM):
-    """Returns a plain object, and so do its blocks, if any are sharded apart from it."""
+    """Returns a plain object, and so do its blocks."""
 
-    def __init__(self, has_blocks: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.apart = nn.ModuleList(map(Returned, self.blocks))
-        self.blocks = self.apart if has_blocks else nn.ModuleList()
+        self.blocks = nn.ModuleList(map(Returned, self.blocks))
 
     def forward(self, input_ids: Tensor) -> SimpleNamespace:
         x = self.embed(input_ids)
-        for block in self.apart:
+        for block in self.blocks:
             x = block(x).logits
         return SimpleNamespace(logits=self.head(self.norm(x)))
 
 
-def sharded(module: nn.Module, world: World) -> Parallel:
-    return Sharded(module, bind(module), list(module.blocks), world)
-
-
-def hybrid(module: nn.Module, world: World) -> Parallel:
-    return Sharded(module, bind(module), list(module.blocks), world, replicas=2)
+def sharded(module: nn.Module, world: World, replicas: int = 1) -> Parallel:
+    return Sharded(module, bind(module), list(module.blocks), world, replicas=replicas)
 
 
 def ordered(module: nn.Module, world: World) -> Parallel:
@@ -129,7 +125,12 @@ def start_sharded(build: Callable[[], nn.Module], world: World) -> tuple[nn.Modu
     return module, Sharded(module, bind(module), blocks, world, draw=weights.draw)
 
 
-MODES = {"ddp": replicated, "fsdp": sharded, "hsdp": hybrid, "ordered": ordered}
+MODES: dict[str, Callable[..., Parallel]] = {
+    "ddp": replicated,
+    "fsdp": sharded,
+    "hsdp": partial(sharded, replicas=2),
+    "ordered": ordered,
+}
 POLICIES = {
     "deferred": Deferred,
     "immediate": Immediate,
@@ -164,8 +165,7 @@ class Case:
     layout: Layout = field(default_factory=Layout)
     variant: str = ""
     """`recomputing` or `compiled`."""
-    objects: str | None = None
-    """Who returns plain objects: `blocks`, each sharded apart, or a `model` without any."""
+    gives_objects: bool = False
 
 
 class Poisoned(GradientStrategy):
@@ -226,10 +226,10 @@ def bench_of(world: World, case: Case, model: Callable[[], nn.Module] | None = N
     if case.poisoned == world.rank:
         strategy = Poisoned()
     skipped = case.skipped if world.rank == world.size - 1 else None
-    if case.objects is not None:
-        model = partial(ObjectLM, case.objects == "blocks")
 
     def build() -> nn.Module:
+        if case.gives_objects:
+            return ObjectLM()
         module = BlockLM(case.dropout, spare=case.spare, skipped=skipped)
         assert case.variant != "recomputing" or checkpoint_blocks(module)
         return module
@@ -257,6 +257,18 @@ def bench_of(world: World, case: Case, model: Callable[[], nn.Module] | None = N
 def plain(tensor: Tensor) -> np.ndarray:
     whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return whole.detach().numpy().copy()
+
+
+def error(found: Arrays, expected: Arrays) -> float:
+    """Largest relative error over tensors; None must meet None."""
+    assert found.keys() == expected.keys()
+    assert [n for n in found if found[n] is None] == [n for n in found if expected[n] is None]
+    return max(
+        float(np.linalg.norm(found[n].astype(np.float64) - expected[n]))
+        / max(float(np.linalg.norm(expected[n])), 1e-30)
+        for n in expected
+        if expected[n] is not None
+    )
 
 
 def run_steps(world: World, case: Case) -> dict[str, Any]:

@@ -1,8 +1,9 @@
-"""Ranks begin with the same data and model, or not at all; and a model can be laid out."""
+"""Ranks begin with the same config, data and model, or not at all; and a model can be laid out."""
 
 from __future__ import annotations
 
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,13 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from tests.lib.nightly import nightly
-from tests.lib.ranks_work import plain
+from tests.lib.ranks_work import error, plain
 from tests.lib.support import EXACT
+from tests.reliability import lab
 from trainer.build.checks import check_consistency
 from trainer.build.parallel import rank_memory
 from trainer.core.errors import ConfigError, TrainError
 from trainer.core.world import World
 from trainer.data.view import DataView
+from trainer.launch.rank import _agree
 from trainer.models.bind import bind
 from trainer.models.gpt import GPT
 from trainer.models.meta_start import build_on_meta
@@ -182,10 +185,7 @@ def gradients(world: World, how: str, in_lockstep: bool) -> dict[str, Any]:
 def test_blocks_that_share_parameters_are_sharded_exactly(ranks, how, in_lockstep):
     expected = gradients(World(), how, in_lockstep=False)
     for found in ranks.run(2, gradients, how, in_lockstep):
-        assert found.keys() == expected.keys()
-        for name, value in expected.items():
-            difference = np.abs(found[name] - value).max() / np.abs(value).max()
-            assert difference <= EXACT[torch.float64], name
+        assert error(found, expected) <= EXACT[torch.float64]
 
 
 @pytest.mark.parametrize(
@@ -207,6 +207,20 @@ def test_a_block_of_several_types_is_refused_in_one_line(ranks):
     (first, _) = ranks.run(2, refused_types)
     assert first.startswith("parallel=fsdp: FSDP2 needs one parameter dtype per block")
     assert "blocks.1.gain torch.float32" in first
+
+
+def agreed(world: World, folder: Path) -> str:
+    """What a rank says to a config whose seed is its own."""
+    try:
+        _agree(lab.config(f"seed={world.rank}"), folder, world)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_were_given_another_config_are_refused(ranks, tmp_path):
+    line = "seed: rank 1 was given another value than rank 0; type the same command on every node"
+    assert ranks.run(2, agreed, tmp_path) == [line, line]
 
 
 @pytest.mark.parametrize("command", ["train", "plan"])

@@ -6,21 +6,16 @@ What becomes of a local run whose ranks die, hang or are started again is in
 
 from __future__ import annotations
 
-import json
 import signal
 import socket
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.lib.nightly import nightly
 from tests.lib.processes import Command, typed_over
-from tests.reliability import lab
+from tests.lib.run_support import entries, read_json, steps
 from trainer.cli.main import run
-from trainer.core.errors import ConfigError
-from trainer.core.world import World
-from trainer.launch.rank import _agree
 
 TYPED = (
     *("batch.global=16", "accum=fixed", "accum.micro=4", "objective=classify", "eval.every=null"),
@@ -30,12 +25,8 @@ TYPED = (
 
 
 def start(folder: Path, *typed: str, launcher: tuple[str, ...] = (), **more: str) -> Command:
-    """Start a command; one that neither resumes nor sweeps is a new run in `folder`."""
+    """Start a new run in `folder`."""
     words = typed_over((*TYPED, f"hydra.run.dir={folder}"), typed)
-    if {"resume", "run"} & {word.partition("=")[0] for word in typed}:
-        words = [*typed, "trust=[tests]"]
-    elif "-m" in typed:
-        words = typed_over(TYPED, typed)
     return Command.start(folder.parent, words, launcher, **more)
 
 
@@ -60,19 +51,6 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
-    text = path.read_text() if path.exists() else ""
-    return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
-
-
-def steps(folder: Path) -> list[dict[str, Any]]:
-    return [entry for entry in lines(folder / "metrics.jsonl") if "loss" in entry]
-
-
-def read(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text())
-
-
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The undisturbed run on one rank."""
@@ -83,12 +61,12 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def assert_same_run(folder: Path, other: Path) -> None:
     """The same samples behind every step, and losses that differ by rounding alone."""
-    assert lines(folder / "samples.jsonl") == lines(other / "samples.jsonl")
+    assert entries(folder, "samples.jsonl") == entries(other, "samples.jsonl")
     mine, theirs = steps(folder), steps(other)
     assert [entry["step"] for entry in mine] == [entry["step"] for entry in theirs]
     for key in ("loss", "grad_norm", "lr"):
         assert [e[key] for e in mine] == pytest.approx([e[key] for e in theirs], rel=1e-4)
-    losses = [read(each / "result.json")["eval_loss"] for each in (folder, other)]
+    losses = [read_json(each / "result.json")["eval_loss"] for each in (folder, other)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
@@ -110,10 +88,10 @@ def test_a_signal_saves_at_a_step_boundary_and_another_number_of_ranks_goes_on(
     code, errors = finish(running)
     assert code == 75
     assert len(errors) == 1
-    status = read(folder / "status.json")
+    status = read_json(folder / "status.json")
     assert status["state"] == "preempted"
     assert status["step"] == len(steps(folder)) < 12
-    plan = read(folder / "plan.json")
+    plan = read_json(folder / "plan.json")
     assert (plan["world_size"], plan["parallel"]) == (2, mode)
     assert run([f"resume={folder}", "trust=[tests]", *then]) == 0
     assert_same_run(folder, alone)
@@ -133,7 +111,7 @@ def test_two_torchrun_agents_make_one_run_that_takes_the_same_steps(tmp_path, al
     assert [path.name for path in (folder / "ranks").iterdir()] == ["rank1.log"]
     filed = (folder / "ranks" / "rank1.log").read_text().splitlines()
     assert set(filed) == {"rank 1 is built"}
-    assert read(folder / "plan.json")["world_size"] == 2
+    assert read_json(folder / "plan.json")["world_size"] == 2
 
 
 TORN = "rank 1, step 2 (compute, micro-batch 2): rows.txt: record 7 is torn"
@@ -161,25 +139,11 @@ def test_the_first_of_ranks_that_joined_names_the_one_that_failed(
     assert error.startswith(f"train: error: {line}")
     if fault == "hang":
         assert "in happen" in (folder / "errors" / f"rank{rank}.txt").read_text()
-    status = read(folder / "status.json")
+    status = read_json(folder / "status.json")
     assert (status["exit_code"], status["state"]) == (code, "failed")
     assert error.endswith(status["reason"])
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     assert not list(folder.glob(".tmp-*"))
-
-
-def agreed(world: World, folder: Path) -> str:
-    """What a rank says to a config whose seed is its own."""
-    try:
-        _agree(lab.config(f"seed={world.rank}"), folder, world)
-    except ConfigError as error:
-        return str(error)
-    return ""
-
-
-def test_ranks_that_were_given_another_config_are_refused(ranks, tmp_path):
-    line = "seed: rank 1 was given another value than rank 0; type the same command on every node"
-    assert ranks.run(2, agreed, tmp_path) == [line, line]
 
 
 @pytest.mark.nightly

@@ -149,7 +149,7 @@ def test_real_numbers_are_no_classes_and_no_tokens(objective, data):
     [
         ("model.shifts=false", "type objective.reduction=mean objective.causal=false,"),
         ("model.shifts=true", "type objective.reduction=mean,"),
-        (f"model._target_={OWN}.SumHead", "use an objective that sums"),
+        ("model.is_odd=true", "use an objective that sums"),
     ],
 )
 def test_a_head_that_gives_a_mean_where_a_sum_is_asked_for_is_refused_with_what_to_type(

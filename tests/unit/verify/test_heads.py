@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.lib.heads import BART, DECODER, ENCODER, GPT2, MIXTRAL, NEOX, SPAN, T5, Examples, Head
+from tests.lib.heads import Examples, Head
 from tests.lib.nightly import nightly
 from tests.lib.support import EXACT, WRONG, Bench
 from trainer.objectives.model_loss import ModelLoss
@@ -22,27 +22,29 @@ from trainer.report.records import VerifyReport
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
+SPAN = {"num_labels": 2}
+
 HONEST = [
-    Head("GPT2LMHeadModel", "GPT2Config", GPT2, "causal"),
-    Head("LlamaForCausalLM", "LlamaConfig", DECODER, "causal"),
-    Head("GPTNeoXForCausalLM", "GPTNeoXConfig", NEOX, "causal"),
-    Head("BertLMHeadModel", "BertConfig", ENCODER | {"is_decoder": True}, "causal"),
-    Head("MixtralForCausalLM", "MixtralConfig", MIXTRAL, "causal"),
+    Head("GPT2LMHeadModel", "GPT2Config", "causal"),
+    Head("LlamaForCausalLM", "LlamaConfig", "causal"),
+    Head("GPTNeoXForCausalLM", "GPTNeoXConfig", "causal"),
+    Head("BertLMHeadModel", "BertConfig", "causal", {"is_decoder": True}),
+    Head("MixtralForCausalLM", "MixtralConfig", "causal"),
 ]
 
 DROPPING = [
-    Head("BertForTokenClassification", "BertConfig", ENCODER, "tags"),
-    Head("GPT2ForTokenClassification", "GPT2Config", GPT2, "tags"),
-    Head("T5ForTokenClassification", "T5Config", T5, "tags"),
-    Head("BertForMaskedLM", "BertConfig", ENCODER, "masked"),
-    Head("BertForSequenceClassification", "BertConfig", ENCODER, "class"),
-    Head("LlamaForSequenceClassification", "LlamaConfig", DECODER, "class"),
-    Head("BertForMultipleChoice", "BertConfig", ENCODER, "choice"),
-    Head("BertForQuestionAnswering", "BertConfig", SPAN, "span"),
-    Head("T5ForConditionalGeneration", "T5Config", T5, "tagged words"),
-    Head("BartForConditionalGeneration", "BartConfig", BART, "tagged words"),
+    Head("BertForTokenClassification", "BertConfig", "tags"),
+    Head("GPT2ForTokenClassification", "GPT2Config", "tags"),
+    Head("T5ForTokenClassification", "T5Config", "tags"),
+    Head("BertForMaskedLM", "BertConfig", "masked"),
+    Head("BertForSequenceClassification", "BertConfig", "class"),
+    Head("LlamaForSequenceClassification", "LlamaConfig", "class"),
+    Head("BertForMultipleChoice", "BertConfig", "choice"),
+    Head("BertForQuestionAnswering", "BertConfig", "span", SPAN),
+    Head("T5ForConditionalGeneration", "T5Config", "tagged words"),
+    Head("BartForConditionalGeneration", "BartConfig", "tagged words"),
     # Its mean runs over every position with a mask, labelled or not: no count of labels is right.
-    Head("ElectraForPreTraining", "ElectraConfig", ENCODER, "binary", mean_is_exact=False),
+    Head("ElectraForPreTraining", "ElectraConfig", "binary", mean_is_exact=False),
 ]
 
 
@@ -102,8 +104,8 @@ def test_a_head_that_drops_the_item_count_is_named_and_its_mean_over_the_right_c
 
 
 def test_the_balance_of_a_router_within_the_loss_is_named_and_not_its_gate():
-    values = MIXTRAL | {"output_router_logits": True, "router_aux_loss_coef": 0.1}
-    head = Head("MixtralForCausalLM", "MixtralConfig", values, "causal")
+    values = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
+    head = Head("MixtralForCausalLM", "MixtralConfig", "causal", values)
     report = checked(head, head.objective("sum"))
     assert report.verdict == "not_exact"
     assert dict(report.culprits).keys() == {"MixtralForCausalLM.aux_loss"}
@@ -125,7 +127,7 @@ def test_a_batch_that_cannot_show_a_wrong_shift_says_so():
 
 def test_spans_over_padded_logits_are_flagged_with_their_padding():
     # The softmax over positions runs over padding too: no reduction makes that exact.
-    head = Head("BertForQuestionAnswering", "BertConfig", SPAN, "ragged span")
+    head = Head("BertForQuestionAnswering", "BertConfig", "ragged span", SPAN)
     [(name, reason)] = checked(head, head.objective("mean")).culprits
     assert name == "objective ModelLoss"
     assert "changes with padding" in reason
