@@ -6,7 +6,6 @@ Ranks are real processes over gloo, started once; each case is a whole run with 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
 from itertools import groupby, product
 from pathlib import Path
 from typing import Any
@@ -14,27 +13,16 @@ from typing import Any
 import pytest
 
 from tests.lib.nightly import nightly
-from tests.lib.ranks_support import Ranks
 from tests.reliability import lab
 from tests.reliability.rank_work import run_as_rank
 from trainer.checkpoint.store import CheckpointStore
 from trainer.core.world import World
 
-BLOCKS = "model._target_=tests.reliability.rank_toys.Net"
-LONG = (BLOCKS, "+model.double=true", "steps=50", "checkpoint.every=null", "accum.micro=2")
+SIX = (
+    *("model._target_=tests.reliability.rank_toys.Net", "+model.double=true"),
+    *("steps=6", "checkpoint.every=null", "accum.micro=2"),
+)
 EXACT = 1e-12
-
-
-def run_on(size: int, folder: Path, lines: Sequence[str], **how: Any) -> list[dict[str, Any]]:
-    """Run a config on some ranks; gives each rank's end.
-
-    The ranks are new: DTensor remembers process groups by their shape and not by their life.
-    """
-    ranks = Ranks()
-    try:
-        return ranks.run(size, run_as_rank, tuple(lines), folder, how)
-    finally:
-        ranks.close()
 
 
 def weights(folder: Path) -> dict[str, Any]:
@@ -63,25 +51,6 @@ def assert_close(found: Path, expected: Path, about: str) -> None:
             assert float(error) <= EXACT, f"{about}: {name} differs by {float(error):.1e}"
 
 
-PATHS = (
-    ((1, "auto"), (2, "ddp"), (1, "auto")),
-    ((2, "ddp"), (4, "fsdp"), (2, "ddp")),
-    ((2, "ddp"), (2, "fsdp"), (1, "none")),
-    ((4, "hsdp"), (1, "none"), (2, "fsdp")),
-)
-
-
-@pytest.mark.parametrize("path", [nightly(path) for path in PATHS], ids=str)
-def test_layouts_may_change_between_steps_and_no_step_does(path, tmp_path):
-    assert run_on(1, tmp_path / "alone", LONG) == [{"code": 0}]
-    for part, (size, mode) in enumerate(path):
-        stop = (17, 34, None)[part]
-        how = {"resume": part > 0, "stop_after": stop}
-        ended = run_on(size, tmp_path / "run", (*LONG, f"parallel={mode}"), **how)
-        assert {each["code"] for each in ended} == {0 if stop is None else 75}, (part, ended)
-    assert_close(tmp_path / "run", tmp_path / "alone", str(path))
-
-
 TORCH = "optimizer._target_=torch.optim"
 # Without Rprop, which PyTorch does not step in shards.
 OPTIMIZERS = {
@@ -96,7 +65,6 @@ OPTIMIZERS = {
     },
 }
 MODES = ("none", "ddp", "fsdp", "hsdp")
-SIX = (BLOCKS, "+model.double=true", "steps=6", "checkpoint.every=null", "accum.micro=2")
 
 
 @pytest.mark.parametrize(
@@ -126,6 +94,20 @@ def test_an_optimizer_goes_on_under_another_mode(name, pairs, ranks, tmp_path):
             assert_close(folder, tmp_path / "undisturbed", f"{name}: {first}, then {then}")
 
 
+def test_deterministic_layout_keeps_its_bits_over_a_resume_on_another_number_of_ranks(
+    ranks, tmp_path
+):
+    lines = (*SIX, "deterministic=layout", "model.dropout=0.2")
+    assert run_as_rank(World(), lines, tmp_path / "alone", {}) == {"code": 0}
+    for each in ranks.run(2, run_as_rank, lines, tmp_path / "run", {"stop_after": 3}):
+        assert each["code"] == 75, each
+    assert run_as_rank(World(), lines, tmp_path / "run", {"resume": True}) == {"code": 0}
+    found, expected = weights(tmp_path / "run"), weights(tmp_path / "alone")
+    assert {n: lab.bits(t) for n, t in found.items()} == {
+        n: lab.bits(t) for n, t in expected.items()
+    }
+
+
 @pytest.mark.parametrize(
     ("size", "line", "says"),
     [
@@ -138,7 +120,7 @@ def test_an_optimizer_goes_on_under_another_mode(name, pairs, ranks, tmp_path):
 def test_a_split_that_cannot_be_stops_every_rank(size, line, says, ranks, tmp_path):
     typed = line.split()
     keys = {each.partition("=")[0] for each in typed}
-    lines = [each for each in LONG if each.partition("=")[0] not in keys]
+    lines = [each for each in SIX if each.partition("=")[0] not in keys]
     for each in ranks.run(size, run_as_rank, (*lines, *typed), tmp_path, {}):
         assert each["code"] == 2, each
         assert says in each["error"]

@@ -9,16 +9,19 @@ import os
 import re
 import signal
 import socket
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, suppress
+from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.lib.nightly import counts, nightly
-from tests.lib.processes import Ended
+from tests.lib.processes import Ended, typed_over
 from tests.reliability import lab
-from tests.reliability.rank_runs import RankRun, processes_in
+from tests.reliability.rank_runs import TYPED, RankRun, processes_in
+from tests.reliability.rank_work import run_as_rank
 from tests.reliability.support import cases, replay
 
 STEPS = {"start": 0, "evaluation": 3, "saving": 4, "end": 7}
@@ -110,65 +113,51 @@ def test_a_rank_that_hangs_or_skips_a_collective_is_named_within_its_limit(count
 
 
 PAUSED = ("model.dropout=0.1", "model.pause=0.1")
+GREETINGS = (b"", b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)) * 20)
 
 
-def listeners(pids: Sequence[int]) -> dict[tuple[str, int], str]:
-    """What processes listen at, address and port, with the name of the table."""
-    inodes = set()
+def listeners(pids: Sequence[int]) -> set[tuple[str, int]]:
+    """Find the addresses and ports that processes listen at."""
+    targets = set()
     for pid in pids:
-        for handle in Path(f"/proc/{pid}/fd").iterdir():
-            try:
-                target = str(handle.readlink())
-            except OSError:
-                continue
-            if target.startswith("socket:["):
-                inodes.add(target[8:-1])
-    found = {}
+        with suppress(OSError):  # it ended
+            targets |= {str(handle.readlink()) for handle in Path(f"/proc/{pid}/fd").iterdir()}
+    found = set()
     for table in ("tcp", "tcp6", "udp", "udp6"):
-        for row in Path(f"/proc/{pids[0]}/net/{table}").read_text().splitlines()[1:]:
+        for row in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
             words = row.split()
             is_open = words[3] == "0A" or table.startswith("udp")
-            if is_open and words[9] in inodes:
+            if is_open and f"socket:[{words[9]}]" in targets:
                 text, _, port = words[1].partition(":")
                 family = socket.AF_INET if table[-1] != "6" else socket.AF_INET6
                 raw = bytes.fromhex(text)
                 whole = b"".join(raw[i : i + 4][::-1] for i in range(0, len(raw), 4))
-                found[socket.inet_ntop(family, whole), int(port, 16)] = table
+                found.add((socket.inet_ntop(family, whole), int(port, 16)))
     return found
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], set[str]]:
-    """What a run leaves that only strangers spoke to, and the addresses it listened at."""
-    run = RankRun(tmp_path_factory.mktemp("undisturbed"), *PAUSED)
-    run.wait_for("run/metrics.jsonl")
-    seen: dict[tuple[str, int], str] = {}
-    strangers = []
-    while run.process.poll() is None and len(lab.logged(run.folder)["metrics"]) < 6:
-        found = listeners(processes_in(run.place) or [run.process.pid])
-        for address, port in found.keys() - seen.keys():
-            for greeting in (b"", b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)) * 20):
-                stranger = socket.create_connection((address, port), timeout=5)
-                stranger.sendall(greeting)
-                strangers.append(stranger)
-        seen |= found
-    ended = run.end()
-    for stranger in strangers:
-        stranger.close()
-    assert (ended.code, ended.errors) == (0, [])
-    return lab.outcome(run.folder, rng=False), {address for address, _ in seen}
-
-
-def test_a_run_listens_on_the_loopback_alone_and_to_no_stranger(undisturbed):
-    _, addresses = undisturbed
-    assert addresses
-    assert addresses <= {"127.0.0.1", "::1"}
+def speak_to(run: RankRun) -> set[str]:
+    """Be a stranger at every socket of a run until it ends; gives the addresses it listened at."""
+    seen: set[tuple[str, int]] = set()
+    with ExitStack() as strangers:
+        while run.process.poll() is None:
+            new = listeners(processes_in(run.place)) - seen
+            for address, greeting in product(new, GREETINGS):
+                with suppress(OSError):  # its process has ended since
+                    stranger = socket.create_connection(address, timeout=5)
+                    strangers.enter_context(stranger).sendall(greeting)
+            seen |= new
+            time.sleep(0.1)
+    return {address for address, _ in seen}
 
 
 @counts(1, 10)
-def test_a_run_that_loses_ranks_starts_again_and_ends_as_if_nothing_was(
-    count, undisturbed, tmp_path
+def test_a_run_that_loses_ranks_and_that_strangers_speak_to_ends_as_if_nothing_was(
+    count, ranks, tmp_path
 ):
+    lines = (*typed_over(TYPED, PAUSED), "hooks=[]", "name=null")
+    assert ranks.run(2, run_as_rank, lines, tmp_path / "undisturbed", {}) == [{"code": 0}] * 2
+    undisturbed = lab.outcome(tmp_path / "undisturbed", rng=False)
     for case, chance in cases(count):
         phase = chance.choice(PHASES)
         step, rank = STEPS.get(phase, chance.randint(1, 7)), chance.randint(0, 1)
@@ -178,13 +167,14 @@ def test_a_run_that_loses_ranks_starts_again_and_ends_as_if_nothing_was(
         run = RankRun(
             tmp_path / f"run{case}", *PAUSED, "parallel.max_restarts=3", STRIKES=" ".join(strikes)
         )
-        ended = run.end()
         about = f"{replay(case)}: {strikes}"
+        assert {"127.0.0.1"} <= speak_to(run) <= {"127.0.0.1", "::1"}, about
+        ended = run.end()
         assert ended.code == 0, f"{about}: {ended}"
         happened = len(list((run.place / "marks").iterdir()))
         assert len(ended.errors) == happened >= 1, f"{about}: {ended}"
         if happened == 1:
             assert f"rank {rank}" in ended.errors[0], about
             assert CAUSES[KINDS[case % 3]] in ended.errors[0], about
-        lab.assert_same(lab.outcome(run.folder, rng=False), undisturbed[0], about)
+        lab.assert_same(lab.outcome(run.folder, rng=False), undisturbed, about)
         run.assert_none_left(about)
