@@ -97,7 +97,7 @@ def test_an_optimizer_goes_on_under_another_mode(name, pairs, ranks, tmp_path):
 def test_deterministic_layout_keeps_its_bits_over_a_resume_on_another_number_of_ranks(
     ranks, tmp_path
 ):
-    lines = (*SIX, "deterministic=layout", "model.dropout=0.2")
+    lines = ("model._target_=tests.lib.run_toys.Net", "model.dropout=0.2", "deterministic=layout")
     assert run_as_rank(World(), lines, tmp_path / "alone", {}) == {"code": 0}
     for each in ranks.run(2, run_as_rank, lines, tmp_path / "run", {"stop_after": 3}):
         assert each["code"] == 75, each
