@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, final, get_args
 
-InStep = Literal["data", "normalizer", "gather", "compute", "agree", "reduce", "update", "report"]
+InStep = Literal["data", "normalizer", "compute", "gather", "agree", "reduce", "update", "report"]
 Phase = Literal["start", InStep, "evaluation", "saving", "end"]
-"""What a rank can be at."""
+"""What a rank can be at, in order; it waits for others in `gather`, before it computes on."""
 
 FIRST_STEP = 10
 """How many times longer a place in the first step may take: it compiles and allocates."""
@@ -39,6 +39,11 @@ class Place:
     waits: bool = False  # for what another rank does alone
     is_first: bool = False  # the first step that this process takes
     since: float = 0.0  # when it came there, by the machine's monotonic clock
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Step and phase by number; ranks meet in every step, so one that hangs is behind."""
+        return self.step, _PHASES.index(self.phase)
 
     def limit_s(self, timeout_s: float) -> float:
         """Give the seconds that a rank may stay here, by `parallel.timeout_s`."""

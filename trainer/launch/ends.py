@@ -204,13 +204,8 @@ def _name(end: Ended) -> str:
 
 
 def _name_hung(failed: list[Ended], folder: Path, timeout_s: float) -> str:
-    """Name, of those that did not wait themselves, the one that was longest where it is."""
-
-    def order(end: Ended) -> tuple[int, float]:
-        # Phases of a step that are nothing but collectives come last.
-        return 2 if end.place.waits else int(end.place.phase in {"agree", "reduce"}), end.since
-
-    end = min(failed, key=order)
+    """Name, of those that did not wait themselves, the one that is behind, or the longest there."""
+    end = min(failed, key=lambda end: (end.place.waits, *end.place.progress, end.since))
     stacks = folder / "errors" / f"rank{end.rank}.txt"
     where = f"; what it was doing is in {stacks}" if stacks.exists() else ""
     limit_s, key = end.place.limit_s(timeout_s), "parallel.timeout_s"
