@@ -171,7 +171,7 @@ def _run_job(lines: Sequence[str], folder: Path, composer: Composer, *, goes_on:
 
 
 def report(folder: Path, planned: Sequence[Sequence[str]], console: Console) -> bool:
-    """Show the table of a sweep, and write `sweep.csv` and, with matplotlib, `sweep.png`.
+    """Show the table of a sweep, and write `sweep.csv` and `sweep.png`.
 
     Args:
         folder: the sweep folder; nothing is written if it does not exist.
@@ -247,12 +247,10 @@ def _loss(record: Mapping[str, Any]) -> float:
 
 
 def _plot(folder: Path, rows: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> bool:
-    """Draw the held-out loss over the first swept key, if there is any, and matplotlib."""
+    """Draw the held-out loss over the first swept key; false where no job has any."""
+    from matplotlib.figure import Figure  # noqa: PLC0415 - slow to import
+
     logging.getLogger("matplotlib").setLevel(logging.WARNING)
-    try:
-        from matplotlib.figure import Figure  # noqa: PLC0415 - optional, and slow to import
-    except ImportError:
-        return False
     lines: dict[str, list[tuple[Any, float]]] = {}
     key, *others = keys or ["job"]
     places: list[Any] = [row[key] for row in rows]

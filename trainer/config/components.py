@@ -34,10 +34,6 @@ def _as_text(value: object) -> object:
     return str(value) if type(value) is int else value
 
 
-def _as_list(value: object) -> object:
-    return [value] if isinstance(value, str) else value
-
-
 Whole = Annotated[int, BeforeValidator(whole), Field(description="a whole number")]
 Natural = Annotated[Whole, Field(ge=0, description="a whole number, 0 or more")]
 Count = Annotated[Whole, Field(ge=1, lt=2**63, description="a whole number of at least 1")]
@@ -71,7 +67,7 @@ Word = Annotated[
 ]
 Words = Annotated[
     tuple[str, ...],
-    BeforeValidator(_as_list),
+    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
     Field(strict=False, description="a list, e.g. [a,b]"),
 ]
 ParameterGroups = Annotated[

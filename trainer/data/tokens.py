@@ -66,7 +66,11 @@ class TokenWindows(Dataset[dict[str, Tensor]]):
         place = Path(path).expanduser().absolute()
         with reading(place):
             paths = files_at(place, ".bin")
-        named = _named_split(paths, split)
+        by_name = {
+            TRAIN: [path for path in paths if path.name.startswith("train")],
+            HELD_OUT: [path for path in paths if path.name.startswith("val")],
+        }
+        named = by_name[split] if all(by_name.values()) else []  # else names do not tell
         self.max_length = max_length
         self.vocab_size = vocab_size
         suffixes = [_SUFFIXES[suffix] for suffix in paths[0].suffixes if suffix in _SUFFIXES]
@@ -142,15 +146,6 @@ class TokenWindows(Dataset[dict[str, Tensor]]):
             with reading(file):
                 self._maps[number] = np.asarray(np.memmap(file, dtype=self._dtype, mode="r"))
         return self._maps[number]
-
-
-def _named_split(paths: list[Path], split: str) -> list[Path]:
-    """Pick the files that are named for the split; empty where names do not tell."""
-    by_name = {
-        TRAIN: [path for path in paths if path.name.startswith("train")],
-        HELD_OUT: [path for path in paths if path.name.startswith("val")],
-    }
-    return by_name[split] if all(by_name.values()) else []
 
 
 def _num_tokens(path: Path, dtype: np.dtype[Any]) -> int:

@@ -118,20 +118,13 @@ def sums_of(
     if weights is not None:
         _check_names(objective, weights, (*losses, *metrics))
     if torch.is_grad_enabled() and not any(loss.requires_grad for loss in losses.values()):
-        losses = _with_a_backward(method, losses, weights or {})
+        if any((weights or {}).get(name) for name in losses):
+            raise ConfigError(
+                f"objective: {method} returned losses without a gradient: compute them from what "
+                "the model gives, with no detach(), item() or no_grad() on the way"
+            )
+        losses = {name: loss.clone().requires_grad_() for name, loss in losses.items()}
     return Sums(losses=losses, metrics=metrics)
-
-
-def _with_a_backward(
-    method: str, losses: Mapping[str, Tensor], weights: Mapping[str, float]
-) -> dict[str, Tensor]:
-    """Give the sums where nothing is counted a backward; refuse other constants."""
-    if any(weights.get(name) for name in losses):
-        raise ConfigError(
-            f"objective: {method} returned losses without a gradient: compute them from what the "
-            "model gives, with no detach(), item() or no_grad() on the way"
-        )
-    return {name: loss.clone().requires_grad_() for name, loss in losses.items()}
 
 
 def _check_names(objective: Objective, weights: Mapping[str, float], given: Sequence[str]) -> None:
