@@ -23,16 +23,7 @@ from typing import Any
 import pytest
 
 from tests.lib.nightly import counts
-from tests.reliability.support import (
-    KEEP,
-    assert_is,
-    cases,
-    intact_steps,
-    put,
-    replay,
-    save,
-    state,
-)
+from tests.reliability.support import KEEP, assert_is, cases, intact_steps, put, replay, save, state
 from trainer.checkpoint.status import write_status
 from trainer.checkpoint.store import CheckpointStore
 from trainer.core import durable

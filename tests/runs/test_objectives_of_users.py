@@ -6,15 +6,7 @@ import pytest
 import torch
 
 from tests.lib.nightly import nightly
-from tests.lib.objective_toys import (
-    Count,
-    Marked,
-    Numbers,
-    Odd,
-    OwnLoss,
-    Partly,
-    Sometimes,
-)
+from tests.lib.objective_toys import Count, Marked, Numbers, Odd, OwnLoss, Partly, Sometimes
 from tests.lib.run_support import curve, entries, go
 from tests.lib.run_toys import Net, Rows
 from tests.lib.support import EXACT, Bench, relative_error

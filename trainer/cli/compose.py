@@ -26,14 +26,7 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from trainer.cli.overrides import (
-    TARGET,
-    Classified,
-    classify,
-    dotted,
-    no_such_option,
-    values_in,
-)
+from trainer.cli.overrides import TARGET, Classified, classify, dotted, no_such_option, values_in
 from trainer.cli.trust import consented_components, refuse_odd_files, trust_faults
 from trainer.config import recipes
 from trainer.config.components import COMPONENTS, GROUPS, OWN, SHARED

@@ -15,13 +15,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from trainer import __version__
 from trainer.cli.argv import split
-from trainer.cli.exit_messages import (
-    flush_std_streams,
-    piped,
-    print_crash,
-    print_error,
-    print_out,
-)
+from trainer.cli.exit_messages import flush_std_streams, piped, print_crash, print_error, print_out
 from trainer.config.messages import clip
 from trainer.core.durable import read_json
 from trainer.core.errors import INTERRUPTED, ConfigError, TrainError

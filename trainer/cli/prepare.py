@@ -16,14 +16,7 @@ from omegaconf import open_dict
 
 from trainer.cli import saved_runs
 from trainer.cli.compose import Composer, Job
-from trainer.cli.overrides import (
-    classify,
-    parse,
-    quote,
-    read,
-    without,
-    word_of,
-)
+from trainer.cli.overrides import classify, parse, quote, read, without, word_of
 from trainer.config.messages import clip
 from trainer.config.messages import line as fault
 from trainer.core.errors import ConfigError, NoCheckpointError

@@ -13,13 +13,7 @@ from typing import Any
 from trainer.build.checks import check_consistency, read_run_state, terms_of, write_allowed
 from trainer.build.instantiate import construct
 from trainer.build.parts import Parts, assemble
-from trainer.build.prepare import (
-    Prepared,
-    choose_sync,
-    describe_cut,
-    prepare,
-    prepare_on_main,
-)
+from trainer.build.prepare import Prepared, choose_sync, describe_cut, prepare, prepare_on_main
 from trainer.build.summary import summarize
 from trainer.checkpoint.state import restore
 from trainer.checkpoint.store import CHECKPOINTS, CheckpointStore, CheckpointWriter, Loaded

@@ -16,16 +16,7 @@ from rich.rule import Rule
 from rich.table import Column, Table
 from rich.text import Text
 
-from trainer.core.format import (
-    duration,
-    loss,
-    number,
-    percent,
-    plural,
-    short,
-    shown_path,
-    size,
-)
+from trainer.core.format import duration, loss, number, percent, plural, short, shown_path, size
 from trainer.report.records import Noun, Record, Verdict, VerifyReport
 
 LABEL_WIDTH = 10
