@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
 from pathlib import Path
 
 from trainer.config.components import GROUPS, OWN
@@ -24,6 +25,11 @@ def table(rows: list[tuple[str, ...]]) -> list[str]:
     return [lines[0], f"|{'---|' * len(rows[0])}", *lines[1:], ""]
 
 
+def words(name: str) -> str:
+    """Give the words that a key takes, if it takes any."""
+    return " ".join(map(str, KEYS[name].choices)) if name in KEYS else ""
+
+
 def page() -> str:
     """Give the whole page."""
     lines = [INTRODUCTION, "## Keys of every run", ""]
@@ -35,7 +41,7 @@ def page() -> str:
         for key in flat(load_yaml(file))
     }
     rows += [
-        (f"`{name}`", f"`{show(key.default)}`", " ".join(map(str, key.choices)), key.doc)
+        (f"`{name}`", f"`{show(key.default)}`", words(name), key.doc)
         for name, key in KEYS.items()
         if name not in in_options and key.annotation is not None
     ]
@@ -47,14 +53,15 @@ def page() -> str:
                 continue
             docs = docs_of(file)
             values = flat(load_yaml(file))
-            about = file.read_text().splitlines()[0].lstrip("# ")
+            head = takewhile(lambda line: line.startswith("#"), file.read_text().splitlines())
+            about = " ".join(line.lstrip("# ") for line in head)
             lines += [f"### `{group.replace('.', '/')}={file.stem}`", "", about, ""]
             rows = [
-                (f"`{group}.{key}`", f"`{show(value)}`", docs.get(key, ""))
+                (f"`{group}.{key}`", f"`{show(value)}`", words(f"{group}.{key}"), docs.get(key, ""))
                 for key, value in values.items()
                 if key != "_target_"
             ]
-            lines += table([("key", "default", "what it is"), *rows]) if rows else []
+            lines += table([("key", "default", "words", "what it is"), *rows]) if rows else []
     return "\n".join(lines)
 
 

@@ -91,7 +91,7 @@ def test_what_changes_the_step_is_refused_with_a_diff() -> None:
         "seed=1": "seed=1: the run has 0",
         "optimizer.lr=0.1": "optimizer.lr=0.1: the run has",
         "batch.global=64": "batch.global=64",
-        "steps=5": "steps=5: the run has 10; may only grow",
+        "steps=5": "steps=5: the run has 10; it may grow; to make it less",
         "clip_norm=null": "clip_norm=null: the run has 1.0",
         "model.width=48": "model.width=48: the run has 96",
         "scheduler=constant": "scheduler._target_",

@@ -56,6 +56,7 @@ class Job:
     folder: Path  # where the run goes; absolute
     makes_folder: bool = True  # it writes a config of its own; not so where a run is only read
     done: str | None = None  # why there is nothing to do
+    note: str = ""  # a line to print before it starts
 
 
 @final

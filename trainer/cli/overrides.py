@@ -225,4 +225,6 @@ def _choice_faults(override: Override, options: Sequence[str]) -> Iterator[str]:
 def no_such_option(group: str, name: str, options: Sequence[str]) -> str:
     """Say in a line which options there are."""
     near = did_you_mean(name, options)
+    if "." in name and group in COMPONENTS:
+        near = f" A class of your own is {group}.{TARGET}={name}."
     return clip(f"{group}={name}: no such option.{near} Choices: {', '.join(options)}")

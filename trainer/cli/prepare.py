@@ -51,7 +51,10 @@ def prepare_run(lines: Sequence[str], composer: Composer) -> Job:
         rest = without(overrides, key)
         run = _find(rest, word_of(overrides, key) or "", key, composer)
         if run is None:
-            return _begin(composer.check(rest), begins_again=True)
+            job = _begin(composer.check(rest), begins_again=True)
+            called = "without a name" if job.config.name is None else f"named {job.config.name}"
+            there = f"no run {called} below {job.config.outputs} can go on"
+            return replace(job, note=f"resume=auto: {there}; a new one begins\n")
         if key == "run" and command in READING:
             job = _check_over(run, rest, composer, key)
             return replace(_place(job, run, None), makes_folder=False)

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, open_dict
 
 from trainer.cli import saved_runs
 from trainer.cli.compose import Composer, Job
-from trainer.cli.exit_messages import print_crash, print_error
+from trainer.cli.exit_messages import print_crash, print_error, print_out
 from trainer.config.run_config import RunConfig, to_plain
 from trainer.config.secrets import mask_logs
 from trainer.core import durable
@@ -52,6 +52,7 @@ def start(job: Job, composer: Composer, *, is_python: bool = False) -> int:
     config, folder, composed = job.config, job.folder, job.composed
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     goes_on = job.makes_folder and must_stage(config, folder)
+    print_out(job.note)
 
     def task(_: DictConfig) -> int:
         if not is_python:

@@ -279,8 +279,8 @@ def contract_diff(
         is_clock = key in ("steps", "epochs") and isinstance(before, int) and isinstance(now, int)
         grows = is_clock and (now or 0) > (before or 0)
         if before != now and not grows and {key, *ancestors(key)}.isdisjoint(allow):
-            limit = "may only grow; " if is_clock else ""
-            text = f"the run has {show(before)}; {limit}to change it, resume_allow=[{key}]"
+            change = "it may grow; to make it less" if is_clock else "to change it"
+            text = f"the run has {show(before)}; {change}, resume_allow=[{key}]"
             faults.append(line(key, now, text))
     return faults
 

@@ -170,6 +170,13 @@ def _argument_faults(tree: Tree, base: Tree, choices: Tree) -> Iterator[str]:
                     yield value_fault(key, types[name], value, default)
 
 
+_ELSEWHERE = {  # what other trainers call it
+    **dict.fromkeys(("batch_size", "global_batch_size", "train_batch_size"), "batch.global"),
+    **dict.fromkeys(("micro_batch_size", "per_device_train_batch_size"), "accum.micro"),
+    **{"gradient_accumulation_steps": "accum.steps", "learning_rate": "optimizer.lr"},
+}
+
+
 def _unknown(key: str, value: object, known: Tree, choices: Tree) -> str:
     """Say what is meant by a key that is none."""
     owner, name = owner_of(key), key.rpartition(".")[2]
@@ -178,7 +185,8 @@ def _unknown(key: str, value: object, known: Tree, choices: Tree) -> str:
         better = f"{owner}={others[0]} {key}={show(value)}"
         return line(key, value, f"not a setting of {_choice(owner, choices)}; type {better}")
     offers = [k for k in (*flat(known), *KEYS) if not k.endswith("_target_")]
-    hint = did_you_mean(key, offers)
+    meant = _ELSEWHERE.get(name)
+    hint = f" Did you mean {meant}?" if meant else did_you_mean(key, offers)
     if not hint and owner:
         names = [k for k in lookup(known, owner) if f"{owner}.{k}" in offers]
         hint = f" {_choice(owner, choices)} has {', '.join(names) or 'none'}"

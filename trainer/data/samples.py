@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -116,8 +117,10 @@ def faults_of(place: str | Callable[[], str]) -> Iterator[None]:
 
 
 def described(error: BaseException) -> str:
-    """Put an exception on one line, with the place it was raised at."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
+    """Put an exception on one line, with the last place outside of installed packages."""
+    frames = traceback.extract_tb(error.__traceback__)
+    installed = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+    frame = ([f for f in frames if not f.filename.startswith(installed)] or frames)[-1]
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text} ({Path(frame.filename).name}:{frame.lineno})"
 

@@ -179,7 +179,7 @@ class DataView:
         if fields is None:
             raise DataError(
                 f"data: {self.name_of(i)} is a {type(sample).__name__}; "
-                "it must be a mapping from names to tensors"
+                "it must be a mapping from names to tensors, e.g. {'input_ids': ids, 'labels': ids}"
             )
         return as_tensors(fields, name)
 

@@ -47,7 +47,7 @@ def diagnose(
         expected: the reference, likewise.
         traces_whole: whether what every module gives for the whole batch fits into memory.
     """
-    errors, culprits = case.errors(planned, expected), Culprits()
+    errors, culprits, drawing = case.errors(planned, expected), Culprits(), Culprits()
     kind: Kind = "tokens" if kit.normalizer == "micro_batches" else kit.normalizer
     if (low := low_precision(kit)) is not None:
         text = (
@@ -64,20 +64,21 @@ def diagnose(
     if not errors.is_exact and (found.quiet or found.loud):
         expected = case.expected()
         errors = case.errors(case.gradient(kind=kind), expected)
-        culprits += _drawing(case, found, errors)
+        drawing = _drawing(case, found, errors)
     if errors.is_exact:
-        return [*culprits, *found.sums]
+        return [*culprits, *drawing, *found.sums]
     if amplified := _amplified(case, errors):
-        return [*culprits, *amplified]
+        return [*culprits, *drawing, *amplified]
     named = [*found.modules, *found.sums]
     if not (named or found.loud):
         is_sum = kit.objective.scope not in Sum.scopes or isinstance(kit.strategy, Sum)
         if not is_sum and case.errors(case.gradient(kind=kind, strategy=Sum()), expected).is_exact:
             name = type(kit.strategy).__name__
             text = f"{name} does not sum the micro-batches' gradients; their sum would be exact"
-            return [*culprits, ("accum.gradient", Reason(text))]
+            return [*culprits, *drawing, ("accum.gradient", Reason(text))]
         named = _search_step(case, errors, traces_whole=traces_whole)
-    return [*culprits, *(culprit for culprit in named if culprit not in culprits)]
+    causes = [*culprits, *(culprit for culprit in named if culprit not in culprits)]
+    return [*causes, *(culprit for culprit in drawing if culprit not in causes)]
 
 
 def _drawing(case: Case, found: Found, errors: Errors) -> Culprits:

@@ -56,7 +56,7 @@ def test_steps_may_grow_and_not_shrink():
     short, long = contract(checked({"steps": 10})), contract(checked({"steps": 20}))
     assert contract_diff(short, long) == []
     assert contract_diff(long, short) == [
-        "steps=10: the run has 20; may only grow; to change it, resume_allow=[steps]"
+        "steps=10: the run has 20; it may grow; to make it less, resume_allow=[steps]"
     ]
 
 
