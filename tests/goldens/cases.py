@@ -15,14 +15,12 @@ class Line:
     Attributes:
         typed: what follows `train`; `{run}` is the newest run folder.
         launcher: a module that starts `trainer`, with its own arguments, instead.
-        signal_after: steps after which a signal is sent; 0 sends none.
-        signal_number: which.
+        signal: what is sent after five steps; 0 sends none.
     """
 
     typed: tuple[str, ...]
     launcher: tuple[str, ...] = ()
-    signal_after: int = 0
-    signal_number: int = 0
+    signal: int = 0
 
 
 @dataclass(frozen=True)
@@ -30,8 +28,7 @@ class Case:
     """Commands typed one after the other in one folder.
 
     Attributes:
-        exact: whether losses and weights are the same bits in every recording; not where a cut
-            follows from timings.
+        exact: whether every recording has the same bits; not where a cut follows from timings.
     """
 
     name: str
@@ -39,13 +36,15 @@ class Case:
     exact: bool = True
 
 
-SHAPE = "model.width=32 model.num_heads=2 model.num_layers=2 "
+SHAPE = "model.width=32 model.num_heads=2 model.num_layers=2"
+MINE = "model._target_=mine.Net data._target_=mine.Lines data.path=lines.txt"
 WORDS = {
     "QUIET": "wandb.mode=disabled device=cpu log.samples=true",
     "LOUD": "",
-    "OWN": "model._target_=mine.Net data._target_=mine.Lines data.path=lines.txt batch.global=16",
+    "MINE": MINE,
+    "OWN": f"{MINE} batch.global=16",
     "SHAPE": SHAPE,
-    "SMALL": f"{SHAPE}data.max_length=64 batch.global=16 steps=4",
+    "SMALL": f"{SHAPE} data.max_length=64 batch.global=16 steps=4",
     "TEXT": f"data=text data.path=lines.txt data.max_length=48 {SHAPE}",
     "FIXED": "accum=fixed accum.micro=5",
     "IMAGES": "model._target_=mine.Conv data._target_=mine.Rings batch.global=32",
@@ -57,12 +56,10 @@ help: --help LOUD
 config: --cfg job LOUD
 fixed: OWN FIXED steps=4
 fixed-steps: OWN accum=fixed accum.steps=3 steps=4
-micro-and-steps: model._target_=mine.Net data._target_=mine.Lines data.path=lines.txt accum=fixed \
-accum.micro=4 accum.steps=3 steps=3
+micro-and-steps: MINE accum=fixed accum.micro=4 accum.steps=3 steps=3
 budget: OWN accum=budget accum.max_tokens=256 steps=4
 ~auto: OWN steps=4
-tokens: model._target_=mine.Net data._target_=mine.Lines data.path=lines.txt FIXED batch=tokens \
-batch.global=700 steps=4
+tokens: MINE FIXED batch=tokens batch.global=700 steps=4
 per-sample: OWN FIXED batch.normalizer=samples steps=3
 mean-of-means: OWN FIXED batch.normalizer=micro_batches steps=3
 drop-tail: OWN FIXED batch.tail=drop epochs=2
@@ -143,11 +140,11 @@ sweep-with-mistake: -m batch.global=8,x steps=2 LOUD
 not the same bits in every recording begins with `~`."""
 
 
-def line(text: str, **changes: int | tuple[str, ...]) -> Line:
+def line(text: str, launcher: tuple[str, ...] = (), number: int = 0) -> Line:
     """Spell out a command; no word of the goldens holds a blank."""
     words = text.split() if "LOUD" in text else [*text.split(), "QUIET"]
     typed = " ".join(WORDS.get(word, word) for word in words).split()
-    return Line(tuple(typed), **changes)  # type: ignore[arg-type]
+    return Line(tuple(typed), launcher, number)
 
 
 def case(row: str) -> Case:
@@ -158,9 +155,9 @@ def case(row: str) -> Case:
 
 
 def struck(name: str, text: str, number: int) -> Case:
-    """Send a signal to a run after some steps, and go on with it."""
-    first = line(text, signal_after=5, signal_number=number)
-    return Case(name, (first, line("resume={run} LOUD")), exact=False)
+    """Send a signal to a run, and go on with it."""
+    lines = (line(text, number=number), line("resume={run} LOUD"))
+    return Case(name, lines, exact=False)
 
 
 SLOW = "OWN FIXED hooks=[mine.Slow] steps=12"
@@ -169,17 +166,15 @@ CASES = (
     *map(case, TABLE.split("\n")[1:-1]),
     struck("interrupt", f"{SLOW} checkpoint.every=4", signal.SIGTERM),
     struck("kill", f"{SLOW} checkpoint.every=2", signal.SIGKILL),
-    Case("torchrun", (line("OWN FIXED steps=3", launcher=TORCHRUN),)),
-)
-
-TEXT_LINES = "".join(
-    f"{'line ' * (1 + 7 * i % 11)}{i} of a small text whose lines differ in length\n\n"
-    for i in range(120)
+    Case("torchrun", (line("OWN FIXED steps=3", TORCHRUN),)),
 )
 
 FILES: dict[str, str | bytes] = {
     "mine.py": (Path(__file__).parent / "mine.py").read_text(),
-    "lines.txt": TEXT_LINES,
+    "lines.txt": "".join(
+        f"{'line ' * (1 + 7 * i % 11)}{i} of a small text whose lines differ in length\n\n"
+        for i in range(120)
+    ),
     "rows.jsonl": "".join(
         json.dumps({"body": f"{'word ' * (i % 9 + 1)}{i}"}) + "\n" for i in range(64)
     ),

@@ -30,6 +30,7 @@ from tests.goldens.cases import CASES, FILES, Case, Line
 HERE = Path(__file__).parent
 TIMED = {"seconds", "tokens_per_second", "memory_bytes", "wall_seconds", "eval_seconds"}
 """Entries whose values no two runs share."""
+STEPS_TO_SIGNAL = 5
 
 
 def record(folder: Path, names: Sequence[str]) -> None:
@@ -56,63 +57,47 @@ def run_case(case: Case, folder: Path) -> dict[str, Any]:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
     lines = [run_line(line, folder) for line in case.lines]
-    runs = sorted(path.parent for path in folder.glob("outputs/**/config.yaml") if is_run(path))
+    configs = sorted(folder.glob("outputs/**/config.yaml"))
+    copies = {".hydra", "files", "wandb"}  # where Hydra and W&B keep a run's config
+    runs = [path.parent for path in configs if not copies & set(path.parts)]
     return {"lines": lines, "runs": [describe(run, exact=case.exact) for run in runs]}
-
-
-def is_run(config: Path) -> bool:
-    """Tell a run's own config from the copies that Hydra and W&B keep."""
-    return not {".hydra", "files", "wandb"} & set(config.parts)
 
 
 def run_line(line: Line, folder: Path) -> dict[str, Any]:
     """Run one command; gives its exit code, and its words for a person without what varies."""
     runs = sorted(folder.glob("outputs/2*/*/"))
     typed = [part.replace("{run}", str(runs[-1] if runs else "none")) for part in line.typed]
-    root = str(HERE.parents[1])
-    environment = {
-        **os.environ,
-        "PYTHONPATH": root,
-        "TRAIN_CACHE": str(folder / ".cache"),
-        "XDG_CONFIG_HOME": str(folder / ".config"),
-        "OMP_NUM_THREADS": "1",
-        "COLUMNS": "200",
-    }
+    own = {"TRAIN_CACHE": str(folder / ".cache"), "XDG_CONFIG_HOME": str(folder / ".config")}
+    fixed = {"PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
     process = subprocess.Popen(
         [sys.executable, "-m", *(line.launcher or ("trainer",)), *typed],
         cwd=folder,
-        env=environment,
+        env={**os.environ, **own, **fixed},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
     )
-    if line.signal_after:
-        wait_for_steps(folder, line.signal_after, process)
-        process.send_signal(line.signal_number)
+    if line.signal:
+        while process.poll() is None and steps_of_newest(folder) < STEPS_TO_SIGNAL:
+            time.sleep(0.02)
+        process.send_signal(line.signal)
     out, err = process.communicate(timeout=300)
-    killed = line.signal_number == signal.SIGKILL and line.signal_after
+    killed = line.signal == signal.SIGKILL
+    answers = [] if killed else re.findall(r"^train: (?!warning).*", err, flags=re.M)
     return {
         "typed": list(line.typed),
         "exit_code": process.returncode,
-        "errors": [] if killed else [neutral(e, folder) for e in err.splitlines() if is_error(e)],
+        "errors": [neutral(answer, folder) for answer in answers],
         "num_error_lines": None if killed or line.launcher else len(err.splitlines()),
         "prints": bool(out.strip()),
     }
 
 
-def wait_for_steps(folder: Path, count: int, process: subprocess.Popen[str]) -> None:
-    """Wait until the newest run has taken some steps."""
-    while process.poll() is None:
-        runs = sorted(folder.glob("outputs/2*/*/metrics.jsonl"))
-        if runs and runs[-1].read_bytes().count(b"\n") >= count:
-            return
-        time.sleep(0.02)
-
-
-def is_error(line: str) -> bool:
-    """Tell whether a line of stderr is an answer, not progress or a warning."""
-    return line.startswith("train: ") and not line.startswith("train: warning")
+def steps_of_newest(folder: Path) -> int:
+    """Count the records of the newest run."""
+    runs = sorted(folder.glob("outputs/2*/*/metrics.jsonl"))
+    return runs[-1].read_bytes().count(b"\n") if runs else 0
 
 
 def neutral(line: str, folder: Path) -> str:
@@ -137,17 +122,13 @@ def describe(run: Path, *, exact: bool) -> dict[str, Any]:
     keep = {"step", "epoch", "samples", "tokens", "loss", "lr", "grad_norm", "eval_loss", "skipped"}
     keep |= {"accum_steps", "micro_batches", "padding"} if exact else set()
     known["metrics"] = [
-        {key: rounded(value, exact=exact) for key, value in entry.items() if key in keep}
-        for entry in entries
+        {key: rounded(entry[key], exact=exact) for key in entry.keys() & keep} for entry in entries
     ]
     known["ids"] = [entry["ids"] for entry in entries_of(run / "samples.jsonl")]
-    if exact:
-        checkpoints = sorted(run.glob("checkpoints/step-*"))
-        for path in checkpoints[-1:]:
-            digest = hashlib.sha256()
-            for file in sorted(path.glob("*.safetensors")):
-                digest.update(tensors_of(file))
-            known["weights"] = {"checkpoint": path.name, "sha256": digest.hexdigest()}
+    for path in sorted(run.glob("checkpoints/step-*"))[-1:] if exact else ():
+        tensors = b"".join(map(tensors_of, sorted(path.glob("*.safetensors"))))
+        digest = hashlib.sha256(tensors).hexdigest()
+        known["weights"] = {"checkpoint": path.name, "sha256": digest}
     return known
 
 
@@ -192,7 +173,8 @@ def compare(old: Path, new: Path) -> int:
         for place, was, now in differences(before.get(name), after.get(name)):
             if not any(fnmatch.fnmatch(place, rule) for rule in rules):
                 faults += 1
-                print(f"{name}: {place}: {shorten(was)} -> {shorten(now)}")
+                old_text, new_text = json.dumps(was), json.dumps(now)
+                print(f"{name}: {place}: {old_text[:160]} -> {new_text[:160]}")
     print(f"{len(before)} cases, {faults} differences that are not allowed")
     return faults
 
@@ -207,12 +189,6 @@ def differences(was: Any, now: Any, place: str = "") -> Iterator[tuple[str, Any,
             yield from differences(one, other, f"{place}.{index}")
     elif was != now:
         yield place, was, now
-
-
-def shorten(value: object) -> str:
-    """Give the beginning of a value."""
-    text = json.dumps(value)
-    return text if len(text) <= 160 else f"{text[:157]}..."
 
 
 if __name__ == "__main__":

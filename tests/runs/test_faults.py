@@ -22,9 +22,6 @@ GPT = "model=gpt_tiny model.width=16 model.num_layers=1 model.num_heads=2"
             "accum.max_tokens: 11 is less than the longest sample, of 12 tokens",
             "The nearest valid value is accum.max_tokens=12",
         ],
-        "model._target_=trainer.models.gpt.GPT model.width=10": [
-            "width 10 cannot be split over 3 heads"
-        ],
         f"{GPT} model.vocab_size=5 data._target_={TOYS}.Known": [
             "model.vocab_size=5: the data hold 16 different tokens",
             "the smallest valid value is 16",

@@ -20,17 +20,13 @@ MISTAKES = {
     # keys and values
     "batch.golbal=512": "batch.golbal: unknown setting. Did you mean batch.global?",
     "foo/bar=baz": "foo/bar: unknown group",
-    "model@x=gpt_tiny": "model@x: unknown group. Did you mean model?",
     "batch.global=8,000": "several values are a sweep, which takes -m",
     "'batch.global=${nope}'": "batch.global: Interpolation key 'nope' not found",
     # options of groups, and recipes
     "accum=atuo": f"accum=atuo: no such option. Did you mean auto? {CUTS}",
-    "accum=": f"accum=: no such option. {CUTS}",
     "accum=8": "accum=8: takes the name of an option; a value is accum.KEY=VALUE. Choices",
-    "accum=[auto,fixed]": 'accum=["auto","fixed"]: takes the name of an option',
     "accum.gradient=summ": "accum.gradient=summ: no such option. Did you mean sum?",
     "hydra/launcher=foo": "hydra/launcher=foo: no such option. Choices: basic",
-    "hydra.run.dri=x": "hydra.run.dri: Key 'dri' not in",
     "recipe=quickstrat": "recipe=quickstrat: no such option. Did you mean quickstart?",
     "recipe=./none.yaml": "recipe=./none.yaml: no such file",
     # combinations
@@ -40,7 +36,6 @@ MISTAKES = {
     # removals
     "~model": "~model: cannot be removed; type model= and another option",
     "~batch.global": "~batch.global: cannot be removed; type batch.global= and another",
-    "~model.widht": "~model.widht: Key not found: 'widht'",
     # grammar, words and flags
     "batch.global": "Did you mean batch.global=VALUE?",
     "batch.global=[1": "batch.global=[1: cannot be read",
@@ -53,17 +48,13 @@ MISTAKES = {
     "--cfg jbo": "--cfg=jbo: no such view. Did you mean job?",
     "--cfg": "--cfg: needs a value",
     "--config-dir nowhere": "nowhere: no such folder",
-    "--cfg job batch.golbal=3": "Did you mean batch.global?",
     # sweeps, of whichever job
     "-m accum=fixed,atuo accum.micro=8": "accum=atuo: no such option. Did you mean auto?",
     "-m seed=1,2 resume=some/run": "use resume=auto",
     "hydra.mode=MULTIRUN seed=1,-2": "seed=-2: must be",
     "-m 'optimizer.lr=interval(-1,1)'": "optimizer.lr=-1.0: must be",
-    "-m batch.global=128,0 accum=fixed accum.micro=8,abc": "accum.micro=abc: must be",
     "-m 'accum=glob(z*)'": f"accum=z*: no such option. {CUTS}",
-    "-m 'seed=glob(*)'": "seed=*: must be a whole number",
     "evaluate -m run=a,b": "-m: a sweep can only train",
-    "-m seed=1,2 recipe=./none.yaml,quickstart": "recipe=./none.yaml: no such file",
 }
 
 LONG = "x" * 5000
@@ -72,11 +63,11 @@ ABSURD = [
     f"recipe=/{LONG}.yaml",
     f"evaluate run=[{LONG},{LONG}]",
     f"resume={'x/' * 4000}",
-    *("resume={}", "evaluate run=[null]", "evaluate run=1", "command=[train]"),
+    *("resume={}", "evaluate run=[null]", "command=[train]"),
     f"seed={'9' * 5000}",
     "hydra.searchpath=x",
     "resume@z=1e309",
-    f"+model.x={'{a:' * 2000}1{'}' * 2000}",
+    f"+model.x={'{a:' * 700}1{'}' * 700}",
 ]
 """What no program could take."""
 
@@ -164,7 +155,6 @@ def test_of_many_ranks_the_first_complains_and_none_sweeps(
 def test_nothing_heavy_is_imported_before_a_config_is_valid(tmp_path: Path) -> None:
     lines = {
         "batch.golbal=3": 2,
-        "-m batch.global=1,0 accum=fixed accum.micro=1": 2,
         "resume=nowhere": 4,
         "plan data=text data.path=no.txt": 3,
         "plan data=tokens data.path=no.bin model.vocab_size=9": 3,

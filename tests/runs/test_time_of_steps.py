@@ -80,11 +80,3 @@ def test_a_slow_rank_is_named_and_a_sync_policy_of_one_s_own_takes_two_files(mon
     assert plan["sync"] == "halves"
     assert [row["policy"] for row in plan["sync_table"]] == ["deferred", "immediate", "halves"]
     assert plan["parallel_why"].startswith("parallel=auto chose ddp: memory limit ")
-
-
-def test_what_a_policy_costs_is_planned_without_its_ranks():
-    plan = read_json(
-        go(f"command=plan {TOYS} parallel.ranks=2 batch.global=16").folder / "plan.json"
-    )
-    assert [row["policy"] for row in plan["sync_table"]] == ["deferred", "immediate"]
-    assert plan["sync_why"].startswith("sync=auto takes deferred: ")

@@ -31,8 +31,7 @@ pytestmark = pytest.mark.usefixtures("own_folder")
 @pytest.mark.parametrize(
     ("line", "notes"),
     [
-        ("batch.normalizer=samples", []),
-        (BY_TOKENS + FROZEN, []),
+        (f"{BY_TOKENS} {FROZEN} batch.normalizer=samples", []),
         (PACKED, []),
         ("accum.micro=8", ["the plan is one micro-batch"]),
         ("parallel.ranks=2 precision=bf16", [OF_RANKS, ROUNDED]),
