@@ -159,7 +159,6 @@ KINDS: Mapping[str, Callable[[dict[str, Any]], Any]] = {
     "too long": lambda sample: {k: v.repeat(9) for k, v in sample.items()},
     "one_short": lambda sample: {k: v[1:] for k, v in sample.items()},
     "one_long": lambda sample: {k: torch.cat([v, v[:1]]) for k, v in sample.items()},
-    "two dimensions": lambda sample: {k: v[None] for k, v in sample.items()},
     "a key": lambda sample: sample | {3: sample["labels"]},
     "sparse": lambda sample: sample | {"labels": sample["labels"].to_sparse()},
     "meta": lambda sample: sample | {"labels": sample["labels"].to("meta")},
@@ -271,13 +270,10 @@ def _gone(*_: Any) -> Any:
 FAULTS: Sequence[tuple[str, Any, str]] = (
     ("__len__", _exits, "`__len__` of Faulty: SystemExit: 0"),
     ("__len__", lambda _: -1, "`__len__` of Faulty: ValueError: __len__() should return >= 0"),
-    ("__len__", lambda _: 5.0, "`__len__` of Faulty: TypeError: 'float' object cannot be"),
     ("lengths", property(_gone), "`lengths` of Faulty: OSError: gone"),
-    ("lengths", property(_exits), "`lengths` of Faulty: SystemExit: 0"),
     ("fingerprint", _gone, "`fingerprint` of Faulty: OSError: gone"),
     ("collate", lambda *_: _exits({}), "`collate` of Faulty, on 2 samples (0, 1, ...): SystemExit"),
     ("collate", lambda *_: [1], "`collate` of Faulty must return a mapping from names to tensors"),
-    ("collate", lambda *_: {"x": 1}, "`collate` of Faulty must return a mapping from names"),
     (
         "collate",
         lambda *_: {"labels": torch.ones(2, device="meta")},

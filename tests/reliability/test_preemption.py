@@ -24,7 +24,6 @@ from trainer.checkpoint.status import read_status
 from trainer.checkpoint.store import CheckpointStore
 from trainer.commands import train
 from trainer.core import signals
-from trainer.data import text
 from trainer.launch import supervise
 from trainer.training import loop
 from trainer.training.checkpointing import Checkpointer
@@ -110,7 +109,6 @@ def struck(number: int, work: Callable[..., Any]) -> Callable[..., Any]:
 UNMEASURED = "data._target_=tests.reliability.test_bad_data.Unmeasured"
 TUNED = ("accum=auto", "accum.micro=null")
 STAGES: Mapping[str, tuple[Any, str, int, tuple[str, ...], int | None]] = {
-    "indexing a corpus": (text, "_document", signal.SIGTERM, ("data=text",), None),
     "measuring samples": (toys, "on_read", signal.SIGUSR1, (UNMEASURED, "+data.bad=0"), None),
     "predicting memory": (tuner, "corner_shapes", signal.SIGTERM, TUNED, None),
     "tuning": (toys, "on_call", signal.SIGUSR1, TUNED, None),
@@ -129,11 +127,6 @@ SHOWN = ("measuring samples", "predicting memory", "saving")
 def test_a_signal_at_any_stage_ends_in_a_run_that_goes_on(stage, tmp_path, monkeypatch):
     """Where nothing was saved, going on is to begin again, in the same folder."""
     place, name, number, more, step = STAGES[stage]
-    if "data=text" in more:
-        corpus = "\n\n".join(f"document number {i}" for i in range(60))
-        (tmp_path / "corpus.txt").write_text(corpus)
-        more += (f"data.path={tmp_path / 'corpus.txt'}", "data.max_length=24", "steps=2")
-        more += ("model.vocabulary=258",)
     settings = lab.config.__wrapped__(*more)
     monkeypatch.setenv("TRAIN_CACHE", str(tmp_path / "cache"))
     with monkeypatch.context() as patch:
@@ -249,15 +242,12 @@ def test_the_status_of_a_run_moves_at_checkpoints_and_evaluations(tmp_path):
     assert lab.status(tmp_path)["step"] == 7
 
 
-RANKS = (
-    *("model._target_=tests.reliability.rank_toys.Net", "model.dropout=0.2", "parallel.ranks=2"),
-    *("parallel=ddp", "hooks=[]"),
-)
-
-
 @pytest.mark.parametrize("count", [nightly(60)])
 def test_a_signal_to_all_ranks_stops_them_at_the_same_step(count, tmp_path):
-    settings = lab.config(*RANKS, "model.pause=0.02", "num_workers=1")
+    settings = lab.config(
+        *("model._target_=tests.reliability.rank_toys.Net", "model.dropout=0.2", "hooks=[]"),
+        *("parallel=ddp", "parallel.ranks=2", "model.pause=0.02", "num_workers=1"),
+    )
     assert lab.run(settings, tmp_path / "undisturbed").code == 0
     undisturbed = lab.outcome(tmp_path / "undisturbed", rng=False)
     for case, chance in cases(count):
