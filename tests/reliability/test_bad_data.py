@@ -88,9 +88,9 @@ def corpus(folder: Path) -> Path:
 PLACES: Mapping[str, Callable[[Path], Any]] = {
     "hollow.txt": Path.touch,
     "hollow.bin": lambda path: path.write_bytes(bytes(range(256))),
-    "hollow.pipe: is no file": os.mkfifo,
-    "nowhere.txt: is no file": lambda path: path.symlink_to("nothing"),
-    "more: is no file": lambda path: path.symlink_to("/tmp"),
+    "hollow.pipe: is no regular file": os.mkfifo,
+    "nowhere.txt: is no regular file": lambda path: path.symlink_to("nothing"),
+    "more: is no regular file": lambda path: path.symlink_to("/tmp"),
 }
 
 

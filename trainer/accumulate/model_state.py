@@ -1,4 +1,4 @@
-"""Keep what a checkpoint saves of a model and no gradient updates the same on all ranks."""
+"""Keep saved buffers, which forwards write and no gradient updates, the same on all ranks."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def check_parts(parts: Parts) -> None:
     scope, strategy, cut = parts.objective.scope, parts.strategy, parts.cut
     if scope not in strategy.scopes:
         name = type(strategy).__name__
-        text = f"{name} is not exact for objectives of scope={scope}; use another accum.gradient"
+        text = f"{name} is wrong where a loss couples samples ({scope}); use another"
         raise ConfigError(f"accum.gradient: {text}")
     longest = int(parts.source.lengths.max())
     if isinstance(cut, Budget) and longest > cut.max_tokens:

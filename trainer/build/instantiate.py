@@ -60,7 +60,7 @@ def look_up(
     # Functions of the libraries load code, too, which trust in a library does not mean.
     is_loader = root in LIBRARY_ROOTS and found.__name__ != "from_config"
     if is_factory and not component.typed_target and (root not in trusted or is_loader):
-        text = f"not a class defined in {root}; a function is accepted only on the command line"
+        text = "a function, not a class; to allow it, type it on the command line"
         raise ConfigError(f"{typed}: {text}")
     if inspect.isclass(found) and not issubclass(found, base):
         raise ConfigError(f"{typed}: not a {module_name}.{base_name}")

@@ -250,8 +250,8 @@ def _limit_of(parts: Parts, resident_bytes: int) -> tuple[MemoryLimit | None, bo
         return limit, is_here
     per_token = sum(field.nbytes for field in parts.example.values()) / float(lengths.max())
     each = 1.0 if config.batch.unit == "tokens" else float(lengths.mean())
-    step = int(per_token * each * parts.source.order.global_batch / world.size)
-    inputs = step * (2 if step <= PREFETCH_LIMIT_BYTES else 1)
+    of_step = int(per_token * each * parts.source.order.global_batch / world.size)
+    inputs = of_step * (2 if of_step <= PREFETCH_LIMIT_BYTES else 1)
     return replace(limit, bytes=max(0, limit.bytes - inputs), inputs=inputs), is_here
 
 

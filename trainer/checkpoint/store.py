@@ -244,7 +244,7 @@ class CheckpointStore:
             return False
         if there != _trained_files(manifest):
             raise SaveError(
-                f"{path}: holds another state, and is never overwritten: use another run folder"
+                f"{path}: a different checkpoint is here and stays: use another run folder"
             )
         return True
 

@@ -163,7 +163,7 @@ def rows_of(tensor: DTensor) -> RowRange | None:
     from torch.distributed.tensor import Replicate, Shard  # noqa: PLC0415 - as above
 
     coordinate = tensor.device_mesh.get_coordinate()
-    assert coordinate is not None, "every rank is in the mesh"
+    assert coordinate is not None, "the rank is not in its own mesh"
     num_rows = tensor.shape[0] if tensor.dim() else 1
     rows, replica, num_replicas = (0, num_rows), 0, 1
     for size, index, placement in zip(

@@ -79,7 +79,7 @@ def export(
     try:
         weights |= {alias: weights[name] for alias, name in loaded.meta["model"]["ties"].items()}
     except (LookupError, TypeError, AttributeError) as error:
-        raise NoCheckpointError(f"{loaded.path}: lists tied weights that it lacks") from error
+        raise NoCheckpointError(f"{loaded.path}: damaged: a tied weight is missing") from error
     unfinished = to.with_name(f"{durable.UNFINISHED}{to.name}-{uuid.uuid4().hex}")
     try:
         with durable.as_save_error(to, sum(each.nbytes for each in weights.values())):

@@ -44,7 +44,7 @@ def overrides_of(config: Mapping[str, Any] | Sequence[str], composer: Composer) 
         request = split([str(line) for line in config])
         if request.flags:
             name = next(iter(request.flags))
-            raise ConfigError(f"train(...): {name}: no override; pass it as a keyword argument")
+            raise ConfigError(f"train(...): {name} is a flag: pass it as a keyword argument")
         return request.lines
     tree = {str(key): value for key, value in config.items() if key not in ("hydra", "unset")}
     # Hydra notes the options in its own node, if that is there.

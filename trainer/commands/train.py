@@ -88,16 +88,16 @@ def _train(config: RunConfig, folder: Path, world: World, stop: Callable[[], boo
     loaded = None if config.resume is None else store.load(world=world)
     extra = {} if loaded is None else read_run_state(loaded)
     parts = _assemble(config, world, begins=loaded is None and not config.init)
-    terms = terms_of(parts, folder, loaded, extra)
+    contract = terms_of(parts, folder, loaded, extra)
     prepared = prepare_on_main(parts, extra.get("cut"))
     network = network_of(world, extra.get("network"))
     prepared = choose_sync(prepared, network, extra.get("cut"))
     parts, plan, setup = prepared.parts, summarize(prepared), prepared.parts.parallel
-    kit = _kit(parts, loaded, extra, terms)
-    world.on_main(lambda: _record_begin(folder, plan, terms, extra))
+    kit = _kit(parts, loaded, extra, contract)
+    world.on_main(lambda: _record_begin(folder, plan, contract, extra))
     reporter = _reporter(config, folder, loaded, extra) if world.is_main else SilentReporter()
     with closing(reporter), ExitStack() as opened:
-        run = _run(prepared, kit, store, reporter, stop, extra, terms)
+        run = _run(prepared, kit, store, reporter, stop, extra, contract)
         opened.callback(run.checkpointer.release)
         opened.callback(run.feed.close)
         progress = _progress(run, loaded, extra, folder)
@@ -129,16 +129,16 @@ def _assemble(config: RunConfig, world: World, *, begins: bool) -> Parts:
 
 
 def _record_begin(
-    folder: Path, plan: Record, terms: Mapping[str, Any], extra: Mapping[str, Any]
+    folder: Path, plan: Record, contract: Mapping[str, Any], extra: Mapping[str, Any]
 ) -> None:
-    """Record how the run goes on, and on what terms, now that nothing refuses it."""
-    write_allowed(folder, extra, terms)
+    """Record how the run goes on, and by what contract, now that nothing refuses it."""
+    write_allowed(folder, extra, contract)
     publish(folder)
     write_record(folder / PLAN_FILE, plan)
 
 
 def _kit(
-    parts: Parts, loaded: Loaded | None, extra: Mapping[str, Any], terms: Mapping[str, Any]
+    parts: Parts, loaded: Loaded | None, extra: Mapping[str, Any], contract: Mapping[str, Any]
 ) -> Kit:
     """Compose the step, with the weights and the state it begins with."""
     config = parts.config
@@ -148,7 +148,7 @@ def _kit(
     if loaded is not None:
         # More steps change no setting of the optimizer, and its groups may hold state.
         lengths = ("steps", "epochs")
-        is_same = not contract_diff(extra["contract"], terms["contract"], allow=lengths)
+        is_same = not contract_diff(extra["contract"], contract["contract"], allow=lengths)
         restore(loaded, parts.module, kit.optimizer, keeps_settings=not is_same)
     return kit
 
@@ -189,16 +189,16 @@ def _run(
     reporter: Reporter,
     stop: Callable[[], bool],
     extra: Mapping[str, Any],
-    terms: Mapping[str, Any],
+    contract: Mapping[str, Any],
 ) -> Run:
     parts, config = prepared.parts, prepared.parts.config
     cursor = Cursor(**extra["cursor"]) if extra else parts.source.order.start
     feed = parts.feed(prepared.cut, parts.world, cursor)
     every, network = config.checkpoint.every, parts.parallel.network
     constants = {
-        **terms,
+        **contract,
         "cut": describe_cut(prepared),
-        "config_hash": config_hash(terms["contract"]),
+        "config_hash": config_hash(contract["contract"]),
         "environment": environment(),
         "total_steps": kit.total_steps,
         "network": network and asdict(network),
@@ -248,7 +248,7 @@ def _growth(run: Run, extra: Mapping[str, Any]) -> str | None:
     if before == kit.total_steps or step >= kit.total_steps:
         return None
     lr = kit.lr * kit.schedule.factor(step, kit.total_steps)
-    what = f"steps {before} -> {kit.total_steps}: the schedule is re-anchored"
+    what = f"steps {before} -> {kit.total_steps}: the schedule is re-anchored over them"
     return f"{what}: lr {lr:.2e} at step {step + 1}"
 
 

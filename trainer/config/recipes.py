@@ -1,4 +1,4 @@
-"""Find and vet recipes, data from anybody, and say what of a config its user alone may give.
+"""Find recipes, and refuse in them, and in configs, what only the command line may give.
 
 Hydra would instantiate what a recipe puts under `hydra:`, resolve what it writes as `${...:...}`,
 and load what it names in its defaults list; so every recipe is read here, and refused where it

@@ -141,7 +141,7 @@ def _size_faults(view: Tree) -> Iterator[str]:
     if global_batch is None and (not is_fixed or micro is None or steps is None):
         yield line("batch.global", None, "needs a whole number of at least 1, e.g. 512")
     elif is_fixed and micro is None and steps is None:
-        text = "accum=fixed needs this, samples per micro-batch, or accum.steps; e.g. accum.micro=8"
+        text = "accum=fixed needs the samples of a micro-batch, or accum.steps; e.g. accum.micro=8"
         yield line("accum.micro", None, text)
     elif is_fixed and view["batch.unit"] == "tokens" and None not in (micro, steps):
         yield line("accum.steps", steps, "with batch.unit=tokens, set this or accum.micro")

@@ -19,7 +19,7 @@ class MicroBatch:
     """Samples that share one forward and backward."""
 
     fields: Fields  # collated tensors by name
-    ids: tuple[int, ...]  # sample ids, for the ledger and for messages
+    ids: tuple[int, ...]  # of its samples in the training set
     weights: Mapping[str, float]  # named data-only denominators, each a Python float
     num_tokens: int  # real input positions
     num_positions: int  # computed positions, padding counted

@@ -1,4 +1,4 @@
-"""Tell sharded tensors, and view the memory of one as integers."""
+"""Tell whether a tensor is sharded, and view its memory as integers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Find the files behind `data.path`, name those that cannot be read, and name long reads."""
+"""Find the files behind `data.path`, refuse what cannot be read, and show that a read is long."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ def files_at(path: Path, suffix: str = "") -> list[Path]:
         found += [Path(parent, name) for name in (*links, *files) if not name.startswith(".")]
     for file in found:
         if not file.is_file():
-            raise DataError(f"data: {file}: is no file; remove it, or begin its name with a dot")
+            raise DataError(
+                f"data: {file}: is no regular file; remove it, or begin its name with a dot"
+            )
     if not (found := [file for file in found if suffix in {"", file.suffix}]):
         raise DataError(f"data.path={path}: the folder holds no {f'{suffix} ' * bool(suffix)}files")
     return sorted(found)

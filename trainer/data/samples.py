@@ -1,4 +1,4 @@
-"""Say what a data set must be, make tensors of its samples, and name its faults and its halves."""
+"""Define what a data set has, make tensors of its samples, and name the one that is at fault."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def _address(environment: Mapping[str, str], names: tuple[str, ...], size: int) 
     job = environment.get("SLURM_JOB_ID", "")
     if names is not _SRUN or not listed or not job.isdecimal():
         raise ConfigError(
-            f"{names[1]}={size}: to find the others it needs MASTER_ADDR and MASTER_PORT as well"
+            f"{names[1]}={size}: set MASTER_ADDR and MASTER_PORT as well, or the ranks cannot meet"
         )
     # A port that two jobs on one node seldom share.
     return f"{first_host(listed)}:{20000 + int(job) % 10000}"

@@ -48,9 +48,9 @@ def bind(
         arguments = fields if takes_all else {n: fields[n] for n in names if n in fields}
         missing = [name for name in required if name not in arguments]
         if missing or not arguments:
-            lack = f"requires {', '.join(missing)}" if missing else "takes none"
+            lack = f"needs {', '.join(missing)}, none" if missing else "takes none"
             raise ConfigError(
-                f"model: forward of {type(written).__name__} {lack} of the fields that there are "
+                f"model: forward of {type(written).__name__} {lack} of the fields there are "
                 f"({', '.join(fields) or 'none'}; labels go only to the objective): rename the "
                 "argument, or give it a default"
             )

@@ -1,4 +1,4 @@
-"""Read off a model what the trainer must know: whether it can be trained here, what it counts."""
+"""Check that a model can be trained here, and find its BatchNorm and its parameter counts."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ def _number(place: str, value: object) -> Tensor:
     with suppress(TypeError, ValueError, RuntimeError):
         number = torch.as_tensor(value, dtype=torch.float64)
     if number is None or number.ndim:
-        _refuse(place, value, "return a sum over terms, or their count, as a number")
+        _refuse(place, value, "return one number: a sum over terms, or their count")
     return number.detach()
 
 

@@ -207,10 +207,10 @@ class Replicated(Parallel):
         yield
         self._live |= {i for i, p in enumerate(self.parameters) if p.grad is not None}
         self.make_room()
-        computing = self.world.times.enter("reduce")
+        phase_before = self.world.times.enter("reduce")
         if self.world.size > 1:
             self._sum(self.parameters)
-        self.world.times.enter(computing)
+        self.world.times.enter(phase_before)
         for parameter, before in zip(self.parameters, reduced, strict=True):
             if before is not None and parameter.grad is not None:
                 parameter.grad += before

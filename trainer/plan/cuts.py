@@ -53,7 +53,7 @@ class Fixed(Cut):
 
     Attributes:
         micro: samples per micro-batch on one rank; wins over `steps`, with which it agrees on a
-            full global batch (`config.arithmetic.complete_sizes`).
+            full global batch (`config.rules.complete_sizes`).
         steps: micro-batches per rank.
     """
 
@@ -233,7 +233,7 @@ class Auto(_Capped):
         Raises:
             SampleTooLongError: if one sample alone exceeds the cap.
         """
-        assert self.max_tokens is not None, "accum=auto cuts nothing before it is tuned"
+        assert self.max_tokens is not None, "Auto.cut() was called before Auto.tuned()"
         assert self.hard_cap is not None
         layout = replace(layout, cost=self.cost or layout.cost)
         position, needed = self._dearest(lengths, layout)

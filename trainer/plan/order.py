@@ -104,7 +104,7 @@ class Order:
         offset. Costs O(global batch), and a sort where it enters another epoch.
         """
         cursor = self._enter(cursor)
-        stop, is_tail = self._stop(cursor.epoch, cursor.offset)
+        stop, is_tail = self._end_of_batch(cursor.epoch, cursor.offset)
         ids = self._open(cursor.epoch)[0][cursor.offset : stop].copy()
         after = Cursor(cursor.step + 1, cursor.epoch, stop, cursor.samples + len(ids))
         return GlobalBatch(ids=ids, epoch=cursor.epoch, is_tail=is_tail, after=self._enter(after))
@@ -140,7 +140,7 @@ class Order:
             epoch = self._epoch = number, permutation, np.cumsum(lengths)
         return epoch[1:]
 
-    def _stop(self, number: int, offset: int) -> tuple[int, bool]:
+    def _end_of_batch(self, number: int, offset: int) -> tuple[int, bool]:
         """Find where the batch from `offset` ends, and whether the epoch cuts it short."""
         if self._lengths is None:
             stop = offset + self.global_batch
@@ -153,7 +153,7 @@ class Order:
     def _enter(self, cursor: Cursor) -> Cursor:
         """Move a position from which its epoch offers no further step to the next epoch."""
         is_over = cursor.offset >= self.num_samples or (
-            not self.keeps_tail and self._stop(cursor.epoch, cursor.offset)[1]
+            not self.keeps_tail and self._end_of_batch(cursor.epoch, cursor.offset)[1]
         )
         return Cursor(cursor.step, cursor.epoch + 1, 0, cursor.samples) if is_over else cursor
 
@@ -163,7 +163,7 @@ class Order:
             return full + (1 if rest and self.keeps_tail else 0)
         count = offset = 0
         while offset < self.num_samples:
-            offset, is_tail = self._stop(number, offset)
+            offset, is_tail = self._end_of_batch(number, offset)
             count += 1 if self.keeps_tail or not is_tail else 0
         return count
 

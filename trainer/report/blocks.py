@@ -202,7 +202,7 @@ def _tail(plan: Record) -> str:
     last = (
         f"the last {plural(count, 'sample')} of an epoch"
         if count
-        else "samples too few to fill one"
+        else "an epoch's last few samples"
     )
     end = "left out" if plan["tail"] == "drop" else "in a step with a normaliser of its own"
     return f"{plan['tail']}: {last}, {end}"

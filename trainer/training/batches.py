@@ -197,7 +197,7 @@ class Feed:
     def _from_workers(self) -> PlannedBatch:
         if self._stream is None:
             self._stream = self.source.loader.stream(self._all_requests(self.cursor))
-        first = next(self._stream)  # plans the step, too
+        first = next(self._stream)  # `_all_requests` plans the step, and queues it
         samples, plan = self._queue[0]
         requests = self.requests(samples, plan)
         others = [next(self._stream) for _ in requests[1:]]

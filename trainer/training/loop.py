@@ -1,4 +1,4 @@
-"""The training loop: steps, evaluation, checkpoints, stop. It is blind to micro-batches."""
+"""The training loop: steps, evaluation, checkpoints, stop; micro-batches are of step.py."""
 
 from __future__ import annotations
 

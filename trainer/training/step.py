@@ -75,13 +75,15 @@ def train_step(kit: Kit, batch: PlannedBatch, feed: Feed) -> StepReport:
         kit.snapshot.take()
     while True:
         check_names(kit, batch.micro_batches)
-        weights, parts = divisors(kit.normalizer, kit.terms, batch.micro_batches, kit.world)
+        term_weights, divided_by = divisors(
+            kit.normalizer, kit.terms, batch.micro_batches, kit.world
+        )
         report = partial(StepReport, batch=batch, lr=kit.lr * factor, replays=replays)
-        if not any(weights[name] for name in kit.losses):
+        if not any(term_weights[name] for name in kit.losses):
             nothing = torch.zeros((), device=kit.world.device)
             return report(loss=nothing, grad_norm=nothing, skipped=NO_LOSS_TERMS)
         gather(kit, batch.step)
-        agreed = agree(kit, compute(kit, batch, parts), weights)
+        agreed = agree(kit, compute(kit, batch, divided_by), term_weights)
         if agreed.loss is not None:
             break
         _roll_back(kit)
@@ -110,8 +112,8 @@ def _roll_back(kit: Kit) -> None:
 def _update(optimizer: torch.optim.Optimizer) -> None:
     """Step the optimizer, once: an update that failed half-way cannot be rolled back."""
     with fatal(
-        f"in the update of {type(optimizer).__name__}, which may be half done: lower accum.memory "
-        "or accum.max_tokens, or shard the state with parallel=fsdp"
+        f"in the update of {type(optimizer).__name__}, which may be half done: set a smaller "
+        "accum.micro=N, or shard the state with parallel=fsdp"
     ):
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)

@@ -28,7 +28,7 @@ from trainer.parallel.base import Parallel
 from trainer.parallel.sync import Exact, SyncPolicy
 from trainer.training.batches import PlannedBatch
 
-AT_BEGINNING = "where the step begins: lower accum.max_tokens or accum.micro"
+AT_BEGINNING = "where the step begins: set a smaller accum.micro=N"
 
 
 @final
@@ -175,7 +175,7 @@ def reduce(kit: Kit, agreed: Outcome) -> None:
             ".backward() on the normalised loss of every micro-batch, within sync.micro_batch"
         )
     kit.world.note("reduce")
-    with fatal("in the reduction, which cannot be repeated: lower accum.max_tokens or accum.micro"):
+    with fatal("in the reduction, which cannot be repeated: set a smaller accum.micro=N"):
         kit.sync.reduce(kit.model, agreed.used)
         kit.model_state.copy_from_main(agreed.moved)
 

@@ -88,12 +88,12 @@ def _drawing(case: Case, found: Found, errors: Errors) -> Culprits:
     if errors.is_exact:
         outcome = f"exact with it off (error {errors.largest:.0e}); set its rate to 0, or accept it"
     quiet = Reason(
-        f"{draws}, equal in distribution only: the step is {outcome}",
+        f"{draws}, so it depends on the cut: the step is {outcome}",
         verdict="exact_without_dropout" if errors.is_exact else "not_proven",
     )
     loud = Reason(
-        f"{draws}, in evaluation mode too: equal in distribution only; whether the step is "
-        "otherwise exact is unknown; draw only where `self.training` is true",
+        f"{draws}, in evaluation mode too, so that the rest of the step cannot be checked without "
+        "it; draw only where `self.training` is true",
         verdict="not_proven",
     )
     reasons = dict.fromkeys(found.quiet, quiet) | dict.fromkeys(found.loud, loud)

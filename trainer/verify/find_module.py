@@ -70,15 +70,15 @@ CAUSES = {
 }
 
 REMEDY = (
-    "it divides by a count of its own, or couples samples: let `sums` add up over samples, and "
-    "`weights` count what it adds up"
+    "it divides inside `sums`, or couples samples: return an undivided sum from `sums`, and its "
+    "number of terms from `weights`"
 )
 REMEDY_OF_MODEL = (
-    "it divides by a count of its own, or couples samples: try objective.reduction=mean where the "
-    "model drops num_items_in_batch, or the other value of objective.causal, or take an objective "
-    "that sums, such as next_token or classify"
+    "the model averages its own loss, or couples samples: type objective.reduction=mean if it "
+    "ignores num_items_in_batch, or the other value of objective.causal, or use an objective that "
+    "sums, such as next_token or classify"
 )
-REMEDY_OF_WEIGHT = "`weights` must count what `sums` adds up, or the loss is not divided by it"
+REMEDY_OF_WEIGHT = "`weights` must count exactly the terms that `sums` adds up"
 REMEDY_OF_ADDED = (
     "it is a statistic of the micro-batch, as a router's load balance is: switch it off in the "
     "model's config (output_router_logits=False, or a coefficient of 0), or use one micro-batch "

@@ -51,7 +51,7 @@ FAULTS = {
     "mean skip?",
     "data=text": "data.path: data=text needs it, data.path=...",
     "steps=3 epochs=2": "steps=3: epochs is set too; at most one, type epochs=null",
-    "accum=fixed": "accum.micro=null: accum=fixed needs this, samples per micro-batch, or "
+    "accum=fixed": "accum.micro=null: accum=fixed needs the samples of a micro-batch, or "
     "accum.steps; e.g. accum.micro=8",
     "batch=tokens accum=fixed accum.micro=8 accum.steps=3": "accum.steps=3: with batch.unit=tokens",
     "batch.normalizer=micro_batches": ": depends on the micro-batch size; type accum=fixed",

@@ -55,7 +55,7 @@ def test_a_place_among_ranks_that_cannot_be_is_refused(variables):
         membership(TORCHRUN | variables)
     assert value in str(caught.value)
     assert caught.value.is_own
-    with pytest.raises(ConfigError, match="to find the others it needs MASTER_ADDR"):
+    with pytest.raises(ConfigError, match="set MASTER_ADDR and MASTER_PORT as well"):
         membership({"RANK": "1", "WORLD_SIZE": "2"})
 
 

@@ -165,8 +165,11 @@ def test_a_model_is_called_with_the_fields_its_forward_names_compiled_or_not():
 @pytest.mark.parametrize(
     ("module", "fault"),
     [
-        (Named(), "^model: forward of Named requires x of the fields .*tokens, labels; labels go"),
-        (nn.Sequential(nn.Identity()), "^model: forward of Sequential requires input"),
+        (
+            Named(),
+            "^model: forward of Named needs x, none of the fields .*tokens, labels; labels go",
+        ),
+        (nn.Sequential(nn.Identity()), "^model: forward of Sequential needs input"),
         (
             forwards(lambda *given: given),
             "^model: forward of Own takes none of the fields that there are",

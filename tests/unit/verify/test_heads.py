@@ -92,7 +92,7 @@ def test_a_head_that_drops_the_item_count_is_named_and_its_mean_over_the_right_c
     assert report.max_relative_error > WRONG
     [(name, reason)] = report.culprits
     assert name == "objective ModelLoss"
-    assert "try objective.reduction=mean where the model drops num_items_in_batch" in reason
+    assert "type objective.reduction=mean if it ignores num_items_in_batch" in reason
     assert "or the other value of objective.causal" in reason
     assert "such as next_token or classify" in reason
     report = checked(head, head.objective("mean"))

@@ -284,7 +284,7 @@ def test_a_backward_of_its_own_is_told_by_the_parameters_it_reaches():
 
 OWN = random.Random(0)
 WITHOUT, UNPROVEN = "exact_without_dropout", "not_proven"
-OFF = "Mixer draws at random anew for every micro-batch, equal in distribution only: the step is "
+OFF = "Mixer draws at random anew for every micro-batch, so it depends on the cut: the step is "
 OFF += "exact with it off (error"
 
 
