@@ -31,6 +31,8 @@ class Odd(Squared):
         "detached": lambda loss: Sums(losses={"squared": loss.detach()}),
         "text metric": lambda loss: Sums(losses={"squared": loss}, metrics={"squared": "much"}),
         "unweighted": lambda loss: Sums(losses={"squared": loss, "second": loss}),
+        "the step's": lambda loss: Sums(losses={"squared": loss}, metrics={"replays": 1.0}),
+        "the total": lambda loss: Sums(losses={"squared": loss, "loss": loss}),
     }
     WEIGHTS: ClassVar[Mapping[str, Any]] = {
         "none": None,

@@ -125,7 +125,7 @@ HANGS = "rank {} did not answer for 3 s (parallel.timeout_s), at step 2 (compute
     ("fault", "rank", "code", "line"),
     [
         nightly("data", 1, 3, TORN),
-        nightly("SIGKILL", 1, 7, KILLED),
+        ("SIGKILL", 1, 7, KILLED),
         # The first rank has called the model once before, to check its sums.
         *(nightly("hang", rank, 7, HANGS.format(rank, 1 + rank)) for rank in (0, 1)),
     ],

@@ -6,6 +6,7 @@ stranger's would be. None may load, and the canary that each payload would plant
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import itertools
@@ -215,14 +216,27 @@ def test_an_optimizer_state_that_a_kernel_would_trust_is_refused(tmp_path):
     optimizer.step()
     tensors, meta = capture(model, optimizer, extra={})
     put(CheckpointStore(tmp_path), 1, tensors, meta)
-    loaded, saved = CheckpointStore(tmp_path).load(), meta["optimizer"]["state"]
-    lies = (saved["a.weight"]["step"], saved["a.bias"]["exp_avg"], 1.0)
-    for lie, keeps in itertools.product(lies, (False, True)):
-        saved["a.weight"]["exp_avg"] = lie
-        fresh = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    loaded, saved = CheckpointStore(tmp_path).load(), meta["optimizer"]["state"]["a.weight"]
+    moment, bias = saved["exp_avg"], meta["optimizer"]["state"]["a.bias"]["exp_avg"]
+    lies = [
+        *(set_at("exp_avg", lie) for lie in (saved["step"], bias, 1.0)),
+        *(drop("exp_avg"), drop("step"), set_at("step", moment)),
+    ]
+    for lie, keeps, fused in itertools.product(lies, (False, True), (False, True)):
+        fresh = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
+        changed = copy.deepcopy(meta)
+        lie(changed["optimizer"]["state"]["a.weight"])
         with pytest.raises(NoCheckpointError) as refusal:
-            restore(replace(loaded, meta=meta), model, fresh, keeps_settings=keeps)
+            restore(replace(loaded, meta=changed), model, fresh, keeps_settings=keeps)
         assert "\n" not in str(refusal.value)
+
+
+def test_a_random_state_of_another_size_is_refused(tmp_path):
+    model = nn.Linear(2, 2)
+    tensors, meta = capture(model, torch.optim.AdamW(model.parameters()), extra={})
+    put(CheckpointStore(tmp_path), 1, tensors | {"rng.cpu": tensors["rng.cpu"][:7]}, meta)
+    with pytest.raises(NoCheckpointError):
+        restore(CheckpointStore(tmp_path).load(), model, torch.optim.AdamW(model.parameters()))
 
 
 def test_side_files_of_a_stranger_are_passed_over(tmp_path):

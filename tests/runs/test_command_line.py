@@ -33,9 +33,8 @@ from tests.lib.cli_support import (
     python,
 )
 from tests.lib.run_support import only_run, shell
-from tests.reliability.lab import fork
 from trainer.cli.argv import COMMANDS
-from trainer.cli.main import composer_of, main
+from trainer.cli.main import composer_of
 from trainer.cli.overrides import parse, quote, read
 from trainer.cli.python_api import literal
 from trainer.cli.sweep import prepare_sweep
@@ -265,21 +264,7 @@ def test_a_run_that_fails_says_so_in_its_own_way(
     assert "in the user's own class" in status["reason"]
 
 
-def main_without_streams() -> int:
-    """Run as behind `<&- >&- 2>&-`, whose numbers the next files would get."""
-    for number in range(3):
-        os.close(number)
-    sys.stdin = sys.stdout = sys.stderr = None  # type: ignore[assignment]
-    sys.argv = ["train", *shlex.split(OWN_RUN)]
-    with pytest.raises(SystemExit) as ended:
-        main()
-    return int(ended.value.code or 0)
-
-
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_readers_that_leave_and_streams_that_are_closed_disturb_nobody(tmp_path: Path) -> None:
-    assert fork(main_without_streams).wait() == 0
-    assert json.loads((only_run() / "status.json").read_text())["state"] == "completed"
+def test_a_reader_that_leaves_ends_in_silence(tmp_path: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     ended = subprocess.run(

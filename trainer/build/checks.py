@@ -233,6 +233,8 @@ _Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 class _CutState(BaseModel):
     cost: Cost | None = None
+    micro: _Count | None = None
+    steps: _Count | None = None
     max_tokens: _Count | None = None
     alone: _Count | None = None
     lowered: _Count | None = None

@@ -153,6 +153,7 @@ class Parts:
             terms=tuple(sorted(weights_of(self.objective, self.example))),
             strategy=self.strategy,
             sync=self.parallel.sync,
+            deferred_fits=all(r.fits for r in self.parallel.rows if r.policy == "deferred"),
             normalizer=self.config.batch.normalizer,
             optimizer=optimizer,
             lr=self.spec.lr * self.lr_scale,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -28,8 +29,9 @@ from trainer.core.tensors import is_sharded
 # Settings of a group that say how an update is computed, and not what it is; "params" are indices.
 _EXECUTION = ("params", "fused", "foreach", "capturable")
 
-# The classes that hand their state to fused kernels, which trust its shapes.
-_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+# States that are no tensors of their parameter's shape; optimizers of PyTorch that have others.
+_SCALARS = ("step", "mu_product", "eta", "mu")
+_ODD = (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.SparseAdam)
 
 # What wrappers put into names that execution alone decides on: compilation, recomputation.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -57,7 +59,10 @@ def capture(
         "rng": encode(_random_states(), "rng", tensors),
         "extra": encode(extra, "extra", tensors),
     }
-    return {name: _in_rows_or_whole(tensor) for name, tensor in tensors.items()}, meta
+    for name, tensor in tensors.items():
+        if is_sharded(tensor) and rows_of(tensor) is None:  # an optimizer's own way; collective
+            tensors[name] = tensor.full_tensor().cpu()
+    return tensors, meta
 
 
 def restore(
@@ -88,7 +93,7 @@ def restore(
         load_model(model, loaded.weights, loaded.path, remedy, others)
         _restore_optimizer(loaded, model, optimizer, keeps_settings=keeps_settings)
         _restore_random_states(decode(loaded.meta["rng"], loaded.read))
-    except (AttributeError, LookupError, TypeError, ValueError, OverflowError) as error:
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise NoCheckpointError(
             f"{loaded.path}: not a state of this version ({error!r:.80}): use init= for its weights"
         ) from error
@@ -185,13 +190,6 @@ def _kind(tensor: Tensor | StoredTensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
-def _in_rows_or_whole(tensor: Tensor) -> Tensor:
-    """Make whole what an optimizer shards otherwise than FSDP2, not in rows. Collective then."""
-    if is_sharded(tensor) and rows_of(tensor) is None:
-        return tensor.full_tensor().cpu()
-    return tensor
-
-
 def _encode_optimizer(
     model: nn.Module, optimizer: Optimizer, tensors: dict[str, Tensor]
 ) -> dict[str, Any]:
@@ -219,18 +217,18 @@ def _restore_optimizer(
         )
     settings = optimizer.state_dict()["param_groups"]
     if not keeps_settings:
-        settings = [
-            {**group, **{key: mine[key] for key in _EXECUTION if key in mine}}
-            for group, mine in zip(groups, settings, strict=True)
-        ]
+        pairs = zip(settings, groups, strict=True)
+        settings = [{**own, **g, **{k: own[k] for k in _EXECUTION if k in own}} for own, g in pairs]
     frozen_since = {name for names in theirs for name in names} - parameters.keys()
     states = {
         name: decode(tree, partial(_read, loaded, parameters.get(name)))
         for name, tree in saved["state"].items()
         if name not in frozen_since
     }
-    if isinstance(optimizer, _FUSED) and any(group.get("fused") for group in settings):
-        _check_fused_states(states, parameters)
+    is_known = type(optimizer).__module__.startswith("torch.optim.")
+    if is_known and not isinstance(optimizer, _ODD):
+        for group in live:
+            _check_states(states, parameters, group)
     indices = {name: index for index, name in enumerate(parameters)}
     state = {indices.get(name, name): values for name, values in states.items()}
     optimizer.load_state_dict({"state": state, "param_groups": settings})
@@ -242,15 +240,24 @@ def _restore_optimizer(
                 live_state[key] = value.to(live_state[key].device)
 
 
-def _check_fused_states(states: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> None:
-    """Refuse states of another shape or dtype, beyond which a fused kernel would read."""
-    for name, parameter in parameters.items():
-        own = (tuple(parameter.shape), parameter.dtype)
-        for key, value in states.get(name, {}).items():
-            expected = ((), torch.float32) if key == "step" else own
-            kind = (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else None
-            if value is not None and kind != expected:
-                raise ValueError(f"optimizer state {name}.{key} is {kind}, not {expected}")
+def _check_states(
+    states: Mapping[str, Any], parameters: Mapping[str, Tensor], group: Mapping[str, Any]
+) -> None:
+    """Refuse states that PyTorch would stumble over, or a fused kernel read beyond.
+
+    Raises:
+        LookupError: a name is missing that another parameter of the group has.
+        ValueError: a shape or dtype is not its parameter's.
+    """
+    stated = [(name, parameters[name]) for name in group["params"] if name in states]
+    keys = {key for name, _ in stated for key in states[name]}
+    for (name, parameter), key in product(stated, keys):
+        value: Any = states[name][key]
+        found = (value.shape, value.dtype) if isinstance(value, Tensor) else None
+        own = ((), torch.float32) if key in _SCALARS else (parameter.shape, parameter.dtype)
+        is_as_wide = found and found[0] == own[0] and found[1].itemsize >= own[1].itemsize
+        if value is not None and found != own and (group.get("fused") or not is_as_wide):
+            raise ValueError(f"optimizer state {name}.{key} is {found}, not {own}")
 
 
 def _read(loaded: Loaded, parameter: Tensor | None, name: str) -> Tensor:

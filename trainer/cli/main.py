@@ -46,9 +46,6 @@ class FinishedRun:
 
 def main() -> None:
     """Run the command line of this process, and exit."""
-    for name in ("stdin", "stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed, as by `>&-`; else the next file gets its number
-            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), "r+"))
     code = run(sys.argv[1:])
     flush_std_streams()
     mirror = sys.modules.get("trainer.report.wandb")

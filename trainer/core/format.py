@@ -7,6 +7,7 @@ import os
 import shlex
 from collections.abc import Sequence
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import TextIO
 
@@ -56,7 +57,7 @@ def percent(share: float) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Write a duration in words: `420 ms`, `8.4 s`, `2 min 8 s`, `3 h 20 min`, `4 d 7 h`."""
+    """Write a duration in words: `420 ms`, `8.4 s`, `2 min 8 s`, `3 h 20 min`."""
     if seconds is None or not math.isfinite(seconds):
         return "unknown"
     if seconds < 0.9995:  # noqa: PLR2004 - rounds to 1000 ms
@@ -65,23 +66,16 @@ def duration(seconds: float | None) -> str:
         return f"{seconds:.1f} s"
     minutes, whole_s = divmod(round(seconds), 60)
     hours, whole_min = divmod(minutes, 60)
-    days, whole_h = divmod(hours, 24)
-    if days:
-        return f"{days} d {whole_h} h"
     if hours:
         return f"{hours} h {whole_min} min"
     return f"{minutes} min {whole_s} s" if minutes else f"{whole_s} s"
 
 
 def clock(seconds: float | None) -> str:
-    """Write a countdown: `0:42`, `1:02:03`, `4d 07:12`; `-:--` while it is not known."""
+    """Write a countdown: `0:00:42`, `4 days, 7:12:00`; `-:--` while it is not known."""
     if seconds is None or not math.isfinite(seconds):
         return "-:--"
-    minutes, rest = divmod(max(0, round(seconds)), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours >= 24:  # noqa: PLR2004 - of a day
-        return f"{hours // 24}d {hours % 24:02}:{minutes:02}"
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    return str(timedelta(seconds=max(0, round(seconds))))
 
 
 def loss(value: float | None) -> str:

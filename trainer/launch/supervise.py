@@ -226,8 +226,8 @@ class Watch:
         if "peer" in end.report:
             end = replace(end, place=self.places.get(child.rank, end.place))
         self.ended[child.rank] = end = replace(end, code=code)
-        # Those that are done, or saved, wait for each other no longer than in a step.
-        wait_s = self.timeout_s
+        # Those that are done, or saved, wait for each other as in a step; W&B takes some seconds.
+        wait_s = max(self.timeout_s, 10.0)
         if end.has_failed and code != Preempted.exit_code:
             wait_s = ORDERLY_S if "error" in end.report else GRACE_S
             if not self.places:

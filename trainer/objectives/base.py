@@ -35,6 +35,13 @@ from trainer.core.micro_batch import Fields
 ModelCall = Callable[[Fields], Any]
 """Calls the model with those fields its `forward` names; gives what the model gives."""
 
+STEP_KEYS = {
+    *("step", "epoch", "samples", "tokens", "loss", "lr", "grad_norm", "accum_steps"),
+    *("micro_batches", "padding", "seconds", "tokens_per_second", "memory_bytes"),
+    *("skipped", "replays"),
+}
+"""What metrics.jsonl has of a step whatever the objective is; the last two where they apply."""
+
 IGNORED = -100
 """The label of what is no loss term, as everywhere in PyTorch."""
 
@@ -115,6 +122,9 @@ def sums_of(
             remedy = "return the sum over its terms, a 0-d float tensor"
             _refuse(f"{method}, {name}", loss, remedy)
     metrics = {n: _number(f"{method}, {n}", value) for n, value in sums.metrics.items()}
+    named = {*metrics, *(losses if len(losses) > 1 else ())}  # a single loss is the step's `loss`
+    if taken := sorted(n for n in named if n in STEP_KEYS or n.startswith("eval_")):
+        raise ConfigError(f"objective: {method}: {taken[0]} is a figure of every step; rename it")
     if weights is not None:
         _check_names(objective, weights, (*losses, *metrics))
     if torch.is_grad_enabled() and not any(loss.requires_grad for loss in losses.values()):

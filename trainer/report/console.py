@@ -19,8 +19,8 @@ from rich.text import Text
 
 from trainer.config.secrets import without_secrets
 from trainer.core.format import clock, lead_nowhere, loss, percent, printable_lines, rate, short
+from trainer.objectives.base import STEP_KEYS
 from trainer.report.journal import Entry
-from trainer.report.metrics import STEP_KEYS
 from trainer.report.records import Noun
 
 LOG_FILE = "train.log"

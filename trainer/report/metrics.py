@@ -17,13 +17,6 @@ from trainer.report.journal import METRICS_FILE, Entry, Journal, read, truncate_
 
 SAMPLES_FILE = "samples.jsonl"
 
-STEP_KEYS = {
-    *("step", "epoch", "samples", "tokens", "loss", "lr", "grad_norm", "accum_steps"),
-    *("micro_batches", "padding", "seconds", "tokens_per_second", "memory_bytes"),
-    *("skipped", "replays"),
-}
-"""What an entry of a step has whatever the objective is; the last two where they apply."""
-
 EVAL_SECONDS = "eval_seconds"  # wall time; evaluations in metrics.jsonl have it, steps have not
 
 
@@ -99,7 +92,7 @@ class MetricsLog:
             seconds: wall time.
         """
         entry: Entry = {"step": step}
-        entry |= {f"eval_{n.removeprefix('eval_')}": float(value) for n, value in metrics.items()}
+        entry |= {f"eval_{name}": float(value) for name, value in metrics.items()}
         return self._write(entry | {EVAL_SECONDS: round(seconds, 6)})
 
     def flush(self) -> list[Entry]:

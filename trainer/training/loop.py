@@ -213,5 +213,4 @@ def record_of(order: Order, report: StepReport, tokens: int, seconds: float) -> 
     }
     entry |= {} if report.skipped is None else {"skipped": report.skipped}
     entry |= {"replays": report.replays} if report.replays else {}
-    named = {f"metric_{n}" if n in entry else n: value for n, value in report.metrics.items()}
-    return entry | named
+    return {**entry, **report.metrics}

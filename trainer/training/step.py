@@ -93,7 +93,7 @@ def train_step(kit: Kit, batch: PlannedBatch, feed: Feed) -> StepReport:
     kit.world.note("update")
     norm = kit.model.gradient_norm()
     report = partial(report, loss=agreed.loss, metrics=agreed.metrics, grad_norm=norm)
-    # The step's only host sync: an update must not be launched before its gradient is known good.
+    # On one rank the step's only host sync: no update before its gradient is known to be good.
     if not bool(torch.isfinite(agreed.loss + norm)):
         _roll_back(kit)
         return report(skipped=NOT_FINITE)

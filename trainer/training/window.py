@@ -22,6 +22,7 @@ from trainer.core.errors import ConfigError, DoesNotFitError
 from trainer.core.micro_batch import MicroBatch
 from trainer.core.out_of_memory import AllocationGuard, fatal, release_memory
 from trainer.core.world import World
+from trainer.models.check import batch_statistics
 from trainer.objectives.base import Objective
 from trainer.optim.schedules import Schedule
 from trainer.parallel.base import Parallel
@@ -40,6 +41,7 @@ class Kit:
         terms: every name the objective weighs.
         lr: learning rate at factor 1, of parameters in no group of their own.
         base_lrs: that of each parameter group.
+        deferred_fits: whether memory has room for the gradients of `sync=deferred`.
         clip_norm: largest 2-norm of the step's gradient; None leaves it as it is.
         snapshot: of the declared state that forwards write, as it was before the step.
         model_state: what forwards write and checkpoints save, the same on all ranks after a step.
@@ -50,6 +52,7 @@ class Kit:
     terms: tuple[str, ...]
     strategy: GradientStrategy
     sync: SyncPolicy
+    deferred_fits: bool = True
     normalizer: Kind
     optimizer: torch.optim.Optimizer
     lr: float
@@ -126,12 +129,9 @@ def compute(kit: Kit, batch: PlannedBatch, parts: Sequence[Divisors]) -> Outcome
         }
         return Outcome(share.detach(), used, moved, found)
     if kit.sync.lockstep and kit.world.size > 1:
-        shared, (_, longest) = batch.plan.max_shared_positions, batch.largest_sample()
-        cap = f"type accum=budget accum.max_tokens={max(shared // 2, longest)}"
         raise DoesNotFitError(
             f"step {batch.step}: out of memory, and sync={kit.sync.name} reduces in every "
-            "micro-batch, so the step cannot be repeated: "
-            f"{cap if shared else 'lower data.max_length'}, or type sync=deferred"
+            f"micro-batch, so the step cannot be repeated: {_remedies(kit, batch)}"
         )
     kit.model.drop_gradients()
     release_memory()
@@ -178,6 +178,18 @@ def reduce(kit: Kit, agreed: Outcome) -> None:
     with fatal("in the reduction, which cannot be repeated: set a smaller accum.micro=N"):
         kit.sync.reduce(kit.model, agreed.used)
         kit.model_state.copy_from_main(agreed.moved)
+
+
+def _remedies(kit: Kit, batch: PlannedBatch) -> str:
+    """Say what to type where a step in lockstep ran out of memory."""
+    shared, (_, longest) = batch.plan.max_shared_positions, batch.largest_sample()
+    cap = max(shared // 2, longest)
+    remedy = (
+        f"type accum=budget accum.max_tokens={cap}" if cap < shared else "lower data.max_length"
+    )
+    if kit.normalizer == "micro_batches" or batch_statistics(kit.model.module):
+        remedy = "lower accum.micro"
+    return remedy + ", or type sync=deferred" * kit.deferred_fits
 
 
 def check_names(kit: Kit, micro_batches: Sequence[MicroBatch]) -> None:

@@ -110,7 +110,11 @@ def describe(work: Workload, length: int, precision: str) -> dict[str, Any]:
     tensors = [*work.model.named_parameters(), *work.model.named_buffers()]
     groups = optimizer.param_groups
     return {
-        "classes": sorted({_class_of(part) for part in parts}),
+        "classes": sorted(  # with the version of each one's package
+            f"{kind.__module__}.{kind.__qualname__} {getattr(package, '__version__', '')}"
+            for kind in set(map(type, parts))
+            for package in [sys.modules.get(kind.__module__.partition(".")[0])]
+        ),
         "tensors": [f"{n} {t.dtype} {tuple(t.shape)} {t.requires_grad}" for n, t in tensors],
         "operators": operators_of(work, Shape(2, length)),
         "optimizer": str([{k: v for k, v in group.items() if k not in RATES} for group in groups]),
@@ -120,10 +124,3 @@ def describe(work: Workload, length: int, precision: str) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
     }
-
-
-def _class_of(part: object) -> str:
-    """Name a class, and the version of its package."""
-    kind = type(part)
-    package = sys.modules.get(kind.__module__.partition(".")[0])
-    return f"{kind.__module__}.{kind.__qualname__} {getattr(package, '__version__', '')}"

@@ -145,7 +145,7 @@ def test_a_resumed_run_is_the_uninterrupted_run_bit_for_bit(kind, tmp_path):
 
 def test_moments_wider_than_their_parameters_keep_their_bits(tmp_path):
     model = nn.Linear(4, 4).bfloat16()
-    optimizer = torch.optim.Optimizer(model.parameters(), {})
+    optimizer = type("Own", (torch.optim.Optimizer,), {})(model.parameters(), {})
     for parameter in model.parameters():
         optimizer.state[parameter] = {
             "step": torch.tensor(1.0),
