@@ -149,7 +149,7 @@ def test_the_reduction_of_shards_needs_no_more_than_was_there_before_ranks_agree
 IN_THE_REDUCTION = "in the reduction, which cannot be repeated"
 IN_LOCKSTEP = (
     "step 2: out of memory, and sync=immediate reduces in every micro-batch, so the step cannot "
-    "be repeated: type accum=budget accum.max_tokens="
+    "be repeated: type accum=budget accum.max_tokens=10, or type sync=deferred"
 )
 
 

@@ -131,7 +131,7 @@ def compute(kit: Kit, batch: PlannedBatch, parts: Sequence[Divisors]) -> Outcome
     if kit.sync.lockstep and kit.world.size > 1:
         raise DoesNotFitError(
             f"step {batch.step}: out of memory, and sync={kit.sync.name} reduces in every "
-            f"micro-batch, so the step cannot be repeated: {_remedies(kit, batch)}"
+            f"micro-batch, so the step cannot be repeated: {remedies(kit, batch)}"
         )
     kit.model.drop_gradients()
     release_memory()
@@ -180,7 +180,7 @@ def reduce(kit: Kit, agreed: Outcome) -> None:
         kit.model_state.copy_from_main(agreed.moved)
 
 
-def _remedies(kit: Kit, batch: PlannedBatch) -> str:
+def remedies(kit: Kit, batch: PlannedBatch) -> str:
     """Say what to type where a step in lockstep ran out of memory."""
     shared, (_, longest) = batch.plan.max_shared_positions, batch.largest_sample()
     cap = max(shared // 2, longest)

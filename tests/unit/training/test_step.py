@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,6 +13,7 @@ from trainer.core.errors import ConfigError
 from trainer.plan.cut import Cut
 from trainer.plan.cuts import Budget, Fixed
 from trainer.training.step import train_step
+from trainer.training.window import remedies
 
 CUTS: dict[str, Cut] = {
     "one sample each": Fixed(micro=1),
@@ -108,3 +111,20 @@ def test_complex_gradients_are_clipped_with_the_others():
     first, second = (bench.parameters() for bench in benches)
     assert first["turn"].is_complex()
     assert all(torch.allclose(first[n], second[n], rtol=0, atol=1e-9) for n in first)
+
+
+def test_what_to_type_after_memory_ran_out_in_lockstep_is_less_than_what_there_was():
+    for cut, normalizer, says in (
+        (Budget(max_tokens=60), "tokens", "type accum=budget accum.max_tokens="),
+        (Fixed(micro=1), "tokens", "lower data.max_length"),
+        (Fixed(micro=4), "micro_batches", "lower accum.micro"),
+    ):
+        bench = Bench(cut, normalizer=normalizer)
+        batch = bench.feed.next()
+        text = remedies(bench.kit, batch)
+        assert text.startswith(says)
+        assert text.endswith(", or type sync=deferred")
+        if says.endswith("="):
+            cap = int(text.removeprefix(says).partition(",")[0])
+            assert batch.largest_sample()[1] <= cap < batch.plan.max_shared_positions
+        assert f"{remedies(replace(bench.kit, deferred_fits=False), batch)}, or" in text
