@@ -24,14 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import trainer
-from tests.lib.cli_support import (
-    CHECKOUT,
-    OWN_RUN,
-    faults,
-    make_own_folder,
-    prepared,
-    python,
-)
+from tests.lib.cli_support import CHECKOUT, OWN_RUN, faults, make_own_folder, prepared, python
 from tests.lib.run_support import only_run, shell
 from trainer.cli.argv import COMMANDS
 from trainer.cli.main import composer_of

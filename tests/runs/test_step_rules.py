@@ -8,15 +8,7 @@ import pytest
 import torch
 
 from tests.lib.nightly import nightly
-from tests.lib.run_support import (
-    TOYS,
-    curve,
-    entries,
-    go,
-    read_json,
-    state,
-    steps,
-)
+from tests.lib.run_support import TOYS, curve, entries, go, read_json, state, steps
 from trainer.cli.main import FinishedRun
 from trainer.core.errors import ConfigError
 

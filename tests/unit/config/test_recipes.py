@@ -86,16 +86,6 @@ def test_a_recipe_is_also_a_path(tmp_path, monkeypatch):
         recipes.locate("friend.yml")
 
 
-def test_hydra_lists_recipes_as_a_group():
-    source = recipes.RecipeSource("trainer", f"{recipes.SCHEME}://{SHIPPED[0].parent}")
-    assert source.available()
-    assert source.list("", None) == ["recipe"]
-    assert source.list("recipe", None) == [path.stem for path in SHIPPED]
-    assert source.list("model", None) == []
-    assert not source.is_config("quickstart")
-    assert not source.is_group("hydra")
-
-
 HOSTILE = {
     "hydra: {callbacks: {x: {_target_: os.system}}}": "hydra: not for a recipe",
     "hydra: {run: {dir: /tmp/x}}": "hydra: not for a recipe",

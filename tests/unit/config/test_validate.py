@@ -193,10 +193,3 @@ def test_consent_is_no_part_of_a_file_and_a_file_of_another_version_is_refused_b
     plain["batch"]["golbal"] = 3
     with pytest.raises(ConfigError, match=r"batch\.golbal: unknown setting\. Did you mean"):
         from_plain(plain)
-
-
-def test_the_clock_has_a_default():
-    assert (checked().steps, checked().total_epochs) == (32, None)
-    other = checked({}, "model=gpt2")
-    assert (other.steps, other.total_epochs) == (None, 1)
-    assert (checked({}, "epochs=2").steps, checked({}, "epochs=2").total_epochs) == (None, 2)

@@ -10,7 +10,6 @@ import pytest
 
 from tests.lib.support import documents_of
 from trainer.core.errors import DataError
-from trainer.data import files
 from trainer.data.documents import BOS, EOS
 from trainer.data.stdlib import StdlibText, top_level_definitions
 
@@ -171,16 +170,3 @@ def test_the_fingerprint_follows_every_setting_and_no_place_of_the_cache(library
     assert len(others | {first}) == 6
     monkeypatch.setenv("TRAIN_CACHE", str(library / "another"))
     assert fingerprint() == first
-
-
-def test_off_a_terminal_building_says_one_plain_line(library, capsys, monkeypatch):
-    monkeypatch.setattr(files, "LONG_S", -1.0)
-    StdlibText(root=str(library))
-    text = "train: indexing the Python standard library, 8 modules ...\n"
-    assert capsys.readouterr().err == text
-    StdlibText(root=str(library))
-    assert capsys.readouterr().err == ""
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    (library / "alpha.py").write_text("def changed(): ...\n")
-    StdlibText(root=str(library))
-    assert capsys.readouterr().err == ""

@@ -1,6 +1,5 @@
 """The index on disk, and which samples are held out."""
 
-import pickle
 import threading
 from itertools import pairwise
 
@@ -101,15 +100,6 @@ def test_the_cache_folder_follows_the_environment_and_must_be_writable(monkeypat
         monkeypatch.setenv(name, str(tmp_path))
         assert cache_folder() == tmp_path / folder
         monkeypatch.delenv(name)
-
-
-def test_a_pickled_index_is_a_path_and_a_key():
-    pickled = pickle.dumps(opened([bytes(10**6)]))
-    assert len(pickled) < 1000
-    assert contents(pickle.loads(pickled)) == [bytes(10**6)]
-    opened([b"text"], "another")
-    with pytest.raises(DataError, match=r"cannot be read .*; run again"):
-        pickle.loads(pickled)
 
 
 @given(

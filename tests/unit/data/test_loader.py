@@ -145,20 +145,6 @@ def test_a_new_stream_starts_cleanly_after_one_that_was_left(loader_of):
     assert all(map(same, loader.stream(iter(REQUESTS)), expected))
 
 
-def test_requests_are_drawn_lazily(loader_of):
-    drawn = []
-
-    def endless():
-        while True:
-            drawn.append(len(drawn))
-            yield request(0)
-
-    for num_workers in (0, 1):
-        drawn.clear()
-        next(iter(loader_of(Ragged(), num_workers).stream(endless())))
-        assert len(drawn) <= 1 + 2 * num_workers
-
-
 class Signals(Ragged):
     def __getitem__(self, i):
         ignored = [signal.getsignal(s) == signal.SIG_IGN for s in (signal.SIGINT, signal.SIGTERM)]

@@ -8,12 +8,7 @@ import torch
 from torch import nn
 
 from tests.lib.tune_support import ConvNet, Encoder, gpt, workload
-from trainer.models.recompute import (
-    blocks_of,
-    can_recompute,
-    checkpoint_blocks,
-    with_checkpointing,
-)
+from trainer.models.recompute import blocks_of, can_recompute, checkpoint_blocks, with_checkpointing
 
 
 def gradient(model: nn.Module) -> list[torch.Tensor]:

@@ -12,14 +12,7 @@ from hypothesis import strategies as st
 from trainer.core.errors import ConfigError
 from trainer.plan.cut import Cost, Layout, Plan
 from trainer.plan.cuts import Auto, Budget, Fixed, SampleTooLongError
-from trainer.plan.memory import (
-    LINE_STEPS,
-    MANY,
-    Shape,
-    candidate_caps,
-    corner_shapes,
-    largest_cap,
-)
+from trainer.plan.memory import LINE_STEPS, MANY, Shape, candidate_caps, corner_shapes, largest_cap
 
 LENGTHS = st.lists(st.integers(1, 90), min_size=1, max_size=50).map(
     lambda values: np.array(values, dtype=np.int64)

@@ -76,22 +76,6 @@ def test_a_fit_reproduces_what_such_terms_made(coefficients, shapes):
         assert float(np.dot(found, terms(shape))) == pytest.approx(value, rel=1e-6)
 
 
-@given(st.lists(st.floats(0.1, 100), min_size=5, max_size=5))
-def test_no_single_change_of_a_fit_is_better(values):
-    shapes = [Shape(1, 8), Shape(4, 8), Shape(16, 8), Shape(4, 32), Shape(9, 77)]
-    rows, target = np.array([terms(shape) for shape in shapes]), np.array(values)
-    found = fit_shapes(dict(zip(shapes, values, strict=True)))
-
-    def error(coefficients) -> float:
-        return float(np.square(rows @ coefficients / target - 1).sum())
-
-    for column in range(3):
-        for factor in (0.99, 1.01):
-            other = found.copy()
-            other[column] *= factor
-            assert error(found) <= error(other) + 1e-9
-
-
 def test_the_time_model_is_found_again_despite_outliers():
     machine = Machine(noise=lambda run: 5.0 if run % 13 == 0 else 1.0)
     seconds = machine.measure().seconds
@@ -184,16 +168,7 @@ def test_a_small_size_never_counts_as_slower_than_a_larger_one_and_is_not_truste
     found = Machine(noise=noise).measure(budget_s=600)
     times = [found.seconds[size] for size in SIZES]
     assert times == sorted(times)
-    assert found.noise > QUIET
-
-
-def test_timings_on_a_busy_machine_are_known_to_be_noisy():
-    quiet = Machine().measure()
-    draws = np.random.default_rng(0)
-    busy = Machine(noise=lambda _: 1.0 + draws.exponential(1.0)).measure()
-    assert quiet.noise <= QUIET
-    assert busy.noise > QUIET
-    assert Machine().measure(budget_s=0.05).noise > QUIET
+    assert found.noise > QUIET >= Machine().measure().noise
 
 
 @pytest.mark.parametrize("recompute", [False, True])

@@ -15,13 +15,7 @@ from pydantic import TypeAdapter
 from torch import Tensor, nn
 
 from tests.lib.nightly import nightly
-from tests.lib.tune_support import (
-    VOCABULARY,
-    Encoder,
-    Stubborn,
-    measured_peak,
-    workload,
-)
+from tests.lib.tune_support import VOCABULARY, Encoder, Stubborn, measured_peak, workload
 from trainer.core.errors import DoesNotFitError
 from trainer.plan.cut import Layout
 from trainer.plan.cuts import Auto

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from tests.lib.nightly import nightly
 from tests.lib.run_toys import Cramped
-from tests.lib.support import EXACT, VOCABULARY, WRONG, Bench, TinyLM
+from tests.lib.support import EXACT, VOCABULARY, Bench, TinyLM
 from trainer.accumulate.base import GradientStrategy
 from trainer.accumulate.sum import Sum
 from trainer.core.errors import ConfigError, DoesNotFitError
@@ -306,30 +306,6 @@ def test_tensors_in_plain_attributes_are_named_once():
     assert report.exact
     (note,) = [note for note in report.notes if "plain attribute" in note]
     assert note.startswith("last, scale: ")
-
-
-class Complex(TinyLM):
-    """Turns in the complex plane."""
-
-    def __init__(self, couples: bool = False) -> None:
-        super().__init__()
-        self.couples = couples
-        self.turn = nn.Parameter(torch.randn(VOCABULARY, dtype=torch.complex64))
-
-    def to(self, *_args: object, **_kwargs: object) -> Complex:  # would drop imaginary parts
-        return self
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        turned = (super().forward(input_ids).to(torch.complex64) * self.turn).imag
-        return turned - self.couples * turned.mean() * turned
-
-
-@pytest.mark.parametrize("couples", [False, True])
-def test_complex_weights_keep_their_imaginary_parts(couples):
-    report = Bench(SORTED, torch.float32, model=lambda: Complex(couples)).verified()
-    assert report.exact != couples, report.culprits
-    assert (report.max_relative_error > WRONG) == couples
-    assert (report.dtype, report.num_parameters) == ("float64", 10)
 
 
 class FirstLoss(NextToken):  # type: ignore[misc] # final
