@@ -32,7 +32,7 @@ class Odd(Squared):
         "text metric": lambda loss: Sums(losses={"squared": loss}, metrics={"squared": "much"}),
         "unweighted": lambda loss: Sums(losses={"squared": loss, "second": loss}),
         "the step's": lambda loss: Sums(losses={"squared": loss}, metrics={"replays": 1.0}),
-        "the total": lambda loss: Sums(losses={"squared": loss, "loss": loss}),
+        "the time": lambda loss: Sums(losses={"squared": loss, "seconds": loss}),
     }
     WEIGHTS: ClassVar[Mapping[str, Any]] = {
         "none": None,

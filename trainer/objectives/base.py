@@ -122,7 +122,7 @@ def sums_of(
             remedy = "return the sum over its terms, a 0-d float tensor"
             _refuse(f"{method}, {name}", loss, remedy)
     metrics = {n: _number(f"{method}, {n}", value) for n, value in sums.metrics.items()}
-    named = {*metrics, *(losses if len(losses) > 1 else ())}  # a single loss is the step's `loss`
+    named = {*metrics, *(losses.keys() - {"loss"} if len(losses) > 1 else ())}
     if taken := sorted(n for n in named if n in STEP_KEYS or n.startswith("eval_")):
         raise ConfigError(f"objective: {method}: {taken[0]} is a figure of every step; rename it")
     if weights is not None:

@@ -117,9 +117,9 @@ def evaluate(
             for numbers in ([sums for sums, *_ in found], [weights for _, weights, *_ in found])
         )
         means[name] = total / weight if weight else math.nan
-    return {"loss": sum(means[name] for name in terms)} | {
-        name: mean for name, mean in means.items() if name not in terms or len(terms) > 1
-    }
+    shown = {n: mean for n, mean in means.items() if n not in terms or len(terms) > 1}
+    whole = {"loss": sum(means[name] for name in terms)}
+    return whole | shown | whole  # first, and in place of a term that is called so
 
 
 def _attempt(

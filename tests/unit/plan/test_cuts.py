@@ -139,14 +139,6 @@ def test_a_lowered_cap_still_lets_a_longer_sample_try_alone():
     assert plan.max_shared_positions <= 70
 
 
-def test_fixed_halves_the_samples_of_a_micro_batch():
-    lengths = np.full(10, 3)
-    by_micro, by_steps = Fixed(micro=5), Fixed(steps=2)
-    assert by_micro.smaller(by_micro.cut(lengths, Layout())) == Fixed(micro=3)
-    assert by_steps.smaller(by_steps.cut(lengths, Layout())) == Fixed(steps=4)
-    assert Fixed(micro=1).smaller(Fixed(micro=1).cut(lengths, Layout())) is None
-
-
 @pytest.mark.parametrize(
     ("ranks", "padded", "layout", "fault"),
     [

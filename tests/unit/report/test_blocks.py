@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 from rich.text import Text
 
-from trainer.core.signals import STOPPING
 from trainer.report.blocks import batch_equation, end_block, plan_block, verify_block
 from trainer.report.console import BRIEF, LOG_FILE, Screen
 from trainer.report.records import VerifyReport
@@ -247,10 +245,3 @@ def test_a_terminal_that_knows_only_ascii_gets_escapes_and_brackets_are_no_marku
     screen = Screen(file=io.TextIOWrapper(raw, encoding="ascii"))
     screen.line("é [red]x[/red] :smile:")
     assert raw.getvalue() == b"\\xe9 [red]x[/red] :smile:\n"
-
-
-def test_the_bar_is_not_drawn_over_what_is_said_of_a_signal():
-    screen = Screen(file=io.StringIO())
-    screen.begin(1, 2)
-    height = len(Console(width=80).render_lines(screen._progress)) + 1  # the figures
-    assert STOPPING.endswith(b"\n" * height)

@@ -16,7 +16,7 @@ from tests.lib.support import Bench, RaggedText, TinyLM
 from trainer.core.errors import DoesNotFitError
 from trainer.core.world import World
 from trainer.data.loader import Loader
-from trainer.objectives.base import IGNORED
+from trainer.objectives.base import IGNORED, Sums
 from trainer.objectives.next_token import NextToken, shifted_labels
 from trainer.plan.cut import Layout
 from trainer.plan.cuts import Budget
@@ -150,3 +150,22 @@ def test_held_out_data_without_a_label_give_not_a_number():
     data.masked = set(range(9))
     found = evaluated(Bench(Budget(max_tokens=60)), held_out(60, data))
     assert found == pytest.approx({"loss": float("nan"), "accuracy": float("nan")}, nan_ok=True)
+
+
+class Called(NextToken):  # type: ignore[misc] # final
+    """Two losses, one of which has the name of their sum."""
+
+    metric_names = ()
+
+    def weights(self, fields):
+        (weight, *_) = super().weights(fields).values()
+        return {"loss": weight, "aux": weight}
+
+    def sums(self, model, fields):
+        loss = super().sums(model, fields).losses["cross_entropy"]
+        return Sums(losses={"loss": loss, "aux": 2 * loss})
+
+
+def test_the_loss_is_the_sum_of_all_though_one_is_called_so():
+    found = evaluated(Bench(Budget(max_tokens=60), objective=Called()), held_out(60))
+    assert found["loss"] == pytest.approx(1.5 * found["aux"])
