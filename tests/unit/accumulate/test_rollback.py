@@ -160,7 +160,7 @@ class Flagged(Toy):
 def test_a_replay_begins_with_everything_as_it_was(toy, number):
     # Micro-batches of what is normalised are tried once more as they are, not in a finer cut.
     expected = after_three_steps(toy, {} if toy is Normed else {number: (0, "finer")})
-    for at, phase in POINTS:
+    for at, phase in POINTS if toy is Buffers else POINTS[-1:]:
         assert after_three_steps(toy, {number: (at, phase)}) == expected, (at, phase)
 
 

@@ -62,23 +62,6 @@ def test_next_token_shifts_labels_itself_and_ignores_minus_100(smoothing):
     assert NextToken().weights(fields).keys() == {"cross_entropy", "accuracy"}
 
 
-def test_a_packed_row_equals_its_documents_padded():
-    lengths = [4, 1, 6]
-    padded = ragged_fields(lengths, seed=5)
-    packed = {
-        name: torch.cat([row[:n] for row, n in zip(padded[name], lengths, strict=True)])[None]
-        for name in ("input_ids", "labels")
-    } | {"cu_seqlens": torch.tensor([0, 4, 5, 11], dtype=torch.int32)}
-    theta = weight()
-    objective = NextToken(z_loss=0.1)
-    assert objective.weights(packed) == objective.weights(padded)
-    with torch.no_grad():
-        one, other = (objective.sums(linear(theta), fields) for fields in (packed, padded))
-    for name, term in one.losses.items():
-        torch.testing.assert_close(term, other.losses[name], **CLOSE)
-    assert one.metrics == other.metrics
-
-
 @pytest.mark.parametrize("objective", [NextToken(), NextToken(z_loss=0.1, label_smoothing=0.1)])
 def test_a_micro_batch_without_a_loss_term_weighs_nothing_and_adds_an_exact_zero(objective):
     fields = ragged_fields([1, 1], seed=0)

@@ -87,9 +87,11 @@ def test_auto_cuts_by_the_cost_it_was_tuned_with():
     assert dear.cut(lengths, Layout()).num_micro_batches == 1
 
 
-def test_a_longer_sample_is_alone_under_a_tuned_cap_that_suits_the_short_ones():
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_longer_sample_is_alone_under_a_tuned_cap_that_suits_the_short_ones(packed):
     cut = Auto().tuned(20, Cost(), alone=30)
-    plan = cut.cut(np.array([5, 30, 7, 6]), Layout())
+    plan = cut.cut(np.array([5, 30, 7, 6]), Layout(packed=packed))
+    assert [ids for ids in samples_of(plan)[0] if 1 in ids] == [[1]]
     assert cut.hard_cap == plan.max_positions == 30
     assert plan.max_shared_positions <= 20
     with pytest.raises(SampleTooLongError, match=r"sample 1 .* 31 tokens") as caught:
@@ -227,6 +229,7 @@ def test_all_that_binds_a_cut_holds_together_or_the_error_names_what_would_do(da
         max_shapes=data.draw(st.sampled_from([None, 1, 3])) if packed else None,
         packed=packed,
         group_size=size,
+        cost=Cost(fixed=data.draw(st.floats(0.0, 500.0))),
     )
     cap, micro = data.draw(st.integers(1, 500)), data.draw(st.sampled_from([None, 1, 4, 10]))
     try:
@@ -248,3 +251,5 @@ def test_all_that_binds_a_cut_holds_together_or_the_error_names_what_would_do(da
     assert len(shapes) <= (layout.max_shapes or len(shapes))
     # A packed row of the whole cap may end anywhere.
     assert all(length % layout.pad_multiple == 0 or length == cap for length in shapes)
+    if not (packed or layout.lockstep):
+        assert all(list(own) == sorted(own, reverse=True) for own in plan.padded_lengths)

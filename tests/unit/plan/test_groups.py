@@ -53,12 +53,6 @@ def test_cuts_of_groups_are_as_cheap_as_the_best_of_all_partitions(lengths, size
     assert found == pytest.approx(min(price(b) for b in partitions(tops) if fits(b)), rel=1e-9)
 
 
-def test_a_short_last_group_shares_a_micro_batch_where_all_fit_into_one():
-    cut, lengths = Budget(max_tokens=1000), np.array([40, 7, 33, 40, 37])
-    for packed in (False, True):
-        assert cut.cut(lengths, Layout(group_size=3, packed=packed)).num_micro_batches == 1
-
-
 def test_a_group_is_not_divided_for_a_bound_on_samples():
     layout = Layout(group_size=4)
     plan = Budget(max_tokens=100, micro=6).cut(np.full(10, 5), layout)
@@ -97,10 +91,8 @@ def test_a_plan_that_divides_or_shuffles_a_group_is_refused():
 MODES = [
     Layout(),
     Layout(world_size=8, lockstep=True),
-    Layout(world_size=512),
     Layout(world_size=512, lockstep=True),
     Layout(packed=True),
-    Layout(world_size=512, packed=True),
     Layout(world_size=512, lockstep=True, packed=True),
     Layout(group_size=4),
     Layout(shapes=tuple(range(512, 4097, 512))),

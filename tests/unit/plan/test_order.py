@@ -119,13 +119,6 @@ def test_the_permutation_is_the_same_on_every_machine_and_numpy():
 PINNED = [(8, 0, 1, 9, 5, 6, 2, 7, 4, 3), (9, 2, 3, 8, 1, 4, 0, 6, 7, 5)]
 
 
-def test_writing_to_a_batch_does_not_change_the_order():
-    order = Order(10, 0, 4)
-    expected = ids_of([order.next(order.start)])
-    order.next(order.start).ids[:] = -1
-    assert ids_of([order.next(order.start)]) == expected
-
-
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [

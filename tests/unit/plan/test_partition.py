@@ -14,14 +14,6 @@ from trainer.plan.packing import pack, pack_rows
 from trainer.plan.partition import cut_sorted, ladder, pad, partition
 
 COSTS = st.builds(Cost, fixed=st.floats(0.0, 500.0), quadratic=st.sampled_from([0.0, 0.001, 0.02]))
-LAYOUTS = st.builds(
-    Layout,
-    world_size=st.sampled_from([1, 2, 3, 8]),
-    lockstep=st.booleans(),
-    pad_multiple=st.sampled_from([1, 8]),
-    max_shapes=st.sampled_from([None, 1, 3]),
-    cost=COSTS,
-)
 ROUNDING = 1e-9
 
 
@@ -49,28 +41,6 @@ def descending(lengths):
 def cost_of_cuts(lengths, starts, cost):
     bounds = [*map(int, starts), len(lengths)]
     return sum(tokens_of(cost, end - begin, int(lengths[begin])) for begin, end in pairwise(bounds))
-
-
-@given(batches(), LAYOUTS, st.booleans(), st.integers(120, 700), st.sampled_from([None, 1, 5]))
-@settings(max_examples=150)
-def test_a_plan_holds_every_sample_once_under_the_cap(lengths, layout, packed, cap, max_micro):
-    plan = (pack if packed else partition)(lengths, layout, cap, max_micro)
-    plan.check(layout)
-    assert plan.max_positions <= cap
-    filled = [(rank, slot) for rank, slot in plan.slots() if len(plan.ranks[rank][slot])]
-    assert all(len(plan.ranks[rank][slot]) <= (max_micro or 60) for rank, slot in filled)
-    shapes = {plan.padded_lengths[rank][slot] for rank, slot in filled}
-    if packed:
-        assert len(shapes) <= (layout.max_shapes or len(shapes))
-        return
-    assert all(shape % layout.pad_multiple == 0 for shape in shapes)
-    if lengths.min() > 0:
-        assert 0 < efficiency(plan, layout) <= 1 + ROUNDING
-    for own, slots in zip(plan.padded_lengths, plan.ranks, strict=True):
-        if not layout.lockstep:
-            assert list(own) == sorted(own, reverse=True)
-        elif layout.world_size > 1:  # empty slots only where a rank has no more samples
-            assert sum(length == 0 for length in own) == max(0, len(own) - sum(map(len, slots)))
 
 
 @given(batches(most=120), st.integers(120, 5000), COSTS, st.sampled_from([3, 1000]))
@@ -135,14 +105,6 @@ def test_ranks_without_collectives_may_hold_nothing():
     in_lockstep = partition(lengths, Layout(world_size=4, lockstep=True), cap=100)
     assert [[len(ids) for ids in slots] for slots in in_lockstep.ranks] == [[1], [1], [0], [0]]
     assert in_lockstep.padded_lengths == ((9,), (5,), (0,), (0,))
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_a_sample_longer_than_the_cap_is_alone(packed):
-    lengths = np.array([3, 50, 4, 3, 3], dtype=np.int64)
-    plan = (pack if packed else partition)(lengths, Layout(packed=packed), cap=10)
-    assert [ids.tolist() for ids in plan.ranks[0] if 1 in ids] == [[1]]
-    assert plan.max_shared_positions <= 10
 
 
 @given(batches(most=40), st.integers(1, 3), COSTS)

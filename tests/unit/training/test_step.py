@@ -90,29 +90,6 @@ def test_a_parameter_that_no_optimizer_knows_is_refused_by_name(name):
         Bench(Fixed(micro=3), model=lambda: Late(name)).step()
 
 
-class Turning(TinyLM):
-    """Begins with a complex weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        turn = nn.Parameter(torch.randn(8, dtype=torch.complex128))
-        self._parameters = {"turn": turn, **self._parameters}
-
-    def to(self, dtype: torch.dtype) -> Turning:  # that of `nn.Module` drops imaginary parts
-        return self._apply(lambda t: t if t.is_complex() else t.to(dtype))
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        return self.head((self.norm(self.mix(self.embed(input_ids))[0]) * self.turn).imag)
-
-
-def test_complex_gradients_are_clipped_with_the_others():
-    benches = [Bench(c, model=Turning, clip_norm=1e-3) for c in (WHOLE, Budget(max_tokens=60))]
-    assert all(bench.step().grad_norm > WRONG for bench in benches)
-    first, second = (bench.parameters() for bench in benches)
-    assert first["turn"].is_complex()
-    assert all(torch.allclose(first[n], second[n], rtol=0, atol=1e-9) for n in first)
-
-
 def test_what_to_type_after_memory_ran_out_in_lockstep_is_less_than_what_there_was():
     for cut, normalizer, says in (
         (Budget(max_tokens=60), "tokens", "type accum=budget accum.max_tokens="),

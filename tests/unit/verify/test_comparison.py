@@ -18,7 +18,7 @@ from tests.lib.run_toys import Cramped
 from tests.lib.support import EXACT, VOCABULARY, Bench, TinyLM
 from trainer.accumulate.base import GradientStrategy
 from trainer.accumulate.sum import Sum
-from trainer.core.errors import ConfigError, DoesNotFitError
+from trainer.core.errors import DoesNotFitError
 from trainer.objectives.next_token import NextToken
 from trainer.plan.cuts import Budget, Fixed
 from trainer.verify.comparison import compared
@@ -233,18 +233,6 @@ def test_what_does_not_fit_in_float64_and_cannot_be_cut_ends_with_its_name():
     words = r"sample \d+ of \d+ tokens .* in float64, even alone"
     with pytest.raises(DoesNotFitError, match=words):
         cramped(20_000).verified()
-
-
-def test_a_model_that_runs_on_the_planned_groups_alone_is_a_mistake_in_the_model():
-    class OfThree(TinyLM):
-        def forward(self, input_ids: Tensor) -> Tensor:
-            if len(input_ids) != 3:
-                raise RuntimeError("made for three")
-            return super().forward(input_ids)
-
-    bench = Bench(Fixed(micro=3), global_batch=6, model=OfThree)
-    with pytest.raises(ConfigError, match=r"on no group of samples .*made for three"):
-        bench.verified()
 
 
 # State, and what is not copied

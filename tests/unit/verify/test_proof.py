@@ -347,24 +347,6 @@ def test_a_loss_over_declared_groups_is_exact_though_the_last_is_short():
     assert Bench(Budget(max_tokens=90), objective=Pairs(), **settings).verified().exact
 
 
-class Signed(NextToken):  # type: ignore[misc] # final
-    """Terms that cancel, and a metric that is counted in its own way."""
-
-    metric_names = ("runs",)
-
-    def weights(self, fields):
-        return {"cross_entropy": float(len(fields["input_ids"])), "runs": 1.0}
-
-    def sums(self, model, fields):
-        loss = super().sums(model, fields).losses["cross_entropy"]
-        cancelled = {"cross_entropy": 1e9 * (loss - loss.detach())}
-        return Sums(losses=cancelled, metrics={"runs": torch.ones(())})
-
-
-def test_sums_that_cancel_and_weights_of_metrics_are_no_fault():
-    assert Bench(Fixed(micro=3), objective=Signed()).verified().exact
-
-
 @dataclass(frozen=True)
 class MeanLoss(Objective):
     """A mean, as losses in Lightning's `training_step` are."""
