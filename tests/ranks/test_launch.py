@@ -55,7 +55,7 @@ def free_port() -> int:
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The undisturbed run on one rank."""
     folder = tmp_path_factory.mktemp("alone") / "run"
-    assert run([*TYPED, "steps=12", f"hydra.run.dir={folder}"]) == 0
+    assert run([*TYPED, "steps=6", f"hydra.run.dir={folder}"]) == 0
     return folder
 
 
@@ -81,16 +81,16 @@ def test_a_signal_saves_at_a_step_boundary_and_another_number_of_ranks_goes_on(
     tmp_path, alone, number, mode, then
 ):
     folder = tmp_path / "run"
-    typed = ("parallel.ranks=2", f"parallel={mode}", "steps=12", "model.pause=0.1")
+    typed = ("parallel.ranks=2", f"parallel={mode}", "steps=6", "model.pause=0.1")
     running = start(folder, *typed)
-    running.wait_for("run/metrics.jsonl", 3)
+    running.wait_for("run/metrics.jsonl", 2)
     running.process.send_signal(number)
     code, errors = finish(running)
     assert code == 75
     assert len(errors) == 1
     status = read_json(folder / "status.json")
     assert status["state"] == "preempted"
-    assert status["step"] == len(steps(folder)) < 12
+    assert status["step"] == len(steps(folder)) < 6
     plan = read_json(folder / "plan.json")
     assert (plan["world_size"], plan["parallel"]) == (2, mode)
     assert run([f"resume={folder}", "trust=[tests]", *then]) == 0
@@ -106,7 +106,7 @@ def test_ranks_that_two_torchrun_agents_start_make_one_run_that_takes_the_same_s
     agent = ("-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1")
     agent += ("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}")
     agent += ("--rdzv-id=job", "--local-addr=127.0.0.1")
-    running = [start(folder, "steps=12", launcher=agent, LOUD="1") for _ in range(2)]
+    running = [start(folder, "steps=6", launcher=agent, LOUD="1") for _ in range(2)]
     assert [finish(each)[0] for each in running] == [0, 0]
     assert_same_run(folder, alone)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]

@@ -70,7 +70,6 @@ MODES = ("none", "ddp", "fsdp", "hsdp")
 @pytest.mark.parametrize(
     ("name", "pairs"),
     [
-        ("sgd", [("ddp", "fsdp")]),
         *(nightly(name, [*product(MODES, repeat=2)]) for name in OPTIMIZERS),
     ],
     ids=str,

@@ -10,6 +10,7 @@ import shlex
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -75,6 +76,12 @@ def test_the_commands_of_the_readme_run_one_after_the_other(monkeypatch):
         "".join(json.dumps({"body": f"{n} words " * 9}) + "\n" for n in range(200))
     )
     Path("README.md").write_text(README)
+    # Instead of the whole standard library, which takes some seconds to index.
+    library = SimpleNamespace(get_path=lambda _: str(Path("library").absolute()))
+    monkeypatch.setattr("trainer.data.stdlib.sysconfig", library)
+    Path("library").mkdir()
+    for i in range(60):
+        Path(f"library/m{i}.py").write_text(f"def f{i}():\n    return {i}, 'of {i % 7}'\n")
     (own,) = (block for block in blocks(README, "python") if "# mine.py" in block)
     ast.parse(own)
     Path("mine.py").write_text(own)

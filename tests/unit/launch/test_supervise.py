@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.lib.cli_support import CHECKOUT
 from trainer.core.errors import Preempted
 from trainer.core.rank_progress import Board, Place
 from trainer.core.signals import StopFlag
@@ -178,19 +176,3 @@ def test_ranks_that_saved_and_stopped_leave_no_word_that_would_end_the_others(tm
 def test_a_rank_that_is_gone_is_no_other_error(text, is_peers):
     assert is_peer_failure(RuntimeError(text)) is is_peers
     assert not is_peer_failure(ValueError(text))
-
-
-def test_a_strangers_module_in_the_current_folder_is_not_taken_for_an_installed_one(tmp_path):
-    for name in ("__future__", "typing", "signal", "json", "yaml", "hydra", "torch"):
-        (tmp_path / f"{name}.py").write_text(f"raise SystemExit('{name} was taken')")
-    (tmp_path / "own.py").write_text("class Net:\n    pass\n")
-    ended = subprocess.run(
-        [sys.executable, "-m", "trainer", "model._target_=own.Other", "steps=1"],
-        cwd=tmp_path,
-        env={"PYTHONPATH": str(CHECKOUT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ended.returncode == 2
-    assert ended.stderr.splitlines()[-1].startswith("train: error: model._target_=own.Other: ")
