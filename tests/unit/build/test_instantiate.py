@@ -117,16 +117,8 @@ def test_an_argument_that_nobody_typed_names_no_class(target: str) -> None:
             nn.Module,
             ["data._target_=trainer.plan.cuts.Fixed: not of class Module"],
         ),
-        (
-            component("trainer.plan.cuts.Fixd"),
-            nn.Module,
-            [
-                "data._target_=trainer.plan.cuts.Fixd: module 'trainer.plan.cuts' has no attribute "
-                "'Fixd'"
-            ],
-        ),
     ],
-    ids=range(6),
+    ids=range(5),
 )
 def test_what_cannot_be_built_is_one_line_per_fault_with_its_key(
     wrong: Component, expected: type, faults: list[str]

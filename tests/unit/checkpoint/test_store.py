@@ -18,7 +18,7 @@ from tests.reliability.support import assert_is, put, state
 from trainer.checkpoint.store import CheckpointStore, CheckpointWriter
 from trainer.checkpoint.tensor_files import DTYPES
 from trainer.core import durable
-from trainer.core.errors import NoCheckpointError, SaveError
+from trainer.core.errors import SaveError
 
 
 def store_at(path: Path, keep: int | None = None) -> CheckpointStore:
@@ -73,43 +73,12 @@ def test_the_manifest_is_readable_and_complete(tmp_path):
     assert load_file(path / "model.safetensors").keys() == {n for n in state(40)[0] if "model" in n}
 
 
-@pytest.mark.parametrize(
-    ("tensors", "meta"),
-    [
-        ({"model.x": torch.zeros(2, dtype=torch.complex128)}, {}),
-        ({"model.x": torch.zeros(2).to_sparse()}, {}),
-        ({"model.x": torch.zeros(2, device="meta")}, {}),
-        ({}, {"x": object()}),
-        ({}, {"x": float("nan")}),
-    ],
-)
-def test_what_cannot_be_stored_is_refused_and_leaves_nothing(tensors, meta, tmp_path):
-    with pytest.raises((TypeError, ValueError)):
-        put(store_at(tmp_path), 1, tensors, meta)
+def test_what_cannot_be_stored_is_refused_and_leaves_nothing(tmp_path):
+    x = torch.zeros(2)
+    for tensor in (x.to(torch.complex128), x.to_sparse(), x.to("meta")):
+        with pytest.raises((TypeError, ValueError)):
+            put(store_at(tmp_path), 1, {"model.x": tensor}, {})
     assert not list(tmp_path.rglob("*step*"))
-
-
-def test_the_newest_are_kept(tmp_path):
-    store = store_at(tmp_path, keep=2)
-    for step in (5, 10, 100_000_000, 123_456_789):
-        put(store, step, *state(step))
-    assert store.steps() == [100_000_000, 123_456_789]
-    assert_is(store.load(), 123_456_789)
-    assert_is(store.load(100_000_000), 100_000_000)
-
-
-def test_a_step_that_is_not_there_is_answered_with_those_that_are(tmp_path):
-    store = store_at(tmp_path)
-    with pytest.raises(NoCheckpointError, match="no checkpoint here"):
-        store.load()
-    for step in (2, 4):
-        put(store, step, *state(step))
-    # Names that only look like checkpoints are none.
-    for name in ("step-1", "step-00000001x", "step-" + "\N{ARABIC-INDIC DIGIT FIVE}" * 8, "notes"):
-        (store.folder / name).mkdir()
-    (store.folder / "step-0000000003").mkdir()
-    with pytest.raises(NoCheckpointError, match="no checkpoint of step 3; has 2, 4"):
-        store.load(3)
 
 
 def test_the_same_state_again_leaves_the_first_and_another_state_is_refused(tmp_path):

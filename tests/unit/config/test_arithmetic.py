@@ -52,11 +52,6 @@ def test_the_nearest_global_batch_is_the_nearest():
         complete_sizes(None, 4, None, 1)
 
 
-@pytest.mark.parametrize("sizes", [(509, 7, None, 1), (9, None, None, 2), (3, 4, None, 8)])
-def test_ragged_last_micro_batches_and_ranks_without_a_sample_are_legal(sizes):
-    assert complete_sizes(*sizes) == sizes[0]
-
-
 @given(st.integers(1, 64), st.sampled_from(["auto", 1, 2, 3, 4]), st.sampled_from(["auto", 1, 2]))
 def test_copies_of_the_model_are_the_ranks_or_the_nearest_are_named(world_size, shard, replicate):
     try:

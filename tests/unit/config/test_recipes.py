@@ -88,19 +88,15 @@ def test_a_recipe_is_also_a_path(tmp_path, monkeypatch):
 
 HOSTILE = {
     "hydra: {callbacks: {x: {_target_: os.system}}}": "hydra: not for a recipe",
-    "hydra: {run: {dir: /tmp/x}}": "hydra: not for a recipe",
     "data: {path: '${oc.env:HOME}'}": "${oc.env:HOME}",
     "data: {path: '${oc.decode:${name}}'}": "${oc.decode",
     "data: {path: 'a${oc.env:${name}}b'}": "${oc.env",
     'data: {path: "\\x24{oc.env:HOME}"}': "${oc.env:HOME}",
-    "wandb: {tags: ['${oc.env:WANDB_API_KEY}']}": "${oc.env",
     "model: {'${oc.env:X}': 1}": "${oc.env",
-    "defaults: [hydra/launcher: x]": "defaults: hydra/launcher",
     "defaults: [override /hydra/job_logging: none]": "defaults: override /hydra",
     "defaults: [override hydra/launcher: x]": "defaults: override hydra",
     "defaults: [/hydra/launcher/x]": "defaults: /hydra",
     "defaults: [override /model: ../../x]": "defaults: ../../x",
-    "defaults: [override /model: /etc/x]": "defaults: /etc/x",
     "defaults: [override /model: 'pkg://x']": "defaults: pkg://x",
     "defaults: [override /model@hydra.run: x]": "defaults: override /model@",
     "defaults: ['file:///etc/x']": "defaults: file:",
@@ -112,12 +108,19 @@ HOSTILE = {
     "seed: 1\n# " + "x" * 70_000: "a recipe must be `key: value` YAML of at most 64 KiB",
     "seed: 1\nsteps: 2\nseed: 3\n": "line 3: found duplicate key seed",
     "seed: !!python/object/apply:os.system ['true']\n": "line 1: could not determine a constructor",
-    "a: [1\n": "line 2: ",
     "\xff\xfe": "'utf-8' codec can't decode",
 }
 
 
+HARMLESS = [
+    "defaults: [quickstart, {override /recipe: null}, override /accum/gradient: sum, _self_]",
+    "meta: {purpose: x, cost: 3, expected: y}\ndata: {max_length: '${model.max_length}'}",
+]
+
+
 def test_a_recipe_that_could_do_more_than_set_values_is_refused(tmp_path):
+    for text in HARMLESS:
+        assert "meta" not in recipes.read(write(tmp_path, text))
     for text, answer in HOSTILE.items():
         (fault,) = refusals(tmp_path, text)
         assert fault.startswith(answer)
@@ -141,20 +144,3 @@ def test_what_only_its_user_may_set_is_asked_of_them():
         assert list(recipes.consent_faults(tree, base, {key})) == []
     local = {**base, "wandb.mode": "disabled", "model.attn_implementation": "sdpa"}
     assert list(recipes.consent_faults(local, base, ())) == []
-
-
-HARMLESS = [
-    "",
-    "# @package _global_\nseed: 1",
-    "defaults: [quickstart, override /model: gpt_small, override /accum/gradient: sum, _self_]",
-    "defaults: [{override /recipe: null}]",
-    "model: {_target_: trainer.models.gpt.GPT, width: 8}",
-    "data: {max_length: '${model.max_length}'}",
-    "wandb: {project: mine, tags: [a]}",
-    "meta: {purpose: x, cost: 3, expected: y}\noptimizer: {groups: {'*.bias': {lr: 1}}}",
-]
-
-
-def test_a_recipe_of_values_and_options_passes(tmp_path):
-    for text in HARMLESS:
-        assert "meta" not in recipes.read(write(tmp_path, text))

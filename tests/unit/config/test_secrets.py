@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from hypothesis import given
-from hypothesis import strategies as st
-
 from trainer.config.messages import clip, line
 from trainer.config.secrets import is_secret, leaked, without_secrets
 
@@ -75,12 +72,6 @@ PLAIN_TEXTS = [
 def test_what_only_sounds_like_a_secret_is_shown():
     for text in PLAIN_TEXTS:
         assert without_secrets(text, {}) == text
-
-
-@given(st.text())
-def test_hiding_twice_changes_nothing(text):
-    once = without_secrets(text, ENVIRONMENT)
-    assert without_secrets(once, ENVIRONMENT) == once
 
 
 def test_a_setting_is_known_by_its_name():

@@ -22,7 +22,6 @@ def quiet_environment(monkeypatch):
 
 
 FAULTS = {
-    "batch.golbal=3": ": unknown setting. Did you mean batch.global?",
     "lr=0.1": ": unknown setting. Did you mean optimizer.lr?",
     "model.widht=3": ": unknown setting. Did you mean model.width?",
     "optimizer.rate=3": ": unknown setting. optimizer=adamw has lr, weight_decay, groups, betas, "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -62,9 +61,6 @@ def test_an_error_with_a_line_of_its_own_keeps_it() -> None:
     named.__cause__ = MemoryError()
     assert not is_out_of_memory(named)
     assert not is_out_of_memory(None)
-    first, second = ValueError("a"), ValueError("b")
-    first.__cause__, second.__cause__ = second, first
-    assert not is_out_of_memory(first)
 
 
 class _Greedy(torch.autograd.Function):
@@ -81,20 +77,12 @@ def _absurd_backward() -> None:
     _Greedy.apply(torch.ones(2, requires_grad=True)).sum().backward()
 
 
-def _absurd_compiled() -> None:
-    def backend(graph: object, inputs: object) -> Callable[..., object]:
-        raise torch.OutOfMemoryError("injected while compiling")
-
-    torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
-
-
 def test_a_real_allocation_that_fails_is_recognised() -> None:
     for allocate in (
         lambda: torch.empty(2**60, dtype=torch.uint8),
         lambda: np.empty(2**60, dtype=np.uint8),
         lambda: bytearray(2**60),
         _absurd_backward,
-        _absurd_compiled,
     ):
         with AllocationGuard() as guard:
             allocate()

@@ -73,8 +73,6 @@ def test_documents_are_functions_and_classes_of_files_that_parse_and_others_are_
         ),
         (b"\xef\xbb\xbfdef a(): pass\n", [b"def a(): pass"]),
         (b"# coding: latin-1\ndef a(): '\xe4'\n", ["def a(): 'ä'".encode()]),
-        (b"'\x0c'\n\x0cdef a(): pass\n", [b"def a(): pass"]),
-        (b"@(  # why\n  d)\ndef a(): pass", [b"@(  # why\n  d)\ndef a(): pass"]),
         (
             b"'\xe2\x82\xac'; x = 1\ndef a(): '\xe2\x82\xac'; y = 1\nz = 2",
             ["def a(): '€'; y = 1".encode()],

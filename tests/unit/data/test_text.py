@@ -57,9 +57,7 @@ BAD = [
     (b'{"text": 3}', "field 'text' is of type int, not a string"),
     (b'{"text": " "}', "field 'text' is empty"),
     (b'{"text": "\\ud800"}', "surrogates not allowed"),
-    (b"[" * 100_000, "not JSON"),
     ('{"text": "document"}'.encode("utf-16"), "not UTF-8"),
-    (b"{}", "no field 'text'; it has none"),
 ]
 
 

@@ -1,7 +1,5 @@
 """Token files: windows, splits, dtypes, and files that cannot be right."""
 
-import pickle
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -99,15 +97,6 @@ def test_files_that_cannot_be_token_files_are_data_errors(tmp_path):
     }.items():
         with pytest.raises(DataError, match=f"{name}.*{fault}"):
             TokenWindows(str(tmp_path / name))
-
-
-def test_a_pickled_data_set_does_not_hold_the_tokens(tmp_path):
-    file = write(tmp_path / "data.bin", np.arange(50_000))
-    dataset = TokenWindows(str(file), max_length=5000)
-    expected = dataset[8]["input_ids"].tolist()
-    pickled = pickle.dumps(dataset)
-    assert len(pickled) < 5000
-    assert pickle.loads(pickled)[8]["input_ids"].tolist() == expected
 
 
 def test_the_fingerprint_follows_tokens_and_settings(tmp_path):
