@@ -178,8 +178,8 @@ def test_nothing_heavy_is_imported_before_a_config_is_valid(tmp_path: Path) -> N
 
 
 def test_a_file_here_is_not_taken_for_an_installed_package(tmp_path: Path) -> None:
-    for name in ("__future__", "typing", "signal", "json", "yaml", "hydra", "torch"):
+    for name in ("__future__", "typing", "signal", "json", "yaml", "hydra", "rich"):
         (tmp_path / f"{name}.py").write_text(f"raise SystemExit('{name} was taken')")
-    ended = python("-m trainer stepz=1", tmp_path)
+    ended = python("-m trainer -m stepz=1", tmp_path)
     assert ended.returncode == 2, ended.stderr
     assert "stepz" in ended.stderr
