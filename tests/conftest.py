@@ -34,6 +34,11 @@ settings.register_profile(
 settings.load_profile("any machine")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the file that waits longest, so that nobody waits for it at the end."""
+    items.sort(key=lambda item: item.path.name != "test_wandb.py")
+
+
 @pytest.fixture
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stand in an empty folder, as whoever types a command does."""
