@@ -1,1 +1,1 @@
-"""Goldens: what some sixty command lines do, recorded before a change and compared after it."""
+"""Goldens: what some eighty command lines do, recorded before a change and compared after it."""

@@ -214,7 +214,8 @@ def test_hydras_flags_work(
 def test_a_run_goes_on_is_evaluated_and_is_done(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert shell(OWN_RUN) == 0
+    assert shell(f"{OWN_RUN} resume=auto") == 0
+    assert "resume=auto: no run without a name below" in capsys.readouterr().out
     run = only_run()
     config = yaml.safe_load((run / "config.yaml").read_text())
     assert (config["model"], config["batch"]["global"]) == ({"_target_": "net.Net"}, 8)

@@ -51,10 +51,7 @@ def prepare_run(lines: Sequence[str], composer: Composer) -> Job:
         rest = without(overrides, key)
         run = _find(rest, word_of(overrides, key) or "", key, composer)
         if run is None:
-            job = _begin(composer.check(rest), begins_again=True)
-            called = "without a name" if job.config.name is None else f"named {job.config.name}"
-            there = f"no run {called} below {job.config.outputs} can go on"
-            return replace(job, note=f"resume=auto: {there}; a new one begins\n")
+            return _begin(composer.check(rest), begins_again=True)
         if key == "run" and command in READING:
             job = _check_over(run, rest, composer, key)
             return replace(_place(job, run, None), makes_folder=False)
@@ -69,12 +66,15 @@ def prepare_run(lines: Sequence[str], composer: Composer) -> Job:
 
 
 def _begin(job: Job, *, begins_again: bool = False) -> Job:
-    """Prepare a run that begins; only where it begins again may its folder hold records."""
+    """Prepare a run that begins; where `resume=auto` found none, its folder may hold records."""
     # Under torchrun the first rank makes the folder, and other ranks may find it there.
     if (job.folder / "config.yaml").exists() and global_rank() == 0 and not begins_again:
         remedy = f"resume={job.folder} goes on with it"
         raise ConfigError(clip(f"hydra.run.dir={job.folder}: holds a run; {remedy}"))
-    return _place(job, job.folder)
+    called = "without a name" if job.config.name is None else f"named {job.config.name}"
+    there = f"no run {called} below {job.config.outputs} can go on"
+    note = f"resume=auto: {there}; a new one begins\n" if begins_again else ""
+    return replace(_place(job, job.folder), note=note)
 
 
 def _find(overrides: Sequence[Override], typed: str, key: str, composer: Composer) -> Path | None:

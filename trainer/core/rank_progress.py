@@ -18,7 +18,7 @@ from typing import Literal, final, get_args
 
 InStep = Literal["data", "normalizer", "compute", "gather", "agree", "reduce", "update", "report"]
 Phase = Literal["start", InStep, "evaluation", "saving", "end"]
-"""What a rank can be at, in order; it waits for others in `gather`, before it computes on."""
+"""What a rank can be at, in order: one that gathers waits for those that still compute."""
 
 FIRST_STEP = 10
 """How many times longer a place in the first step may take: it compiles and allocates."""

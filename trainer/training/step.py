@@ -75,19 +75,16 @@ def train_step(kit: Kit, batch: PlannedBatch, feed: Feed) -> StepReport:
         kit.snapshot.take()
     while True:
         check_names(kit, batch.micro_batches)
-        term_weights, divided_by = divisors(
-            kit.normalizer, kit.terms, batch.micro_batches, kit.world
-        )
+        totals, by_micro_batch = divisors(kit.normalizer, kit.terms, batch.micro_batches, kit.world)
         report = partial(StepReport, batch=batch, lr=kit.lr * factor, replays=replays)
-        if not any(term_weights[name] for name in kit.losses):
+        if not any(totals[name] for name in kit.losses):
             nothing = torch.zeros((), device=kit.world.device)
             return report(loss=nothing, grad_norm=nothing, skipped=NO_LOSS_TERMS)
         gather(kit, batch.step)
-        agreed = agree(kit, compute(kit, batch, divided_by), term_weights)
+        agreed = agree(kit, compute(kit, batch, by_micro_batch), totals)
         if agreed.loss is not None:
             break
         _roll_back(kit)
-        release_memory()
         batch, replays = _cut_for_replay(kit, batch, feed, replays), replays + 1
     reduce(kit, agreed)
     kit.world.note("update")
@@ -121,6 +118,7 @@ def _update(optimizer: torch.optim.Optimizer) -> None:
 
 def _cut_for_replay(kit: Kit, batch: PlannedBatch, feed: Feed, replays: int) -> PlannedBatch:
     """Cut the same global batch smaller, or not, where the cut is a part of what is computed."""
+    release_memory()
     norm = batch_statistics(kit.model.module)
     why = "a mean of means depends on the micro-batch size"
     if norm is not None:
