@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -50,12 +51,7 @@ def hold(run: Path) -> Iterator[None]:
     _handles[home] = handle
     try:
         with durable.as_save_error(path):
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                who = _holder(handle)
-                remedy = "wait for it, stop it, or start another run"
-                raise RunInUseError(f"{run}: in use by {who}: {remedy}") from error
+            _lock(handle, run)
         with contextlib.suppress(OSError):  # on a full disk the lock works without a name in it
             os.ftruncate(handle, 0)
             holder = {"pid": os.getpid(), "host": socket.gethostname()}
@@ -83,6 +79,19 @@ def is_locked(run: Path) -> bool:
     finally:
         os.close(handle)
     return False
+
+
+def _lock(handle: int, run: Path) -> None:
+    """Lock, within half a second: a command that a killed process was starting keeps it so long."""
+    ends = time.monotonic() + 0.5
+    while True:
+        try:
+            return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            if time.monotonic() > ends:
+                remedy = "wait for it, stop it, or start another run"
+                raise RunInUseError(f"{run}: in use by {_holder(handle)}: {remedy}") from error
+        time.sleep(0.01)
 
 
 def _holder(handle: int) -> str:

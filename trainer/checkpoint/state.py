@@ -66,11 +66,7 @@ def capture(
 
 
 def restore(
-    loaded: Loaded,
-    model: nn.Module,
-    optimizer: Optimizer,
-    *,
-    keeps_settings: bool = False,
+    loaded: Loaded, model: nn.Module, optimizer: Optimizer, *, keeps_settings: bool = False
 ) -> dict[str, Any]:
     """Restore a state, all of it or an error; of what is in shards, each rank reads its rows.
 

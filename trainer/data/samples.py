@@ -127,9 +127,7 @@ def described(error: BaseException) -> str:
 
 def held_out_count(count: int, holdout: float) -> int:
     """Round the held-out share of `count` things; of two or more, one is on either side."""
-    if holdout == 0.0 or count <= 1:
-        return 0
-    return min(max(round(count * holdout), 1), count - 1)
+    return 0 if holdout == 0.0 or count <= 1 else min(max(round(count * holdout), 1), count - 1)
 
 
 def held_out_mask(keys: KeyArray, holdout: float, seed: int) -> npt.NDArray[np.bool_]:

@@ -244,9 +244,7 @@ class SpeedModel:
         for rank, slot in plan.slots():
             count = max(1, len(plan.ranks[rank][slot]))  # a packed row: of their mean length
             ranks[rank].append(self.seconds(Shape(count, plan.positions(rank, slot) // count)))
-        if lockstep:
-            return float(sum(map(max, zip(*ranks, strict=True))))
-        return max(map(sum, ranks))
+        return float(sum(map(max, zip(*ranks, strict=True)))) if lockstep else max(map(sum, ranks))
 
 
 def fit_speed(sizes: Mapping[Shape, float], others: Mapping[Shape, float]) -> SpeedModel:

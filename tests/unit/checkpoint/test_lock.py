@@ -41,6 +41,15 @@ def test_a_run_is_held_by_one_process_and_free_when_that_dies(tmp_path):
         assert json.loads((tmp_path / ".lock").read_bytes())["pid"] == os.getpid()
 
 
+def test_a_run_is_free_a_moment_after_its_process_was_killed(tmp_path):
+    """A command that the process was just starting has the lock until it runs."""
+    typed = ["flock", ".lock", "sh", "-c", "echo held; sleep 0.1"]
+    with subprocess.Popen(typed, cwd=tmp_path, stdout=subprocess.PIPE) as left:
+        assert left.stdout.readline() == b"held\n"
+        with hold(tmp_path):
+            pass
+
+
 def test_the_process_that_holds_a_run_may_hold_it_again_and_clears_what_a_crash_left(tmp_path):
     (tmp_path / ".tmp-status.json-1").write_bytes(b"{")
     (tmp_path / "metrics.jsonl").touch()
