@@ -14,6 +14,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import pytest
+
 from tests.lib.nightly import counts
 from tests.reliability import lab
 from tests.reliability.faults import Fault, FaultyDisk, Killed
@@ -98,6 +100,7 @@ def assert_ledger(ledger: list[dict[str, Any]]) -> None:
         assert sorted(epoch) == list(range(23))
 
 
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # of runs that were killed
 @counts(3, 2000)
 def test_whatever_happens_the_run_ends_as_the_undisturbed_one(count, tmp_path):
     expected: dict[int, dict[str, Any]] = {}

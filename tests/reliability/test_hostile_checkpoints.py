@@ -34,6 +34,7 @@ from trainer.checkpoint.store import CheckpointStore, Loaded
 from trainer.checkpoint.weights import load_weights
 from trainer.core.durable import clean, read_json
 from trainer.core.errors import NoCheckpointError
+from trainer.optim.optimizers import without_compiler
 from trainer.plan.order import Order
 from trainer.report.metrics import evaluation_at
 from trainer.report.wandb import WandbMirror
@@ -222,8 +223,9 @@ def test_an_optimizer_state_that_a_kernel_would_trust_is_refused(tmp_path):
         *(set_at("exp_avg", lie) for lie in (saved["step"], bias, 1.0)),
         *(drop("exp_avg"), drop("step"), set_at("step", moment)),
     ]
-    for lie, keeps, fused in itertools.product(lies, (False, True), (False, True)):
-        fresh = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
+    kinds = (torch.optim.AdamW, without_compiler(torch.optim.AdamW))
+    for lie, keeps, fused, kind in itertools.product(lies, (False, True), (False, True), kinds):
+        fresh = kind(model.parameters(), lr=0.1, fused=fused)
         changed = copy.deepcopy(meta)
         lie(changed["optimizer"]["state"]["a.weight"])
         with pytest.raises(NoCheckpointError) as refusal:

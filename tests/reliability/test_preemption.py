@@ -43,7 +43,7 @@ def slowly(step: int) -> None:
     time.sleep(STEP_S)
 
 
-def wait_for(path: Path, child: lab.Child, seconds: float = 30.0) -> None:
+def wait_for(path: Path, child: lab.Child, seconds: float = 150.0) -> None:
     """Wait until a path exists, or the child ended."""
     limit = time.monotonic() + seconds
     while not path.exists() and not child.has_ended():
@@ -82,8 +82,8 @@ def test_a_signal_at_any_time_saves_and_the_run_goes_on_exactly(count, tmp_path)
         if code == 75:
             stopped += 1
             assert lab.status(folder)["state"] == "preempted"
-            intact = intact_steps(folder / "checkpoints")
-            assert intact[-1] == lab.status(folder)["step"], replay(case)
+            last = max(intact_steps(folder / "checkpoints"), default=0)  # 0: before it took a step
+            assert last == lab.status(folder)["step"], replay(case)
         assert_ends_as(tmp_path / "undisturbed", settings, folder)
     print(f"{count} signals, {stopped} runs stopped and resumed, all equal to the undisturbed one")
     assert stopped >= count // 2

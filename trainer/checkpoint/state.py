@@ -221,7 +221,7 @@ def _restore_optimizer(
         for name, tree in saved["state"].items()
         if name not in frozen_since
     }
-    is_known = type(optimizer).__module__.startswith("torch.optim.")
+    is_known = type(optimizer).__module__.startswith(("torch.optim.", "trainer.optim."))
     if is_known and not isinstance(optimizer, _ODD):
         for group in live:
             _check_states(states, parameters, group)
