@@ -6,6 +6,7 @@ import gc
 import multiprocessing
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -18,10 +19,6 @@ import torch.distributed as dist
 
 from trainer.core.world import World
 
-PRELOADED = [
-    *("torch._dynamo", "pytest", "hypothesis", "trainer.tune.predict", "tests.lib.ranks_work"),
-    "tests.reliability.rank_work",
-]
 PATIENCE_S = 60
 Work = Callable[..., Any]
 
@@ -64,9 +61,8 @@ class Ranks:
     """
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("forkserver")
-        # What every rank would import for itself: 4 CPU seconds each.
-        self._context.set_forkserver_preload(PRELOADED)
+        # What every rank, or a server of forks, would import for itself: 4 CPU seconds each.
+        self._context = multiprocessing.get_context("fork")
         self._ends: list[tuple[Any, Connection]] = []
 
     def run(self, size: int, work: Work, *args: Any) -> list[Any]:
@@ -74,7 +70,8 @@ class Ranks:
         while len(self._ends) < size:
             here, there = multiprocessing.Pipe()
             process = self._context.Process(target=_serve, args=(there,), daemon=True)
-            process.start()
+            with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+                process.start()  # from a process with threads, none of which a rank has to do with
             there.close()
             self._ends.append((process, here))
         pipes = [pipe for _, pipe in self._ends[:size]]
