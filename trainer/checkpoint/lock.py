@@ -82,7 +82,7 @@ def is_locked(run: Path) -> bool:
 
 
 def _lock(handle: int, run: Path) -> None:
-    """Lock, within half a second: a command that a killed process was starting keeps it so long."""
+    """Take the lock, or wait half a second: the last child of a killed process may have it."""
     ends = time.monotonic() + 0.5
     while True:
         try:

@@ -222,8 +222,8 @@ def _restore_optimizer(
         if name not in frozen_since
     }
     is_known = type(optimizer).__module__.startswith(("torch.optim.", "trainer.optim."))
-    if is_known and not isinstance(optimizer, _ODD):
-        for group in live:
+    for group in live:
+        if group.get("fused") or (is_known and not isinstance(optimizer, _ODD)):
             _check_states(states, parameters, group)
     indices = {name: index for index, name in enumerate(parameters)}
     state = {indices.get(name, name): values for name, values in states.items()}

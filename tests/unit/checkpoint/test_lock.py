@@ -17,6 +17,14 @@ from trainer.checkpoint.lock import RunInUseError, hold, is_locked
 from trainer.checkpoint.status import read_status, write_status
 from trainer.core.errors import SaveError
 
+LETS_GO = """
+import fcntl, sys, time
+file = open(sys.argv[1], "w")
+fcntl.flock(file, fcntl.LOCK_EX)
+print("held", flush=True)
+time.sleep(0.1)
+"""
+
 HOLDS = """
 import sys
 from pathlib import Path
@@ -43,8 +51,8 @@ def test_a_run_is_held_by_one_process_and_free_when_that_dies(tmp_path):
 
 def test_a_run_is_free_a_moment_after_its_process_was_killed(tmp_path):
     """A command that the process was just starting has the lock until it runs."""
-    typed = ["flock", ".lock", "sh", "-c", "echo held; sleep 0.1"]
-    with subprocess.Popen(typed, cwd=tmp_path, stdout=subprocess.PIPE) as left:
+    typed = [sys.executable, "-c", LETS_GO, str(tmp_path / ".lock")]
+    with subprocess.Popen(typed, stdout=subprocess.PIPE) as left:
         assert left.stdout.readline() == b"held\n"
         with hold(tmp_path):
             pass
