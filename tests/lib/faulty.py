@@ -7,6 +7,7 @@ import signal
 import time
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainer.core.errors import DataError
@@ -71,7 +72,8 @@ class SlowNet(Net):
     """
 
     def __init__(self, sample: float = 0.0, pause: float = 0.0, behind: float = 0.0) -> None:
-        super().__init__(pause=pause * (1 + behind * (os.environ.get("RANK") == "1")))
+        is_behind = dist.is_initialized() and dist.get_rank() == 1
+        super().__init__(pause=pause * (1 + behind * is_behind))
         self.sample = sample
 
     def forward(self, x: Tensor) -> Tensor:

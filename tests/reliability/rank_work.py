@@ -9,6 +9,7 @@ from typing import Any
 
 from tests.reliability import lab
 from trainer.checkpoint.lock import hold
+from trainer.config.run_config import RunConfig
 from trainer.core.errors import TrainError
 from trainer.core.signals import StopFlag
 from trainer.core.world import World
@@ -18,17 +19,18 @@ from trainer.training import loop
 
 
 def run_as_rank(
-    world: World, lines: tuple[str, ...], folder: Path, how: dict[str, Any]
+    world: World, lines: tuple[str, ...] | RunConfig, folder: Path, how: dict[str, Any]
 ) -> dict[str, Any]:
     """Run a config as one rank.
 
     Args:
+        lines: what is typed; or the config, checked.
         how: `resume` goes on; `stop_after` asks the last rank to stop after that step.
     """
     folder.mkdir(parents=True, exist_ok=True)
     stop = StopFlag()
     try:
-        config = lab.config(*lines)
+        config = lines if isinstance(lines, RunConfig) else lab.config(*lines)
     except TrainError as error:
         return {"code": error.exit_code, "error": str(error)}
     if how.get("resume"):

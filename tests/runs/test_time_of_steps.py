@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.lib.run_support import curve, go, read_json
+from tests.lib.cli_support import prepared
+from tests.lib.run_support import curve, go, overrides, read_json
+from tests.reliability.rank_work import run_as_rank
 from trainer.report.time_table import PARTS
 
 pytestmark = pytest.mark.usefixtures("own_folder")
@@ -45,7 +48,8 @@ class Halves(SyncPolicy):
 
     def micro_batch(self, model, *, is_last):
         if self.loud and model.world.is_main:
-            print("reduces", is_last)
+            with open("reduces", "a") as file:
+                print(is_last, file=file)
         return model.reducing(across=True)
 
     def moves(self, micro_batches):
@@ -53,21 +57,21 @@ class Halves(SyncPolicy):
 """
 
 
-def test_a_slow_rank_is_named_and_a_sync_policy_of_one_s_own_takes_two_files(monkeypatch, capfd):
+def test_a_slow_rank_is_named_and_a_sync_policy_of_one_s_own_takes_two_files(monkeypatch, ranks):
     monkeypatch.setattr(sys, "path", list(sys.path))  # which gets the current folder
     Path("policy.py").write_text(POLICY)
     Path("own/sync").mkdir(parents=True)
     Path("own/sync/halves.yaml").write_text("_target_: policy.Halves\nloud: false\n")
     line = f"{TOYS} batch.global=16 steps=4"
     whole = go(f"{line} accum.micro=16")
-    capfd.readouterr()
     line += " parallel.ranks=2 accum.micro=4 +model.pause=0.1 +model.behind=2.5"
-    run = go(f"{line} sync=halves sync.loud=true", config_dir="own")
-    shown = capfd.readouterr().out.splitlines()
-    assert [s for s in shown if s.startswith("reduces")] == ["reduces False", "reduces True"] * 4
+    typed = overrides(f"{line} sync=halves sync.loud=true")
+    config, run = prepared(shlex.join(["--config-dir=own", *typed])).config, Path("run").absolute()
+    assert ranks.run(2, run_as_rank, config, run, {}) == [{"code": 0}] * 2
+    assert Path("reduces").read_text().split() == ["False", "True"] * 4
     for name in ("loss", "grad_norm"):
         assert curve(run, name) == pytest.approx(curve(whole, name), rel=1e-5)
-    result, plan = read_json(run.folder / "result.json"), read_json(run.folder / "plan.json")
+    result, plan = read_json(run / "result.json"), read_json(run / "plan.json")
     (advice,) = result["advice"]
     assert advice.startswith("waiting: ")
     assert "mostly for rank 1, which computes" in advice
