@@ -166,7 +166,7 @@ def test_the_real_package_records_a_run_offline(tmp_path):
 @pytest.mark.parametrize(
     ("fault", "typed", "code"),
     [
-        ("server", "steps=2 wandb.mode=online", 0),
+        nightly("server", "steps=2 wandb.mode=online", 0),
         nightly("hang in finish", "steps=2 parallel.ranks=2", 0),
         ("hang in init", "steps=100000", 75),
     ],
