@@ -43,6 +43,7 @@ def joined(rank: int, size: int, store: Path, timeout_s: float = 30) -> Iterator
 
 def _serve(pipe: Connection) -> None:
     torch.set_num_threads(1)
+    warnings.resetwarnings()  # a compiler's own are no errors, as in the processes of a run
     gc.freeze()  # else each collection walks the million objects that were imported, for 0.4 s
     while True:
         work, rank, size, store, args = pipe.recv()
