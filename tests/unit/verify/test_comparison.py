@@ -79,12 +79,12 @@ class Keyed(nn.Module):
 
 
 class Cancelling(TinyLM):
-    """A parameter whose gradient is a hundred-millionth of the terms it is the sum of."""
+    """A parameter whose gradient is a billionth of the terms it is the sum of."""
 
     def __init__(self) -> None:
         super().__init__()
         self.shift = nn.Parameter(torch.zeros(()))
-        self.register_buffer("weights", 1 + 1e-8 * torch.arange(VOCABULARY, dtype=torch.float64))
+        self.register_buffer("weights", 1 + 1e-9 * torch.arange(VOCABULARY, dtype=torch.float64))
 
     def forward(self, input_ids: Tensor) -> Tensor:
         # A softmax minds no common shift.
