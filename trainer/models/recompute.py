@@ -85,15 +85,16 @@ def checkpoint_blocks(model: nn.Module) -> int:
 
 @contextmanager
 def with_checkpointing(model: nn.Module) -> Iterator[int]:
-    """Recompute inside the block only, on real and on fake tensors; yields the number of blocks."""
+    """Recompute inside the block, and after it as before it; yields the number of blocks."""
+    before = any(_recomputes(m) or vars(m).get("gradient_checkpointing") for m in model.modules())
     count = checkpoint_blocks(model)
     try:
         yield count
     finally:
-        if (disable := _own_switch(model, "disable")) is not None:
+        if not before and (disable := _own_switch(model, "disable")) is not None:
             disable()
         for module in model.modules():
-            if _recomputes(module):
+            if not before and _recomputes(module):
                 del module.forward
 
 
