@@ -60,7 +60,7 @@ def assert_one_line(ended: lab.Ended, *named: str) -> None:
 
 def assert_passed_over(ended: lab.Ended, folder: Path, named: str) -> None:
     assert ended.code == 0, ended
-    assert "1 bad record passed over" in " ".join(ended.screen.split())
+    assert "1 bad record skipped" in " ".join(ended.screen.split())
     first, *others = lab.logged(folder)["ledger"]
     assert (first["step"], first["ids"], first["bad_records"]) == (0, [], 1)
     assert named in first["records"][0]

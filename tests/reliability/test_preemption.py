@@ -303,6 +303,6 @@ def test_a_signal_that_a_rank_does_not_hear_before_the_first_step_ends_it_in_tim
         ended = run.end()
         assert took() < supervise.UNBEGUN_S + AT_ONCE_S
     assert ended.code == 75
-    assert ended.errors == ["train: stopped before it took a step: go on with: train resume=run"]
+    assert ended.errors == ["train: stopped before the first step: go on with: train resume=run"]
     run.assert_none_left("start")
     assert (lab.status(run.folder)["state"], lab.status(run.folder)["step"]) == ("preempted", 0)

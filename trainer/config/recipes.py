@@ -39,7 +39,7 @@ SIZE_LIMIT = 64 * 1024
 
 ONLY_TYPED: Mapping[str, str] = {
     "hydra": "Hydra's own settings can start programs",
-    "trust": "it lets code run",
+    "trust": "it allows code to run",
     "command": "it selects the command",
     "resume": "it chooses a run",
     "resume_allow": "it chooses what a resumed run may change",
@@ -137,7 +137,7 @@ def vet(tree: Mapping[str, Any]) -> Iterator[str]:
     pairs = [p for i in items for p in (i if isinstance(i, dict) else {GROUP: i}).items()]
     for entry, options in pairs:
         if not _ENTRY.fullmatch(str(entry)):
-            yield f"defaults: {entry}: names no group that a recipe may choose for"
+            yield f"defaults: {entry}: is no group in which a recipe may choose an option"
         for option in options if isinstance(options, list) else [options]:
             if option is not None and not _OPTION.fullmatch(str(option)):
                 yield f"defaults: {option}: is not the name of an option"
@@ -172,7 +172,7 @@ def _with_choices(tree: dict[str, Any]) -> dict[str, Any]:
 def reason_to_type(key: str) -> str | None:
     """Say why a dotted key is the command line's alone, or None where it is not."""
     if any(part.lstrip("_") in _REMOTE_CODE for part in key.split(".")):
-        return "it lets in code from the network"
+        return "it allows code from the network"
     return next((ONLY_TYPED[k] for k in (key, *ancestors(key)) if k in ONLY_TYPED), None)
 
 

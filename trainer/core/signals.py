@@ -25,7 +25,7 @@ TOGETHER_S = 0.2
 """Signals that come this close are one: a terminal, a scheduler or torchrun reaches a process
 directly and once more through what started it."""
 
-UNBEGUN = "stopped before it took a step"
+UNBEGUN = "stopped before the first step"
 """How a run ends that was asked to before it could train."""
 
 # With a blank line at its end: a progress bar of two lines is next drawn over the last two.

@@ -89,7 +89,7 @@ def _text_index(path: Path, name: str, skips: bool) -> Index:
         if len(bad) > max(1, SKIP_CAP * total):
             raise DataError(
                 f"data: {len(bad)} of {total} records are bad, more than the {SKIP_CAP:.0%} that "
-                f"data.on_bad=skip passes over; the first: {bad[0]}"
+                f"data.on_bad=skip allows; the first: {bad[0]}"
             )
         if len(bad) == total:
             raise DataError(f"data.path={path}: holds no documents")

@@ -323,7 +323,7 @@ def _read_all(dataset: DataView, seed: int) -> tuple[list[tuple[int, str]], list
             if len(bad) > most:
                 raise DataError(
                     f"data: {len(bad)} of the first {i + 1} samples are bad, more than the "
-                    f"{SKIP_CAP:.0%} of {len(dataset)} that data.on_bad=skip passes over; "
+                    f"{SKIP_CAP:.0%} of {len(dataset)} that data.on_bad=skip allows; "
                     f"the first: {bad[0][1]}"
                 )
             advance()

@@ -50,7 +50,7 @@ def bind(
         if missing or not arguments:
             lack = f"needs {', '.join(missing)}, none" if missing else "takes none"
             raise ConfigError(
-                f"model: forward of {type(written).__name__} {lack} of the fields there are "
+                f"model: forward of {type(written).__name__} {lack} of the fields of the data "
                 f"({', '.join(fields) or 'none'}; labels go only to the objective): rename the "
                 "argument, or give it a default"
             )

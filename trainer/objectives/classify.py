@@ -76,7 +76,7 @@ class Classify(Objective):
         logits = at_least_single(logits_from(model, fields))
         if (logits.shape[0], *logits.shape[2:]) != labels.shape:
             raise ConfigError(
-                f"model: logits of shape {tuple(logits.shape)} do not belong to labels of shape "
+                f"model: logits of shape {tuple(logits.shape)} do not match labels of shape "
                 f"{tuple(labels.shape)}; classify needs (batch, classes), and for a label per "
                 "token there is objective=next_token"
             )

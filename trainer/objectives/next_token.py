@@ -58,7 +58,7 @@ class NextToken(Objective):
         logits = logits_from(model, fields)
         if logits.shape[:-1] != targets.shape:
             raise ConfigError(
-                f"model: logits of shape {tuple(logits.shape)} do not belong to labels of shape "
+                f"model: logits of shape {tuple(logits.shape)} do not match labels of shape "
                 f"{tuple(targets.shape)}; next_token needs (batch, time, vocabulary)"
             )
         logits, targets = at_least_single(logits).flatten(0, -2), targets.flatten()

@@ -85,7 +85,7 @@ class RunReporter:
         """Report records of the data that could not be read, the first with their reasons."""
         records = [without_secrets(record, os.environ) for record in records]
         first = f"; the first: {records[0]}" if records else ""
-        self.warn(f"{plural(count, 'bad record')} passed over (data.on_bad=skip){first}")
+        self.warn(f"{plural(count, 'bad record')} skipped (data.on_bad=skip){first}")
         self._metrics.consumed(0, (), bad_records=count, records=records)
 
     def step(self, entry: Mapping[str, Any], ids: Ids = (), skipped_ids: Ids = ()) -> None:

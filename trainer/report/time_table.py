@@ -121,11 +121,11 @@ def _waiting(splits: Sequence[Split], plan: Mapping[str, Any], cut: str) -> Line
     others = fmean(each["compute"] for rank, each in enumerate(splits) if rank != slowest)
     what = f"ranks wait, mostly for rank {slowest}, which computes "
     what += f"{duration(splits[slowest]['compute'])} where others take {duration(others)}"
-    remedy = "look what else runs on its machine, or raise batch.global to even the work out"
+    remedy = "check what else runs on its machine, or raise batch.global to balance the work"
     if plan["sync"] != "deferred":
         remedy = "sync=deferred lets ranks take different numbers of micro-batches"
     elif cut != "auto":
-        remedy = "accum=auto deals samples out by what they cost"
+        remedy = "accum=auto balances the work of the ranks"
     return fmean(waits), "waiting", what, remedy
 
 

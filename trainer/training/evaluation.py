@@ -107,7 +107,7 @@ def evaluate(
             )
         held_out = replace(held_out, max_tokens=held_out.max_tokens // 2)
     if any(asked for *_, asked in found):
-        raise Preempted("stopped in an evaluation")
+        raise Preempted("stopped during an evaluation")
     # A rank may hold none of the samples, and then knows no name.
     _, names, terms, _ = max(found, key=lambda each: len(each[1]))
     means = {}

@@ -172,7 +172,7 @@ def test_a_model_is_called_with_the_fields_its_forward_names_compiled_or_not():
         (nn.Sequential(nn.Identity()), "^model: forward of Sequential needs input"),
         (
             forwards(lambda *given: given),
-            "^model: forward of Own takes none of the fields there are",
+            "^model: forward of Own takes none of the fields of the data",
         ),
     ],
 )
