@@ -219,7 +219,7 @@ def agreed(world: World, folder: Path) -> str:
 
 
 def test_ranks_that_were_given_another_config_are_refused(ranks, tmp_path):
-    line = "seed: rank 1 was given another value than rank 0; type the same command on every node"
+    line = "seed: rank 1 has a different value than rank 0; type the same command on every node"
     assert ranks.run(2, agreed, tmp_path) == [line, line]
 
 

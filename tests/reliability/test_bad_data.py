@@ -88,9 +88,9 @@ def corpus(folder: Path) -> Path:
 PLACES: Mapping[str, Callable[[Path], Any]] = {
     "hollow.txt": Path.touch,
     "hollow.bin": lambda path: path.write_bytes(bytes(range(256))),
-    "hollow.pipe: is no regular file": os.mkfifo,
-    "nowhere.txt: is no regular file": lambda path: path.symlink_to("nothing"),
-    "more: is no regular file": lambda path: path.symlink_to("/tmp"),
+    "hollow.pipe: not a regular file": os.mkfifo,
+    "nowhere.txt: not a regular file": lambda path: path.symlink_to("nothing"),
+    "more: not a regular file": lambda path: path.symlink_to("/tmp"),
 }
 
 
@@ -218,7 +218,7 @@ def test_a_run_without_its_wrong_sample_is_as_if_it_were_not_there(tmp_path):
 
 
 GPT = "model=gpt_tiny model.width=16 model.num_layers=1 model.num_heads=2 model.vocab_size=16"
-SHORT, SHORTER = "data.kind=one_short", "sample 11 of Broken has 2 tokens, and 3 by"
+SHORT, SHORTER = "data.kind=one_short", "sample 11 of Broken has 2 tokens, but `lengths`"
 TOKEN = "of Broken: input_ids holds 16 at position 1, and the model's vocabulary is 0 to 15"
 LABEL = (
     "sample 11 of Broken: labels holds {} at position 1, and the model's classes, but for -100, are"
@@ -228,7 +228,7 @@ LABEL = (
 @pytest.mark.parametrize(
     ("line", "text"),
     [
-        ("Broken data.kind=one_long", "sample 11 of Broken has 4 tokens, and 3 by"),
+        ("Broken data.kind=one_long", "sample 11 of Broken has 4 tokens, but `lengths`"),
         (f"Broken {SHORT} accum=auto", SHORTER),
         (f"Broken {SHORT} accum=auto accum.packed=true {GPT}", SHORTER),
         nightly(f"Broken {SHORT} accum=budget accum.max_tokens=30", SHORTER),

@@ -36,7 +36,7 @@ class Place:
     step: int = 0  # of the optimizer, from 1; 0 before the first
     phase: Phase = "start"
     micro_batch: int = 0  # the one it computes, from 1; 0 outside of `compute`
-    waits: bool = False  # for what another rank does alone
+    waits: bool = False  # in a collective, for other ranks
     is_first: bool = False  # the first step that this process takes
     since: float = 0.0  # when it came there, by the machine's monotonic clock
 

@@ -50,7 +50,8 @@ class World:
     def sum(self, values: Tensor) -> Tensor:
         """Add a tensor over all ranks, in place. Collective."""
         if self.size > 1:
-            dist.all_reduce(values)
+            with self.board.waiting():
+                dist.all_reduce(values)
         return values
 
     def max(self, values: Tensor) -> Tensor:

@@ -102,8 +102,8 @@ def pack(
     columns = _columns(samples, name_of)
     if others := [name for name in columns if name not in aligned]:
         raise DataError(
-            f"data: field {others[0]!r} has not one entry per token, so samples cannot be packed "
-            f"end to end; use padded micro-batches"
+            f"data: field {others[0]!r} does not have one entry per token, so samples cannot be "
+            f"packed end to end; use padded micro-batches"
         )
     lengths = [len(value) for value in next(iter(columns.values()))]
     spare = pad_to - sum(lengths)
@@ -162,10 +162,7 @@ def _grow(field: Tensor, length: int, fill: int) -> Tensor:
 
 
 def _too_long(what: str, pad_to: int) -> str:
-    return (
-        f"data: {what} cannot be padded to {pad_to} tokens; "
-        f"`lengths` of the data set must be the tokens of each sample"
-    )
+    return f"data: {what} cannot be padded to {pad_to} tokens; `lengths` must be token counts"
 
 
 def value_out_of_range(fields: Mapping[str, Tensor], limits: Limits) -> str | None:

@@ -98,7 +98,7 @@ class ByteDocuments(Dataset[dict[str, Tensor]]):
         if split == TRAIN and not len(self):
             raise DataError(
                 f"data.overlong={overlong}: every document is longer than data.max_length="
-                f"{max_length} tokens; type a larger one, or data.overlong=chunk"
+                f"{max_length} tokens; set a larger one, or data.overlong=chunk"
             )
 
     def __len__(self) -> int:

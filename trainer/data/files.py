@@ -39,7 +39,7 @@ def files_at(path: Path, suffix: str = "") -> list[Path]:
     for file in found:
         if not file.is_file():
             raise DataError(
-                f"data: {file}: is no regular file; remove it, or begin its name with a dot"
+                f"data: {file}: not a regular file; remove it, or begin its name with a dot"
             )
     if not (found := [file for file in found if suffix in {"", file.suffix}]):
         raise DataError(f"data.path={path}: the folder holds no {f'{suffix} ' * bool(suffix)}files")

@@ -129,7 +129,7 @@ def _document(file: Path, record: bytes, name: str) -> bytes:
         raise ValueError(f"not a JSON object but of type {type(fields).__name__}")
     if name not in fields:
         has = ", ".join(map(repr, fields)) or "none"
-        raise ValueError(f"no field {name!r}; it has {has}; data.field= names another")
+        raise ValueError(f"no field {name!r}; it has {has}; data.field=NAME takes another")
     text = fields[name]
     if not isinstance(text, str):
         raise ValueError(f"field {name!r} is of type {type(text).__name__}, not a string")

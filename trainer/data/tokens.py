@@ -161,7 +161,7 @@ def _num_tokens(path: Path, dtype: np.dtype[Any]) -> int:
         raise DataError(f"data: {path}: holds no tokens")
     if size % dtype.itemsize:
         raise DataError(
-            f"data: {path}: {size} bytes are no whole number of {dtype.name} tokens; "
+            f"data: {path}: {size} bytes are not a whole number of {dtype.name} tokens; "
             f"the file is cut short, or data.dtype is wrong"
         )
     return size // dtype.itemsize

@@ -156,8 +156,8 @@ class DataView:
         """Refuse a sample none of whose `counts` is the length that the data set states."""
         if self.states_lengths and counts and self.lengths[i] not in counts:
             raise DataError(
-                f"data: {self.name_of(i)} has {counts[0]} tokens, and {self.lengths[i]} by the "
-                "data set's `lengths`, which must be the tokens of each sample"
+                f"data: {self.name_of(i)} has {counts[0]} tokens, but `lengths` of the data set "
+                f"says {self.lengths[i]}; it must be token counts"
             )
 
     def read(self, i: int, *, seed: int, epoch: int) -> dict[str, Tensor]:

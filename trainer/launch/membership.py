@@ -110,7 +110,7 @@ def _address(environment: Mapping[str, str], names: tuple[str, ...], size: int) 
     if {"MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
         port = environment["MASTER_PORT"]
         if not port.isdecimal() or not 0 < int(port) < 2**16:
-            raise ConfigError(f"MASTER_PORT={port!r} in the environment: no port; use 1 to 65535")
+            raise ConfigError(f"MASTER_PORT={port!r} in the environment: not a port (1 to 65535)")
         return f"{environment['MASTER_ADDR']}:{port}"
     listed = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST")
     job = environment.get("SLURM_JOB_ID", "")

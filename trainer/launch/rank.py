@@ -107,7 +107,7 @@ def _agree(config: RunConfig, folder: Path, world: World) -> Path:
         differing = sorted(k for k in own.keys() | first.keys() if own.get(k) != first.get(k))
         if differing:
             raise ConfigError(
-                f"{', '.join(differing)}: rank {rank} was given another value than rank 0; type "
+                f"{', '.join(differing)}: rank {rank} has a different value than rank 0; type "
                 "the same command on every node"
             )
     return Path(answers[0]["folder"])

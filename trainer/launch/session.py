@@ -59,7 +59,7 @@ def choose_device(config: RunConfig, local_rank: int = 0) -> torch.device:
         return torch.device("cpu")
     if local_rank >= found:
         raise ConfigError(
-            f"parallel.ranks: no GPU for rank {local_rank} of this machine; the largest is {found}"
+            f"parallel.ranks: no GPU for rank {local_rank} of this machine; use at most {found}"
         )
     return torch.device("cuda", local_rank)
 

@@ -56,7 +56,7 @@ def _members(config: RunConfig) -> list[Membership]:
     if joined is not None:
         if ranks not in ("auto", joined.local_size):
             raise ConfigError(
-                f"parallel.ranks={ranks}: whatever started this rank started "
+                f"parallel.ranks={ranks}: the launcher started "
                 f"{joined.local_size} on this machine; leave parallel.ranks out to join them"
             )
         return [joined]

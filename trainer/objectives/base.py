@@ -99,12 +99,12 @@ def weights_of(objective: Objective, fields: Fields) -> dict[str, float]:
     given: object = objective.weights(fields)
     method = f"weights of {type(objective).__name__}"
     if not isinstance(given, Mapping) or not given:
-        _refuse(method, given, "return a number for every name that sums gives")
+        _refuse(method, given, "return a number for every name that `sums` gives")
     weights = {}
     for name, value in given.items():
         weights[name] = float(_number(f"{method}, {name}", value))
         if not 0.0 <= weights[name] < math.inf:
-            _refuse(f"{method}, {name}", value, "return a finite number from 0 on")
+            _refuse(f"{method}, {name}", value, "return a finite number, 0 or more")
     return weights
 
 
@@ -124,7 +124,7 @@ def sums_of(
     metrics = {n: _number(f"{method}, {n}", value) for n, value in sums.metrics.items()}
     named = {*metrics, *(losses.keys() - {"loss"} if len(losses) > 1 else ())}
     if taken := sorted(n for n in named if n in STEP_KEYS or n.startswith("eval_")):
-        raise ConfigError(f"objective: {method}: {taken[0]} is a figure of every step; rename it")
+        raise ConfigError(f"objective: {method}: {taken[0]} is a built-in metric; rename it")
     if weights is not None:
         _check_names(objective, weights, (*losses, *metrics))
     if torch.is_grad_enabled() and not any(loss.requires_grad for loss in losses.values()):
@@ -150,7 +150,7 @@ def _check_names(objective: Objective, weights: Mapping[str, float], given: Sequ
     if left_out := [n for n, weight in weights.items() if weight and n not in (*given, *spared)]:
         raise ConfigError(
             f"objective: `sums` of {kind} lacks {', '.join(left_out)}, which `weights` returns: "
-            "return a sum for each, and name in `metric_names` what an evaluation alone gives"
+            "return a sum for each, and list in `metric_names` what only an evaluation gives"
         )
 
 
@@ -195,7 +195,7 @@ def labels_of(fields: Fields) -> Tensor:
     if labels.is_floating_point() or labels.is_complex():
         raise ConfigError(
             f"objective: labels are {labels.dtype}, but classes and tokens are whole numbers: give "
-            "integers, or type an objective that takes real numbers"
+            "integers, or use an objective that takes real numbers"
         )
     return labels
 

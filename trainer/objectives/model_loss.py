@@ -76,7 +76,7 @@ def _loss_of(output: Any) -> Tensor:  # noqa: ANN401 - models return what they l
     if isinstance(loss, Tensor) and loss.ndim == 0 and loss.is_floating_point():
         return loss
     raise ConfigError(
-        f"objective=model_loss: the model gave a {type(output).__name__} and no loss of one "
-        "number: its forward must take the labels and return an object with .loss; a model that "
+        f"objective=model_loss: the model gave a {type(output).__name__} without a scalar "
+        "loss: its forward must take the labels and return an object with .loss; a model that "
         "gives logits needs an objective such as next_token or classify"
     )

@@ -96,8 +96,8 @@ def shifted_labels(fields: Fields) -> Tensor:
     labels = labels_of(fields)
     if labels.ndim != 2:  # noqa: PLR2004 - (batch, time)
         raise ConfigError(
-            f"objective=next_token: labels of shape {tuple(labels.shape)} are no sequences of "
-            "tokens, (batch, time); for one number per sample type objective=classify"
+            f"objective=next_token: labels of shape {tuple(labels.shape)} are not sequences "
+            "of tokens, (batch, time); for one number per sample use objective=classify"
         )
     targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED).long()
     if "cu_seqlens" in fields:

@@ -138,6 +138,6 @@ def check_room(warmup: float, total_steps: int) -> int:
     if steps > total_steps:
         raise ConfigError(
             f"scheduler.warmup: {steps} steps of warm-up exceed the run's {total_steps} steps; "
-            f"type at most {total_steps}, or more steps"
+            f"use at most {total_steps}, or raise steps"
         )
     return steps

@@ -117,7 +117,7 @@ class Sharded(Parallel):
         for name, parameter in self._whole.items():
             if parameter._version:  # PyTorch keeps its own writes out of this count
                 raise ConfigError(
-                    f"model: forward writes into {name}, a parameter in shards, where it is lost: "
+                    f"model: forward writes into {name}, a sharded parameter, which loses it: "
                     "make it a buffer, or use parallel=ddp"
                 )
         whole = enumerate(self._trained())

@@ -72,7 +72,7 @@ class Fixed(Cut):
         if self.micro is not None and self.micro % size:
             nearest = max(1, round(self.micro / size)) * size
             raise ConfigError(
-                f"accum.micro: {self.micro} divides groups of {size} samples that must stay "
+                f"accum.micro: {self.micro} splits groups of {size} samples that must stay "
                 f"together. The nearest valid value is accum.micro={nearest}"
             )
         groups = np.arange(-(-num_samples // size), dtype=np.int64)

@@ -26,7 +26,7 @@ VERDICTS: Mapping[Verdict, str] = {
     "exact": "exact: the planned step is the whole-batch step",
     "exact_without_dropout": "exact without dropout, whose masks depend on the micro-batches: "
     "apart from them the planned step is the whole-batch step",
-    "not_exact": "not exact: this plan computes another step than the whole batch",
+    "not_exact": "not exact: the planned step differs from the whole-batch step",
     "not_proven": "not proven: something cannot be compared",
 }
 
@@ -117,7 +117,7 @@ def end_block(plan: Record, result: Record) -> RenderableType:
     if result["eval_loss"] is not None:
         blocks.append(_section("held-out loss", _losses(result)))
     if result["advice"]:
-        blocks.append(_section("what takes long", *map(Text, result["advice"])))
+        blocks.append(_section("bottlenecks", *map(Text, result["advice"])))
     return Group(*blocks, _section("look further"))
 
 

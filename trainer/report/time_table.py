@@ -111,7 +111,7 @@ def _data(splits: Sequence[Split], plan: Mapping[str, Any]) -> Line:
     if len(splits) > 1:
         longest, rank = max((each["data"], rank) for rank, each in enumerate(splits))
         what += f", {duration(longest)} of them on rank {rank}"
-    remedy = f"num_workers={2 * workers or 2} loads them beside the training (now {workers})"
+    remedy = f"num_workers={2 * workers or 2} loads them during training (now {workers})"
     return fmean(each["data"] + each["late"] for each in splits), "data", what, remedy
 
 

@@ -144,7 +144,7 @@ class WandbMirror:
         given = {"dir": str(self._folder), "id": self.run_id, "resume": "allow"}
         given |= {**self._labels, "job_type": "train", "settings": settings}
         if self._mode == "online":
-            why = "no API key: type wandb login once"
+            why = "no API key: run `wandb login` once"
             try:
                 wandb.setup(wandb.Settings(silent=True))
                 if wandb.login(prompt=False):  # `init` would ask for a key

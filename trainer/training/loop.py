@@ -129,8 +129,8 @@ def _take_step(run: Run, progress: Trained) -> None:
     run.reporter.step(record, ids, skipped_ids=() if report.skipped is None else ids)
     if names := run.kit.model_state.news():
         run.reporter.warn(
-            f"forward updates {first_of(names)} on each rank by its own samples; after every step "
-            "all take those of rank 0"
+            f"forward updates {first_of(names)} by the samples of its own rank; after every step "
+            "all ranks take the values of rank 0"
         )
 
 

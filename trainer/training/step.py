@@ -127,8 +127,8 @@ def _cut_for_replay(kit: Kit, batch: PlannedBatch, feed: Feed, replays: int) -> 
         if not replays:
             return batch
         raise DoesNotFitError(
-            f"step {batch.step}: out of memory twice, and {why}, so smaller micro-batches would "
-            "change the result: lower accum.micro, or try activation_checkpointing=true"
+            f"step {batch.step}: out of memory twice, and {why}, so it cannot go on with smaller "
+            "micro-batches: begin with a lower accum.micro, or try activation_checkpointing=true"
         )
     finer = feed.smaller(batch)
     if finer is None:

@@ -345,6 +345,6 @@ class Variant:
         inputs = f", {size(limit.inputs)} for inputs" if limit.inputs else ""
         return DoesNotFitError(
             f"sample {question.longest_id} of {question.longest} tokens does not fit, even alone: "
-            f"a step with it needs {size(needed)} of tensors, and {size(there)} are there "
+            f"a step with it needs {size(needed)} of tensors, and {size(there)} are available "
             f"({limit.source}{inputs}): {', or '.join([*remedies, 'use a smaller model'])}"
         )

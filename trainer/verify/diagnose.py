@@ -88,7 +88,7 @@ def _drawing(case: Case, found: Found, errors: Errors) -> Culprits:
     if errors.is_exact:
         outcome = f"exact with it off (error {errors.largest:.0e}); set its rate to 0, or accept it"
     quiet = Reason(
-        f"{draws}, so it depends on the cut: the step is {outcome}",
+        f"{draws}, so it depends on the micro-batches: the step is {outcome}",
         verdict="exact_without_dropout" if errors.is_exact else "not_proven",
     )
     loud = Reason(

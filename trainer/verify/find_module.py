@@ -58,7 +58,7 @@ NORMALISES = Reason(
 )
 
 FIELD = Reason(
-    "the data give this field of a sample another value when its neighbours change: it is "
+    "a sample's value of this field changes with its neighbours in the micro-batch: it is "
     "drawn or computed in `collate`, or padded on the left"
 )
 
@@ -74,8 +74,8 @@ REMEDY = (
     "number of terms from `weights`"
 )
 REMEDY_OF_MODEL = (
-    "the model averages its own loss, or couples samples: type objective.reduction=mean if it "
-    "ignores num_items_in_batch, or the other value of objective.causal, or use an objective that "
+    "the model averages its own loss, or couples samples: set objective.reduction=mean if it "
+    "ignores num_items_in_batch, or flip objective.causal, or use an objective that "
     "sums, such as next_token or classify"
 )
 REMEDY_OF_WEIGHT = "`weights` must count exactly the terms that `sums` adds up"
@@ -196,7 +196,7 @@ def _compare_ways(
     for changes, parts in ways.items():
         places = shares(trace.micro_batch, parts, packed=case.batch.plan.packed)
         passes = [compare(case, trace, m, share) for m, share in zip(parts, places, strict=True)]
-        text = f"gives a sample another output when {changes} changes{CAUSES.get(changes, '')}"
+        text = f"changes the output of a sample when {changes} changes{CAUSES.get(changes, '')}"
         for found in passes:
             for name in found.blamed:
                 reasons.setdefault(name, Reason(text))
@@ -284,8 +284,8 @@ def _added(trace: Trace) -> Losses:
 def _no_sum(what: str, together: Tensor | float, apart: Sequence[float], remedy: str) -> Reason:
     """Say that what several samples give is not the sum of what groups of them give."""
     return Reason(
-        f"{what} is no sum: the same samples give {float(together):.6g} together, and in "
-        f"{len(apart)} groups {sum(apart):.6g} in all; {remedy}"
+        f"{what} is not a sum: the same samples give {float(together):.6g} together, but "
+        f"{sum(apart):.6g} in {len(apart)} groups; {remedy}"
     )
 
 

@@ -112,7 +112,7 @@ def test_packing_lays_samples_end_to_end_and_no_label_crosses_a_document(ids, sp
 
 
 def test_what_cannot_be_packed_is_named():
-    with pytest.raises(DataError, match="'label' has not one entry per token"):
+    with pytest.raises(DataError, match="'label' does not have one entry per token"):
         pack([text(1) | {"label": torch.tensor(1)}], TOKENS, 1, name)
     with pytest.raises(DataError, match="2 samples from sample 10 on cannot be padded to 3"):
         pack([text(1, 2), text(1, 2)], TOKENS, 3, name)

@@ -53,7 +53,10 @@ BAD = [
     (b'{"text": "\xff"}', "not UTF-8 (byte 0xff)"),
     (b'{"text": "x"', "not JSON"),
     (b'["x"]', "not a JSON object but of type list"),
-    (b'{"body": "x", "n": 1}', "no field 'text'; it has 'body', 'n'; data.field= names another"),
+    (
+        b'{"body": "x", "n": 1}',
+        "no field 'text'; it has 'body', 'n'; data.field=NAME takes another",
+    ),
     (b'{"text": 3}', "field 'text' is of type int, not a string"),
     (b'{"text": " "}', "field 'text' is empty"),
     (b'{"text": "\\ud800"}', "surrogates not allowed"),

@@ -90,7 +90,7 @@ def test_files_that_cannot_be_token_files_are_data_errors(tmp_path):
     np.save(tmp_path / "numpy.npy", np.arange(9))
     for name, fault in {
         "numpy.npy": "is a NumPy file",
-        "odd.bin": "3 bytes are no whole number of uint16 tokens",
+        "odd.bin": "3 bytes are not a whole number of uint16 tokens",
         "empty.bin": "holds no tokens",
         "folder": "holds no .bin files",
         "missing.bin": "no such file or folder",

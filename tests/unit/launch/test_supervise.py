@@ -11,10 +11,13 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from trainer.core.errors import Preempted
 from trainer.core.rank_progress import Board, Place
 from trainer.core.signals import StopFlag
+from trainer.core.world import World
 from trainer.launch.ends import STACKS_SIGNAL, Ended, Records, conclude, is_peer_failure, verdict
 from trainer.launch.supervise import UNBEGUN_S, Child, Watch
 
@@ -51,6 +54,13 @@ def test_a_rank_that_leaves_with_code_0_and_no_word_is_named_and_ends_the_others
     assert time.monotonic() - began < 60
     error = verdict(watch.ended, tmp_path, 600)
     assert str(error) == "rank 1 exited with code 0 and no error report, at the start"
+
+
+def test_a_rank_waits_in_a_sum_so_that_one_that_hangs_before_it_is_named(monkeypatch):
+    world, seen = World(size=2), []
+    monkeypatch.setattr(dist, "all_reduce", lambda _: seen.append(world.board.read().waits))
+    world.sum(torch.ones(1))
+    assert [*seen, world.board.read().waits] == [True, False]
 
 
 HELD_UP, ALL = ("agree", "compute"), ("compute", "compute")

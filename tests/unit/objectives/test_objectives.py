@@ -120,7 +120,7 @@ NUMBERS, IDS = torch.tensor([1, 2]), torch.zeros(2, 3, dtype=torch.long)
 @pytest.mark.parametrize(
     ("objective", "labels", "logits", "fault"),
     [
-        (NextToken(), NUMBERS, (2, 5), r"labels of shape \(2,\) .*type objective=classify"),
+        (NextToken(), NUMBERS, (2, 5), r"labels of shape \(2,\) .*use objective=classify"),
         (NextToken(), IDS[..., None], (2, 3, 1, 5), r"labels of shape \(2, 3, 1\)"),
         (Classify(class_weights=[1.0, 1.0]), NUMBERS, (2, 2), "2 weights, and labels from 1 to 2"),
         (Classify(class_weights=[1.0, 1.0]), NUMBERS - 1, (2, 7), "2 weights for 7 classes"),

@@ -127,7 +127,7 @@ def test_a_resume_keeps_the_id_and_sends_only_what_is_new(mirror):
     ("fault", "warned", "given"),
     [
         ("no network", "cannot connect); this run is recorded offline, to upload it later: ", True),
-        ("no key", "no API key: type wandb login once); this run is recorded offline", True),
+        ("no key", "no API key: run `wandb login` once); this run is recorded offline", True),
         ("never", "W&B is off", False),
     ],
 )

@@ -92,8 +92,8 @@ def test_a_head_that_drops_the_item_count_is_named_and_its_mean_over_the_right_c
     assert report.max_relative_error > WRONG
     [(name, reason)] = report.culprits
     assert name == "objective ModelLoss"
-    assert "type objective.reduction=mean if it ignores num_items_in_batch" in reason
-    assert "or the other value of objective.causal" in reason
+    assert "set objective.reduction=mean if it ignores num_items_in_batch" in reason
+    assert "or flip objective.causal" in reason
     assert "such as next_token or classify" in reason
     report = checked(head, head.objective("mean"))
     assert report.exact == head.mean_is_exact, report.culprits

@@ -246,7 +246,7 @@ def norms() -> nn.Module:
     [
         ("dropout.*", "2 x BatchNorm normalises", Fixed(micro=4), {"model": with_mixer(norms)}),
         ("dropout.inner", "BatchNorm normalises", Fixed(micro=3), {"model": with_mixer(Gated)}),
-        ("Batchwise (in its own forward)", "Batchwise gives", SORTED, {"model": Batchwise}),
+        ("Batchwise (in its own forward)", "Batchwise changes", SORTED, {"model": Batchwise}),
         ("InObject (in its own forward)", "keeps state", SORTED, {"model": InObject}),
         ("dropout", ": capacity routing", SORTED, {"model": with_mixer(lambda: Mixer(crowded))}),
         ("dropout", "", Fixed(micro=7), {"model": with_mixer(lambda: Mixer(rare))}),
@@ -284,8 +284,8 @@ def test_a_backward_of_its_own_is_told_by_the_parameters_it_reaches():
 
 OWN = random.Random(0)
 WITHOUT, UNPROVEN = "exact_without_dropout", "not_proven"
-OFF = "Mixer draws at random anew for every micro-batch, so it depends on the cut: the step is "
-OFF += "exact with it off (error"
+OFF = "Mixer draws at random anew for every micro-batch, so it depends on the micro-batches: the "
+OFF += "step is exact with it off (error"
 
 
 @pytest.mark.parametrize(
@@ -374,12 +374,12 @@ def test_a_mean_that_even_micro_batches_hide_is_named_and_dropout_is_no_excuse(d
     report = bench.verified(whole_fits=bool(dropout))
     assert report.verdict == "not_exact"
     assert {name for name, _ in report.culprits} - {"dropout"} == {"objective MeanLoss"}
-    assert any("is no sum" in reason for _, reason in report.culprits)
+    assert any("is not a sum" in reason for _, reason in report.culprits)
     assert any("by coincidence" in note for note in report.notes) == (not dropout)
     assert (report.max_relative_error <= 1e-10) == (not dropout)
 
 
-NO_SUM = "`loss` is no sum: the same samples give"
+NO_SUM = "`loss` is not a sum: the same samples give"
 
 
 @pytest.mark.parametrize(
@@ -387,7 +387,7 @@ NO_SUM = "`loss` is no sum: the same samples give"
     [
         (MeanLoss(), SORTED, NO_SUM),
         (MeanLoss(kind="positions"), SORTED, NO_SUM),
-        (MeanLoss("one", "none"), Fixed(steps=1), "the weight of `loss` is no sum"),
+        (MeanLoss("one", "none"), Fixed(steps=1), "the weight of `loss` is not a sum"),
     ],
 )
 def test_a_loss_or_a_weight_that_is_no_sum_is_named_with_what_to_do(objective, cut, reason):
