@@ -118,7 +118,7 @@ def test_ranks_that_read_other_samples_are_refused(ranks):
     assert first == second
     assert first[0] == ""
     for line in first[1:]:
-        assert line.startswith("DataError: data: rank 1 reads other samples")
+        assert line.startswith("DataError: data: rank 1 has another data set")
 
 
 class Layer(nn.Module):

@@ -292,7 +292,7 @@ def test_a_place_that_the_steps_do_not_lead_to_is_refused(tmp_path):
 
 
 def test_a_place_beyond_the_epoch_and_terms_that_are_none_are_refused(tmp_path):
-    beyond = r"taken 4 samples of an epoch, and the data hold 3: .*init="
+    beyond = r"is 4 samples into an epoch, but the data have 3: .*init="
     with pytest.raises(NoCheckpointError, match=beyond):
         check_position(EXTRA, Order(3, 0, 1), tmp_path)
     check_position(EXTRA, Order(4, 0, 1), tmp_path)

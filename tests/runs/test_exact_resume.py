@@ -70,7 +70,7 @@ def test_a_stopped_run_says_how_to_go_on_and_then_where_and_no_more(capsys):
     assert shell(status["reason"].partition("go on with: train ")[2]) == 0
     screen = capsys.readouterr().out
     assert "after step 2" in screen
-    assert "re-anchored" not in screen
+    assert "now spans" not in screen
     assert read_json(run / "result.json")["step"] == 6
     assert read_json(run / "status.json")["state"] == "completed"
 
@@ -94,7 +94,7 @@ def test_steps_may_grow_and_the_new_schedule_is_said(capsys):
     again = on(short, "steps=8")
     screen = " ".join(capsys.readouterr().out.split())
     assert "4 -> 8" in screen
-    assert "re-anchored" in screen
+    assert "now spans" in screen
     assert curve(again, "lr") == [*before, *curve(go("steps=8"), "lr")[4:]]
     assert [entry["step"] for entry in steps(again)] == list(range(1, 9))
     assert read_json(again.folder / "plan.json")["steps"] == 8

@@ -26,7 +26,7 @@ GPT = "model=gpt_tiny model.width=16 model.num_layers=1 model.num_heads=2"
             "model.vocab_size=5: the data hold 16 different tokens",
             "the smallest valid value is 16",
         ],
-        f"{GPT} data._target_={TOYS}.Rows": ["model.vocab_size: these data do not say", "type it"],
+        f"{GPT} data._target_={TOYS}.Rows": ["model.vocab_size: the data do not state", "set it"],
         "optimizer._target_=torch.optim.SGD optimizer.rate=0.1": ["optimizer.rate", "SGD"],
         "objective=classify": ["classify"],
         "steps=null epochs=1 scheduler.warmup=99": ["scheduler.warmup: 99 steps", "use at most"],

@@ -23,7 +23,7 @@ MISTAKES = {
     "'batch.global=${nope}'": "batch.global: Interpolation key 'nope' not found",
     # options of groups, and recipes
     "accum=atuo": f"accum=atuo: no such option. Did you mean auto? {CUTS}",
-    "accum=8": "accum=8: takes the name of an option; a value is accum.KEY=VALUE. Choices",
+    "accum=8": "accum=8: takes the name of an option; set a value with accum.KEY=VALUE. Choices",
     "accum.gradient=summ": "accum.gradient=summ: no such option. Did you mean sum?",
     "hydra/launcher=foo": "hydra/launcher=foo: no such option. Choices: basic",
     "recipe=quickstrat": "recipe=quickstrat: no such option. Did you mean quickstart?",

@@ -137,7 +137,7 @@ def test_a_run_that_is_not_there_or_cannot_go_on_is_exit_4(
         assert faults(capsys.readouterr().err)[0].startswith(fault)
     with pytest.raises(NoCheckpointError, match="no checkpoint"):
         prepared(f"resume={make_run(has_checkpoint=False)}")
-    with pytest.raises(NoCheckpointError, match=r"no training run; .* says command=plan"):
+    with pytest.raises(NoCheckpointError, match=r"not a training run; .* says command=plan"):
         prepared(f"resume={make_run('plan')}")
 
 

@@ -62,7 +62,7 @@ class ModelState:
                 self._news += [part.prefix + name for name in part.shapes]
         if self._is_ordered and self._news:
             raise ConfigError(
-                f"deterministic=layout: forward updates {self._news[0]} by the samples of its own "
+                f"deterministic=layout: forward updates {self._news[0]} from the samples of each "
                 "rank: use GroupNorm or LayerNorm instead of BatchNorm, or deterministic=true"
             )
         tensors = [tensor for part in self._parts if part.moves for tensor in part.tensors()]
@@ -120,8 +120,8 @@ class _Part:
         for name, shape in self.shapes.items():
             if getattr(self.entries.get(name), "shape", None) != shape:
                 raise ConfigError(
-                    f"model: {self.prefix}{name} changes its shape in forward: a cache is "
-                    "registered with persistent=False"
+                    f"model: {self.prefix}{name} changes its shape in forward: if it is "
+                    "a cache, register it with persistent=False"
                 )
         return any(
             now is not tensor

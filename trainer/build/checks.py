@@ -64,7 +64,7 @@ def check_parts(parts: Parts) -> None:
     scope, strategy, cut = parts.objective.scope, parts.strategy, parts.cut
     if scope not in strategy.scopes:
         name = type(strategy).__name__
-        text = f"{name} is wrong where a loss couples samples ({scope}); use another"
+        text = f"{name} is wrong where samples share a loss ({scope}); use another strategy"
         raise ConfigError(f"accum.gradient: {text}")
     longest = int(parts.source.lengths.max())
     if isinstance(cut, Budget) and longest > cut.max_tokens:
@@ -136,8 +136,8 @@ def _refuse(parts: Parts, objective: ModelLoss, pair: IntArray, error: float) ->
     remedy = f"type {' '.join(typed)}, or " if is_better else ""
     raise ConfigError(
         f"objective.reduction={objective.reduction}: the loss of {type(parts.module).__name__} is "
-        f"no sum over samples, so the step depends on the micro-batches: {remedy}use an objective "
-        "that sums, such as next_token or classify"
+        f"not a sum over samples, so the step depends on the micro-batches: {remedy}use an "
+        "objective that sums, such as next_token or classify"
     )
 
 
@@ -203,14 +203,14 @@ def check_consistency(
     first, *others = world.collect(facts)
     for rank, mine in enumerate(others, start=1):
         if mine["data"] != first["data"]:
-            text = f"rank {rank} reads other samples than rank 0: give every rank the same files"
+            text = f"rank {rank} has another data set than rank 0: give every rank the same files"
             raise DataError(f"data: {text}")
         if mine["forms"] != first["forms"]:
             pairs = zip(first["forms"], mine["forms"], strict=False)
             name = next((own[0] for other, own in pairs if own != other), "fewer or more")
             raise ConfigError(
-                f"model: rank {rank} built other parameters than rank 0 ({name}): every rank must "
-                "build the same ones in the same order"
+                f"model: the parameters of rank {rank} differ from those of rank 0 ({name}): every "
+                "rank must build the same ones in the same order"
             )
         differing = [
             name for name, value in first["values"].items() if mine["values"][name] != value
@@ -334,7 +334,7 @@ def check_position(state: Mapping[str, Any], order: Order, path: object) -> None
     offset = state["cursor"]["offset"]
     if offset > order.num_samples:
         raise NoCheckpointError(
-            f"{path}: the run has taken {offset} samples of an epoch, and the data hold "
+            f"{path}: the run is {offset} samples into an epoch, but the data have "
             f"{order.num_samples}: start a new run with init={path}"
         )
 
@@ -381,7 +381,7 @@ def read_allowed(folder: Path, step: int) -> dict[str, Any]:
         return {} if terms is None else _Terms.model_validate(terms, strict=True).model_dump()
     except ValueError as error:
         raise NoCheckpointError(
-            f"{path}: cannot be read for step {step}: delete it, and type resume_allow again"
+            f"{path}: has no valid record of step {step}: delete it, and type resume_allow again"
         ) from error
 
 

@@ -268,7 +268,7 @@ def _model(
         text = f"the data hold {known} different tokens; the smallest valid value is {known}"
         raise ConfigError(f"model.vocab_size={typed}: {text}")
     if known is None and "vocab_size" in config.model.params and typed is None:
-        text = "these data do not say how many different tokens they hold; type it, e.g. 50257"
+        text = "the data do not state a vocabulary size; set it, e.g. model.vocab_size=50257"
         raise ConfigError(f"model.vocab_size: {text}")
     given = {"vocab_size": known, "max_length": config.data.params.get("max_length")}
 

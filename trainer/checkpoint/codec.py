@@ -69,7 +69,7 @@ def decode(tree: Json, read: Callable[[str], Any]) -> Any:  # noqa: ANN401 - any
         return tuple(decode(item, read) for item in content)
     if mark == _PAIRS and isinstance(content, list):
         return {key: decode(item, read) for key, item in content}
-    raise ValueError(f"{mark} cannot hold {content!r}")
+    raise ValueError(f"{mark} has the invalid content {content!r}")
 
 
 def _encode_plain(value: Any, name: str) -> Json:  # noqa: ANN401 - any state

@@ -243,9 +243,7 @@ class CheckpointStore:
             _logger.warning("%s: damaged: %s%s", path, damage, _set_aside(path))
             return False
         if there != _trained_files(manifest):
-            raise SaveError(
-                f"{path}: a different checkpoint is here and stays: use another run folder"
-            )
+            raise SaveError(f"{path}: already holds a different checkpoint: use another run folder")
         return True
 
     def _read(self, step: int, world: World) -> tuple[Loaded | None, tuple[str, str] | None]:

@@ -192,7 +192,7 @@ def assign_files(tensors: Mapping[str, Tensor], rank: int) -> FileTensors:
     num_sharded = 0
     for name, tensor in tensors.items():
         if tensor.layout != torch.strided or tensor.is_meta:
-            raise TypeError(f"{name}: a tensor without dense memory cannot be stored")
+            raise TypeError(f"{name}: only dense tensors can be stored")
         if tensor.dtype not in DTYPES:
             raise TypeError(f"{name}: safetensors has no {tensor.dtype}")
         head = name.partition(".")[0]
@@ -202,7 +202,7 @@ def assign_files(tensors: Mapping[str, Tensor], rank: int) -> FileTensors:
                 files.setdefault(f"{file}.safetensors", {})[name] = tensor
             continue
         rows = rows_of(tensor)
-        assert rows is not None, "captured tensors must be sharded along dimension 0, or not at all"
+        assert rows is not None, "tensors must be sharded along dimension 0, or not at all"
         # Ranks hold rows in the order of their numbers, and so do files that are sorted by name.
         is_turn = num_sharded % rows.num_replicas == rows.replica
         num_sharded += 1

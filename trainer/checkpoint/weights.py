@@ -47,7 +47,7 @@ def load_weights(
         loaded = CheckpointStore(path / CHECKPOINTS).load(step, set_aside=False, world=world)
         path, found = loaded.path, loaded.weights
     elif step is not None:
-        raise NoCheckpointError(f"step={step}: init={path} is no run folder; leave step out")
+        raise NoCheckpointError(f"step={step}: init={path} is not a run folder; leave step out")
     else:
         world.on_all(lambda: found.update(_open_weights(path, world)))
     load_model(model, found, path)

@@ -14,7 +14,7 @@ from trainer.config.messages import clip, did_you_mean
 from trainer.core.errors import ConfigError
 
 COMMANDS: Mapping[str, str] = {
-    "train": "train (what happens without a command)",
+    "train": "train (the default command)",
     "plan": "print the micro-batches of each step and their memory; do not train",
     "verify": "check on your model and data that accumulation gives the whole-batch gradient",
     "evaluate": "evaluate a run on the held-out data: run=RUN",

@@ -48,7 +48,7 @@ def show(own_folder: str | None = None) -> None:
     console = Console(highlight=False, markup=False, width=None if is_wide else _WIDTH)
     folders = [data_dir("conf"), *([Path(own_folder)] if own_folder is not None else [])]
     console.print(
-        "train: a PyTorch trainer; state the global batch, get exactly its step at the least cost\n"
+        "train: a PyTorch trainer; state the global batch, get exactly that step at least cost\n"
         "usage: train [COMMAND] [GROUP=OPTION ...] [KEY=VALUE ...] [FLAG ...]\n"
         f"keys of one option, as model.width, are in {folders[0]}/GROUP/OPTION.yaml\n"
     )

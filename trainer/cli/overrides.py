@@ -218,7 +218,7 @@ def _choice_faults(override: Override, options: Sequence[str]) -> Iterator[str]:
         if isinstance(name, str) and name not in (*options, OWN) and not is_file:
             yield no_such_option(key, name, options)
         elif not isinstance(name, str) and not is_file:
-            remedy = f"takes the name of an option; a value is {key}.KEY=VALUE"
+            remedy = f"takes the name of an option; set a value with {key}.KEY=VALUE"
             yield clip(f"{key}={show(name)}: {remedy}. Choices: {', '.join(options)}")
 
 
@@ -226,5 +226,5 @@ def no_such_option(group: str, name: str, options: Sequence[str]) -> str:
     """Say in a line which options there are."""
     near = did_you_mean(name, options)
     if "." in name and group in COMPONENTS:
-        near = f" A class of your own is {group}.{TARGET}={name}."
+        near = f" For a class of your own: {group}.{TARGET}={name}."
     return clip(f"{group}={name}: no such option.{near} Choices: {', '.join(options)}")

@@ -72,7 +72,7 @@ def _begin(job: Job, *, begins_again: bool = False) -> Job:
         remedy = f"resume={job.folder} goes on with it"
         raise ConfigError(clip(f"hydra.run.dir={job.folder}: holds a run; {remedy}"))
     called = "without a name" if job.config.name is None else f"named {job.config.name}"
-    there = f"no run {called} below {job.config.outputs} can go on"
+    there = f"no run {called} below {job.config.outputs} can be resumed"
     note = f"resume=auto: {there}; a new one begins\n" if begins_again else ""
     return replace(_place(job, job.folder), note=note)
 

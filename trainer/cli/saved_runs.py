@@ -62,7 +62,7 @@ def find(folder: str, key: str, *, to_train: bool) -> Path:
         if settings.exists():  # they would say where the key of W&B is sent
             raise NoCheckpointError(f"{settings}: settings of W&B are not taken from a run")
     if to_train and (command := saved_config(path).get("command")) != "train":
-        why = f"no training run; its config.yaml says command={command}"
+        why = f"not a training run; its config.yaml says command={command}"
         raise NoCheckpointError(f"{key}={folder}: {why}")
     if to_train and not can_go_on(path):
         raise NoCheckpointError(f"{key}={folder}: no checkpoint was written there")
@@ -196,7 +196,7 @@ def _read_yaml(path: Path) -> Any:  # noqa: ANN401 - any YAML
     tokens = yaml.scan(content, Loader=_LOADER)
     has_alias = any(isinstance(token, yaml.AliasToken) for token in tokens)
     if len(content) > _MAX_RECORD or has_alias:
-        raise ValueError("no record of a run")
+        raise ValueError("not a record of a run")
     return _LOADER(content).get_single_data()  # what safe_load does, with the loader in C
 
 

@@ -141,7 +141,7 @@ def verify_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
         chance = " except by coincidence" if report.max_relative_error <= report.limit else ""
         raise NotExactError(
             f"the planned step is not the whole-batch step{chance}: relative error "
-            f"{report.max_relative_error:.2g}, by {culprits}; see {folder / VERIFY_FILE}"
+            f"{report.max_relative_error:.2g}, caused by {culprits}; see {folder / VERIFY_FILE}"
         )
     return 0
 

@@ -47,7 +47,7 @@ RESULT_FILE = "result.json"
 
 BUILT_WHOLE = (
     "the model is built whole on every rank before it is sharded: only models of this package "
-    "start in shards"
+    "are built sharded"
 )
 
 
@@ -248,7 +248,7 @@ def _growth(run: Run, extra: Mapping[str, Any]) -> str | None:
     if before == kit.total_steps or step >= kit.total_steps:
         return None
     lr = kit.lr * kit.schedule.factor(step, kit.total_steps)
-    what = f"steps {before} -> {kit.total_steps}: the schedule is re-anchored over them"
+    what = f"steps {before} -> {kit.total_steps}: the schedule now spans them all"
     return f"{what}: lr {lr:.2e} at step {step + 1}"
 
 
@@ -259,7 +259,7 @@ def _end(parts: Parts, run: Run, trained: Trained, plan: Record, folder: Path, a
     if not parts.world.is_main:
         return
     config, device = parts.config, parts.world.device
-    overlap = "collectives travel on streams of their own"  # what of the traffic can be hidden
+    overlap = "collectives run on their own streams"  # what of the traffic can be hidden
     if plan["sync"] == "deferred":
         overlap = "sync=deferred reduces when all micro-batches are done"
     elif device.type == "cpu":

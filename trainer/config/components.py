@@ -44,16 +44,16 @@ Seed = Annotated[Whole, Field(ge=0, lt=2**63, description="a whole number from 0
 Number = Annotated[float, Field(description="a number")]
 Positive = Annotated[float, Field(gt=0, description="a number above 0")]
 NonNegative = Annotated[float, Field(ge=0, description="a number, 0 or more")]
-Share = Annotated[float, Field(ge=0, lt=1, description="a share of at least 0 and below 1")]
-Part = Annotated[float, Field(ge=0, le=1, description="a share from 0 to 1")]
-Cadence = Count | Annotated[float, Field(gt=0, lt=1, description="a share of the run below 1")]
+Share = Annotated[float, Field(ge=0, lt=1, description="a fraction of at least 0 and below 1")]
+Part = Annotated[float, Field(ge=0, le=1, description="a fraction from 0 to 1")]
+Cadence = Count | Annotated[float, Field(gt=0, lt=1, description="a fraction of the run below 1")]
 Time = Annotated[
     str, Field(pattern=r"^\d+(\.\d+)? ?(s|min|h)$", description="a time such as 10min")
 ]
 Warmup = Natural | Share
 Betas = Annotated[
     list[Share],
-    Field(min_length=2, max_length=2, description="two shares of at least 0 and below 1"),
+    Field(min_length=2, max_length=2, description="two fractions of at least 0 and below 1"),
 ]
 Weights = Annotated[list[NonNegative], Field(description="a list of numbers, one per class")]
 Bytes = Annotated[

@@ -137,7 +137,7 @@ def vet(tree: Mapping[str, Any]) -> Iterator[str]:
     pairs = [p for i in items for p in (i if isinstance(i, dict) else {GROUP: i}).items()]
     for entry, options in pairs:
         if not _ENTRY.fullmatch(str(entry)):
-            yield f"defaults: {entry}: is no group in which a recipe may choose an option"
+            yield f"defaults: {entry}: is not a group that a recipe may set"
         for option in options if isinstance(options, list) else [options]:
             if option is not None and not _OPTION.fullmatch(str(option)):
                 yield f"defaults: {option}: is not the name of an option"

@@ -34,7 +34,7 @@ _PLANNED, _NOT_AUTO = ("auto", "budget"), ("budget", "fixed", "own")
 _NOT_HSDP, _STARTING = ("auto", "none", "ddp", "fsdp"), ("train", "plan", "verify")
 _FIXED = "type accum=fixed accum.micro=8"
 _BY_SIZE = f"depends on the micro-batch size; {_FIXED}"
-_HSDP = "counts only with parallel=hsdp"
+_HSDP = "has an effect only with parallel=hsdp"
 _MOMENTUM = "needs a momentum; type optimizer.momentum=0.9"
 _REFERENCE = "needs scheduler.reference_batch, the global batch that optimizer.lr was tuned for"
 _IS_READ = "read by evaluate, export and verify; to go on with a run: resume="
@@ -78,7 +78,7 @@ def rule_faults(tree: Tree, choices: Mapping[str, Any]) -> Iterator[str]:
     yield from _schedule_faults(view)
     has_no_vocabulary = view["data._target_"] == TOKENS and view["data.vocab_size"] is None
     if has_no_vocabulary and view.get("model.vocab_size", 0) is None:
-        text = "token files do not say how many different tokens there are; type it, e.g. 50257"
+        text = "token files do not state a vocabulary size; set it, e.g. model.vocab_size=50257"
         yield line("model.vocab_size", None, text)
     width, num_heads = view["model.width"], view["model.num_heads"]
     if view["model._target_"] == GPT and _is_count(width) and _is_count(num_heads):
@@ -110,7 +110,7 @@ def _place_faults(view: Tree) -> Iterator[str]:
         yield NO_GPU
     has_run = view["init"] or view["run"] or (command == "verify" and view["resume"])
     if view["step"] != "last" and not has_run:
-        text = "picks a checkpoint of run=RUN or init=RUN; how long a run is: steps="
+        text = "picks a checkpoint of run=RUN or init=RUN; for the length of a run type steps="
         yield line("step", view["step"], text)
     outputs = str(view["outputs"])
     if ".." in PurePath(outputs).parts or outputs.startswith("~"):
@@ -141,7 +141,7 @@ def _size_faults(view: Tree) -> Iterator[str]:
     if global_batch is None and (not is_fixed or micro is None or steps is None):
         yield line("batch.global", None, "needs a whole number of at least 1, e.g. 512")
     elif is_fixed and micro is None and steps is None:
-        text = "accum=fixed needs the samples of a micro-batch, or accum.steps; e.g. accum.micro=8"
+        text = "accum=fixed needs the number of samples per micro-batch, e.g. 8, or accum.steps"
         yield line("accum.micro", None, text)
     elif is_fixed and view["batch.unit"] == "tokens" and None not in (micro, steps):
         yield line("accum.steps", steps, "with batch.unit=tokens, set this or accum.micro")
@@ -294,6 +294,6 @@ def num_replicas(world_size: int, local_size: int, shard: object, replicate: obj
     divisors = (n for n in range(1, world_size + 1) if world_size % n == 0)
     fitting = min(divisors, key=lambda n: abs(n - part))
     raise ConfigError(
-        f"parallel.shard={part}: times parallel.replicate={copies} is not the {world_size} ranks "
-        f"there are; e.g. parallel.shard={fitting} parallel.replicate={world_size // fitting}"
+        f"parallel.shard={part}: times parallel.replicate={copies} must be the {world_size} ranks "
+        f"of the run; e.g. parallel.shard={fitting} parallel.replicate={world_size // fitting}"
     )

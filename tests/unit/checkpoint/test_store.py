@@ -88,7 +88,7 @@ def test_the_same_state_again_leaves_the_first_and_another_state_is_refused(tmp_
     tensors, meta = state(2)
     assert put(store, 2, {**tensors, "rng.cpu": torch.zeros(3)}, meta) == path
     assert (path / "manifest.json").stat().st_ino == first
-    with pytest.raises(SaveError, match="a different checkpoint is here"):
+    with pytest.raises(SaveError, match="already holds a different checkpoint"):
         put(store, 2, {**tensors, "model.scale": tensors["model.scale"] + 1}, meta)
     assert_is(store.load(), 2)
     assert [entry.name for entry in store.folder.iterdir()] == [path.name]

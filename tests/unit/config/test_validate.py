@@ -37,9 +37,9 @@ FAULTS = {
     "clip_norm=0": ": must be a number above 0 or null, e.g. 1.0",
     "outputs=../x": ": must not lead upwards with .., or begin with ~",
     "wandb.tags=3": ": must be a list, e.g. [a,b]",
-    "eval.every=nan": "eval.every=NaN: must be a whole number of at least 1, a share of the run",
-    "checkpoint.every=soon": ": must be a whole number of at least 1, a share of the run below 1, "
-    "a time such as 10min or null, e.g. ",
+    "eval.every=nan": "eval.every=NaN: must be a whole number of at least 1, a fraction of the run",
+    "checkpoint.every=soon": ": must be a whole number of at least 1, a fraction of the run below "
+    "1, a time such as 10min or null, e.g. ",
     'optimizer.groups={"a":{"rl":3}}': ": must be a mapping of name",
     "optimizer._target_=trainer.optim.optimizers.SGD optimizer.lr=-1": "optimizer.lr=-1: must be "
     "a number, 0 or more",
@@ -50,8 +50,8 @@ FAULTS = {
     "mean skip?",
     "data=text": "data.path: data=text needs it, data.path=...",
     "steps=3 epochs=2": "steps=3: epochs is set too; at most one, type epochs=null",
-    "accum=fixed": "accum.micro=null: accum=fixed needs the samples of a micro-batch, or "
-    "accum.steps; e.g. accum.micro=8",
+    "accum=fixed": "accum.micro=null: accum=fixed needs the number of samples per "
+    "micro-batch, e.g. 8, or accum.steps",
     "batch=tokens accum=fixed accum.micro=8 accum.steps=3": "accum.steps=3: with batch.unit=tokens",
     "batch.normalizer=micro_batches": ": depends on the micro-batch size; type accum=fixed",
     "batchnorm=micro": ": depends on the micro-batch size; type accum=fixed",
@@ -64,9 +64,10 @@ FAULTS = {
     "deterministic=layout accum=fixed accum.micro=8 parallel=fsdp": "deterministic=layout: needs "
     "parallel=ddp",
     "deterministic=layout": ": needs fixed micro-batches; type accum=fixed accum.micro=8",
-    "parallel.shard=2": ": counts only with parallel=hsdp",
+    "parallel.shard=2": ": has an effect only with parallel=hsdp",
     "parallel=hsdp parallel.ranks=4 parallel.shard=3": "parallel.shard=3: times "
-    "parallel.replicate=1 is not the 4 ranks there are; e.g. parallel.shard=2 parallel.replicate=2",
+    "parallel.replicate=1 must be the 4 ranks of the run; e.g. parallel.shard=2 "
+    "parallel.replicate=2",
     "parallel=none parallel.ranks=2": "parallel.ranks=2: parallel=none is one rank; use "
     "parallel=ddp",
     "scheduler.scale=linear": ": needs scheduler.reference_batch, the global batch that "
@@ -74,7 +75,7 @@ FAULTS = {
     "scheduler.warmup=50": ": is more than steps=32; the largest valid value is 32",
     "scheduler=wsd scheduler.decay=0.9 scheduler.warmup=16": "scheduler.decay=0.9: 29 steps of "
     "decay and 16 of warm-up exceed the run's 32 steps; the largest valid value is 0.5",
-    "data=tokens data.path=.": "model.vocab_size=null: token files do not say",
+    "data=tokens data.path=.": "model.vocab_size=null: token files do not state",
     "optimizer=sgd optimizer.nesterov=true optimizer.momentum=0": "optimizer.nesterov=true: needs "
     "a momentum; type optimizer.momentum=0.9",
     "model.num_heads=5": "model.width, model.num_heads: width 96 cannot be split over 5 heads "
@@ -83,7 +84,7 @@ FAULTS = {
     "run=a": ": read by evaluate, export and verify; to go on with a run: resume=",
     "export.to=a": ": used only by train export run=RUN; leave it out",
     "init=a resume=b": "init=a: starts a new run; resume= goes on with an old one",
-    "step=3": ": picks a checkpoint of run=RUN or init=RUN; how long a run is: steps=",
+    "step=3": ": picks a checkpoint of run=RUN or init=RUN; for the length of a run type steps=",
 }
 """Lines as they are typed, with how the answer begins, behind what was typed or its key."""
 
