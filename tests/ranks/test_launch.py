@@ -157,6 +157,14 @@ def test_a_config_error_that_joined_ranks_raise_together_leaves_no_folder(tmp_pa
     assert not [*tmp_path.iterdir()]
 
 
+def test_restarts_are_for_ranks_that_the_command_starts_itself(tmp_path):
+    first, second = start_joined(tmp_path / "run", "parallel.max_restarts=2")
+    code, (error,) = finish(first)
+    assert (code, finish(second)) == (2, (2, []))
+    assert error.startswith("train: error: parallel.max_restarts=2: the launcher restarts its")
+    assert not [*tmp_path.iterdir()]
+
+
 def test_one_rank_and_several_contradict_before_anything_starts(tmp_path, capsys):
     folder = tmp_path / "run"
     assert run([*TYPED, f"hydra.run.dir={folder}", "parallel=none", "parallel.ranks=2"]) == 2

@@ -19,6 +19,7 @@ import pytest
 
 from tests.lib.nightly import counts, nightly
 from tests.lib.processes import Ended, typed_over
+from tests.lib.run_support import steps
 from tests.reliability import lab
 from tests.reliability.rank_runs import TYPED, RankRun, processes_in
 from tests.reliability.rank_work import run_as_rank
@@ -178,3 +179,15 @@ def test_a_run_that_loses_ranks_and_that_strangers_speak_to_ends_as_if_nothing_w
             assert CAUSES[KINDS[case % 3]] in ended.errors[0], about
         lab.assert_same(lab.outcome(run.folder, rng=False), undisturbed, about)
         run.assert_none_left(about)
+
+
+def test_one_rank_alone_is_started_again_too(tmp_path):
+    alone = ("parallel.ranks=1", "parallel.max_restarts=1")
+    run = RankRun(tmp_path / "run", *alone, STRIKES="SIGKILL@update:6@0")
+    ended = run.end()
+    assert ended.code == 0, ended
+    (error,) = ended.errors
+    assert "rank 0 was killed by SIGKILL" in error
+    assert error.endswith("starting again after step 4 (1 of 1 restarts)")
+    assert [entry["step"] for entry in steps(run.folder)] == [*range(1, 8)]
+    run.assert_none_left("one rank")

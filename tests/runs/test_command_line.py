@@ -291,6 +291,8 @@ def test_a_failed_job_does_not_stop_a_sweep_and_ctrl_c_ends_it_with_its_table(
     assert float(rows[1]["eval_loss"]) > 0
     out = capsys.readouterr().out
     assert "held-out" in out
+    assert "net.broken" in out.splitlines()[-3]
+    assert "…" not in out, "folded where the terminal is narrow, never cut"
     assert "job 1 of 2: model._target_=net.Net" in out
     assert (sweep / "sweep.png").read_bytes().startswith(b"\x89PNG")
     config = yaml.safe_load((sweep / "1" / "config.yaml").read_text())

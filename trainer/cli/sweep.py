@@ -41,6 +41,7 @@ from trainer.report.run_status import staged
 _BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 _LOGGING = "hydra/hydra_logging"
 _MEASURED = ("step", "loss", "eval_loss", "tokens_per_second", "seconds")
+_TITLES = {"eval_loss": "held-out\nloss", "tokens_per_second": "tokens/s"}
 
 
 def run_sweep(lines: Sequence[str], composer: Composer) -> int:
@@ -230,8 +231,8 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
     table = Table(title="sweep", title_justify="left", box=None, pad_edge=False)
     shown = [name for name in rows[0] if name not in ("exit_code", "folder")]
     for name in shown:
-        title = name.replace("eval_loss", "held-out\nloss").replace(".", ".\n")
-        table.add_column(title, justify="left" if name == "state" else "right", no_wrap=True)
+        title = _TITLES.get(name, name).replace(".", ".\n")
+        table.add_column(title, justify="left" if name == "state" else "right", overflow="fold")
     best = min(map(_loss, rows))
     for row in rows:
         cells = ("-" if (cell := row[name]) is None else cell for name in shown)

@@ -32,8 +32,7 @@ def run(config: RunConfig, folder: Path) -> int:
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     with listening(config) as stop:
-        members = _members(config)
-        if members:
+        if members := _members(config):
             from trainer.launch.supervise import supervise  # noqa: PLC0415 - only where used
 
             return supervise(config, folder, members, stop)
@@ -53,7 +52,11 @@ def listening(config: RunConfig) -> AbstractContextManager[StopFlag]:
 def _members(config: RunConfig) -> list[Membership]:
     """List the ranks that this process starts: its place in a launcher's job, or all of the run."""
     ranks, joined = config.parallel.ranks, membership()
+    restarts = config.parallel.max_restarts if config.command == "train" else 0
     if joined is not None:
+        if restarts:
+            text = "the launcher restarts its ranks (torchrun --max-restarts); leave it out"
+            raise ConfigError(f"parallel.max_restarts={restarts}: {text}")
         if ranks not in ("auto", joined.local_size):
             raise ConfigError(
                 f"parallel.ranks={ranks}: the launcher started "
@@ -68,5 +71,5 @@ def _members(config: RunConfig) -> list[Membership]:
         ranks = local_ranks(config)
     if ranks > 1 and config.parallel.mode == "none":
         raise ConfigError(f"parallel.ranks={ranks}: parallel=none is one rank; use parallel=ddp")
-    places = range(ranks) if ranks > 1 else ()
+    places = range(ranks) if ranks > 1 or restarts else ()
     return [Membership(rank=r, size=ranks, local_rank=r, local_size=ranks) for r in places]

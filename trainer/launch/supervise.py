@@ -51,7 +51,7 @@ def supervise(
             process is to print, though it is not the first, `is_own` is true.
     """
     is_ours, trains = members[0].is_ours, config.command == "train"
-    most = config.parallel.max_restarts if trains and is_ours else 0
+    most = config.parallel.max_restarts if trains else 0
     restarts = 0
     with ExitStack() as opened:
         if members[0].rank == 0 and config.command not in READING:
