@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from tests.lib.nightly import nightly
 from tests.lib.tune_support import VOCABULARY, Encoder, Stubborn, measured_peak, workload
-from trainer.core.errors import DoesNotFitError
+from trainer.core.errors import ConfigError, DoesNotFitError
 from trainer.plan.cut import Layout
 from trainer.plan.cuts import Auto
 from trainer.plan.memory import Shape
@@ -128,6 +128,13 @@ def test_a_model_that_cannot_run_fake_is_tuned_by_probes_and_says_so():
     assert fits(asked, found.max_tokens / 1.05)
     assert not fits(asked, found.max_tokens / 0.95 + 1)
     assert "real probes" in found.method
+
+
+def test_the_memory_of_shards_that_cannot_run_fake_is_asked_for():
+    with torch.device("meta"):
+        model = Stubborn()
+    with pytest.raises(ConfigError, match=r"DataDependent.*type accum=budget accum\.max_tokens=N"):
+        tune(question(model))
 
 
 @pytest.mark.parametrize("inputs", [3 * 2**20, nightly(0)])
