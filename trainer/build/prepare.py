@@ -32,7 +32,7 @@ from trainer.plan.traffic import MOST_OF_MEMORY, Network, Work
 from trainer.training.batches import PREFETCH_LIMIT_BYTES
 from trainer.tune.cache import TuningCache, describe
 from trainer.tune.layout import BOUNDARIES
-from trainer.tune.memory_limit import MemoryLimit
+from trainer.tune.memory_limit import MemoryLimit, begin_peak
 from trainer.tune.predict import Predictor
 from trainer.tune.speed import meter_for
 from trainer.tune.tensors import MemoryEstimate
@@ -145,6 +145,7 @@ def prepare(parts: Parts, saved: Mapping[str, Any] | None = None) -> Prepared:
         predicted = _predicted(parts, work, plans, warnings)
     if parts.world.is_main:
         warnings += check_sums(parts)
+    begin_peak(parts.world.device)
     return Prepared(
         # Held-out data have a cap of their own: what training's largest micro-batch fits in.
         parts=replace(

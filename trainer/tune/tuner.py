@@ -322,11 +322,11 @@ class Variant:
             # The least ratio that explains the failure, and so stays clear of it.
             resident = work.resident_bytes
             failed = self.peak(timings.failed).peak_bytes - resident - 1
-            ratio = (question.limit.bytes - resident) / max(1, failed)
+            facts.ratio = max(facts.ratio, (question.limit.bytes - resident) / max(1, failed))
         else:
             peak = self.peak(max(timings.seconds, key=positions))
-            ratio = resident_ratio(max(growth, default=0), peak.activations + peak.gradients)
-        facts.ratio = max(ratio, facts.ratio)
+            tensors = peak.activations + peak.gradients
+            facts.add_ratio(resident_ratio(max(growth, default=0), tensors, work.device.type))
         facts.add_timings(timings.seconds, timings.noise)
         shapes = plural(len(timings.seconds), "shape")
         self.how = f"timed {shapes} in {self.clock() - started:.1f} s"

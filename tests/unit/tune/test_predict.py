@@ -30,9 +30,9 @@ from trainer.models.bind import bind
 from trainer.parallel.sync import Deferred
 from trainer.plan.memory import Shape
 from trainer.tune.memory_limit import (
-    RATIO_BYTES,
     MemoryLimit,
     memory_limit,
+    reserve_share,
     resident_growth,
     resident_ratio,
 )
@@ -257,6 +257,23 @@ def test_the_tightest_limit_of_the_machine_counts(tmp_path, files, left, source)
     assert shared.bytes == 1000 + int(left // 4 * 0.9)
 
 
+@pytest.mark.parametrize(
+    ("device", "gib", "share"),
+    [
+        ("cuda", 80, 0.08),
+        ("cuda", 12, 0.125),
+        ("cuda", 2, 0.25),
+        ("cuda", 0, 0.08),
+        ("cpu", 8, 0.10),
+    ],
+)
+def test_a_small_card_leaves_at_least_a_gigabyte_and_a_half_alone(device, gib, share):
+    assert reserve_share(device, gib * 2**30) == share
+    found = memory_limit(torch.device(device), asked=gib * 2**30)
+    assert found.bytes == int(gib * 2**30 * (1 - share))
+    assert found.reserve == share
+
+
 def test_the_rise_of_resident_memory_is_seen():
     if not Path("/proc/self/clear_refs").exists():
         pytest.skip("only Linux tells")
@@ -266,10 +283,11 @@ def test_the_rise_of_resident_memory_is_seen():
 
 
 def test_what_tensors_cost_in_resident_memory_lowers_what_they_may_take():
-    assert resident_ratio(3 * RATIO_BYTES, 2 * RATIO_BYTES) == 1.5
-    assert resident_ratio(RATIO_BYTES, 2 * RATIO_BYTES) == 1.0
-    assert resident_ratio(99 * RATIO_BYTES, RATIO_BYTES) == 3.0
-    assert resident_ratio(3 * RATIO_BYTES, RATIO_BYTES - 1) == 1.0
+    for device, enough in {"cpu": 32 * 2**20, "cuda": 2**30}.items():
+        assert resident_ratio(3 * enough, 2 * enough, device) == 1.5
+        assert resident_ratio(enough, 2 * enough, device) == 1.0
+        assert resident_ratio(99 * enough, enough, device) == 3.0
+        assert resident_ratio(3 * enough, enough - 1, device) is None
     limit = MemoryLimit(bytes=1000, source="a test")
     assert limit.for_tensors(1.0, 400) == 1000
     assert limit.for_tensors(1.5, 400) == 800

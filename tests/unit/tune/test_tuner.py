@@ -287,6 +287,11 @@ def test_a_damaged_cache_is_an_empty_one(tmp_path, monkeypatch, damage):
     for seconds in (0.5, 0.3, 0.7):  # other programs only ever add time
         book.facts[False].add_timings({Shape(1, 8): seconds}, noise=math.inf)
     assert book.facts[False].seconds == {Shape(1, 8): 0.3}
+    ratios = []
+    for ratio in (1.5, 1.1, None, 1.1, 2.0):  # a disturbed measurement does not stay for ever
+        book.facts[False].add_ratio(ratio)
+        ratios.append(book.facts[False].ratio)
+    assert ratios == pytest.approx([1.5, 1.3, 1.3, 1.2, 2.0])
     book.facts[False].peaks[Shape(1, 8)] = MemoryEstimate(peak_bytes=3)
     book.save()
     assert TuningCache.open({}, tmp_path).facts == book.facts
