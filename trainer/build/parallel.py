@@ -113,17 +113,18 @@ class ParallelSetup:
 
     @contextmanager
     def fake_ranks(
-        self, world_size: int, call_of: Callable[[nn.Module], ModelCall]
+        self, world_size: int, call_of: Callable[[nn.Module], ModelCall], device: torch.device
     ) -> Iterator[Callable[[nn.Module], Parallel]]:
-        """Pretend ranks that are not there.
+        """Pretend ranks that are not there, on a device that is.
 
         Yields:
             Lays a model out in shards, in place, as the first of the ranks.
         """
         from trainer.parallel.fsdp import Sharded, fake_mesh  # noqa: PLC0415 - half a second
 
-        world, copies = World(size=world_size, local_size=world_size), self.replicas
-        with fake_mesh(world_size, copies) as mesh:
+        world = World(size=world_size, local_size=world_size, device=device)
+        copies = self.replicas
+        with fake_mesh(world_size, copies, device.type) as mesh:
             yield lambda model: Sharded(
                 model, call_of(model), separable_blocks(model), world, replicas=copies, mesh=mesh
             )

@@ -32,7 +32,7 @@ from trainer.plan.traffic import MOST_OF_MEMORY, Network, Work
 from trainer.training.batches import PREFETCH_LIMIT_BYTES
 from trainer.tune.cache import TuningCache, describe
 from trainer.tune.layout import BOUNDARIES
-from trainer.tune.memory_limit import MemoryLimit
+from trainer.tune.memory_limit import MemoryLimit, begin_peak
 from trainer.tune.predict import Predictor
 from trainer.tune.speed import meter_for
 from trainer.tune.tensors import MemoryEstimate
@@ -145,6 +145,7 @@ def prepare(parts: Parts, saved: Mapping[str, Any] | None = None) -> Prepared:
         predicted = _predicted(parts, work, plans, warnings)
     if parts.world.is_main:
         warnings += check_sums(parts)
+    begin_peak(parts.world.device)
     return Prepared(
         # Held-out data have a cap of their own: what training's largest micro-batch fits in.
         parts=replace(
@@ -202,7 +203,7 @@ def _sampled(parts: Parts) -> list[IntArray]:
 def _workload(parts: Parts) -> Workload:
     """Give what tuning computes: model, loss, optimizer, and micro-batches of any shape."""
     world, call_of = parts.world, partial(bind_run, config=parts.config, world=parts.world)
-    in_shards = partial(parts.parallel.fake_ranks, world.size, call_of)
+    in_shards = partial(parts.parallel.fake_ranks, world.size, call_of, world.device)
     return Workload(
         model=parts.module,
         bind=call_of,
@@ -220,8 +221,10 @@ def _tiled(parts: Parts) -> Tiled:
     """Make shapes out of the longest sample; others show which dimensions follow its length."""
     example, lengths, longest = parts.example, parts.source.lengths, int(parts.source.lengths.max())
     is_away = planned_device(parts.config, parts.world).type != parts.world.device.type
+    # Without that kernel boundaries are looked at, and a model on the meta device runs fake alone.
+    has_kernel = not is_away and (parts.weights is None or parts.world.device.type == "cuda")
     boundaries = inspect.signature(parts.module.forward).parameters.get(BOUNDARIES)
-    if is_away and boundaries is not None and boundaries.default is not boundaries.empty:
+    if not has_kernel and boundaries is not None and boundaries.default is not boundaries.empty:
         # The kernel that takes all documents of a packed row at once is a GPU's. Where that is not
         # here, documents side by side, which take as much, stand in for it.
         packing = {BOUNDARIES, "position_ids"}

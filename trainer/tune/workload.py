@@ -112,8 +112,7 @@ class Workload:
     @contextmanager
     def live(self, *, recompute: bool) -> Iterator[None]:
         """Lend the model itself to be run inside the block, and leave it bit for bit as it was."""
-        states = restoring(self.model, self.objective)
-        with self.filled(), states, self.variant(recompute=recompute):
+        with restoring(self.model, self.objective), self.variant(recompute=recompute):
             yield
 
     @contextmanager
