@@ -27,6 +27,7 @@ from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError, DataError
 from trainer.core.micro_batch import Fields
 from trainer.core.world import World, rng_key
+from trainer.data.collate import LABELS
 from trainer.data.loader import Loader, Request
 from trainer.data.samples import INPUT_IDS, faults_of, preserve_generators
 from trainer.data.view import DataView, readable, split_by_seed
@@ -193,7 +194,8 @@ def assemble(config: RunConfig, world: World) -> Parts:
     # Labels of an objective of the user's own mean anything.
     tokens, labels = vocabulary_of(module)
     is_ours = type(objective).__module__.startswith("trainer.")
-    limits = tokens, labels if is_ours else None
+    known = {INPUT_IDS: tokens, LABELS: labels if is_ours else None}
+    limits = {name: limit for name, limit in known.items() if limit is not None}
     make_loader = partial(Loader, seed=config.seed, limits=limits)
     loader = make_loader(
         train_set,

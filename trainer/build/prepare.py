@@ -32,6 +32,7 @@ from trainer.plan.traffic import MOST_OF_MEMORY, Network, Work
 from trainer.training.batches import PREFETCH_LIMIT_BYTES
 from trainer.tune.cache import TuningCache, describe
 from trainer.tune.layout import BOUNDARIES
+from trainer.tune.lookups import lookup_limits
 from trainer.tune.memory_limit import MemoryLimit
 from trainer.tune.predict import Predictor
 from trainer.tune.speed import meter_for
@@ -123,6 +124,7 @@ def prepare(parts: Parts, saved: Mapping[str, Any] | None = None) -> Prepared:
     """
     check_parts(parts)
     work = _workload(parts)
+    _limit_lookups(parts, work)
     limit, is_here = _limit_of(parts, work.resident_bytes)
     batches, known = _sampled(parts), _restored(parts, saved)
     cut, tuning, how = parts.cut, None, f"{type(parts.cut).__name__}, as typed"
@@ -214,6 +216,16 @@ def _workload(parts: Parts) -> Workload:
         sync=parts.parallel.sync,
         fake_ranks=in_shards if parts.is_sharded else None,
     )
+
+
+def _limit_lookups(parts: Parts, work: Workload) -> None:
+    """Have the loaders compare with the rows of the model's tables what is looked up in them."""
+    loader, longest = parts.source.loader, int(parts.source.lengths.argmax())
+    tokens = int(parts.source.lengths[longest])
+    if limits := lookup_limits(work, tokens, loader.limits):
+        for each in [loader, *([parts.held_out.loader] if parts.held_out else [])]:
+            each.limit(limits)
+        loader.load(Request((longest,), 0, tokens))  # the example was loaded without limits
 
 
 def _tiled(parts: Parts) -> Tiled:

@@ -72,7 +72,7 @@ class Loader:
         num_workers: loading processes; 0 loads in this one.
         seed: the run's.
         pin_memory: put fields into page-locked memory, for copies to a GPU.
-        limits: what token ids and labels must be below.
+        limits: what the numbers of fields must be below, such as token ids and labels.
 
     Attributes:
         loads_in_thread: whether `load` may run in a thread beside training; not where it seeds
@@ -86,12 +86,12 @@ class Loader:
         num_workers: int,
         seed: int,
         pin_memory: bool = False,
-        limits: Limits = (None, None),
+        limits: Limits | None = None,
     ) -> None:
         self.dataset = DataView.of(dataset)
         self.num_workers = num_workers
         self.loads_in_thread = num_workers == 0 and not self.dataset.draws_randomness
-        self._assemble = _Assembler(self.dataset, seed, limits)
+        self._assemble = _Assembler(self.dataset, seed, limits or {})
         self._pin_memory = pin_memory
         self._sampler = _RequestSampler()
         self._workers: DataLoader[Fields | Exception] | None = None
@@ -106,6 +106,15 @@ class Loader:
         if self._pin_memory:
             return {name: field.pin_memory() for name, field in fields.items()}
         return fields
+
+    @property
+    def limits(self) -> Limits:
+        """What the numbers of fields must be below, by name."""
+        return self._assemble.limits
+
+    def limit(self, limits: Limits) -> None:
+        """Bound the numbers of more fields; before a stream begins, whose workers know no more."""
+        self._assemble = replace(self._assemble, limits={**limits, **self.limits})
 
     @contextmanager
     def naming_samples(
