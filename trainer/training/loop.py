@@ -40,6 +40,7 @@ class Run:
     checkpointer: Checkpointer
     was_asked: Callable[[], bool]
     eval_every: int | None
+    eval_at_start: bool
     checkpoint_every: int | None
     nonfinite_limit: int
 
@@ -99,6 +100,8 @@ def train(run: Run, progress: Trained) -> None:
     _stop_if_asked(run, progress)
     if progress.step > 0:
         _evaluate_if_due(run, progress)  # which a signal may have ended
+    elif run.eval_at_start:
+        _evaluate(run, progress)
     while progress.step < run.kit.total_steps:
         _take_step(run, progress)
         _stop_if_not_finite(run, progress)

@@ -23,7 +23,7 @@ from trainer.tune.predict import CannotRunFake, fake_micro_batch
 from trainer.tune.workload import Workload
 
 _MADE_HERE = {ATTENTION_MASK, "position_ids", "cu_seqlens"}
-_AXES: Mapping[type[Objective], int] = {NextToken: -1, Classify: 1}  # of the logits, on which the classes lie
+_AXES: Mapping[type[Objective], int] = {NextToken: -1, Classify: 1}  # of the logits: classes
 
 
 def lookup_limits(work: Workload, length: int, known: Mapping[str, int]) -> dict[str, int]:
