@@ -224,6 +224,7 @@ def _run(
         eval_every=parts.every(config.eval.every),
         eval_at_start=config.eval.at_start,
         checkpoint_every=None if isinstance(every, str) else parts.every(every),
+        flops=prepared.flops,
         nonfinite_limit=config.nonfinite.limit,
     )
 
