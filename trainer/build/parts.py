@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sized
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, final
 
 import torch
@@ -27,6 +26,7 @@ from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError, DataError
 from trainer.core.micro_batch import Fields
 from trainer.core.world import World, rng_key
+from trainer.data.collate import LABELS
 from trainer.data.loader import Loader, Request
 from trainer.data.samples import INPUT_IDS, faults_of, preserve_generators
 from trainer.data.view import DataView, readable, split_by_seed
@@ -41,7 +41,7 @@ from trainer.plan.cut import Cut, Layout
 from trainer.plan.cuts import Fixed, LayoutInvariant
 from trainer.plan.order import Cursor, Order
 from trainer.training.batches import Feed, Source
-from trainer.training.evaluation import HeldOut
+from trainer.training.evaluation import HeldOut, evenly_spaced
 from trainer.training.window import Kit
 from trainer.tune.layout import layout_for, packs
 from trainer.verify.case import hooked
@@ -193,30 +193,21 @@ def assemble(config: RunConfig, world: World) -> Parts:
     # Labels of an objective of the user's own mean anything.
     tokens, labels = vocabulary_of(module)
     is_ours = type(objective).__module__.startswith("trainer.")
-    limits = tokens, labels if is_ours else None
-    make_loader = partial(Loader, seed=config.seed, limits=limits)
-    loader = make_loader(
-        train_set,
-        num_workers=auto_workers if config.num_workers == "auto" else config.num_workers,
-        pin_memory=world.device.type == "cuda",
+    known = {INPUT_IDS: tokens, LABELS: labels if is_ours else None}
+    limits = {name: limit for name, limit in known.items() if limit is not None}
+    num_workers = auto_workers if config.num_workers == "auto" else config.num_workers
+    is_gpu = world.device.type == "cuda"
+    loader = Loader(
+        train_set, num_workers=num_workers, seed=config.seed, pin_memory=is_gpu, limits=limits
     )
     layout, example = _layout(config, world, loader, objective, module)
     setup = replace(parallel_setup(config, world, module, mode), why_mode=why)
-    held_out = None
-    if eval_set is not None:
-        held_out = HeldOut(
-            loader=make_loader(eval_set, num_workers=0),
-            lengths=eval_set.lengths,
-            layout=layout,
-            max_tokens=1,  # until it is planned
-            is_ordered=config.deterministic == "layout",
-        )
     return Parts(
         config=config,
         world=world,
         train_set=train_set,
         source=Source(order=order, lengths=lengths, loader=loader, objective=objective),
-        held_out=held_out,
+        held_out=None if eval_set is None else _held_out(config, eval_set, loader, layout),
         module=module,
         weights=weights,
         call=bind_run(module, config, world),
@@ -257,6 +248,19 @@ def _data_sets(config: RunConfig, world: World) -> tuple[DataView, DataView | No
         built = [split_by_seed(built[0], each, holdout, config.seed) for each in SPLITS]  # type: ignore[arg-type]
     train, rest = built
     return train, rest if len(rest) else None
+
+
+def _held_out(config: RunConfig, data: DataView, loader: Loader, layout: Layout) -> HeldOut:
+    """Load held-out samples as those of training are; no processes where a thread may do it."""
+    ids = evenly_spaced(len(data), config.eval.samples)
+    return HeldOut(
+        loader=loader.of(data, num_workers=loader.num_workers * data.draws_randomness),
+        ids=ids,
+        lengths=data.lengths[ids],
+        layout=layout,
+        max_tokens=1,  # until it is planned
+        is_ordered=config.deterministic == "layout",
+    )
 
 
 def _model(

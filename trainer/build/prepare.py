@@ -31,7 +31,9 @@ from trainer.plan.partition import pad
 from trainer.plan.traffic import MOST_OF_MEMORY, Network, Work
 from trainer.training.batches import PREFETCH_LIMIT_BYTES
 from trainer.tune.cache import TuningCache, describe
+from trainer.tune.flops import ModelFlops, model_flops, peak_flops
 from trainer.tune.layout import BOUNDARIES
+from trainer.tune.lookups import lookup_limits
 from trainer.tune.memory_limit import MemoryLimit, begin_peak
 from trainer.tune.predict import Predictor
 from trainer.tune.speed import meter_for
@@ -54,6 +56,7 @@ class Prepared:
         tuning: what `accum=auto` found; None under another cut.
         predicted: peak of a step; None where it cannot be predicted.
         limit_bytes: what is left for tensors on this rank; None where nobody knows.
+        flops: of the model, for the ranks of a run; None where they cannot be counted.
         how: how the cap was found, or why it is as it is.
         is_here: whether the plan is for this machine; time is unknown for any other.
         warnings: what showed when the user's own model and objective ran.
@@ -65,6 +68,7 @@ class Prepared:
     tuning: Tuning | None
     predicted: MemoryEstimate | None
     limit_bytes: int | None
+    flops: ModelFlops | None
     how: str
     is_here: bool
     warnings: tuple[str, ...]
@@ -123,6 +127,7 @@ def prepare(parts: Parts, saved: Mapping[str, Any] | None = None) -> Prepared:
     """
     check_parts(parts)
     work = _workload(parts)
+    _limit_lookups(parts, work)
     limit, is_here = _limit_of(parts, work.resident_bytes)
     batches, known = _sampled(parts), _restored(parts, saved)
     cut, tuning, how = parts.cut, None, f"{type(parts.cut).__name__}, as typed"
@@ -156,6 +161,7 @@ def prepare(parts: Parts, saved: Mapping[str, Any] | None = None) -> Prepared:
         tuning=tuning,
         predicted=predicted,
         limit_bytes=tuning.limit_bytes if tuning is not None else limit and limit.bytes,
+        flops=_flops(parts, work) if parts.config.command == "train" else None,
         how=how,
         is_here=is_here,
         warnings=tuple(warnings),
@@ -217,6 +223,33 @@ def _workload(parts: Parts) -> Workload:
     )
 
 
+def _limit_lookups(parts: Parts, work: Workload) -> None:
+    """Have the loaders compare with the rows of the model's tables what is looked up in them."""
+    loader, longest = parts.source.loader, int(parts.source.lengths.argmax())
+    tokens = int(parts.source.lengths[longest])
+    if limits := lookup_limits(work, tokens, loader.limits):
+        for each in [loader, *([parts.held_out.loader] if parts.held_out else [])]:
+            each.limit(limits)
+        loader.load(Request((longest,), 0, tokens))  # the example was loaded without limits
+
+
+def _flops(parts: Parts, work: Workload) -> ModelFlops | None:
+    """Count the model's FLOPs, on the rank that reports them; documents side by side."""
+    if not parts.world.is_main:
+        return None
+    lengths = parts.source.lengths
+    shortest, longest = int(lengths.min()), int(lengths.max())
+    if BOUNDARIES in parts.example:
+        work = replace(work, make_fields=Tiled(_unpacked(parts.example), longest))
+    peak = peak_flops(parts.world.device, parts.config.precision)
+    return model_flops(work, shortest, longest, peak and peak * parts.world.size)
+
+
+def _unpacked(example: Fields) -> Fields:
+    """Take from a packed row of one document what says that it is one."""
+    return {name: f for name, f in example.items() if name not in {BOUNDARIES, "position_ids"}}
+
+
 def _tiled(parts: Parts) -> Tiled:
     """Make shapes out of the longest sample; others show which dimensions follow its length."""
     example, lengths, longest = parts.example, parts.source.lengths, int(parts.source.lengths.max())
@@ -227,8 +260,7 @@ def _tiled(parts: Parts) -> Tiled:
     if not has_kernel and boundaries is not None and boundaries.default is not boundaries.empty:
         # The kernel that takes all documents of a packed row at once is a GPU's. Where that is not
         # here, documents side by side, which take as much, stand in for it.
-        packing = {BOUNDARIES, "position_ids"}
-        example = {name: field for name, field in example.items() if name not in packing}
+        example = _unpacked(example)
     if BOUNDARIES in example:
         return Tiled(example, longest)
 

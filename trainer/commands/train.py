@@ -222,7 +222,9 @@ def _run(
         checkpointer=checkpointer,
         was_asked=stop,
         eval_every=parts.every(config.eval.every),
+        eval_at_start=config.eval.at_start,
         checkpoint_every=None if isinstance(every, str) else parts.every(every),
+        flops=prepared.flops,
         nonfinite_limit=config.nonfinite.limit,
     )
 

@@ -72,6 +72,8 @@ class Eval(Section):
     """Evaluation on held-out data."""
 
     every: Cadence | None
+    samples: Count | None
+    at_start: bool
 
 
 class Checkpoint(Section):
