@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sized
+from collections.abc import Mapping, Sized
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from trainer.accumulate.base import GradientStrategy, seed_draws
+from trainer.accumulate.loss_scale import LossScale
 from trainer.build.instantiate import arguments_of, check_names, construct, look_up
 from trainer.build.parallel import (
     SHARDED,
@@ -20,6 +21,7 @@ from trainer.build.parallel import (
     parallel_setup,
     planned_device,
 )
+from trainer.build.precision import AUTOCAST, resolve_precision, set_matmul_precision
 from trainer.config.messages import show
 from trainer.config.rules import cadence_steps
 from trainer.config.run_config import RunConfig
@@ -62,7 +64,8 @@ class Parts:
         module: the model on its device, neither compiled nor wrapped. To be sharded, its
             parameters are on the meta device.
         weights: what parameters on the meta device begin with.
-        call: the module, bound to the run's precision.
+        precision: the word that `precision` became.
+        call: the module, bound to that precision.
         spec: builds the optimizer, once the model is laid out.
         schedule: factor of every learning rate, by step.
         strategy: how the gradients of micro-batches become the step's.
@@ -80,6 +83,7 @@ class Parts:
     held_out: HeldOut | None
     module: nn.Module
     weights: Weights | None
+    precision: str
     call: ModelCall
     objective: Objective
     spec: OptimizerSpec
@@ -161,12 +165,15 @@ class Parts:
             schedule=self.schedule,
             total_steps=self.total_steps,
             clip_norm=self.config.clip_norm,
+            loss_scale=LossScale() if self.precision == "fp16" else None,
             world=self.world,
         )
 
 
-def assemble(config: RunConfig, world: World) -> Parts:
+def assemble(config: RunConfig, world: World, recorded: Mapping[str, Any] | None = None) -> Parts:
     """Build everything a run is made of. Collective.
+
+    `recorded` is the contract of the checkpoint that is read, where there is one.
 
     Raises:
         TrainError: parts do not fit together, or the data cannot be read or do not fill a step.
@@ -189,6 +196,8 @@ def assemble(config: RunConfig, world: World) -> Parts:
             # A copy needs the weights themselves, not shards of them.
             module, weights = _model(config, world, train_set)
             spec.freeze(module)
+    precision = resolve_precision(config, world, module, recorded)
+    set_matmul_precision(precision, world.device)
     auto_workers = NUM_WORKERS[planned_device(config, world).type]
     # Labels of an objective of the user's own mean anything.
     tokens, labels = vocabulary_of(module)
@@ -200,7 +209,7 @@ def assemble(config: RunConfig, world: World) -> Parts:
     loader = Loader(
         train_set, num_workers=num_workers, seed=config.seed, pin_memory=is_gpu, limits=limits
     )
-    layout, example = _layout(config, world, loader, objective, module)
+    layout, example = _layout(config, world, loader, objective, module, precision)
     setup = replace(parallel_setup(config, world, module, mode), why_mode=why)
     return Parts(
         config=config,
@@ -210,7 +219,8 @@ def assemble(config: RunConfig, world: World) -> Parts:
         held_out=None if eval_set is None else _held_out(config, eval_set, loader, layout),
         module=module,
         weights=weights,
-        call=bind_run(module, config, world),
+        precision=precision,
+        call=bind_run(module, precision, world),
         objective=objective,
         spec=spec,
         schedule=construct(config.scheduler, "scheduler", Schedule, trust),
@@ -293,14 +303,18 @@ def _model(
     return module, weights
 
 
-def bind_run(module: nn.Module, config: RunConfig, world: World) -> ModelCall:
+def bind_run(module: nn.Module, precision: str, world: World) -> ModelCall:
     """Bind a module to the run's precision."""
-    autocast = torch.bfloat16 if config.precision == "bf16" else None
-    return bind(module, autocast=autocast, device_type=world.device.type)
+    return bind(module, autocast=AUTOCAST.get(precision), device_type=world.device.type)
 
 
 def _layout(
-    config: RunConfig, world: World, loader: Loader, objective: Objective, module: nn.Module
+    config: RunConfig,
+    world: World,
+    loader: Loader,
+    objective: Objective,
+    module: nn.Module,
+    precision: str,
 ) -> tuple[Layout, Fields]:
     """Find what hardware, model and data ask of every cut, and one micro-batch as it asks."""
     data, device = loader.dataset, planned_device(config, world)
@@ -315,9 +329,7 @@ def _layout(
             row = loader.load(replace(request, packed=True))
         except DataError as error:
             unfit = str(error)
-    packed = packs(
-        config.accum.packed, module, unfit=unfit, device=device, precision=config.precision
-    )
+    packed = packs(config.accum.packed, module, unfit=unfit, device=device, precision=precision)
     layout = layout_for(
         data.lengths,
         world_size=world.size,

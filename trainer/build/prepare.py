@@ -208,7 +208,8 @@ def _sampled(parts: Parts) -> list[IntArray]:
 
 def _workload(parts: Parts) -> Workload:
     """Give what tuning computes: model, loss, optimizer, and micro-batches of any shape."""
-    world, call_of = parts.world, partial(bind_run, config=parts.config, world=parts.world)
+    world = parts.world
+    call_of = partial(bind_run, precision=parts.precision, world=world)
     in_shards = partial(parts.parallel.fake_ranks, world.size, call_of, world.device)
     return Workload(
         model=parts.module,
@@ -300,7 +301,7 @@ def _open_cache(parts: Parts, work: Workload) -> TuningCache:
         "shards": shards,
     }
     longest = int(parts.source.lengths.max())
-    return TuningCache.open(describe(work, longest, parts.config.precision) | situation)
+    return TuningCache.open(describe(work, longest, parts.precision) | situation)
 
 
 def _tune(

@@ -68,7 +68,7 @@ def summarize(prepared: Prepared) -> dict[str, Any]:
         "scheduler": config.scheduler.name or config.scheduler.target,
         "warmup_steps": warmup_steps(getattr(parts.schedule, "warmup", 0) or 0, parts.total_steps),
         "device": f"{planned.type} (not here)" if planned.type != device.type else str(device),
-        "precision": config.precision,
+        "precision": parts.precision,
         "num_workers": parts.source.loader.num_workers,
         "shapes": [
             {
