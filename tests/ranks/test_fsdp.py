@@ -129,8 +129,13 @@ def test_the_predicted_peak_of_a_rank_is_the_measured_one(ranks, size, load):
         assert predicted.peak_bytes == pytest.approx(found.peak_bytes, rel=TOLERANCE)
 
 
-def test_the_parts_of_a_prediction_are_shards_and_what_a_window_gathers():
-    window, lockstep = (Load(sync).predict(2) for sync in ("deferred", "immediate"))
+def predicted(_: World, loads: list[Load]) -> list[MemoryEstimate]:
+    return [load.predict(2) for load in loads]
+
+
+def test_the_parts_of_a_prediction_are_shards_and_what_a_window_gathers(ranks):
+    # In a rank: autograd of a build for CUDA starts threads, and a fork must have none.
+    (window, lockstep), _ = ranks.run(2, predicted, [Load("deferred"), Load("immediate")])
     shard = lockstep.parameters  # padded: 17 rows of the embedding are nine and eight
     assert window.parameters == pytest.approx(3 * shard, rel=0.01)
     assert window.gradients == pytest.approx(2 * shard, rel=0.01)

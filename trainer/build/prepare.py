@@ -242,7 +242,7 @@ def _flops(parts: Parts, work: Workload) -> ModelFlops | None:
     shortest, longest = int(lengths.min()), int(lengths.max())
     if BOUNDARIES in parts.example:
         work = replace(work, make_fields=Tiled(_unpacked(parts.example), longest))
-    peak = peak_flops(parts.world.device, parts.config.precision)
+    peak = peak_flops(parts.world.device, parts.precision)
     return model_flops(work, shortest, longest, peak and peak * parts.world.size)
 
 

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import Fields
 from trainer.core.world import World
+from trainer.parallel import fsdp_calls
 from trainer.parallel.base import Parallel, drop_unused, reduce_scatter
 from trainer.parallel.block_order import BlockOrder, close_object, open_object
 
@@ -83,7 +84,7 @@ class Sharded(Parallel):
             # fp32 would else average, and gloo cannot; neither setter descends to children.
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
-            unit.set_reduce_scatter_unused_params(True)
+            fsdp_calls.reduce_unused(unit)
         super().__init__(module, call, [p for p in self._shards.values() if p.requires_grad], world)
         self._sharing = mesh.get_group(mesh.ndim - 1)
         self._copies = mesh.get_group(0) if replicas > 1 else None
@@ -98,9 +99,7 @@ class Sharded(Parallel):
         root.set_reshard_after_forward(False)
         root.set_reshard_after_backward(False)
         root.set_requires_gradient_sync(False)
-        # A rank without micro-batches runs no forward, which would prepare `reset_iter_state`;
-        # FSDP2 has no public call for it.
-        root._get_fsdp_state()._lazy_init()
+        fsdp_calls.prepare(root)
         for unit in self._groups:
             unit.unshard()
         # FSDP2 makes them in the first gather, and goes on with the same objects.
@@ -110,7 +109,7 @@ class Sharded(Parallel):
         """See the base class; a forward that failed half-way may have left a group in it."""
         for unit in self._groups:
             unit.reshard()
-        self._root.reset_iter_state()
+        fsdp_calls.reset(self._root)
 
     def used(self) -> Sequence[bool]:
         """See the base class; what the model wrote into a gathered parameter would be lost."""
@@ -149,7 +148,7 @@ class Sharded(Parallel):
                 if names:
                     self._reduce_group(names)
                 unit.reshard()
-            self._root.reset_iter_state()
+            fsdp_calls.reset(self._root)
         self._live.clear()
         drop_unused(self.parameters, used)
 
@@ -221,7 +220,7 @@ class Sharded(Parallel):
         super().drop_gradients()
         for parameter in self._whole.values():
             parameter.grad = None
-        self._root.reset_iter_state()
+        fsdp_calls.reset(self._root)
 
 
 def _groups_of(module: nn.Module, shards: dict[str, nn.Parameter]) -> dict[FSDPModule, list[str]]:
