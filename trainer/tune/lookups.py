@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from trainer.core.micro_batch import Fields
-from trainer.data.collate import ATTENTION_MASK, PACKING, LABELS
+from trainer.data.collate import ATTENTION_MASK, LABELS, PACKING
 from trainer.objectives.base import Objective, logits_from
 from trainer.objectives.classify import Classify
 from trainer.objectives.next_token import NextToken
