@@ -13,6 +13,7 @@ from torch import nn
 from trainer.accumulate.base import GradientStrategy, seed_draws
 from trainer.accumulate.loss_scale import LossScale
 from trainer.build.instantiate import arguments_of, check_names, construct, look_up
+from trainer.build.packing import packing_fault
 from trainer.build.parallel import (
     SHARDED,
     ParallelSetup,
@@ -32,8 +33,10 @@ from trainer.data.collate import LABELS
 from trainer.data.loader import Loader, Request
 from trainer.data.samples import INPUT_IDS, faults_of, preserve_generators
 from trainer.data.view import DataView, readable, split_by_seed
+from trainer.models.attention import use_newest_flash
 from trainer.models.bind import bind
 from trainer.models.check import refuse_lazy, vocabulary_of
+from trainer.models.gpt import GPT
 from trainer.models.meta_start import Weights, build_on_meta
 from trainer.models.recompute import checkpoint_blocks
 from trainer.objectives.base import ModelCall, Objective, weights_of
@@ -45,7 +48,7 @@ from trainer.plan.order import Cursor, Order
 from trainer.training.batches import Feed, Source
 from trainer.training.evaluation import HeldOut, evenly_spaced
 from trainer.training.window import Kit
-from trainer.tune.layout import layout_for, packs
+from trainer.tune.layout import has_kernel, layout_for, packs
 from trainer.verify.case import hooked
 
 NUM_WORKERS = {"cpu": 0, "cuda": 4}  # loading processes per rank where nobody says
@@ -329,7 +332,18 @@ def _layout(
             row = loader.load(replace(request, packed=True))
         except DataError as error:
             unfit = str(error)
-    packed = packs(config.accum.packed, module, unfit=unfit, device=device, precision=precision)
+    if isinstance(module, GPT) and has_kernel(module, device, precision):
+        use_newest_flash(device)
+    call = bind_run(module, precision, world)
+    packed = packs(
+        config.accum.packed,
+        module,
+        unfit=unfit,
+        device=device,
+        precision=precision,
+        fill=float(data.lengths.mean()) / max(1, request.pad_to),
+        fault=lambda: world.on_main(lambda: packing_fault(loader, module, call)),
+    )
     layout = layout_for(
         data.lengths,
         world_size=world.size,

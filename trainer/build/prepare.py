@@ -22,7 +22,9 @@ from trainer.config.messages import clip
 from trainer.core.errors import DataError, NoCheckpointError, TrainError
 from trainer.core.micro_batch import Fields
 from trainer.core.signals import check
+from trainer.data.collate import PACKING
 from trainer.data.loader import Request
+from trainer.models.boundaries import BOUNDARIES
 from trainer.models.recompute import checkpoint_blocks
 from trainer.plan.cut import Cost, Cut, IntArray, Plan
 from trainer.plan.cuts import Auto, Budget, Fixed, LayoutInvariant
@@ -32,7 +34,6 @@ from trainer.plan.traffic import MOST_OF_MEMORY, Network, Work
 from trainer.training.batches import PREFETCH_LIMIT_BYTES
 from trainer.tune.cache import TuningCache, describe
 from trainer.tune.flops import ModelFlops, model_flops, peak_flops
-from trainer.tune.layout import BOUNDARIES
 from trainer.tune.lookups import lookup_limits
 from trainer.tune.memory_limit import MemoryLimit, begin_peak
 from trainer.tune.predict import Predictor
@@ -248,7 +249,7 @@ def _flops(parts: Parts, work: Workload) -> ModelFlops | None:
 
 def _unpacked(example: Fields) -> Fields:
     """Take from a packed row of one document what says that it is one."""
-    return {name: f for name, f in example.items() if name not in {BOUNDARIES, "position_ids"}}
+    return {name: f for name, f in example.items() if name not in PACKING}
 
 
 def _tiled(parts: Parts) -> Tiled:
@@ -258,7 +259,8 @@ def _tiled(parts: Parts) -> Tiled:
     # Without that kernel boundaries are looked at, and a model on the meta device runs fake alone.
     has_kernel = not is_away and (parts.weights is None or parts.world.device.type == "cuda")
     boundaries = inspect.signature(parts.module.forward).parameters.get(BOUNDARIES)
-    if not has_kernel and boundaries is not None and boundaries.default is not boundaries.empty:
+    is_optional = boundaries is None or boundaries.default is not boundaries.empty
+    if not has_kernel and is_optional and BOUNDARIES in example:
         # The kernel that takes all documents of a packed row at once is a GPU's. Where that is not
         # here, documents side by side, which take as much, stand in for it.
         example = _unpacked(example)

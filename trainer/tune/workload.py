@@ -23,6 +23,7 @@ from trainer.accumulate.base import sum_of
 from trainer.accumulate.rollback import Snapshot
 from trainer.core.micro_batch import Fields, to_device
 from trainer.core.world import World
+from trainer.data.collate import PACKING
 from trainer.data.samples import preserve_generators
 from trainer.models.bind import bind
 from trainer.models.check import refuse_sparse_gradients
@@ -280,9 +281,10 @@ class Tiled:
         row = {
             name: field.index_select(1, index % self.length)
             for name, field in self.example.items()
-            if name not in {"cu_seqlens", "position_ids"}
+            if name not in PACKING
         }
-        return {**row, "position_ids": index[None], "cu_seqlens": ends}
+        packing = {"position_ids": index[None], "cu_seqlens": ends}
+        return {**row, **packing, "max_seqlen": torch.empty(length, 0)}
 
     def _tiled(self, name: str, num_samples: int, length: int) -> Tensor:
         field = self.example[name]
