@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sized
+from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -45,7 +45,7 @@ from trainer.optim.schedules import Schedule
 from trainer.plan.cut import Cut, Layout
 from trainer.plan.cuts import Fixed, LayoutInvariant
 from trainer.plan.order import Cursor, Order
-from trainer.training.batches import Feed, Source
+from trainer.training.batches import Feed, PlannedBatch, Source
 from trainer.training.evaluation import HeldOut, evenly_spaced
 from trainer.training.window import Kit
 from trainer.tune.layout import has_kernel, layout_for, packs
@@ -143,7 +143,12 @@ class Parts:
             )
         return optimizer
 
-    def kit(self, *, is_fresh: bool = True) -> Kit:
+    def kit(
+        self,
+        *,
+        is_fresh: bool = True,
+        on_out_of_memory: Callable[[PlannedBatch, BaseException], None] | None = None,
+    ) -> Kit:
         """Compose the step, and build the optimizer; the model may not be replaced after it.
 
         Unless `is_fresh`, the weights of a model on the meta device are to be loaded.
@@ -170,6 +175,7 @@ class Parts:
             clip_norm=self.config.clip_norm,
             loss_scale=LossScale() if self.precision == "fp16" else None,
             world=self.world,
+            on_out_of_memory=on_out_of_memory,
         )
 
 

@@ -16,13 +16,13 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from trainer.build.checks import check_parts, check_sums
+from trainer.build.fake_runs import count_flops, limit_lookups, unpacked
 from trainer.build.parallel import planned_device, rank_memory
 from trainer.build.parts import Parts, bind_run
 from trainer.config.messages import clip
 from trainer.core.errors import DataError, NoCheckpointError, TrainError
 from trainer.core.micro_batch import Fields
 from trainer.core.signals import check
-from trainer.data.collate import PACKING
 from trainer.data.loader import Request
 from trainer.models.boundaries import BOUNDARIES
 from trainer.models.recompute import checkpoint_blocks
@@ -33,8 +33,7 @@ from trainer.plan.partition import pad
 from trainer.plan.traffic import MOST_OF_MEMORY, Network, Work
 from trainer.training.batches import PREFETCH_LIMIT_BYTES
 from trainer.tune.cache import TuningCache, describe
-from trainer.tune.flops import ModelFlops, model_flops, peak_flops
-from trainer.tune.lookups import lookup_limits
+from trainer.tune.flops import ModelFlops
 from trainer.tune.memory_limit import MemoryLimit, begin_peak
 from trainer.tune.predict import Predictor
 from trainer.tune.speed import meter_for
@@ -128,7 +127,7 @@ def prepare(parts: Parts, saved: Mapping[str, Any] | None = None) -> Prepared:
     """
     check_parts(parts)
     work = _workload(parts)
-    _limit_lookups(parts, work)
+    limit_lookups(parts, work)
     limit, is_here = _limit_of(parts, work.resident_bytes)
     batches, known = _sampled(parts), _restored(parts, saved)
     cut, tuning, how = parts.cut, None, f"{type(parts.cut).__name__}, as typed"
@@ -162,7 +161,7 @@ def prepare(parts: Parts, saved: Mapping[str, Any] | None = None) -> Prepared:
         tuning=tuning,
         predicted=predicted,
         limit_bytes=tuning.limit_bytes if tuning is not None else limit and limit.bytes,
-        flops=_flops(parts, work) if parts.config.command == "train" else None,
+        flops=count_flops(parts, work) if parts.config.command == "train" else None,
         how=how,
         is_here=is_here,
         warnings=tuple(warnings),
@@ -225,33 +224,6 @@ def _workload(parts: Parts) -> Workload:
     )
 
 
-def _limit_lookups(parts: Parts, work: Workload) -> None:
-    """Have the loaders compare with the rows of the model's tables what is looked up in them."""
-    loader, longest = parts.source.loader, int(parts.source.lengths.argmax())
-    tokens = int(parts.source.lengths[longest])
-    if limits := lookup_limits(work, tokens, loader.limits):
-        for each in [loader, *([parts.held_out.loader] if parts.held_out else [])]:
-            each.limit(limits)
-        loader.load(Request((longest,), 0, tokens))  # the example was loaded without limits
-
-
-def _flops(parts: Parts, work: Workload) -> ModelFlops | None:
-    """Count the model's FLOPs, on the rank that reports them; documents side by side."""
-    if not parts.world.is_main:
-        return None
-    lengths = parts.source.lengths
-    shortest, longest = int(lengths.min()), int(lengths.max())
-    if BOUNDARIES in parts.example:
-        work = replace(work, make_fields=Tiled(_unpacked(parts.example), longest))
-    peak = peak_flops(parts.world.device, parts.precision)
-    return model_flops(work, shortest, longest, peak and peak * parts.world.size)
-
-
-def _unpacked(example: Fields) -> Fields:
-    """Take from a packed row of one document what says that it is one."""
-    return {name: f for name, f in example.items() if name not in PACKING}
-
-
 def _tiled(parts: Parts) -> Tiled:
     """Make shapes out of the longest sample; others show which dimensions follow its length."""
     example, lengths, longest = parts.example, parts.source.lengths, int(parts.source.lengths.max())
@@ -263,7 +235,7 @@ def _tiled(parts: Parts) -> Tiled:
     if not has_kernel and is_optional and BOUNDARIES in example:
         # The kernel that takes all documents of a packed row at once is a GPU's. Where that is not
         # here, documents side by side, which take as much, stand in for it.
-        example = _unpacked(example)
+        example = unpacked(example)
     if BOUNDARIES in example:
         return Tiled(example, longest)
 

@@ -145,6 +145,7 @@ class RunConfig(Section):
     activation_checkpointing: bool | Auto
     batchnorm: Literal["micro"] | None
     num_workers: Auto | Natural
+    profile: Natural
     eval: Eval
     checkpoint: Checkpoint
     log: Log

@@ -6,8 +6,9 @@ then tells all ranks who failed, the loss, and which parameters have a gradient.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import nan
 from typing import final
 
@@ -45,6 +46,7 @@ class Kit:
         deferred_fits: whether memory has room for the gradients of `sync=deferred`.
         clip_norm: largest 2-norm of the step's gradient; None leaves it as it is.
         loss_scale: of a run in fp16.
+        on_out_of_memory: called with the global batch and the error, before memory is freed.
         snapshot: of the declared state that forwards write, as it was before the step.
         model_state: what forwards write and checkpoints save, the same on all ranks after a step.
     """
@@ -64,6 +66,7 @@ class Kit:
     clip_norm: float | None
     loss_scale: LossScale | None = None
     world: World
+    on_out_of_memory: Callable[[PlannedBatch, BaseException], None] | None = None
 
     snapshot: Snapshot = field(init=False)
     model_state: ModelState = field(init=False)
@@ -115,7 +118,7 @@ def compute(kit: Kit, batch: PlannedBatch, parts: Sequence[Divisors]) -> Outcome
     kit.world.note("compute")
     micro_batches, scale = batch.micro_batches, kit.loss_scale
     parts = parts if scale is None else scale.scaled(parts)
-    with AllocationGuard():
+    with AllocationGuard(kit.on_out_of_memory and partial(kit.on_out_of_memory, batch)):
         kit.model_state.watch()
         share = kit.strategy.backward(kit.model, kit.objective, micro_batches, parts, kit.sync)
         given: object = share  # whatever a strategy of the user's own returns
