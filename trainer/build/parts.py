@@ -178,7 +178,15 @@ def assemble(config: RunConfig, world: World) -> Parts:
     train_set, eval_set = _data_sets(config, world)
     lengths = train_set.lengths
     assert batch.global_batch is not None  # given by accum.micro and accum.steps where it is null
-    order = Order(len(lengths), config.seed, batch.global_batch, batch.unit, batch.tail, lengths)
+    order = Order(
+        len(lengths),
+        config.seed,
+        batch.global_batch,
+        batch.unit,
+        batch.tail,
+        lengths,
+        version=config.order,
+    )
     mode, why = parallel_mode(config, world), None
     may_shard = mode in {"auto", *SHARDED} and config.command in {"train", "plan"}
     module, weights = _model(config, world, train_set, on_meta=may_shard)
@@ -250,7 +258,7 @@ def _data_sets(config: RunConfig, world: World) -> tuple[DataView, DataView | No
             dataset: Any = construct(
                 component, "data", Sized, config.trust, {**given, "split": split}
             )
-        built.append(DataView(dataset))
+        built.append(DataView(dataset, version=config.order))
     if config.data.on_bad == "skip" and "on_bad" not in taken:
         built = readable(built, config.seed, world)
     if "split" not in taken:
@@ -300,8 +308,8 @@ def _layout(
 ) -> tuple[Layout, Fields]:
     """Find what hardware, model and data ask of every cut, and one micro-batch as it asks."""
     data, device = loader.dataset, planned_device(config, world)
-    longest = int(data.lengths.argmax())
-    request = Request(ids=(longest,), epoch=0, pad_to=int(data.lengths[longest]))
+    longest = data.lengths.argmax()
+    request = Request(ids=(longest,), epoch=0, pad_to=data.lengths.max())
     example = row = loader.load(request)
     unfit = None
     if data.collate is not None or objective.scope != "sample" or INPUT_IDS not in example:
@@ -315,7 +323,7 @@ def _layout(
         config.accum.packed, module, unfit=unfit, device=device, precision=config.precision
     )
     layout = layout_for(
-        data.lengths,
+        data.lengths[data.lengths.sample()],
         world_size=world.size,
         device_type=device.type,
         packed=packed,

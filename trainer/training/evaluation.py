@@ -20,8 +20,9 @@ from trainer.core.world import World
 from trainer.data.loader import Loader, Request
 from trainer.objectives.base import Objective, sums_of, weights_of
 from trainer.parallel.base import Parallel
-from trainer.plan.cut import IntArray, Layout
+from trainer.plan.cut import Layout
 from trainer.plan.cuts import Budget
+from trainer.plan.lengths import Lengths
 
 CHUNK = 8192  # samples planned at once
 
@@ -32,13 +33,13 @@ class HeldOut:
     """The held-out samples, cut by a cap of their own.
 
     Attributes:
-        lengths: `(samples,)`, tokens of every held-out sample.
+        lengths: tokens of every held-out sample.
         max_tokens: cap on the computed positions of a micro-batch.
         is_ordered: micro-batches and sums have the same bits for every number of ranks.
     """
 
     loader: Loader
-    lengths: IntArray
+    lengths: Lengths
     layout: Layout
     max_tokens: int
     is_ordered: bool = False
