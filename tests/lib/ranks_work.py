@@ -33,6 +33,7 @@ from trainer.parallel.fsdp import Sharded
 from trainer.parallel.sync import Deferred, Exact, Hierarchical, Immediate
 from trainer.plan.cut import Cut, Layout
 from trainer.plan.cuts import Fixed
+from trainer.plan.lengths import Lengths
 from trainer.training.evaluation import HeldOut, evaluate
 from trainer.training.step import train_step
 from trainer.tune.tensors import PeakBytes
@@ -483,8 +484,7 @@ def evaluated(
     lengths, most = bench.dataset.lengths[:num_held_out], 30 if positions == 10**9 else 200
     held_out = HeldOut(
         loader=bench.loader,
-        ids=np.arange(len(lengths)),
-        lengths=lengths,
+        lengths=Lengths.of(lengths),
         layout=layout,
         max_tokens=most,
     )

@@ -46,7 +46,7 @@ from trainer.plan.cut import Cut, Layout
 from trainer.plan.cuts import Fixed, LayoutInvariant
 from trainer.plan.order import Cursor, Order
 from trainer.training.batches import Feed, PlannedBatch, Source
-from trainer.training.evaluation import HeldOut, evenly_spaced
+from trainer.training.evaluation import HeldOut
 from trainer.training.window import Kit
 from trainer.tune.layout import has_kernel, layout_for, packs
 from trainer.verify.case import hooked
@@ -194,7 +194,15 @@ def assemble(config: RunConfig, world: World, recorded: Mapping[str, Any] | None
     train_set, eval_set = _data_sets(config, world)
     lengths = train_set.lengths
     assert batch.global_batch is not None  # given by accum.micro and accum.steps where it is null
-    order = Order(len(lengths), config.seed, batch.global_batch, batch.unit, batch.tail, lengths)
+    order = Order(
+        len(lengths),
+        config.seed,
+        batch.global_batch,
+        batch.unit,
+        batch.tail,
+        lengths,
+        version=config.order,
+    )
     mode, why = parallel_mode(config, world), None
     may_shard = mode in {"auto", *SHARDED} and config.command in {"train", "plan"}
     module, weights = _model(config, world, train_set, on_meta=may_shard)
@@ -260,7 +268,7 @@ def _data_sets(config: RunConfig, world: World) -> tuple[DataView, DataView | No
             dataset: Any = construct(
                 component, "data", Sized, config.trust, {**given, "split": split}
             )
-        built.append(DataView(dataset))
+        built.append(DataView(dataset, version=config.order))
     if config.data.on_bad == "skip" and "on_bad" not in taken:
         built = readable(built, config.seed, world)
     if "split" not in taken:
@@ -271,13 +279,12 @@ def _data_sets(config: RunConfig, world: World) -> tuple[DataView, DataView | No
 
 def _held_out(config: RunConfig, data: DataView, loader: Loader, layout: Layout) -> HeldOut:
     """Load held-out samples as those of training are; no processes where a thread may do it."""
-    ids = evenly_spaced(len(data), config.eval.samples)
     return HeldOut(
         loader=loader.of(data, num_workers=loader.num_workers * data.draws_randomness),
-        ids=ids,
-        lengths=data.lengths[ids],
+        lengths=data.lengths,
         layout=layout,
         max_tokens=1,  # until it is planned
+        most=config.eval.samples,
         is_ordered=config.deterministic == "layout",
     )
 
@@ -327,8 +334,8 @@ def _layout(
 ) -> tuple[Layout, Fields]:
     """Find what hardware, model and data ask of every cut, and one micro-batch as it asks."""
     data, device = loader.dataset, planned_device(config, world)
-    longest = int(data.lengths.argmax())
-    request = Request(ids=(longest,), epoch=0, pad_to=int(data.lengths[longest]))
+    longest = data.lengths.argmax()
+    request = Request(ids=(longest,), epoch=0, pad_to=data.lengths.max())
     example = row = loader.load(request)
     unfit = None
     if data.collate is not None or objective.scope != "sample" or INPUT_IDS not in example:
@@ -351,7 +358,7 @@ def _layout(
         fault=lambda: world.on_main(lambda: packing_fault(loader, module, call)),
     )
     layout = layout_for(
-        data.lengths,
+        data.lengths[data.lengths.sample()],
         world_size=world.size,
         device_type=device.type,
         packed=packed,

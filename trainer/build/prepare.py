@@ -199,7 +199,7 @@ def _sampled(parts: Parts) -> list[IntArray]:
     """Take the lengths behind the first few steps of the first epoch."""
     order, batches = parts.source.order, list[IntArray]()
     cursor = order.start
-    while len(batches) < min(SAMPLED_STEPS, order.steps_per_epoch, max(1, parts.total_steps)):
+    while cursor.epoch == 0 and len(batches) < min(SAMPLED_STEPS, max(1, parts.total_steps)):
         samples = order.next(cursor)
         cursor = samples.after
         batches.append(parts.source.lengths[samples.ids])
@@ -226,7 +226,7 @@ def _workload(parts: Parts) -> Workload:
 
 def _tiled(parts: Parts) -> Tiled:
     """Make shapes out of the longest sample; others show which dimensions follow its length."""
-    example, lengths, longest = parts.example, parts.source.lengths, int(parts.source.lengths.max())
+    example, lengths, longest = parts.example, parts.source.lengths, parts.source.lengths.max()
     is_away = planned_device(parts.config, parts.world).type != parts.world.device.type
     # Without that kernel boundaries are looked at, and a model on the meta device runs fake alone.
     has_kernel = not is_away and (parts.weights is None or parts.world.device.type == "cuda")
@@ -245,7 +245,8 @@ def _tiled(parts: Parts) -> Tiled:
             return parts.source.loader.load(Request((i,), 0, int(lengths[i]), parts.layout.packed))
         return None
 
-    return Tiled(example, longest, look(lengths, load))
+    some = lengths.sample()
+    return Tiled(example, longest, look(lengths[some], lambda place: load(int(some[place]))))
 
 
 def _limit_of(parts: Parts, resident_bytes: int) -> tuple[MemoryLimit | None, bool]:
