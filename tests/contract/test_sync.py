@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -81,6 +82,14 @@ def test_the_table_holds_the_bytes_of_ring_collectives():
     rows, _ = table_of("ddp")
     assert rows["deferred"].across == pytest.approx(2 * GIGA * 7 / 8)
     assert rows["immediate"].across == pytest.approx(8 * rows["deferred"].across)
+
+
+def test_shards_gathered_in_two_bytes_send_and_hold_half_as_much_of_the_weights():
+    setup = setup_of("fsdp")
+    bulk = replace(setup.bulk, gathered_bytes=setup.bulk.model_bytes // 2)
+    row, *_ = replace(setup, bulk=bulk).weighed(Work(micro_batches=8)).rows
+    assert row.within == pytest.approx((GIGA / 2 + GIGA) * 7 / 8)
+    assert row.unsharded_bytes == GIGA * 3 // 2
 
 
 def test_the_line_says_what_was_chosen_and_what_the_others_would_cost():

@@ -110,8 +110,8 @@ class ObjectLM(BlockLM):
         return SimpleNamespace(logits=self.head(self.norm(x)))
 
 
-def sharded(module: nn.Module, world: World, replicas: int = 1) -> Parallel:
-    return Sharded(module, bind(module), list(module.blocks), world, replicas=replicas)
+def sharded(module: nn.Module, world: World, **how: Any) -> Parallel:
+    return Sharded(module, bind(module), list(module.blocks), world, **how)
 
 
 def ordered(module: nn.Module, world: World) -> Parallel:

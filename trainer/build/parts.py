@@ -201,7 +201,8 @@ def assemble(config: RunConfig, world: World) -> Parts:
         pin_memory=world.device.type == "cuda",
     )
     layout, example = _layout(config, world, loader, objective, module)
-    setup = replace(parallel_setup(config, world, module, mode), why_mode=why)
+    dtype = torch.bfloat16 if config.precision == "bf16" else None
+    setup = replace(parallel_setup(config, world, module, mode, dtype), why_mode=why)
     held_out = None
     if eval_set is not None:
         held_out = HeldOut(
