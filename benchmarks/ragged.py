@@ -155,16 +155,15 @@ class Setting:
 
 def train_ours(setting: Setting, task: Task, *, packed: bool = False) -> None:
     """Train with the real feed and the real step, under the tuned cut."""
-    config = setting.parts.config.model_copy(update={"precision": "bf16" if task.bf16 else "fp32"})
-    world = setting.parts.world
-    call = bind_run(task.model, config, world)
-    parts = replace(setting.parts, config=config, module=task.model, call=call)
+    word, world = "bf16" if task.bf16 else "fp32", setting.parts.world
+    call = bind_run(task.model, word, world)
+    parts = replace(setting.parts, precision=word, module=task.model, call=call)
     feed = Feed(
         parts.source,
         cut=setting.prepared.cut,
         layout=replace(parts.layout, packed=packed),
         world=world,
-        seed=config.seed,
+        seed=parts.config.seed,
         cursor=parts.source.order.start,
     )
     kit = replace(parts.kit(), optimizer=task.optimizer)

@@ -39,7 +39,7 @@ class Case:
 SHAPE = "model.width=32 model.num_heads=2 model.num_layers=2"
 MINE = "model._target_=mine.Net data._target_=mine.Lines data.path=lines.txt"
 WORDS = {
-    "QUIET": "wandb.mode=disabled device=cpu log.samples=true",
+    "QUIET": "wandb.mode=disabled device=cpu log.samples=true precision=fp32",
     "LOUD": "",
     "MINE": MINE,
     "OWN": f"{MINE} batch.global=16",
@@ -69,7 +69,7 @@ own-strategy: --config-dir my_conf OWN FIXED accum.gradient=mine steps=3
 gpt: SMALL FIXED
 gpt-packed: SMALL accum=budget accum.max_tokens=128 accum.packed=true
 gpt-recompute: SMALL FIXED activation_checkpointing=true
-gpt-bf16: SMALL FIXED precision=bf16
+gpt-bf16: SMALL FIXED wandb.mode=disabled device=cpu log.samples=true precision=bf16 LOUD
 text: TEXT FIXED batch.global=16 steps=3 optimizer.lr=1e-2
 text-cut: TEXT FIXED batch.global=16 steps=3 data.overlong=cut
 jsonl: data=text data.path=rows.jsonl data.field=body data.max_length=48 SHAPE FIXED \

@@ -230,6 +230,13 @@ class Pairs(Objective):
         return Sums(losses={"pairs": apart.square().sum() * 1e-3})
 
 
+class Loud(Squared):
+    """A loss so large that its gradient in fp16 ends at a scale of a few hundred."""
+
+    def sums(self, model: Any, fields: Fields) -> Sums:
+        return Sums(losses={"squared": 10 * super().sums(model, fields).losses["squared"]})
+
+
 class InBackward(Descent):
     """Steps as soon as a gradient is there, as optimizers fused into backward do."""
 

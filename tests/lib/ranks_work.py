@@ -481,7 +481,13 @@ def evaluated(
     bench = bench_of(world, Case(Fixed(micro=4), mode), lambda: Cramped(BlockLM(), room))
     layout, cut = Layout(world_size=world.size), bench.feed.cut
     lengths, most = bench.dataset.lengths[:num_held_out], 30 if positions == 10**9 else 200
-    held_out = HeldOut(loader=bench.loader, lengths=lengths, layout=layout, max_tokens=most)
+    held_out = HeldOut(
+        loader=bench.loader,
+        ids=np.arange(len(lengths)),
+        lengths=lengths,
+        layout=layout,
+        max_tokens=most,
+    )
     seen = [i for request in held_out.requests(world.rank) for i in request.ids]
     metrics, again = (evaluate(bench.kit.model, bench.objective, held_out, world) for _ in range(2))
     train_step(bench.kit, bench.feed.next(), bench.feed)

@@ -32,6 +32,7 @@ BASE = {
     "checkpoint.every": "null",
     "wandb.mode": "disabled",
     "device": "cpu",
+    "precision": "fp32",
     "log.samples": "true",
 }
 """A run over 1.1 epochs of 42 ragged rows: six steps an epoch, the last one short."""

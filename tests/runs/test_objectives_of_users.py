@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -97,7 +98,13 @@ def test_a_weight_or_a_metric_may_be_any_number():
     for kind in Numbers.KINDS:
         own = bench(Fixed(micro=3), objective=Numbers(kind))
         report, lengths = own.step(), own.dataset.lengths
-        samples = HeldOut(loader=own.loader, lengths=lengths, layout=Layout(), max_tokens=40)
+        samples = HeldOut(
+            loader=own.loader,
+            ids=np.arange(len(lengths)),
+            lengths=lengths,
+            layout=Layout(),
+            max_tokens=40,
+        )
         metrics = evaluate(own.kit.model, own.objective, samples, own.world)
         found.append([float(report.loss), float(report.metrics["share"]), metrics])
     assert found == [found[0]] * len(Numbers.KINDS)

@@ -86,7 +86,7 @@ def test_another_option_starts_from_its_own_values() -> None:
 
 
 def test_what_changes_the_step_is_refused_with_a_diff() -> None:
-    run = make_run()
+    run = make_run(f"{CUT} precision=fp32")
     changes = {
         "seed=1": "seed=1: the run has 0",
         "optimizer.lr=0.1": "optimizer.lr=0.1: the run has",

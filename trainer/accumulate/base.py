@@ -20,7 +20,7 @@ from torch import Tensor
 
 from trainer.core.micro_batch import MicroBatch
 from trainer.data import samples
-from trainer.objectives.base import Objective
+from trainer.objectives.base import Objective, at_least_single
 from trainer.parallel.base import Parallel
 from trainer.parallel.sync import SyncPolicy
 
@@ -73,9 +73,11 @@ def seed_draws(key: int, device: torch.device) -> None:
 def divided(losses: Mapping[str, Tensor], divisors: Divisors) -> Tensor:
     """Turn the named sums of one micro-batch into its share of the step's loss, 0-d.
 
-    A term without a single weight in the global batch has a sum of zero and adds zero.
+    A term without a single weight in the global batch has a sum of zero and adds zero. Sums in half
+    precision are widened, where a quotient by small divisors may not fit.
     """
-    return sum_of([total / (divisors[name] or 1.0) for name, total in losses.items()])
+    wide = {name: at_least_single(total) for name, total in losses.items()}
+    return sum_of([total / (divisors[name] or 1.0) for name, total in wide.items()])
 
 
 def sum_of(terms: Sequence[Tensor]) -> Tensor:

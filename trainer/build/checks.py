@@ -23,6 +23,7 @@ import torch
 from pydantic import BaseModel, Field
 from torch import nn
 
+from trainer.accumulate.loss_scale import LossScale
 from trainer.build.parts import Parts
 from trainer.checkpoint.codec import decode
 from trainer.checkpoint.store import Loaded
@@ -45,7 +46,7 @@ from trainer.plan.traffic import Network
 from trainer.tune.workload import restoring
 
 # Relative; sums over different shapes differ by less, and a mean by a half
-ROUNDING = {"fp32": 1e-4, "bf16": 0.02}
+ROUNDING = {"fp32": 1e-4, "tf32": 0.005, "bf16": 0.02, "fp16": 0.005}
 # Relative error from which on a loss is no sum, rather than one with a little beside it
 LARGE = 0.02
 # How many times smaller the error is under the settings that are meant
@@ -103,7 +104,7 @@ def check_sums(parts: Parts) -> list[str]:
     pair = ids[[lengths.argmin(), len(ids) - 1 - lengths[::-1].argmax()]]
     # What fails on so few samples fails again, in full, in the step.
     with suppress(RuntimeError, ValueError, IndexError):
-        limit, error = ROUNDING[parts.config.precision], _error(parts, objective, pair)
+        limit, error = ROUNDING[parts.precision], _error(parts, objective, pair)
         if error <= limit or len(ids) == 1:
             return []
         padded = _error(parts, objective, pair, is_padded=True)
@@ -268,6 +269,7 @@ class _RunState(_Terms):
     tokens: _Count
     failures: _Count = 0
     total_steps: _Count = 0
+    loss_scale: LossScale | None = None
     network: Network | None = None
     wandb: Annotated[str, Field(pattern=r"\A[A-Za-z0-9_-]{1,256}\z")] | None = None
     cut: _Prepared
@@ -311,8 +313,9 @@ def terms_of(
         TrainError: the run was begun with other steps, and may not change them.
     """
     statistics, ranks = batch_statistics(parts.module) is not None, parts.world.size
+    config = parts.config.model_copy(update={"precision": parts.precision})
     now = {
-        "contract": contract(parts.config, has_batch_statistics=statistics, ranks=ranks),
+        "contract": contract(config, has_batch_statistics=statistics, ranks=ranks),
         "fingerprint": parts.train_set.fingerprint,
     }
     if loaded is None:

@@ -136,17 +136,17 @@ class ParallelSetup:
 
     @contextmanager
     def fake_ranks(
-        self, world_size: int, call_of: Callable[[nn.Module], ModelCall]
+        self, world_size: int, call_of: Callable[[nn.Module], ModelCall], device: torch.device
     ) -> Iterator[Callable[[nn.Module], Parallel]]:
-        """Pretend ranks that are not there.
+        """Pretend ranks that are not there, on a device that is.
 
         Yields:
             Lays a model out in shards, in place, as the first of the ranks.
         """
         from trainer.parallel.fsdp import fake_mesh  # noqa: PLC0415 - half a second
 
-        world = World(size=world_size, local_size=world_size)
-        with fake_mesh(world_size, self.replicas) as mesh:
+        world = World(size=world_size, local_size=world_size, device=device)
+        with fake_mesh(world_size, self.replicas, device.type) as mesh:
             yield lambda model: self._sharded(model, call_of(model), world, mesh=mesh)
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sized
+from collections.abc import Mapping, Sized
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, final
 
 import torch
 from torch import nn
 
 from trainer.accumulate.base import GradientStrategy, seed_draws
+from trainer.accumulate.loss_scale import LossScale
 from trainer.build.instantiate import arguments_of, check_names, construct, look_up
 from trainer.build.parallel import (
     SHARDED,
@@ -21,12 +21,14 @@ from trainer.build.parallel import (
     parallel_setup,
     planned_device,
 )
+from trainer.build.precision import AUTOCAST, resolve_precision, set_matmul_precision
 from trainer.config.messages import show
 from trainer.config.rules import cadence_steps
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError, DataError
 from trainer.core.micro_batch import Fields
 from trainer.core.world import World, rng_key
+from trainer.data.collate import LABELS
 from trainer.data.loader import Loader, Request
 from trainer.data.samples import INPUT_IDS, faults_of, preserve_generators
 from trainer.data.view import DataView, readable, split_by_seed
@@ -41,7 +43,7 @@ from trainer.plan.cut import Cut, Layout
 from trainer.plan.cuts import Fixed, LayoutInvariant
 from trainer.plan.order import Cursor, Order
 from trainer.training.batches import Feed, Source
-from trainer.training.evaluation import HeldOut
+from trainer.training.evaluation import HeldOut, evenly_spaced
 from trainer.training.window import Kit
 from trainer.tune.layout import layout_for, packs
 from trainer.verify.case import hooked
@@ -62,7 +64,8 @@ class Parts:
         module: the model on its device, neither compiled nor wrapped. To be sharded, its
             parameters are on the meta device.
         weights: what parameters on the meta device begin with.
-        call: the module, bound to the run's precision.
+        precision: the word that `precision` became.
+        call: the module, bound to that precision.
         spec: builds the optimizer, once the model is laid out.
         schedule: factor of every learning rate, by step.
         strategy: how the gradients of micro-batches become the step's.
@@ -80,6 +83,7 @@ class Parts:
     held_out: HeldOut | None
     module: nn.Module
     weights: Weights | None
+    precision: str
     call: ModelCall
     objective: Objective
     spec: OptimizerSpec
@@ -161,12 +165,15 @@ class Parts:
             schedule=self.schedule,
             total_steps=self.total_steps,
             clip_norm=self.config.clip_norm,
+            loss_scale=LossScale() if self.precision == "fp16" else None,
             world=self.world,
         )
 
 
-def assemble(config: RunConfig, world: World) -> Parts:
+def assemble(config: RunConfig, world: World, recorded: Mapping[str, Any] | None = None) -> Parts:
     """Build everything a run is made of. Collective.
+
+    `recorded` is the contract of the checkpoint that is read, where there is one.
 
     Raises:
         TrainError: parts do not fit together, or the data cannot be read or do not fill a step.
@@ -189,38 +196,32 @@ def assemble(config: RunConfig, world: World) -> Parts:
             # A copy needs the weights themselves, not shards of them.
             module, weights = _model(config, world, train_set)
             spec.freeze(module)
+    precision = resolve_precision(config, world, module, recorded)
+    set_matmul_precision(precision, world.device)
     auto_workers = NUM_WORKERS[planned_device(config, world).type]
     # Labels of an objective of the user's own mean anything.
     tokens, labels = vocabulary_of(module)
     is_ours = type(objective).__module__.startswith("trainer.")
-    limits = tokens, labels if is_ours else None
-    make_loader = partial(Loader, seed=config.seed, limits=limits)
-    loader = make_loader(
-        train_set,
-        num_workers=auto_workers if config.num_workers == "auto" else config.num_workers,
-        pin_memory=world.device.type == "cuda",
+    known = {INPUT_IDS: tokens, LABELS: labels if is_ours else None}
+    limits = {name: limit for name, limit in known.items() if limit is not None}
+    num_workers = auto_workers if config.num_workers == "auto" else config.num_workers
+    is_gpu = world.device.type == "cuda"
+    loader = Loader(
+        train_set, num_workers=num_workers, seed=config.seed, pin_memory=is_gpu, limits=limits
     )
-    layout, example = _layout(config, world, loader, objective, module)
-    dtype = torch.bfloat16 if config.precision == "bf16" else None
+    layout, example = _layout(config, world, loader, objective, module, precision)
+    dtype = AUTOCAST.get(precision)
     setup = replace(parallel_setup(config, world, module, mode, dtype), why_mode=why)
-    held_out = None
-    if eval_set is not None:
-        held_out = HeldOut(
-            loader=make_loader(eval_set, num_workers=0),
-            lengths=eval_set.lengths,
-            layout=layout,
-            max_tokens=1,  # until it is planned
-            is_ordered=config.deterministic == "layout",
-        )
     return Parts(
         config=config,
         world=world,
         train_set=train_set,
         source=Source(order=order, lengths=lengths, loader=loader, objective=objective),
-        held_out=held_out,
+        held_out=None if eval_set is None else _held_out(config, eval_set, loader, layout),
         module=module,
         weights=weights,
-        call=bind_run(module, config, world),
+        precision=precision,
+        call=bind_run(module, precision, world),
         objective=objective,
         spec=spec,
         schedule=construct(config.scheduler, "scheduler", Schedule, trust),
@@ -260,6 +261,19 @@ def _data_sets(config: RunConfig, world: World) -> tuple[DataView, DataView | No
     return train, rest if len(rest) else None
 
 
+def _held_out(config: RunConfig, data: DataView, loader: Loader, layout: Layout) -> HeldOut:
+    """Load held-out samples as those of training are; no processes where a thread may do it."""
+    ids = evenly_spaced(len(data), config.eval.samples)
+    return HeldOut(
+        loader=loader.of(data, num_workers=loader.num_workers * data.draws_randomness),
+        ids=ids,
+        lengths=data.lengths[ids],
+        layout=layout,
+        max_tokens=1,  # until it is planned
+        is_ordered=config.deterministic == "layout",
+    )
+
+
 def _model(
     config: RunConfig, world: World, data: DataView, *, on_meta: bool = False
 ) -> tuple[nn.Module, Weights | None]:
@@ -290,14 +304,18 @@ def _model(
     return module, weights
 
 
-def bind_run(module: nn.Module, config: RunConfig, world: World) -> ModelCall:
+def bind_run(module: nn.Module, precision: str, world: World) -> ModelCall:
     """Bind a module to the run's precision."""
-    autocast = torch.bfloat16 if config.precision == "bf16" else None
-    return bind(module, autocast=autocast, device_type=world.device.type)
+    return bind(module, autocast=AUTOCAST.get(precision), device_type=world.device.type)
 
 
 def _layout(
-    config: RunConfig, world: World, loader: Loader, objective: Objective, module: nn.Module
+    config: RunConfig,
+    world: World,
+    loader: Loader,
+    objective: Objective,
+    module: nn.Module,
+    precision: str,
 ) -> tuple[Layout, Fields]:
     """Find what hardware, model and data ask of every cut, and one micro-batch as it asks."""
     data, device = loader.dataset, planned_device(config, world)
@@ -312,9 +330,7 @@ def _layout(
             row = loader.load(replace(request, packed=True))
         except DataError as error:
             unfit = str(error)
-    packed = packs(
-        config.accum.packed, module, unfit=unfit, device=device, precision=config.precision
-    )
+    packed = packs(config.accum.packed, module, unfit=unfit, device=device, precision=precision)
     layout = layout_for(
         data.lengths,
         world_size=world.size,

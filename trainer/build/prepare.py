@@ -31,8 +31,10 @@ from trainer.plan.partition import pad
 from trainer.plan.traffic import MOST_OF_MEMORY, Network, Work
 from trainer.training.batches import PREFETCH_LIMIT_BYTES
 from trainer.tune.cache import TuningCache, describe
+from trainer.tune.flops import ModelFlops, model_flops, peak_flops
 from trainer.tune.layout import BOUNDARIES
-from trainer.tune.memory_limit import MemoryLimit
+from trainer.tune.lookups import lookup_limits
+from trainer.tune.memory_limit import MemoryLimit, begin_peak
 from trainer.tune.predict import Predictor
 from trainer.tune.speed import meter_for
 from trainer.tune.tensors import MemoryEstimate
@@ -54,6 +56,7 @@ class Prepared:
         tuning: what `accum=auto` found; None under another cut.
         predicted: peak of a step; None where it cannot be predicted.
         limit_bytes: what is left for tensors on this rank; None where nobody knows.
+        flops: of the model, for the ranks of a run; None where they cannot be counted.
         how: how the cap was found, or why it is as it is.
         is_here: whether the plan is for this machine; time is unknown for any other.
         warnings: what showed when the user's own model and objective ran.
@@ -65,6 +68,7 @@ class Prepared:
     tuning: Tuning | None
     predicted: MemoryEstimate | None
     limit_bytes: int | None
+    flops: ModelFlops | None
     how: str
     is_here: bool
     warnings: tuple[str, ...]
@@ -123,6 +127,7 @@ def prepare(parts: Parts, saved: Mapping[str, Any] | None = None) -> Prepared:
     """
     check_parts(parts)
     work = _workload(parts)
+    _limit_lookups(parts, work)
     limit, is_here = _limit_of(parts, work.resident_bytes)
     batches, known = _sampled(parts), _restored(parts, saved)
     cut, tuning, how = parts.cut, None, f"{type(parts.cut).__name__}, as typed"
@@ -145,6 +150,7 @@ def prepare(parts: Parts, saved: Mapping[str, Any] | None = None) -> Prepared:
         predicted = _predicted(parts, work, plans, warnings)
     if parts.world.is_main:
         warnings += check_sums(parts)
+    begin_peak(parts.world.device)
     return Prepared(
         # Held-out data have a cap of their own: what training's largest micro-batch fits in.
         parts=replace(
@@ -155,6 +161,7 @@ def prepare(parts: Parts, saved: Mapping[str, Any] | None = None) -> Prepared:
         tuning=tuning,
         predicted=predicted,
         limit_bytes=tuning.limit_bytes if tuning is not None else limit and limit.bytes,
+        flops=_flops(parts, work) if parts.config.command == "train" else None,
         how=how,
         is_here=is_here,
         warnings=tuple(warnings),
@@ -201,8 +208,9 @@ def _sampled(parts: Parts) -> list[IntArray]:
 
 def _workload(parts: Parts) -> Workload:
     """Give what tuning computes: model, loss, optimizer, and micro-batches of any shape."""
-    world, call_of = parts.world, partial(bind_run, config=parts.config, world=parts.world)
-    in_shards = partial(parts.parallel.fake_ranks, world.size, call_of)
+    world = parts.world
+    call_of = partial(bind_run, precision=parts.precision, world=world)
+    in_shards = partial(parts.parallel.fake_ranks, world.size, call_of, world.device)
     return Workload(
         model=parts.module,
         bind=call_of,
@@ -216,16 +224,44 @@ def _workload(parts: Parts) -> Workload:
     )
 
 
+def _limit_lookups(parts: Parts, work: Workload) -> None:
+    """Have the loaders compare with the rows of the model's tables what is looked up in them."""
+    loader, longest = parts.source.loader, int(parts.source.lengths.argmax())
+    tokens = int(parts.source.lengths[longest])
+    if limits := lookup_limits(work, tokens, loader.limits):
+        for each in [loader, *([parts.held_out.loader] if parts.held_out else [])]:
+            each.limit(limits)
+        loader.load(Request((longest,), 0, tokens))  # the example was loaded without limits
+
+
+def _flops(parts: Parts, work: Workload) -> ModelFlops | None:
+    """Count the model's FLOPs, on the rank that reports them; documents side by side."""
+    if not parts.world.is_main:
+        return None
+    lengths = parts.source.lengths
+    shortest, longest = int(lengths.min()), int(lengths.max())
+    if BOUNDARIES in parts.example:
+        work = replace(work, make_fields=Tiled(_unpacked(parts.example), longest))
+    peak = peak_flops(parts.world.device, parts.precision)
+    return model_flops(work, shortest, longest, peak and peak * parts.world.size)
+
+
+def _unpacked(example: Fields) -> Fields:
+    """Take from a packed row of one document what says that it is one."""
+    return {name: f for name, f in example.items() if name not in {BOUNDARIES, "position_ids"}}
+
+
 def _tiled(parts: Parts) -> Tiled:
     """Make shapes out of the longest sample; others show which dimensions follow its length."""
     example, lengths, longest = parts.example, parts.source.lengths, int(parts.source.lengths.max())
     is_away = planned_device(parts.config, parts.world).type != parts.world.device.type
+    # Without that kernel boundaries are looked at, and a model on the meta device runs fake alone.
+    has_kernel = not is_away and (parts.weights is None or parts.world.device.type == "cuda")
     boundaries = inspect.signature(parts.module.forward).parameters.get(BOUNDARIES)
-    if is_away and boundaries is not None and boundaries.default is not boundaries.empty:
+    if not has_kernel and boundaries is not None and boundaries.default is not boundaries.empty:
         # The kernel that takes all documents of a packed row at once is a GPU's. Where that is not
         # here, documents side by side, which take as much, stand in for it.
-        packing = {BOUNDARIES, "position_ids"}
-        example = {name: field for name, field in example.items() if name not in packing}
+        example = _unpacked(example)
     if BOUNDARIES in example:
         return Tiled(example, longest)
 
@@ -265,7 +301,7 @@ def _open_cache(parts: Parts, work: Workload) -> TuningCache:
         "shards": shards,
     }
     longest = int(parts.source.lengths.max())
-    return TuningCache.open(describe(work, longest, parts.config.precision) | situation)
+    return TuningCache.open(describe(work, longest, parts.precision) | situation)
 
 
 def _tune(

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trainer.build.checks import check_consistency
+from trainer.build.checks import check_consistency, read_run_state
 from trainer.build.instantiate import look_up
 from trainer.build.parts import Parts, assemble
 from trainer.build.prepare import Prepared, prepare, prepare_on_main
@@ -48,7 +48,7 @@ def evaluate_run(config: RunConfig, folder: Path, world: World, stop: Callable[[
     """
     store = CheckpointStore(folder / CHECKPOINTS)
     loaded = store.load(config.checkpoint_step, set_aside=False, world=world)
-    parts = assemble(config, world)
+    parts = assemble(config, world, read_run_state(loaded)["contract"])
     check_consistency(world, parts.data_views, parts.module, parts.weights, begins=False)
     load_model(parts.module, loaded.weights, loaded.path)
     data = prepare_on_main(parts).parts.held_out
@@ -125,8 +125,8 @@ def verify_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
     if world.size > 1:
         together = f"the micro-batches of all {world.size} ranks were computed one after another"
         asides.append(f"{together}: how gradients are sent between ranks is not checked here")
-    if config.precision != "fp32":
-        rounding = f"precision={config.precision} adds rounding to the run's own step"
+    if parts.precision != "fp32":
+        rounding = f"precision={parts.precision} adds rounding to the run's own step"
         asides.append(f"{rounding}, which is not checked here")
     report = replace(report, notes=(*asides, *report.notes))
     write_record(folder / VERIFY_FILE, report.to_json())

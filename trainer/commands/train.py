@@ -87,7 +87,7 @@ def _train(config: RunConfig, folder: Path, world: World, stop: Callable[[], boo
     _end_if_stopped(world, stop())
     loaded = None if config.resume is None else store.load(world=world)
     extra = {} if loaded is None else read_run_state(loaded)
-    parts = _assemble(config, world, begins=loaded is None and not config.init)
+    parts = _assemble(config, world, extra, begins=loaded is None and not config.init)
     contract = terms_of(parts, folder, loaded, extra)
     prepared = prepare_on_main(parts, extra.get("cut"))
     network = network_of(world, extra.get("network"))
@@ -117,11 +117,11 @@ def _end_if_stopped(world: World, was_asked: bool) -> None:
         raise Preempted(UNBEGUN)
 
 
-def _assemble(config: RunConfig, world: World, *, begins: bool) -> Parts:
+def _assemble(config: RunConfig, world: World, extra: Mapping[str, Any], *, begins: bool) -> Parts:
     """Build the same run on all ranks, unless a signal ends the reading of its data. Collective."""
     parts: list[Parts] = []
     with suppress(Preempted):
-        parts.append(assemble(config, world))
+        parts.append(assemble(config, world, extra.get("contract")))
     _end_if_stopped(world, not parts)
     found = parts[0]
     check_consistency(world, found.data_views, found.module, found.weights, begins=begins)
@@ -150,6 +150,8 @@ def _kit(
         lengths = ("steps", "epochs")
         is_same = not contract_diff(extra["contract"], contract["contract"], allow=lengths)
         restore(loaded, parts.module, kit.optimizer, keeps_settings=not is_same)
+        if kit.loss_scale is not None:
+            kit.loss_scale.restore(extra.get("loss_scale"))
     return kit
 
 
@@ -222,7 +224,9 @@ def _run(
         checkpointer=checkpointer,
         was_asked=stop,
         eval_every=parts.every(config.eval.every),
+        eval_at_start=config.eval.at_start,
         checkpoint_every=None if isinstance(every, str) else parts.every(every),
+        flops=prepared.flops,
         nonfinite_limit=config.nonfinite.limit,
     )
 

@@ -72,6 +72,8 @@ class Eval(Section):
     """Evaluation on held-out data."""
 
     every: Cadence | None
+    samples: Count | None
+    at_start: bool
 
 
 class Checkpoint(Section):
@@ -136,7 +138,7 @@ class RunConfig(Section):
     epochs: Count | None
     seed: Seed
     clip_norm: Positive | None
-    precision: Literal["fp32", "bf16"]
+    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"]
     device: Literal["auto", "cpu", "cuda"]
     compile: bool
     deterministic: bool | Literal["layout"]
@@ -272,13 +274,15 @@ def contract_diff(
     """Name what a resumed run would change about its step, one line per key.
 
     Keys and whole sections that `allow` names may change; `steps` and `epochs` may grow anyway.
+    `precision=auto` is what the checkpoint says that it became.
     """
     faults = []
     for key in sorted(old.keys() | new.keys()):
         before, now = old.get(key), new.get(key)
         is_clock = key in ("steps", "epochs") and isinstance(before, int) and isinstance(now, int)
         grows = is_clock and (now or 0) > (before or 0)
-        if before != now and not grows and {key, *ancestors(key)}.isdisjoint(allow):
+        is_open = key == "precision" and "auto" in (before, now)
+        if before != now and not (grows or is_open) and {key, *ancestors(key)}.isdisjoint(allow):
             change = "it may grow; to make it less" if is_clock else "to change it"
             text = f"the run has {show(before)}; {change}, resume_allow=[{key}]"
             faults.append(line(key, now, text))

@@ -16,9 +16,9 @@ from trainer.data.samples import INPUT_IDS, Sample
 NameOf = Callable[[int], str]
 """Names the sample at a position of the micro-batch, for messages."""
 
-Limits = tuple[int | None, int | None]
-"""What token ids and labels are below, None where it is not known: checked before a device sees
-them, since an index out of range poisons a GPU, and on the CPU its error names no sample."""
+Limits = Mapping[str, int]
+"""What the numbers of a field are below, by its name, where that is known: checked before a device
+sees them, since an index out of range poisons a GPU, and on the CPU its error names no sample."""
 
 LABELS = "labels"
 ATTENTION_MASK = "attention_mask"
@@ -167,11 +167,10 @@ def _too_long(what: str, pad_to: int) -> str:
 
 def value_out_of_range(fields: Mapping[str, Tensor], limits: Limits) -> str | None:
     """Name the first value out of range, its place and the range; None where all are in it."""
-    ids, classes = limits
-    tokens = (INPUT_IDS, ids, "the model's vocabulary is")
-    for name, limit, known in (tokens, (LABELS, classes, "the model's classes, but for -100, are")):
+    known = {INPUT_IDS: "vocabulary is", LABELS: "classes, but for -100, are"}
+    for name, limit in limits.items():
         values = fields.get(name)
-        if limit is None or values is None or values.is_floating_point():
+        if values is None or values.is_floating_point():
             continue
         wrong = (values < 0) | (values >= limit)
         if name == LABELS:
@@ -180,7 +179,8 @@ def value_out_of_range(fields: Mapping[str, Tensor], limits: Limits) -> str | No
             at: list[int] = wrong.nonzero()[0].tolist()
             place = f" at position {', '.join(map(str, at))}" if at else ""
             value = values[tuple(at)].tolist()
-            return f"{name} holds {value}{place}, and {known} 0 to {limit - 1}"
+            what = known.get(name, "rows for it are")
+            return f"{name} holds {value}{place}, and the model's {what} 0 to {limit - 1}"
     return None
 
 
@@ -190,8 +190,8 @@ def limits_of(error: BaseException) -> Limits | None:
         return None
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if frame.f_code is F.embedding.__code__:
-            return len(frame.f_locals["weight"]), None
+            return {INPUT_IDS: len(frame.f_locals["weight"])}
         if frame.f_code is F.cross_entropy.__code__:
             logits = frame.f_locals["input"]
-            return None, logits.shape[min(1, logits.dim() - 1)]
+            return {LABELS: logits.shape[min(1, logits.dim() - 1)]}
     return None

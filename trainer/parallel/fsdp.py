@@ -302,13 +302,13 @@ def _mesh(world: World, replicas: int) -> DeviceMesh:
 
 
 @contextmanager
-def fake_mesh(size: int, replicas: int) -> Iterator[DeviceMesh]:
+def fake_mesh(size: int, replicas: int, device_type: str = "cpu") -> Iterator[DeviceMesh]:
     """Give the mesh of a sharded model over ranks that are not there, as its first rank sees it.
 
     May be entered by one rank of a real run while the others wait.
 
     Yields:
-        The mesh, of the CPU; collectives allocate as they would, and send nothing.
+        The mesh; collectives allocate as they would, and send nothing.
     """
     # Registers the backend. Its name says what it is for; nothing but its allocations counts here.
     import torch.testing._internal.distributed.fake_pg as _  # noqa: PLC0415, F401
@@ -326,7 +326,7 @@ def fake_mesh(size: int, replicas: int) -> Iterator[DeviceMesh]:
         # on with this one's groups when they are gone.
         yield DeviceMesh.from_group(
             groups[0] if start else groups,
-            "cpu",
+            device_type,
             mesh=ranks[0] if start else ranks,
             mesh_dim_names=names[start:],
         )

@@ -57,7 +57,7 @@ class Checkpointer:
         if is_last:
             self._attempt(self.writer.wait)
             self.on_full = "stop"
-        world, cursor = self.kit.world, self.feed.cursor
+        kit, world, cursor = self.kit, self.kit.world, self.feed.cursor
         world.note("saving")
         self._attempt(lambda: world.on_main(self.reporter.flush))
         extra = {
@@ -65,9 +65,10 @@ class Checkpointer:
             "cursor": asdict(cursor),
             "tokens": tokens,
             "failures": failures,
+            "loss_scale": kit.loss_scale and asdict(kit.loss_scale),
             "cut": {**self.constants["cut"], "state": asdict(self.feed.cut)},
         }
-        tensors, meta = capture(self.kit.model.module, self.kit.optimizer, extra=extra)
+        tensors, meta = capture(kit.model.module, kit.optimizer, extra=extra)
         finite = {name: tensor for name, tensor in tensors.items() if name not in self.masks}
         world.on_all(lambda: assert_finite(finite))
         self._attempt(lambda: self.writer.save(cursor.step, tensors, meta))

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain, islice
+from itertools import chain, islice, tee
 from typing import TypeVar, final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -32,12 +33,14 @@ class HeldOut:
     """The held-out samples, cut by a cap of their own.
 
     Attributes:
-        lengths: `(samples,)`, tokens of every held-out sample.
+        ids: `(samples,)`, which of the loader's samples are evaluated.
+        lengths: `(samples,)`, tokens of each.
         max_tokens: cap on the computed positions of a micro-batch.
         is_ordered: micro-batches and sums have the same bits for every number of ranks.
     """
 
     loader: Loader
+    ids: IntArray
     lengths: IntArray
     layout: Layout
     max_tokens: int
@@ -58,8 +61,14 @@ class HeldOut:
             plan = cut.cut(self.lengths[start : start + CHUNK], layout)
             slots = zip(plan.ranks[row], plan.padded_lengths[row], strict=True)
             for slot, length in islice(slots, first, None, size):
-                ids = tuple(map(int, start + slot))
-                yield Request(ids=ids, epoch=0, pad_to=length, packed=plan.packed)
+                ids = self.ids[start + np.asarray(slot)].tolist()
+                yield Request(ids=tuple(ids), epoch=0, pad_to=length, packed=plan.packed)
+
+
+def evenly_spaced(count: int, most: int | None) -> IntArray:
+    """Choose at most `most` of `count` samples, the same ones every time, over all of them."""
+    chosen = count if most is None else min(most, count)
+    return np.arange(chosen) * count // max(1, chosen)
 
 
 Number = TypeVar("Number", float, Tensor)
@@ -129,16 +138,20 @@ def _attempt(
     world: World,
     was_asked: Callable[[], bool],
 ) -> _Found | None:
-    """Sum over this rank's samples; None when an allocation failed."""
+    """Sum over this rank's samples; None when an allocation failed.
+
+    The next micro-batches are loaded meanwhile. Sums stay on the device until the last.
+    """
     totals: dict[str, list[Tensor]] = defaultdict(list)
     weights: dict[str, list[float]] = defaultdict(list)
     losses: tuple[str, ...] = ()
+    loader, (requests, ahead) = held_out.loader, tee(held_out.requests(world.rank))
     model.gather()
-    with AllocationGuard() as guard, evaluating(model.module), torch.no_grad():
-        for request in held_out.requests(world.rank):
-            fields = held_out.loader.load(request)
+    guard, stream = AllocationGuard(), closing(loader.stream(ahead))
+    with guard, evaluating(model.module), torch.no_grad(), closing(loader), stream as loaded:
+        for request, fields in zip(requests, loaded, strict=False):
             counted = weights_of(objective, fields)
-            with held_out.loader.naming_samples(request):
+            with loader.naming_samples(request, loaded.close):
                 found = sums_of(objective, model.call, to_device(fields, world.device), counted)
             losses = tuple(found.losses)
             for name, weight in counted.items():

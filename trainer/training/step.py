@@ -29,6 +29,7 @@ from trainer.training.window import AT_BEGINNING, Kit, agree, check_names, compu
 
 NO_LOSS_TERMS = "no loss terms"
 NOT_FINITE = "not finite"
+LOSS_SCALE = "loss scale"
 
 
 @final
@@ -60,7 +61,7 @@ def train_step(kit: Kit, batch: PlannedBatch, feed: Feed) -> StepReport:
 
     A step whose loss or gradient is not finite, or that holds no loss term, updates nothing: not
     the weights, the optimizer's moments or the buffers. It still counts, as does its learning
-    rate, which is a pure function of the step.
+    rate, which is a pure function of the step. In fp16 the loss scale may be why; it is halved.
 
     Where memory runs out, the feed cuts this global batch, and all that follow, smaller.
 
@@ -93,10 +94,13 @@ def train_step(kit: Kit, batch: PlannedBatch, feed: Feed) -> StepReport:
     # On one rank the step's only host sync: no update before its gradient is known to be good.
     if not bool(torch.isfinite(agreed.loss + norm)):
         _roll_back(kit)
-        return report(skipped=NOT_FINITE)
+        is_scaled = kit.loss_scale is not None and kit.loss_scale.shrink()
+        return report(skipped=LOSS_SCALE if is_scaled else NOT_FINITE)
     if kit.clip_norm is not None:
         kit.model.scale_gradients(torch.clamp(kit.clip_norm / (norm + 1e-6), max=1.0))
     _update(kit.optimizer)
+    if kit.loss_scale is not None:
+        kit.loss_scale.grow()
     return report()
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from trainer.accumulate.base import Divisors, GradientStrategy, sum_of
+from trainer.accumulate.loss_scale import LossScale
 from trainer.accumulate.model_state import ModelState
 from trainer.accumulate.normalizer import Kind
 from trainer.accumulate.rollback import Snapshot
@@ -43,6 +44,7 @@ class Kit:
         base_lrs: that of each parameter group.
         deferred_fits: whether memory has room for the gradients of `sync=deferred`.
         clip_norm: largest 2-norm of the step's gradient; None leaves it as it is.
+        loss_scale: of a run in fp16.
         snapshot: of the declared state that forwards write, as it was before the step.
         model_state: what forwards write and checkpoints save, the same on all ranks after a step.
     """
@@ -60,6 +62,7 @@ class Kit:
     schedule: Schedule
     total_steps: int
     clip_norm: float | None
+    loss_scale: LossScale | None = None
     world: World
 
     snapshot: Snapshot = field(init=False)
@@ -110,7 +113,8 @@ def compute(kit: Kit, batch: PlannedBatch, parts: Sequence[Divisors]) -> Outcome
         DoesNotFitError: memory ran out, and other ranks wait in a collective of the micro-batch.
     """
     kit.world.note("compute")
-    micro_batches = batch.micro_batches
+    micro_batches, scale = batch.micro_batches, kit.loss_scale
+    parts = parts if scale is None else scale.scaled(parts)
     with AllocationGuard():
         kit.model_state.watch()
         share = kit.strategy.backward(kit.model, kit.objective, micro_batches, parts, kit.sync)
@@ -127,7 +131,8 @@ def compute(kit: Kit, batch: PlannedBatch, parts: Sequence[Divisors]) -> Outcome
             name: sum_of([m.metrics[name] for m in micro_batches if name in m.metrics])
             for name in {name for m in micro_batches for name in m.metrics}
         }
-        return Outcome(share.detach(), used, moved, found)
+        share = share.detach() if scale is None else share.detach() / scale.value
+        return Outcome(share, used, moved, found)
     if kit.sync.lockstep and kit.world.size > 1:
         raise DoesNotFitError(
             f"step {batch.step}: out of memory, and sync={kit.sync.name} reduces in every "
@@ -177,6 +182,9 @@ def reduce(kit: Kit, agreed: Outcome) -> None:
     kit.world.note("reduce")
     with fatal("in the reduction, which cannot be repeated: set a smaller accum.micro=N"):
         kit.sync.reduce(kit.model, agreed.used)
+        if kit.loss_scale is not None:
+            factor = torch.full((), 1 / kit.loss_scale.value, device=kit.world.device)
+            kit.model.scale_gradients(factor)
         kit.model_state.copy_from_main(agreed.moved)
 
 

@@ -112,8 +112,7 @@ class Workload:
     @contextmanager
     def live(self, *, recompute: bool) -> Iterator[None]:
         """Lend the model itself to be run inside the block, and leave it bit for bit as it was."""
-        states = restoring(self.model, self.objective)
-        with self.filled(), states, self.variant(recompute=recompute):
+        with restoring(self.model, self.objective), self.variant(recompute=recompute):
             yield
 
     @contextmanager
@@ -186,7 +185,7 @@ def fullest_steps(work: Workload, model: Parallel, fields: Fields | None = None)
             peak.assign("parameters", module.parameters())
             for parameter in module.parameters():
                 if has_gradients and parameter.requires_grad:
-                    parameter.grad = torch.zeros_like(parameter)
+                    parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
             peak.assign("gradients", gradients(module))
             if fields is not None:
                 with sync.micro_batch(model, is_last=True):

@@ -26,10 +26,11 @@ def changed(old, new):
 
 
 def test_what_changes_the_step_is_refused_by_name_unless_it_is_allowed():
-    old = contract(checked())
-    assert contract(checked(EXECUTION)) == old
+    begun = {"precision": "fp32"}
+    old = contract(checked(begun))
+    assert contract(checked(begun | EXECUTION)) == old
     for key, value in STEP.items():
-        new = contract(checked({key: value}))
+        new = contract(checked(begun | {key: value}))
         assert changed(old, new) == [key]
         assert contract_diff(old, new, [key]) == contract_diff(old, new, [key.split(".")[0]]) == []
 
@@ -58,6 +59,14 @@ def test_steps_may_grow_and_not_shrink():
     assert contract_diff(long, short) == [
         "steps=10: the run has 20; it may grow; to make it less, resume_allow=[steps]"
     ]
+
+
+def test_auto_precision_is_open_until_the_checkpoint_says_what_it_became():
+    became = contract(checked({"precision": "bf16"}))
+    assert contract_diff(became, contract(checked())) == []
+    assert contract_diff(contract(checked()), contract(checked({"precision": "fp16"}))) == []
+    (fault,) = contract_diff(became, contract(checked({"precision": "fp16"})))
+    assert fault.startswith("precision=fp16: the run has bf16; to change it")
 
 
 def test_a_contract_survives_json_and_its_hash_knows_it():

@@ -222,6 +222,35 @@ def test_numbers_arrays_and_lists_become_tensors(loader_of):
         loader_of(Listed([{"x": [[1], [2, 3]]}])).load(Request((0,), 0, 1))
 
 
+# Numbers that a model cannot look up
+
+
+class Numbered(Listed):
+    """Four samples of two, the third with a number beyond."""
+
+    def __init__(self, collates=False):
+        row = [0, 4]
+        rows = [row, row, [1, 5], row]
+        super().__init__([{"kinds": row, "labels": row} for row in rows])
+        if collates:
+            self.collate = lambda samples: {"rows": torch.stack([s["kinds"] for s in samples]) * 2}
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_numbers_beyond_a_table_are_named_before_any_device_sees_them(loader_of, num_workers):
+    loader = loader_of(Numbered(), num_workers, limits={"labels": 6})
+    assert len(list(loader.stream(iter([Request((0, 1, 2), 0, 1)])))) == 1
+    loader.close()
+    loader.limit({"kinds": 5, "labels": 1})  # what is known stays
+    text = r"sample 2 of Numbered: kinds holds 5 at position 1, and .* rows for it are 0 to 4"
+    with pytest.raises(DataError, match=text):
+        list(loader.stream(iter([Request((0, 1, 2), 0, 1)])))
+    own = loader_of(Numbered(collates=True), num_workers, limits={"rows": 10})
+    assert len(list(own.stream(iter([Request((0, 1), 0, 1)])))) == 1
+    with pytest.raises(DataError, match=r"`collate` of Numbered: rows holds 10 at position 1, 1,"):
+        list(own.stream(iter([Request((0, 2), 0, 1)])))
+
+
 # A `collate` of the data set's own
 
 

@@ -1,0 +1,53 @@
+"""Scale the loss of a run in fp16, whose smaller gradients would be zeros; once a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+from trainer.accumulate.base import Divisors
+
+GROWTH_STEPS = 2000  # without a gradient that is not finite, after which the scale is doubled
+
+
+@final
+@dataclass(slots=True)
+class LossScale:
+    """What the loss is multiplied by, and its gradient divided by when it is reduced.
+
+    As PyTorch's `GradScaler`, but for a whole step: every micro-batch of it has the same scale, and
+    one that is not finite skips it. The same on all ranks.
+
+    Attributes:
+        value: a power of two, so that scaling rounds nothing.
+        good_steps: since it was changed.
+    """
+
+    value: float = 65536.0
+    good_steps: int = 0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.value < 2.0**127 or self.good_steps < 0:
+            raise ValueError(f"loss scale of {self.value} after {self.good_steps} steps")
+
+    def scaled(self, parts: Sequence[Divisors]) -> list[Divisors]:
+        """Give divisors whose losses are the scale times larger."""
+        return [{name: divisor / self.value for name, divisor in part.items()} for part in parts]
+
+    def grow(self) -> None:
+        """Count a step whose gradient was finite."""
+        self.good_steps += 1
+        if self.good_steps == GROWTH_STEPS:
+            self.value, self.good_steps = 2 * self.value, 0
+
+    def shrink(self) -> bool:
+        """Halve the scale after a gradient that was not finite; tell whether that was possible."""
+        is_possible, self.good_steps = self.value > 1, 0
+        self.value = max(1.0, self.value / 2)
+        return is_possible
+
+    def restore(self, state: dict[str, Any] | None) -> None:
+        """Go on from what a checkpoint has; None is of a run that was not in fp16."""
+        if state is not None:
+            self.value, self.good_steps = state["value"], state["good_steps"]
