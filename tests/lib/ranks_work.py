@@ -127,6 +127,7 @@ def start_sharded(build: Callable[[], nn.Module], world: World) -> tuple[nn.Modu
 
 MODES: dict[str, Callable[..., Parallel]] = {
     "ddp": replicated,
+    "small buckets": partial(replicated, bucket_bytes=400),
     "fsdp": sharded,
     "hsdp": partial(sharded, replicas=2),
     "ordered": ordered,

@@ -110,8 +110,16 @@ class ParallelSetup:
             return Ordered(module, call, parameters, world)
         if self.mode not in SHARDED or world.long_timeout_group is None:
             # No group: this process works out what several ranks would do.
-            return Replicated(module, call, parameters, world)
+            return Replicated(module, call, parameters, world, **self._buckets(world.device))
         return self._sharded(module, call, world, draw=draw)
+
+    def _buckets(self, device: torch.device) -> dict[str, int]:
+        """Choose buckets by the network, between GPUs; sums of other buckets round otherwise."""
+        if self.network is None or device.type != "cuda":
+            return {}
+        if torch.are_deterministic_algorithms_enabled():  # in every run the same
+            return {}
+        return {"bucket_bytes": traffic.bucket_bytes(self.network)}
 
     def _sharded(
         self,

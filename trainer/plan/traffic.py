@@ -6,12 +6,19 @@ all-gather or a reduce-scatter half of it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
 # Share of the memory that whole parameters and gradients may take; activations need the rest
 MOST_OF_MEMORY = 0.5
+
+
+# Bytes of a bucket of small gradients: the least and the most
+BUCKETS = 2**23, 2**27
+# How many times its latency a bucket travels for at least
+LATENCIES = 10
 
 
 @final
@@ -124,6 +131,13 @@ def row(
         seconds=seconds,
         exposed=exposed,
     )
+
+
+def bucket_bytes(network: Network) -> int:
+    """Choose a bucket that travels ten times its latency: a power of two, from 8 to 128 MiB."""
+    wanted = max(1.0, LATENCIES * network.latency_s * network.all_reduce)
+    least, most = BUCKETS
+    return min(most, max(least, 1 << math.ceil(math.log2(wanted))))
 
 
 def cheapest(rows: Sequence[Traffic], lockstep: Mapping[str, bool]) -> Traffic:
