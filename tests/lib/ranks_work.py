@@ -111,8 +111,8 @@ class ObjectLM(BlockLM):
         return SimpleNamespace(logits=self.head(self.norm(x)))
 
 
-def sharded(module: nn.Module, world: World, replicas: int = 1) -> Parallel:
-    return Sharded(module, bind(module), list(module.blocks), world, replicas=replicas)
+def sharded(module: nn.Module, world: World, **how: Any) -> Parallel:
+    return Sharded(module, bind(module), list(module.blocks), world, **how)
 
 
 def ordered(module: nn.Module, world: World) -> Parallel:
@@ -128,6 +128,7 @@ def start_sharded(build: Callable[[], nn.Module], world: World) -> tuple[nn.Modu
 
 MODES: dict[str, Callable[..., Parallel]] = {
     "ddp": replicated,
+    "small buckets": partial(replicated, bucket_bytes=400),
     "fsdp": sharded,
     "hsdp": partial(sharded, replicas=2),
     "ordered": ordered,

@@ -227,7 +227,8 @@ def assemble(config: RunConfig, world: World, recorded: Mapping[str, Any] | None
         train_set, num_workers=num_workers, seed=config.seed, pin_memory=is_gpu, limits=limits
     )
     layout, example = _layout(config, world, loader, objective, module, precision)
-    setup = replace(parallel_setup(config, world, module, mode), why_mode=why)
+    dtype = AUTOCAST.get(precision)
+    setup = replace(parallel_setup(config, world, module, mode, dtype), why_mode=why)
     return Parts(
         config=config,
         world=world,

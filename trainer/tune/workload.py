@@ -186,7 +186,7 @@ def fullest_steps(work: Workload, model: Parallel, fields: Fields | None = None)
             peak.assign("parameters", module.parameters())
             for parameter in module.parameters():
                 if has_gradients and parameter.requires_grad:
-                    parameter.grad = torch.zeros_like(parameter)
+                    parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
             peak.assign("gradients", gradients(module))
             if fields is not None:
                 with sync.micro_batch(model, is_last=True):
