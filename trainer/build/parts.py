@@ -36,6 +36,7 @@ from trainer.data.view import DataView, readable, split_by_seed
 from trainer.models.attention import use_newest_flash
 from trainer.models.bind import bind
 from trainer.models.check import refuse_lazy, vocabulary_of
+from trainer.models.compilation import compile_model
 from trainer.models.gpt import GPT
 from trainer.models.meta_start import Weights, build_on_meta
 from trainer.models.recompute import checkpoint_blocks
@@ -48,7 +49,7 @@ from trainer.plan.order import Cursor, Order
 from trainer.training.batches import Feed, PlannedBatch, Source
 from trainer.training.evaluation import HeldOut
 from trainer.training.window import Kit
-from trainer.tune.layout import has_kernel, layout_for, packs
+from trainer.tune.layout import COMPILED_SHAPES, has_kernel, layout_for, packs
 from trainer.verify.case import hooked
 
 NUM_WORKERS = {"cpu": 0, "cuda": 4}  # loading processes per rank where nobody says
@@ -154,11 +155,10 @@ class Parts:
         Unless `is_fresh`, the weights of a model on the meta device are to be loaded.
         """
         draw = self.weights.draw if self.weights is not None and is_fresh else None
+        if self.config.compile:
+            compile_model(self.module, COMPILED_SHAPES)
         model = self.parallel.lay_out(self.module, self.call, self.world, draw)
         optimizer = self.make_optimizer(self.module)
-        if self.config.compile:
-            # In place: names, weights and checkpoints stay those of the module itself.
-            self.module.compile(dynamic=True)
         return Kit(
             model=model,
             objective=self.objective,

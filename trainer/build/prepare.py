@@ -218,6 +218,7 @@ def _workload(parts: Parts) -> Workload:
         make_optimizer=parts.make_optimizer,
         make_fields=_tiled(parts),
         device=world.device,
+        compiled=parts.config.compile,
         weights=parts.weights,
         sync=parts.parallel.sync,
         fake_ranks=in_shards if parts.is_sharded else None,

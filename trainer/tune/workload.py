@@ -57,6 +57,8 @@ class Workload:
             tokens; draws nothing from global generators.
         bind: makes a call of the model, or of a copy, under the run's precision.
         device: where the model computes.
+        compiled: whether the model is timed compiled; memory is predicted as it is, which as a rule
+            takes more.
         weights: what parameters on the meta device begin with.
         sync: when gradients are reduced, where the model is laid out.
         fake_ranks: lends a way to lay copies out over ranks that are not there, as the run does
@@ -69,6 +71,7 @@ class Workload:
     make_fields: Callable[[int, int], Fields]
     bind: Callable[[nn.Module], ModelCall] = bind
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    compiled: bool = False
     weights: Weights | None = None
     sync: SyncPolicy = field(default_factory=Deferred)
     fake_ranks: Callable[[], AbstractContextManager[LayOut]] | None = None
