@@ -7,6 +7,7 @@ then tells all ranks who failed, the loss, and which parameters have a gradient.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from math import nan
 from typing import final
@@ -23,6 +24,7 @@ from trainer.core.errors import ConfigError, DoesNotFitError
 from trainer.core.micro_batch import MicroBatch
 from trainer.core.out_of_memory import AllocationGuard, fatal, release_memory
 from trainer.core.world import World
+from trainer.models.bind import casting_once
 from trainer.models.check import batch_statistics
 from trainer.objectives.base import Objective
 from trainer.optim.schedules import Schedule
@@ -113,11 +115,15 @@ def compute(kit: Kit, batch: PlannedBatch, parts: Sequence[Divisors]) -> Outcome
         DoesNotFitError: memory ran out, and other ranks wait in a collective of the micro-batch.
     """
     kit.world.note("compute")
+    model, device = kit.model, kit.world.device
     micro_batches, scale = batch.micro_batches, kit.loss_scale
     parts = parts if scale is None else scale.scaled(parts)
     with AllocationGuard():
         kit.model_state.watch()
-        share = kit.strategy.backward(kit.model, kit.objective, micro_batches, parts, kit.sync)
+        # In lockstep a block's weights may leave once they are used, and their casts would stay.
+        casts = nullcontext() if kit.sync.lockstep else casting_once(model.module, device.type)
+        with casts:
+            share = kit.strategy.backward(model, kit.objective, micro_batches, parts, kit.sync)
         given: object = share  # whatever a strategy of the user's own returns
         if not isinstance(given, Tensor) or given.ndim:
             raise ConfigError(
@@ -125,8 +131,8 @@ def compute(kit: Kit, batch: PlannedBatch, parts: Sequence[Divisors]) -> Outcome
                 f"{type(given).__name__}; return this rank's share of the step's loss, a 0-d tensor"
             )
         kit.model_state.refuse_late()
-        used, moved = kit.model.used(), kit.model_state.moved()
-        kit.model.make_room()
+        used, moved = model.used(), kit.model_state.moved()
+        model.make_room()
         found = {
             name: sum_of([m.metrics[name] for m in micro_batches if name in m.metrics])
             for name in {name for m in micro_batches for name in m.metrics}
@@ -138,9 +144,9 @@ def compute(kit: Kit, batch: PlannedBatch, parts: Sequence[Divisors]) -> Outcome
             f"step {batch.step}: out of memory, and sync={kit.sync.name} reduces in every "
             f"micro-batch, so the step cannot be repeated: {remedies(kit, batch)}"
         )
-    kit.model.drop_gradients()
+    model.drop_gradients()
     release_memory()
-    return Outcome(None, [False] * len(kit.model.parameters), kit.model_state.unmoved())
+    return Outcome(None, [False] * len(model.parameters), kit.model_state.unmoved())
 
 
 def agree(kit: Kit, mine: Outcome, weights: Divisors) -> Outcome:

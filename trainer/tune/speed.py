@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from trainer.core.out_of_memory import AllocationGuard
+from trainer.models.bind import casting_once
 from trainer.plan.cut import Cost, FloatArray, Plan
 from trainer.plan.memory import Shape
 from trainer.tune.workload import Workload
@@ -89,7 +90,7 @@ def rehearsal(work: Workload, *, recompute: bool) -> Iterator[Prepare]:
 
         return run
 
-    with work.live(recompute=recompute):
+    with work.live(recompute=recompute), casting_once(work.model, work.device.type):
         yield prepare
 
 
