@@ -31,6 +31,8 @@ def run(config: RunConfig, folder: Path) -> int:
     # once, when torch is imported; ranks inherit it, and what the user set wins.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    if config.deterministic is not False:  # cuBLAS refuses else; it reads it when CUDA starts
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     with listening(config) as stop:
         if members := _members(config):
             from trainer.launch.supervise import supervise  # noqa: PLC0415 - only where used
