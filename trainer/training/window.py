@@ -1,7 +1,8 @@
 """Compose a step; compute the micro-batches of this rank, and agree over all ranks on the outcome.
 
-No collective runs while micro-batches compute, so a rank may run out of memory. One small vector
-then tells all ranks who failed, the loss, and which parameters have a gradient.
+No collective runs while micro-batches compute, so a rank may run out of memory. A small vector of
+the hosts then tells all ranks who failed, and which parameters have a gradient; one of the devices
+adds the loss up.
 """
 
 from __future__ import annotations
@@ -150,25 +151,29 @@ def compute(kit: Kit, batch: PlannedBatch, parts: Sequence[Divisors]) -> Outcome
 
 
 def agree(kit: Kit, mine: Outcome, weights: Divisors) -> Outcome:
-    """Tell all ranks what came out. Collective: one small vector.
+    """Tell all ranks what came out. Collective: a small vector of hosts, and one of devices.
 
-    Metrics are divided by their weights over the whole global batch.
+    What decides on how the step goes on is known to the hosts, which need not wait for their
+    devices; loss and metrics stay there. Metrics are divided by their weights over the whole global
+    batch.
     """
     world, names = kit.world, kit.terms
     world.note("agree")
     if world.size > 1:
         # A rank without micro-batches does not know which metrics the others were given.
         flags = [*mine.used, *mine.moved, *(n in mine.metrics for n in names)]
-        numbers = [float(mine.loss is None), 0.0, *(0.0 for _ in names), *map(float, flags)]
-        vector = torch.tensor(numbers, dtype=torch.float64, device=world.device)
-        for place, number in enumerate((mine.loss, *map(mine.metrics.get, names)), start=1):
-            if number is not None:
-                vector[place] = number
-        failures, *_ = given = world.sum(vector).tolist()
-        counts = iter([ranks > 0 for ranks in given[2 + len(names) :]])
+        failures, *ranks = world.sum_numbers([float(mine.loss is None), *map(float, flags)])
+        if failures:
+            return replace(mine, loss=None)
+        counts = iter([count > 0 for count in ranks])
         used, moved = [next(counts) for _ in mine.used], [next(counts) for _ in mine.moved]
-        sums = {name: vector[2 + place] for place, name in enumerate(names) if next(counts)}
-        mine = Outcome(None if failures else vector[1], used, moved, sums)
+        numbers = torch.zeros(1 + len(names), dtype=torch.float64, device=world.device)
+        for place, number in enumerate((mine.loss, *map(mine.metrics.get, names))):
+            if number is not None:
+                numbers[place] = number
+        world.sum(numbers)
+        sums = {name: numbers[1 + place] for place, name in enumerate(names) if next(counts)}
+        mine = Outcome(numbers[0], used, moved, sums)
     means = {n: mine.metrics[n] / (weights[n] or nan) for n in names if n in mine.metrics}
     return replace(mine, metrics=means)
 
