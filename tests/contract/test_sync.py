@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from trainer.parallel.fsdp import Sharded, fake_mesh
 from trainer.parallel.sync import Deferred, Immediate
 from trainer.plan.cut import Layout
 from trainer.plan.cuts import LayoutInvariant
-from trainer.plan.traffic import Bulk, Network, Work
+from trainer.plan.traffic import Bulk, Network, Work, bucket_bytes
 
 GIGA = 2**30
 FAST = Network(ranks=8, latency_s=3e-5, all_reduce=3e11, all_gather=3e11, reduce_scatter=3e11)
@@ -81,6 +82,25 @@ def test_the_table_holds_the_bytes_of_ring_collectives():
     rows, _ = table_of("ddp")
     assert rows["deferred"].across == pytest.approx(2 * GIGA * 7 / 8)
     assert rows["immediate"].across == pytest.approx(8 * rows["deferred"].across)
+
+
+def test_shards_gathered_in_two_bytes_send_and_hold_half_as_much_of_the_weights():
+    setup = setup_of("fsdp")
+    bulk = replace(setup.bulk, gathered_bytes=setup.bulk.model_bytes // 2)
+    row, *_ = replace(setup, bulk=bulk).weighed(Work(micro_batches=8)).rows
+    assert row.within == pytest.approx((GIGA / 2 + GIGA) * 7 / 8)
+    assert row.unsharded_bytes == GIGA * 3 // 2
+
+
+@pytest.mark.parametrize(
+    ("latency_s", "rate", "mebibytes"),
+    [(3e-5, 3e11, 128), (5e-5, 5e10, 32), (1e-4, 1e9, 8), (5e-4, 1e8, 8), (1.0, 1e12, 128)],
+)
+def test_a_bucket_travels_ten_times_its_latency_where_it_may_be_so_large(
+    latency_s, rate, mebibytes
+):
+    rates = dict.fromkeys(("all_reduce", "all_gather", "reduce_scatter"), rate)
+    assert bucket_bytes(Network(ranks=8, latency_s=latency_s, **rates)) == mebibytes * 2**20
 
 
 def test_the_line_says_what_was_chosen_and_what_the_others_would_cost():

@@ -34,6 +34,7 @@ from trainer.parallel.fsdp import Sharded
 from trainer.parallel.sync import Deferred, Exact, Hierarchical, Immediate
 from trainer.plan.cut import Cut, Layout
 from trainer.plan.cuts import Fixed
+from trainer.plan.lengths import Lengths
 from trainer.training.evaluation import HeldOut, evaluate
 from trainer.training.step import train_step
 from trainer.tune.tensors import PeakBytes
@@ -111,8 +112,8 @@ class ObjectLM(BlockLM):
         return SimpleNamespace(logits=self.head(self.norm(x)))
 
 
-def sharded(module: nn.Module, world: World, replicas: int = 1) -> Parallel:
-    return Sharded(module, bind(module), list(module.blocks), world, replicas=replicas)
+def sharded(module: nn.Module, world: World, **how: Any) -> Parallel:
+    return Sharded(module, bind(module), list(module.blocks), world, **how)
 
 
 def ordered(module: nn.Module, world: World) -> Parallel:
@@ -128,6 +129,7 @@ def start_sharded(build: Callable[[], nn.Module], world: World) -> tuple[nn.Modu
 
 MODES: dict[str, Callable[..., Parallel]] = {
     "ddp": replicated,
+    "small buckets": partial(replicated, bucket_bytes=400),
     "fsdp": sharded,
     "hsdp": partial(sharded, replicas=2),
     "ordered": ordered,
@@ -490,7 +492,12 @@ def evaluated(
     bench = bench_of(world, Case(Fixed(micro=4), mode), lambda: Cramped(BlockLM(), room))
     layout, cut = Layout(world_size=world.size), bench.feed.cut
     lengths, most = bench.dataset.lengths[:num_held_out], 30 if positions == 10**9 else 200
-    held_out = HeldOut(loader=bench.loader, lengths=lengths, layout=layout, max_tokens=most)
+    held_out = HeldOut(
+        loader=bench.loader,
+        lengths=Lengths.of(lengths),
+        layout=layout,
+        max_tokens=most,
+    )
     seen = [i for request in held_out.requests(world.rank) for i in request.ids]
     metrics, again = (evaluate(bench.kit.model, bench.objective, held_out, world) for _ in range(2))
     train_step(bench.kit, bench.feed.next(), bench.feed)

@@ -37,7 +37,7 @@ from trainer.training.step import NOT_FINITE
 from trainer.tune.network import network_of
 
 WAYS = [
-    *(("ddp", "deferred", 3), ("hsdp", "deferred", 4)),
+    *(("ddp", "deferred", 3), ("small buckets", "deferred", 2), ("hsdp", "deferred", 4)),
     *(("fsdp", "immediate", 3), ("hsdp", "hierarchical", 4)),
     *(nightly(mode, "deferred", size) for mode in ("ddp", "fsdp") for size in (2, 4)),
     *(nightly("fsdp", "deferred", 3), nightly("ddp", "immediate", 2)),

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from tests.lib.nightly import nightly
 from tests.reliability import lab, toys
@@ -193,7 +194,7 @@ def test_a_sample_that_is_wrong_is_named_or_left_out(kind):
         Loader(broken, num_workers=0, seed=0).load(request)
     assert "\n" not in str(caught.value)
     (view,) = readable([DataView(broken)], 0, World())
-    assert view.ids.tolist() == Sound().ids
+    assert view.original_ids(range(len(view))).tolist() == Sound().ids
     assert view.lengths.tolist() == Sound().lengths.tolist()
     assert view.num_skipped == 1
     assert "sample 11 of Broken" in view.skipped[0]
@@ -246,6 +247,27 @@ LABEL = (
 def test_a_length_and_a_value_that_are_wrong_are_named_wherever_they_are_used(line, text, tmp_path):
     rows, *more = line.split()
     assert_one_line(lab.run(lines_on(rows, *more), tmp_path), text)
+
+
+class Poisoned(toys.Net):
+    """Breaks for good, as a GPU does, where it is given a number beyond its table."""
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        if not isinstance(input_ids, FakeTensor) and int(input_ids.max()) >= toys.VOCABULARY:
+            os._exit(77)
+        return super().forward(input_ids)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["Broken", "Broken num_workers=1", "Apart", "Broken data.bad=all accum=auto"],
+    ids=["step", "worker", "evaluation", "tuning"],
+)
+def test_no_device_sees_a_number_beyond_a_table(line, tmp_path):
+    rows, *more = line.split()
+    model = "model._target_=tests.reliability.test_bad_data.Poisoned"
+    settings = lines_on(rows, *more, model, "data.kind=input_ids_16")
+    assert_one_line(lab.run(settings, tmp_path), "input_ids holds 16 at position 1, and")
 
 
 class Unmeasured:

@@ -32,6 +32,22 @@ def screen_of(capsys: pytest.CaptureFixture[str]) -> str:
     return " ".join(capsys.readouterr().out.split())
 
 
+def test_an_evaluation_takes_as_many_samples_as_asked_and_may_come_before_the_first_step(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = go("data.holdout=0.3 eval.at_start=true eval.samples=3 steps=2 optimizer.lr=0")
+    evaluations = [e for e in entries(run) if "eval_loss" in e]
+    assert [entry["step"] for entry in evaluations] == [0, 2]
+    assert evaluations[0]["eval_loss"] == evaluations[1]["eval_loss"]  # of the same samples
+    assert read_json(run.folder / "plan.json")["num_held_out"] > 3
+    asked = f"evaluate run={run.folder} trust=[tests]"
+    for more, count in (("", 3), ("eval.samples=null", 13), ("eval.samples=100", 13)):
+        assert shell(f"{asked} {more}") == 0
+        found = read_json(run.folder / "evaluate.json")["eval_loss"]
+        assert f"held out ({count} samples): " in screen_of(capsys)
+        assert (found == evaluations[0]["eval_loss"]) == (count == 3)
+
+
 def test_a_run_is_read_by_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     run = go("checkpoint.every=2 steps=4 eval.every=2")
     asked = f"run={run.folder} trust=[tests]"

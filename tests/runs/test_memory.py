@@ -107,6 +107,16 @@ def test_a_device_smaller_than_the_tuner_knew_costs_a_replay_and_lowers_the_cap(
     replays = [entry.get("replays", 0) for entry in steps(short)]
     assert [bool(count) for count in replays] == [False, False, True, False]
     assert sum(replays) == short.result["replays"]
+    (written,) = (short.folder / "errors").iterdir()  # the first time alone
+    assert written.name == "out-of-memory-step3-rank0.txt"
+    first, predicted, limit, _, *shapes = written.read_text().splitlines()
+    assert "rank 0, micro-batch 1, on cpu: tensors exceed the limit of 12000" in first
+    assert (predicted.partition(": ")[0], limit.partition(": ")[0]) == (
+        "predicted peak",
+        "limit of tensors",
+    )
+    assert [shape[0] for shape in shapes] == [">", *" " * (len(shapes) - 1)]
+    assert sum(int(shape[2:].split()[1]) for shape in shapes) == 40
     cap = read_json(short.folder / "plan.json")["max_tokens"]
     assert meta(short)["extra"]["cut"]["state"]["lowered"] < cap
 

@@ -19,6 +19,7 @@ from trainer.objectives.classify import Classify
 from trainer.objectives.next_token import NextToken
 from trainer.plan.cut import Layout
 from trainer.plan.cuts import Fixed
+from trainer.plan.lengths import Lengths
 from trainer.training.evaluation import HeldOut, evaluate
 
 OWN = "tests.lib.objective_toys"
@@ -97,7 +98,12 @@ def test_a_weight_or_a_metric_may_be_any_number():
     for kind in Numbers.KINDS:
         own = bench(Fixed(micro=3), objective=Numbers(kind))
         report, lengths = own.step(), own.dataset.lengths
-        samples = HeldOut(loader=own.loader, lengths=lengths, layout=Layout(), max_tokens=40)
+        samples = HeldOut(
+            loader=own.loader,
+            lengths=Lengths.of(lengths),
+            layout=Layout(),
+            max_tokens=40,
+        )
         metrics = evaluate(own.kit.model, own.objective, samples, own.world)
         found.append([float(report.loss), float(report.metrics["share"]), metrics])
     assert found == [found[0]] * len(Numbers.KINDS)

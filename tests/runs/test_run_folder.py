@@ -86,7 +86,7 @@ def check_records(run: FinishedRun) -> None:
 def check_metrics(run: FinishedRun) -> None:
     found = steps(run)
     assert [entry["step"] for entry in found] == [1, 2, 3, 4, 5, 6, 7]
-    assert all(entry.keys() == set(STEP_KEYS) for entry in found)
+    assert all(entry.keys() == {*STEP_KEYS, "model_flops_per_second"} for entry in found)
     lengths = split_by_seed(Rows(), split="train", holdout=0.05, seed=0).lengths
     order = Order(len(lengths), 0, 8)
     cursor, samples, tokens = order.start, 0, 0
@@ -117,7 +117,8 @@ def test_the_plan_says_what_the_steps_then_do() -> None:
 
 
 def check_ledger(run: FinishedRun) -> None:
-    own = split_by_seed(Rows(), split="train", holdout=0.05, seed=0).ids
+    view = split_by_seed(Rows(), split="train", holdout=0.05, seed=0)
+    own = view.original_ids(range(len(view)))
     order = Order(len(own), 0, 8)
     ledger = entries(run, "samples.jsonl")
     assert [entry["step"] for entry in ledger] == [1, 2, 3, 4, 5, 6, 7]

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sized
+from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, final
 
 import torch
@@ -14,6 +13,7 @@ from torch import nn
 from trainer.accumulate.base import GradientStrategy, seed_draws
 from trainer.accumulate.loss_scale import LossScale
 from trainer.build.instantiate import arguments_of, check_names, construct, look_up
+from trainer.build.packing import packing_fault
 from trainer.build.parallel import (
     SHARDED,
     ParallelSetup,
@@ -29,11 +29,14 @@ from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError, DataError
 from trainer.core.micro_batch import Fields
 from trainer.core.world import World, rng_key
+from trainer.data.collate import LABELS
 from trainer.data.loader import Loader, Request
 from trainer.data.samples import INPUT_IDS, faults_of, preserve_generators
 from trainer.data.view import DataView, readable, split_by_seed
+from trainer.models.attention import use_newest_flash
 from trainer.models.bind import bind
 from trainer.models.check import refuse_lazy, vocabulary_of
+from trainer.models.gpt import GPT
 from trainer.models.meta_start import Weights, build_on_meta
 from trainer.models.recompute import checkpoint_blocks
 from trainer.objectives.base import ModelCall, Objective, weights_of
@@ -42,10 +45,10 @@ from trainer.optim.schedules import Schedule
 from trainer.plan.cut import Cut, Layout
 from trainer.plan.cuts import Fixed, LayoutInvariant
 from trainer.plan.order import Cursor, Order
-from trainer.training.batches import Feed, Source
+from trainer.training.batches import Feed, PlannedBatch, Source
 from trainer.training.evaluation import HeldOut
 from trainer.training.window import Kit
-from trainer.tune.layout import layout_for, packs
+from trainer.tune.layout import has_kernel, layout_for, packs
 from trainer.verify.case import hooked
 
 NUM_WORKERS = {"cpu": 0, "cuda": 4}  # loading processes per rank where nobody says
@@ -140,7 +143,12 @@ class Parts:
             )
         return optimizer
 
-    def kit(self, *, is_fresh: bool = True) -> Kit:
+    def kit(
+        self,
+        *,
+        is_fresh: bool = True,
+        on_out_of_memory: Callable[[PlannedBatch, BaseException], None] | None = None,
+    ) -> Kit:
         """Compose the step, and build the optimizer; the model may not be replaced after it.
 
         Unless `is_fresh`, the weights of a model on the meta device are to be loaded.
@@ -167,6 +175,7 @@ class Parts:
             clip_norm=self.config.clip_norm,
             loss_scale=LossScale() if self.precision == "fp16" else None,
             world=self.world,
+            on_out_of_memory=on_out_of_memory,
         )
 
 
@@ -185,7 +194,15 @@ def assemble(config: RunConfig, world: World, recorded: Mapping[str, Any] | None
     train_set, eval_set = _data_sets(config, world)
     lengths = train_set.lengths
     assert batch.global_batch is not None  # given by accum.micro and accum.steps where it is null
-    order = Order(len(lengths), config.seed, batch.global_batch, batch.unit, batch.tail, lengths)
+    order = Order(
+        len(lengths),
+        config.seed,
+        batch.global_batch,
+        batch.unit,
+        batch.tail,
+        lengths,
+        version=config.order,
+    )
     mode, why = parallel_mode(config, world), None
     may_shard = mode in {"auto", *SHARDED} and config.command in {"train", "plan"}
     module, weights = _model(config, world, train_set, on_meta=may_shard)
@@ -202,30 +219,22 @@ def assemble(config: RunConfig, world: World, recorded: Mapping[str, Any] | None
     # Labels of an objective of the user's own mean anything.
     tokens, labels = vocabulary_of(module)
     is_ours = type(objective).__module__.startswith("trainer.")
-    limits = tokens, labels if is_ours else None
-    make_loader = partial(Loader, seed=config.seed, limits=limits)
-    loader = make_loader(
-        train_set,
-        num_workers=auto_workers if config.num_workers == "auto" else config.num_workers,
-        pin_memory=world.device.type == "cuda",
+    known = {INPUT_IDS: tokens, LABELS: labels if is_ours else None}
+    limits = {name: limit for name, limit in known.items() if limit is not None}
+    num_workers = auto_workers if config.num_workers == "auto" else config.num_workers
+    is_gpu = world.device.type == "cuda"
+    loader = Loader(
+        train_set, num_workers=num_workers, seed=config.seed, pin_memory=is_gpu, limits=limits
     )
     layout, example = _layout(config, world, loader, objective, module, precision)
-    setup = replace(parallel_setup(config, world, module, mode), why_mode=why)
-    held_out = None
-    if eval_set is not None:
-        held_out = HeldOut(
-            loader=make_loader(eval_set, num_workers=0),
-            lengths=eval_set.lengths,
-            layout=layout,
-            max_tokens=1,  # until it is planned
-            is_ordered=config.deterministic == "layout",
-        )
+    dtype = AUTOCAST.get(precision)
+    setup = replace(parallel_setup(config, world, module, mode, dtype), why_mode=why)
     return Parts(
         config=config,
         world=world,
         train_set=train_set,
         source=Source(order=order, lengths=lengths, loader=loader, objective=objective),
-        held_out=held_out,
+        held_out=None if eval_set is None else _held_out(config, eval_set, loader, layout),
         module=module,
         weights=weights,
         precision=precision,
@@ -260,13 +269,25 @@ def _data_sets(config: RunConfig, world: World) -> tuple[DataView, DataView | No
             dataset: Any = construct(
                 component, "data", Sized, config.trust, {**given, "split": split}
             )
-        built.append(DataView(dataset))
+        built.append(DataView(dataset, version=config.order))
     if config.data.on_bad == "skip" and "on_bad" not in taken:
         built = readable(built, config.seed, world)
     if "split" not in taken:
         built = [split_by_seed(built[0], each, holdout, config.seed) for each in SPLITS]  # type: ignore[arg-type]
     train, rest = built
     return train, rest if len(rest) else None
+
+
+def _held_out(config: RunConfig, data: DataView, loader: Loader, layout: Layout) -> HeldOut:
+    """Load held-out samples as those of training are; no processes where a thread may do it."""
+    return HeldOut(
+        loader=loader.of(data, num_workers=loader.num_workers * data.draws_randomness),
+        lengths=data.lengths,
+        layout=layout,
+        max_tokens=1,  # until it is planned
+        most=config.eval.samples,
+        is_ordered=config.deterministic == "layout",
+    )
 
 
 def _model(
@@ -314,8 +335,8 @@ def _layout(
 ) -> tuple[Layout, Fields]:
     """Find what hardware, model and data ask of every cut, and one micro-batch as it asks."""
     data, device = loader.dataset, planned_device(config, world)
-    longest = int(data.lengths.argmax())
-    request = Request(ids=(longest,), epoch=0, pad_to=int(data.lengths[longest]))
+    longest = data.lengths.argmax()
+    request = Request(ids=(longest,), epoch=0, pad_to=data.lengths.max())
     example = row = loader.load(request)
     unfit = None
     if data.collate is not None or objective.scope != "sample" or INPUT_IDS not in example:
@@ -325,9 +346,20 @@ def _layout(
             row = loader.load(replace(request, packed=True))
         except DataError as error:
             unfit = str(error)
-    packed = packs(config.accum.packed, module, unfit=unfit, device=device, precision=precision)
+    if isinstance(module, GPT) and has_kernel(module, device, precision):
+        use_newest_flash(device)
+    call = bind_run(module, precision, world)
+    packed = packs(
+        config.accum.packed,
+        module,
+        unfit=unfit,
+        device=device,
+        precision=precision,
+        fill=float(data.lengths.mean()) / max(1, request.pad_to),
+        fault=lambda: world.on_main(lambda: packing_fault(loader, module, call)),
+    )
     layout = layout_for(
-        data.lengths,
+        data.lengths[data.lengths.sample()],
         world_size=world.size,
         device_type=device.type,
         packed=packed,

@@ -16,6 +16,7 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from trainer.build.checks import check_parts, check_sums
+from trainer.build.fake_runs import count_flops, limit_lookups, unpacked
 from trainer.build.parallel import planned_device, rank_memory
 from trainer.build.parts import Parts, bind_run
 from trainer.config.messages import clip
@@ -23,6 +24,7 @@ from trainer.core.errors import DataError, NoCheckpointError, TrainError
 from trainer.core.micro_batch import Fields
 from trainer.core.signals import check
 from trainer.data.loader import Request
+from trainer.models.boundaries import BOUNDARIES
 from trainer.models.recompute import checkpoint_blocks
 from trainer.plan.cut import Cost, Cut, IntArray, Plan
 from trainer.plan.cuts import Auto, Budget, Fixed, LayoutInvariant
@@ -31,8 +33,8 @@ from trainer.plan.partition import pad
 from trainer.plan.traffic import MOST_OF_MEMORY, Network, Work
 from trainer.training.batches import PREFETCH_LIMIT_BYTES
 from trainer.tune.cache import TuningCache, describe
-from trainer.tune.layout import BOUNDARIES
-from trainer.tune.memory_limit import MemoryLimit
+from trainer.tune.flops import ModelFlops
+from trainer.tune.memory_limit import MemoryLimit, begin_peak
 from trainer.tune.predict import Predictor
 from trainer.tune.speed import meter_for
 from trainer.tune.tensors import MemoryEstimate
@@ -54,6 +56,7 @@ class Prepared:
         tuning: what `accum=auto` found; None under another cut.
         predicted: peak of a step; None where it cannot be predicted.
         limit_bytes: what is left for tensors on this rank; None where nobody knows.
+        flops: of the model, for the ranks of a run; None where they cannot be counted.
         how: how the cap was found, or why it is as it is.
         is_here: whether the plan is for this machine; time is unknown for any other.
         warnings: what showed when the user's own model and objective ran.
@@ -65,6 +68,7 @@ class Prepared:
     tuning: Tuning | None
     predicted: MemoryEstimate | None
     limit_bytes: int | None
+    flops: ModelFlops | None
     how: str
     is_here: bool
     warnings: tuple[str, ...]
@@ -123,6 +127,7 @@ def prepare(parts: Parts, saved: Mapping[str, Any] | None = None) -> Prepared:
     """
     check_parts(parts)
     work = _workload(parts)
+    limit_lookups(parts, work)
     limit, is_here = _limit_of(parts, work.resident_bytes)
     batches, known = _sampled(parts), _restored(parts, saved)
     cut, tuning, how = parts.cut, None, f"{type(parts.cut).__name__}, as typed"
@@ -145,6 +150,7 @@ def prepare(parts: Parts, saved: Mapping[str, Any] | None = None) -> Prepared:
         predicted = _predicted(parts, work, plans, warnings)
     if parts.world.is_main:
         warnings += check_sums(parts)
+    begin_peak(parts.world.device)
     return Prepared(
         # Held-out data have a cap of their own: what training's largest micro-batch fits in.
         parts=replace(
@@ -155,6 +161,7 @@ def prepare(parts: Parts, saved: Mapping[str, Any] | None = None) -> Prepared:
         tuning=tuning,
         predicted=predicted,
         limit_bytes=tuning.limit_bytes if tuning is not None else limit and limit.bytes,
+        flops=count_flops(parts, work) if parts.config.command == "train" else None,
         how=how,
         is_here=is_here,
         warnings=tuple(warnings),
@@ -192,7 +199,7 @@ def _sampled(parts: Parts) -> list[IntArray]:
     """Take the lengths behind the first few steps of the first epoch."""
     order, batches = parts.source.order, list[IntArray]()
     cursor = order.start
-    while len(batches) < min(SAMPLED_STEPS, order.steps_per_epoch, max(1, parts.total_steps)):
+    while cursor.epoch == 0 and len(batches) < min(SAMPLED_STEPS, max(1, parts.total_steps)):
         samples = order.next(cursor)
         cursor = samples.after
         batches.append(parts.source.lengths[samples.ids])
@@ -203,7 +210,7 @@ def _workload(parts: Parts) -> Workload:
     """Give what tuning computes: model, loss, optimizer, and micro-batches of any shape."""
     world = parts.world
     call_of = partial(bind_run, precision=parts.precision, world=world)
-    in_shards = partial(parts.parallel.fake_ranks, world.size, call_of)
+    in_shards = partial(parts.parallel.fake_ranks, world.size, call_of, world.device)
     return Workload(
         model=parts.module,
         bind=call_of,
@@ -219,14 +226,16 @@ def _workload(parts: Parts) -> Workload:
 
 def _tiled(parts: Parts) -> Tiled:
     """Make shapes out of the longest sample; others show which dimensions follow its length."""
-    example, lengths, longest = parts.example, parts.source.lengths, int(parts.source.lengths.max())
+    example, lengths, longest = parts.example, parts.source.lengths, parts.source.lengths.max()
     is_away = planned_device(parts.config, parts.world).type != parts.world.device.type
+    # Without that kernel boundaries are looked at, and a model on the meta device runs fake alone.
+    has_kernel = not is_away and (parts.weights is None or parts.world.device.type == "cuda")
     boundaries = inspect.signature(parts.module.forward).parameters.get(BOUNDARIES)
-    if is_away and boundaries is not None and boundaries.default is not boundaries.empty:
+    is_optional = boundaries is None or boundaries.default is not boundaries.empty
+    if not has_kernel and is_optional and BOUNDARIES in example:
         # The kernel that takes all documents of a packed row at once is a GPU's. Where that is not
         # here, documents side by side, which take as much, stand in for it.
-        packing = {BOUNDARIES, "position_ids"}
-        example = {name: field for name, field in example.items() if name not in packing}
+        example = unpacked(example)
     if BOUNDARIES in example:
         return Tiled(example, longest)
 
@@ -236,7 +245,8 @@ def _tiled(parts: Parts) -> Tiled:
             return parts.source.loader.load(Request((i,), 0, int(lengths[i]), parts.layout.packed))
         return None
 
-    return Tiled(example, longest, look(lengths, load))
+    some = lengths.sample()
+    return Tiled(example, longest, look(lengths[some], lambda place: load(int(some[place]))))
 
 
 def _limit_of(parts: Parts, resident_bytes: int) -> tuple[MemoryLimit | None, bool]:

@@ -33,7 +33,7 @@ def summarize(prepared: Prepared) -> dict[str, Any]:
     predicted, limit, tuning = prepared.predicted, prepared.limit_bytes, prepared.tuning
     unknown = "unknown" + ": nothing can be timed for another machine" * (not prepared.is_here)
     sizes = [(p.requires_grad, p.numel()) for p in parts.module.parameters()]
-    num_held_out = 0 if parts.held_out is None else len(parts.held_out.lengths)
+    num_held_out = 0 if parts.held_out is None else len(parts.held_out.loader.dataset)
     return {
         "global_batch": order.global_batch,
         "unit": config.batch.unit,

@@ -35,7 +35,9 @@ from trainer.report.run_status import publish, to_go_on, trusting
 from trainer.report.time_table import advice, split, time_table
 from trainer.report.wandb import WandbMirror
 from trainer.training.checkpointing import Checkpointer
+from trainer.training.failed_allocation import FailedAllocation
 from trainer.training.loop import Run, Trained, train
+from trainer.training.tracing import tracing
 from trainer.training.window import Kit
 from trainer.tune.memory_limit import peak_bytes
 from trainer.tune.network import network_of
@@ -93,7 +95,14 @@ def _train(config: RunConfig, folder: Path, world: World, stop: Callable[[], boo
     network = network_of(world, extra.get("network"))
     prepared = choose_sync(prepared, network, extra.get("cut"))
     parts, plan, setup = prepared.parts, summarize(prepared), prepared.parts.parallel
-    kit = _kit(parts, loaded, extra, contract)
+    failed = FailedAllocation(
+        folder,
+        world,
+        predicted_bytes=plan["predicted_peak_bytes"],
+        limit_bytes=plan["memory_limit_bytes"],
+        snapshots=config.profile > 0,
+    )
+    kit = _kit(parts, loaded, extra, contract, failed)
     world.on_main(lambda: _record_begin(folder, plan, contract, extra))
     reporter = _reporter(config, folder, loaded, extra) if world.is_main else SilentReporter()
     with closing(reporter), ExitStack() as opened:
@@ -107,7 +116,8 @@ def _train(config: RunConfig, folder: Path, world: World, stop: Callable[[], boo
         whole = BUILT_WHOLE if parts.is_sharded and parts.weights is None else None
         for line in filter(None, (setup.why_mode, setup.why, whole, _growth(run, extra))):
             reporter.line(line)
-        train(run, progress)
+        with tracing(world, config.profile, progress.step, folder, reporter.warn):
+            train(run, progress)
         _end(parts, run, progress, plan, folder, started)
 
 
@@ -138,11 +148,16 @@ def _record_begin(
 
 
 def _kit(
-    parts: Parts, loaded: Loaded | None, extra: Mapping[str, Any], contract: Mapping[str, Any]
+    parts: Parts,
+    loaded: Loaded | None,
+    extra: Mapping[str, Any],
+    contract: Mapping[str, Any],
+    failed: FailedAllocation,
 ) -> Kit:
     """Compose the step, with the weights and the state it begins with."""
     config = parts.config
-    kit = parts.kit(is_fresh=config.init is None and loaded is None)
+    is_fresh = config.init is None and loaded is None
+    kit = parts.kit(is_fresh=is_fresh, on_out_of_memory=failed)
     if config.init is not None and loaded is None:
         load_weights(parts.module, Path(config.init), parts.world, config.checkpoint_step)
     if loaded is not None:
@@ -224,7 +239,9 @@ def _run(
         checkpointer=checkpointer,
         was_asked=stop,
         eval_every=parts.every(config.eval.every),
+        eval_at_start=config.eval.at_start,
         checkpoint_every=None if isinstance(every, str) else parts.every(every),
+        flops=prepared.flops,
         nonfinite_limit=config.nonfinite.limit,
     )
 

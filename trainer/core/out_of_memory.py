@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import final
 
@@ -49,17 +49,20 @@ class AllocationGuard:
     """Ends its block quietly when an allocation fails in it; any other error passes.
 
     By the time `failed` can be read the traceback is gone, and with it every activation that the
-    failed graph referred to.
+    failed graph referred to. `on_failure` is called before, with the error.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_failure: Callable[[BaseException], None] | None = None) -> None:
         self.failed = False
+        self._on_failure = on_failure
 
     def __enter__(self) -> AllocationGuard:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         self.failed = is_out_of_memory(error)
+        if self.failed and error is not None and self._on_failure is not None:
+            self._on_failure(error)
         return self.failed
 
 

@@ -28,7 +28,12 @@ class PhaseTimes:
     """Adds up what each phase of a rank's steps takes. A step begins with the phase `data`.
 
     `mark` marks the present moment of the work that was launched so far.
+
+    Attributes:
+        on_phase: called with every phase that begins; None calls nothing.
     """
+
+    on_phase: Callable[[Phase], None] | None = None
 
     def __init__(self, mark: Callable[[], Mark] = time.perf_counter) -> None:
         self.mark = mark
@@ -48,6 +53,9 @@ class PhaseTimes:
         self.phase, self._since = phase, now
         if phase == "data":
             self._add_up()
+        if self.on_phase is not None:
+            self.on_phase(phase)
+            self._since = self.mark()  # what it took is no part of the phase
         return ended
 
     def flew(self, launched: Mark, asked: Mark) -> None:

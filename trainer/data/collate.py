@@ -16,12 +16,14 @@ from trainer.data.samples import INPUT_IDS, Sample
 NameOf = Callable[[int], str]
 """Names the sample at a position of the micro-batch, for messages."""
 
-Limits = tuple[int | None, int | None]
-"""What token ids and labels are below, None where it is not known: checked before a device sees
-them, since an index out of range poisons a GPU, and on the CPU its error names no sample."""
+Limits = Mapping[str, int]
+"""What the numbers of a field are below, by its name, where that is known: checked before a device
+sees them, since an index out of range poisons a GPU, and on the CPU its error names no sample."""
 
 LABELS = "labels"
 ATTENTION_MASK = "attention_mask"
+PACKING = ("position_ids", "cu_seqlens", "max_seqlen")
+"""What comes with packed samples."""
 IGNORED_LABEL = -100
 """What `torch.nn.functional.cross_entropy` leaves out by default."""
 
@@ -83,7 +85,8 @@ def pack(
     """Lay samples end to end in one row, for models that take document boundaries.
 
     Labels stay: the objective shifts them within each document. What `pad_to` asks beyond the
-    samples is filled as padding is, and counts as one more segment.
+    samples is filled as padding is, in segments no longer than the longest sample: attention
+    kernels write nothing beyond the length they are given, and positions have no more entries.
 
     Args:
         samples: `n >= 1` of them.
@@ -93,7 +96,8 @@ def pack(
 
     Returns:
         Every field, `(1, pad_to, ...)`; `position_ids`, `(1, pad_to)` int64, from 0 in every
-        segment; `cu_seqlens`, `(segments + 1,)` int32, where segments begin and the last ends.
+        segment; `cu_seqlens`, `(segments + 1,)` int32, where segments begin and the last ends;
+        `max_seqlen`, `(longest segment, 0)`: a shape is known on the host wherever its tensor is.
 
     Raises:
         DataError: names or dtypes differ, a field has not one entry per token, or the samples
@@ -109,7 +113,9 @@ def pack(
     spare = pad_to - sum(lengths)
     if spare < 0:
         raise DataError(_too_long(f"{len(samples)} samples from {name_of(0)} on", pad_to))
-    segments = torch.tensor([*lengths, spare] if spare else lengths)
+    longest = max(1, *lengths)
+    whole, rest = divmod(spare, longest)
+    segments = torch.tensor([*lengths, *[longest] * whole, *([rest] if rest else [])])
     ends = segments.cumsum(0)
     fields = {
         name: _grow(torch.cat(column)[None], pad_to, _fill(name))
@@ -118,6 +124,7 @@ def pack(
     positions = torch.arange(pad_to) - (ends - segments).repeat_interleave(segments)
     fields["position_ids"] = positions[None]
     fields["cu_seqlens"] = F.pad(ends, (1, 0)).int()
+    fields["max_seqlen"] = torch.empty(longest, 0)
     return fields
 
 
@@ -167,11 +174,10 @@ def _too_long(what: str, pad_to: int) -> str:
 
 def value_out_of_range(fields: Mapping[str, Tensor], limits: Limits) -> str | None:
     """Name the first value out of range, its place and the range; None where all are in it."""
-    ids, classes = limits
-    tokens = (INPUT_IDS, ids, "the model's vocabulary is")
-    for name, limit, known in (tokens, (LABELS, classes, "the model's classes, but for -100, are")):
+    known = {INPUT_IDS: "vocabulary is", LABELS: "classes, but for -100, are"}
+    for name, limit in limits.items():
         values = fields.get(name)
-        if limit is None or values is None or values.is_floating_point():
+        if values is None or values.is_floating_point():
             continue
         wrong = (values < 0) | (values >= limit)
         if name == LABELS:
@@ -180,7 +186,8 @@ def value_out_of_range(fields: Mapping[str, Tensor], limits: Limits) -> str | No
             at: list[int] = wrong.nonzero()[0].tolist()
             place = f" at position {', '.join(map(str, at))}" if at else ""
             value = values[tuple(at)].tolist()
-            return f"{name} holds {value}{place}, and {known} 0 to {limit - 1}"
+            what = known.get(name, "rows for it are")
+            return f"{name} holds {value}{place}, and the model's {what} 0 to {limit - 1}"
     return None
 
 
@@ -190,8 +197,8 @@ def limits_of(error: BaseException) -> Limits | None:
         return None
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if frame.f_code is F.embedding.__code__:
-            return len(frame.f_locals["weight"]), None
+            return {INPUT_IDS: len(frame.f_locals["weight"])}
         if frame.f_code is F.cross_entropy.__code__:
             logits = frame.f_locals["input"]
-            return None, logits.shape[min(1, logits.dim() - 1)]
+            return {LABELS: logits.shape[min(1, logits.dim() - 1)]}
     return None

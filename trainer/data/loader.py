@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, final
 
 import torch
@@ -37,6 +39,8 @@ from trainer.data.samples import (
     seed_draws,
 )
 from trainer.data.view import DataView
+
+AHEAD = 2  # requests that a worker, or the thread, loads before they are asked for
 
 
 @final
@@ -72,7 +76,7 @@ class Loader:
         num_workers: loading processes; 0 loads in this one.
         seed: the run's.
         pin_memory: put fields into page-locked memory, for copies to a GPU.
-        limits: what token ids and labels must be below.
+        limits: what the numbers of fields must be below, such as token ids and labels.
 
     Attributes:
         loads_in_thread: whether `load` may run in a thread beside training; not where it seeds
@@ -86,12 +90,12 @@ class Loader:
         num_workers: int,
         seed: int,
         pin_memory: bool = False,
-        limits: Limits = (None, None),
+        limits: Limits | None = None,
     ) -> None:
         self.dataset = DataView.of(dataset)
         self.num_workers = num_workers
         self.loads_in_thread = num_workers == 0 and not self.dataset.draws_randomness
-        self._assemble = _Assembler(self.dataset, seed, limits)
+        self._assemble = _Assembler(self.dataset, seed, limits or {})
         self._pin_memory = pin_memory
         self._sampler = _RequestSampler()
         self._workers: DataLoader[Fields | Exception] | None = None
@@ -107,6 +111,26 @@ class Loader:
             return {name: field.pin_memory() for name, field in fields.items()}
         return fields
 
+    def of(self, dataset: DataView, num_workers: int) -> Loader:
+        """Make a loader of another data set, the same in all else."""
+        seed, pin_memory = self._assemble.seed, self._pin_memory
+        return Loader(
+            dataset,
+            num_workers=num_workers,
+            seed=seed,
+            pin_memory=pin_memory,
+            limits=self.limits,
+        )
+
+    @property
+    def limits(self) -> Limits:
+        """What the numbers of fields must be below, by name."""
+        return self._assemble.limits
+
+    def limit(self, limits: Limits) -> None:
+        """Bound the numbers of more fields; before a stream begins, whose workers know no more."""
+        self._assemble = replace(self._assemble, limits={**limits, **self.limits})
+
     @contextmanager
     def naming_samples(
         self, request: Request, pause: Callable[[], None] = lambda: None
@@ -121,11 +145,12 @@ class Loader:
                 replace(self._assemble, limits=limits)(request)
             raise
 
-    def stream(self, requests: Iterator[Request]) -> Iterator[Fields]:
+    def stream(self, requests: Iterator[Request]) -> Generator[Fields]:
         """Load micro-batches in the order of their requests.
 
         Workers run ahead: they draw up to two requests each, in this process, before those are
-        asked for. A stream that begins ends the one before it.
+        asked for, and a thread likewise where there are none and it may. A stream that begins ends
+        the one before it.
 
         Yields:
             The fields of each.
@@ -135,7 +160,7 @@ class Loader:
             RuntimeError: PyTorch's loader failed for another reason.
         """
         if self.num_workers == 0:
-            yield from map(self.load, requests)
+            yield from (self._ahead if self.loads_in_thread else partial(map, self.load))(requests)
             return
         self._sampler.requests = requests
         try:
@@ -150,6 +175,20 @@ class Loader:
                 f"data: a DataLoader worker died: {' '.join(str(error).split())}; num_workers=0 "
                 "loads in the main process"
             ) from error
+
+    def _ahead(self, requests: Iterator[Request]) -> Iterator[Fields]:
+        """Load in a thread."""
+        waiting: deque[Future[Fields]] = deque()
+        with ThreadPoolExecutor(1, thread_name_prefix="loader") as thread:
+            try:
+                for request in requests:
+                    waiting.append(thread.submit(self.load, request))
+                    if len(waiting) > AHEAD:
+                        yield waiting.popleft().result()
+                while waiting:
+                    yield waiting.popleft().result()
+            finally:
+                thread.shutdown(wait=False, cancel_futures=True)
 
     def close(self) -> None:
         """Stop the workers. A later stream starts them again."""
@@ -198,12 +237,11 @@ class _Assembler(Dataset[Any]):
             return data.name_of(ids[position])
 
         with data.isolated_rng():
-            samples = [data.read(i, seed=self.seed, epoch=request.epoch) for i in ids]
+            samples = data.read_each(ids, seed=self.seed, epoch=request.epoch)
             if data.collate is not None:
                 fields = self._collated(data.collate, samples, request)
             else:
-                for i, sample in zip(ids, samples, strict=True):
-                    data.check_length(i, self._counts(sample))
+                data.check_lengths(ids, [self._counts(sample) for sample in samples])
                 join = pack if request.packed else pad
                 fields = join(samples, self.aligned, request.pad_to, name)
         if fault := value_out_of_range(fields, self.limits):

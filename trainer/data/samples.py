@@ -18,6 +18,7 @@ from torch import Tensor
 from trainer.core.errors import DataError, DoesNotFitError, TrainError
 from trainer.core.out_of_memory import is_out_of_memory
 from trainer.core.world import rng_key
+from trainer.plan.permutation import mixed
 
 Sample = Mapping[str, Tensor]
 INPUT_IDS = "input_ids"
@@ -133,15 +134,12 @@ def held_out_count(count: int, holdout: float) -> int:
 def held_out_mask(keys: KeyArray, holdout: float, seed: int) -> npt.NDArray[np.bool_]:
     """Mark the samples that are held out, `(samples,)`; those that share a key stay together.
 
-    The distinct keys are ranked by a hash of (seed, key), SplitMix64's finaliser (Steele, Lea,
-    Flood 2014), and the first of them are held out: the share is exact in keys, and which ones
-    are held out depends neither on the order of the samples nor on the number of copies.
+    The distinct keys are ranked by a hash of (seed, key), and the first of them are held out: the
+    share is exact in keys, and which ones are held out depends neither on the order of the samples
+    nor on the number of copies.
     """
     distinct = np.unique(keys)
-    draws = distinct ^ np.uint64(rng_key("holdout", seed))
-    draws = (draws ^ (draws >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    draws = (draws ^ (draws >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    draws ^= draws >> np.uint64(31)
+    draws = mixed(distinct ^ np.uint64(rng_key("holdout", seed)))
     count = held_out_count(len(distinct), holdout)
     chosen = distinct[np.argsort(draws, kind="stable")[:count]]
     return np.isin(keys, chosen)

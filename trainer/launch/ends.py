@@ -43,9 +43,12 @@ _GLOO = re.compile(r"\[[^\[\]\n]*\bgloo/[^\[\]\n]*\.(cc|cpp|h):\d+\]")
 # In NCCL's errors when another rank is gone, or does not come.
 _NCCL = ("ncclRemoteError", "remote process exited", "Connection", "timeout", "aborted")
 
+# What NCCL's watchdog prints before it aborts the process
+_WATCHDOG = re.compile(r"Watchdog caught collective operation timeout.*|.*\bdesync\b.*")
+
 _SENT = {
     "SIGKILL": ", as the system does when memory runs out",
-    "SIGABRT": ", as collectives do when ranks fell out of step",
+    "SIGABRT": ", as collectives do that time out, or when ranks call different ones (a desync)",
 }
 
 
@@ -103,6 +106,10 @@ class Records:
     def stacks(self, rank: int) -> Path:
         """Name the file in which a rank dumps its stacks."""
         return self.folder / f"stacks-{rank}.txt"
+
+    def collectives(self, rank: int | None = None) -> Path:
+        """Name the file in which NCCL dumps a rank's last collectives; None is its beginning."""
+        return self.folder / f"nccl-{'' if rank is None else rank}"
 
     def write(self, end: Ended) -> None:
         """Leave a rank's end; nobody asks for it where the folder is gone."""
@@ -178,7 +185,7 @@ def verdict(ended: Mapping[int, Ended], folder: Path, timeout_s: float) -> Train
         return error_from_dict({**first.report, "text": text})
     if first.is_killed:
         return RankFailedError(_name_hung(failed, folder, timeout_s))
-    return RankFailedError(_name(first))
+    return RankFailedError(_name(first) + _name_watchdog(first, folder))
 
 
 def _order(end: Ended) -> int:
@@ -201,6 +208,15 @@ def _name(end: Ended) -> str:
         return f"rank {end.rank} exited with code {end.code} and no error report, at {end.place}"
     name = signal.Signals(-end.code).name
     return f"rank {end.rank} was killed by {name}{_SENT.get(name, '')}, at {end.place}"
+
+
+def _name_watchdog(end: Ended, folder: Path) -> str:
+    """Quote what NCCL's watchdog printed; the first rank prints to the screen, not to a log."""
+    log = folder / "ranks" / f"rank{end.rank}.log"
+    if end.code != -signal.SIGABRT or not log.exists():
+        return ""
+    found = _WATCHDOG.search(log.read_text(errors="replace"))
+    return f": {found[0]:.200}; more in {log}" if found else ""
 
 
 def _name_hung(failed: list[Ended], folder: Path, timeout_s: float) -> str:

@@ -28,7 +28,7 @@ from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError, DoesNotFitError, RankFailedError, TrainError
 from trainer.core.out_of_memory import is_out_of_memory
 from trainer.core.phases import PhaseTimes, stream_mark
-from trainer.core.rank_progress import Board
+from trainer.core.rank_progress import FIRST_STEP, Board
 from trainer.core.signals import StopFlag, check
 from trainer.core.world import LONG_TIMEOUT, World
 from trainer.data.samples import described
@@ -66,6 +66,27 @@ def choose_device(config: RunConfig, local_rank: int = 0) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
+def gpu_index(member: Membership, visible: int) -> int:
+    """Number the GPU of a rank among the visible ones; a launcher may show each rank its own."""
+    return 0 if visible == 1 and not member.is_ours else member.local_rank
+
+
+def claim_card(store: Store, rank: int, card: str) -> None:
+    """Note in a store of all ranks which GPU a rank computes on, by UUID, and who has one twice."""
+    first = store.compare_set(f"card/{card}", "", str(rank)).decode()
+    if first != str(rank):
+        store.set("shared card", f"ranks {first} and {rank}")
+
+
+def refuse_shared_cards(store: Store) -> None:
+    """Raise `ConfigError` where two ranks have claimed one GPU."""
+    if store.check(["shared card"]):
+        who = store.get("shared card").decode()
+        raise ConfigError(
+            f"device: {who} have the same GPU: start one rank per GPU (srun --gpus-per-task=1)"
+        )
+
+
 def local_ranks(config: RunConfig) -> int:
     """Resolve `parallel.ranks` on this machine: one per GPU, else one."""
     if config.parallel.ranks != "auto":
@@ -89,7 +110,7 @@ def run_alone(config: RunConfig, folder: Path, stop: StopFlag) -> int:
 def joined(config: RunConfig, member: Membership, board: Board) -> Iterator[World]:
     """Set this rank up, wait for the others, and part from them in good order. Collective."""
     try:
-        world = _prepare(config, member.local_rank)
+        world = _prepare(config, gpu_index(member, torch.cuda.device_count()))
     except ConfigError as error:
         # Machines differ: one rank of each prints it.
         error.is_own = member.local_rank in (0, torch.cuda.device_count())
@@ -98,17 +119,23 @@ def joined(config: RunConfig, member: Membership, board: Board) -> Iterator[Worl
         # A launcher gives each of its ranks a share of the cores; so do we.
         torch.set_num_threads(max(1, num_cores() // member.local_size))
     is_gpu = world.device.type == "cuda"
+    card = None
     if is_gpu:
         torch.cuda.set_device(world.device)
+        card = str(torch.cuda.get_device_properties(world.device).uuid)
+    timeout = max(LONG_TIMEOUT, timedelta(seconds=FIRST_STEP * config.parallel.timeout_s))
     with board.waiting():
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if is_gpu else "gloo",
-            store=_open_store(member),
+            store=_open_store(member, card),
             rank=member.rank,
             world_size=member.size,
-            timeout=LONG_TIMEOUT,
+            timeout=timeout,
+            device_id=world.device if is_gpu else None,
         )
-        group = dist.new_group(backend="gloo", timeout=LONG_TIMEOUT)
+        group = dist.new_group(backend="gloo", timeout=timeout)
+        # NCCL's communicator takes memory, so it is there before memory limits are read.
+        dist.barrier()
     world = replace(
         world,
         rank=member.rank,
@@ -151,8 +178,17 @@ def run_rank(config: RunConfig, folder: Path, world: World, stop: StopFlag) -> i
         raise DoesNotFitError(f"out of memory outside of micro-batches: {text:.200}") from error
 
 
-def _open_store(member: Membership) -> Store:
-    """Open the store by which ranks find each other, and wait there for all. Collective."""
+def _open_store(member: Membership, card: str | None) -> Store:
+    """Open the store by which ranks find each other, and wait there for all. Collective.
+
+    Args:
+        member: this rank's place.
+        card: UUID of its GPU. Two ranks on one are refused here, before NCCL fails over them.
+
+    Raises:
+        ConfigError: two ranks have the same GPU.
+        RankFailedError: a rank did not come in time.
+    """
     # Ranks of our own find each other by a file, and wait until their supervisor ends them.
     if member.start_timeout_s is None:
         return FileStore(member.address, member.size)
@@ -160,6 +196,8 @@ def _open_store(member: Membership) -> Store:
     # A launcher's store outlives an attempt, and a port may be used by two jobs by mistake.
     store = PrefixStore(f"train/{member.attempt}", _connect(member, limit))
     store.set(f"here/{member.rank}", "")
+    if card is not None:
+        claim_card(store, member.rank, card)
     # Counted, so that many ranks ask little of the store; and in Python, which gets signals.
     store.add("count", 1)
     while store.add("count", 0) < member.size:
@@ -171,6 +209,7 @@ def _open_store(member: Membership) -> Store:
             )
         check()
         time.sleep(_POLL_S)
+    refuse_shared_cards(store)
     return store
 
 

@@ -15,6 +15,8 @@ from trainer.core.signals import StopFlag, stop_signals
 from trainer.launch.membership import Membership, membership
 
 SEVERAL = ("train", "evaluate")  # commands that run on several ranks, the others in one process
+# By which PyTorch's allocator of GPU memory is set; the later names are older
+ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 READING = ("evaluate", "export")  # commands that read another run and leave its status alone
 
 
@@ -26,11 +28,7 @@ def run(config: RunConfig, folder: Path) -> int:
     Raises:
         TrainError: how the run ended, where it did not end well; its exit code is in status.json.
     """
-    # Threads that wait for each other spin for long by default, which starves whatever shares the
-    # processors. A short spin costs nothing where a sleep triples steps of 1 ms. OpenMP reads it
-    # once, when torch is imported; ranks inherit it, and what the user set wins.
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    set_process_defaults()
     if config.deterministic is not False:  # cuBLAS refuses else; it reads it when CUDA starts
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     with listening(config) as stop:
@@ -41,6 +39,19 @@ def run(config: RunConfig, folder: Path) -> int:
         from trainer.launch.session import run_alone  # noqa: PLC0415 - imports torch
 
         return run_alone(config, folder, stop)
+
+
+def set_process_defaults() -> None:
+    """Set what libraries read once, when they start; ranks inherit it, and what the user set wins.
+
+    Threads that wait for each other spin for long by default, which starves whatever shares the
+    processors. A short spin costs nothing where a sleep triples steps of 1 ms. And where segments
+    of a GPU's allocator cannot grow, shapes that differ cost up to a third of the memory.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    if os.environ.keys().isdisjoint(ALLOCATOR_SETTINGS):
+        os.environ[ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"
 
 
 def listening(config: RunConfig) -> AbstractContextManager[StopFlag]:

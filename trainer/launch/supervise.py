@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -33,6 +34,7 @@ from trainer.report.run_status import drop_empty, rank_log, recorded, saved_step
 
 UNBEGUN_S = 10.0  # to follow a signal before the first step, while there is nothing to save
 STACKS_S = 0.3  # to dump the stacks of a rank that hangs
+NCCL_S = 3.0  # to dump its last collectives; NCCL looks every second whether it is asked to
 GRACE_S = 1.0  # for others to notice that a rank failed, and to leave word, before they are killed
 ORDERLY_S = 6.0  # for them where it gave a reason of its own, which they may share
 
@@ -134,7 +136,7 @@ class Child:
 def start(records: Records, member: Membership) -> Child:
     """Start a rank, whose job lies in the folder of the records."""
     place, rank, size = str(records.folder), str(member.rank), str(member.size)
-    environment = {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ}
+    environment = {"TORCH_CPP_LOG_LEVEL": "ERROR", **_flight_recorder(records), **os.environ}
     if member.is_ours:  # no launcher set the variables that user code reads
         # Else gloo and NCCL listen on whatever the host name resolves to.
         environment = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", **environment}
@@ -155,6 +157,30 @@ def start(records: Records, member: Membership) -> Child:
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return Child(rank=member.rank, process=process, board=Board(records.board(member.rank)))
+
+
+def _flight_recorder(records: Records) -> dict[str, str]:
+    """Have PyTorch dump a rank's last collectives where NCCL times out, or its pipe is written to.
+
+    It records 2000 of them by default (TORCH_FR_BUFFER_SIZE).
+    """
+    start = str(records.collectives())
+    found = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1", "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": start}
+    # An older name, which one that the user set may still have.
+    if "TORCH_NCCL_DEBUG_INFO_TEMP_FILE" not in os.environ:
+        found["TORCH_FR_DUMP_TEMP_FILE"] = start
+    return found
+
+
+def _ask_for_collectives(pipe: Path) -> bool:
+    """Ask NCCL to dump a rank's last collectives; tells whether it listens."""
+    try:
+        file = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+    except OSError:  # no NCCL there, or no longer
+        return False
+    os.write(file, b"1")
+    os.close(file)
+    return True
 
 
 @final
@@ -205,6 +231,9 @@ class Watch:
     def _note_places(self, running: Sequence[Child], left_s: float) -> None:
         """Note where ranks are before their stacks are asked for, which wakes stopped ones."""
         self.places = {child.rank: child.board.read() for child in running}
+        pipes = [self.records.collectives(child.rank).with_suffix(".pipe") for child in running]
+        if left_s < ORDERLY_S and sum(_ask_for_collectives(pipe) for pipe in pipes):
+            left_s = NCCL_S
         self.deadline = min(self.deadline, time.monotonic() + left_s)
         for child in running:
             child.process.send_signal(STACKS_SIGNAL)
@@ -235,9 +264,9 @@ class Watch:
         self.deadline = min(self.deadline, time.monotonic() + wait_s)
 
     def end(self, folder: Path) -> None:
-        """End what is left of the ranks, and move their stacks to the run folder.
+        """End what is left of the ranks, and move their stacks and dumps to the run folder.
 
-        Not of one that gave a reason: it was on its way out as its stacks were asked for.
+        No stacks of one that gave a reason: it was on its way out as its stacks were asked for.
         """
         for child in self.children:
             child.kill()
@@ -246,6 +275,10 @@ class Watch:
             stacks, end = self.records.stacks(child.rank), self.ended.get(child.rank)
             dumped = stacks.read_bytes() if stacks.exists() else b""
             is_explained = end is not None and "error" in end.report
+            collectives = self.records.collectives(child.rank)
+            if collectives.exists() and folder.is_dir():
+                durable.make_folders(folder / "errors")
+                shutil.copy(collectives, folder / "errors")
             # A first rank that ended may have taken its folder back.
             if dumped and not is_explained and folder.is_dir():
                 # Before its traceback, if it left one: what it was at before that.

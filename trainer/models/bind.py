@@ -12,6 +12,7 @@ from torch import nn
 
 from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import Fields
+from trainer.models.boundaries import with_boundaries
 
 NAMED = {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
 
@@ -45,7 +46,8 @@ def bind(
     )
 
     def call(fields: Fields) -> Any:  # noqa: ANN401 - models return what they like
-        arguments = fields if takes_all else {n: fields[n] for n in names if n in fields}
+        given = with_boundaries(fields, names)
+        arguments = given if takes_all else {n: given[n] for n in names if n in given}
         missing = [name for name in required if name not in arguments]
         if missing or not arguments:
             lack = f"needs {', '.join(missing)}, none" if missing else "takes none"

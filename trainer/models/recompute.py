@@ -91,11 +91,17 @@ def with_checkpointing(model: nn.Module) -> Iterator[int]:
     try:
         yield count
     finally:
-        if not before and (disable := _own_switch(model, "disable")) is not None:
-            disable()
-        for module in model.modules():
-            if not before and _recomputes(module):
-                del module.forward
+        if not before:
+            recompute_nothing(model)
+
+
+def recompute_nothing(model: nn.Module) -> None:
+    """Make every block keep what it computed, from now on."""
+    if (disable := _own_switch(model, "disable")) is not None:
+        disable()
+    for module in model.modules():
+        if _recomputes(module):
+            del module.forward
 
 
 def _outermost(module: nn.Module) -> list[nn.Module]:

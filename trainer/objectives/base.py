@@ -38,9 +38,9 @@ ModelCall = Callable[[Fields], Any]
 STEP_KEYS = {
     *("step", "epoch", "samples", "tokens", "loss", "lr", "grad_norm", "accum_steps"),
     *("micro_batches", "padding", "seconds", "tokens_per_second", "memory_bytes"),
-    *("skipped", "replays"),
+    *("model_flops_per_second", "mfu", "skipped", "replays"),
 }
-"""What metrics.jsonl has of a step whatever the objective is; the last two where they apply."""
+"""What metrics.jsonl has of a step whatever the objective is; the last four where they apply."""
 
 IGNORED = -100
 """The label of what is no loss term, as everywhere in PyTorch."""

@@ -29,10 +29,7 @@ from torch import Tensor, nn
 
 from trainer.core.micro_batch import Fields
 from trainer.core.world import World
-
-BUCKET_BYTES = 8 * 2**20
-"""Small gradients are packed into buckets of this size, since each all-reduce costs a latency
-(30 us on one machine); larger ones are reduced where they lie."""
+from trainer.plan.traffic import BUCKETS
 
 IN_FLIGHT = 2
 """Buckets that travel at a time: one is packed or unpacked while another is on its way."""
@@ -122,13 +119,16 @@ class Replicated(Parallel):
     runs out. Weights must be the same on every rank.
     """
 
+    # Small gradients are packed into buckets of this size, since each all-reduce costs a latency
+    # (30 us on one machine); larger ones are reduced where they lie.
+    bucket_bytes: int = BUCKETS[0]
     # Memory for buckets on their way, by dtype and slot.
     _staging: dict[tuple[torch.dtype, int], Tensor] = field(default_factory=dict, init=False)
 
     def gather(self) -> None:
         """Set memory aside for the reduction, so that it cannot run out once ranks have agreed."""
         self._in_lockstep = False
-        for bucket in buckets(self.parameters) if self.world.size > 1 else ():
+        for bucket in self._buckets(self.parameters) if self.world.size > 1 else ():
             if len(bucket) > 1 or not bucket[0].is_contiguous():
                 for slot in range(IN_FLIGHT):
                     self._stage(bucket, slot)
@@ -159,12 +159,15 @@ class Replicated(Parallel):
     def _sum(self, parameters: Sequence[nn.Parameter]) -> None:
         """All-reduce gradients bucket by bucket, while the one before is on its way."""
         flying: deque[Callable[[], None]] = deque()
-        for index, bucket in enumerate(buckets(parameters)):
+        for index, bucket in enumerate(self._buckets(parameters)):
             if len(flying) == IN_FLIGHT:
                 flying.popleft()()
             flying.append(self._send(bucket, index % IN_FLIGHT))
         for land in flying:
             land()
+
+    def _buckets(self, parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+        return buckets(parameters, self.bucket_bytes)
 
     def _send(self, bucket: Sequence[nn.Parameter], slot: int) -> Callable[[], None]:
         """Begin to sum the gradients of a bucket; what is returned waits and puts them back."""
@@ -236,21 +239,23 @@ def total_norm(grads: Sequence[Tensor]) -> Tensor:
     return norm
 
 
-def buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+def buckets(
+    parameters: Sequence[nn.Parameter], most: int = BUCKETS[0]
+) -> Iterator[list[nn.Parameter]]:
     """Group parameters whose gradients are reduced together, the same on every rank.
 
     Yields:
-        Those of one dtype, in order, of up to `BUCKET_BYTES`; a larger one alone.
+        Those of one dtype, in order, of up to `most` bytes; a larger one alone.
     """
     for dtype in dict.fromkeys(p.dtype for p in parameters):
         bucket: list[nn.Parameter] = []
-        room = BUCKET_BYTES
+        room = most
         for parameter in parameters:
             if parameter.dtype != dtype:
                 continue
             if bucket and parameter.nbytes > room:
                 yield bucket
-                bucket, room = [], BUCKET_BYTES
+                bucket, room = [], most
             bucket.append(parameter)
             room -= parameter.nbytes
         yield bucket

@@ -3,7 +3,10 @@
 The default form is a window: parameters are gathered once, no collective runs while micro-batches
 compute, and one reduce-scatter per block ends it. FSDP2 itself can only reduce within a backward,
 before ranks could agree, so the window's end is ours. Within the window a rank holds all parameters
-and, in fp32, all gradients; shards alone remain between windows.
+and all gradients; shards alone remain between windows.
+
+Under bf16 or fp16 parameters are gathered in that type, 2 bytes each, and a backward's gradients
+are of it; they are added up and reduced in the type of the shards, which is fp32.
 """
 
 from __future__ import annotations
@@ -19,12 +22,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import Fields
 from trainer.core.world import World
+from trainer.parallel import fsdp_calls
 from trainer.parallel.base import Parallel, drop_unused, reduce_scatter
 from trainer.parallel.block_order import BlockOrder, close_object, open_object
 
@@ -43,6 +47,7 @@ class Sharded(Parallel):
         mesh: of the ranks; None makes it.
         draw: gives a parameter's first value by its name, whole, the same on every rank; None
             leaves the shards of a model on the meta device to be loaded.
+        dtype: that fp32 parameters are gathered in; None gathers them as they are.
 
     Raises:
         ConfigError: a parameter cannot be sharded.
@@ -58,6 +63,7 @@ class Sharded(Parallel):
         replicas: int = 1,
         mesh: DeviceMesh | None = None,
         draw: Callable[[str], Tensor] | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         for name, parameter in module.named_parameters():
             if parameter.dim() == 0:
@@ -69,11 +75,14 @@ class Sharded(Parallel):
         # Objectives make new tensors of what a model returns; they write into none of them.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
         mesh = mesh or _mesh(world, replicas)
+        # Autocast casts inputs where an operator asks for it, as it does without shards.
+        reduce_dtype = None if dtype is None else torch.float32
+        policy = MixedPrecisionPolicy(dtype, reduce_dtype, cast_forward_inputs=False)
         parts: list[nn.Module] = [*blocks, module]
         for part in parts:
             # FSDP2 looks for the tensors whose backward it waits for in containers alone.
             part.register_forward_hook(open_object)
-            fully_shard(part, mesh=mesh)
+            fully_shard(part, mesh=mesh, mp_policy=policy)
             part.register_forward_hook(close_object)
         _give_memory(module, world.device, draw)
         self._shards = dict(module.named_parameters())
@@ -83,7 +92,7 @@ class Sharded(Parallel):
             # fp32 would else average, and gloo cannot; neither setter descends to children.
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
-            unit.set_reduce_scatter_unused_params(True)
+            fsdp_calls.reduce_unused(unit)
         super().__init__(module, call, [p for p in self._shards.values() if p.requires_grad], world)
         self._sharing = mesh.get_group(mesh.ndim - 1)
         self._copies = mesh.get_group(0) if replicas > 1 else None
@@ -98,19 +107,19 @@ class Sharded(Parallel):
         root.set_reshard_after_forward(False)
         root.set_reshard_after_backward(False)
         root.set_requires_gradient_sync(False)
-        # A rank without micro-batches runs no forward, which would prepare `reset_iter_state`;
-        # FSDP2 has no public call for it.
-        root._get_fsdp_state()._lazy_init()
+        fsdp_calls.prepare(root)
         for unit in self._groups:
             unit.unshard()
         # FSDP2 makes them in the first gather, and goes on with the same objects.
         self._whole = self._whole or dict(self.module.named_parameters())
+        for name, whole in self._trained().items():
+            whole.grad_dtype = self._shards[name].dtype
 
     def release(self) -> None:
         """See the base class; a forward that failed half-way may have left a group in it."""
         for unit in self._groups:
             unit.reshard()
-        self._root.reset_iter_state()
+        fsdp_calls.reset(self._root)
 
     def used(self) -> Sequence[bool]:
         """See the base class; what the model wrote into a gathered parameter would be lost."""
@@ -120,11 +129,13 @@ class Sharded(Parallel):
                     f"model: forward writes into {name}, a sharded parameter, which loses it: "
                     "make it a buffer, or use parallel=ddp"
                 )
-        whole = enumerate(self._trained())
-        return [p.grad is not None or index in self._live for index, p in whole]
+        return [
+            whole.grad is not None or index in self._live
+            for index, whole in enumerate(self._trained().values())
+        ]
 
-    def _trained(self) -> list[nn.Parameter]:
-        return [self._whole[name] for name, p in self._shards.items() if p.requires_grad]
+    def _trained(self) -> dict[str, nn.Parameter]:
+        return {name: self._whole[name] for name, p in self._shards.items() if p.requires_grad}
 
     def make_room(self) -> None:
         """See the base class: the buffer of the largest block, and all shards of the gradient.
@@ -149,7 +160,7 @@ class Sharded(Parallel):
                 if names:
                     self._reduce_group(names)
                 unit.reshard()
-            self._root.reset_iter_state()
+            fsdp_calls.reset(self._root)
         self._live.clear()
         drop_unused(self.parameters, used)
 
@@ -183,11 +194,13 @@ class Sharded(Parallel):
         if self._order is None:
             # Reduced gradients do not tell who used a parameter, so each tells it in backward.
             self.gather()
-            for index, parameter in enumerate(self._trained()):
+            for index, parameter in enumerate(self._trained().values()):
                 hook: Any = parameter.register_post_accumulate_grad_hook
                 hook(lambda _, index=index: self._live.add(index))
             self.release()
             self._order = BlockOrder(self.module, self.world)
+        for whole in self._trained().values():
+            whole.grad_dtype = whole.dtype  # FSDP2 casts as it reduces, zeros as well
         self._live.clear()
         self._in_lockstep = True
 
@@ -221,7 +234,7 @@ class Sharded(Parallel):
         super().drop_gradients()
         for parameter in self._whole.values():
             parameter.grad = None
-        self._root.reset_iter_state()
+        fsdp_calls.reset(self._root)
 
 
 def _groups_of(module: nn.Module, shards: dict[str, nn.Parameter]) -> dict[FSDPModule, list[str]]:
@@ -289,13 +302,13 @@ def _mesh(world: World, replicas: int) -> DeviceMesh:
 
 
 @contextmanager
-def fake_mesh(size: int, replicas: int) -> Iterator[DeviceMesh]:
+def fake_mesh(size: int, replicas: int, device_type: str = "cpu") -> Iterator[DeviceMesh]:
     """Give the mesh of a sharded model over ranks that are not there, as its first rank sees it.
 
     May be entered by one rank of a real run while the others wait.
 
     Yields:
-        The mesh, of the CPU; collectives allocate as they would, and send nothing.
+        The mesh; collectives allocate as they would, and send nothing.
     """
     # Registers the backend. Its name says what it is for; nothing but its allocations counts here.
     import torch.testing._internal.distributed.fake_pg as _  # noqa: PLC0415, F401
@@ -313,7 +326,7 @@ def fake_mesh(size: int, replicas: int) -> Iterator[DeviceMesh]:
         # on with this one's groups when they are gone.
         yield DeviceMesh.from_group(
             groups[0] if start else groups,
-            "cpu",
+            device_type,
             mesh=ranks[0] if start else ranks,
             mesh_dim_names=names[start:],
         )

@@ -19,14 +19,14 @@ import heapq
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import groupby, pairwise
+from itertools import groupby, islice, pairwise
 from math import fsum
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from trainer.plan.cut import Cost, FloatArray, IntArray, Layout, Plan
+from trainer.plan.cut import Cost, FloatArray, IntArray, Layout, Plan, per_slot
 from trainer.plan.slots import fill_slots
 
 # Lengths among which `ladder` chooses; more would cost time and save no padding to speak of
@@ -69,10 +69,12 @@ def samples_of_groups(
     ranks: Sequence[Sequence[IntArray]], group_size: int, num_samples: int
 ) -> list[list[IntArray]]:
     """List the samples of each slot's groups, group by group; the last of all may be short."""
+    if group_size == 1:
+        return [list(slots) for slots in ranks]
 
     def samples(groups: IntArray) -> IntArray:
         ids: IntArray = np.sort(groups)[:, None] * group_size + np.arange(group_size)
-        return groups if group_size == 1 else ids[ids < num_samples]
+        return ids[ids < num_samples]
 
     return [[samples(slot) for slot in slots] for slots in ranks]
 
@@ -102,17 +104,18 @@ def padded_apart(
     if cap is not None and layout.max_shapes is not None:
         step *= -(-cap // layout.max_shapes // step)
 
-    def length(own: IntArray) -> int:
-        if not len(own) or not layout.packed:
-            return int(own.max(initial=0))
-        num_tokens = int(own.sum())
-        rounded = -(-max(num_tokens, 1) // step) * step
-        return rounded if cap is None else max(num_tokens, min(rounded, cap))
+    def length(own: int) -> int:
+        if not layout.packed or not own:
+            return own
+        rounded = -(-own // step) * step
+        return rounded if cap is None else max(own, min(rounded, cap))
 
+    combined = per_slot(np.add if layout.packed else np.maximum, padded, ranks)
+    found = map(length, combined.tolist())
     return Plan(
         ranks=tuple(map(tuple, ranks)),
         lengths=lengths,
-        padded_lengths=tuple(tuple(length(padded[slot]) for slot in slots) for slots in ranks),
+        padded_lengths=tuple(tuple(islice(found, len(slots))) for slots in ranks),
         packed=layout.packed,
         group_size=layout.group_size,
     )

@@ -171,7 +171,8 @@ def _figures(entry: Entry, noun: Noun) -> str:
     """Write the figures of a step, each as wide as those of other steps."""
     named = (f"{name} {loss(value)}" for name, value in entry.items() if name not in STEP_KEYS)
     speed = f"{short(entry['tokens_per_second']):>5} {noun}s/s"
+    used = (f"mfu {percent(entry['mfu']):>5}" for _ in range("mfu" in entry))
     padding, norm = f"{percent(entry['padding']):>5}", f"{rate(entry['grad_norm']):>5}"
     first = f"loss {loss(entry['loss']):>8}"
     last = f"padding {padding}", f"grad norm {norm}", f"lr {entry['lr']:.2e}"
-    return "  ".join([first, *named, speed, *last])
+    return "  ".join([first, *named, speed, *used, *last])

@@ -20,8 +20,9 @@ from trainer.core.micro_batch import Fields, MicroBatch
 from trainer.core.world import World, rng_key
 from trainer.data.loader import Loader, Request
 from trainer.objectives.base import Objective, weights_of
-from trainer.plan.cut import Cut, IntArray, Layout, Plan
+from trainer.plan.cut import Cut, Layout, Plan
 from trainer.plan.cuts import SampleTooLongError
+from trainer.plan.lengths import Lengths
 from trainer.plan.order import Cursor, GlobalBatch, Order
 
 # A step larger than this is not loaded ahead, so that host memory never holds two of them.
@@ -66,12 +67,12 @@ class Source:
     """Where the samples of a run come from.
 
     Attributes:
-        lengths: `(samples,)`, tokens of every training sample.
+        lengths: tokens of every training sample.
         objective: counts the weights of a micro-batch.
     """
 
     order: Order
-    lengths: IntArray
+    lengths: Lengths
     loader: Loader
     objective: Objective
 

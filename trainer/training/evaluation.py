@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain, islice
+from itertools import chain, islice, tee
 from typing import TypeVar, final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -20,8 +21,9 @@ from trainer.core.world import World
 from trainer.data.loader import Loader, Request
 from trainer.objectives.base import Objective, sums_of, weights_of
 from trainer.parallel.base import Parallel
-from trainer.plan.cut import IntArray, Layout
+from trainer.plan.cut import Layout
 from trainer.plan.cuts import Budget
+from trainer.plan.lengths import Lengths
 
 CHUNK = 8192  # samples planned at once
 
@@ -32,15 +34,17 @@ class HeldOut:
     """The held-out samples, cut by a cap of their own.
 
     Attributes:
-        lengths: `(samples,)`, tokens of every held-out sample.
+        lengths: tokens of every held-out sample.
+        most: of them that are evaluated, evenly spaced and the same each time; None is all.
         max_tokens: cap on the computed positions of a micro-batch.
         is_ordered: micro-batches and sums have the same bits for every number of ranks.
     """
 
     loader: Loader
-    lengths: IntArray
+    lengths: Lengths
     layout: Layout
     max_tokens: int
+    most: int | None = None
     is_ordered: bool = False
 
     def requests(self, rank: int) -> Iterator[Request]:
@@ -54,12 +58,16 @@ class HeldOut:
         layout = replace(self.layout, world_size=self.layout.world_size // size)
         # What is cut for one rank is dealt to all.
         row, first = (0, rank) if self.is_ordered else (rank, 0)
-        for start in range(0, len(self.lengths), CHUNK):
-            plan = cut.cut(self.lengths[start : start + CHUNK], layout)
+        num_samples = len(self.lengths) if self.most is None else min(self.most, len(self.lengths))
+        for start in range(0, num_samples, CHUNK):
+            places = np.arange(start, min(start + CHUNK, num_samples))
+            chosen = places * len(self.lengths) // num_samples
+            plan = cut.cut(self.lengths[chosen], layout)
             slots = zip(plan.ranks[row], plan.padded_lengths[row], strict=True)
             for slot, length in islice(slots, first, None, size):
-                ids = tuple(map(int, start + slot))
-                yield Request(ids=ids, epoch=0, pad_to=length, packed=plan.packed)
+                yield Request(
+                    ids=tuple(chosen[slot].tolist()), epoch=0, pad_to=length, packed=plan.packed
+                )
 
 
 Number = TypeVar("Number", float, Tensor)
@@ -129,16 +137,20 @@ def _attempt(
     world: World,
     was_asked: Callable[[], bool],
 ) -> _Found | None:
-    """Sum over this rank's samples; None when an allocation failed."""
+    """Sum over this rank's samples; None when an allocation failed.
+
+    The next micro-batches are loaded meanwhile. Sums stay on the device until the last.
+    """
     totals: dict[str, list[Tensor]] = defaultdict(list)
     weights: dict[str, list[float]] = defaultdict(list)
     losses: tuple[str, ...] = ()
+    loader, (requests, ahead) = held_out.loader, tee(held_out.requests(world.rank))
     model.gather()
-    with AllocationGuard() as guard, evaluating(model.module), torch.no_grad():
-        for request in held_out.requests(world.rank):
-            fields = held_out.loader.load(request)
+    guard, stream = AllocationGuard(), closing(loader.stream(ahead))
+    with guard, evaluating(model.module), torch.no_grad(), closing(loader), stream as loaded:
+        for request, fields in zip(requests, loaded, strict=False):
             counted = weights_of(objective, fields)
-            with held_out.loader.naming_samples(request):
+            with loader.naming_samples(request, loaded.close):
                 found = sums_of(objective, model.call, to_device(fields, world.device), counted)
             losses = tuple(found.losses)
             for name, weight in counted.items():

@@ -19,6 +19,7 @@ from trainer.training.checkpointing import Checkpointer
 from trainer.training.evaluation import HeldOut, evaluate
 from trainer.training.step import NOT_FINITE, StepReport, train_step
 from trainer.training.window import Kit
+from trainer.tune.flops import ModelFlops
 from trainer.tune.memory_limit import peak_bytes
 
 
@@ -30,6 +31,7 @@ class Run:
     Attributes:
         checkpointer: saves checkpoints, and may add a cadence in seconds. Collective.
         was_asked: whether a signal asked this rank to stop.
+        flops: of the model; None on ranks that report nothing, and where they are not counted.
         nonfinite_limit: steps in a row that are not finite, at which the run ends.
     """
 
@@ -40,7 +42,9 @@ class Run:
     checkpointer: Checkpointer
     was_asked: Callable[[], bool]
     eval_every: int | None
+    eval_at_start: bool
     checkpoint_every: int | None
+    flops: ModelFlops | None
     nonfinite_limit: int
 
 
@@ -99,6 +103,8 @@ def train(run: Run, progress: Trained) -> None:
     _stop_if_asked(run, progress)
     if progress.step > 0:
         _evaluate_if_due(run, progress)  # which a signal may have ended
+    elif run.eval_at_start:
+        _evaluate(run, progress)
     while progress.step < run.kit.total_steps:
         _take_step(run, progress)
         _stop_if_not_finite(run, progress)
@@ -124,7 +130,8 @@ def _take_step(run: Run, progress: Trained) -> None:
     run.kit.world.note("report")
     seconds = time.perf_counter() - started
     progress.add(report, seconds)
-    record = record_of(run.feed.source.order, report, progress.total_tokens, seconds)
+    order, tokens = run.feed.source.order, progress.total_tokens
+    record = record_of(order, report, tokens, seconds, run.flops)
     ids = batch.sample_ids
     run.reporter.step(record, ids, skipped_ids=() if report.skipped is None else ids)
     if names := run.kit.model_state.news():
@@ -190,7 +197,9 @@ def _evaluate(run: Run, progress: Trained) -> None:
     progress.evaluation = metrics
 
 
-def record_of(order: Order, report: StepReport, tokens: int, seconds: float) -> dict[str, Any]:
+def record_of(
+    order: Order, report: StepReport, tokens: int, seconds: float, flops: ModelFlops | None = None
+) -> dict[str, Any]:
     """Give what metrics.jsonl holds of a step, of whose numbers 0-d tensors may take the place.
 
     `tokens` are those consumed from the start of the run.
@@ -211,6 +220,7 @@ def record_of(order: Order, report: StepReport, tokens: int, seconds: float) -> 
         "tokens_per_second": batch.num_tokens / seconds if seconds else None,
         "memory_bytes": peak_bytes(report.loss.device),
     }
+    entry |= flops.speed(batch.plan.lengths, seconds) if flops and seconds else {}
     entry |= {} if report.skipped is None else {"skipped": report.skipped}
     entry |= {"replays": report.replays} if report.replays else {}
     return {**entry, **report.metrics}

@@ -7,9 +7,10 @@ adds the loss up.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import nan
 from typing import final
 
@@ -48,6 +49,7 @@ class Kit:
         deferred_fits: whether memory has room for the gradients of `sync=deferred`.
         clip_norm: largest 2-norm of the step's gradient; None leaves it as it is.
         loss_scale: of a run in fp16.
+        on_out_of_memory: called with the global batch and the error, before memory is freed.
         snapshot: of the declared state that forwards write, as it was before the step.
         model_state: what forwards write and checkpoints save, the same on all ranks after a step.
     """
@@ -67,6 +69,7 @@ class Kit:
     clip_norm: float | None
     loss_scale: LossScale | None = None
     world: World
+    on_out_of_memory: Callable[[PlannedBatch, BaseException], None] | None = None
 
     snapshot: Snapshot = field(init=False)
     model_state: ModelState = field(init=False)
@@ -119,7 +122,7 @@ def compute(kit: Kit, batch: PlannedBatch, parts: Sequence[Divisors]) -> Outcome
     model, device = kit.model, kit.world.device
     micro_batches, scale = batch.micro_batches, kit.loss_scale
     parts = parts if scale is None else scale.scaled(parts)
-    with AllocationGuard():
+    with AllocationGuard(kit.on_out_of_memory and partial(kit.on_out_of_memory, batch)):
         kit.model_state.watch()
         # In lockstep a block's weights may leave once they are used, and their casts would stay.
         casts = nullcontext() if kit.sync.lockstep else casting_once(model.module, device.type)

@@ -42,13 +42,18 @@ class Facts:
     seconds: dict[Shape, float] = field(default_factory=dict)
     noise: float = math.inf  # of the timings, the least of any run; see `Timings`
     method: str = ""  # how peaks are predicted
-    ratio: float = 1.0  # resident bytes per byte of tensors, the worst that was seen
+    ratio: float = 1.0  # resident bytes per byte of tensors; see `add_ratio`
 
     def add_timings(self, seconds: Mapping[Shape, float], noise: float) -> None:
         """Take the quickest of old and new timings: other programs only ever add time."""
         self.noise = min(noise, self.noise)
         for shape, new in seconds.items():
             self.seconds[shape] = min(new, self.seconds.get(shape, new))
+
+    def add_ratio(self, ratio: float | None) -> None:
+        """Take a higher ratio at once and half of the way to a lower one; None says nothing."""
+        if ratio is not None:
+            self.ratio = max(ratio, (self.ratio + ratio) / 2)
 
     def to_dict(self) -> dict[str, Any]:
         """Give a mapping for JSON, which writes infinity as null."""

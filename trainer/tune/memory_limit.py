@@ -13,14 +13,20 @@ from typing import final
 
 import torch
 
+from trainer.core.out_of_memory import release_memory
+
 # Share left alone: on a GPU for fragmentation and libraries, on a CPU for the rest of the
 # machine, whose use changes while a run goes on
 RESERVE = {"cuda": 0.08, "cpu": 0.10}
+# What a GPU leaves alone at least, up to a share: workspaces of cuBLAS, NCCL, and kernels that are
+# loaded when they are first used take as much on a small card as on a large one
+GPU_RESERVE, MOST_RESERVE = 3 * 2**29, 0.25
 ASKED = "accum.memory"  # where a limit is from that a user typed
 MEBI = 2**20
 
-# Below this, thread stacks and the scratch of a library's first call drown the ratio
-RATIO_BYTES = 32 * MEBI
+# Below this, what comes once drowns the ratio: on a CPU stacks of threads and the scratch of a
+# library's first call, on a GPU the allocator's segments of 20 MiB and more
+RATIO_BYTES = {"cuda": 1024 * MEBI, "cpu": 32 * MEBI}
 # What other threads of the process may add at most before a measurement is not believed
 LARGEST_RATIO = 3.0
 
@@ -57,7 +63,6 @@ def memory_limit(
         local_ranks: ranks on this machine.
         root: of the file system, where Linux shows its limits.
     """
-    reserve = RESERVE.get(device.type, 0.10)
     if asked is not None:
         left, source, resident_bytes = asked, ASKED, 0
     elif device.type == "cuda":
@@ -69,11 +74,20 @@ def memory_limit(
         left, source = min(_host_limits(root))
         left //= local_ranks
         source += f", shared by {local_ranks} ranks" if local_ranks > 1 else ""
+    reserve = reserve_share(device.type, left)
     return MemoryLimit(
         bytes=resident_bytes + int(left * (1 - reserve)),
         source=f"{source}, {reserve:.0%} in reserve",
         reserve=reserve,
     )
+
+
+def reserve_share(device_type: str, left: int) -> float:
+    """Give the share of what is left, in bytes, that no tensor may have."""
+    share = RESERVE.get(device_type, 0.10)
+    if device_type == "cuda" and left > 0:
+        share = max(share, min(GPU_RESERVE / left, MOST_RESERVE))
+    return share
 
 
 def _host_limits(root: Path) -> Iterator[tuple[int, str]]:
@@ -148,11 +162,19 @@ def peak_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def resident_ratio(growth: int, predicted_bytes: int) -> float:
+def begin_peak(device: torch.device) -> None:
+    """Free what tuning took of a GPU, so that `peak_bytes` is the run's own from here on."""
+    if device.type == "cuda":
+        release_memory()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def resident_ratio(growth: int, predicted_bytes: int, device_type: str) -> float | None:
     """Compare what memory a micro-batch took with its predicted tensors: bytes per byte, in [1, 3].
 
-    Allocators and scratch inside kernels add 24 to 98 % on a CPU; 1 where it was too small to tell.
+    Allocators and scratch inside kernels add 24 to 98 % on a CPU; None where it was too small to
+    tell.
     """
-    if predicted_bytes < RATIO_BYTES:
-        return 1.0
+    if predicted_bytes < RATIO_BYTES.get(device_type, RATIO_BYTES["cpu"]):
+        return None
     return min(LARGEST_RATIO, max(1.0, growth / predicted_bytes))

@@ -61,9 +61,10 @@ def fake_copy(work: Workload) -> Iterator[tuple[FakeTensorMode, Workload, LayOut
         CannotRunFake: the model cannot be copied, or the block asked for a value.
     """
     mode = FakeTensorMode()
-    device = work.device if work.fake_ranks is None else torch.device("cpu")
     tensors = [*work.model.parameters(), *work.model.buffers()]
-    memo: dict[int, object] = {id(tensor): _fake_of(tensor, mode, device) for tensor in tensors}
+    memo: dict[int, object] = {
+        id(tensor): _fake_of(tensor, mode, work.device) for tensor in tensors
+    }
     ranks = nullcontext(work.alone) if work.fake_ranks is None else work.fake_ranks()
     log = logging.getLogger(FakeTensorMode.__module__)  # tells of every fault, which is an answer
     was_disabled, log.disabled = log.disabled, True
@@ -73,7 +74,7 @@ def fake_copy(work: Workload) -> Iterator[tuple[FakeTensorMode, Workload, LayOut
             for parameter in model.parameters():
                 parameter.grad = None
             with mode:
-                yield mode, replace(work, model=model, objective=objective, device=device), lay_out
+                yield mode, replace(work, model=model, objective=objective), lay_out
     except Exception as error:
         # Fake runs stop with many types (data-dependent, unsupported, assertions, plain
         # RuntimeErrors). A fault of the model's own shows again in the real run that follows.
@@ -142,7 +143,8 @@ class Predictor:
     """Predicts the peak of a step by the shape of its largest micro-batch.
 
     Models that need values are probed for real, and so are those with a kernel that takes memory
-    its fake knows nothing of, as recurrent layers have on a CPU.
+    its fake knows nothing of, as recurrent layers have on a CPU. One on the meta device is not: it
+    may be too large for this device as a whole.
 
     The model is left bit for bit as it was; `smallest` is a shape that the run has, of few samples
     and the greatest length.
@@ -154,7 +156,11 @@ class Predictor:
         self.method = "memory predicted with fake tensors"
 
     def __call__(self, shape: Shape) -> MemoryEstimate:
-        """Predict; once a shape cannot run fake, that and all later ones are probed."""
+        """Predict; once a shape cannot run fake, that and all later ones are probed.
+
+        Raises:
+            CannotRunFake: the model is on the meta device and needs values.
+        """
         work, smallest, recompute = self._work, self._smallest, self._recompute
         try:
             if self._predict is None:
@@ -162,6 +168,8 @@ class Predictor:
                 self._predict = partial(predict_peak, work, recompute=recompute)
             return self._predict(shape)
         except CannotRunFake as answer:
+            if _is_meta(work):
+                raise
             self.method = f"memory by real probes of small shapes ({answer})"
             self._predict = probe_peak(work, smallest, recompute=recompute)
         return self._predict(shape)
@@ -169,7 +177,7 @@ class Predictor:
 
 def _compare(work: Workload, smallest: Shape, *, recompute: bool) -> None:
     """Compare the bytes of a small forward, run for real, with its fake's: both must be close."""
-    if any(p.is_meta for p in work.model.parameters()):
+    if _is_meta(work):
         return
     # BatchNorm of single values needs two samples.
     shape, real = Shape(min(2, smallest.num_samples), min(smallest.length, COMPARED_TOKENS)), 0
@@ -182,6 +190,10 @@ def _compare(work: Workload, smallest: Shape, *, recompute: bool) -> None:
         fake = forward_bytes(theirs, fields)
     if abs(real - fake) > CLOSE * real:
         raise CannotRunFake(f"a fake forward holds {fake / real:.0%} of what a real one does")
+
+
+def _is_meta(work: Workload) -> bool:
+    return any(p.is_meta for p in work.model.parameters())
 
 
 def probe_peak(work: Workload, smallest: Shape, *, recompute: bool = False) -> Predict:
@@ -227,5 +239,4 @@ def _resting(work: Workload) -> MemoryEstimate:
             return fullest_steps(replace(theirs, sync=Deferred()), lay_out(theirs.model))
     except CannotRunFake:
         # An optimizer that needs values, too, runs on a copy of the model.
-        with work.filled():
-            return fullest_steps(replace(work, fake_ranks=None), work.alone(duplicate(work.model)))
+        return fullest_steps(replace(work, fake_ranks=None), work.alone(duplicate(work.model)))

@@ -15,14 +15,14 @@ from typing import final
 import numpy as np
 
 from trainer.core import signals
-from trainer.core.errors import DoesNotFitError
+from trainer.core.errors import ConfigError, DoesNotFitError
 from trainer.core.format import plural, size
 from trainer.models.recompute import can_recompute
 from trainer.plan.cut import Cost
 from trainer.plan.memory import Shape, candidate_caps, corner_shapes, largest_cap
 from trainer.tune.cache import Facts, TuningCache
 from trainer.tune.memory_limit import ASKED, MEBI, resident_growth, resident_ratio
-from trainer.tune.predict import Predictor
+from trainer.tune.predict import CannotRunFake, Predictor
 from trainer.tune.speed import (
     COMPARED_SIZES,
     QUIET,
@@ -234,13 +234,23 @@ class Variant:
         return worst
 
     def peak(self, shape: Shape) -> MemoryEstimate:
-        """Predict the peak of a step whose largest micro-batch has this shape."""
+        """Predict the peak of a step whose largest micro-batch has this shape.
+
+        Raises:
+            ConfigError: the model is to be sharded and needs values.
+        """
         question, peaks = self.question, self.facts.peaks
         if shape not in peaks:
             signals.check()
             if self.predictor is None:
                 self.predictor = Predictor(question.work, question.single, recompute=self.recompute)
-            peaks[shape] = self.predictor(shape)
+            try:
+                peaks[shape] = self.predictor(shape)
+            except CannotRunFake as answer:
+                raise ConfigError(
+                    f"accum=auto: the memory of shards is not known: {answer}; type "
+                    "accum=budget accum.max_tokens=N, or accum=fixed accum.micro=N"
+                ) from answer
             self.facts.method = self.predictor.method
         return peaks[shape]
 
@@ -312,11 +322,11 @@ class Variant:
             # The least ratio that explains the failure, and so stays clear of it.
             resident = work.resident_bytes
             failed = self.peak(timings.failed).peak_bytes - resident - 1
-            ratio = (question.limit.bytes - resident) / max(1, failed)
+            facts.ratio = max(facts.ratio, (question.limit.bytes - resident) / max(1, failed))
         else:
             peak = self.peak(max(timings.seconds, key=positions))
-            ratio = resident_ratio(max(growth, default=0), peak.activations + peak.gradients)
-        facts.ratio = max(ratio, facts.ratio)
+            tensors = peak.activations + peak.gradients
+            facts.add_ratio(resident_ratio(max(growth, default=0), tensors, work.device.type))
         facts.add_timings(timings.seconds, timings.noise)
         shapes = plural(len(timings.seconds), "shape")
         self.how = f"timed {shapes} in {self.clock() - started:.1f} s"

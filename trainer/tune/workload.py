@@ -23,6 +23,7 @@ from trainer.accumulate.base import sum_of
 from trainer.accumulate.rollback import Snapshot
 from trainer.core.micro_batch import Fields, to_device
 from trainer.core.world import World
+from trainer.data.collate import PACKING
 from trainer.data.samples import preserve_generators
 from trainer.models.bind import bind, casting_once
 from trainer.models.check import refuse_sparse_gradients
@@ -112,8 +113,7 @@ class Workload:
     @contextmanager
     def live(self, *, recompute: bool) -> Iterator[None]:
         """Lend the model itself to be run inside the block, and leave it bit for bit as it was."""
-        states = restoring(self.model, self.objective)
-        with self.filled(), states, self.variant(recompute=recompute):
+        with restoring(self.model, self.objective), self.variant(recompute=recompute):
             yield
 
     @contextmanager
@@ -186,7 +186,7 @@ def fullest_steps(work: Workload, model: Parallel, fields: Fields | None = None)
             peak.assign("parameters", module.parameters())
             for parameter in module.parameters():
                 if has_gradients and parameter.requires_grad:
-                    parameter.grad = torch.zeros_like(parameter)
+                    parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
             peak.assign("gradients", gradients(module))
             if fields is not None:
                 casts = nullcontext() if sync.lockstep else casting_once(module, work.device.type)
@@ -282,9 +282,10 @@ class Tiled:
         row = {
             name: field.index_select(1, index % self.length)
             for name, field in self.example.items()
-            if name not in {"cu_seqlens", "position_ids"}
+            if name not in PACKING
         }
-        return {**row, "position_ids": index[None], "cu_seqlens": ends}
+        packing = {"position_ids": index[None], "cu_seqlens": ends}
+        return {**row, **packing, "max_seqlen": torch.empty(length, 0)}
 
     def _tiled(self, name: str, num_samples: int, length: int) -> Tensor:
         field = self.example[name]

@@ -90,7 +90,8 @@ FAULTS = {
 
 WRONG = """
 batch.global=true batch.global=0 compile=maybe name=a/b steps=0 device=cuda:1 hooks=[3]
-num_workers=-1 eval.every=0 scheduler.warmup=1.5 parallel.ranks=two parallel.timeout_s=0
+num_workers=-1 eval.every=0 eval.samples=0 eval.at_start=1 scheduler.warmup=1.5
+parallel.ranks=two parallel.timeout_s=0
 data.holdout=1 data.max_length=1 model.width=1.5 model.tied=1 optimizer.betas=[0.9,1]
 optimizer.lr=-1 batch.global=1.5 model.dropout=x hooks=3 trust=[1] precision=bf61
 """

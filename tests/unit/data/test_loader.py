@@ -185,7 +185,7 @@ def test_an_error_in_the_data_set_names_sample_cause_and_place_in_one_line(loade
     assert re.fullmatch(pattern, str(caught.value))
     split = split_by_seed(Failing(broken), "train", 0.3, 0)  # which keeps the ids of the whole
     with pytest.raises(DataError, match="sample 4 of Failing: KeyError"):
-        loader_of(split, num_workers).load(Request((split.ids.tolist().index(4),), 0, 9))
+        loader_of(split, num_workers).load(Request((ids_of(split).index(4),), 0, 9))
 
 
 def test_a_worker_that_dies_is_a_data_error(loader_of):
@@ -222,6 +222,35 @@ def test_numbers_arrays_and_lists_become_tensors(loader_of):
         loader_of(Listed([{"x": [[1], [2, 3]]}])).load(Request((0,), 0, 1))
 
 
+# Numbers that a model cannot look up
+
+
+class Numbered(Listed):
+    """Four samples of two, the third with a number beyond."""
+
+    def __init__(self, collates=False):
+        row = [0, 4]
+        rows = [row, row, [1, 5], row]
+        super().__init__([{"kinds": row, "labels": row} for row in rows])
+        if collates:
+            self.collate = lambda samples: {"rows": torch.stack([s["kinds"] for s in samples]) * 2}
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_numbers_beyond_a_table_are_named_before_any_device_sees_them(loader_of, num_workers):
+    loader = loader_of(Numbered(), num_workers, limits={"labels": 6})
+    assert len(list(loader.stream(iter([Request((0, 1, 2), 0, 1)])))) == 1
+    loader.close()
+    loader.limit({"kinds": 5, "labels": 1})  # what is known stays
+    text = r"sample 2 of Numbered: kinds holds 5 at position 1, and .* rows for it are 0 to 4"
+    with pytest.raises(DataError, match=text):
+        list(loader.stream(iter([Request((0, 1, 2), 0, 1)])))
+    own = loader_of(Numbered(collates=True), num_workers, limits={"rows": 10})
+    assert len(list(own.stream(iter([Request((0, 1), 0, 1)])))) == 1
+    with pytest.raises(DataError, match=r"`collate` of Numbered: rows holds 10 at position 1, 1,"):
+        list(own.stream(iter([Request((0, 2), 0, 1)])))
+
+
 # A `collate` of the data set's own
 
 
@@ -251,8 +280,13 @@ def test_lengths_are_measured_once_where_a_data_set_has_none():
     assert whole.lengths.tolist() == LENGTHS
     reads = dataset.num_reads
     sides = [split_by_seed(whole, side, 0.3, 0) for side in ("train", "held_out")]
-    assert [side.lengths.tolist() for side in sides] == [[LENGTHS[i] for i in s.ids] for s in sides]
+    for side in sides:
+        assert side.lengths.tolist() == [LENGTHS[i] for i in ids_of(side)]
     assert dataset.num_reads == reads
+
+
+def ids_of(view):
+    return view.original_ids(range(len(view))).tolist()
 
 
 def with_lengths(dataset, lengths):
@@ -289,7 +323,7 @@ def test_a_split_by_seed_holds_every_sample_once_and_moves_with_the_seed():
         assert [len(side) for side in sides] == [15, 5]
         rows = [side.read(i, seed=0, epoch=0)["row"] for side in sides for i in range(len(side))]
         assert sorted(map(float, rows)) == [float(k) for k in range(20)]
-    chosen = {tuple(split_by_seed(dataset, "held_out", 0.25, seed).ids) for seed in range(5)}
+    chosen = {tuple(ids_of(split_by_seed(dataset, "held_out", 0.25, s))) for s in range(5)}
     assert len(chosen) > 1
     assert len(split_by_seed(dataset, "held_out", 0.0, 0)) == 0
     with pytest.raises(DataError, match="Listed holds no samples"):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,28 +13,40 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import Subset
 
 from tests.lib.support import Bench, RaggedText, TinyLM
 from trainer.core.errors import DoesNotFitError
+from trainer.core.micro_batch import Fields
 from trainer.core.world import World
-from trainer.data.loader import Loader
+from trainer.data.loader import AHEAD, Loader
 from trainer.objectives.base import IGNORED, Sums
 from trainer.objectives.next_token import NextToken, shifted_labels
 from trainer.plan.cut import Layout
 from trainer.plan.cuts import Budget
-from trainer.training.evaluation import HeldOut, _attempt, _rounded_once, evaluate
+from trainer.plan.lengths import Lengths
+from trainer.training.evaluation import (
+    HeldOut,
+    _attempt,
+    _rounded_once,
+    evaluate,
+)
 
 CAPS = [1, 24, 61, 10**9]
 OBJECTIVE = NextToken(z_loss=1e-2)
 
 
-def held_out(max_tokens: int, dataset: RaggedText | None = None) -> HeldOut:
+def held_out(
+    max_tokens: int, dataset: RaggedText | None = None, *, most: int | None = None, workers: int = 0
+) -> HeldOut:
     data = dataset or RaggedText(num_samples=33, seed=7)
     return HeldOut(
-        loader=Loader(data, num_workers=0, seed=0),
-        lengths=data.lengths,
+        loader=Loader(data, num_workers=workers, seed=0),
+        lengths=Lengths.of(data.lengths),
         layout=Layout(),
         max_tokens=max_tokens,
+        most=most,
     )
 
 
@@ -75,6 +89,85 @@ def test_evaluation_is_exact_for_every_cap(norm):
         found = evaluated(bench, held_out(cap))
         assert found.keys() == expected.keys()
         assert found == pytest.approx(expected, rel=1e-12)
+
+
+def ids_of(count: int, most: int | None) -> list[int]:
+    samples = replace(held_out(1), lengths=Lengths(np.broadcast_to(1, count)), most=most)
+    return sorted(i for request in samples.requests(0) for i in request.ids)
+
+
+def test_at_most_so_many_samples_spread_evenly_are_evaluated():
+    assert ids_of(10, None) == [*range(10)]
+    assert ids_of(10, 4) == [0, 2, 5, 7]
+    assert ids_of(3, 10) == [0, 1, 2]
+    assert ids_of(10**9, 3) == [0, 333333333, 666666666]
+    bench, data = Bench(Budget(max_tokens=60), objective=OBJECTIVE), RaggedText(33, seed=7)
+    chosen = ids_of(33, 7)
+    expected = by_hand(bench.module, Subset(data, chosen))  # type: ignore[arg-type]
+    assert evaluated(bench, held_out(24, most=7)) == pytest.approx(expected, rel=1e-12)
+    random = RaggedText(33, seed=7)
+    random.draws_randomness = True  # so that no thread may load it
+    for workers in (0, 1):
+        samples = held_out(24, random, most=7, workers=workers)
+        assert evaluated(bench, samples) == pytest.approx(expected, rel=1e-12)
+
+
+class Watched(RaggedText):
+    """Counts what was read."""
+
+    def __init__(self) -> None:
+        super().__init__(num_samples=12, seed=7)
+        self.read = threading.Condition()
+        self.num_read = 0
+
+    def __getitem__(self, index: int) -> Mapping[str, Tensor]:
+        with self.read:
+            self.num_read += 1
+            self.read.notify()
+        return super().__getitem__(index)
+
+
+class Late(nn.Module):
+    """Computes only when the next samples are read, and does not look at what came out."""
+
+    def __init__(self, data: Watched) -> None:
+        super().__init__()
+        self.body, self.data, self.calls = TinyLM(), data, 0
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        self.calls += 1
+        wanted = min(len(self.data), self.calls + AHEAD)
+        with self.data.read:
+            assert self.data.read.wait_for(lambda: self.data.num_read >= wanted, timeout=30)
+        return self.body(input_ids)
+
+
+class Counted(NextToken):
+    """Weights that no tensor has to be read for."""
+
+    def weights(self, fields: Fields) -> Mapping[str, float]:
+        return dict.fromkeys(("cross_entropy", "accuracy"), float(len(fields["input_ids"])))
+
+
+class Reads(TorchDispatchMode):
+    """Counts numbers that the host waits for."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_next_micro_batches_are_loaded_meanwhile_and_no_sum_is_read_before_the_last():
+    data = Watched()
+    bench = Bench(Budget(max_tokens=60), model=lambda: Late(data), objective=Counted())
+    samples, data.num_read = held_out(1, data), 0
+    with Reads() as reads:
+        evaluated(bench, samples)
+    calls, weights = bench.module.calls, 2  # of a micro-batch; they are numbers of the host's
+    assert calls > 2 * AHEAD
+    assert reads.count == calls * weights
 
 
 @pytest.mark.parametrize("num_ranks", [3, 40])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,16 +25,20 @@ from tests.lib.tune_support import (
     traces,
     workload,
 )
+from trainer.build.parallel import ParallelSetup
+from trainer.models.bind import bind
+from trainer.parallel.sync import Deferred
 from trainer.plan.memory import Shape
 from trainer.tune.memory_limit import (
-    RATIO_BYTES,
     MemoryLimit,
     memory_limit,
+    reserve_share,
     resident_growth,
     resident_ratio,
 )
 from trainer.tune.predict import CannotRunFake, Predictor, predict_peak, probe_peak
 from trainer.tune.tensors import MemoryEstimate, PeakBytes
+from trainer.tune.workload import Workload
 
 TOLERANCE = 0.05
 """What the prediction of tensor bytes may be off; on the CPU it is not off by one byte."""
@@ -113,6 +119,35 @@ def test_a_model_that_needs_values_is_probed_for_real_and_its_state_is_put_back(
     for shape in (Shape(16, 64), Shape(3, 128), Shape(48, 10)):
         measured = measured_peak(work, shape).peak_bytes
         assert predict(shape).peak_bytes == pytest.approx(measured, rel=TOLERANCE)
+
+
+def sharded(model: nn.Module, autocast: torch.dtype | None = None) -> Workload:
+    """The work of the first of two ranks that share a model."""
+    setup = ParallelSetup(mode="fsdp", replicas=1, sync=Deferred())
+    call = partial(bind, autocast=autocast)
+    ranks = partial(setup.fake_ranks, 2, call, torch.device("cpu"))
+    return replace(workload(model), bind=call, fake_ranks=ranks)
+
+
+def test_shards_compute_with_the_activations_of_the_whole_model_in_the_run_s_precision():
+    shape, found = Shape(8, 64), []
+    for autocast in (None, torch.bfloat16):
+        work = sharded(gpt(), autocast)
+        found.append(predict_peak(work, shape).activations)
+        assert found[-1] == predict_peak(replace(work, fake_ranks=None), shape).activations
+    assert found[1] < 0.7 * found[0]
+
+
+def test_a_model_on_the_meta_device_that_needs_values_is_not_built():
+    class Unbuilt:
+        def draw(self, name: str) -> Tensor:
+            raise AssertionError(name)
+
+    with torch.device("meta"):
+        model = Stubborn()
+    work = replace(sharded(model), weights=Unbuilt())
+    with pytest.raises(CannotRunFake, match="_local_scalar_dense"):
+        Predictor(work, Shape(1, 64))(Shape(4, 64))
 
 
 class Recurrent(nn.Module):
@@ -222,6 +257,23 @@ def test_the_tightest_limit_of_the_machine_counts(tmp_path, files, left, source)
     assert shared.bytes == 1000 + int(left // 4 * 0.9)
 
 
+@pytest.mark.parametrize(
+    ("device", "gib", "share"),
+    [
+        ("cuda", 80, 0.08),
+        ("cuda", 12, 0.125),
+        ("cuda", 2, 0.25),
+        ("cuda", 0, 0.08),
+        ("cpu", 8, 0.10),
+    ],
+)
+def test_a_small_card_leaves_at_least_a_gigabyte_and_a_half_alone(device, gib, share):
+    assert reserve_share(device, gib * 2**30) == share
+    found = memory_limit(torch.device(device), asked=gib * 2**30)
+    assert found.bytes == int(gib * 2**30 * (1 - share))
+    assert found.reserve == share
+
+
 def test_the_rise_of_resident_memory_is_seen():
     if not Path("/proc/self/clear_refs").exists():
         pytest.skip("only Linux tells")
@@ -231,10 +283,11 @@ def test_the_rise_of_resident_memory_is_seen():
 
 
 def test_what_tensors_cost_in_resident_memory_lowers_what_they_may_take():
-    assert resident_ratio(3 * RATIO_BYTES, 2 * RATIO_BYTES) == 1.5
-    assert resident_ratio(RATIO_BYTES, 2 * RATIO_BYTES) == 1.0
-    assert resident_ratio(99 * RATIO_BYTES, RATIO_BYTES) == 3.0
-    assert resident_ratio(3 * RATIO_BYTES, RATIO_BYTES - 1) == 1.0
+    for device, enough in {"cpu": 32 * 2**20, "cuda": 2**30}.items():
+        assert resident_ratio(3 * enough, 2 * enough, device) == 1.5
+        assert resident_ratio(enough, 2 * enough, device) == 1.0
+        assert resident_ratio(99 * enough, enough, device) == 3.0
+        assert resident_ratio(3 * enough, enough - 1, device) is None
     limit = MemoryLimit(bytes=1000, source="a test")
     assert limit.for_tensors(1.0, 400) == 1000
     assert limit.for_tensors(1.5, 400) == 800

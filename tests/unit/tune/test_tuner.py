@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from tests.lib.nightly import nightly
 from tests.lib.tune_support import VOCABULARY, Encoder, Stubborn, measured_peak, workload
-from trainer.core.errors import DoesNotFitError
+from trainer.core.errors import ConfigError, DoesNotFitError
 from trainer.plan.cut import Layout
 from trainer.plan.cuts import Auto
 from trainer.plan.memory import Shape
@@ -128,6 +128,13 @@ def test_a_model_that_cannot_run_fake_is_tuned_by_probes_and_says_so():
     assert fits(asked, found.max_tokens / 1.05)
     assert not fits(asked, found.max_tokens / 0.95 + 1)
     assert "real probes" in found.method
+
+
+def test_the_memory_of_shards_that_cannot_run_fake_is_asked_for():
+    with torch.device("meta"):
+        model = Stubborn()
+    with pytest.raises(ConfigError, match=r"DataDependent.*type accum=budget accum\.max_tokens=N"):
+        tune(question(model))
 
 
 @pytest.mark.parametrize("inputs", [3 * 2**20, nightly(0)])
@@ -280,6 +287,11 @@ def test_a_damaged_cache_is_an_empty_one(tmp_path, monkeypatch, damage):
     for seconds in (0.5, 0.3, 0.7):  # other programs only ever add time
         book.facts[False].add_timings({Shape(1, 8): seconds}, noise=math.inf)
     assert book.facts[False].seconds == {Shape(1, 8): 0.3}
+    ratios = []
+    for ratio in (1.5, 1.1, None, 1.1, 2.0):  # a disturbed measurement does not stay for ever
+        book.facts[False].add_ratio(ratio)
+        ratios.append(book.facts[False].ratio)
+    assert ratios == pytest.approx([1.5, 1.3, 1.3, 1.2, 2.0])
     book.facts[False].peaks[Shape(1, 8)] = MemoryEstimate(peak_bytes=3)
     book.save()
     assert TuningCache.open({}, tmp_path).facts == book.facts

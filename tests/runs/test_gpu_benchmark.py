@@ -1,0 +1,53 @@
+"""The benchmark that waits for a GPU goes through its sections on a CPU, and each gives its rows.
+
+Nightly every section; by default those that differ in what they do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.lib.cli_support import CHECKOUT
+from tests.lib.nightly import nightly
+
+FIELDS = {
+    "machine": {"torch", "gpu", "bf16_tflops"},
+    "windows": {"tokens_per_s", "mfu", "over_hand", "padding"},
+    "documents": {"tokens_per_s", "mfu", "over_hand", "padding"},
+    "syncs": {"per_step", "places"},
+    "long run": {"retries", "out_of_memory", "replays", "reserved_over_allocated"},
+    "memory": {"predicted_bytes", "allocated_bytes", "off", "reserved_bytes"},
+    "settings": {"tokens_per_s", "over_base", "mfu", "eval_s"},
+    "sweep": {"tokens_per_s", "of_best", "cap"},
+}
+PEERS = "hf "
+
+
+@pytest.mark.parametrize("only", [("documents", "syncs", "memory"), nightly(tuple(FIELDS))])
+def test_every_section_gives_its_rows(only: tuple[str, ...], tmp_path: Path) -> None:
+    found = tmp_path / "gpu.jsonl"
+    words = ["--dry-run", "--only", ",".join(only), "--json", str(found)]
+    done = subprocess.run(
+        [sys.executable, "benchmarks/gpu.py", *words],
+        cwd=CHECKOUT,
+        env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in found.read_text().splitlines()]
+    assert {row["section"] for row in rows} == set(only)
+    for row in rows:
+        assert row["device"] == "CPU, a dry run"
+        if row["row"].startswith(PEERS) and "not installed" in row.get("failed", ""):
+            continue
+        if row["section"] != "settings":  # whose keys are not all there yet
+            assert row.keys() >= FIELDS[row["section"]], row
+        assert f"\n{row['row']}" in done.stdout  # in the table, too

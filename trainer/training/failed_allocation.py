@@ -1,0 +1,65 @@
+"""Write down what an allocation that failed met: the micro-batch, the plan, the memory in use."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import final
+
+import torch
+
+from trainer.core.durable import make_folders
+from trainer.core.format import size
+from trainer.core.world import World
+from trainer.training.batches import PlannedBatch
+
+
+@final
+@dataclass
+class FailedAllocation:
+    """Writes `errors/out-of-memory-step<k>-rank<r>.txt`, the first time that memory runs out.
+
+    Attributes:
+        folder: the run's.
+        world: this rank, and where it is.
+        predicted_bytes: peak of a step as it was predicted; None where it was not.
+        limit_bytes: what tensors may have; None where nobody knows.
+        snapshots: on a GPU, write one for https://pytorch.org/memory_viz too.
+    """
+
+    folder: Path
+    world: World
+    predicted_bytes: int | None
+    limit_bytes: int | None
+    snapshots: bool = False
+    _is_done: bool = field(default=False, init=False)
+
+    def __call__(self, batch: PlannedBatch, error: BaseException) -> None:
+        """Describe an attempt that failed, while what it allocated is still there."""
+        if self._is_done:
+            return
+        self._is_done, rank, device = True, self.world.rank, self.world.device
+        at = self.world.board.read().micro_batch
+        path = self.folder / "errors" / f"out-of-memory-step{batch.step}-rank{rank}.txt"
+        known = {"predicted peak": self.predicted_bytes, "limit of tensors": self.limit_bytes}
+        shapes = zip(batch.plan.ranks[rank], batch.plan.padded_lengths[rank], strict=True)
+        lines = [
+            f"step {batch.step}, rank {rank}, micro-batch {at}, on {device}: {error}",
+            *(f"{name}: {size(number)}" for name, number in known.items()),
+            "micro-batches of this rank:",
+            *(
+                f"{'>' if number == at else ' '} {number}: {len(slot)} samples, "
+                f"{'a row of' if batch.plan.packed else 'padded to'} {length} tokens"
+                for number, (slot, length) in enumerate(shapes, start=1)
+            ),
+        ]
+        if device.type == "cuda":
+            lines.append(torch.cuda.memory_summary(device))
+        with suppress(OSError):  # the step that follows matters more
+            make_folders(path.parent)
+            path.write_text("\n".join([*lines, ""]))
+            if self.snapshots and device.type == "cuda":
+                torch.cuda.memory._dump_snapshot(  # type: ignore[no-untyped-call] # untyped in torch
+                    str(path.with_suffix(".pickle"))
+                )

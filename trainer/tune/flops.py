@@ -1,0 +1,135 @@
+"""Count a model's floating-point operations by the lengths of samples, and know what GPUs can do.
+
+Model FLOPs are those of one forward and backward over the real tokens: no padding, and nothing
+that is computed again. A fake run counts them. Matrix products and convolutions count, two a
+multiply-add; attention counts whole, causal or not, as in Chowdhery et al. 2022 (2204.02311),
+appendix B. For a transformer that is `6 * P * tokens + 12 * layers * width * sum(length^2)`, with P
+the parameters of its matrices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from trainer.models.recompute import recompute_nothing
+from trainer.plan.cut import IntArray
+from trainer.plan.memory import Shape
+from trainer.tune.predict import CannotRunFake, fake_micro_batch
+from trainer.tune.workload import Workload
+
+PAIR = 2  # samples of a fake run; BatchNorm of single values needs two
+
+# Dense bf16 and fp32 outside of tensor cores, in 10^12 FLOP/s, as the data sheets have them. A name
+# that is part of another stands behind it. TF32 is half of bf16 on all of them.
+PEAKS = {
+    "B200": (2250.0, 75.0),
+    "H200 NVL": (836.0, 60.0),
+    "H200": (989.5, 67.0),
+    "H100 NVL": (836.0, 60.0),
+    "H100 PCIe": (756.0, 51.0),
+    "H100": (989.5, 67.0),
+    "A100": (312.0, 19.5),
+    "A10G": (70.0, 35.0),
+    "A10": (125.0, 31.2),
+    "L40S": (362.0, 91.6),
+    "L4": (121.0, 30.3),
+    "RTX 4090": (165.2, 82.6),
+    "RTX 3090": (71.0, 35.6),
+    "MI300X": (1307.4, 163.4),
+}
+
+
+@final
+@dataclass(frozen=True)
+class ModelFlops:
+    """FLOPs of forward and backward over one sample, a polynomial of its length.
+
+    Attributes:
+        coefficients: of the powers of the length, from the constant on.
+        peak: what all ranks' devices can do in a second; None where nobody knows.
+    """
+
+    coefficients: tuple[float, ...]
+    peak: float | None = None
+
+    def of(self, lengths: IntArray) -> float:
+        """Count those of samples, `(samples,)`, of so many tokens."""
+        numbers = lengths.astype(np.float64)
+        return sum(c * float((numbers**power).sum()) for power, c in enumerate(self.coefficients))
+
+    def speed(self, lengths: IntArray, seconds: float) -> dict[str, float]:
+        """Give the figures of a step over these samples that took so long."""
+        each = self.of(lengths) / seconds
+        return {"model_flops_per_second": each} | ({"mfu": each / self.peak} if self.peak else {})
+
+
+def model_flops(
+    work: Workload, shortest: int, longest: int, peak: float | None = None
+) -> ModelFlops | None:
+    """Count a model's FLOPs on fakes of up to three lengths; None where it needs values.
+
+    Kernels that PyTorch has no formula for count as nothing. Takes 0.1 s for a small transformer, 1
+    to 2 s for one of 124M parameters, and a third of it where all samples are of one length.
+
+    Args:
+        work: the model, which is not run; its fields are padded, not packed.
+        shortest: sample of the data, in tokens.
+        longest: likewise.
+        peak: what all ranks' devices can do in a second, where that is known.
+    """
+    lengths = sorted({longest, -(-longest // 2), -(-longest // 4)})
+    lengths = [longest] if shortest == longest else lengths
+    try:
+        counts = [_count(replace(work, fake_ranks=None), length) for length in lengths]
+    except CannotRunFake:
+        return None
+    # As many lengths as coefficients: the parabola through them is exact.
+    powers = np.vander(np.array(lengths, dtype=np.float64), increasing=True)
+    return ModelFlops(tuple(np.linalg.solve(powers, np.array(counts)).tolist()), peak)
+
+
+def _count(work: Workload, length: int) -> float:
+    """Count one sample's FLOPs. The plain attention kernel is what has a formula everywhere."""
+    counter = _Counter()  # type: ignore[no-untyped-call]
+    with fake_micro_batch(work, Shape(PAIR, length)) as (theirs, fields, _):
+        recompute_nothing(theirs.model)
+        with sdpa_kernel(SDPBackend.MATH), counter:
+            theirs.backward(fields)
+    return counter.flops / PAIR
+
+
+@final
+class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call] # untyped in torch
+    """Adds up FLOPs by PyTorch's formulas, at a fifth of the cost of its `FlopCounterMode`."""
+
+    flops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+        """Run an operator and count it."""
+        found = func(*args, **(kwargs or {}))
+        formula = flop_registry.get(func._overloadpacket)
+        if formula is not None:
+            self.flops += formula(*args, **(kwargs or {}), out_val=found)
+        return found
+
+
+def peak_flops(device: torch.device, precision: str) -> float | None:
+    """Give what a device can do in a second, dense; None where nobody knows, as for any CPU."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return peak_of(name, precision)
+
+
+def peak_of(name: str, precision: str) -> float | None:
+    """Look a device up by its name."""
+    found = next((numbers for part, numbers in PEAKS.items() if part in name), None)
+    if found is None:
+        return None
+    half, single = found
+    return 1e12 * {"fp32": single, "tf32": half / 2}.get(precision, half)
