@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tests.lib.looks import looks_of_a_step
 from tests.lib.support import VOCABULARY, Bench, RaggedText, replicated
 from tests.reliability.allocations import Struck
 from trainer.accumulate.base import GradientStrategy
@@ -303,6 +304,14 @@ def run_steps(world: World, case: Case) -> dict[str, Any]:
     answer["parameters"] = {name: plain(p) for name, p in bench.module.named_parameters()}
     bench.feed.close()
     return answer
+
+
+def count_looks(world: World, case: Case) -> list[str]:
+    """Where the host looks at the device in a step."""
+    bench = bench_of(world, case)
+    found = looks_of_a_step(bench)
+    bench.feed.close()
+    return found
 
 
 def run_each(world: World, cases: list[Case]) -> list[dict[str, Any]]:

@@ -304,6 +304,14 @@ class Cramped(Backwards):
             return super().backward(model, objective, micro_batches, divisors, sync)
 
 
+class Put(Net):
+    """Uses an operator that has no deterministic kernel, on a CPU either."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        logits = super().forward(input_ids)
+        return torch.put(logits, torch.zeros(1, dtype=torch.long), logits.new_zeros(1))
+
+
 class Many:
     """More rows than a permutation is drawn whole for, all of four tokens."""
 

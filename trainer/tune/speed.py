@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from trainer.core.out_of_memory import AllocationGuard
+from trainer.models.bind import casting_once
 from trainer.models.compilation import with_compilation
 from trainer.plan.cut import Cost, FloatArray, Plan
 from trainer.plan.memory import Shape
@@ -120,7 +121,8 @@ def rehearsal(
             known.add(shape)
         return run
 
-    with work.live(recompute=recompute), compilation:
+    once = casting_once(work.model, work.device.type)
+    with work.live(recompute=recompute), compilation, once:
         yield prepare
 
 
