@@ -29,6 +29,7 @@ from tests.goldens.cases import CASES, FILES, Case, Line
 
 HERE = Path(__file__).parent
 TIMED = {"seconds", "tokens_per_second", "memory_bytes", "wall_seconds", "eval_seconds"}
+TIMED |= {"model_flops_per_second"}
 """Entries whose values no two runs share."""
 STEPS_TO_SIGNAL = 5
 

@@ -60,7 +60,7 @@ BASE = (
 RAISED = 70
 """Exit code of a forked process whose work raised what ends no run in good order."""
 
-UNTIMED = ("seconds", "tokens_per_second", "memory_bytes", "eval_seconds")
+UNTIMED = ("seconds", "tokens_per_second", "model_flops_per_second", "memory_bytes", "eval_seconds")
 
 
 def lines(*more: str) -> tuple[str, ...]:
