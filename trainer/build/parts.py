@@ -195,13 +195,7 @@ def assemble(config: RunConfig, world: World, recorded: Mapping[str, Any] | None
     lengths = train_set.lengths
     assert batch.global_batch is not None  # given by accum.micro and accum.steps where it is null
     order = Order(
-        len(lengths),
-        config.seed,
-        batch.global_batch,
-        batch.unit,
-        batch.tail,
-        lengths,
-        version=config.order,
+        len(lengths), config.seed, batch.global_batch, batch.unit, batch.tail, lengths, config.order
     )
     mode, why = parallel_mode(config, world), None
     may_shard = mode in {"auto", *SHARDED} and config.command in {"train", "plan"}

@@ -18,7 +18,6 @@ from trainer.core.world import World, rng_key
 from trainer.data.collate import pad
 from trainer.data.files import progress
 from trainer.data.index import LISTED_SKIPS, SKIP_CAP
-from trainer.data.part import HeldOutPart, Listed, Part, TrainPart
 from trainer.data.samples import (
     HELD_OUT,
     Sample,
@@ -26,13 +25,15 @@ from trainer.data.samples import (
     as_tensors,
     faults_of,
     held_out_count,
+    held_out_ids,
     held_out_mask,
     num_tokens,
     preserve_generators,
     seed_draws,
+    train_ids,
 )
 from trainer.plan.cut import IntArray
-from trainer.plan.lengths import Lengths
+from trainer.plan.lengths import IdsOf, Lengths, picked
 from trainer.plan.order import VERSION
 from trainer.plan.permutation import DRAWN_WHOLE
 
@@ -48,7 +49,8 @@ class DataView:
 
     Args:
         dataset: as the user wrote it, or a view that this one is a part of.
-        part: which samples of `dataset` are in it; all by default.
+        count: samples in it; all of `dataset` by default.
+        ids_of: gives their positions in `dataset`; they are the same by default.
         settings: what selected them, for the fingerprint.
         version: of the rules by which data are split and recognised; a part has its whole's.
 
@@ -65,17 +67,18 @@ class DataView:
     def __init__(
         self,
         dataset: Samples | DataView,
-        part: Part | None = None,
+        count: int | None = None,
+        ids_of: IdsOf | None = None,
         settings: str = "",
         version: int = VERSION,
     ) -> None:
         whole = self._whole = dataset if isinstance(dataset, DataView) else None
-        self._settings, self._part = settings, part
+        self._settings, self._ids_of = settings, ids_of
         self.version: int = version if whole is None else whole.version
         self.dataset: Samples = dataset.dataset if isinstance(dataset, DataView) else dataset
         self.kind = type(self.dataset).__name__
         with faults_of(f"`__len__` of {self.kind}"):
-            self._count = len(dataset) if part is None else len(part)
+            self._count = len(dataset) if count is None else count
         self.num_skipped: int = int(self.optional("num_skipped") or 0)
         self.skipped: Sequence[str] = self.optional("skipped") or ()
         if whole is not None:
@@ -91,7 +94,7 @@ class DataView:
 
     def ids(self, positions: IntArray) -> IntArray:
         """Turn positions in this view into indices of the data set as the user wrote it."""
-        within = positions if self._part is None else self._part(positions)
+        within = positions if self._ids_of is None else self._ids_of(positions)
         return within if self._whole is None else self._whole.ids(within)
 
     def optional(self, name: str) -> Any:  # noqa: ANN401 - whatever it is
@@ -127,7 +130,7 @@ class DataView:
             DataError: `lengths` does not match the data set, or a sample is empty or unreadable.
         """
         if self._whole is not None:
-            return self._whole.lengths.part(self._part, self._count)
+            return self._whole.lengths.part(self._ids_of, self._count)
         lengths = Lengths(self._stated() if self.states_lengths else self._measured())
         if len(lengths) and lengths.min() < 1:
             text = f"has length {lengths.min()}; at least 1 is needed"
@@ -288,13 +291,13 @@ def split_by_seed(dataset: Samples | DataView, split: str, holdout: float, seed:
         raise DataError(f"data: {whole.kind} holds no samples")
     settings = f"{split}|{holdout!r}|{seed}"
     count = held_out_count(len(whole), holdout)
-    if not count:
-        return DataView(whole, Listed(np.arange(0)) if split == HELD_OUT else None, settings)
-    if whole.version > 1 and len(whole) > DRAWN_WHOLE:
-        side = HeldOutPart if split == HELD_OUT else TrainPart
-        return DataView(whole, side(len(whole), count, seed), settings)
-    mask = held_out_mask(np.arange(len(whole), dtype=np.uint64), holdout, seed)
-    return DataView(whole, Listed(np.flatnonzero(mask if split == HELD_OUT else ~mask)), settings)
+    ids_of: IdsOf | None = None
+    if count and whole.version > 1 and len(whole) > DRAWN_WHOLE:
+        ids_of = partial(held_out_ids if split == HELD_OUT else train_ids, len(whole), count, seed)
+    elif count:
+        mask = held_out_mask(np.arange(len(whole), dtype=np.uint64), holdout, seed)
+        ids_of = partial(picked, np.flatnonzero(mask if split == HELD_OUT else ~mask))
+    return DataView(whole, count if split == HELD_OUT else len(whole) - count, ids_of, settings)
 
 
 def readable(datasets: Sequence[DataView], seed: int, world: World) -> list[DataView]:
@@ -335,8 +338,8 @@ def _sound(dataset: DataView, bad: Sequence[tuple[int, str]], lengths: Sequence[
     if not bad:
         return dataset
     positions = [i for i, _ in bad]
-    sound = Listed(np.delete(np.arange(len(dataset)), positions))
-    return DataView(dataset, sound, f"without {positions}")
+    sound = np.delete(np.arange(len(dataset)), positions)
+    return DataView(dataset, len(sound), partial(picked, sound), f"without {positions}")
 
 
 def _read_all(dataset: DataView, seed: int) -> tuple[list[tuple[int, str]], list[int]]:

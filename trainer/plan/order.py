@@ -114,7 +114,10 @@ class Order:
         lengths = self._lengths
         if lengths is None or lengths.is_constant or self.num_samples <= DRAWN_WHOLE:
             return self._count_steps(0)
-        return max(1, round(lengths.sum() / (self.global_batch + lengths.mean_beyond)))
+        some = lengths[lengths.sample()]
+        # A step passes its target by half of the sample over a random token (renewal theory).
+        beyond = float(some @ some) / (2.0 * float(some.sum())) - 0.5
+        return max(1, round(lengths.sum() / (self.global_batch + beyond)))
 
     def next(self, cursor: Cursor) -> GlobalBatch:
         """Take the global batch that follows `cursor`: `start`, or `after` of the batch before.
@@ -132,11 +135,14 @@ class Order:
     def most_samples(self) -> int:
         """A bound on the samples of any step of any epoch.
 
-        Under `unit="tokens"` it is what a step of the shortest samples alone would take.
+        Under `unit="tokens"` it is what a step of the shortest samples alone would take; beyond
+        `DRAWN_WHOLE` samples as if all were as short as the shortest.
         """
         count = self.global_batch
-        if self._lengths is not None:
-            count = self._lengths.most_to_reach(self.global_batch)
+        if self._lengths is not None and self.num_samples <= DRAWN_WHOLE:
+            count = int(np.searchsorted(np.cumsum(np.sort(self._lengths[:])), count)) + 1
+        elif self._lengths is not None:
+            count = -(-count // self._lengths.min())
         return min(count, self.num_samples)
 
     def num_steps(self, epochs: int) -> int:

@@ -272,16 +272,16 @@ def test_a_collate_of_the_data_set_s_own_is_used_and_drawn_for_reproducibly(load
 
 
 def test_lengths_are_measured_once_where_a_data_set_has_none():
-    assert DataView(Listed([{"row": [1.0, 2.0]}] * 3)).lengths.tolist() == [1, 1, 1]
-    assert DataView(Listed([{"input_ids": [[1, 2]]}] * 3)).lengths.tolist() == [1, 1, 1]
-    assert DataView(Listed([])).lengths.tolist() == []
+    assert DataView(Listed([{"row": [1.0, 2.0]}] * 3)).lengths[:].tolist() == [1, 1, 1]
+    assert DataView(Listed([{"input_ids": [[1, 2]]}] * 3)).lengths[:].tolist() == [1, 1, 1]
+    assert DataView(Listed([])).lengths[:].tolist() == []
     dataset = Listed([{"input_ids": list(range(n))} for n in LENGTHS])
     whole = DataView(dataset)
-    assert whole.lengths.tolist() == LENGTHS
+    assert whole.lengths[:].tolist() == LENGTHS
     reads = dataset.num_reads
     sides = [split_by_seed(whole, side, 0.3, 0) for side in ("train", "held_out")]
     for side in sides:
-        assert side.lengths.tolist() == [LENGTHS[i] for i in ids_of(side)]
+        assert side.lengths[:].tolist() == [LENGTHS[i] for i in ids_of(side)]
     assert dataset.num_reads == reads
 
 

@@ -54,7 +54,13 @@ def test_an_epoch_visits_every_sample_once_and_a_step_ends_with_the_one_that_fil
         assert sorted(ids) == list(range(len(lengths)))
     assert batches[-1].after == Cursor(len(batches), epochs, 0, epochs * len(lengths))
     assert max(len(batch.ids) for batch in batches) <= order.most_samples
+
+
+@given(lengths=ragged, unit=st.sampled_from(UNITS), target=st.integers(1, 300))
+def test_most_samples_are_those_of_a_step_of_the_shortest(lengths, unit, target):
+    counted = lengths if unit == "tokens" else np.ones(len(lengths))
     most = int((np.cumsum(np.sort(counted)) < target).sum()) + 1
+    order = Order(len(lengths), 0, target, unit, lengths=lengths)
     assert order.most_samples == min(most, len(lengths))
 
 
