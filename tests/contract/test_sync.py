@@ -12,14 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from tests.lib.ranks_work import Collectives
 from trainer.accumulate.model_state import ModelState
 from trainer.build.parallel import ParallelSetup
 from trainer.core.errors import ConfigError
 from trainer.core.world import World
 from trainer.models.bind import bind
+from trainer.parallel.base import Parallel, Replicated
 from trainer.parallel.deterministic import Ordered
 from trainer.parallel.fsdp import Sharded, fake_mesh
-from trainer.parallel.sync import Deferred, Immediate
+from trainer.parallel.sync import Deferred, Immediate, Overlapped
 from trainer.plan.cut import Layout
 from trainer.plan.cuts import LayoutInvariant
 from trainer.plan.traffic import Bulk, Network, Work, bucket_bytes
@@ -186,6 +188,71 @@ def test_a_micro_batch_that_uses_other_blocks_is_refused_before_it_sends(order, 
         module.order = order
         with expected, model.reducing(across=True):
             model.call({"x": rows}).sum().backward()
+
+
+def backward_each(model: Parallel, *, is_last: bool) -> list[int]:
+    """How many buckets were sent before backward came to each block, and in the end."""
+    sent: list[int] = []
+    with Collectives() as counter, Overlapped().micro_batch(model, is_last=is_last):
+        handles = [
+            block.weight.register_hook(lambda _: sent.append(counter.counts["allreduce"]))
+            for block in model.module.blocks
+        ]
+        model.call({"x": torch.ones(2, 2)}).sum().backward()
+    for handle in handles:
+        handle.remove()
+    return [*sent, counter.counts["allreduce"]]
+
+
+def test_buckets_are_sent_as_the_last_backward_fills_them_and_not_before():
+    module, world = Fickle(), World(size=2, local_size=2)
+    with fake_mesh(2, 1):
+        model = Replicated(module, bind(module), [*module.parameters()], world, bucket_bytes=24)
+        Overlapped().gather(model)
+        assert backward_each(model, is_last=False) == [0, 0, 0, 0]
+        assert backward_each(model, is_last=True) == [0, 1, 2, 3]
+        model.drop_gradients()
+        Overlapped().gather(model)
+        module.order = (0, 2)  # a block that this rank does not use holds back those behind it
+        assert backward_each(model, is_last=True)[-1] == 1
+        used = model.used()
+        assert used == [True, True, False, False, True, True]
+        with Collectives() as counter:
+            model.make_room()
+        assert counter.counts["allreduce"] == 2
+        model.reduce(used)
+        assert [p.grad is not None for p in model.parameters] == used
+
+
+def test_a_second_backward_after_gradients_were_sent_is_refused():
+    module, world = Fickle(), World(size=2, local_size=2)
+    with fake_mesh(2, 1):
+        model = Replicated(module, bind(module), [*module.parameters()], world)
+        Overlapped().gather(model)
+        with Overlapped().micro_batch(model, is_last=True):
+            model.call({"x": torch.ones(2, 2)}).sum().backward()
+            with pytest.raises(ConfigError, match="sync=overlapped: the last micro-batch has a"):
+                model.call({"x": torch.ones(2, 2)}).sum().backward()
+        model.drop_gradients()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "plain", "chosen", "exposed"),
+    [
+        (90.0, True, "overlapped", 1 / 25),
+        (9.0, True, "overlapped", 0.68),
+        (9.0, False, "deferred", 1),
+    ],
+)
+def test_gradients_of_whole_copies_hide_behind_the_last_backward_where_they_come_one_by_one(
+    seconds, plain, chosen, exposed
+):
+    rows, found = table_of(
+        "ddp", network=SLOW, seconds=seconds, overlaps=True, overlaps_backward=plain
+    )
+    assert found == chosen
+    assert rows["overlapped"].exposed == pytest.approx(exposed * rows["deferred"].exposed, rel=0.01)
+    assert "overlapped" not in table_of("fsdp", network=SLOW)[0]
 
 
 class Writing(Fickle):

@@ -32,7 +32,7 @@ from trainer.models.recompute import blocks_of, checkpoint_blocks
 from trainer.parallel.base import Parallel
 from trainer.parallel.deterministic import Ordered
 from trainer.parallel.fsdp import Sharded
-from trainer.parallel.sync import Deferred, Exact, Hierarchical, Immediate
+from trainer.parallel.sync import Deferred, Exact, Hierarchical, Immediate, Overlapped
 from trainer.plan.cut import Cut, Layout
 from trainer.plan.cuts import Fixed
 from trainer.plan.lengths import Lengths
@@ -137,6 +137,7 @@ MODES: dict[str, Callable[..., Parallel]] = {
 }
 POLICIES = {
     "deferred": Deferred,
+    "overlapped": Overlapped,
     "immediate": Immediate,
     "hierarchical": Hierarchical,
     "exact": Exact,

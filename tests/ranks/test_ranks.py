@@ -37,6 +37,7 @@ from trainer.training.step import NOT_FINITE
 from trainer.tune.network import network_of
 
 WAYS = [
+    *(("small buckets", "overlapped", 2), nightly("ddp", "overlapped", 4)),
     *(("ddp", "deferred", 3), ("small buckets", "deferred", 2), ("hsdp", "deferred", 4)),
     *(("fsdp", "immediate", 3), ("hsdp", "hierarchical", 4)),
     *(nightly(mode, "deferred", size) for mode in ("ddp", "fsdp") for size in (2, 4)),

@@ -75,6 +75,7 @@ class ParallelSetup:
             for name, policy in policies.items()
             if (moves := policy.moves(work.micro_batches)) is not None
             and (self.mode == "hsdp" or not moves.needs_copies)
+            and (self.mode == "ddp" or not moves.needs_whole)
         )
         found = replace(self, rows=rows, network=network)
         if not self.is_open:
@@ -188,6 +189,8 @@ def parallel_setup(
             f"sync={policy.name}: needs shards and replicas, which {mode} does not have; use "
             "parallel=hsdp"
         )
+    if moves is not None and moves.needs_whole and mode != "ddp":
+        raise ConfigError(f"sync={policy.name}: needs whole copies; use parallel=ddp")
     limit, _ = rank_memory(config, world)
     parameters = [p for p in module.parameters() if p.requires_grad]
     if mode not in SHARDED or {p.dtype for p in module.parameters()} != {torch.float32}:

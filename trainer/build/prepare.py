@@ -15,6 +15,7 @@ from typing import Any, final
 import numpy as np
 from pydantic import TypeAdapter
 
+from trainer.accumulate.sum import Sum
 from trainer.build.checks import check_parts, check_sums
 from trainer.build.fake_runs import count_flops, limit_lookups, unpacked
 from trainer.build.parallel import planned_device, rank_memory
@@ -106,7 +107,15 @@ def choose_sync(
     count = fmean(plan.accum_steps for plan in prepared.plans)
     is_gpu = planned_device(parts.config, parts.world).type == "cuda"
     each = None if seconds is None else seconds / count
-    work = Work(micro_batches=count, seconds=each, overlaps=is_gpu, scatters_whole=not is_gpu)
+    # Compiled as a whole, all gradients come at the end.
+    is_plain = isinstance(parts.strategy, Sum) and not parts.config.compile
+    work = Work(
+        micro_batches=count,
+        seconds=each,
+        overlaps=is_gpu,
+        overlaps_backward=is_gpu and is_plain,
+        scatters_whole=not is_gpu,
+    )
     setup = parts.parallel.weighed(work, network)
     lockstep = setup.sync.lockstep and parts.world.size > 1
     changed = replace(parts, parallel=setup, layout=replace(parts.layout, lockstep=lockstep))

@@ -15,6 +15,9 @@ from typing import final
 MOST_OF_MEMORY = 0.5
 
 
+# Share of a micro-batch that is its backward
+BACKWARD = 2 / 3
+
 # Bytes of a bucket of small gradients: the least and the most
 BUCKETS = 2**23, 2**27
 # How many times its latency a bucket travels for at least
@@ -41,6 +44,7 @@ class Work:
     micro_batches: float
     seconds: float | None = None  # of a micro-batch's forward and backward; None where not timed
     overlaps: bool = False  # whether the device computes while collectives travel
+    overlaps_backward: bool = False  # and its gradients come one by one, in one backward
     scatters_whole: bool = False  # a reduce-scatter sends what an all-reduce would, as gloo's does
 
 
@@ -72,6 +76,7 @@ class Moves:
     reductions: float  # of all gradients, likewise
     across: float  # of all gradients, between copies
     needs_copies: bool = False  # it is for several copies in shards alone
+    needs_whole: bool = False  # it is for whole copies alone, and sends while backward goes on
 
 
 @final
@@ -118,6 +123,10 @@ def row(
             # rest does as far as computing takes as long.
             edges = seconds / max(1.0, work.micro_batches) / max(1, bulk.groups)
             exposed = max(edges, seconds - work.micro_batches * (work.seconds or 0.0))
+        if work.overlaps_backward and moves.needs_whole:
+            # All but the last bucket may hide behind the last backward.
+            backward = BACKWARD * (work.seconds or 0.0)
+            exposed = max(seconds / max(1, bulk.groups), seconds - backward)
     # Whole parameters and gradients; under ddp what is reduced already waits aside, a second one.
     unsharded = size + weights
     if lockstep:
