@@ -54,7 +54,7 @@ class ReadNumbers(TorchDispatchMode):
         """Give the lines that read, and how often each did."""
         return self.found
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]  # noqa: ANN001
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
         """Run the operator, and note whether it reads a number."""
         if func is torch.ops.aten._local_scalar_dense.default:
             frames = [f for f in traceback.extract_stack() if "site-packages" not in f.filename]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,17 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from tests.lib.ranks_work import Collectives
 from trainer.accumulate.model_state import ModelState
 from trainer.build.parallel import ParallelSetup
 from trainer.core.errors import ConfigError
 from trainer.core.world import World
 from trainer.models.bind import bind
+from trainer.parallel.base import Parallel, Replicated
 from trainer.parallel.deterministic import Ordered
 from trainer.parallel.fsdp import Sharded, fake_mesh
-from trainer.parallel.sync import Deferred, Immediate
+from trainer.parallel.sync import Deferred, Immediate, Overlapped
 from trainer.plan.cut import Layout
 from trainer.plan.cuts import LayoutInvariant
-from trainer.plan.traffic import Bulk, Network, Work
+from trainer.plan.traffic import Bulk, Network, Work, bucket_bytes
 
 GIGA = 2**30
 FAST = Network(ranks=8, latency_s=3e-5, all_reduce=3e11, all_gather=3e11, reduce_scatter=3e11)
@@ -81,6 +84,25 @@ def test_the_table_holds_the_bytes_of_ring_collectives():
     rows, _ = table_of("ddp")
     assert rows["deferred"].across == pytest.approx(2 * GIGA * 7 / 8)
     assert rows["immediate"].across == pytest.approx(8 * rows["deferred"].across)
+
+
+def test_shards_gathered_in_two_bytes_send_and_hold_half_as_much_of_the_weights():
+    setup = setup_of("fsdp")
+    bulk = replace(setup.bulk, gathered_bytes=setup.bulk.model_bytes // 2)
+    row, *_ = replace(setup, bulk=bulk).weighed(Work(micro_batches=8)).rows
+    assert row.within == pytest.approx((GIGA / 2 + GIGA) * 7 / 8)
+    assert row.unsharded_bytes == GIGA * 3 // 2
+
+
+@pytest.mark.parametrize(
+    ("latency_s", "rate", "mebibytes"),
+    [(3e-5, 3e11, 128), (5e-5, 5e10, 32), (1e-4, 1e9, 8), (5e-4, 1e8, 8), (1.0, 1e12, 128)],
+)
+def test_a_bucket_travels_ten_times_its_latency_where_it_may_be_so_large(
+    latency_s, rate, mebibytes
+):
+    rates = dict.fromkeys(("all_reduce", "all_gather", "reduce_scatter"), rate)
+    assert bucket_bytes(Network(ranks=8, latency_s=latency_s, **rates)) == mebibytes * 2**20
 
 
 def test_the_line_says_what_was_chosen_and_what_the_others_would_cost():
@@ -166,6 +188,71 @@ def test_a_micro_batch_that_uses_other_blocks_is_refused_before_it_sends(order, 
         module.order = order
         with expected, model.reducing(across=True):
             model.call({"x": rows}).sum().backward()
+
+
+def backward_each(model: Parallel, *, is_last: bool) -> list[int]:
+    """How many buckets were sent before backward came to each block, and in the end."""
+    sent: list[int] = []
+    with Collectives() as counter, Overlapped().micro_batch(model, is_last=is_last):
+        handles = [
+            block.weight.register_hook(lambda _: sent.append(counter.counts["allreduce"]))
+            for block in model.module.blocks
+        ]
+        model.call({"x": torch.ones(2, 2)}).sum().backward()
+    for handle in handles:
+        handle.remove()
+    return [*sent, counter.counts["allreduce"]]
+
+
+def test_buckets_are_sent_as_the_last_backward_fills_them_and_not_before():
+    module, world = Fickle(), World(size=2, local_size=2)
+    with fake_mesh(2, 1):
+        model = Replicated(module, bind(module), [*module.parameters()], world, bucket_bytes=24)
+        Overlapped().gather(model)
+        assert backward_each(model, is_last=False) == [0, 0, 0, 0]
+        assert backward_each(model, is_last=True) == [0, 1, 2, 3]
+        model.drop_gradients()
+        Overlapped().gather(model)
+        module.order = (0, 2)  # a block that this rank does not use holds back those behind it
+        assert backward_each(model, is_last=True)[-1] == 1
+        used = model.used()
+        assert used == [True, True, False, False, True, True]
+        with Collectives() as counter:
+            model.make_room()
+        assert counter.counts["allreduce"] == 2
+        model.reduce(used)
+        assert [p.grad is not None for p in model.parameters] == used
+
+
+def test_a_second_backward_after_gradients_were_sent_is_refused():
+    module, world = Fickle(), World(size=2, local_size=2)
+    with fake_mesh(2, 1):
+        model = Replicated(module, bind(module), [*module.parameters()], world)
+        Overlapped().gather(model)
+        with Overlapped().micro_batch(model, is_last=True):
+            model.call({"x": torch.ones(2, 2)}).sum().backward()
+            with pytest.raises(ConfigError, match="sync=overlapped: the last micro-batch has a"):
+                model.call({"x": torch.ones(2, 2)}).sum().backward()
+        model.drop_gradients()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "plain", "chosen", "exposed"),
+    [
+        (90.0, True, "overlapped", 1 / 25),
+        (9.0, True, "overlapped", 0.68),
+        (9.0, False, "deferred", 1),
+    ],
+)
+def test_gradients_of_whole_copies_hide_behind_the_last_backward_where_they_come_one_by_one(
+    seconds, plain, chosen, exposed
+):
+    rows, found = table_of(
+        "ddp", network=SLOW, seconds=seconds, overlaps=True, overlaps_backward=plain
+    )
+    assert found == chosen
+    assert rows["overlapped"].exposed == pytest.approx(exposed * rows["deferred"].exposed, rel=0.01)
+    assert "overlapped" not in table_of("fsdp", network=SLOW)[0]
 
 
 class Writing(Fickle):

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tests.lib.looks import looks_of_a_step
 from tests.lib.support import VOCABULARY, Bench, RaggedText, replicated
 from tests.reliability.allocations import Struck
 from trainer.accumulate.base import GradientStrategy
@@ -25,14 +26,16 @@ from trainer.accumulate.sum import Sum
 from trainer.core.errors import SaveError, TrainError
 from trainer.core.world import World
 from trainer.models.bind import bind
+from trainer.models.compilation import compile_model
 from trainer.models.meta_start import build_on_meta
 from trainer.models.recompute import blocks_of, checkpoint_blocks
 from trainer.parallel.base import Parallel
 from trainer.parallel.deterministic import Ordered
 from trainer.parallel.fsdp import Sharded
-from trainer.parallel.sync import Deferred, Exact, Hierarchical, Immediate
+from trainer.parallel.sync import Deferred, Exact, Hierarchical, Immediate, Overlapped
 from trainer.plan.cut import Cut, Layout
 from trainer.plan.cuts import Fixed
+from trainer.plan.lengths import Lengths
 from trainer.training.evaluation import HeldOut, evaluate
 from trainer.training.step import train_step
 from trainer.tune.tensors import PeakBytes
@@ -110,8 +113,8 @@ class ObjectLM(BlockLM):
         return SimpleNamespace(logits=self.head(self.norm(x)))
 
 
-def sharded(module: nn.Module, world: World, replicas: int = 1) -> Parallel:
-    return Sharded(module, bind(module), list(module.blocks), world, replicas=replicas)
+def sharded(module: nn.Module, world: World, **how: Any) -> Parallel:
+    return Sharded(module, bind(module), list(module.blocks), world, **how)
 
 
 def ordered(module: nn.Module, world: World) -> Parallel:
@@ -127,12 +130,14 @@ def start_sharded(build: Callable[[], nn.Module], world: World) -> tuple[nn.Modu
 
 MODES: dict[str, Callable[..., Parallel]] = {
     "ddp": replicated,
+    "small buckets": partial(replicated, bucket_bytes=400),
     "fsdp": sharded,
     "hsdp": partial(sharded, replicas=2),
     "ordered": ordered,
 }
 POLICIES = {
     "deferred": Deferred,
+    "overlapped": Overlapped,
     "immediate": Immediate,
     "hierarchical": Hierarchical,
     "exact": Exact,
@@ -232,9 +237,12 @@ def bench_of(world: World, case: Case, model: Callable[[], nn.Module] | None = N
             return ObjectLM()
         module = BlockLM(case.dropout, spare=case.spare, skipped=skipped)
         assert case.variant != "recomputing" or checkpoint_blocks(module)
+        if case.variant == "compiled":
+            # All that a compiler sees, without the minutes that its code generation takes.
+            compile_model(module, 16, backend="aot_eager")
         return module
 
-    bench = Bench(
+    return Bench(
         case.cut,
         case.dtype,
         global_batch=case.global_batch,
@@ -248,10 +256,6 @@ def bench_of(world: World, case: Case, model: Callable[[], nn.Module] | None = N
         lay_out=MODES[case.mode] if world.size > 1 or case.mode == "ordered" else replicated,
         sync=POLICIES[case.sync](),
     )
-    if case.variant == "compiled":
-        # Everything that a compiler sees of FSDP2, without the minutes its code generation takes.
-        bench.module.compile(dynamic=True, backend="aot_eager")
-    return bench
 
 
 def plain(tensor: Tensor) -> np.ndarray:
@@ -301,6 +305,14 @@ def run_steps(world: World, case: Case) -> dict[str, Any]:
     answer["parameters"] = {name: plain(p) for name, p in bench.module.named_parameters()}
     bench.feed.close()
     return answer
+
+
+def count_looks(world: World, case: Case) -> list[str]:
+    """Where the host looks at the device in a step."""
+    bench = bench_of(world, case)
+    found = looks_of_a_step(bench)
+    bench.feed.close()
+    return found
 
 
 def run_each(world: World, cases: list[Case]) -> list[dict[str, Any]]:
@@ -483,8 +495,7 @@ def evaluated(
     lengths, most = bench.dataset.lengths[:num_held_out], 30 if positions == 10**9 else 200
     held_out = HeldOut(
         loader=bench.loader,
-        ids=np.arange(len(lengths)),
-        lengths=lengths,
+        lengths=Lengths.of(lengths),
         layout=layout,
         max_tokens=most,
     )

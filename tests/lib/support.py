@@ -95,8 +95,8 @@ class TinyLM(nn.Module):
         return self.head(self.dropout(hidden))
 
 
-def replicated(module: nn.Module, world: World) -> Parallel:
-    return Replicated(module, bind(module), list(module.parameters()), world)
+def replicated(module: nn.Module, world: World, **how: Any) -> Parallel:
+    return Replicated(module, bind(module), list(module.parameters()), world, **how)
 
 
 @dataclass

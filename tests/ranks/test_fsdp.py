@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tests.lib.nightly import nightly
-from tests.lib.ranks_work import POLICIES, RealBytes, error, plain, start_sharded
+from tests.lib.ranks_work import (
+    POLICIES,
+    BlockLM,
+    RealBytes,
+    error,
+    plain,
+    sharded,
+    start_sharded,
+)
 from tests.lib.support import EXACT, VOCABULARY, Bench, RaggedText, replicated
 from trainer.core.world import World
 from trainer.models.bind import bind
@@ -46,6 +55,10 @@ class Load:
     micro: int = 4
     recompute: bool = False
     tied: bool = False
+    dtype: torch.dtype | None = None
+
+    def bind(self, model: nn.Module) -> Callable[..., Any]:
+        return bind(model, autocast=self.dtype)
 
     def build(self) -> GPT:
         shape = {"width": self.width, "num_layers": self.num_layers, "tied": self.tied}
@@ -59,8 +72,8 @@ class Load:
         def fake_ranks() -> Iterator[Callable[[nn.Module], Parallel]]:
             world = World(size=size, local_size=size)
             with fake_mesh(size, self.replicas) as mesh:
-                how = {"replicas": self.replicas, "mesh": mesh}
-                yield lambda m: Sharded(m, bind(m), blocks_of(m), world, **how)
+                how = {"replicas": self.replicas, "mesh": mesh, "dtype": self.dtype}
+                yield lambda m: Sharded(m, self.bind(m), blocks_of(m), world, **how)
 
         model, weights = build_on_meta(self.build)
         work = Workload(
@@ -84,8 +97,8 @@ def measured(world: World, load: Load) -> MemoryEstimate:
     def lay_out(module: nn.Module, world: World) -> Parallel:
         if load.recompute:
             checkpoint_blocks(module)
-        blocks = blocks_of(module)
-        return Sharded(module, bind(module), blocks, world, replicas=load.replicas)
+        how = {"replicas": load.replicas, "dtype": load.dtype}
+        return Sharded(module, load.bind(module), blocks_of(module), world, **how)
 
     bench = Bench(
         Fixed(micro=load.micro),
@@ -117,6 +130,8 @@ LOADS = [
     (2, Load("deferred", num_layers=2, tied=True)),
     nightly(4, Load("deferred", replicas=2, tied=True)),
     nightly(3, Load("deferred", width=16, micro=10)),
+    nightly(2, Load("deferred", dtype=torch.bfloat16)),
+    nightly(2, Load("immediate", dtype=torch.bfloat16)),
     nightly(2, Load("immediate", recompute=True)),
     nightly(2, Load("immediate")),
     nightly(4, Load("hierarchical", replicas=2)),
@@ -255,3 +270,59 @@ def test_a_model_on_meta_can_be_whole_for_a_while():
             assert torch.equal(mine, theirs), name
             assert mine.requires_grad == theirs.requires_grad
     assert all(p.is_meta and p is before[name] for name, p in module.named_parameters())
+
+
+MICRO_BATCHES = 64
+
+
+def gradients_in(
+    world: World, dtype: torch.dtype | None, sync: str
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Gradients of many micro-batches: reduced from shards, and what one process adds up.
+
+    Of the latter in the type of the shards, and in that of a backward.
+    """
+
+    def gradients(call: Callable[..., Any], rank: int) -> Iterator[None]:
+        for index in range(MICRO_BATCHES):
+            ids = (torch.arange(12).view(2, 6) * (index + 1) + 7 * rank) % VOCABULARY
+            with model.reducing(across=True) if sync == "immediate" else nullcontext():
+                with torch.autocast("cpu", torch.bfloat16, enabled=dtype is not None):
+                    logits = call({"input_ids": ids})
+                logits.float().logsumexp(-1).sum().backward()
+            yield
+
+    torch.manual_seed(0)
+    model = sharded(BlockLM(), world, dtype=dtype)
+    policy = POLICIES[sync]()
+    policy.gather(model)
+    for _ in gradients(model.call, world.rank):
+        pass
+    used = model.used()
+    model.make_room()
+    policy.reduce(model, used)
+    found = {name: plain(p.grad) for name, p in model.module.named_parameters()}
+    torch.manual_seed(0)
+    alone, sync = BlockLM().to(dtype), "deferred"
+    totals, shorts = ({n: [] for n, _ in alone.named_parameters()} for _ in range(2))
+    for rank in range(world.size):
+        for _ in gradients(bind(alone), rank):
+            for name, parameter in alone.named_parameters():
+                for sums, grad in ((totals, parameter.grad.float()), (shorts, parameter.grad)):
+                    mine = sums[name][rank:]
+                    sums[name][rank:] = [mine[0] + grad if mine else grad]
+                parameter.grad = None
+    added = [{n: plain(a.float() + b.float()) for n, (a, b) in s.items()} for s in (totals, shorts)]
+    return found, *added
+
+
+@pytest.mark.parametrize("sync", ["deferred", "immediate"])
+def test_gradients_of_parameters_gathered_in_bf16_are_added_up_and_reduced_in_fp32(ranks, sync):
+    for found, in_fp32, in_bf16 in ranks.run(2, gradients_in, torch.bfloat16, sync):
+        assert error(found, in_fp32) < 1e-6
+        assert error(found, in_bf16) > 1e-3
+
+
+def test_gradients_of_parameters_gathered_as_they_are_keep_their_bits(ranks):
+    for found, expected, _ in ranks.run(2, gradients_in, None, "deferred"):
+        assert all(np.array_equal(found[name], expected[name]) for name in expected)

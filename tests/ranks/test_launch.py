@@ -20,7 +20,7 @@ from trainer.cli.main import run
 TYPED = (
     *("batch.global=16", "accum=fixed", "accum.micro=4", "objective=classify", "eval.every=null"),
     *("model._target_=tests.lib.faulty.Net", "data._target_=tests.lib.faulty.Rows"),
-    *("wandb.mode=disabled", "log.samples=true", "device=cpu"),
+    *("wandb.mode=disabled", "log.samples=true", "device=cpu", "precision=fp32"),
 )
 
 

@@ -18,6 +18,7 @@ from tests.lib.ranks_support import Ranks
 from tests.lib.ranks_work import (
     Case,
     count_collectives,
+    count_looks,
     error,
     evaluated,
     moved_each,
@@ -36,7 +37,8 @@ from trainer.training.step import NOT_FINITE
 from trainer.tune.network import network_of
 
 WAYS = [
-    *(("ddp", "deferred", 3), ("hsdp", "deferred", 4)),
+    *(("small buckets", "overlapped", 2), nightly("ddp", "overlapped", 4)),
+    *(("ddp", "deferred", 3), ("small buckets", "deferred", 2), ("hsdp", "deferred", 4)),
     *(("fsdp", "immediate", 3), ("hsdp", "hierarchical", 4)),
     *(nightly(mode, "deferred", size) for mode in ("ddp", "fsdp") for size in (2, 4)),
     *(nightly("fsdp", "deferred", 3), nightly("ddp", "immediate", 2)),
@@ -112,7 +114,7 @@ def test_clipping_and_several_steps_agree_over_ranks(ranks, mode):
 
 GROUPS = 4  # three blocks and the rest
 ONE_LEVEL = ("deferred", "immediate")
-EVERY_STEP = ("the normalizer", "what ranks agree on")
+EVERY_STEP = ("the normalizer", "what hosts agree on", "the loss and metrics of the devices")
 NORM_OF_SHARDS = ("the gradient norm",)
 COUNTED = [
     *((mode, sync, 2) for mode in ("ddp", "fsdp") for sync in ONE_LEVEL),
@@ -143,6 +145,12 @@ def test_collectives_of_a_step_are_as_many_as_the_table_says(ranks, mode, sync, 
         micro_batches = counts.pop("micro_batches")
         assert micro_batches >= 2
         assert counts == collectives_of_a_step(mode, sync, micro_batches)
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_the_host_of_every_rank_looks_at_its_device_once_a_step(ranks, mode):
+    for found in ranks.run(2, count_looks, Case(Fixed(micro=2), mode, clip_norm=0.1)):
+        assert found == ["__bool__"]
 
 
 def test_a_block_that_one_rank_skips_is_refused_by_name_on_all_in_lockstep(ranks):

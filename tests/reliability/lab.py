@@ -52,6 +52,7 @@ BASE = (
     "log.samples=true",
     "wandb.mode=disabled",
     "device=cpu",
+    "precision=fp32",
     "name=lab",
 )
 """A run over 2.3 epochs of 23 ragged rows: three steps an epoch, the last one short."""

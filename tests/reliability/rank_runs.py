@@ -11,7 +11,7 @@ TYPED = (
     *("model._target_=tests.reliability.rank_toys.Net", "parallel.ranks=2", "device=cpu"),
     *("data._target_=tests.reliability.toys.Rows", "batch.global=8", "accum=fixed"),
     *("accum.micro=2", "steps=7", "checkpoint.every=2", "eval.every=3", "log.samples=true"),
-    "wandb.mode=disabled",
+    *("wandb.mode=disabled", "precision=fp32"),
 )
 
 

@@ -24,7 +24,8 @@ from tests.reliability.allocations import PHASES
 from tests.reliability.rank_runs import RankRun
 from trainer.plan.cuts import Fixed
 
-WINDOWS = [("ddp", "deferred", 2), ("fsdp", "deferred", 2)]
+OVERLAPPED = ("small buckets", "overlapped", 2)
+WINDOWS = [("ddp", "deferred", 2), ("fsdp", "deferred", 2), OVERLAPPED]
 COPIES = ("hsdp", "deferred", 4)
 SHARDED = [WINDOWS[1], nightly(WINDOWS[0])]
 
@@ -92,7 +93,7 @@ def test_memory_that_runs_out_twice_is_cut_twice(ranks, kind):
         assert {each[2] for each in found} == {expected}
 
 
-@pytest.mark.parametrize("kind", SHARDED, ids=str)
+@pytest.mark.parametrize("kind", [*SHARDED, OVERLAPPED], ids=str)
 def test_a_rank_without_micro_batches_replays_with_the_others(ranks, kind):
     mode, sync, _ = kind
     case = Case(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
@@ -20,6 +19,7 @@ from trainer.objectives.classify import Classify
 from trainer.objectives.next_token import NextToken
 from trainer.plan.cut import Layout
 from trainer.plan.cuts import Fixed
+from trainer.plan.lengths import Lengths
 from trainer.training.evaluation import HeldOut, evaluate
 
 OWN = "tests.lib.objective_toys"
@@ -100,8 +100,7 @@ def test_a_weight_or_a_metric_may_be_any_number():
         report, lengths = own.step(), own.dataset.lengths
         samples = HeldOut(
             loader=own.loader,
-            ids=np.arange(len(lengths)),
-            lengths=lengths,
+            lengths=Lengths.of(lengths),
             layout=Layout(),
             max_tokens=40,
         )

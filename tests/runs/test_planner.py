@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from tests.lib.nightly import nightly
+from tests.lib.nightly import LIMIT_S, nightly
+from tests.lib.run_support import go, shell, steps
 from tests.lib.support import EXACT, VOCABULARY, Bench, relative_error
 from tests.lib.tune_support import Encoder, gpt, measured_peak, text, workload
 from trainer.core.errors import ConfigError
@@ -57,6 +60,63 @@ def test_a_packed_step_is_the_padded_step_is_the_whole_batch():
         assert relative_error(found, whole) <= EXACT[torch.float64]
 
 
+@pytest.mark.parametrize("positions", ["rotary", "learned"])
+def test_rows_of_few_lengths_compute_the_step_though_filler_is_longer_than_any_sample(positions):
+    def bench(cut, **layout):
+        model = partial(small_gpt, positions=positions, max_length=23)
+        return Bench(cut, model=model, layout=Layout(**layout))
+
+    whole = gradients_of_one_step(bench(Fixed()))
+    few = bench(Budget(max_tokens=150), packed=True, max_shapes=2)
+    plan = Budget(max_tokens=150).cut(few.dataset.lengths[:16], few.feed.layout)
+    assert sum(plan.padded_lengths[0]) - plan.lengths.sum() > 23, "filler, at most a row of 75"
+    assert relative_error(gradients_of_one_step(few), whole) <= EXACT[torch.float64]
+
+
+class Asked(nn.Module):
+    def __init__(self, answer):
+        super().__init__()
+        self.answer = answer
+
+    def forward(self, input_ids, cu_seqlens=None):
+        return input_ids
+
+    def has_packed_kernel(self, device, dtype):
+        return self.answer and dtype == torch.bfloat16
+
+
+class HuggingFace(nn.Module):
+    def __init__(self, attention):
+        super().__init__()
+        self.config = SimpleNamespace(_attn_implementation=attention)
+
+    def forward(self, input_ids, position_ids=None, **kwargs):
+        return input_ids
+
+
+def test_packing_asks_the_model_and_the_data_whether_it_gains_anything():
+    def on_gpu(model, precision="bf16", **known):
+        asked = {"unfit": None, "device": torch.device("cuda"), "precision": precision}
+        return packs("auto", model, **asked | known)
+
+    assert on_gpu(small_gpt())
+    assert on_gpu(small_gpt(), "fp16")
+    assert not on_gpu(small_gpt(dropout=0.1)), "the kernel has no dropout"
+    assert not on_gpu(small_gpt(width=24)), "it takes multiples of 8 channels a head"
+    assert not on_gpu(small_gpt(), fill=0.99), "windows of one length, but for the last"
+    assert on_gpu(Asked(True))
+    assert not on_gpu(Asked(True), "fp32")
+    assert not on_gpu(Asked(False))
+    assert on_gpu(HuggingFace("flash_attention_2"))
+    assert not on_gpu(HuggingFace("sdpa")), "which scores all pairs of a row"
+    assert not on_gpu(HuggingFace("flash_attention_2"), fault=lambda: "it mixes documents")
+    given = {"unfit": None, "device": CPU, "precision": "fp32"}
+    assert packs(True, HuggingFace("sdpa"), **given)
+    assert not packs("auto", HuggingFace("flash_attention_2"), **given)
+    with pytest.raises(ConfigError, match=r"=true: it mixes documents; use accum\.packed=false"):
+        packs(True, HuggingFace("sdpa"), fault=lambda: "it mixes documents", **given)
+
+
 def test_packing_is_left_alone_where_it_gains_nothing_or_cannot_be():
     gpu, model = torch.device("cuda"), small_gpt()
     assert packs("auto", model, unfit=None, device=gpu, precision="bf16")
@@ -71,6 +131,22 @@ def test_packing_is_left_alone_where_it_gains_nothing_or_cannot_be():
         packs(True, model, unfit="it collates", device=CPU, precision="fp32")
 
 
+HUGGING_FACE = """model._target_=transformers.{0}{1} model.config._target_=transformers.{0}Config
+model.config.vocab_size=16 model.config.hidden_size=16 model.config.num_hidden_layers=1
+model.config.num_attention_heads=2 model.config.intermediate_size=16
+accum=budget accum.max_tokens=30 accum.packed=true steps=2"""
+
+
+@pytest.mark.usefixtures("own_folder")
+def test_a_hugging_face_model_runs_packed_or_says_why_it_cannot():
+    (first, second) = steps(go(HUGGING_FACE.format("Llama", "ForCausalLM")))
+    assert first["padding"] == second["padding"] == 0.0
+    padded = go(f"{HUGGING_FACE.format('Llama', 'ForCausalLM')} accum.packed=false")
+    assert second["loss"] == pytest.approx(steps(padded)[1]["loss"], rel=1e-5)
+    with pytest.raises(ConfigError, match=r"^accum\.packed=true: BertForMaskedLM does not hold"):
+        go(HUGGING_FACE.format("Bert", "ForMaskedLM"))
+
+
 def test_packed_shapes_are_rehearsed_as_rows_with_boundaries():
     padded = text(8)(1, 8)
     example = {"input_ids": padded["input_ids"], "labels": padded["labels"]}
@@ -78,6 +154,7 @@ def test_packed_shapes_are_rehearsed_as_rows_with_boundaries():
     fields = Tiled(example, 8)(3, 5)
     assert fields["input_ids"].shape == fields["position_ids"].shape == (1, 15)
     assert fields["cu_seqlens"].tolist() == [0, 5, 10, 15]
+    assert len(fields["max_seqlen"]) == 5
     work = workload(gpt(), Tiled(example, 8))
     with pytest.raises(CannotRunFake):
         predict_peak(work, Shape(2, 8))
@@ -117,3 +194,19 @@ def test_the_peak_under_bf16_autocast_is_predicted(name):
     assert predicted < predict_peak(workload(model), shape).peak_bytes
     measured = measured_peak(work, shape, autocast=torch.bfloat16).peak_bytes
     assert predicted == pytest.approx(measured, rel=0.05)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(LIMIT_S)
+@pytest.mark.usefixtures("own_folder")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own compiler
+def test_the_recipe_of_gpt2_runs_packed_and_compiled_at_toy_size():
+    Path("tokens").mkdir()
+    ids = np.random.default_rng(0).integers(0, 300, 8000).astype(np.uint16)
+    for number, part in enumerate(np.split(ids, [1990, 4100, 6120])):
+        part.tofile(f"tokens/{number}.bin")
+    line = """recipe=gpt2_124m data.path=tokens data.vocab_size=300 data.max_length=32
+        model.width=32 model.num_layers=2 model.num_heads=2 batch.global=900 precision=fp32
+        accum=budget accum.max_tokens=700 accum.packed=true scheduler.warmup=0
+        steps=2 eval.every=null checkpoint.every=null device=cpu"""
+    assert shell(line) == 0

@@ -117,7 +117,8 @@ def test_the_plan_says_what_the_steps_then_do() -> None:
 
 
 def check_ledger(run: FinishedRun) -> None:
-    own = split_by_seed(Rows(), split="train", holdout=0.05, seed=0).ids
+    view = split_by_seed(Rows(), split="train", holdout=0.05, seed=0)
+    own = view.original_ids(range(len(view)))
     order = Order(len(own), 0, 8)
     ledger = entries(run, "samples.jsonl")
     assert [entry["step"] for entry in ledger] == [1, 2, 3, 4, 5, 6, 7]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from itertools import pairwise
 
 import pytest
@@ -152,3 +153,20 @@ def test_clipping_changes_the_update_and_not_the_norm():
     assert curve(free, "grad_norm") == curve(tight, "grad_norm")
     moved = [state(run)["model.head.bias"] for run in (free, tight)]
     assert not moved[0].equal(moved[1])
+
+
+def test_an_operator_without_a_deterministic_kernel_is_named(monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    try:
+        with pytest.raises(ConfigError) as raised:
+            go(f"model._target_={TOYS}.Put deterministic=true steps=1")
+        assert not torch.utils.deterministic.fill_uninitialized_memory
+    finally:
+        torch.use_deterministic_algorithms(mode=False)
+    expected = (
+        "deterministic=true: put_ has no deterministic kernel here; use another operator, or "
+        "deterministic=false"
+    )
+    assert raised.value.faults == (expected,)
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8", "cuBLAS refuses else"
+    go(f"model._target_={TOYS}.Put steps=1")

@@ -67,7 +67,7 @@ def check_parts(parts: Parts) -> None:
         name = type(strategy).__name__
         text = f"{name} is wrong where samples share a loss ({scope}); use another strategy"
         raise ConfigError(f"accum.gradient: {text}")
-    longest = int(parts.source.lengths.max())
+    longest = parts.source.lengths.max()
     if isinstance(cut, Budget) and longest > cut.max_tokens:
         raise ConfigError(
             f"accum.max_tokens: {cut.max_tokens} is less than the longest sample, of "
@@ -197,7 +197,7 @@ def check_consistency(
     if weights is not None:
         values["a parameter"] = weights.digest()
     facts = {
-        "data": [[d.fingerprint, _digest(d.lengths.astype("<i8").tobytes())] for d in data_sets],
+        "data": [[d.fingerprint, d.lengths.digest] for d in data_sets],
         "forms": [[n, f"{tuple(t.shape)} {t.dtype} {t.requires_grad}"] for n, t in named],
         "values": values if begins else {},
     }

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 from trainer.build.parts import Parts
 from trainer.core.micro_batch import Fields
+from trainer.data.collate import PACKING
 from trainer.data.loader import Request
+from trainer.models.boundaries import BOUNDARIES
 from trainer.tune.flops import ModelFlops, model_flops, peak_flops
-from trainer.tune.layout import BOUNDARIES
 from trainer.tune.lookups import lookup_limits
 from trainer.tune.workload import Tiled, Workload
 
@@ -37,4 +38,4 @@ def count_flops(parts: Parts, work: Workload) -> ModelFlops | None:
 
 def unpacked(example: Fields) -> Fields:
     """Take from a packed row of one document what says that it is one."""
-    return {name: f for name, f in example.items() if name not in {BOUNDARIES, "position_ids"}}
+    return {name: f for name, f in example.items() if name not in PACKING}

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Self, final
+from typing import TYPE_CHECKING, Self, final
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,9 @@ from trainer.plan import traffic
 from trainer.plan.traffic import Bulk, Network, Traffic, Work
 from trainer.tune.memory_limit import MemoryLimit, memory_limit
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 SHARDED = {"fsdp", "hsdp"}
 
 
@@ -37,6 +40,7 @@ class ParallelSetup:
     Attributes:
         mode: where parameters and gradients live: `none`, `ddp`, `fsdp` or `hsdp`.
         replicas: copies of the model.
+        dtype: that shards are gathered in; None as they are.
         is_ordered: sums do not depend on the order of micro-batches and ranks.
         bulk: what sync policies move; None where there is no choice of them.
         is_open: `sync=auto`: the table says which policy it is.
@@ -49,6 +53,7 @@ class ParallelSetup:
     mode: str
     replicas: int
     sync: SyncPolicy
+    dtype: torch.dtype | None = None
     is_ordered: bool = False
     bulk: Bulk | None = None
     is_open: bool = False
@@ -70,6 +75,7 @@ class ParallelSetup:
             for name, policy in policies.items()
             if (moves := policy.moves(work.micro_batches)) is not None
             and (self.mode == "hsdp" or not moves.needs_copies)
+            and (self.mode == "ddp" or not moves.needs_whole)
         )
         found = replace(self, rows=rows, network=network)
         if not self.is_open:
@@ -105,11 +111,37 @@ class ParallelSetup:
             return Ordered(module, call, parameters, world)
         if self.mode not in SHARDED or world.long_timeout_group is None:
             # No group: this process works out what several ranks would do.
-            return Replicated(module, call, parameters, world)
+            return Replicated(module, call, parameters, world, **self._buckets(world.device))
+        return self._sharded(module, call, world, draw=draw)
+
+    def _buckets(self, device: torch.device) -> dict[str, int]:
+        """Choose buckets by the network, between GPUs; sums of other buckets round otherwise."""
+        if self.network is None or device.type != "cuda":
+            return {}
+        if torch.are_deterministic_algorithms_enabled():  # in every run the same
+            return {}
+        return {"bucket_bytes": traffic.bucket_bytes(self.network)}
+
+    def _sharded(
+        self,
+        module: nn.Module,
+        call: ModelCall,
+        world: World,
+        draw: Callable[[str], Tensor] | None = None,
+        mesh: DeviceMesh | None = None,
+    ) -> Parallel:
         from trainer.parallel.fsdp import Sharded  # noqa: PLC0415 - half a second
 
-        blocks, copies = separable_blocks(module), self.replicas
-        return Sharded(module, call, blocks, world, replicas=copies, draw=draw)
+        return Sharded(
+            module,
+            call,
+            separable_blocks(module),
+            world,
+            replicas=self.replicas,
+            dtype=self.dtype,
+            mesh=mesh,
+            draw=draw,
+        )
 
     @contextmanager
     def fake_ranks(
@@ -120,18 +152,24 @@ class ParallelSetup:
         Yields:
             Lays a model out in shards, in place, as the first of the ranks.
         """
-        from trainer.parallel.fsdp import Sharded, fake_mesh  # noqa: PLC0415 - half a second
+        from trainer.parallel.fsdp import fake_mesh  # noqa: PLC0415 - half a second
 
         world = World(size=world_size, local_size=world_size, device=device)
-        copies = self.replicas
-        with fake_mesh(world_size, copies, device.type) as mesh:
-            yield lambda model: Sharded(
-                model, call_of(model), separable_blocks(model), world, replicas=copies, mesh=mesh
-            )
+        with fake_mesh(world_size, self.replicas, device.type) as mesh:
+            yield lambda model: self._sharded(model, call_of(model), world, mesh=mesh)
 
 
-def parallel_setup(config: RunConfig, world: World, module: nn.Module, mode: str) -> ParallelSetup:
+def parallel_setup(
+    config: RunConfig, world: World, module: nn.Module, mode: str, dtype: torch.dtype | None
+) -> ParallelSetup:
     """Resolve `sync`, the copies, and `deterministic=layout` under a resolved mode. Collective.
+
+    Args:
+        config: of the run.
+        world: the ranks.
+        module: the model.
+        mode: what `parallel` is.
+        dtype: what the run's matrix products compute in, where it is not what weights are in.
 
     Raises:
         ConfigError: they do not fit together, or not the number of ranks.
@@ -151,11 +189,17 @@ def parallel_setup(config: RunConfig, world: World, module: nn.Module, mode: str
             f"sync={policy.name}: needs shards and replicas, which {mode} does not have; use "
             "parallel=hsdp"
         )
+    if moves is not None and moves.needs_whole and mode != "ddp":
+        raise ConfigError(f"sync={policy.name}: needs whole copies; use parallel=ddp")
     limit, _ = rank_memory(config, world)
     parameters = [p for p in module.parameters() if p.requires_grad]
+    if mode not in SHARDED or {p.dtype for p in module.parameters()} != {torch.float32}:
+        dtype = None
+    itemsize = None if dtype is None else dtype.itemsize
     bulk = Bulk(
         mode=mode,
         model_bytes=sum(p.nbytes for p in parameters),
+        gathered_bytes=itemsize and itemsize * sum(p.numel() for p in parameters),
         shard=world.size // replicas,
         replicas=replicas,
         limit_bytes=world.on_main(lambda: sys.maxsize if limit is None else limit.bytes),
@@ -163,7 +207,7 @@ def parallel_setup(config: RunConfig, world: World, module: nn.Module, mode: str
     )
     is_open = config.sync.name == "auto"
     found = ParallelSetup(mode=mode, replicas=replicas, sync=policy, bulk=bulk, is_open=is_open)
-    return found.weighed(Work(micro_batches=1))
+    return replace(found, dtype=dtype).weighed(Work(micro_batches=1))
 
 
 def parallel_mode(config: RunConfig, world: World) -> str:

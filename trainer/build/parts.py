@@ -13,6 +13,7 @@ from torch import nn
 from trainer.accumulate.base import GradientStrategy, seed_draws
 from trainer.accumulate.loss_scale import LossScale
 from trainer.build.instantiate import arguments_of, check_names, construct, look_up
+from trainer.build.packing import packing_fault
 from trainer.build.parallel import (
     SHARDED,
     ParallelSetup,
@@ -32,8 +33,11 @@ from trainer.data.collate import LABELS
 from trainer.data.loader import Loader, Request
 from trainer.data.samples import INPUT_IDS, faults_of, preserve_generators
 from trainer.data.view import DataView, readable, split_by_seed
+from trainer.models.attention import use_newest_flash
 from trainer.models.bind import bind
 from trainer.models.check import refuse_lazy, vocabulary_of
+from trainer.models.compilation import compile_model
+from trainer.models.gpt import GPT
 from trainer.models.meta_start import Weights, build_on_meta
 from trainer.models.recompute import checkpoint_blocks
 from trainer.objectives.base import ModelCall, Objective, weights_of
@@ -43,9 +47,9 @@ from trainer.plan.cut import Cut, Layout
 from trainer.plan.cuts import Fixed, LayoutInvariant
 from trainer.plan.order import Cursor, Order
 from trainer.training.batches import Feed, PlannedBatch, Source
-from trainer.training.evaluation import HeldOut, evenly_spaced
+from trainer.training.evaluation import HeldOut
 from trainer.training.window import Kit
-from trainer.tune.layout import layout_for, packs
+from trainer.tune.layout import COMPILED_SHAPES, has_kernel, layout_for, packs
 from trainer.verify.case import hooked
 
 NUM_WORKERS = {"cpu": 0, "cuda": 4}  # loading processes per rank where nobody says
@@ -151,11 +155,10 @@ class Parts:
         Unless `is_fresh`, the weights of a model on the meta device are to be loaded.
         """
         draw = self.weights.draw if self.weights is not None and is_fresh else None
+        if self.config.compile:
+            compile_model(self.module, COMPILED_SHAPES)
         model = self.parallel.lay_out(self.module, self.call, self.world, draw)
         optimizer = self.make_optimizer(self.module)
-        if self.config.compile:
-            # In place: names, weights and checkpoints stay those of the module itself.
-            self.module.compile(dynamic=True)
         return Kit(
             model=model,
             objective=self.objective,
@@ -191,7 +194,9 @@ def assemble(config: RunConfig, world: World, recorded: Mapping[str, Any] | None
     train_set, eval_set = _data_sets(config, world)
     lengths = train_set.lengths
     assert batch.global_batch is not None  # given by accum.micro and accum.steps where it is null
-    order = Order(len(lengths), config.seed, batch.global_batch, batch.unit, batch.tail, lengths)
+    order = Order(
+        len(lengths), config.seed, batch.global_batch, batch.unit, batch.tail, lengths, config.order
+    )
     mode, why = parallel_mode(config, world), None
     may_shard = mode in {"auto", *SHARDED} and config.command in {"train", "plan"}
     module, weights = _model(config, world, train_set, on_meta=may_shard)
@@ -216,7 +221,8 @@ def assemble(config: RunConfig, world: World, recorded: Mapping[str, Any] | None
         train_set, num_workers=num_workers, seed=config.seed, pin_memory=is_gpu, limits=limits
     )
     layout, example = _layout(config, world, loader, objective, module, precision)
-    setup = replace(parallel_setup(config, world, module, mode), why_mode=why)
+    dtype = AUTOCAST.get(precision)
+    setup = replace(parallel_setup(config, world, module, mode, dtype), why_mode=why)
     return Parts(
         config=config,
         world=world,
@@ -257,7 +263,7 @@ def _data_sets(config: RunConfig, world: World) -> tuple[DataView, DataView | No
             dataset: Any = construct(
                 component, "data", Sized, config.trust, {**given, "split": split}
             )
-        built.append(DataView(dataset))
+        built.append(DataView(dataset, version=config.order))
     if config.data.on_bad == "skip" and "on_bad" not in taken:
         built = readable(built, config.seed, world)
     if "split" not in taken:
@@ -268,13 +274,12 @@ def _data_sets(config: RunConfig, world: World) -> tuple[DataView, DataView | No
 
 def _held_out(config: RunConfig, data: DataView, loader: Loader, layout: Layout) -> HeldOut:
     """Load held-out samples as those of training are; no processes where a thread may do it."""
-    ids = evenly_spaced(len(data), config.eval.samples)
     return HeldOut(
         loader=loader.of(data, num_workers=loader.num_workers * data.draws_randomness),
-        ids=ids,
-        lengths=data.lengths[ids],
+        lengths=data.lengths,
         layout=layout,
         max_tokens=1,  # until it is planned
+        most=config.eval.samples,
         is_ordered=config.deterministic == "layout",
     )
 
@@ -324,8 +329,8 @@ def _layout(
 ) -> tuple[Layout, Fields]:
     """Find what hardware, model and data ask of every cut, and one micro-batch as it asks."""
     data, device = loader.dataset, planned_device(config, world)
-    longest = int(data.lengths.argmax())
-    request = Request(ids=(longest,), epoch=0, pad_to=int(data.lengths[longest]))
+    longest = data.lengths.argmax()
+    request = Request(ids=(longest,), epoch=0, pad_to=data.lengths.max())
     example = row = loader.load(request)
     unfit = None
     if data.collate is not None or objective.scope != "sample" or INPUT_IDS not in example:
@@ -335,9 +340,20 @@ def _layout(
             row = loader.load(replace(request, packed=True))
         except DataError as error:
             unfit = str(error)
-    packed = packs(config.accum.packed, module, unfit=unfit, device=device, precision=precision)
+    if isinstance(module, GPT) and has_kernel(module, device, precision):
+        use_newest_flash(device)
+    call = bind_run(module, precision, world)
+    packed = packs(
+        config.accum.packed,
+        module,
+        unfit=unfit,
+        device=device,
+        precision=precision,
+        fill=float(data.lengths.mean()) / max(1, request.pad_to),
+        fault=lambda: world.on_main(lambda: packing_fault(loader, module, call)),
+    )
     layout = layout_for(
-        data.lengths,
+        data.lengths[data.lengths.sample()],
         world_size=world.size,
         device_type=device.type,
         packed=packed,

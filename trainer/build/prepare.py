@@ -15,6 +15,7 @@ from typing import Any, final
 import numpy as np
 from pydantic import TypeAdapter
 
+from trainer.accumulate.sum import Sum
 from trainer.build.checks import check_parts, check_sums
 from trainer.build.fake_runs import count_flops, limit_lookups, unpacked
 from trainer.build.parallel import planned_device, rank_memory
@@ -24,6 +25,7 @@ from trainer.core.errors import DataError, NoCheckpointError, TrainError
 from trainer.core.micro_batch import Fields
 from trainer.core.signals import check
 from trainer.data.loader import Request
+from trainer.models.boundaries import BOUNDARIES
 from trainer.models.recompute import checkpoint_blocks
 from trainer.plan.cut import Cost, Cut, IntArray, Plan
 from trainer.plan.cuts import Auto, Budget, Fixed, LayoutInvariant
@@ -33,7 +35,6 @@ from trainer.plan.traffic import MOST_OF_MEMORY, Network, Work
 from trainer.training.batches import PREFETCH_LIMIT_BYTES
 from trainer.tune.cache import TuningCache, describe
 from trainer.tune.flops import ModelFlops
-from trainer.tune.layout import BOUNDARIES
 from trainer.tune.memory_limit import MemoryLimit, begin_peak
 from trainer.tune.predict import Predictor
 from trainer.tune.speed import meter_for
@@ -106,7 +107,15 @@ def choose_sync(
     count = fmean(plan.accum_steps for plan in prepared.plans)
     is_gpu = planned_device(parts.config, parts.world).type == "cuda"
     each = None if seconds is None else seconds / count
-    work = Work(micro_batches=count, seconds=each, overlaps=is_gpu, scatters_whole=not is_gpu)
+    # Compiled as a whole, all gradients come at the end.
+    is_plain = isinstance(parts.strategy, Sum) and not parts.config.compile
+    work = Work(
+        micro_batches=count,
+        seconds=each,
+        overlaps=is_gpu,
+        overlaps_backward=is_gpu and is_plain,
+        scatters_whole=not is_gpu,
+    )
     setup = parts.parallel.weighed(work, network)
     lockstep = setup.sync.lockstep and parts.world.size > 1
     changed = replace(parts, parallel=setup, layout=replace(parts.layout, lockstep=lockstep))
@@ -199,7 +208,7 @@ def _sampled(parts: Parts) -> list[IntArray]:
     """Take the lengths behind the first few steps of the first epoch."""
     order, batches = parts.source.order, list[IntArray]()
     cursor = order.start
-    while len(batches) < min(SAMPLED_STEPS, order.steps_per_epoch, max(1, parts.total_steps)):
+    while cursor.epoch == 0 and len(batches) < min(SAMPLED_STEPS, max(1, parts.total_steps)):
         samples = order.next(cursor)
         cursor = samples.after
         batches.append(parts.source.lengths[samples.ids])
@@ -218,6 +227,7 @@ def _workload(parts: Parts) -> Workload:
         make_optimizer=parts.make_optimizer,
         make_fields=_tiled(parts),
         device=world.device,
+        compiled=parts.config.compile,
         weights=parts.weights,
         sync=parts.parallel.sync,
         fake_ranks=in_shards if parts.is_sharded else None,
@@ -226,12 +236,13 @@ def _workload(parts: Parts) -> Workload:
 
 def _tiled(parts: Parts) -> Tiled:
     """Make shapes out of the longest sample; others show which dimensions follow its length."""
-    example, lengths, longest = parts.example, parts.source.lengths, int(parts.source.lengths.max())
+    example, lengths, longest = parts.example, parts.source.lengths, parts.source.lengths.max()
     is_away = planned_device(parts.config, parts.world).type != parts.world.device.type
     # Without that kernel boundaries are looked at, and a model on the meta device runs fake alone.
     has_kernel = not is_away and (parts.weights is None or parts.world.device.type == "cuda")
     boundaries = inspect.signature(parts.module.forward).parameters.get(BOUNDARIES)
-    if not has_kernel and boundaries is not None and boundaries.default is not boundaries.empty:
+    is_optional = boundaries is None or boundaries.default is not boundaries.empty
+    if not has_kernel and is_optional and BOUNDARIES in example:
         # The kernel that takes all documents of a packed row at once is a GPU's. Where that is not
         # here, documents side by side, which take as much, stand in for it.
         example = unpacked(example)
@@ -244,7 +255,8 @@ def _tiled(parts: Parts) -> Tiled:
             return parts.source.loader.load(Request((i,), 0, int(lengths[i]), parts.layout.packed))
         return None
 
-    return Tiled(example, longest, look(lengths, load))
+    some = lengths.sample()
+    return Tiled(example, longest, look(lengths[some], lambda place: load(int(some[place]))))
 
 
 def _limit_of(parts: Parts, resident_bytes: int) -> tuple[MemoryLimit | None, bool]:

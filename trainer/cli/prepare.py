@@ -104,6 +104,7 @@ def _check_over(
     """Check a run's own overrides, with what is typed now on top, and the run under a key."""
     typed = without(overrides, "hydra.run.dir")
     merged = saved_runs.merge(saved_runs.saved_overrides(run), typed, composer.groups)
+    merged = saved_runs.with_first(run, merged)
     return composer.check(
         [*merged, *([] if key is None else [read(f"{key}={quote(run)}")])],
         replayed=[override for override in merged if override not in typed],

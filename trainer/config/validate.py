@@ -37,7 +37,7 @@ from trainer.config.messages import (
     value_fault,
 )
 from trainer.config.rules import give_way, rule_faults
-from trainer.config.run_config import RunConfig
+from trainer.config.run_config import FIRST, RunConfig
 from trainer.config.secrets import is_secret, leaked
 from trainer.core.errors import ConfigError
 
@@ -103,14 +103,14 @@ def validate(
 
 
 def from_plain(plain: Tree) -> RunConfig:
-    """Read what `to_plain` wrote; consent and `trust` are never read from a file.
+    """Read what `to_plain` wrote, perhaps before a key was there; never consent and `trust`.
 
     Raises:
         ConfigError: the mapping is not a config of this version.
     """
     choices = dict(plain.get("choices", {}))
     try:
-        return RunConfig.model_validate(_fields({**plain, "trust": []}, choices, ()))
+        return RunConfig.model_validate(_fields({**FIRST, **plain, "trust": []}, choices, ()))
     except ValidationError as error:
         raise ConfigError(*dict.fromkeys(_schema_faults(error, plain, {}, choices))) from None
 

@@ -22,6 +22,8 @@ sees them, since an index out of range poisons a GPU, and on the CPU its error n
 
 LABELS = "labels"
 ATTENTION_MASK = "attention_mask"
+PACKING = ("position_ids", "cu_seqlens", "max_seqlen")
+"""What comes with packed samples."""
 IGNORED_LABEL = -100
 """What `torch.nn.functional.cross_entropy` leaves out by default."""
 
@@ -83,7 +85,8 @@ def pack(
     """Lay samples end to end in one row, for models that take document boundaries.
 
     Labels stay: the objective shifts them within each document. What `pad_to` asks beyond the
-    samples is filled as padding is, and counts as one more segment.
+    samples is filled as padding is, in segments no longer than the longest sample: attention
+    kernels write nothing beyond the length they are given, and positions have no more entries.
 
     Args:
         samples: `n >= 1` of them.
@@ -93,7 +96,8 @@ def pack(
 
     Returns:
         Every field, `(1, pad_to, ...)`; `position_ids`, `(1, pad_to)` int64, from 0 in every
-        segment; `cu_seqlens`, `(segments + 1,)` int32, where segments begin and the last ends.
+        segment; `cu_seqlens`, `(segments + 1,)` int32, where segments begin and the last ends;
+        `max_seqlen`, `(longest segment, 0)`: a shape is known on the host wherever its tensor is.
 
     Raises:
         DataError: names or dtypes differ, a field has not one entry per token, or the samples
@@ -109,7 +113,9 @@ def pack(
     spare = pad_to - sum(lengths)
     if spare < 0:
         raise DataError(_too_long(f"{len(samples)} samples from {name_of(0)} on", pad_to))
-    segments = torch.tensor([*lengths, spare] if spare else lengths)
+    longest = max(1, *lengths)
+    whole, rest = divmod(spare, longest)
+    segments = torch.tensor([*lengths, *[longest] * whole, *([rest] if rest else [])])
     ends = segments.cumsum(0)
     fields = {
         name: _grow(torch.cat(column)[None], pad_to, _fill(name))
@@ -118,6 +124,7 @@ def pack(
     positions = torch.arange(pad_to) - (ends - segments).repeat_interleave(segments)
     fields["position_ids"] = positions[None]
     fields["cu_seqlens"] = F.pad(ends, (1, 0)).int()
+    fields["max_seqlen"] = torch.empty(longest, 0)
     return fields
 
 

@@ -237,12 +237,11 @@ class _Assembler(Dataset[Any]):
             return data.name_of(ids[position])
 
         with data.isolated_rng():
-            samples = [data.read(i, seed=self.seed, epoch=request.epoch) for i in ids]
+            samples = data.read_each(ids, seed=self.seed, epoch=request.epoch)
             if data.collate is not None:
                 fields = self._collated(data.collate, samples, request)
             else:
-                for i, sample in zip(ids, samples, strict=True):
-                    data.check_length(i, self._counts(sample))
+                data.check_lengths(ids, [self._counts(sample) for sample in samples])
                 join = pack if request.packed else pad
                 fields = join(samples, self.aligned, request.pad_to, name)
         if fault := value_out_of_range(fields, self.limits):

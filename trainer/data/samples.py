@@ -18,6 +18,8 @@ from torch import Tensor
 from trainer.core.errors import DataError, DoesNotFitError, TrainError
 from trainer.core.out_of_memory import is_out_of_memory
 from trainer.core.world import rng_key
+from trainer.plan.cut import IntArray
+from trainer.plan.permutation import below, mixed
 
 Sample = Mapping[str, Tensor]
 INPUT_IDS = "input_ids"
@@ -130,18 +132,35 @@ def held_out_count(count: int, holdout: float) -> int:
     return 0 if holdout == 0.0 or count <= 1 else min(max(round(count * holdout), 1), count - 1)
 
 
+def held_out_ids(whole: int, held_out: int, seed: int, places: IntArray) -> IntArray:
+    """Give the samples at some places of the held-out side: one of each of `held_out` stretches.
+
+    The stretches of `whole` samples differ by one in size. Both sides keep the order of the data,
+    and neither is a list; `whole * held_out` is below 2^63.
+    """
+    begins, ends = (p * whole // held_out for p in (places, places + 1))
+    draws = mixed(places.astype(np.uint64) ^ np.uint64(rng_key("holdout", seed)))
+    found: IntArray = begins + below(draws, (ends - begins).astype(np.uint64)).astype(np.int64)
+    return found
+
+
+def train_ids(whole: int, held_out: int, seed: int, places: IntArray) -> IntArray:
+    """Give the samples at some places of the side that `held_out_ids` leaves."""
+    # Before stretch `s` lie `floor(s whole / held_out)` samples, all but `s` of them ours.
+    stretches = ((places + 1) * held_out - 1) // (whole - held_out)
+    found: IntArray = places + stretches
+    return found + (found >= held_out_ids(whole, held_out, seed, stretches))
+
+
 def held_out_mask(keys: KeyArray, holdout: float, seed: int) -> npt.NDArray[np.bool_]:
     """Mark the samples that are held out, `(samples,)`; those that share a key stay together.
 
-    The distinct keys are ranked by a hash of (seed, key), SplitMix64's finaliser (Steele, Lea,
-    Flood 2014), and the first of them are held out: the share is exact in keys, and which ones
-    are held out depends neither on the order of the samples nor on the number of copies.
+    The distinct keys are ranked by a hash of (seed, key), and the first of them are held out: the
+    share is exact in keys, and which ones are held out depends neither on the order of the samples
+    nor on the number of copies.
     """
     distinct = np.unique(keys)
-    draws = distinct ^ np.uint64(rng_key("holdout", seed))
-    draws = (draws ^ (draws >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    draws = (draws ^ (draws >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    draws ^= draws >> np.uint64(31)
+    draws = mixed(distinct ^ np.uint64(rng_key("holdout", seed)))
     count = held_out_count(len(distinct), holdout)
     chosen = distinct[np.argsort(draws, kind="stable")[:count]]
     return np.isin(keys, chosen)

@@ -24,12 +24,18 @@ from trainer.data.samples import (
     Samples,
     as_tensors,
     faults_of,
+    held_out_count,
+    held_out_ids,
     held_out_mask,
     num_tokens,
     preserve_generators,
     seed_draws,
+    train_ids,
 )
 from trainer.plan.cut import IntArray
+from trainer.plan.lengths import IdsOf, Lengths, picked
+from trainer.plan.order import VERSION
+from trainer.plan.permutation import DRAWN_WHOLE
 
 PROBES = 64
 """Samples that stand for the contents of a data set in its fingerprint."""
@@ -43,12 +49,13 @@ class DataView:
 
     Args:
         dataset: as the user wrote it, or a view that this one is a part of.
-        positions: `(samples,)`, those of `dataset` that are in it; all by default.
+        count: samples in it; all of `dataset` by default.
+        ids_of: gives their positions in `dataset`; they are the same by default.
         settings: what selected them, for the fingerprint.
+        version: of the rules by which data are split and recognised; a part has its whole's.
 
     Attributes:
         dataset: as the user wrote it.
-        ids: `(samples,)`, indices into that.
         kind: name of its class.
         num_skipped: bad records that were left out of the data set, on either side of a split.
         skipped: the first of them, each with the reason.
@@ -58,17 +65,20 @@ class DataView:
     """
 
     def __init__(
-        self, dataset: Samples | DataView, positions: IntArray | None = None, settings: str = ""
+        self,
+        dataset: Samples | DataView,
+        count: int | None = None,
+        ids_of: IdsOf | None = None,
+        settings: str = "",
+        version: int = VERSION,
     ) -> None:
-        self._whole = dataset if isinstance(dataset, DataView) else None
-        self._settings = settings
+        whole = self._whole = dataset if isinstance(dataset, DataView) else None
+        self._settings, self._ids_of = settings, ids_of
+        self.version: int = version if whole is None else whole.version
         self.dataset: Samples = dataset.dataset if isinstance(dataset, DataView) else dataset
         self.kind = type(self.dataset).__name__
         with faults_of(f"`__len__` of {self.kind}"):
-            count = len(dataset)
-        self._positions = np.arange(count) if positions is None else positions
-        whole = self._whole
-        self.ids: IntArray = self._positions if whole is None else whole.ids[self._positions]
+            self._count = len(dataset) if count is None else count
         self.num_skipped: int = int(self.optional("num_skipped") or 0)
         self.skipped: Sequence[str] = self.optional("skipped") or ()
         if whole is not None:
@@ -80,7 +90,12 @@ class DataView:
         return dataset if isinstance(dataset, DataView) else cls(dataset)
 
     def __len__(self) -> int:
-        return len(self.ids)
+        return self._count
+
+    def ids(self, positions: IntArray) -> IntArray:
+        """Turn positions in this view into indices of the data set as the user wrote it."""
+        within = positions if self._ids_of is None else self._ids_of(positions)
+        return within if self._whole is None else self._whole.ids(within)
 
     def optional(self, name: str) -> Any:  # noqa: ANN401 - whatever it is
         """Give an attribute of the data set that `Samples` lists as optional, or None."""
@@ -105,8 +120,8 @@ class DataView:
         return self.optional("lengths") is not None
 
     @cached_property
-    def lengths(self) -> IntArray:
-        """Tokens of each sample, `(samples,)` int64, at least 1: what planning counts.
+    def lengths(self) -> Lengths:
+        """Tokens of each sample, at least 1: what planning counts.
 
         The data set's `lengths`; else 1 each where the first sample has no one-dimensional
         `input_ids`; else measured by reading every sample once.
@@ -115,17 +130,14 @@ class DataView:
             DataError: `lengths` does not match the data set, or a sample is empty or unreadable.
         """
         if self._whole is not None:
-            part: IntArray = self._whole.lengths[self._positions]
-            return part
-        lengths = self._stated() if self.states_lengths else self._measured()
+            return self._whole.lengths.part(self._ids_of, self._count)
+        lengths = Lengths(self._stated() if self.states_lengths else self._measured())
         if len(lengths) and lengths.min() < 1:
-            i = int(lengths.argmin())
-            raise DataError(
-                f"data: {self.name_of(i)} has length {lengths[i]}; at least 1 is needed"
-            )
-        return lengths.astype(np.int64, copy=False)
+            text = f"has length {lengths.min()}; at least 1 is needed"
+            raise DataError(f"data: {self.name_of(lengths.argmin())} {text}")
+        return lengths
 
-    def _stated(self) -> IntArray:
+    def _stated(self) -> npt.NDArray[Any]:
         with faults_of(f"`lengths` of {self.kind}"):
             lengths = np.asarray(self.optional("lengths"))
         if lengths.shape != (len(self),) or lengths.dtype.kind not in "iu":
@@ -136,10 +148,10 @@ class DataView:
         return lengths
 
     def _measured(self) -> IntArray:
-        lengths = np.ones(len(self), dtype=np.int64)
         with self.isolated_rng():
             if len(self) == 0 or num_tokens(self.read(0, seed=0, epoch=0)) is None:
-                return lengths
+                return np.broadcast_to(np.int64(1), (len(self),))
+            lengths = np.ones(len(self), dtype=np.int64)
             label = f"measuring {len(self)} samples of {self.kind}, which has no `lengths`"
             with progress(label) as advance:
                 for i in range(len(self)):
@@ -152,13 +164,24 @@ class DataView:
                     advance()
         return lengths
 
-    def check_length(self, i: int, counts: Sequence[int]) -> None:
+    def check_lengths(self, positions: Sequence[int], counts: Sequence[Sequence[int]]) -> None:
         """Refuse a sample none of whose `counts` is the length that the data set states."""
-        if self.states_lengths and counts and self.lengths[i] not in counts:
-            raise DataError(
-                f"data: {self.name_of(i)} has {counts[0]} tokens, but `lengths` of the data set "
-                f"says {self.lengths[i]}; it must be token counts"
-            )
+        if not self.states_lengths:
+            return
+        stated = self.lengths[np.array(positions)].tolist()
+        for i, length, each in zip(positions, stated, counts, strict=True):
+            if each and length not in each:
+                raise DataError(
+                    f"data: {self.name_of(i)} has {each[0]} tokens, but `lengths` of the data set "
+                    f"says {length}; it must be token counts"
+                )
+
+    def read_each(
+        self, positions: Sequence[int], *, seed: int, epoch: int
+    ) -> list[dict[str, Tensor]]:
+        """Read some samples; see `read`."""
+        ids = self.ids(np.array(positions)).tolist()
+        return [self._read(i, own, seed, epoch) for i, own in zip(positions, ids, strict=True)]
 
     def read(self, i: int, *, seed: int, epoch: int) -> dict[str, Tensor]:
         """Read one sample, whose draws depend on (seed, epoch, position) alone.
@@ -170,11 +193,14 @@ class DataView:
             DataError: the data set failed, or the sample is no mapping from names to tensors;
                 names the sample.
         """
+        return self.read_each([i], seed=seed, epoch=epoch)[0]
+
+    def _read(self, i: int, own: int, seed: int, epoch: int) -> dict[str, Tensor]:
         if self.draws_randomness:
             seed_draws(rng_key(seed, epoch, i))
         name = partial(self.name_of, i)
         with faults_of(name):
-            sample: Any = self.dataset[int(self.ids[i])]
+            sample: Any = self.dataset[own]
             fields = dict(sample.items()) if isinstance(sample, Mapping) else None
         if fields is None:
             raise DataError(
@@ -195,7 +221,7 @@ class DataView:
         Those are indices of the data set as the user wrote it, before any sample was held out or
         skipped; of a data set that splits itself the `original_ids` that it gives.
         """
-        ids: IntArray = self.ids[np.asarray(positions)]
+        ids = self.ids(np.asarray(positions, dtype=np.int64))
         own = self.optional("original_ids")
         return ids if own is None else np.asarray(own)[ids]
 
@@ -219,7 +245,10 @@ class DataView:
             with faults_of(f"`fingerprint` of {self.kind}"):
                 return str(own() if callable(own) else own)
         digest = hashlib.sha256(f"{kind.__module__}.{kind.__qualname__}|{len(self)}|".encode())
-        digest.update(self.lengths.astype("<i8").tobytes())
+        if self.version == 1 or len(self) <= DRAWN_WHOLE:
+            self.lengths.feed(digest.update)
+        else:
+            digest.update(self.lengths.digest.encode())
         with preserve_generators():
             once, again = self._contents(seed=0), self._contents(seed=1)
         # Two readings that differ draw at random, also where the data set says that they do not.
@@ -252,6 +281,7 @@ def split_by_seed(dataset: Samples | DataView, split: str, holdout: float, seed:
 
     Returns:
         A view in the data set's own order; both sides of one view share its measured lengths.
+        Beyond `DRAWN_WHOLE` samples, in version 2, a formula says what is in it, and no list.
 
     Raises:
         DataError: there is no sample.
@@ -259,9 +289,15 @@ def split_by_seed(dataset: Samples | DataView, split: str, holdout: float, seed:
     whole = DataView.of(dataset)
     if len(whole) == 0:
         raise DataError(f"data: {whole.kind} holds no samples")
-    mask = held_out_mask(np.arange(len(whole), dtype=np.uint64), holdout, seed)
-    positions = np.flatnonzero(mask if split == HELD_OUT else ~mask)
-    return DataView(whole, positions, f"{split}|{holdout!r}|{seed}")
+    settings = f"{split}|{holdout!r}|{seed}"
+    count = held_out_count(len(whole), holdout)
+    ids_of: IdsOf | None = None
+    if count and whole.version > 1 and len(whole) > DRAWN_WHOLE:
+        ids_of = partial(held_out_ids if split == HELD_OUT else train_ids, len(whole), count, seed)
+    elif count:
+        mask = held_out_mask(np.arange(len(whole), dtype=np.uint64), holdout, seed)
+        ids_of = partial(picked, np.flatnonzero(mask if split == HELD_OUT else ~mask))
+    return DataView(whole, count if split == HELD_OUT else len(whole) - count, ids_of, settings)
 
 
 def readable(datasets: Sequence[DataView], seed: int, world: World) -> list[DataView]:
@@ -298,11 +334,12 @@ def readable(datasets: Sequence[DataView], seed: int, world: World) -> list[Data
 def _sound(dataset: DataView, bad: Sequence[tuple[int, str]], lengths: Sequence[int]) -> DataView:
     """Leave bad samples, given by position, out of a view, which takes the measured lengths."""
     if not dataset.states_lengths:
-        dataset.lengths = np.array(lengths, dtype=np.int64)
+        dataset.lengths = Lengths(np.array(lengths, dtype=np.int64))
     if not bad:
         return dataset
     positions = [i for i, _ in bad]
-    return DataView(dataset, np.delete(np.arange(len(dataset)), positions), f"without {positions}")
+    sound = np.delete(np.arange(len(dataset)), positions)
+    return DataView(dataset, len(sound), partial(picked, sound), f"without {positions}")
 
 
 def _read_all(dataset: DataView, seed: int) -> tuple[list[tuple[int, str]], list[int]]:
@@ -338,7 +375,7 @@ def _checked_length(
     if count == 0:
         raise DataError(f"{dataset.name_of(i)} is empty")
     if dataset.collate is None:
-        dataset.check_length(i, [] if count is None else [count])
+        dataset.check_lengths([i], [[] if count is None else [count]])
         if first is not None:
             pad((first[1], sample), (), 0, lambda k: dataset.name_of((first[0], i)[k]))
     return count or 1

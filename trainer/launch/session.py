@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -44,6 +45,7 @@ COMMANDS = {
     "export": export_run,
 }
 
+_NOT_DETERMINISTIC = re.compile(r"(.{1,80}) does not have a deterministic implementation")
 _POLL_S = 0.2
 _CONNECT_S = 10.0  # that one attempt to connect may take
 
@@ -157,6 +159,7 @@ def run_rank(config: RunConfig, folder: Path, world: World, stop: StopFlag) -> i
 
     Raises:
         TrainError: how it ended, where not well, or user code exits the process.
+        ConfigError: an operator is not deterministic, and was to be.
         DoesNotFitError: memory ran out where no smaller cut helps.
     """
     try:
@@ -164,6 +167,11 @@ def run_rank(config: RunConfig, folder: Path, world: World, stop: StopFlag) -> i
     except SystemExit as error:  # it would end the run as if it were done
         raise TrainError(f"{described(error)}: do not exit the process in user code") from error
     except Exception as error:
+        if (found := _NOT_DETERMINISTIC.match(str(error))) is not None:
+            raise ConfigError(
+                f"deterministic={str(config.deterministic).lower()}: {found[1]} has no "
+                "deterministic kernel here; use another operator, or deterministic=false"
+            ) from error
         if not is_out_of_memory(error):
             raise
         text = " ".join(str(error).split())
@@ -246,6 +254,7 @@ def _prepare(config: RunConfig, local_rank: int = 0) -> World:
     """Choose the device, of a world of one rank; make kernels deterministic, where asked for."""
     if config.deterministic is not False:
         torch.use_deterministic_algorithms(mode=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined] # untyped in torch
     if config.deterministic == "layout":
         torch.set_num_threads(1)  # several may sum in another order
     device = choose_device(config, local_rank)

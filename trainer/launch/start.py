@@ -29,6 +29,8 @@ def run(config: RunConfig, folder: Path) -> int:
         TrainError: how the run ended, where it did not end well; its exit code is in status.json.
     """
     set_process_defaults()
+    if config.deterministic is not False:  # cuBLAS refuses else; it reads it when CUDA starts
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     with listening(config) as stop:
         if members := _members(config):
             from trainer.launch.supervise import supervise  # noqa: PLC0415 - only where used

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 
 from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import Fields
+from trainer.models.boundaries import with_boundaries
 
 NAMED = {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
 
@@ -45,7 +46,8 @@ def bind(
     )
 
     def call(fields: Fields) -> Any:  # noqa: ANN401 - models return what they like
-        arguments = fields if takes_all else {n: fields[n] for n in names if n in fields}
+        given = with_boundaries(fields, names)
+        arguments = given if takes_all else {n: given[n] for n in names if n in given}
         missing = [name for name in required if name not in arguments]
         if missing or not arguments:
             lack = f"needs {', '.join(missing)}, none" if missing else "takes none"
@@ -54,8 +56,23 @@ def bind(
                 f"({', '.join(fields) or 'none'}; labels go only to the objective): rename the "
                 "argument, or give it a default"
             )
-        # A fresh context per call: one object is not re-entrant over nested calls.
+        # A fresh context per call: one object is not re-entrant over nested calls. What it casts
+        # is forgotten at its end, but within `casting_once`.
         with torch.autocast(device_type, autocast) if autocast else nullcontext():
             return module(**arguments)
 
     return call
+
+
+def casting_once(module: nn.Module, device_type: str) -> AbstractContextManager[Any]:
+    """Let autocast cast a weight once inside the block, and not in every call of a bound module.
+
+    PyTorch forgets casts where the outermost context ends, which here is one that is off: objective
+    and backward compute as without it. Casts have a graph also where they were made under
+    `no_grad` (torch 2.11 and later, #165068), so that reentrant checkpointing and two passes lose
+    no gradient. They hold half of the bytes of the weights until the block ends, and would be old
+    where weights change in it: a table with `max_norm` scales its own in forward.
+    """
+    tables = (m for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
+    changes = any(table.max_norm is not None for table in tables)
+    return nullcontext() if changes else torch.autocast(device_type, enabled=False)

@@ -6,11 +6,9 @@ and, by options, GPT-2 (learned positions, LayerNorm, GELU, biases).
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Callable
-from functools import cache, cached_property, partial
-from typing import Any, Literal, final
+from functools import partial
+from typing import Literal, final
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +16,7 @@ from torch import Tensor, nn
 
 from trainer.config.rules import heads_fault
 from trainer.core.errors import ConfigError
+from trainer.models.attention import Documents, causal_attention, computed_in, has_varlen_kernel
 
 Rotation = tuple[Tensor, Tensor]
 """Cosines and signed sines, each `(batch or 1, time, 1, 1, head_dim)`."""
@@ -120,11 +119,16 @@ class GPT(nn.Module):
             writes_residual = name.endswith(("attention.out.weight", "mlp.out.weight"))
             nn.init.normal_(parameter, std=own * depth_scale if writes_residual else own)
 
+    def has_packed_kernel(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether one kernel takes all documents of a packed row; `accum.packed=auto` asks."""
+        return has_varlen_kernel(device, dtype, self.head_dim, self.dropout.p)
+
     def forward(
         self,
         input_ids: Tensor,
         cu_seqlens: Tensor | None = None,
         position_ids: Tensor | None = None,
+        max_seqlen: int | None = None,
     ) -> Tensor:
         """Score the next token at every position.
 
@@ -134,6 +138,7 @@ class GPT(nn.Module):
                 the batch is then one row, and no document sees another.
             position_ids: `(batch, time)`, position of each token within its document; `None`
                 counts from the start of the row, or of each packed document.
+            max_seqlen: tokens of the longest packed document, where they fill the row.
 
         Returns:
             Logits, `(batch, time, vocab)`.
@@ -142,14 +147,18 @@ class GPT(nn.Module):
             ConfigError: if a sample is longer than the model takes.
         """
         time = input_ids.shape[1]
+        longest = max_seqlen or time
+        if longest > self.max_length and (cu_seqlens is None or max_seqlen):
+            raise ConfigError(
+                f"model.max_length: {self.max_length} is less than the {longest} tokens of a "
+                f"sample; raise it to {longest}, or type data.max_length={self.max_length}"
+            )
+        dtype = computed_in(self.embedding.weight)
         documents = None
         if cu_seqlens is not None:
-            documents = Documents(cu_seqlens, time, self.max_length)
-        elif time > self.max_length:
-            raise ConfigError(
-                f"model.max_length: {self.max_length} is less than the {time} tokens of a sample; "
-                f"raise it to {time}, or type data.max_length={self.max_length}"
-            )
+            dropout = self.dropout.p if self.training else 0.0
+            has_kernel = has_varlen_kernel(input_ids.device, dtype, self.head_dim, dropout)
+            documents = Documents(cu_seqlens, time, max_seqlen, has_kernel=has_kernel)
         if position_ids is None:
             position_ids = torch.arange(time, device=input_ids.device)[None]
             if documents is not None:
@@ -158,7 +167,7 @@ class GPT(nn.Module):
         x = self.embedding(input_ids)
         rotation = None
         if self.position_embedding is None:
-            rotation = rotary_tables(position_ids, self.head_dim, x.dtype)
+            rotation = rotary_tables(position_ids, self.head_dim, dtype)
         else:
             x = x + self.position_embedding(position_ids)
         x = self.dropout(x)
@@ -258,71 +267,6 @@ class GELU(nn.Module):
         return out
 
 
-@final
-class Documents:
-    """Documents laid end to end in one row; positions after the last form one of their own.
-
-    Args:
-        cu_seqlens: `(documents + 1,)`, where each begins, and the end of the last.
-        time: length of the row.
-        max_length: longest document the model takes.
-    """
-
-    def __init__(self, cu_seqlens: Tensor, time: int, max_length: int) -> None:
-        # The row's end makes a last document of what pads the row, so that kernels leave no
-        # position uninitialised; it is empty where nothing pads. `(documents + 2,)`, int32.
-        self.bounds = F.pad(cu_seqlens, (0, 1), value=time).to(torch.int32)
-        # A bound that needs no look at the data saves a wait for the device.
-        self.longest = min(time, max_length)
-
-    @cached_property
-    def lengths(self) -> list[int]:
-        """Length of each document that is not empty. Waits for the device."""
-        return [length for length in self.bounds.diff().tolist() if length]
-
-    def positions(self, row: Tensor) -> Tensor:
-        """Turn positions in the row, `(1, time)`, into positions within the document."""
-        index = torch.bucketize(row, self.bounds[1:-1], right=True)
-        return row - self.bounds[index]
-
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
-        """Attend within each document, `(1, time, heads, head_dim)` to the same shape."""
-        if dropout == 0.0 and has_varlen_kernel(q):
-            bounds, longest = self.bounds, self.longest
-            out: Tensor = varlen_attention()(q[0], k[0], v[0], bounds, bounds, longest, longest)
-            return out[None]
-        pieces = zip(*(torch.split(x, self.lengths, dim=1) for x in (q, k, v)), strict=True)
-        return torch.cat([causal_attention(q, k, v, dropout) for q, k, v in pieces], dim=1)
-
-
-def has_varlen_kernel(q: Tensor) -> bool:
-    """Whether PyTorch's variable-length attention, a flash kernel without dropout, takes it."""
-    return (
-        q.is_cuda
-        and q.dtype in {torch.float16, torch.bfloat16}
-        and q.shape[-1] % 8 == 0
-        and torch.backends.cuda.is_flash_attention_available()
-        and torch.cuda.get_device_capability(q.device) >= (8, 0)
-    )
-
-
-@cache
-def varlen_attention() -> Callable[..., Any]:
-    """Take PyTorch's variable-length attention, made causal in the installed version's words."""
-    from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415 - registers operators
-
-    has_flag = "is_causal" in inspect.signature(varlen_attn).parameters
-    causal: dict[str, Any] = {"is_causal": True} if has_flag else {"window_size": (-1, 0)}
-    return partial(varlen_attn, **causal)
-
-
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
-    """Attend to the left, `(batch, time, heads, head_dim)` to the same shape."""
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    attended = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
-    return attended.transpose(1, 2)
-
-
 def rotary_tables(position_ids: Tensor, head_dim: int, dtype: torch.dtype) -> Rotation:
     """Compute the angles of rotary position embedding (Su et al. 2021, 2104.09864, eq. 15).
 
@@ -330,14 +274,16 @@ def rotary_tables(position_ids: Tensor, head_dim: int, dtype: torch.dtype) -> Ro
     `.to(bfloat16)`, lost by `to_empty` after the meta device, and saved in checkpoints.
 
     Returns:
-        Cosines and signed sines for `position_ids`, each `(batch, time, 1, 1, head_dim)`.
+        Cosines and signed sines for `position_ids`, each `(batch, time, 1, 1, head_dim)`, rounded
+        to `dtype` once for all layers.
     """
     precise = torch.promote_types(dtype, torch.float32)
     pair = torch.arange(0, head_dim, 2, device=position_ids.device, dtype=precise)
     angles = position_ids[..., None] * torch.pow(10_000.0, -pair / head_dim)
     cos, sin = angles.cos(), angles.sin()
     tables = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
-    return tables[0][:, :, None, None], tables[1][:, :, None, None]
+    cos, sin = (table.to(dtype)[:, :, None, None] for table in tables)
+    return cos, sin
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:

@@ -47,7 +47,7 @@ class ModelLoss(Objective):
 
     def weights(self, fields: Fields) -> Mapping[str, float]:
         """Count the labels that are loss terms, or the samples where there are none."""
-        labels = fields.get("labels")
+        labels = self._apart(fields).get("labels")
         if labels is None:
             return {"model_loss": float(next(iter(fields.values())).shape[0])}
         shifts = self.causal and labels.dim() > 1 and not labels.is_floating_point()
@@ -56,6 +56,7 @@ class ModelLoss(Objective):
 
     def sums(self, model: ModelCall, fields: Fields) -> Sums:
         """Take the loss out of the output of the model."""
+        fields = self._apart(fields)
         if self.reduction == "sum":
             device = next(iter(fields.values())).device
             output = model({**fields, NUM_ITEMS: torch.ones((), device=device)})
@@ -65,6 +66,15 @@ class ModelLoss(Objective):
         # The mean over nothing is NaN. A leaf of its own keeps the step's backward uniform.
         nothing = torch.zeros_like(loss, requires_grad=torch.is_grad_enabled())
         return Sums(losses={"model_loss": loss * weight if weight else nothing})
+
+    def _apart(self, fields: Fields) -> Fields:
+        """Drop the first label of each packed document, which the one before would predict."""
+        labels = fields.get("labels")
+        if not self.causal or "cu_seqlens" not in fields or labels is None:
+            return fields
+        if labels.is_floating_point():
+            return fields
+        return {**fields, "labels": labels.masked_fill(fields["position_ids"] == 0, IGNORED)}
 
 
 def _loss_of(output: Any) -> Tensor:  # noqa: ANN401 - models return what they like

@@ -11,7 +11,8 @@ have: everything here sums, and undoes the division that a reducer makes on its 
                            reduce-scatter per block that leaves each rank its shard (FSDP2)
 
 or, in lockstep, `begin_lockstep()` and every micro-batch within `reducing()`, which reduces it
-right away. A sync policy (`sync.py`) decides *when* gradients are reduced; this room knows *how*.
+right away; or `begin_overlap()` and the last micro-batch within `overlapping()`, which sends what
+it completes. A sync policy (`sync.py`) decides *when* gradients are reduced; this room knows *how*.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -29,10 +30,8 @@ from torch import Tensor, nn
 
 from trainer.core.micro_batch import Fields
 from trainer.core.world import World
-
-BUCKET_BYTES = 8 * 2**20
-"""Small gradients are packed into buckets of this size, since each all-reduce costs a latency
-(30 us on one machine); larger ones are reduced where they lie."""
+from trainer.parallel.overlap import Overlap
+from trainer.plan.traffic import BUCKETS
 
 IN_FLIGHT = 2
 """Buckets that travel at a time: one is packed or unpacked while another is on its way."""
@@ -85,6 +84,17 @@ class Parallel(ABC):
         """
         self.gather()
 
+    def begin_overlap(self) -> None:
+        """Begin a step whose last backward may send gradients, instead of `gather`. Collective.
+
+        `make_room`, or `drop_gradients` where this rank failed, then sends the rest.
+        """
+        self.gather()
+
+    def overlapping(self) -> AbstractContextManager[None]:
+        """Wrap the last micro-batch of this rank: its gradients travel while backward goes on."""
+        return nullcontext()
+
     @abstractmethod
     def reducing(self, *, across: bool) -> AbstractContextManager[None]:
         """Wrap a forward and backward that reduces its own gradient. Collective.
@@ -122,26 +132,34 @@ class Replicated(Parallel):
     runs out. Weights must be the same on every rank.
     """
 
+    # Small gradients are packed into buckets of this size, since each all-reduce costs a latency
+    # (30 us on one machine); larger ones are reduced where they lie.
+    bucket_bytes: int = BUCKETS[0]
     # Memory for buckets on their way, by dtype and slot.
     _staging: dict[tuple[torch.dtype, int], Tensor] = field(default_factory=dict, init=False)
+    _overlap: Overlap | None = field(default=None, init=False)
 
     def gather(self) -> None:
         """Set memory aside for the reduction, so that it cannot run out once ranks have agreed."""
         self._in_lockstep = False
-        for bucket in buckets(self.parameters) if self.world.size > 1 else ():
+        for bucket in self._buckets(self.parameters) if self.world.size > 1 else ():
             if len(bucket) > 1 or not bucket[0].is_contiguous():
                 for slot in range(IN_FLIGHT):
                     self._stage(bucket, slot)
 
     def used(self) -> Sequence[bool]:
         """See the base class."""
+        if self._overlap is not None and self._overlap.is_open:
+            return self._overlap.used()
         if self._live:
             return [index in self._live for index in range(len(self.parameters))]
         return [p.grad is not None for p in self.parameters]
 
     def make_room(self) -> None:
         """See the base class: this rank may lack a gradient that another one has."""
-        if self.world.size > 1:
+        if self._overlap is not None and self._overlap.is_open:
+            self._overlap.finish()
+        elif self.world.size > 1:
             for parameter in self.parameters:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
@@ -150,7 +168,7 @@ class Replicated(Parallel):
         """See the base class."""
         if self.world.size == 1:
             return
-        if not self._in_lockstep:
+        if not self._in_lockstep and self._overlap is None:
             self.make_room()
             self._sum([p for p, flag in zip(self.parameters, used, strict=True) if flag])
         self._live.clear()
@@ -159,12 +177,15 @@ class Replicated(Parallel):
     def _sum(self, parameters: Sequence[nn.Parameter]) -> None:
         """All-reduce gradients bucket by bucket, while the one before is on its way."""
         flying: deque[Callable[[], None]] = deque()
-        for index, bucket in enumerate(buckets(parameters)):
+        for index, bucket in enumerate(self._buckets(parameters)):
             if len(flying) == IN_FLIGHT:
                 flying.popleft()()
             flying.append(self._send(bucket, index % IN_FLIGHT))
         for land in flying:
             land()
+
+    def _buckets(self, parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+        return buckets(parameters, self.bucket_bytes)
 
     def _send(self, bucket: Sequence[nn.Parameter], slot: int) -> Callable[[], None]:
         """Begin to sum the gradients of a bucket; what is returned waits and puts them back."""
@@ -191,6 +212,23 @@ class Replicated(Parallel):
             memory = torch.empty(size, dtype=dtype, device=self.world.device)
             self._staging[dtype, slot] = memory
         return memory[:size]
+
+    def begin_overlap(self) -> None:
+        """See the base class: backward reaches the last parameters first."""
+        if self.world.size > 1:
+            reverse = [*self._buckets([*reversed(self.parameters)])]
+            self._overlap = self._overlap or Overlap(self.parameters, reverse, self.world)
+            self._overlap.begin()
+
+    def overlapping(self) -> AbstractContextManager[None]:
+        """See the base class."""
+        return nullcontext() if self._overlap is None else self._overlap.last()
+
+    def drop_gradients(self) -> None:
+        """See the base class."""
+        if self._overlap is not None and self._overlap.is_open:
+            self._overlap.finish()  # which the other ranks wait for
+        super().drop_gradients()
 
     def begin_lockstep(self) -> None:
         """See the base class."""
@@ -236,21 +274,23 @@ def total_norm(grads: Sequence[Tensor]) -> Tensor:
     return norm
 
 
-def buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+def buckets(
+    parameters: Sequence[nn.Parameter], most: int = BUCKETS[0]
+) -> Iterator[list[nn.Parameter]]:
     """Group parameters whose gradients are reduced together, the same on every rank.
 
     Yields:
-        Those of one dtype, in order, of up to `BUCKET_BYTES`; a larger one alone.
+        Those of one dtype, in order, of up to `most` bytes; a larger one alone.
     """
     for dtype in dict.fromkeys(p.dtype for p in parameters):
         bucket: list[nn.Parameter] = []
-        room = BUCKET_BYTES
+        room = most
         for parameter in parameters:
             if parameter.dtype != dtype:
                 continue
             if bucket and parameter.nbytes > room:
                 yield bucket
-                bucket, room = [], BUCKET_BYTES
+                bucket, room = [], most
             bucket.append(parameter)
             room -= parameter.nbytes
         yield bucket

@@ -3,7 +3,10 @@
 The default form is a window: parameters are gathered once, no collective runs while micro-batches
 compute, and one reduce-scatter per block ends it. FSDP2 itself can only reduce within a backward,
 before ranks could agree, so the window's end is ours. Within the window a rank holds all parameters
-and, in fp32, all gradients; shards alone remain between windows.
+and all gradients; shards alone remain between windows.
+
+Under bf16 or fp16 parameters are gathered in that type, 2 bytes each, and a backward's gradients
+are of it; they are added up and reduced in the type of the shards, which is fp32.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from trainer.core.errors import ConfigError
@@ -44,6 +47,7 @@ class Sharded(Parallel):
         mesh: of the ranks; None makes it.
         draw: gives a parameter's first value by its name, whole, the same on every rank; None
             leaves the shards of a model on the meta device to be loaded.
+        dtype: that fp32 parameters are gathered in; None gathers them as they are.
 
     Raises:
         ConfigError: a parameter cannot be sharded.
@@ -59,6 +63,7 @@ class Sharded(Parallel):
         replicas: int = 1,
         mesh: DeviceMesh | None = None,
         draw: Callable[[str], Tensor] | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         for name, parameter in module.named_parameters():
             if parameter.dim() == 0:
@@ -70,11 +75,14 @@ class Sharded(Parallel):
         # Objectives make new tensors of what a model returns; they write into none of them.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
         mesh = mesh or _mesh(world, replicas)
+        # Autocast casts inputs where an operator asks for it, as it does without shards.
+        reduce_dtype = None if dtype is None else torch.float32
+        policy = MixedPrecisionPolicy(dtype, reduce_dtype, cast_forward_inputs=False)
         parts: list[nn.Module] = [*blocks, module]
         for part in parts:
             # FSDP2 looks for the tensors whose backward it waits for in containers alone.
             part.register_forward_hook(open_object)
-            fully_shard(part, mesh=mesh)
+            fully_shard(part, mesh=mesh, mp_policy=policy)
             part.register_forward_hook(close_object)
         _give_memory(module, world.device, draw)
         self._shards = dict(module.named_parameters())
@@ -104,6 +112,8 @@ class Sharded(Parallel):
             unit.unshard()
         # FSDP2 makes them in the first gather, and goes on with the same objects.
         self._whole = self._whole or dict(self.module.named_parameters())
+        for name, whole in self._trained().items():
+            whole.grad_dtype = self._shards[name].dtype
 
     def release(self) -> None:
         """See the base class; a forward that failed half-way may have left a group in it."""
@@ -119,11 +129,13 @@ class Sharded(Parallel):
                     f"model: forward writes into {name}, a sharded parameter, which loses it: "
                     "make it a buffer, or use parallel=ddp"
                 )
-        whole = enumerate(self._trained())
-        return [p.grad is not None or index in self._live for index, p in whole]
+        return [
+            whole.grad is not None or index in self._live
+            for index, whole in enumerate(self._trained().values())
+        ]
 
-    def _trained(self) -> list[nn.Parameter]:
-        return [self._whole[name] for name, p in self._shards.items() if p.requires_grad]
+    def _trained(self) -> dict[str, nn.Parameter]:
+        return {name: self._whole[name] for name, p in self._shards.items() if p.requires_grad}
 
     def make_room(self) -> None:
         """See the base class: the buffer of the largest block, and all shards of the gradient.
@@ -182,11 +194,13 @@ class Sharded(Parallel):
         if self._order is None:
             # Reduced gradients do not tell who used a parameter, so each tells it in backward.
             self.gather()
-            for index, parameter in enumerate(self._trained()):
+            for index, parameter in enumerate(self._trained().values()):
                 hook: Any = parameter.register_post_accumulate_grad_hook
                 hook(lambda _, index=index: self._live.add(index))
             self.release()
             self._order = BlockOrder(self.module, self.world)
+        for whole in self._trained().values():
+            whole.grad_dtype = whole.dtype  # FSDP2 casts as it reduces, zeros as well
         self._live.clear()
         self._in_lockstep = True
 

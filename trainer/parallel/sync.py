@@ -68,6 +68,30 @@ class Deferred(SyncPolicy):
         return Moves(gathers=1, reductions=1, across=1)
 
 
+@final
+@dataclass(frozen=True)
+class Overlapped(SyncPolicy):
+    """One reduction a step of whole copies, sent while the last backward of a rank goes on.
+
+    Ranks agree after it: a step that failed somewhere is dropped on all and replayed.
+    """
+
+    name = "overlapped"
+
+    def gather(self, model: Parallel) -> None:
+        """See the base class."""
+        model.begin_overlap()
+
+    def micro_batch(self, model: Parallel, *, is_last: bool) -> AbstractContextManager[None]:
+        """See the base class."""
+        model.world.note_micro_batch()
+        return model.overlapping() if is_last else nullcontext()
+
+    def moves(self, micro_batches: float) -> Moves:
+        """See the base class."""
+        return Moves(gathers=1, reductions=1, across=1, needs_whole=True)
+
+
 class _EachMicroBatch(SyncPolicy):
     """A reduction in every micro-batch."""
 
@@ -116,5 +140,5 @@ class Exact(_EachMicroBatch):
     lockstep = False  # a rank's micro-batch only joins its own sums
 
 
-POLICIES: tuple[SyncPolicy, ...] = (Deferred(), Hierarchical(), Immediate())
+POLICIES: tuple[SyncPolicy, ...] = (Deferred(), Overlapped(), Hierarchical(), Immediate())
 """What `sync=auto` weighs, the one that sends least first."""

@@ -10,7 +10,7 @@ To add one, subclass `Cut` and name the class in a YAML file of the group `accum
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar, final
@@ -165,16 +165,32 @@ class Plan:
             return "does not hold every sample of the global batch exactly once"
         if layout.lockstep and len({len(slots) for slots in self.ranks}) > 1:
             return "has different numbers of micro-batches on ranks that run in lockstep"
+        tokens = per_slot(np.add if self.packed else np.maximum, self.lengths, self.ranks)
+        room = np.array([length for slots in self.padded_lengths for length in slots])
+        for index in np.flatnonzero(tokens > room).tolist()[:1]:
+            rank, slot = list(self.slots())[index]
+            return f"cuts tokens off in micro-batch {slot} of rank {rank}"
         size = layout.group_size
-        for rank, slot in self.slots():
-            ids = self.ranks[rank][slot]
-            tokens = self.lengths[ids].tolist() or [0]
-            if (sum if self.packed else max)(tokens) > self.padded_lengths[rank][slot]:
-                return f"cuts tokens off in micro-batch {slot} of rank {rank}"
+        for ids in flat if size > 1 else ():
             groups = (ids[::size, None] // size * size + np.arange(size)).ravel()
-            if size > 1 and not np.array_equal(ids, groups[: len(ids)]):
+            if not np.array_equal(ids, groups[: len(ids)]):
                 return f"divides a group of {size} samples that must stay together"
         return None
+
+
+def per_slot(combine: np.ufunc, values: IntArray, ranks: Sequence[Sequence[IntArray]]) -> IntArray:
+    """Combine a value of every sample to one of every micro-batch, rank by rank; 0 if it is empty.
+
+    For all at once: on 1,024 ranks there are thousands of them.
+    """
+    slots = [ids for own in ranks for ids in own]
+    sizes = np.array([len(ids) for ids in slots], dtype=np.int64)
+    is_full = sizes > 0
+    found = np.zeros(len(slots), dtype=np.int64)
+    if is_full.any():
+        begins = (np.cumsum(sizes) - sizes)[is_full]
+        found[is_full] = combine.reduceat(values[np.concatenate(slots)], begins)
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,15 +6,20 @@ knows nothing of ranks, micro-batches, workers or restarts, so none of them can 
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, final
+from typing import Any, Literal, final
 
 import numpy as np
+import numpy.typing as npt
 
 from trainer.core.errors import ConfigError, DataError
 from trainer.plan.cut import IntArray
+from trainer.plan.lengths import CHUNK, Lengths
+from trainer.plan.permutation import DRAWN_WHOLE, Bijection, drawn_whole
+
+VERSION = 2
+FIRST_LOOK = 1024  # samples whose tokens are summed at first, where a step counts tokens
 
 
 @final
@@ -43,10 +48,10 @@ class GlobalBatch:
 class Order:
     """Cuts the permutation of every epoch into global batches.
 
-    Epoch `e` is the stable argsort of raw Philox draws keyed by `(seed, e)`: a stream that NumPy
-    keeps across versions, unlike those of its distributions. A global batch never crosses an
-    epoch. One epoch's permutation is in memory at a time: 8 bytes per sample, 16 under
-    `unit="tokens"`.
+    Epoch `e` is permuted by the key `(seed, e)`. In version 2 a step costs its own samples, in time
+    and in memory, wherever in an epoch it is: beyond `DRAWN_WHOLE` samples a `Bijection` gives
+    their ids. Up to there, and in version 1 always, the permutation is drawn whole: 8 bytes a
+    sample, and a sort an epoch. A global batch never crosses an epoch.
 
     Args:
         num_samples: samples of the training split.
@@ -56,6 +61,7 @@ class Order:
             makes the sum reach it.
         tail: what becomes of an epoch's last samples that do not fill a global batch.
         lengths: `(num_samples,)`, tokens of each sample; needed under `unit="tokens"` only.
+        version: of the permutation, 1 or 2; a run keeps the one that it began with.
 
     Raises:
         ConfigError: `global_batch` is below 1.
@@ -69,18 +75,24 @@ class Order:
         global_batch: int,
         unit: Literal["samples", "tokens"] = "samples",
         tail: Literal["keep", "drop"] = "keep",
-        lengths: IntArray | None = None,
+        lengths: Lengths | npt.NDArray[Any] | None = None,
+        version: int = VERSION,
     ) -> None:
         if global_batch < 1:
             raise ConfigError(f"batch.global={global_batch}: must be at least 1")
         self.num_samples, self.seed, self.global_batch = num_samples, seed, global_batch
         self.keeps_tail = tail == "keep"
-        self._lengths = np.asarray(lengths, dtype=np.int64) if unit == "tokens" else None
-        # The epoch that is open, its permutation, and the token sums along it.
-        self._epoch: tuple[int, IntArray, IntArray] | None = None
+        self._is_whole = version == 1 or num_samples <= DRAWN_WHOLE
+        self._lengths: Lengths | None = None
+        if unit == "tokens" and lengths is not None:
+            self._lengths = Lengths.of(lengths)
+        # The epoch that is open: its number, and its permutation, drawn or not.
+        self._epoch: tuple[int, IntArray | Bijection] | None = None
         if num_samples < 1:
             raise DataError("data: the training split holds no samples")
-        total = num_samples if self._lengths is None else int(self._lengths.sum())
+        total = num_samples
+        if not self.keeps_tail and self._lengths is not None:
+            total = self._lengths.sum()
         if not self.keeps_tail and total < global_batch:
             raise DataError(
                 f"batch.tail=drop leaves no step: an epoch holds {total} {unit}, fewer than "
@@ -94,18 +106,28 @@ class Order:
 
     @cached_property
     def steps_per_epoch(self) -> int:
-        """Steps of the first epoch; of every epoch under `unit="samples"`."""
-        return self._count_steps(0)
+        """Steps of the first epoch; of every epoch under `unit="samples"`.
+
+        Under `unit="tokens"` and beyond `DRAWN_WHOLE` samples, the number that is expected of a
+        random order, some 0.1 % off at most: to count them reads all lengths, in random order.
+        """
+        lengths = self._lengths
+        if lengths is None or lengths.is_constant or self.num_samples <= DRAWN_WHOLE:
+            return self._count_steps(0)
+        some = lengths[lengths.sample()]
+        # A step passes its target by half of the sample over a random token (renewal theory).
+        beyond = float(some @ some) / (2.0 * float(some.sum())) - 0.5
+        return max(1, round(lengths.sum() / (self.global_batch + beyond)))
 
     def next(self, cursor: Cursor) -> GlobalBatch:
         """Take the global batch that follows `cursor`: `start`, or `after` of the batch before.
 
         A cursor of an order with another `global_batch` is welcome: the epoch goes on from its
-        offset. Costs O(global batch), and a sort where it enters another epoch.
+        offset. Costs O(global batch), and a sort where it enters another epoch that is drawn whole.
         """
         cursor = self._enter(cursor)
         stop, is_tail = self._end_of_batch(cursor.epoch, cursor.offset)
-        ids = self._open(cursor.epoch)[0][cursor.offset : stop].copy()
+        ids = self._ids(cursor.epoch, cursor.offset, stop)
         after = Cursor(cursor.step + 1, cursor.epoch, stop, cursor.samples + len(ids))
         return GlobalBatch(ids=ids, epoch=cursor.epoch, is_tail=is_tail, after=self._enter(after))
 
@@ -113,16 +135,22 @@ class Order:
     def most_samples(self) -> int:
         """A bound on the samples of any step of any epoch.
 
-        Under `unit="tokens"` it is what a step of the shortest samples alone would take; sorts.
+        Under `unit="tokens"` it is what a step of the shortest samples alone would take; beyond
+        `DRAWN_WHOLE` samples as if all were as short as the shortest.
         """
         count = self.global_batch
-        if self._lengths is not None:
-            sums = np.cumsum(np.sort(self._lengths))
-            count = int(np.searchsorted(sums, self.global_batch)) + 1
+        if self._lengths is not None and self.num_samples <= DRAWN_WHOLE:
+            count = int(np.searchsorted(np.cumsum(np.sort(self._lengths[:])), count)) + 1
+        elif self._lengths is not None:
+            count = -(-count // self._lengths.min())
         return min(count, self.num_samples)
 
     def num_steps(self, epochs: int) -> int:
-        """Count the steps of the first `epochs` epochs; `unit="tokens"` sorts each of them."""
+        """Count the steps of the first `epochs` epochs.
+
+        Exactly: under `unit="tokens"` all lengths are read in the order of each epoch, some 0.1 us
+        a sample.
+        """
         if self._lengths is None:
             return epochs * self.steps_per_epoch
         return sum(self._count_steps(epoch) for epoch in range(epochs))
@@ -131,24 +159,30 @@ class Order:
         """Express a position in epochs: 1.5 is the middle of the second."""
         return cursor.epoch + cursor.offset / self.num_samples
 
-    def _open(self, number: int) -> tuple[IntArray, IntArray]:
-        """Give an epoch's permutation, and its token sums if it has lengths."""
-        epoch = self._epoch
-        if epoch is None or epoch[0] != number:  # sorts
-            permutation = _permutation(self.num_samples, self.seed, number)
-            lengths = permutation[:0] if self._lengths is None else self._lengths[permutation]
-            epoch = self._epoch = number, permutation, np.cumsum(lengths)
-        return epoch[1:]
+    def _ids(self, number: int, start: int, stop: int) -> IntArray:
+        """Give the samples at some places of an epoch's permutation."""
+        if self._epoch is None or self._epoch[0] != number:
+            key = f"{self.seed}\x1f{number}"
+            make = drawn_whole if self._is_whole else Bijection
+            self._epoch = number, make(self.num_samples, key)
+        permutation = self._epoch[1]
+        if isinstance(permutation, Bijection):
+            return permutation(np.arange(start, stop))
+        return permutation[start:stop].copy()
 
     def _end_of_batch(self, number: int, offset: int) -> tuple[int, bool]:
         """Find where the batch from `offset` ends, and whether the epoch cuts it short."""
         if self._lengths is None:
             stop = offset + self.global_batch
-        else:
-            _, sums = self._open(number)
-            before = int(sums[offset - 1]) if offset else 0
-            stop = int(np.searchsorted(sums, before + self.global_batch)) + 1
-        return min(stop, self.num_samples), stop > self.num_samples
+            return min(stop, self.num_samples), stop > self.num_samples
+        reached, size = 0, FIRST_LOOK
+        while offset < self.num_samples:
+            stop = min(offset + size, self.num_samples)
+            sums = reached + np.cumsum(self._lengths[self._ids(number, offset, stop)])
+            if sums[-1] >= self.global_batch:
+                return offset + int(np.searchsorted(sums, self.global_batch)) + 1, False
+            reached, offset, size = int(sums[-1]), stop, 2 * size
+        return self.num_samples, True
 
     def _enter(self, cursor: Cursor) -> Cursor:
         """Move a position from which its epoch offers no further step to the next epoch."""
@@ -158,17 +192,19 @@ class Order:
         return Cursor(cursor.step, cursor.epoch + 1, 0, cursor.samples) if is_over else cursor
 
     def _count_steps(self, number: int) -> int:
-        if self._lengths is None:
-            full, rest = divmod(self.num_samples, self.global_batch)
+        """Count the steps of an epoch; of tokens in chunks, each of which takes the rest along."""
+        lengths, size = self._lengths, self.global_batch
+        if lengths is not None and lengths.is_constant:
+            size = -(-size // lengths.max())
+        if lengths is None or lengths.is_constant:
+            full, rest = divmod(self.num_samples, size)
             return full + (1 if rest and self.keeps_tail else 0)
-        count = offset = 0
-        while offset < self.num_samples:
-            offset, is_tail = self._end_of_batch(number, offset)
-            count += 1 if self.keeps_tail or not is_tail else 0
-        return count
-
-
-def _permutation(num_samples: int, seed: int, epoch: int) -> IntArray:
-    digest = hashlib.blake2b(f"{seed}\x1f{epoch}".encode(), digest_size=16, person=b"order")
-    stream = np.random.Philox(key=int.from_bytes(digest.digest(), "little"))
-    return np.argsort(stream.random_raw(num_samples), kind="stable")
+        count = rest = 0
+        for start in range(0, self.num_samples, CHUNK):
+            ids = self._ids(number, start, min(start + CHUNK, self.num_samples))
+            sums = rest + np.cumsum(lengths[ids])
+            begun = 0
+            while (end := int(np.searchsorted(sums, begun + size))) < len(sums):
+                count, begun = count + 1, int(sums[end])
+            rest = int(sums[-1]) - begun
+        return count + (1 if rest and self.keeps_tail else 0)

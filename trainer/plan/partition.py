@@ -19,14 +19,15 @@ import heapq
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import groupby, pairwise
+from itertools import groupby, islice, pairwise
 from math import fsum
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from trainer.plan.cut import Cost, FloatArray, IntArray, Layout, Plan
+from trainer.plan.cut import Cost, FloatArray, IntArray, Layout, Plan, per_slot
+from trainer.plan.many_ranks import FEW_SAMPLES, MANY_RANKS, deal_in_blocks, starts_of_all
 from trainer.plan.slots import fill_slots
 
 # Lengths among which `ladder` chooses; more would cost time and save no padding to speak of
@@ -55,8 +56,7 @@ def partition(lengths: IntArray, layout: Layout, cap: int, max_micro: int | None
         ranks = _cut_in_lockstep(longest_first, padded, layout.world_size, cost, cap, limit)
     else:
         shares = deal_by_cost(cost.per_sample(padded[longest_first]), layout.world_size)
-        own = [longest_first[share] for share in shares]
-        ranks = [split(mine, cut_sorted(padded[mine], cap, cost, limit)) for mine in own]
+        ranks = _cut_apart([longest_first[share] for share in shares], padded, cost, cap, limit)
     return padded_apart(samples_of_groups(ranks, size, len(lengths)), lengths, layout)
 
 
@@ -69,10 +69,12 @@ def samples_of_groups(
     ranks: Sequence[Sequence[IntArray]], group_size: int, num_samples: int
 ) -> list[list[IntArray]]:
     """List the samples of each slot's groups, group by group; the last of all may be short."""
+    if group_size == 1:
+        return [list(slots) for slots in ranks]
 
     def samples(groups: IntArray) -> IntArray:
         ids: IntArray = np.sort(groups)[:, None] * group_size + np.arange(group_size)
-        return groups if group_size == 1 else ids[ids < num_samples]
+        return ids[ids < num_samples]
 
     return [[samples(slot) for slot in slots] for slots in ranks]
 
@@ -102,17 +104,18 @@ def padded_apart(
     if cap is not None and layout.max_shapes is not None:
         step *= -(-cap // layout.max_shapes // step)
 
-    def length(own: IntArray) -> int:
-        if not len(own) or not layout.packed:
-            return int(own.max(initial=0))
-        num_tokens = int(own.sum())
-        rounded = -(-max(num_tokens, 1) // step) * step
-        return rounded if cap is None else max(num_tokens, min(rounded, cap))
+    def length(own: int) -> int:
+        if not layout.packed or not own:
+            return own
+        rounded = -(-own // step) * step
+        return rounded if cap is None else max(own, min(rounded, cap))
 
+    combined = per_slot(np.add if layout.packed else np.maximum, padded, ranks)
+    found = map(length, combined.tolist())
     return Plan(
         ranks=tuple(map(tuple, ranks)),
         lengths=lengths,
-        padded_lengths=tuple(tuple(length(padded[slot]) for slot in slots) for slots in ranks),
+        padded_lengths=tuple(tuple(islice(found, len(slots))) for slots in ranks),
         packed=layout.packed,
         group_size=layout.group_size,
     )
@@ -150,7 +153,34 @@ def ladder(lengths: IntArray, max_shapes: int, cost: Cost) -> tuple[int, ...]:
     return tuple(int(tops[index]) for index in reversed(chosen))
 
 
-def cut_sorted(lengths: IntArray, cap: int, cost: Cost, max_micro: int) -> IntArray:
+def _cut_apart(
+    shares: Sequence[IntArray], padded: IntArray, cost: Cost, cap: int, max_micro: int
+) -> list[tuple[IntArray, ...]]:
+    """Cut the samples of each rank, longest first, as `cut_sorted` does."""
+    sizes = np.array([len(share) for share in shares])
+    if len(shares) < MANY_RANKS or max(sizes) > FEW_SAMPLES:
+        return [split(own, cut_sorted(padded[own], cap, cost, max_micro)) for own in shares]
+    is_sample = np.arange(max(sizes)) < sizes[:, None]
+    samples, table = np.concatenate(shares), np.ones(is_sample.shape, dtype=np.int64)
+    table[is_sample] = padded[samples]
+    most = np.maximum(1, np.minimum(cap // table, max_micro))
+    is_start = starts_of_all(cost.per_sample(table), most, sizes, cost.fixed)
+    rank, place = np.nonzero(is_start)
+    lengths = table[rank, place]
+    is_equal = (lengths[1:] == lengths[:-1]) & (rank[1:] == rank[:-1])
+    shortest = table[np.arange(len(shares)), sizes - 1]
+    is_constant = (table[:, 0] == shortest) & (sizes > 0)
+    for row in np.flatnonzero(is_constant | np.isin(np.arange(len(shares)), rank[1:][is_equal])):
+        own, starts = table[row, : sizes[row]], np.flatnonzero(is_start[row])
+        is_start[row] = False
+        is_start[row, cut_sorted(own, cap, cost, max_micro, starts)] = True
+    slots = iter(split(samples, np.flatnonzero(is_start[is_sample])))
+    return [tuple(islice(slots, count)) for count in is_start.sum(axis=1).tolist()]
+
+
+def cut_sorted(
+    lengths: IntArray, cap: int, cost: Cost, max_micro: int, found: IntArray | None = None
+) -> IntArray:
     """Cut samples sorted longest first into consecutive micro-batches at the least total cost.
 
         V(i) = min over 1 <= k <= K_i of  fixed + k c(s_i) + V(i + k),    V(n) = 0
@@ -163,7 +193,8 @@ def cut_sorted(lengths: IntArray, cap: int, cost: Cost, max_micro: int) -> IntAr
     cap, where scanning the window costs `O(n cap / s)`.
 
     Gives where each micro-batch begins, `(num_micro_batches,)`. Those of one padded length, which
-    cost the same however they share their samples, are as even as they can be.
+    cost the same however they share their samples, are as even as they can be. `found` are such
+    starts before they are evened.
     """
     num_samples = len(lengths)
     if num_samples == 0:
@@ -171,10 +202,12 @@ def cut_sorted(lengths: IntArray, cap: int, cost: Cost, max_micro: int) -> IntAr
     most = np.maximum(1, np.minimum(cap // lengths, max_micro))
     if lengths[0] == lengths[-1]:
         return even_starts(num_samples, -(-num_samples // int(most[0])))
-    ends = _cheapest_ends(cost.per_sample(lengths), most, cost.fixed)
-    starts = [0]
-    while (end := ends[starts[-1]]) < num_samples:
-        starts.append(end)
+    if found is not None:
+        starts = found.tolist()
+    else:
+        ends, starts = _cheapest_ends(cost.per_sample(lengths), most, cost.fixed), [0]
+        while (end := ends[starts[-1]]) < num_samples:
+            starts.append(end)
     return np.asarray(_evened(starts, lengths.tolist()), dtype=np.int64)
 
 
@@ -232,6 +265,8 @@ def deal_by_cost(costs: FloatArray, world_size: int) -> list[IntArray]:
     and at most `mean + (1 - 1/W) max`. Karmarkar-Karp costs ten times as much and is not measurably
     better. Gives each rank's indices, ascending.
     """
+    if world_size >= MANY_RANKS:
+        return deal_in_blocks(costs, world_size)
     shares: list[list[int]] = [[] for _ in range(world_size)]
     loads = [(0.0, rank) for rank in range(world_size)]
     for index, cost in enumerate(costs.tolist()):

@@ -6,12 +6,22 @@ all-gather or a reduce-scatter half of it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
 # Share of the memory that whole parameters and gradients may take; activations need the rest
 MOST_OF_MEMORY = 0.5
+
+
+# Share of a micro-batch that is its backward
+BACKWARD = 2 / 3
+
+# Bytes of a bucket of small gradients: the least and the most
+BUCKETS = 2**23, 2**27
+# How many times its latency a bucket travels for at least
+LATENCIES = 10
 
 
 @final
@@ -34,6 +44,7 @@ class Work:
     micro_batches: float
     seconds: float | None = None  # of a micro-batch's forward and backward; None where not timed
     overlaps: bool = False  # whether the device computes while collectives travel
+    overlaps_backward: bool = False  # and its gradients come one by one, in one backward
     scatters_whole: bool = False  # a reduce-scatter sends what an all-reduce would, as gloo's does
 
 
@@ -65,6 +76,7 @@ class Moves:
     reductions: float  # of all gradients, likewise
     across: float  # of all gradients, between copies
     needs_copies: bool = False  # it is for several copies in shards alone
+    needs_whole: bool = False  # it is for whole copies alone, and sends while backward goes on
 
 
 @final
@@ -78,6 +90,7 @@ class Bulk:
     replicas: int  # copies of the model
     limit_bytes: int  # memory of one rank for tensors
     groups: int = 1  # parts of the model that are gathered and reduced each on its own
+    gathered_bytes: int | None = None  # of the parameters as shards gather them; None as they are
 
 
 def row(
@@ -91,8 +104,9 @@ def row(
 ) -> Traffic:
     """Work out what one policy costs; without a network, not its time."""
     shard, size = bulk.shard, bulk.model_bytes
+    weights = size if bulk.gathered_bytes is None else bulk.gathered_bytes
     ring = (shard - 1) / shard
-    gathered, reduced = moves.gathers * size * ring, moves.reductions * size * ring
+    gathered, reduced = moves.gathers * weights * ring, moves.reductions * size * ring
     across = moves.across * 2 * size / shard * (bulk.replicas - 1) / bulk.replicas
     seconds = exposed = None
     if network is not None:
@@ -109,8 +123,14 @@ def row(
             # rest does as far as computing takes as long.
             edges = seconds / max(1.0, work.micro_batches) / max(1, bulk.groups)
             exposed = max(edges, seconds - work.micro_batches * (work.seconds or 0.0))
+        if work.overlaps_backward and moves.needs_whole:
+            # All but the last bucket may hide behind the last backward.
+            backward = BACKWARD * (work.seconds or 0.0)
+            exposed = max(seconds / max(1, bulk.groups), seconds - backward)
     # Whole parameters and gradients; under ddp what is reduced already waits aside, a second one.
-    unsharded = size * ({"ddp": 3}.get(bulk.mode, 0) if lockstep else 2)
+    unsharded = size + weights
+    if lockstep:
+        unsharded = 3 * size if bulk.mode == "ddp" else 0
     return Traffic(
         policy=policy,
         within=gathered + reduced * (2 if work.scatters_whole else 1),
@@ -120,6 +140,13 @@ def row(
         seconds=seconds,
         exposed=exposed,
     )
+
+
+def bucket_bytes(network: Network) -> int:
+    """Choose a bucket that travels ten times its latency: a power of two, from 8 to 128 MiB."""
+    wanted = max(1.0, LATENCIES * network.latency_s * network.all_reduce)
+    least, most = BUCKETS
+    return min(most, max(least, 1 << math.ceil(math.log2(wanted))))
 
 
 def cheapest(rows: Sequence[Traffic], lockstep: Mapping[str, bool]) -> Traffic:

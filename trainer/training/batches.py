@@ -20,8 +20,9 @@ from trainer.core.micro_batch import Fields, MicroBatch
 from trainer.core.world import World, rng_key
 from trainer.data.loader import Loader, Request
 from trainer.objectives.base import Objective, weights_of
-from trainer.plan.cut import Cut, IntArray, Layout, Plan
+from trainer.plan.cut import Cut, Layout, Plan
 from trainer.plan.cuts import SampleTooLongError
+from trainer.plan.lengths import Lengths
 from trainer.plan.order import Cursor, GlobalBatch, Order
 
 # A step larger than this is not loaded ahead, so that host memory never holds two of them.
@@ -66,12 +67,12 @@ class Source:
     """Where the samples of a run come from.
 
     Attributes:
-        lengths: `(samples,)`, tokens of every training sample.
+        lengths: tokens of every training sample.
         objective: counts the weights of a micro-batch.
     """
 
     order: Order
-    lengths: IntArray
+    lengths: Lengths
     loader: Loader
     objective: Objective
 
@@ -100,18 +101,38 @@ class Feed:
         self._stream: Iterator[Fields] | None = None
         self._queue: deque[tuple[GlobalBatch, Plan]] = deque()
         self._last_bytes = 0
+        self._next: Future[PlannedBatch] | None = None
 
     def next(self) -> PlannedBatch:
         """Take the next global batch and move the cursor behind it."""
-        if self.source.loader.num_workers:
-            batch = self._from_workers()
-        elif self._ahead:
-            batch = self._ahead.popleft().result()
-        else:
-            batch = self._load(*self.plan(self.cursor))
+        ready, self._next = self._next, None
+        batch = self._take() if ready is None else ready.result()
         self.cursor = batch.samples.after
         self._last_bytes = sum(f.nbytes for m in batch.micro_batches for f in m.fields.values())
         return batch
+
+    def load_next(self, *, last_step: int) -> None:
+        """Plan and load the next global batch while a device computes; a CPU has no time to gain.
+
+        What fails is raised by `next`, so that the step before comes to its end. Nothing follows
+        the `last_step` of the run.
+        """
+        is_heavy = self._last_bytes > PREFETCH_LIMIT_BYTES
+        if self.world.device.type == "cpu" or is_heavy or self.cursor.step >= last_step:
+            return
+        self._next = Future()
+        try:
+            self._next.set_result(self._take())
+        except Exception as error:
+            self._next.set_exception(error)
+
+    def _take(self) -> PlannedBatch:
+        """Give the global batch at the cursor, which stays."""
+        if self.source.loader.num_workers:
+            return self._from_workers()
+        if self._ahead:
+            return self._ahead.popleft().result()
+        return self._load(*self.plan(self.cursor))
 
     def prefetch(self) -> None:
         """Begin to plan and load the next global batches while the caller computes."""
@@ -175,7 +196,7 @@ class Feed:
         self.cut = cut
         self.pause()
         self._ahead.clear()
-        self._stream = None
+        self._stream = self._next = None
         self._queue.clear()
 
     def close(self) -> None:

@@ -21,8 +21,9 @@ from trainer.core.world import World
 from trainer.data.loader import Loader, Request
 from trainer.objectives.base import Objective, sums_of, weights_of
 from trainer.parallel.base import Parallel
-from trainer.plan.cut import IntArray, Layout
+from trainer.plan.cut import Layout
 from trainer.plan.cuts import Budget
+from trainer.plan.lengths import Lengths
 
 CHUNK = 8192  # samples planned at once
 
@@ -33,17 +34,17 @@ class HeldOut:
     """The held-out samples, cut by a cap of their own.
 
     Attributes:
-        ids: `(samples,)`, which of the loader's samples are evaluated.
-        lengths: `(samples,)`, tokens of each.
+        lengths: tokens of every held-out sample.
+        most: of them that are evaluated, evenly spaced and the same each time; None is all.
         max_tokens: cap on the computed positions of a micro-batch.
         is_ordered: micro-batches and sums have the same bits for every number of ranks.
     """
 
     loader: Loader
-    ids: IntArray
-    lengths: IntArray
+    lengths: Lengths
     layout: Layout
     max_tokens: int
+    most: int | None = None
     is_ordered: bool = False
 
     def requests(self, rank: int) -> Iterator[Request]:
@@ -57,18 +58,16 @@ class HeldOut:
         layout = replace(self.layout, world_size=self.layout.world_size // size)
         # What is cut for one rank is dealt to all.
         row, first = (0, rank) if self.is_ordered else (rank, 0)
-        for start in range(0, len(self.lengths), CHUNK):
-            plan = cut.cut(self.lengths[start : start + CHUNK], layout)
+        num_samples = len(self.lengths) if self.most is None else min(self.most, len(self.lengths))
+        for start in range(0, num_samples, CHUNK):
+            places = np.arange(start, min(start + CHUNK, num_samples))
+            chosen = places * len(self.lengths) // num_samples
+            plan = cut.cut(self.lengths[chosen], layout)
             slots = zip(plan.ranks[row], plan.padded_lengths[row], strict=True)
             for slot, length in islice(slots, first, None, size):
-                ids = self.ids[start + np.asarray(slot)].tolist()
-                yield Request(ids=tuple(ids), epoch=0, pad_to=length, packed=plan.packed)
-
-
-def evenly_spaced(count: int, most: int | None) -> IntArray:
-    """Choose at most `most` of `count` samples, the same ones every time, over all of them."""
-    chosen = count if most is None else min(most, count)
-    return np.arange(chosen) * count // max(1, chosen)
+                yield Request(
+                    ids=tuple(chosen[slot].tolist()), epoch=0, pad_to=length, packed=plan.packed
+                )
 
 
 Number = TypeVar("Number", float, Tensor)

@@ -1,7 +1,7 @@
 """Take one optimizer step: gather | compute | agree | reduce, then clip and update.
 
 Between gathering and reducing no collective runs, so a rank may run out of memory or meet a value
-that is not finite. One small vector is agreed on, and only then are gradients reduced; else the
+that is not finite. The hosts agree on the outcome, and only then are gradients reduced; else the
 same global batch is replayed in smaller micro-batches, or the step is skipped, on all ranks.
 
 Where the cut is a part of what is computed (a mean of means, BatchNorm's statistics), smaller
@@ -91,16 +91,15 @@ def train_step(kit: Kit, batch: PlannedBatch, feed: Feed) -> StepReport:
     kit.world.note("update")
     norm = kit.model.gradient_norm()
     report = partial(report, loss=agreed.loss, metrics=agreed.metrics, grad_norm=norm)
-    # On one rank the step's only host sync: no update before its gradient is known to be good.
+    feed.load_next(last_step=kit.total_steps)
+    # The step's only host sync: no update before its gradient is known to be good.
     if not bool(torch.isfinite(agreed.loss + norm)):
         _roll_back(kit)
         is_scaled = kit.loss_scale is not None and kit.loss_scale.shrink()
         return report(skipped=LOSS_SCALE if is_scaled else NOT_FINITE)
     if kit.clip_norm is not None:
         kit.model.scale_gradients(torch.clamp(kit.clip_norm / (norm + 1e-6), max=1.0))
-    _update(kit.optimizer)
-    if kit.loss_scale is not None:
-        kit.loss_scale.grow()
+    _update(kit)
     return report()
 
 
@@ -110,14 +109,17 @@ def _roll_back(kit: Kit) -> None:
     kit.snapshot.restore()
 
 
-def _update(optimizer: torch.optim.Optimizer) -> None:
+def _update(kit: Kit) -> None:
     """Step the optimizer, once: an update that failed half-way cannot be rolled back."""
+    optimizer = kit.optimizer
     with fatal(
         f"in the update of {type(optimizer).__name__}, which may be half done: set a smaller "
         "accum.micro=N, or shard the state with parallel=fsdp"
     ):
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
+    if kit.loss_scale is not None:
+        kit.loss_scale.grow()
 
 
 def _cut_for_replay(kit: Kit, batch: PlannedBatch, feed: Feed, replays: int) -> PlannedBatch:

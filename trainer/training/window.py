@@ -1,12 +1,14 @@
 """Compose a step; compute the micro-batches of this rank, and agree over all ranks on the outcome.
 
-No collective runs while micro-batches compute, so a rank may run out of memory. One small vector
-then tells all ranks who failed, the loss, and which parameters have a gradient.
+No collective runs while micro-batches compute, so a rank may run out of memory. A small vector of
+the hosts then tells all ranks who failed, and which parameters have a gradient; one of the devices
+adds the loss up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import nan
@@ -24,6 +26,7 @@ from trainer.core.errors import ConfigError, DoesNotFitError
 from trainer.core.micro_batch import MicroBatch
 from trainer.core.out_of_memory import AllocationGuard, fatal, release_memory
 from trainer.core.world import World
+from trainer.models.bind import casting_once
 from trainer.models.check import batch_statistics
 from trainer.objectives.base import Objective
 from trainer.optim.schedules import Schedule
@@ -116,11 +119,15 @@ def compute(kit: Kit, batch: PlannedBatch, parts: Sequence[Divisors]) -> Outcome
         DoesNotFitError: memory ran out, and other ranks wait in a collective of the micro-batch.
     """
     kit.world.note("compute")
+    model, device = kit.model, kit.world.device
     micro_batches, scale = batch.micro_batches, kit.loss_scale
     parts = parts if scale is None else scale.scaled(parts)
     with AllocationGuard(kit.on_out_of_memory and partial(kit.on_out_of_memory, batch)):
         kit.model_state.watch()
-        share = kit.strategy.backward(kit.model, kit.objective, micro_batches, parts, kit.sync)
+        # In lockstep a block's weights may leave once they are used, and their casts would stay.
+        casts = nullcontext() if kit.sync.lockstep else casting_once(model.module, device.type)
+        with casts:
+            share = kit.strategy.backward(model, kit.objective, micro_batches, parts, kit.sync)
         given: object = share  # whatever a strategy of the user's own returns
         if not isinstance(given, Tensor) or given.ndim:
             raise ConfigError(
@@ -128,8 +135,8 @@ def compute(kit: Kit, batch: PlannedBatch, parts: Sequence[Divisors]) -> Outcome
                 f"{type(given).__name__}; return this rank's share of the step's loss, a 0-d tensor"
             )
         kit.model_state.refuse_late()
-        used, moved = kit.model.used(), kit.model_state.moved()
-        kit.model.make_room()
+        used, moved = model.used(), kit.model_state.moved()
+        model.make_room()
         found = {
             name: sum_of([m.metrics[name] for m in micro_batches if name in m.metrics])
             for name in {name for m in micro_batches for name in m.metrics}
@@ -141,31 +148,35 @@ def compute(kit: Kit, batch: PlannedBatch, parts: Sequence[Divisors]) -> Outcome
             f"step {batch.step}: out of memory, and sync={kit.sync.name} reduces in every "
             f"micro-batch, so the step cannot be repeated: {remedies(kit, batch)}"
         )
-    kit.model.drop_gradients()
+    model.drop_gradients()
     release_memory()
-    return Outcome(None, [False] * len(kit.model.parameters), kit.model_state.unmoved())
+    return Outcome(None, [False] * len(model.parameters), kit.model_state.unmoved())
 
 
 def agree(kit: Kit, mine: Outcome, weights: Divisors) -> Outcome:
-    """Tell all ranks what came out. Collective: one small vector.
+    """Tell all ranks what came out. Collective: a small vector of hosts, and one of devices.
 
-    Metrics are divided by their weights over the whole global batch.
+    What decides on how the step goes on is known to the hosts, which need not wait for their
+    devices; loss and metrics stay there. Metrics are divided by their weights over the whole global
+    batch.
     """
     world, names = kit.world, kit.terms
     world.note("agree")
     if world.size > 1:
         # A rank without micro-batches does not know which metrics the others were given.
         flags = [*mine.used, *mine.moved, *(n in mine.metrics for n in names)]
-        numbers = [float(mine.loss is None), 0.0, *(0.0 for _ in names), *map(float, flags)]
-        vector = torch.tensor(numbers, dtype=torch.float64, device=world.device)
-        for place, number in enumerate((mine.loss, *map(mine.metrics.get, names)), start=1):
-            if number is not None:
-                vector[place] = number
-        failures, *_ = given = world.sum(vector).tolist()
-        counts = iter([ranks > 0 for ranks in given[2 + len(names) :]])
+        failures, *ranks = world.sum_numbers([float(mine.loss is None), *map(float, flags)])
+        if failures:
+            return replace(mine, loss=None)
+        counts = iter([count > 0 for count in ranks])
         used, moved = [next(counts) for _ in mine.used], [next(counts) for _ in mine.moved]
-        sums = {name: vector[2 + place] for place, name in enumerate(names) if next(counts)}
-        mine = Outcome(None if failures else vector[1], used, moved, sums)
+        numbers = torch.zeros(1 + len(names), dtype=torch.float64, device=world.device)
+        for place, number in enumerate((mine.loss, *map(mine.metrics.get, names))):
+            if number is not None:
+                numbers[place] = number
+        world.sum(numbers)
+        sums = {name: numbers[1 + place] for place, name in enumerate(names) if next(counts)}
+        mine = Outcome(numbers[0], used, moved, sums)
     means = {n: mine.metrics[n] / (weights[n] or nan) for n in names if n in mine.metrics}
     return replace(mine, metrics=means)
 

@@ -26,7 +26,7 @@ from trainer.tune.predict import operators_of
 from trainer.tune.tensors import MemoryEstimate
 from trainer.tune.workload import Workload
 
-FORMAT = 7  # raised when what a fact means changes; files of another format are not read
+FORMAT = 8  # raised when what a fact means changes; files of another format are not read
 # Settings of an optimizer that change neither time nor memory
 RATES = {"params", "lr", "initial_lr", "weight_decay", "name"}
 
@@ -42,6 +42,7 @@ class Facts:
     seconds: dict[Shape, float] = field(default_factory=dict)
     noise: float = math.inf  # of the timings, the least of any run; see `Timings`
     method: str = ""  # how peaks are predicted
+    compiled_time: float = 0.0  # of a micro-batch, over its time as it is; 0 where none was
     ratio: float = 1.0  # resident bytes per byte of tensors; see `add_ratio`
 
     def add_timings(self, seconds: Mapping[Shape, float], noise: float) -> None:
@@ -125,6 +126,7 @@ def describe(work: Workload, length: int, precision: str) -> dict[str, Any]:
         "optimizer": str([{k: v for k, v in group.items() if k not in RATES} for group in groups]),
         "length": length,
         "precision": precision,
+        "compiled": work.compiled,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_model(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Literal
 
 import torch
 from torch import nn
 
 from trainer.core.errors import ConfigError
+from trainer.models.boundaries import BOUNDARIES, OTHER_WORDS, uses_flash
 from trainer.plan.cut import Cost, IntArray, Layout
 from trainer.plan.partition import ladder, pad
 
 GPU_MULTIPLE = 8  # tokens; tensor cores take matrices whose sides are multiples of it at full speed
 # Padded lengths of a compiled model, over a whole run; the number of samples is dynamic
 COMPILED_SHAPES = 16
-BOUNDARIES = "cu_seqlens"  # the field that says where packed documents begin
+# Of the longest sample, in the mean: above it, as in windows of one length, padding costs nothing
+FULL = 0.95
+HALF = 2  # bytes of a number
 
 
 def layout_for(
@@ -57,29 +61,52 @@ def packs(
     unfit: str | None,
     device: torch.device,
     precision: str,
+    fill: float = 0.0,
+    fault: Callable[[], str | None] = lambda: None,
 ) -> bool:
     """Decide whether documents are packed end to end.
 
-    Left to itself it is done on a GPU in bf16, where one kernel takes all documents of a row. On a
-    CPU padded plans are as fast, and documents are attended to one by one.
+    Left to itself it is done where padding would cost something and the model has one kernel for
+    all documents of a row, as it says itself. Never on a CPU: there documents are attended to one
+    by one, at 0.8 of the speed of padded micro-batches.
 
     Args:
         asked: `accum.packed`.
         module: the model.
         unfit: why data or objective cannot be packed; None when they can.
         device: where it computes.
-        precision: of the forward.
+        precision: of the forward, such as `bf16`.
+        fill: mean length of the data over that of the longest sample.
+        fault: runs a model that is given boundaries in other words than `cu_seqlens`, and says why
+            it cannot be packed.
 
     Raises:
         ConfigError: packing was asked for, and the model, data or objective cannot be packed.
     """
-    if BOUNDARIES not in inspect.signature(module.forward).parameters:
+    names = inspect.signature(module.forward).parameters.keys()
+    if not names & {BOUNDARIES, *OTHER_WORDS}:
         unfit = (
             f"forward of {type(module).__name__} takes no {BOUNDARIES}, so documents laid end to "
             "end would see each other"
         )
-    if asked == "auto":
-        return device.type == "cuda" and precision == "bf16" and unfit is None
-    if asked and unfit is not None:
+    if asked is False:
+        return False
+    if asked == "auto" and (fill > FULL or not has_kernel(module, device, precision)):
+        return False
+    if unfit is None and BOUNDARIES not in names:
+        unfit = fault()
+    if asked is True and unfit is not None:
         raise ConfigError(f"accum.packed=true: {unfit}; use accum.packed=false")
-    return asked
+    return unfit is None
+
+
+def has_kernel(module: nn.Module, device: torch.device, precision: str) -> bool:
+    """Whether one kernel takes all documents of a row, which a model can be asked for."""
+    weight = next(module.parameters(), torch.empty(0))
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, weight.dtype)
+    if device.type != "cuda":
+        return False
+    if callable(ask := getattr(module, "has_packed_kernel", None)):
+        return bool(ask(device, dtype))
+    # Other kernels of Hugging Face's score every pair of positions of the row.
+    return dtype.itemsize == HALF and uses_flash(module) is not False

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from trainer.core.micro_batch import Fields
-from trainer.data.collate import ATTENTION_MASK, LABELS
+from trainer.data.collate import ATTENTION_MASK, LABELS, PACKING
 from trainer.objectives.base import Objective, logits_from
 from trainer.objectives.classify import Classify
 from trainer.objectives.next_token import NextToken
@@ -22,7 +22,7 @@ from trainer.plan.memory import Shape
 from trainer.tune.predict import CannotRunFake, fake_micro_batch
 from trainer.tune.workload import Workload
 
-_MADE_HERE = {ATTENTION_MASK, "position_ids", "cu_seqlens"}
+_MADE_HERE = {ATTENTION_MASK, *PACKING}
 _AXES: Mapping[type[Objective], int] = {NextToken: -1, Classify: 1}  # of the logits: classes
 
 

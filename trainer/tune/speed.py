@@ -12,7 +12,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from statistics import median_high
 from typing import final
@@ -21,8 +21,11 @@ import numpy as np
 import torch
 
 from trainer.core.out_of_memory import AllocationGuard
+from trainer.models.bind import casting_once
+from trainer.models.compilation import with_compilation
 from trainer.plan.cut import Cost, FloatArray, Plan
 from trainer.plan.memory import Shape
+from trainer.tune.layout import COMPILED_SHAPES
 from trainer.tune.workload import Workload
 
 Clock = Callable[[], float]
@@ -71,13 +74,38 @@ class Timings:
     failed: Shape | None = None  # the smallest for which memory ran out, if any did
 
 
+@final
+class Stopwatch:
+    """A clock that stands still while something compiles, which no step does."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock, self._lost = clock, 0.0
+
+    def __call__(self) -> float:
+        """Read it."""
+        return self._clock() - self._lost
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Take no notice of what the block takes."""
+        before = self()
+        yield
+        self._lost += self() - before
+
+
 @contextmanager
-def rehearsal(work: Workload, *, recompute: bool) -> Iterator[Prepare]:
+def rehearsal(
+    work: Workload, *, recompute: bool, stopwatch: Stopwatch | None = None
+) -> Iterator[Prepare]:
     """Lend the live model to be timed; it is left bit for bit as it was.
 
     Yields:
-        Prepares forward and backward of a shape; to run it waits for the device.
+        Prepares forward and backward of a shape; to run it waits for the device. A compiled model
+        compiles as a shape is first prepared, while the stopwatch is stopped.
     """
+    known = set[Shape]()
+    stopwatch = stopwatch or Stopwatch(time.perf_counter)
+    compilation = with_compilation(work.model, COMPILED_SHAPES) if work.compiled else nullcontext()
 
     def prepare(shape: Shape) -> Callable[[], None]:
         fields = work.fields(*shape)
@@ -87,9 +115,14 @@ def rehearsal(work: Workload, *, recompute: bool) -> Iterator[Prepare]:
             if work.device.type == "cuda":
                 torch.cuda.synchronize(work.device)
 
+        if work.compiled and shape not in known:
+            with stopwatch.stopped():
+                run()
+            known.add(shape)
         return run
 
-    with work.live(recompute=recompute):
+    once = casting_once(work.model, work.device.type)
+    with work.live(recompute=recompute), compilation, once:
         yield prepare
 
 

@@ -28,6 +28,8 @@ from trainer.tune.speed import (
     QUIET,
     Clock,
     SpeedModel,
+    Stopwatch,
+    Timings,
     fit_speed,
     measure,
     positions,
@@ -35,6 +37,7 @@ from trainer.tune.speed import (
 )
 from trainer.tune.tensors import MemoryEstimate
 from trainer.tune.tuning import Candidate, Question, Tuning
+from trainer.tune.workload import Workload
 
 # With and without activation checkpointing, by `Question.recompute`
 VARIANTS = {False: (False,), True: (True,), "auto": (False, True)}
@@ -45,6 +48,7 @@ NEAR_BEST_TOKENS = {"cuda": 16_384, "cpu": 2048}
 NEAR_BEST = 0.03  # steps that differ by less count as equally fast
 NOISES = 2.0  # times the noise of the timings, below which a difference between steps may be noise
 UNKNOWN_NOISE = 0.1  # taken for the noise of timings that could not be repeated
+WORTHWHILE = 0.97  # of the time, that a compiled micro-batch must take less than
 QUADRATIC_TOKENS = 2048  # size at which further lengths are timed, to tell attention's share
 # What timing may take: a share of the run, within bounds in seconds
 RUN_SHARE, LEAST_BUDGET_S, MOST_BUDGET_S = 0.02, 1.5, 10.0
@@ -136,6 +140,9 @@ def _method(best: Variant, row: Candidate) -> str:
     if math.isinf(best.margin) and len(best.rows) > 1:
         how += f", one size only, too slow for more: a cap of {row.max_tokens:,} is a guess"
     method = [best.facts.method, how, question.limit.source]
+    if question.work.compiled and best.facts.compiled_time > WORTHWHILE:
+        share = f"compiled, a micro-batch takes {best.facts.compiled_time:.0%} of its time without"
+        method.append(f"{share}: compile=false starts sooner")
     if row.max_tokens < question.alone:
         method.insert(0, f"longer samples, up to {question.alone:,}, get a micro-batch each")
     return "; ".join(method)
@@ -304,20 +311,15 @@ class Variant:
         """Time shapes, and compare the memory they took with the predicted."""
         question, work, facts = self.question, self.question.work, self.facts
         started = self.clock()
-        with (
-            work.filled(),
-            resident_growth(work.device) as growth,
-            rehearsal(work, recompute=self.recompute) as prepare,
-        ):
-            timings = measure(
-                prepare,
-                sizes,
-                others,
-                self.budget_s,
-                self.clock,
-                self.meter,
-                patience_s=MOST_BUDGET_S,
-            )
+        with work.filled():
+            timings, growth = self._time(work, sizes, others)
+            if work.compiled and timings.failed is None:
+                # What a compiler takes itself says nothing of tensors.
+                largest = max(timings.seconds, key=positions)
+                eager, growth = self._time(replace(work, compiled=False), [largest], [])
+                facts.compiled_time = timings.seconds[largest] / eager.seconds.get(
+                    largest, math.inf
+                )
         if timings.failed is not None:
             # The least ratio that explains the failure, and so stays clear of it.
             resident = work.resident_bytes
@@ -326,10 +328,24 @@ class Variant:
         else:
             peak = self.peak(max(timings.seconds, key=positions))
             tensors = peak.activations + peak.gradients
-            facts.add_ratio(resident_ratio(max(growth, default=0), tensors, work.device.type))
+            facts.add_ratio(resident_ratio(growth, tensors, work.device.type))
         facts.add_timings(timings.seconds, timings.noise)
         shapes = plural(len(timings.seconds), "shape")
         self.how = f"timed {shapes} in {self.clock() - started:.1f} s"
+
+    def _time(
+        self, work: Workload, sizes: Sequence[Shape], others: Sequence[Shape]
+    ) -> tuple[Timings, int]:
+        """Time shapes; gives the bytes too that memory rose by, 0 where nobody knows."""
+        stopwatch, patience_s = Stopwatch(self.clock), MOST_BUDGET_S
+        with (
+            resident_growth(work.device) as growth,
+            rehearsal(work, recompute=self.recompute, stopwatch=stopwatch) as prepare,
+        ):
+            timings = measure(
+                prepare, sizes, others, self.budget_s, stopwatch, self.meter, patience_s=patience_s
+            )
+        return timings, max(growth, default=0)
 
     def refusal(self) -> DoesNotFitError:
         """Say what does not fit, and what would, within 4 %."""

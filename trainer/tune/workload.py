@@ -23,8 +23,9 @@ from trainer.accumulate.base import sum_of
 from trainer.accumulate.rollback import Snapshot
 from trainer.core.micro_batch import Fields, to_device
 from trainer.core.world import World
+from trainer.data.collate import PACKING
 from trainer.data.samples import preserve_generators
-from trainer.models.bind import bind
+from trainer.models.bind import bind, casting_once
 from trainer.models.check import refuse_sparse_gradients
 from trainer.models.meta_start import Weights, drawn
 from trainer.models.recompute import with_checkpointing
@@ -56,6 +57,8 @@ class Workload:
             tokens; draws nothing from global generators.
         bind: makes a call of the model, or of a copy, under the run's precision.
         device: where the model computes.
+        compiled: whether the model is timed compiled; memory is predicted as it is, which as a rule
+            takes more.
         weights: what parameters on the meta device begin with.
         sync: when gradients are reduced, where the model is laid out.
         fake_ranks: lends a way to lay copies out over ranks that are not there, as the run does
@@ -68,6 +71,7 @@ class Workload:
     make_fields: Callable[[int, int], Fields]
     bind: Callable[[nn.Module], ModelCall] = bind
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    compiled: bool = False
     weights: Weights | None = None
     sync: SyncPolicy = field(default_factory=Deferred)
     fake_ranks: Callable[[], AbstractContextManager[LayOut]] | None = None
@@ -185,10 +189,11 @@ def fullest_steps(work: Workload, model: Parallel, fields: Fields | None = None)
             peak.assign("parameters", module.parameters())
             for parameter in module.parameters():
                 if has_gradients and parameter.requires_grad:
-                    parameter.grad = torch.zeros_like(parameter)
+                    parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
             peak.assign("gradients", gradients(module))
             if fields is not None:
-                with sync.micro_batch(model, is_last=True):
+                casts = nullcontext() if sync.lockstep else casting_once(module, work.device.type)
+                with casts, sync.micro_batch(model, is_last=True):
                     work.backward(fields)
                 peak.assign("gradients", gradients(module))
             used = model.used()
@@ -280,9 +285,10 @@ class Tiled:
         row = {
             name: field.index_select(1, index % self.length)
             for name, field in self.example.items()
-            if name not in {"cu_seqlens", "position_ids"}
+            if name not in PACKING
         }
-        return {**row, "position_ids": index[None], "cu_seqlens": ends}
+        packing = {"position_ids": index[None], "cu_seqlens": ends}
+        return {**row, **packing, "max_seqlen": torch.empty(length, 0)}
 
     def _tiled(self, name: str, num_samples: int, length: int) -> Tensor:
         field = self.example[name]

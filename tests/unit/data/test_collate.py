@@ -93,14 +93,17 @@ def test_samples_that_do_not_fit_together_are_named(samples, text):
 
 
 @settings(max_examples=40)
-@given(ids=sequences, spare=st.integers(0, 3))
+@given(ids=sequences, spare=st.integers(0, 40))
 def test_packing_lays_samples_end_to_end_and_no_label_crosses_a_document(ids, spare):
     total = sum(map(len, ids))
     fields = pack([text(*sample) for sample in ids], TOKENS, total + spare, name)
     begins = fields["cu_seqlens"].tolist()
     assert fields["cu_seqlens"].dtype == torch.int32
     assert begins[-1] == total + spare
-    assert len(begins) == len(ids) + 1 + (spare > 0)
+    longest = max(map(len, ids))
+    assert len(begins) == len(ids) + 1 + -(-spare // longest)
+    assert fields["cu_seqlens"].diff().max() == len(fields["max_seqlen"]) == longest
+    assert fields["position_ids"].max() == longest - 1, "so that no segment outgrows a sample"
     assert all(fields[field].shape == (1, total + spare) for field in (*TOKENS, "position_ids"))
     for begin, sample in zip(begins, ids, strict=False):
         document = slice(begin, begin + len(sample))

@@ -2,16 +2,20 @@
 
 import math
 import warnings
+from contextlib import contextmanager
 
 import pytest
 import torch
 import transformers
 from torch import Tensor, nn
 
+from tests.lib.nightly import nightly
 from trainer.core.errors import ConfigError
+from trainer.data.collate import pack
+from trainer.models.attention import Documents, has_varlen_kernel
 from trainer.models.bind import bind
 from trainer.models.check import refuse_lazy, vocabulary_of
-from trainer.models.gpt import GPT, rotary_tables, rotate, varlen_attention
+from trainer.models.gpt import GPT, Attention, rotary_tables, rotate
 
 TINY = {"vocab_size": 17, "width": 24, "num_layers": 2, "num_heads": 2, "max_length": 16}
 GPT2 = {"norm": "layer", "mlp": "gelu", "positions": "learned", "bias": True, "tied": True}
@@ -114,18 +118,105 @@ def test_fresh_weights_keep_the_variance_of_what_passes_or_have_the_deviations_o
 )
 def test_the_model_is_one_graph_to_the_compiler(options):
     model = make(options)
-    with warnings.catch_warnings():
-        # torch's own compiler warns about its own use of deprecated functions.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-        logits = compiled(tokens(2, 6))
+    with without_torchs_warnings():
+        logits = compile_whole(model, "aot_eager")(tokens(2, 6))
     torch.testing.assert_close(logits, model(tokens(2, 6)), **CLOSE)
 
 
-def test_variable_length_attention_is_called_as_the_installed_pytorch_takes_it():
-    q = torch.empty(12, 2, 8, dtype=torch.bfloat16, device="meta")
-    bounds = torch.empty(4, dtype=torch.int32, device="meta")
-    assert varlen_attention()(q, q, q, bounds, bounds, 7, 7).shape == q.shape
+@contextmanager
+def without_torchs_warnings():
+    """Pass over what torch's own compiler warns of in what it does itself."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+        yield
+
+
+def compile_whole(model, backend):
+    return torch.compile(model, backend=backend, fullgraph=True, dynamic=True)
+
+
+@pytest.mark.parametrize("backend", ["eager", nightly("inductor")])
+@FAMILIES
+def test_packed_rows_of_every_kind_are_one_graph_with_the_gradients_of_documents_alone(
+    options, backend
+):
+    model, graphs = make(options), []
+
+    def counted(graph, inputs):
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend(backend)(graph, inputs)
+
+    call = bind(compile_whole(model, counted))
+    for lengths, fields in rows_with_filler():
+        with without_torchs_warnings():
+            packed = call(fields)[0, : sum(lengths)]
+        row = fields["input_ids"][:, : sum(lengths)]
+        alone = torch.cat([model(each)[0] for each in row.split(lengths, dim=1)])
+        torch.testing.assert_close(packed, alone, **CLOSE)
+        found, expected = (
+            torch.autograd.grad(logits.square().sum(), [*model.parameters()], allow_unused=True)
+            for logits in (packed, alone)
+        )
+        for gradient, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(gradient, other, rtol=1e-12, atol=1e-11)
+    assert len(graphs) == 1, "lengths, and how many documents there are, are dynamic"
+
+
+def rows_with_filler():
+    """Rows under a bounded set of lengths, whose filler is longer than a sample may be."""
+    for lengths, time in (([4, 9, 7], 64), ([16, 2], 48), ([3, 3, 3, 5, 2], 80)):
+        samples = [{"input_ids": tokens(length, seed=length)} for length in lengths]
+        yield lengths, pack(samples, {"input_ids"}, time, str)
+
+
+def test_blocks_compiled_one_by_one_share_a_graph_for_all_packed_rows():
+    model, plain, graphs = make(TINY), make(TINY), []
+
+    def counted(graph, _):
+        graphs.append(graph)
+        return graph
+
+    for block in model.blocks:
+        block.compile(backend=counted, fullgraph=True, dynamic=True)
+    for _, fields in rows_with_filler():
+        with without_torchs_warnings():
+            packed = bind(model)(fields)
+        torch.testing.assert_close(packed, bind(plain)(fields), **CLOSE)
+    assert len(graphs) == 1
+
+
+@FAMILIES
+def test_filler_that_is_one_long_segment_is_refused(options):
+    model = make(options)
+    _, fields = next(rows_with_filler())
+    one = fields["cu_seqlens"][[0, 1, 2, 3, -1]]
+    with pytest.raises(ConfigError, match=r"^model\.max_length: 16 is less than the 44 tokens"):
+        bind(model)({**fields, "cu_seqlens": one, "max_seqlen": torch.empty(44, 0)})
+
+
+def test_the_kernel_for_packed_rows_is_traced_whole_as_the_installed_pytorch_takes_it():
+    with torch.device("meta"):
+        attention = Attention(16, 2, 0.0, bias=False).bfloat16()
+        x, bounds = torch.empty(1, 12, 16, dtype=torch.bfloat16), torch.empty(4, dtype=torch.int32)
+    documents = Documents(bounds, 12, 7, has_kernel=True)
+    with without_torchs_warnings():
+        out = compile_whole(attention, "eager")(x, None, documents)
+    assert out.shape == x.shape
+
+
+def test_the_kernel_is_taken_where_a_gpu_has_it_and_never_on_a_cpu():
+    asked = {"device": torch.device("cuda"), "dtype": torch.bfloat16, "head_dim": 64, "dropout": 0}
+    if not torch.cuda.is_available():
+        assert has_varlen_kernel(**asked), "a plan for a GPU elsewhere"
+    for other in (
+        {"device": torch.device("cpu")},
+        {"dtype": torch.float32},
+        {"head_dim": 12},
+        {"head_dim": 264},
+        {"dropout": 0.1},
+    ):
+        assert not has_varlen_kernel(**asked | other)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernel is CUDA's")

@@ -1,5 +1,6 @@
 """The order of samples is a pure function, visits every sample once, and counts its steps."""
 
+import tracemalloc
 from itertools import pairwise
 
 import numpy as np
@@ -8,7 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.core.errors import ConfigError, DataError
+from trainer.plan import order as module
+from trainer.plan.lengths import Lengths
 from trainer.plan.order import Cursor, Order
+from trainer.plan.permutation import DRAWN_WHOLE, drawn_whole
 
 sizes = st.integers(1, 60)
 seeds = st.integers(0, 2**40)
@@ -50,7 +54,13 @@ def test_an_epoch_visits_every_sample_once_and_a_step_ends_with_the_one_that_fil
         assert sorted(ids) == list(range(len(lengths)))
     assert batches[-1].after == Cursor(len(batches), epochs, 0, epochs * len(lengths))
     assert max(len(batch.ids) for batch in batches) <= order.most_samples
+
+
+@given(lengths=ragged, unit=st.sampled_from(UNITS), target=st.integers(1, 300))
+def test_most_samples_are_those_of_a_step_of_the_shortest(lengths, unit, target):
+    counted = lengths if unit == "tokens" else np.ones(len(lengths))
     most = int((np.cumsum(np.sort(counted)) < target).sum()) + 1
+    order = Order(len(lengths), 0, target, unit, lengths=lengths)
     assert order.most_samples == min(most, len(lengths))
 
 
@@ -131,3 +141,67 @@ PINNED = [(8, 0, 1, 9, 5, 6, 2, 7, 4, 3), (9, 2, 3, 8, 1, 4, 0, 6, 7, 5)]
 def test_an_order_without_a_single_step_is_refused(arguments, error, text):
     with pytest.raises(error, match=text):
         Order(*arguments)
+
+
+# Version 2: beyond what is drawn whole
+
+MANY = DRAWN_WHOLE + 3
+RAGGED = 1 + np.arange(MANY) * 7919 % 60
+
+
+@pytest.fixture
+def without_drawing(monkeypatch):
+    """Order even a few samples as many are."""
+    monkeypatch.setattr(module, "DRAWN_WHOLE", 0)
+
+
+@pytest.mark.usefixtures("without_drawing")
+@pytest.mark.parametrize(
+    "check",
+    [
+        test_an_epoch_visits_every_sample_once_and_a_step_ends_with_the_one_that_fills_it,
+        test_dropping_drops_exactly_what_does_not_reach_the_target,
+        test_the_position_after_a_step_does_not_depend_on_the_way_there,
+        test_another_global_size_goes_on_from_the_same_sample,
+    ],
+)
+def test_a_bijection_keeps_every_promise_of_the_order(check):
+    check()
+
+
+def test_version_1_draws_whole_what_version_2_does_up_to_a_size():
+    few = [ids_of(walk(Order(900, 3, 450, version=version), 4)) for version in (1, 2)]
+    assert few[0] == few[1]
+    whole = drawn_whole(MANY, "3\x1f1").tolist()
+    first, second = (Order(MANY, 3, MANY, version=version) for version in (1, 2))
+    at = Cursor(1, 1, 0, MANY)
+    assert first.next(at).ids.tolist() == whole != second.next(at).ids.tolist()
+    assert sorted(second.next(at).ids.tolist()) == list(range(MANY))
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_a_step_of_a_billion_samples_takes_its_own_memory_wherever_it_is(unit):
+    many = 10**9
+    lengths = Lengths(np.broadcast_to(np.int64(100), many))
+    tracemalloc.start()
+    order = Order(many, 0, 512 if unit == "samples" else 51_200, unit, lengths=lengths)
+    late = Cursor(10**6, 0, 512 * 10**6, 512 * 10**6)
+    batch = order.next(late)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert (len(batch.ids), batch.after.offset) == (512, late.offset + 512)
+    assert batch.ids.tolist() == order._ids(0, late.offset, late.offset + 512).tolist()
+    assert order.steps_per_epoch == order.num_steps(1) == many // 512
+    assert peak < 2**20
+
+
+def test_steps_of_tokens_are_counted_in_chunks_and_expected_without():
+    order = Order(MANY, 0, 512, "tokens", lengths=RAGGED)
+    cursor, count = order.start, 0
+    while cursor.epoch == 0:
+        batch = order.next(cursor)
+        cursor, count = batch.after, count + 1
+        assert batch.is_tail or RAGGED[batch.ids].sum() >= 512
+    assert order.num_steps(1) == count
+    assert order.steps_per_epoch == pytest.approx(count, rel=1e-3)
+    assert Order(MANY, 0, 512, "tokens", "drop", RAGGED).num_steps(1) == count - 1

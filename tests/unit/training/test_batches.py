@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from tests.lib.run_toys import Plain, Rows
@@ -213,3 +214,51 @@ def test_a_step_that_failed_ahead_of_time_is_tried_again_in_its_place():
             source.next()
         assert source.cursor == failing
     source.close()
+
+
+ACCELERATOR = World(device=torch.device("meta"))
+
+
+@pytest.mark.parametrize(("data", "workers"), [(Rows, 0), (Plain, 1)])
+def test_the_next_batch_is_loaded_while_a_device_computes_and_the_cursor_waits(data, workers):
+    plain = walk(feed(data=data(), workers=workers), 4, ahead=False)
+    source, found = feed(data=data(), workers=workers, world=ACCELERATOR), []
+    for step in range(1, 5):
+        found.append(source.next())
+        source.prefetch()
+        source.load_next(last_step=4)
+        assert source.cursor == found[-1].samples.after
+        assert (source._next is not None) == (step < 4), "nothing follows the last step"
+    source.close()
+    assert [content(batch) for batch in found] == [content(batch) for batch in plain]
+
+
+def test_a_replay_drops_what_was_loaded_with_another_cut():
+    source = feed(Fixed(micro=8), world=ACCELERATOR)
+    batch = source.next()
+    source.load_next(last_step=9)
+    finer = source.smaller(batch)
+    fresh = walk(feed(Fixed(micro=4)), 2)
+    assert [content(finer), content(source.next())] == [content(each) for each in fresh]
+
+
+class Broken(Rows):
+    """Loses its rows after the first batch."""
+
+    draws_randomness = True  # read when they are needed
+    is_lost = False
+
+    def __getitem__(self, index: int) -> Mapping[str, Tensor]:
+        if self.is_lost:
+            raise OSError("gone")
+        return super().__getitem__(index)
+
+
+def test_what_cannot_be_loaded_ahead_is_said_when_it_is_needed():
+    data = Broken()
+    source = feed(data=data, world=ACCELERATOR)
+    source.next()
+    data.is_lost = True
+    source.load_next(last_step=9)
+    with pytest.raises(DataError, match="gone"):
+        source.next()

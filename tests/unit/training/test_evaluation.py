@@ -25,12 +25,12 @@ from trainer.objectives.base import IGNORED, Sums
 from trainer.objectives.next_token import NextToken, shifted_labels
 from trainer.plan.cut import Layout
 from trainer.plan.cuts import Budget
+from trainer.plan.lengths import Lengths
 from trainer.training.evaluation import (
     HeldOut,
     _attempt,
     _rounded_once,
     evaluate,
-    evenly_spaced,
 )
 
 CAPS = [1, 24, 61, 10**9]
@@ -41,13 +41,12 @@ def held_out(
     max_tokens: int, dataset: RaggedText | None = None, *, most: int | None = None, workers: int = 0
 ) -> HeldOut:
     data = dataset or RaggedText(num_samples=33, seed=7)
-    ids = evenly_spaced(len(data), most)
     return HeldOut(
         loader=Loader(data, num_workers=workers, seed=0),
-        ids=ids,
-        lengths=data.lengths[ids],
+        lengths=Lengths.of(data.lengths),
         layout=Layout(),
         max_tokens=max_tokens,
+        most=most,
     )
 
 
@@ -92,13 +91,18 @@ def test_evaluation_is_exact_for_every_cap(norm):
         assert found == pytest.approx(expected, rel=1e-12)
 
 
+def ids_of(count: int, most: int | None) -> list[int]:
+    samples = replace(held_out(1), lengths=Lengths(np.broadcast_to(1, count)), most=most)
+    return sorted(i for request in samples.requests(0) for i in request.ids)
+
+
 def test_at_most_so_many_samples_spread_evenly_are_evaluated():
-    assert evenly_spaced(10, None).tolist() == [*range(10)]
-    assert evenly_spaced(10, 4).tolist() == [0, 2, 5, 7]
-    assert evenly_spaced(3, 10).tolist() == [0, 1, 2]
-    assert evenly_spaced(10**9, 3).tolist() == [0, 333333333, 666666666]
+    assert ids_of(10, None) == [*range(10)]
+    assert ids_of(10, 4) == [0, 2, 5, 7]
+    assert ids_of(3, 10) == [0, 1, 2]
+    assert ids_of(10**9, 3) == [0, 333333333, 666666666]
     bench, data = Bench(Budget(max_tokens=60), objective=OBJECTIVE), RaggedText(33, seed=7)
-    chosen = evenly_spaced(33, 7).tolist()
+    chosen = ids_of(33, 7)
     expected = by_hand(bench.module, Subset(data, chosen))  # type: ignore[arg-type]
     assert evaluated(bench, held_out(24, most=7)) == pytest.approx(expected, rel=1e-12)
     random = RaggedText(33, seed=7)

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.lib.looks import looks_of_a_step
 from tests.lib.support import EXACT, WRONG, Bench, Failing, TinyLM, relative_error
+from trainer.accumulate.sum import Sum
 from trainer.core.errors import ConfigError
 from trainer.plan.cut import Cut
 from trainer.plan.cuts import Budget, Fixed
@@ -105,3 +107,18 @@ def test_what_to_type_after_memory_ran_out_in_lockstep_is_less_than_what_there_w
             cap = int(text.removeprefix(says).partition(",")[0])
             assert batch.largest_sample()[1] <= cap < batch.plan.max_shared_positions
         assert f"{remedies(replace(bench.kit, deferred_fits=False), batch)}, or" in text
+
+
+def test_the_host_looks_at_the_device_once_a_step():
+    bench = Bench(Fixed(micro=3), torch.float32, clip_norm=0.1)
+    assert looks_of_a_step(bench) == ["__bool__"]
+
+
+def test_a_look_more_is_seen():
+    class Logging(Sum):
+        def backward(self, *args):
+            loss = super().backward(*args)
+            return torch.tensor(float(loss), device=loss.device)
+
+    bench = Bench(Fixed(micro=3), torch.float32, clip_norm=0.1, strategy=Logging())
+    assert looks_of_a_step(bench) == ["__float__", "tensor", "__bool__"]

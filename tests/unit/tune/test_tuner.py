@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import warnings
 from dataclasses import asdict, replace
 from functools import partial
 
@@ -15,7 +16,7 @@ from pydantic import TypeAdapter
 from torch import Tensor, nn
 
 from tests.lib.nightly import nightly
-from tests.lib.tune_support import VOCABULARY, Encoder, Stubborn, measured_peak, workload
+from tests.lib.tune_support import VOCABULARY, Encoder, Stubborn, gpt, measured_peak, workload
 from trainer.core.errors import ConfigError, DoesNotFitError
 from trainer.plan.cut import Layout
 from trainer.plan.cuts import Auto
@@ -24,6 +25,7 @@ from trainer.tune import tuner
 from trainer.tune.cache import Facts, TuningCache, describe
 from trainer.tune.memory_limit import MemoryLimit
 from trainer.tune.predict import predict_peak
+from trainer.tune.speed import Stopwatch
 from trainer.tune.tensors import MemoryEstimate
 from trainer.tune.tuning import Question, Tuning
 
@@ -207,6 +209,39 @@ def test_a_model_too_slow_for_two_timings_gets_a_usual_cap_and_says_that_it_is_a
     assert "is a guess" not in later.method
     assert "timed in an earlier run" not in later.method, "a guess is no measurement"
     assert "timed in an earlier run" in tune(asked, book, clock=model.clock).method
+
+
+def test_a_compiled_model_that_is_no_faster_is_advised_against():
+    model, book = Paced(), TuningCache()
+    asked = question(model, timed=True, num_steps=10**6)
+    tune(asked, book, clock=model.clock)
+    compiled = replace(asked, work=replace(asked.work, compiled=True))
+    for share, is_slow in ((1.1, True), (0.5, False)):
+        book.facts[False].compiled_time = share
+        method = tune(compiled, book, clock=model.clock).method
+        assert ("compiled, a micro-batch takes 110% of its time" in method) is is_slow
+        assert ("compile=false" in method) is is_slow
+
+
+def test_what_compiles_takes_no_time_of_the_budget():
+    now = iter([0.0, 1.0, 31.0, 32.0])
+    watch = Stopwatch(lambda: next(now))
+    assert watch() == 0.0
+    with watch.stopped():
+        pass
+    assert watch() == 2.0
+
+
+@pytest.mark.nightly
+def test_a_compiled_model_is_timed_compiled_and_left_as_it_was():
+    book, asked = TuningCache(), question(gpt(), timed=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch's own compiler
+        found = tuner.tune(replace(asked, work=replace(asked.work, compiled=True)), book)
+    assert len(book.facts[False].seconds) > 2, "compiling took no time of the budget"
+    assert book.facts[False].compiled_time > 0
+    assert "timed" in found.method
+    assert all("forward" not in vars(block) for block in asked.work.model.blocks)
 
 
 def test_nothing_is_timed_for_a_machine_that_is_not_here(book):

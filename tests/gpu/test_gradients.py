@@ -1,0 +1,109 @@
+"""Gradients on a GPU: packed rows in bf16, filler, cuts, and memory that runs out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.lib.gpu_support import (
+    LONGEST,
+    documents,
+    make_gpt,
+    run_out_of_memory,
+    soiled_memory,
+    world_of,
+)
+from tests.lib.support import Bench, relative_error
+from trainer.core.errors import DoesNotFitError
+from trainer.data.collate import pack, pad
+from trainer.models.bind import bind
+from trainer.objectives.next_token import NextToken
+from trainer.plan.cuts import Fixed
+
+FIELDS = ("input_ids", "labels")
+LENGTHS = [7, 12, LONGEST, 1, 1, 3]
+BF16 = 1e-2
+"""What bf16 loses of a gradient, over all parameters, as a 2-norm."""
+
+
+def gradient(model, micro_batches, autocast=None):
+    """The gradient of a sum over micro-batches, and nothing else, in double precision."""
+    device = next(model.parameters()).device
+    call = bind(model)
+    model.zero_grad()
+    for fields in micro_batches:
+        moved = {name: value.to(device) for name, value in fields.items()}
+        with torch.autocast(device.type, autocast, enabled=autocast is not None):
+            sums = NextToken().sums(call, moved)
+        sum(sums.losses.values()).backward()
+    return torch.cat([p.grad.double().flatten().cpu() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("spare", [0, 3, LONGEST])
+@pytest.mark.parametrize("positions", ["rotary", "learned"])
+def test_a_packed_row_has_the_gradient_of_its_documents(device, positions, spare):
+    samples = documents(LENGTHS)
+    alone = [pad([s], FIELDS, len(s["input_ids"]), str) for s in samples]
+    expected = gradient(make_gpt("cpu", positions).double(), alone)
+    row = pack(samples, FIELDS, sum(LENGTHS) + spare, str)
+    with soiled_memory(device):
+        found = gradient(make_gpt(device, positions), [row], torch.bfloat16)
+    assert float((found - expected).norm() / expected.norm()) < BF16
+    starts = row["cu_seqlens"]
+    merged = {**row, "cu_seqlens": torch.cat([starts[:1], starts[2:]])}  # two documents as one
+    wrong = gradient(make_gpt(device, positions), [merged], torch.bfloat16)
+    assert float((wrong - expected).norm() / expected.norm()) > 5 * BF16
+
+
+@pytest.mark.parametrize("steps", [1, 4, 16])
+def test_cuts_make_no_difference(device, steps):
+    world = world_of(device)
+
+    def bench(cut):
+        made = Bench(cut=cut, dtype=torch.float32, model=lambda: make_gpt(device), world=world)
+        return made.gradient_and_loss()[0]
+
+    found, whole = bench(Fixed(steps=steps)), bench(Fixed())
+    assert relative_error(flat(found), flat(whole)) < 1e-6
+
+
+def flat(found):
+    return {"all": torch.cat([g.flatten() for g in found.values()])}
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_a_step_that_ran_out_of_memory_is_the_step_of_a_smaller_cut(device, phase):
+    world = world_of(device)
+
+    def bench(micro):
+        return Bench(
+            cut=Fixed(micro=micro), dtype=torch.float32, model=lambda: make_gpt(device), world=world
+        )
+
+    failing, smaller = bench(8), bench(4)
+    failed = []
+
+    def fail(*_):
+        if not failed:
+            failed.append(True)
+            run_out_of_memory(device)
+
+    module = failing.module
+    if phase == "forward":
+        module.register_forward_hook(fail)
+    else:
+        next(iter(module.parameters())).register_hook(fail)
+    report = failing.step()
+    assert report.replays == 1
+    smaller.step()
+    assert relative_error(failing.parameters(), smaller.parameters()) < 1e-6
+
+
+def test_an_update_that_runs_out_of_memory_ends_the_run(device):
+    bench = Bench(
+        cut=Fixed(), dtype=torch.float32, model=lambda: make_gpt(device), world=world_of(device)
+    )
+    bench.kit.optimizer.register_step_pre_hook(lambda *_: run_out_of_memory(device))
+    with pytest.raises(DoesNotFitError, match="update"):
+        bench.step()
+    assert float(torch.ones(8, device=device).sum()) == 8

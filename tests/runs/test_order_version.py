@@ -1,0 +1,67 @@
+"""The version of the data order is a term of a run: old runs keep theirs, none may change it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.lib.run_support import TOYS, entries, go, meta, on
+from tests.lib.run_toys import Many
+from trainer.cli.main import FinishedRun
+from trainer.core.errors import ConfigError
+from trainer.data.view import DataView, split_by_seed
+from trainer.plan.order import Order
+
+pytestmark = pytest.mark.usefixtures("own_folder")
+
+MANY = f"data._target_={TOYS}.Many data.holdout=0.001 checkpoint.every=1"
+
+
+def ids_of(run: FinishedRun) -> list[list[int]]:
+    return [entry["ids"] for entry in entries(run, "samples.jsonl")]
+
+
+def ids_by(version: int, steps: int) -> list[list[int]]:
+    """The ids of the first steps by a version, in the user's data set."""
+    view = split_by_seed(DataView(Many(), version=version), "train", 0.001, 0)
+    order = Order(len(view), 0, 8, version=version)
+    cursor, found = order.start, []
+    for _ in range(steps):
+        batch = order.next(cursor)
+        cursor = batch.after
+        found.append(view.original_ids(batch.ids).tolist())
+    return found
+
+
+def forget_order(run: Path) -> None:
+    """Leave what a run left before its records named an order."""
+    for path in (run / "config.yaml", run / ".hydra" / "overrides.yaml"):
+        text = path.read_text()
+        lines = [line for line in text.splitlines() if "order" not in line]
+        assert len(lines) == len(text.splitlines()) - 1
+        path.write_text("\n".join(lines) + "\n")
+
+
+def test_a_run_whose_records_name_no_order_goes_on_with_the_ids_of_version_1() -> None:
+    run = go(f"{MANY} order=1 steps=2")
+    assert "order" not in meta(run)["extra"]["contract"]
+    forget_order(run.folder)
+    with pytest.raises(ConfigError, match=r"order=2: the run has 1; to change it"):
+        on(run, "order=2 steps=4")
+    on(run, "steps=3")
+    assert "order" not in meta(run)["extra"]["contract"]
+    on(run, "steps=4")
+    assert ids_of(run) == ids_by(1, 4) != ids_by(2, 4)
+    assert yaml.safe_load((run.folder / "config.yaml").read_text())["order"] == 1
+
+
+def test_a_new_run_has_version_2_and_keeps_it() -> None:
+    run = go(f"{MANY} steps=2")
+    assert meta(run)["extra"]["contract"]["order"] == 2
+    with pytest.raises(ConfigError) as raised:
+        on(run, "order=1 steps=4")
+    assert str(raised.value) == "order=1: the run has 2; to change it, resume_allow=[order]"
+    on(run, "steps=4")
+    assert ids_of(run) == ids_by(2, 4)

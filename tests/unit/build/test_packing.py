@@ -1,0 +1,116 @@
+"""Hugging Face's models take packed rows where they hold documents apart, which is tried first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from tests.lib.heads import TINY
+from tests.lib.nightly import nightly
+from tests.lib.support import EXACT, VOCABULARY, WRONG, Bench, RaggedText, TinyLM, relative_error
+from trainer.build.packing import packing_fault
+from trainer.data.loader import Loader
+from trainer.models.bind import bind
+from trainer.objectives.base import Objective
+from trainer.objectives.model_loss import ModelLoss
+from trainer.objectives.next_token import NextToken
+from trainer.plan.cut import Layout
+from trainer.plan.cuts import Budget, Fixed
+
+
+def hugging_face(name: str, attention: str = "sdpa", **values: Any) -> nn.Module:
+    torch.default_generator.manual_seed(5)
+    config = getattr(transformers, f"{name}Config")(
+        **TINY | {"vocab_size": VOCABULARY, "attn_implementation": attention} | values
+    )
+    heads = {"GPT2": "GPT2LMHeadModel", "Bert": "BertForMaskedLM"}
+    model: nn.Module = getattr(transformers, heads.get(name, f"{name}ForCausalLM"))(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.3)  # so that every path matters to the output
+    return model
+
+
+class Deaf(transformers.GPT2LMHeadModel):
+    """Takes what says where documents begin, and passes none of it on."""
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, **_: Any) -> Any:
+        return super().forward(input_ids, use_cache=False)
+
+
+class Recurrent(TinyLM):
+    """Carries a state from one document into the next."""
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        return super().forward(input_ids)
+
+
+def fault(model: nn.Module) -> str | None:
+    loader = Loader(RaggedText(), num_workers=0, seed=0)
+    return packing_fault(loader, model, bind(model, autocast=torch.bfloat16))
+
+
+def gradients(
+    model: Callable[[], nn.Module], objective: Objective, cut: Any, **layout: Any
+) -> Mapping[str, Tensor]:
+    bench = Bench(cut, model=model, objective=objective, layout=Layout(**layout))
+    return bench.gradient_and_loss()[0]
+
+
+@pytest.mark.parametrize("objective", [NextToken(), ModelLoss()], ids=["next_token", "model_loss"])
+@pytest.mark.parametrize("name", ["GPT2", "Llama", nightly("Qwen3"), nightly("Mistral")])
+def test_packed_gradients_are_those_of_padded_samples(name: str, objective: Objective) -> None:
+    whole = gradients(lambda: hugging_face(name), objective, Fixed())
+    packed = gradients(
+        lambda: hugging_face(name), objective, Budget(max_tokens=80), packed=True, max_shapes=2
+    )
+    assert relative_error(packed, whole) <= EXACT[torch.float64]
+
+
+def test_gradients_of_a_model_that_mixes_documents_differ() -> None:
+    def deaf() -> nn.Module:
+        other = hugging_face("GPT2", n_positions=200, max_position_embeddings=200)
+        model = Deaf(other.config)
+        model.load_state_dict(other.state_dict())
+        return model
+
+    whole = gradients(deaf, NextToken(), Fixed())
+    packed = gradients(deaf, NextToken(), Budget(max_tokens=80), packed=True)
+    assert relative_error(packed, whole) > WRONG
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, nightly(torch.bfloat16)])
+@pytest.mark.parametrize("attention", ["sdpa", nightly("eager")])
+@pytest.mark.parametrize("name", ["GPT2", "Llama"])
+def test_a_model_that_heeds_positions_is_fit(name: str, attention: str, dtype: torch.dtype) -> None:
+    model = hugging_face(name, attention).to(dtype)
+    assert fault(model) is None
+    assert model.training
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (lambda: Deaf(hugging_face("GPT2").config), "Deaf"),
+        (Recurrent, "Recurrent"),
+        (lambda: hugging_face("Bert"), "BertForMaskedLM"),
+    ],
+)
+def test_a_model_that_does_not_is_named(make: Callable[[], nn.Module], kind: str) -> None:
+    text = fault(make())
+    assert text is not None
+    assert text.startswith(f"{kind} does not hold packed documents apart: their logits are off by")
+    assert "\n" not in text
+
+
+def test_a_model_that_cannot_run_packed_rows_is_named_with_its_error() -> None:
+    class Failing(TinyLM):
+        def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+            raise ValueError("no\npacking")
+
+    assert fault(Failing()) == "Failing cannot take packed documents: ValueError: no packing"

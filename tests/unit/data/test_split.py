@@ -1,0 +1,89 @@
+"""A split by formula holds every sample once, spreads what is held out, and keeps the order."""
+
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.data.samples import held_out_count, held_out_ids, train_ids
+from trainer.data.view import DataView, split_by_seed
+from trainer.plan.permutation import DRAWN_WHOLE
+
+
+@given(whole=st.integers(2, 300), data=st.data(), seed=st.integers(0, 2**40))
+def test_every_sample_is_on_one_side_and_both_keep_the_order(whole, data, seed):
+    held_out = data.draw(st.integers(1, whole - 1))
+    first = held_out_ids(whole, held_out, seed, np.arange(held_out)).tolist()
+    second = train_ids(whole, held_out, seed, np.arange(whole - held_out)).tolist()
+    assert (first, second) == (sorted(first), sorted(second))
+    assert sorted(first + second) == list(range(whole))
+
+
+def test_every_sample_is_held_out_as_often_over_seeds():
+    counts = np.zeros(1000)
+    for seed in range(2000):
+        counts[held_out_ids(1000, 50, seed, np.arange(50))] += 1
+    assert np.abs(counts - 100).max() < 5 * np.sqrt(100)
+    chosen = held_out_ids(1000, 50, 0, np.arange(50)) % 20
+    assert len(set(chosen.tolist())) > 10, "no fixed place in its stretch"
+
+
+def test_the_last_places_of_ten_billion_samples_are_exact():
+    whole = 10**10
+    for held_out in (whole // 20, whole // 11):
+        (last,) = held_out_ids(whole, held_out, 0, np.array([held_out - 1])).tolist()
+        ours = whole - held_out
+        near = train_ids(whole, held_out, 0, np.arange(ours - 99, ours)).tolist()
+        assert set(range(near[0], whole)) - set(near) >= {last}
+        assert len(set(near)) == 99
+        assert near[-1] == whole - 1 - (last == whole - 1)
+
+
+class Rows:
+    """Samples without tokens, of any number."""
+
+    def __init__(self, count):
+        self.count = count
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, i):
+        return {"row": [i]}
+
+
+def test_a_view_of_a_billion_samples_reads_those_that_are_asked_for():
+    train, held_out = (split_by_seed(Rows(10**9), side, 0.05, 1) for side in ("train", "held_out"))
+    assert (len(train), len(held_out)) == (95 * 10**7, 5 * 10**7)
+    assert (train.lengths.sum(), held_out.lengths[-1:].tolist()) == (len(train), [1])
+    sample = train.read(len(train) - 1, seed=0, epoch=0)["row"]
+    assert int(sample) == train.original_ids([len(train) - 1])[0] >= 10**9 - 2
+    assert train.fingerprint != held_out.fingerprint
+    assert split_by_seed(Rows(10**9), "train", 0.05, 1).fingerprint == train.fingerprint
+    nothing, everything = (
+        split_by_seed(Rows(10**9), side, 0.0, 1) for side in ("held_out", "train")
+    )
+    assert (len(nothing), len(everything)) == (0, 10**9)
+
+
+def test_version_1_lists_what_version_2_finds_by_formula():
+    count = DRAWN_WHOLE + 1
+    for size, is_same in ((count - 1, True), (count, False)):
+        sides = [
+            split_by_seed(DataView(Rows(size), version=v), "held_out", 0.01, 0) for v in (1, 2)
+        ]
+        first, second = (side.original_ids(range(len(side))).tolist() for side in sides)
+        assert len(first) == len(second) == held_out_count(size, 0.01)
+        assert (first == second) is is_same
+        assert (sides[0].fingerprint == sides[1].fingerprint) is is_same
+
+
+@pytest.mark.parametrize("size", [40, DRAWN_WHOLE + 1])
+def test_a_view_goes_to_another_process_with_its_lengths(size):
+    view = split_by_seed(split_by_seed(Rows(size), "train", 0.25, 0), "held_out", 0.25, 0)
+    assert view.lengths.sum() == len(view)
+    there = pickle.loads(pickle.dumps(view))
+    assert there.lengths[:].tolist() == view.lengths[:].tolist()
+    assert there.original_ids([0, 7]).tolist() == view.original_ids([0, 7]).tolist()

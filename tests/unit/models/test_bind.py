@@ -1,0 +1,153 @@
+"""A weight is cast once a step, and gradients are those of casting it in every call."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from tests.lib.support import VOCABULARY, Bench
+from trainer.accumulate.sum import Sum
+from trainer.models.bind import bind
+from trainer.parallel.base import Replicated
+from trainer.plan.cuts import Fixed
+
+WIDTH = 8
+
+
+class Plain(nn.Module):
+    """Two products, the second with a weight of many names."""
+
+    def __init__(self, max_norm: float | None = None) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH, max_norm=max_norm)
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def middle(self, hidden: Tensor) -> Tensor:
+        return self.inner(hidden).relu()
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.head(self.middle(self.embed(input_ids)))
+
+
+class Reentrant(Plain):
+    """Computes its middle under `no_grad` first, and again in backward."""
+
+    def middle(self, hidden: Tensor) -> Tensor:
+        return checkpoint(super().middle, hidden, use_reentrant=True)
+
+
+class Recomputed(Plain):
+    def middle(self, hidden: Tensor) -> Tensor:
+        return checkpoint(super().middle, hidden, use_reentrant=False)
+
+
+class Teaching(Plain):
+    """Looks at itself without gradients before every pass, by turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        self.calls += 1
+        with torch.set_grad_enabled(self.calls % 2 == 0):
+            goal = super().forward(input_ids).detach()
+        return super().forward(input_ids) + goal
+
+
+class Tied(Plain):
+    def __init__(self, max_norm: float | None = None) -> None:
+        super().__init__(max_norm)
+        self.head.weight = self.embed.weight
+
+
+class Normed(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        nn.utils.parametrizations.weight_norm(self.inner)
+        nn.utils.parametrizations.spectral_norm(self.head)
+
+
+class TwoPasses(Sum):
+    """Looks at every micro-batch without gradients first."""
+
+    def backward(self, model: Any, objective: Any, micro_batches: Any, *rest: Any) -> Tensor:
+        with torch.no_grad():
+            for micro_batch in micro_batches:
+                objective.sums(model.call, micro_batch.fields)
+        return super().backward(model, objective, micro_batches, *rest)
+
+
+class Casts(TorchDispatchMode):
+    """Counts conversions of a weight to bfloat16."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight, self.count = weight, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._to_copy.default and kwargs.get("dtype") == torch.bfloat16:
+            self.count += args[0].data_ptr() == self.weight.data_ptr()
+        return func(*args, **kwargs)
+
+
+class Each(Sum):
+    """Casts in every call: the outermost context ends with each, as without `casting_once`."""
+
+    def backward(self, model: Any, *rest: Any) -> Tensor:
+        call = model.call
+
+        def alone(fields: Any) -> Any:
+            torch.clear_autocast_cache()
+            found = call(fields)
+            torch.clear_autocast_cache()
+            return found
+
+        model.call = alone
+        share = super().backward(model, *rest)
+        model.call = call
+        return share
+
+
+def bench(model: Any, strategy: Any) -> Bench:
+    def lay_out(module: nn.Module, world: Any) -> Replicated:
+        call = bind(module, autocast=torch.bfloat16)
+        return Replicated(module, call, [*module.parameters()], world)
+
+    return Bench(Fixed(micro=4), torch.float32, model=model, strategy=strategy, lay_out=lay_out)
+
+
+def test_a_weight_is_cast_once_a_step_and_again_after_the_update():
+    for strategy, count in ((Sum(), 1), (TwoPasses(), 1), (Each(), 4)):
+        made = bench(Plain, strategy)
+        with Casts(made.module.inner.weight) as casts:
+            made.step()
+            assert casts.count == count
+            made.step()
+            assert casts.count == 2 * count
+
+
+@pytest.mark.parametrize(
+    ("model", "strategy"),
+    [
+        *((model, Sum()) for model in (Plain, Reentrant, Recomputed, Teaching, Tied, Normed)),
+        *((Plain, TwoPasses()), (Tied, TwoPasses())),
+        (partial(Tied, max_norm=0.5), Sum()),  # scales its weights in forward
+    ],
+)
+def test_gradients_are_those_of_casting_in_every_call(model, strategy):
+    once, each = bench(model, strategy), bench(model, Each())
+    for _ in range(2):  # the second with other weights
+        found, expected = once.gradient_and_loss(), each.gradient_and_loss()
+        assert found[1] == expected[1]
+        assert found[0].keys() == expected[0].keys()
+        assert all(torch.equal(found[0][n], expected[0][n]) for n in expected[0])
+        assert all(gradient.any() for gradient in found[0].values())

@@ -1,0 +1,125 @@
+"""Compiled blocks: the same loss and gradient, from few graphs."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch._dynamo
+import transformers
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+from tests.lib.nightly import nightly
+from tests.lib.tune_support import VOCABULARY, ConvNet, gpt
+from trainer.models.compilation import GRAPHS, compile_model, with_compilation
+from trainer.models.gpt import GPT
+from trainer.models.recompute import checkpoint_blocks
+
+SAMPLES = (4, 1, 7, 3)
+LENGTHS = (12, 20)
+
+
+@pytest.fixture(autouse=True)
+def one_thread_and_no_graphs():
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    counters.clear()
+    with warnings.catch_warnings():
+        # torch's own compiler warns about what it does itself, and hides it from users.
+        warnings.simplefilter("ignore")
+        yield
+    torch._dynamo.reset()
+
+
+def compare(model: nn.Module, compiled: nn.Module, shapes: list[tuple[int, ...]]) -> None:
+    """Hold losses and gradients of one model against another's."""
+    for shape in shapes:
+        fields = torch.randn(shape) if len(shape) > 2 else torch.randint(0, VOCABULARY, shape)
+        found = []
+        for each in (model, compiled):
+            each.zero_grad()
+            out = each(fields)
+            loss = getattr(out, "logits", out).square().mean()
+            loss.backward()
+            found.append([loss, *(p.grad for p in each.parameters())])
+        torch.testing.assert_close(*found, rtol=1e-5, atol=1e-7)
+
+
+def graphs() -> int:
+    assert not counters["graph_break"]
+    return counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("recomputes", [False, nightly(True)])
+def test_all_blocks_share_a_graph_of_each_length_and_compute_the_same(recomputes):
+    model = GPT(vocab_size=VOCABULARY, width=24, num_layers=4, num_heads=2, max_length=128)
+    if recomputes:
+        assert checkpoint_blocks(model) == 4
+    compiled, names = copy.deepcopy(model), list(model.state_dict())
+    compile_model(compiled, len(LENGTHS), backend="aot_eager")
+    compare(model, compiled, [(n, length) for length in LENGTHS for n in SAMPLES])
+    assert graphs() == 2 * len(LENGTHS), "one sample, and several"
+    with torch.no_grad():
+        compiled.eval()(torch.zeros(5, LENGTHS[0], dtype=torch.int64))
+    assert graphs() <= GRAPHS * len(LENGTHS)
+    assert list(compiled.state_dict()) == names
+    assert torch._dynamo.config.recompile_limit >= GRAPHS * len(LENGTHS)
+
+
+class Bounds:
+    def __init__(self, count: int) -> None:
+        self.bounds = torch.arange(count)
+
+
+class Packed(nn.Module):
+    """A block that gets a row and an object which says where its documents begin."""
+
+    def forward(self, x: Tensor, documents: Bounds) -> Tensor:
+        return x + documents.bounds.sum()
+
+
+def test_a_row_of_one_length_has_one_graph_whatever_the_number_of_its_documents():
+    model = nn.ModuleDict({"blocks": nn.ModuleList([nn.Linear(1, 1), Packed()])})
+    compile_model(model, 1, backend="aot_eager")
+    for count in (4, 3, 9):
+        row = model["blocks"][1](torch.zeros(1, 24), Bounds(count))
+        assert row.unique().tolist() == [count * (count - 1) / 2]
+    assert graphs() == 1
+
+
+@pytest.mark.nightly
+def test_the_blocks_of_a_hugging_face_model_share_a_graph_without_its_cache():
+    config = transformers.LlamaConfig(
+        hidden_size=8,
+        intermediate_size=16,
+        num_hidden_layers=3,
+        num_attention_heads=1,
+        vocab_size=VOCABULARY,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    compiled = copy.deepcopy(model)
+    compile_model(compiled, 1, backend="aot_eager")
+    compare(model, compiled, [(4, 12), (7, 12)])
+    assert graphs() == 1
+
+
+def test_a_model_without_blocks_is_one_graph():
+    model = ConvNet()
+    compiled = copy.deepcopy(model)
+    compile_model(compiled, 1, backend="aot_eager")
+    compare(model, compiled, [(4, 3, 12, 12), (6, 3, 12, 12)])
+    assert graphs() == 1
+
+
+def test_a_model_that_is_lent_compiled_is_as_before():
+    for model in (gpt(), ConvNet()):
+        if isinstance(model, GPT):
+            checkpoint_blocks(model)
+        before = [dict(vars(module)) for module in model.modules()]
+        with with_compilation(model, 1):
+            assert [dict(vars(module)) for module in model.modules()] != before
+        assert [dict(vars(module)) for module in model.modules()] == before

@@ -1,0 +1,127 @@
+"""Attend to the left, within samples or within documents that are packed into one row."""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import suppress
+from typing import Any, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+# Some releases of PyTorch take a flag, others a window that has no right side.
+_CAUSAL: dict[str, Any] = (
+    {"is_causal": True}
+    if "is_causal" in inspect.signature(varlen_attn).parameters
+    else {"window_size": (-1, 0)}
+)
+
+MOST_CHANNELS = 256  # of a head, in FlashAttention 2
+NEWER = {9: "FA3", 10: "FA4"}  # FlashAttention by the major version of the GPU that it is for
+
+
+@final
+class Documents:
+    """Documents laid end to end in one row.
+
+    Args:
+        cu_seqlens: `(documents + 1,)`, where each begins, and the end of the last.
+        time: length of the row.
+        longest: tokens of the longest document, where they fill the row. Where it is not known,
+            positions after the last document form one of their own.
+        has_kernel: one kernel attends within all documents. It leaves what lies beyond `longest`
+            in a document uninitialised.
+    """
+
+    def __init__(
+        self, cu_seqlens: Tensor, time: int, longest: int | None, *, has_kernel: bool
+    ) -> None:
+        if longest is None:
+            cu_seqlens = torch.cat([cu_seqlens, cu_seqlens.new_full((1,), time)])
+        self.bounds = cu_seqlens.to(torch.int32)
+        self.longest = time if longest is None else longest
+        self.has_kernel = has_kernel
+        self.lengths: list[int] = []
+        if not has_kernel and not torch.compiler.is_compiling():
+            # Waits for the device.
+            self.lengths = [length for length in self.bounds.diff().tolist() if length]
+
+    def positions(self, row: Tensor) -> Tensor:
+        """Turn positions in the row, `(1, time)`, into positions within the document."""
+        index = torch.bucketize(row, self.bounds[1:-1], right=True)
+        return row - self.bounds[index]
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+        """Attend within each document, `(1, time, heads, head_dim)` to the same shape."""
+        if self.has_kernel:
+            return varlen_attention(q[0], k[0], v[0], self.bounds, self.longest)[None]
+        if torch.compiler.is_compiling():
+            # One graph for all lengths, at the cost of a score for every pair of the row.
+            return causal_attention(q, k, v, dropout, self.mask(q.shape[1]))
+        pieces = zip(*(torch.split(x, self.lengths, dim=1) for x in (q, k, v)), strict=True)
+        return torch.cat([causal_attention(q, k, v, dropout) for q, k, v in pieces], dim=1)
+
+    def mask(self, time: int) -> Tensor:
+        """Mark what each position sees, `(time, time)`."""
+        index = torch.arange(time, device=self.bounds.device, dtype=torch.int32)
+        document = torch.bucketize(index, self.bounds, right=True)
+        return (document[:, None] == document) & (index[:, None] >= index)
+
+
+def computed_in(weight: Tensor) -> torch.dtype:
+    """Give the dtype of matrix products with a weight, which autocast may have narrowed."""
+    kind = weight.device.type
+    if weight.dtype != torch.float64 and torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return weight.dtype
+
+
+def has_varlen_kernel(
+    device: torch.device, dtype: torch.dtype, head_dim: int, dropout: float
+) -> bool:
+    """Whether PyTorch's variable-length attention, a flash kernel without dropout, takes these.
+
+    A GPU that is planned for and not here is taken for one that has it.
+    """
+    is_half = dtype in {torch.float16, torch.bfloat16}
+    is_taken = is_half and head_dim % 8 == 0 and head_dim <= MOST_CHANNELS and not dropout
+    return device.type == "cuda" and is_taken and _has_flash(device)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator] # untyped in torch
+def _has_flash(device: torch.device) -> bool:
+    if not torch.cuda.is_available():
+        return True
+    is_built = torch.backends.cuda.is_flash_attention_available()
+    return is_built and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def use_newest_flash(device: torch.device) -> None:
+    """Have PyTorch call FlashAttention 3 or 4 where it is installed, for the whole process.
+
+    It does not by itself, since they raise where something is asked that they lack, as dropout is:
+    only for models that `has_varlen_kernel` takes.
+    """
+    activate = getattr(torch.nn.attention, "activate_flash_attention_impl", None)
+    major = torch.cuda.get_device_capability(device)[0] if torch.cuda.is_available() else 0
+    if activate is not None and major in NEWER:
+        with suppress(ImportError, RuntimeError):  # not installed, or of a release it cannot call
+            activate(NEWER[major])
+
+
+def varlen_attention(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int) -> Tensor:
+    """Attend to the left within documents, `(time, heads, head_dim)` to the same shape."""
+    return varlen_attn(q, k, v, bounds, bounds, longest, longest, **_CAUSAL)  # type: ignore[return-value] # without return_aux
+
+
+def causal_attention(
+    q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Tensor | None = None
+) -> Tensor:
+    """Attend to the left, or as masked, `(batch, time, heads, head_dim)` to the same shape."""
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    attended = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None
+    )
+    return attended.transpose(1, 2)

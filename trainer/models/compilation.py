@@ -1,0 +1,86 @@
+"""Compile a model by its repeated blocks: one graph serves all blocks that compute the same.
+
+Compiled as a whole, a deep model takes minutes, and hooks of shards break its graph at every block.
+So the forward of each block is compiled, inside of its hooks. Lengths are static, of which a
+compiled run has few; samples and packed documents, the first dimension of what a block gets, are
+dynamic. A block that recomputes itself does so within its graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from trainer.models.recompute import blocks_of
+
+GRAPHS = 4  # of a length: for one sample and for several, each in training and in evaluation
+
+
+def compile_model(model: nn.Module, max_lengths: int, backend: str = "inductor") -> None:
+    """Compile in place, before the model is laid out: names, weights and checkpoints stay.
+
+    A model without a list of blocks is one graph for all shapes.
+
+    Args:
+        model: recomputes its blocks already, where it is to.
+        max_lengths: padded lengths, or lengths of packed rows, that a run may have.
+        backend: that of `torch.compile`.
+    """
+    import torch._dynamo.config as limits  # noqa: PLC0415 - a second
+
+    blocks = blocks_of(model)
+    if not blocks:
+        model.compile(dynamic=True, backend=backend)
+        return
+    limits.recompile_limit = max(limits.recompile_limit, GRAPHS * max_lengths)
+    config: Any = getattr(model, "config", None)
+    if getattr(config, "use_cache", False):
+        # By the cache of a Hugging Face model, which no step reads, every block differs.
+        config.use_cache = False
+    for block in blocks:
+        block.forward = _compiled(block.forward, backend)
+
+
+@contextmanager
+def with_compilation(model: nn.Module, max_lengths: int) -> Iterator[None]:
+    """Compute compiled inside the block; what was compiled is found again later."""
+    before = [(block, vars(block).get("forward")) for block in blocks_of(model)]
+    compile_model(model, max_lengths)
+    try:
+        yield
+    finally:
+        vars(model).pop("_compiled_call_impl", None)
+        for block, forward in before:
+            if forward is None:
+                del block.forward
+            else:
+                block.forward = forward
+
+
+def _compiled(forward: Callable[..., Any], backend: str) -> Callable[..., Any]:
+    run = torch.compile(forward, backend=backend)
+
+    @wraps(forward)
+    def call(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever a block takes and gives
+        _mark([*args, *kwargs.values()])
+        return run(*args, **kwargs)
+
+    return call
+
+
+def _mark(values: list[Any]) -> None:
+    """Say which dimensions are dynamic of tensors in containers and among attributes of objects."""
+    leaves = tree_leaves(values)
+    attributes = chain.from_iterable(vars(x).values() for x in leaves if hasattr(x, "__dict__"))
+    for tensor in chain(leaves, attributes):
+        # A first dimension of one is another graph in any case.
+        if isinstance(tensor, Tensor) and tensor.ndim and tensor.shape[0] > 1:
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+            torch._dynamo.mark_static(tensor, [*range(1, tensor.ndim)])
