@@ -58,7 +58,7 @@ def evaluate_run(config: RunConfig, folder: Path, world: World, stop: Callable[[
 
     def report() -> None:
         figures = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-        _show(loaded, f"held out ({len(data.lengths)} samples): {figures}")
+        _show(loaded, f"held out ({data.num_samples} samples): {figures}")
         names = {f"eval_{name}": value for name, value in metrics.items()}
         write_record(folder / EVALUATE_FILE, {"step": loaded.step, **names})
 

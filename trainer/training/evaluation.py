@@ -47,6 +47,11 @@ class HeldOut:
     most: int | None = None
     is_ordered: bool = False
 
+    @property
+    def num_samples(self) -> int:
+        """How many samples are evaluated."""
+        return len(self.lengths) if self.most is None else min(self.most, len(self.lengths))
+
     def requests(self, rank: int) -> Iterator[Request]:
         """Give this rank's micro-batches; over all ranks every sample comes exactly once.
 
@@ -58,7 +63,7 @@ class HeldOut:
         layout = replace(self.layout, world_size=self.layout.world_size // size)
         # What is cut for one rank is dealt to all.
         row, first = (0, rank) if self.is_ordered else (rank, 0)
-        num_samples = len(self.lengths) if self.most is None else min(self.most, len(self.lengths))
+        num_samples = self.num_samples
         for start in range(0, num_samples, CHUNK):
             places = np.arange(start, min(start + CHUNK, num_samples))
             chosen = places * len(self.lengths) // num_samples
