@@ -49,7 +49,7 @@ class HeldOut:
 
     @property
     def num_samples(self) -> int:
-        """How many samples are evaluated."""
+        """Samples that are evaluated."""
         return len(self.lengths) if self.most is None else min(self.most, len(self.lengths))
 
     def requests(self, rank: int) -> Iterator[Request]:
@@ -63,10 +63,9 @@ class HeldOut:
         layout = replace(self.layout, world_size=self.layout.world_size // size)
         # What is cut for one rank is dealt to all.
         row, first = (0, rank) if self.is_ordered else (rank, 0)
-        num_samples = self.num_samples
-        for start in range(0, num_samples, CHUNK):
-            places = np.arange(start, min(start + CHUNK, num_samples))
-            chosen = places * len(self.lengths) // num_samples
+        for start in range(0, self.num_samples, CHUNK):
+            places = np.arange(start, min(start + CHUNK, self.num_samples))
+            chosen = places * len(self.lengths) // self.num_samples
             plan = cut.cut(self.lengths[chosen], layout)
             slots = zip(plan.ranks[row], plan.padded_lengths[row], strict=True)
             for slot, length in islice(slots, first, None, size):
