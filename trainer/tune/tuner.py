@@ -46,8 +46,9 @@ RECOMPUTED = 4 / 3
 # Padded tokens of a micro-batch that is near the best as a rule, where timings cannot tell
 NEAR_BEST_TOKENS = {"cuda": 16_384, "cpu": 2048}
 NEAR_BEST = 0.03  # steps that differ by less count as equally fast
-NOISES = 2.0  # times the noise of the timings, below which a difference between steps may be noise
-UNKNOWN_NOISE = 0.1  # taken for the noise of timings that could not be repeated
+# Taken for the noise of timings that could not be repeated. Else a difference between steps below
+# the noise may be noise: the quickest of several timings is off by about half of that.
+UNKNOWN_NOISE = 0.2
 WORTHWHILE = 0.97  # of the time, that a compiled micro-batch must take less than
 QUADRATIC_TOKENS = 2048  # size at which further lengths are timed, to tell attention's share
 # What timing may take: a share of the run, within bounds in seconds
@@ -66,7 +67,7 @@ def tune(
     others. The model, its gradients and buffers and the random generators are left bit for bit
     as they were. Activation checkpointing is weighed only where memory holds the cap down:
     elsewhere it costs a second forward and buys nothing. Takes some ten predictions, and for
-    timings 2 % of the run, but at least 1.5 s and at most 10 s.
+    timings 2 % of the run, but at least 1.5 s and at most 10 s; twice that beside other programs.
 
     Args:
         question: what is to be tuned.
@@ -280,7 +281,7 @@ class Variant:
         if not of_sizes:
             raise self.refusal()
         noise = UNKNOWN_NOISE if math.isinf(facts.noise) else facts.noise
-        self.margin = max(NEAR_BEST, NOISES * noise)
+        self.margin = max(NEAR_BEST, noise)
         if len(set(map(positions, of_sizes | of_others))) < COMPARED_SIZES:
             self.margin = math.inf
         elif QUIET < facts.noise < math.inf:

@@ -123,6 +123,15 @@ def test_sizes_whose_timings_disagree_are_timed_again_and_those_far_behind_are_n
     assert machine.ran.count(SIZES[0]) <= FEWEST + 2
 
 
+def test_beside_other_programs_timing_takes_its_budget_twice():
+    draws, budget_s = np.random.default_rng(0), 3.0
+    quiet, busy = Machine(), Machine(noise=lambda _: 1.0 + draws.exponential(0.4))
+    quiet.measure(budget_s)
+    found = busy.measure(budget_s)
+    assert quiet.now <= budget_s < busy.now <= 2 * budget_s
+    assert found.noise > QUIET
+
+
 @pytest.mark.parametrize("budget_s", [0.0, 0.05, 0.3, 2.0])
 def test_timing_keeps_to_its_budget(budget_s):
     machine = Machine()
