@@ -26,7 +26,7 @@ from trainer.core.micro_batch import Fields
 from trainer.core.signals import check
 from trainer.data.loader import Request
 from trainer.models.boundaries import BOUNDARIES
-from trainer.models.recompute import checkpoint_blocks
+from trainer.models.recompute import blocks_of, checkpoint_blocks
 from trainer.plan.cut import Cost, Cut, IntArray, Plan
 from trainer.plan.cuts import Auto, Budget, Fixed, LayoutInvariant
 from trainer.plan.memory import Shape, corner_shapes
@@ -107,8 +107,9 @@ def choose_sync(
     count = fmean(plan.accum_steps for plan in prepared.plans)
     is_gpu = planned_device(parts.config, parts.world).type == "cuda"
     each = None if seconds is None else seconds / count
-    # Compiled as a whole, all gradients come at the end.
-    is_plain = isinstance(parts.strategy, Sum) and not parts.config.compile
+    # Of a model that is compiled as a whole, all gradients come at the end.
+    in_parts = not parts.config.compile or bool(blocks_of(parts.module))
+    is_plain = isinstance(parts.strategy, Sum) and in_parts
     work = Work(
         micro_batches=count,
         seconds=each,
