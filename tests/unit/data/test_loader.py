@@ -245,6 +245,10 @@ def test_numbers_beyond_a_table_are_named_before_any_device_sees_them(loader_of,
     text = r"sample 2 of Numbered: kinds holds 5 at position 1, and .* rows for it are 0 to 4"
     with pytest.raises(DataError, match=text):
         list(loader.stream(iter([Request((0, 1, 2), 0, 1)])))
+    packed = loader_of(Ragged(), num_workers, limits={"input_ids": 8})
+    text = "sample 5 of Ragged: input_ids holds 50 at position 0, and .* vocabulary is 0 to 7"
+    with pytest.raises(DataError, match=text):
+        list(packed.stream(iter([request(0, 5, packed=True)])))
     own = loader_of(Numbered(collates=True), num_workers, limits={"rows": 10})
     assert len(list(own.stream(iter([Request((0, 1), 0, 1)])))) == 1
     with pytest.raises(DataError, match=r"`collate` of Numbered: rows holds 10 at position 1, 1,"):
