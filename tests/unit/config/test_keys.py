@@ -43,7 +43,7 @@ OPTIONS = {
         "parallel": "auto ddp fsdp hsdp none",
         "preset": "gpt_tiny_stdlib gpt_tiny_stdlib_adamw",
         "scheduler": "constant cosine own wsd",
-        "sync": "auto deferred hierarchical immediate own",
+        "sync": "auto deferred hierarchical immediate overlapped own",
     }.items()
 }
 
