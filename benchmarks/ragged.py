@@ -337,6 +337,7 @@ def set_up(length: int, arguments: argparse.Namespace) -> Setting:
         "data.overlong=cut",
         f"batch.global={GLOBAL}",
         "accum=auto",
+        "precision=fp32",
         f"model.width={arguments.width}",
         f"model.num_layers={arguments.layers}",
         f"model.num_heads={arguments.heads}",

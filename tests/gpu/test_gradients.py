@@ -39,7 +39,7 @@ def gradient(model, micro_batches, autocast=None):
     return torch.cat([p.grad.double().flatten().cpu() for p in model.parameters()])
 
 
-@pytest.mark.parametrize("spare", [0, 3, LONGEST])
+@pytest.mark.parametrize("spare", [0, 3, LONGEST, 3 * LONGEST])
 @pytest.mark.parametrize("positions", ["rotary", "learned"])
 def test_a_packed_row_has_the_gradient_of_its_documents(device, positions, spare):
     samples = documents(LENGTHS)

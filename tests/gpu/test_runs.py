@@ -7,7 +7,7 @@ import torch
 
 from tests.lib.gpu_support import DATA, MODEL, ON_A_GPU, compiled_for, run_gpt
 from tests.lib.nightly import nightly
-from tests.lib.run_support import curve, overrides, state
+from tests.lib.run_support import curve, overrides, state, steps
 from trainer import train
 from trainer.core.errors import DataError, Preempted
 
@@ -49,6 +49,15 @@ def test_a_token_beyond_the_vocabulary_is_named_and_harms_nothing(device):
         run_gpt(device, "data._target_=tests.lib.gpu_support.OneTooLarge")
     assert ended.value.exit_code == 3
     assert float(torch.ones(8, device=device).sum()) == 8  # the context is alive
+
+
+def test_a_loss_scale_that_is_too_large_skips_steps_until_it_is_not(device):
+    taken = steps(run_gpt(device, "precision=fp16 model.init_std=2 steps=8"))
+    skipped = ["skipped" in entry for entry in taken]
+    assert skipped[0]
+    assert skipped == sorted(skipped, reverse=True)
+    assert not skipped[-1]
+    assert taken[-1]["loss"] < taken[0]["loss"]
 
 
 def test_the_planned_step_is_proven_on_the_device(device):

@@ -113,6 +113,7 @@ STAGES: Mapping[str, tuple[Any, str, int, tuple[str, ...], int | None]] = {
     "predicting memory": (tuner, "corner_shapes", signal.SIGTERM, TUNED, None),
     "tuning": (toys, "on_call", signal.SIGUSR1, TUNED, None),
     "loading": (toys, "on_read", signal.SIGTERM, (), 0),
+    "evaluating at once": (loop, "evaluate", signal.SIGTERM, ("eval.at_start=true",), 0),
     "the first step": (loop, "train_step", signal.SIGTERM, (), 1),
     "saving": (CheckpointStore, "_commit", signal.SIGTERM, (), 2),
 }

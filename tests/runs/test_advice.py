@@ -86,8 +86,8 @@ def test_a_plan_for_eight_gpus_that_are_not_here_is_that_of_the_machine_it_is_fo
     policies = [row["policy"] for row in whole["sync_table"]]
     assert policies == ["deferred", "overlapped", "immediate"]
     assert whole["sync_why"].startswith("sync=auto takes deferred: ")
-    # A shard in fp32, and the whole in bf16.
-    for part, share in (("optimizer state", 1 / 8), ("parameters", 1 / 8 + 1 / 2)):
+    # Parameters in shards of fp32, and gathered whole in bf16.
+    for part, share in (("optimizer state", 1 / 8), ("parameters", 5 / 8)):
         mine, of = plan["memory_parts"][part], whole["memory_parts"][part]
         assert mine == pytest.approx(share * of, abs=32), "counters are whole"
     assert not any(shape["packed"] for shape in planned(f"{model} precision=bf16")["shapes"])

@@ -75,7 +75,7 @@ def _sections(folders: list[Path]) -> Iterator[tuple[str, Iterable[tuple[str, st
     sections: dict[str, list[tuple[str, str]]] = {}
     for key, entry in ((key, entry) for key, entry in KEYS.items() if key not in GROUPS):
         words = entry.choices if len(entry.choices) > 1 else ()
-        shown = "|".join(dict.fromkeys((show_value(entry.default), *words)))
+        shown = "|".join(dict.fromkeys((show_value(entry.default), *map(str, words))))
         doc = entry.doc if entry.default in (None, [], {}) else f"{entry.doc}  [{shown}]"
         section = key.partition(".")[0] if "." in key else _RUN
         sections.setdefault(section, []).append((key, doc))

@@ -27,8 +27,9 @@ def with_boundaries(fields: Fields, names: Collection[str]) -> Mapping[str, Any]
     A forward that names `cu_seqlens` gets it, and `max_seqlen` as a number. Any other gets what
     Hugging Face's do: no mask and no cache, with which they look for boundaries in `position_ids`,
     and the four arguments that spare FlashAttention a search for them, and a wait, in every layer.
+    What a data set's own `collate` gives stays as it is.
     """
-    if BOUNDARIES not in fields:
+    if BOUNDARIES not in fields or "max_seqlen" not in fields or fields["max_seqlen"].numel():
         return fields
     given: dict[str, Any] = dict(fields)
     bounds = fields[BOUNDARIES]

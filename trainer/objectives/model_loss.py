@@ -69,9 +69,9 @@ class ModelLoss(Objective):
 
     def _apart(self, fields: Fields) -> Fields:
         """Drop the first label of each packed document, which the one before would predict."""
-        labels = fields.get("labels")
-        if not self.causal or "cu_seqlens" not in fields or labels is None:
+        if not self.causal or not {"cu_seqlens", "position_ids", "labels"} <= fields.keys():
             return fields
+        labels = fields["labels"]
         if labels.is_floating_point():
             return fields
         return {**fields, "labels": labels.masked_fill(fields["position_ids"] == 0, IGNORED)}

@@ -50,7 +50,9 @@ def fill_slots(
     if costs[0] == costs[-1] or most_slots > MOST_SLOTS:
         return None
     best: list[Slot] | None = None
-    for fall in FALLS[: MOST_VISITS // (most_slots * len(costs))]:
+    # What ends at its first level is the same for every fall.
+    tried = 1 if _is_last(np.cumsum(costs), costs, world_size) else len(FALLS)
+    for fall in FALLS[: min(tried, MOST_VISITS // (most_slots * len(costs)))]:
         found = _fill_levels(costs, most, world_size, fixed, to_beat, fall)
         if found:
             best, to_beat = found, fsum(slot.cost for slot in found)
@@ -70,7 +72,7 @@ def _fill_levels(
     while len(rest):
         remaining = costs[rest]
         before = np.concatenate([[0.0], np.cumsum(remaining)])
-        if len(rest) < 2 * world_size or before[-1] <= ENDING * world_size * remaining[0]:
+        if _is_last(before, remaining, world_size):
             last = _fill_evenly(remaining, most[rest], world_size, fixed, to_beat - total)
             return last and slots + [Slot(rest[s.samples], s.starts, s.cost) for s in last]
         begins, sizes = _whole_groups(remaining, most[rest])
@@ -86,6 +88,11 @@ def _fill_levels(
             return None
         rest = np.delete(rest, taken)
     return slots
+
+
+def _is_last(sums: FloatArray, costs: FloatArray, world_size: int) -> bool:
+    """Whether what is left is too little for a level; `sums` end with all it costs."""
+    return len(costs) < 2 * world_size or bool(sums[-1] <= ENDING * world_size * costs[0])
 
 
 def _whole_groups(costs: FloatArray, most: IntArray) -> tuple[IntArray, IntArray]:
@@ -107,16 +114,17 @@ def _fill_evenly(
     shared the work evenly, or than its longest sample.
     """
     best, work = None, fsum(costs) / world_size
+    values, limits = costs.tolist(), most.tolist()  # of which single ones are read faster
     for count in LAST_SLOTS:
         slots, begin, total = list[Slot](), 0, 0.0
         while begin < len(costs) and total < to_beat:
-            room = max(float(costs[begin]), SLACK * work / count)
+            room = max(values[begin], SLACK * work / count)
             end = len(costs)
-            starts, stop, dearest = _fill(costs, most, world_size, (begin, end), room)
+            starts, stop, dearest = _fill(values, limits, world_size, (begin, end), room)
             if 0 < end - stop < world_size and end - begin >= 2 * world_size:
                 # A slot leaves no sample, or one for each rank.
                 bounds = (begin, end - world_size)
-                starts, stop, dearest = _fill(costs, most, world_size, bounds, room)
+                starts, stop, dearest = _fill(values, limits, world_size, bounds, room)
             begins = np.array(starts) - begin
             slots.append(Slot(np.arange(begin, stop), begins, fixed + dearest))
             begin, total = stop, total + fixed + dearest
@@ -127,7 +135,7 @@ def _fill_evenly(
 
 
 def _fill(
-    costs: FloatArray, most: IntArray, world_size: int, bounds: tuple[int, int], room: float
+    costs: list[float], most: list[int], world_size: int, bounds: tuple[int, int], room: float
 ) -> tuple[list[int], int, float]:
     """Fill one slot; gives its starts, where it ends, and the cost of its dearest micro-batch."""
     starts, dearest = [], 0.0
@@ -135,9 +143,9 @@ def _fill(
     for left in range(world_size - 1, -1, -1):
         starts.append(begin)
         if begin < end:
-            cost = float(costs[begin])
+            cost = costs[begin]
             # The ranks that come need a sample each.
-            size = max(1, min(int(room / cost) or 1, int(most[begin]), end - begin - left))
+            size = max(1, min(int(room / cost) or 1, most[begin], end - begin - left))
             dearest = max(dearest, size * cost)
             begin += size
     return starts, begin, dearest

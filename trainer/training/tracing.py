@@ -19,7 +19,7 @@ FOLDER = "profile"
 WAIT, WARM_UP = 2, 1
 """Steps that are not traced: the first compile and allocate, in the last the profiler starts."""
 
-MEMORY_EVENTS = 100_000  # allocations that are remembered with their stacks, some 100 MB
+MEMORY_EVENTS = 100_000  # newest allocations that are remembered, each with its stack
 
 
 @contextmanager

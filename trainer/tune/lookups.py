@@ -55,7 +55,9 @@ def lookup_limits(work: Workload, length: int, known: Mapping[str, int]) -> dict
             if axis is None:
                 theirs.objective.sums(theirs.call, fields)
             else:
-                lookups.rows[LABELS] = int(logits_from(theirs.call, fields).shape[axis])
+                *others, rows = logits_from(theirs.call, fields).movedim(axis, -1).shape
+                if tuple(others) == fields[LABELS].shape:  # else the objective refuses them
+                    lookups.rows[LABELS] = rows
     except CannotRunFake:
         return {}
     return {name: rows for name, rows in lookups.rows.items() if name in open_fields}

@@ -253,6 +253,28 @@ def test_a_model_is_called_with_the_fields_its_forward_names_compiled_or_not():
     assert bind(everything)(fields) == ["ids", "scale", "x"]
 
 
+class Flash(nn.Module):
+    def forward(self, input_ids, position_ids=None, use_cache=True, **others):
+        return {"use_cache": use_cache, **others}
+
+
+def test_a_model_gets_the_boundaries_of_packed_documents_in_its_own_words():
+    fields = pack([{"input_ids": tokens(n)} for n in (2, 3)], {"input_ids"}, 8, str)
+    bounds = fields["cu_seqlens"]
+    assert bind(forwards(lambda _, cu_seqlens, max_seqlen: (cu_seqlens, max_seqlen)))(fields) == (
+        bounds,
+        3,
+    )
+    theirs = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+    theirs |= {"max_length_q": 3, "max_length_k": 3}
+    brought = {**fields, "attention_mask": torch.ones(1, 8)}
+    assert bind(Flash())(brought) == {"use_cache": False, **theirs}
+    own = {"input_ids": tokens(1, 8), "cu_seqlens": bounds, "max_seqlen": torch.tensor(3)}
+    named = forwards(lambda _, cu_seqlens, max_seqlen=None: (cu_seqlens, max_seqlen))
+    assert bind(named)(own) == (bounds, own["max_seqlen"]), "of a `collate` of the data's own"
+    assert bind(named)({"cu_seqlens": bounds}) == (bounds, None)
+
+
 @pytest.mark.parametrize(
     ("module", "fault"),
     [
