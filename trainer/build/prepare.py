@@ -109,7 +109,8 @@ def choose_sync(
     each = None if seconds is None else seconds / count
     # Of a model that is compiled as a whole, all gradients come at the end.
     in_parts = not parts.config.compile or bool(blocks_of(parts.module))
-    is_plain = isinstance(parts.strategy, Sum) and in_parts
+    # What is measured differs from run to run, and buckets in another order round otherwise.
+    is_plain = isinstance(parts.strategy, Sum) and in_parts and not parts.config.deterministic
     work = Work(
         micro_batches=count,
         seconds=each,
