@@ -51,7 +51,7 @@ class SummedLoss(nn.Module):
         gpt2 = {"tied": True, "norm": "layer", "mlp": "gelu", "positions": "learned"}
         self.model = GPT(**shape, **gpt2, bias=True, init_std=0.02)
 
-    def forward(self, input_ids: Tensor, targets: Tensor, **documents: Tensor | int) -> Tensor:
+    def forward(self, input_ids: Tensor, targets: Tensor, **documents: Any) -> Tensor:  # noqa: ANN401
         """Sum the cross entropy; `targets` are already those of the next token."""
         logits = self.model(input_ids, **documents)
         return F.cross_entropy(
@@ -142,7 +142,7 @@ class WithLoss(nn.Module):
         """Give the share that a micro-batch has of the step's mean loss."""
         self.positions += input_ids.numel()
         documents: dict[str, Any] = {}
-        if cu_seq_lens_q is not None and position_ids is not None:
+        if cu_seq_lens_q is not None:
             documents = {"cu_seqlens": cu_seq_lens_q, "position_ids": position_ids}
             documents["max_seqlen"] = max_length_q
         total = self.inner(input_ids, next_tokens(labels), **documents)

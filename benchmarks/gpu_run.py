@@ -21,12 +21,10 @@ import torch
 from torch import Tensor
 
 from trainer import train
+from trainer.tune.flops import peak_flops
 
 WINDOWS, RAGGED = "windows", "documents"
 """The two kinds of data: windows of one length, and documents as they come."""
-
-DENSE_BF16 = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
-"""FLOP/s of dense bf16 matrix products, as the maker states them (the SXM forms)."""
 
 Fields = dict[str, Any]
 """What a row of a table says."""
@@ -359,8 +357,7 @@ def utilization(tokens_per_s: float, scale: Scale, tokens_seen: float) -> float 
     all parameters but those of positions, `d` is the width and `T` the tokens that attention sees.
     None on a device whose rate is not listed.
     """
-    name = torch.cuda.get_device_name() if scale.is_gpu else ""
-    peak = next((rate for known, rate in DENSE_BF16.items() if known in name), None)
+    peak = peak_flops(torch.device(scale.device), "bf16")
     if peak is None:
         return None
     width, layers = scale.shape["width"], scale.shape["num_layers"]

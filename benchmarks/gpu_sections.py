@@ -122,7 +122,7 @@ SETTINGS: Mapping[str, tuple[str, tuple[tuple[str, ...], ...]]] = {
     ),
     "compile": (WINDOWS, (("compile=false",), ("compile=true",))),
     "compile ragged": (RAGGED, (("compile=false",), ("compile=true",))),
-    "sync": (WINDOWS, (("sync=deferred",), ("sync=immediate",))),
+    "sync": (WINDOWS, (("sync=deferred",), ("sync=overlapped",), ("sync=immediate",))),
     "profile": (WINDOWS, (("profile=0",), ("profile=2",))),
     "eval.samples": (
         RAGGED,

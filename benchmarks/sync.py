@@ -35,12 +35,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from trainer.build.parallel import ParallelSetup
 from trainer.core.world import World
 from trainer.models.bind import bind
 from trainer.parallel.base import Parallel, Replicated, buckets
 from trainer.parallel.fsdp import Sharded
+from trainer.parallel.fsdp_calls import _groups
 from trainer.parallel.sync import POLICIES, Deferred, SyncPolicy
 from trainer.plan.traffic import Bulk, Work
 from trainer.tune.network import network_of
@@ -61,7 +63,7 @@ COLUMNS = (
     "predicted",
     "hidden",
 )
-WIDTHS = (5, 13, 9, 10, 9, 10, 9, 10, 8)
+WIDTHS = (5, 13, 9, 11, 9, 11, 11, 11, 8)
 
 
 class Stack(nn.Module):
@@ -115,7 +117,9 @@ def unsharded_bytes(model: Parallel, reduced: Sequence[Tensor | None]) -> int:
     """Count the bytes of whole parameters and whole gradients that are alive."""
     tensors: list[Tensor | None] = []
     if isinstance(model, Sharded):
-        for part in model._sharded_parts():
+        units = [unit for unit in model.module.modules() if isinstance(unit, FSDPModule)]
+        groups = [group for unit in units for group in _groups(unit._get_fsdp_state())]
+        for part in (part for group in groups for part in group.fsdp_params):
             whole = getattr(part, "_unsharded_param", None)
             tensors += [whole, getattr(whole, "grad", None), part.unsharded_accumulated_grad]
     else:

@@ -30,7 +30,7 @@ PEERS = "hf "
 NEEDS_A_GPU = "tf32"
 
 
-@pytest.mark.parametrize("only", [("documents", "syncs", "memory"), nightly(tuple(FIELDS))])
+@pytest.mark.parametrize("only", [("documents", "syncs", "settings"), nightly(tuple(FIELDS))])
 def test_every_section_gives_its_rows(only: tuple[str, ...], tmp_path: Path) -> None:
     found = tmp_path / "gpu.jsonl"
     words = ["--dry-run", "--only", ",".join(only), "--json", str(found)]
