@@ -109,3 +109,21 @@ def bert() -> nn.Module:
 def masked() -> Examples:
     """Give data for it."""
     return Examples("masked")
+
+
+MASKED: list[bool] = []
+"""Whether a mask was given, for each call of what `gpt2` gave and of its copies."""
+
+
+def gpt2() -> nn.Module:
+    """Build a causal model for the command line, whose calls are noted."""
+    model = Head("GPT2LMHeadModel", "GPT2Config", "causal").build()
+    model.register_forward_pre_hook(
+        lambda _, __, kwargs: MASKED.append("attention_mask" in kwargs), with_kwargs=True
+    )
+    return model
+
+
+def causal() -> Examples:
+    """Give data for it."""
+    return Examples("causal")

@@ -13,7 +13,7 @@ from torch import nn
 from trainer.accumulate.base import GradientStrategy, seed_draws
 from trainer.accumulate.loss_scale import LossScale
 from trainer.build.instantiate import arguments_of, check_names, construct, look_up
-from trainer.build.packing import packing_fault
+from trainer.build.packing import leave_out_mask, needs_mask, packing_fault
 from trainer.build.parallel import (
     SHARDED,
     ParallelSetup,
@@ -120,14 +120,7 @@ class Parts:
 
     def feed(self, cut: Cut, world: World, cursor: Cursor) -> Feed:
         """Begin to give the micro-batches of a rank, from a cursor on."""
-        return Feed(
-            self.source,
-            cut=cut,
-            layout=self.layout,
-            world=world,
-            seed=self.config.seed,
-            cursor=cursor,
-        )
+        return Feed(self.source, cut, self.layout, world, self.config.seed, cursor)
 
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """Build the optimizer over the parameters that a model has now, real or fake.
@@ -343,6 +336,8 @@ def _layout(
     if isinstance(module, GPT) and has_kernel(module, device, precision):
         use_newest_flash(device)
     call = bind_run(module, precision, world)
+    if not world.on_main(lambda: needs_mask(loader, module, call)):
+        leave_out_mask(module)
     packed = packs(
         config.accum.packed,
         module,

@@ -20,6 +20,7 @@ from trainer.core.micro_batch import Fields
 from trainer.core.out_of_memory import is_out_of_memory
 from trainer.core.world import rng_key
 from trainer.data.collate import (
+    ATTENTION_MASK,
     IGNORED_LABEL,
     LABELS,
     Limits,
@@ -40,7 +41,7 @@ from trainer.data.samples import (
 )
 from trainer.data.view import DataView
 
-AHEAD = 2  # requests that a worker, or the thread, loads before they are asked for
+AHEAD = 2  # requests that a worker, or the thread, loads at least before they are asked for
 
 
 @final
@@ -107,25 +108,24 @@ class Loader:
             DataError: a sample cannot be read or joined with the others; names it.
         """
         fields = self._assemble(request)
-        if self._pin_memory:
-            return {name: field.pin_memory() for name, field in fields.items()}
-        return fields
+        return {n: f.pin_memory() for n, f in fields.items()} if self._pin_memory else fields
 
     def of(self, dataset: DataView, num_workers: int) -> Loader:
         """Make a loader of another data set, the same in all else."""
-        seed, pin_memory = self._assemble.seed, self._pin_memory
+        seed, pinned = self._assemble.seed, self._pin_memory
         return Loader(
-            dataset,
-            num_workers=num_workers,
-            seed=seed,
-            pin_memory=pin_memory,
-            limits=self.limits,
+            dataset, num_workers=num_workers, seed=seed, pin_memory=pinned, limits=self.limits
         )
 
     @property
     def limits(self) -> Limits:
         """What the numbers of fields must be below, by name."""
         return self._assemble.limits
+
+    @property
+    def makes_mask(self) -> bool:
+        """Whether `attention_mask` comes from padding, and not from the data."""
+        return self._assemble.aligned & {INPUT_IDS, ATTENTION_MASK} == {INPUT_IDS}
 
     def limit(self, limits: Limits) -> None:
         """Bound the numbers of more fields; before a stream begins, whose workers know no more."""
@@ -145,12 +145,11 @@ class Loader:
                 replace(self._assemble, limits=limits)(request)
             raise
 
-    def stream(self, requests: Iterator[Request]) -> Generator[Fields]:
+    def stream(self, requests: Iterator[Request], ahead: int = AHEAD) -> Generator[Fields]:
         """Load micro-batches in the order of their requests.
 
-        Workers run ahead: they draw up to two requests each, in this process, before those are
-        asked for, and a thread likewise where there are none and it may. A stream that begins ends
-        the one before it.
+        Workers draw `ahead` requests each, in this process, before those are asked for; without
+        workers a thread draws `AHEAD`, if it may. A stream that begins ends the one before it.
 
         Yields:
             The fields of each.
@@ -164,7 +163,7 @@ class Loader:
             return
         self._sampler.requests = requests
         try:
-            for fields in self._started():
+            for fields in self._started(ahead):
                 if isinstance(fields, Exception):
                     raise fields  # raised in a worker it would arrive as a long traceback
                 yield fields
@@ -202,7 +201,9 @@ class Loader:
                     # It ignores SIGTERM, and a data set may hang.
                     worker.kill()
 
-    def _started(self) -> DataLoader[Fields | Exception]:
+    def _started(self, ahead: int) -> DataLoader[Fields | Exception]:
+        if self._workers is not None and (self._workers.prefetch_factor or 0) < ahead:
+            self.close()  # PyTorch reads the factor once
         if self._workers is None:
             self._assemble.aligned  # noqa: B018 - computed here, no worker has to
             self._workers = DataLoader(
@@ -210,6 +211,7 @@ class Loader:
                 batch_size=None,
                 sampler=self._sampler,
                 num_workers=self.num_workers,
+                prefetch_factor=ahead,
                 pin_memory=self._pin_memory,
                 worker_init_fn=_ignore_signals,
                 persistent_workers=True,

@@ -14,6 +14,8 @@ from trainer.core.micro_batch import Fields
 from trainer.models.boundaries import with_boundaries
 from trainer.models.output_layer import ModelRun
 
+OMITTED = "_trainer_omitted"
+"""Attribute of a module that names fields its calls leave out; that of a copy has it too."""
 NAMED = {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
 
 
@@ -22,8 +24,7 @@ def bind(
 ) -> ModelRun:
     """Call a module with those fields of a micro-batch that its `forward` names.
 
-    The signature is read once. A `forward` with `**kwargs` gets every field. What the module
-    returns passes through.
+    The signature is read once. A `forward` with `**kwargs` gets every field but those `OMITTED`.
 
     Args:
         module: any module, compiled in place or sharded too.
@@ -36,17 +37,14 @@ def bind(
     # `torch.compile(module)` gives a wrapper whose own forward takes anything.
     written = getattr(module, "_orig_mod", module)
     parameters = inspect.signature(written.forward).parameters.values()
+    omitted = vars(written).get(OMITTED, ())
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
     names = tuple(p.name for p in parameters if p.kind in NAMED)
-    required = tuple(
-        p.name
-        for p in parameters
-        if p.default is inspect.Parameter.empty
-        and p.kind in NAMED | {inspect.Parameter.POSITIONAL_ONLY}
-    )
+    single = NAMED | {inspect.Parameter.POSITIONAL_ONLY}
+    required = tuple(p.name for p in parameters if p.default is p.empty and p.kind in single)
 
     def call(fields: Fields) -> Any:  # noqa: ANN401 - models return what they like
-        given = with_boundaries(fields, names)
+        given = with_boundaries({n: fields[n] for n in fields if n not in omitted}, names)
         arguments = given if takes_all else {n: given[n] for n in names if n in given}
         missing = [name for name in required if name not in arguments]
         if missing or not arguments:
@@ -56,8 +54,7 @@ def bind(
                 f"({', '.join(fields) or 'none'}; labels go only to the objective): rename the "
                 "argument, or give it a default"
             )
-        # A fresh context per call: one object is not re-entrant over nested calls. What it casts
-        # is forgotten at its end, but within `casting_once`.
+        # Fresh for each call, since one is not re-entrant. It forgets casts, but in `casting_once`.
         with torch.autocast(device_type, autocast) if autocast else nullcontext():
             return module(**arguments)
 
@@ -67,11 +64,10 @@ def bind(
 def casting_once(module: nn.Module, device_type: str) -> AbstractContextManager[Any]:
     """Let autocast cast a weight once inside the block, and not in every call of a bound module.
 
-    PyTorch forgets casts where the outermost context ends, which here is one that is off: objective
-    and backward compute as without it. Casts have a graph also where they were made under
-    `no_grad` (torch 2.11 and later, #165068), so that reentrant checkpointing and two passes lose
-    no gradient. They hold half of the bytes of the weights until the block ends, and would be old
-    where weights change in it: a table with `max_norm` scales its own in forward.
+    PyTorch forgets casts where the outermost context ends, here one that is off: objective and
+    backward compute as without. Casts made under `no_grad` have a graph too (torch >= 2.11,
+    #165068), so reentrant checkpointing and two passes lose no gradient. They take half of the
+    weights' bytes, and would be old where weights change: a table with `max_norm` scales its own.
     """
     tables = (m for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
     changes = any(table.max_norm is not None for table in tables)

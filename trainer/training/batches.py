@@ -1,9 +1,8 @@
 """The way of the data: order -> global batch -> plan -> micro-batches, ahead of training.
 
 Everything after "ids of step k" may be done again: restarts, other rank counts and replays under
-smaller micro-batches all re-enter there. The next steps are planned and loaded while this one
-computes: in bursts, since Python that runs a few times in a row costs half of what it costs once
-between two steps that have emptied the caches.
+smaller micro-batches all re-enter there. The next steps are planned and loaded meanwhile: in
+bursts, since Python costs half where it runs several times in a row, and the caches are warm.
 """
 
 from __future__ import annotations
@@ -12,13 +11,13 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 from trainer.core.errors import DoesNotFitError
 from trainer.core.micro_batch import Fields, MicroBatch
 from trainer.core.world import World, rng_key
-from trainer.data.loader import Loader, Request
+from trainer.data.loader import AHEAD, Loader, Request
 from trainer.objectives.base import Objective, weights_of
 from trainer.plan.cut import Cut, Layout, Plan
 from trainer.plan.cuts import SampleTooLongError
@@ -217,13 +216,25 @@ class Feed:
 
     def _from_workers(self) -> PlannedBatch:
         if self._stream is None:
-            self._stream = self.source.loader.stream(self._all_requests(self.cursor))
+            coming = self._all_requests(self.cursor)
+            self._stream = self.source.loader.stream(coming, self._requests_ahead())
         first = next(self._stream)  # `_all_requests` plans the step, and queues it
         samples, plan = self._queue[0]
         requests = self.requests(samples, plan)
         others = [next(self._stream) for _ in requests[1:]]
         self._queue.popleft()
         return self._fill(samples, plan, requests, [first, *others])
+
+    def _requests_ahead(self) -> int:
+        """Choose how far each worker runs ahead: all together a step and more, of bounded size."""
+        loader, requests = self.source.loader, self.requests(*self.plan(self.cursor))
+        if len(requests) <= loader.num_workers:
+            return AHEAD
+        first = requests[0]
+        fields = loader.load(replace(first, ids=first.ids[:1])).values()
+        nbytes = sum(field.nbytes for field in fields) * (1 if first.packed else len(first.ids))
+        fitting = PREFETCH_LIMIT_BYTES // max(1, nbytes * loader.num_workers)
+        return max(AHEAD, min(AHEAD + (len(requests) - 1) // loader.num_workers, fitting))
 
     def _all_requests(self, cursor: Cursor) -> Iterator[Request]:
         while True:

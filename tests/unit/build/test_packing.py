@@ -1,4 +1,4 @@
-"""Hugging Face's models take packed rows where they hold documents apart, which is tried first."""
+"""Hugging Face's models are packed, or called without a mask, where a trial shows that they may."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.lib.heads import TINY
 from tests.lib.nightly import nightly
 from tests.lib.support import EXACT, VOCABULARY, WRONG, Bench, RaggedText, TinyLM, relative_error
-from trainer.build.packing import packing_fault
-from trainer.data.loader import Loader
+from trainer.build.packing import leave_out_mask, needs_mask, packing_fault
+from trainer.data.loader import Loader, Request
 from trainer.models.bind import bind
 from trainer.objectives.base import Objective
 from trainer.objectives.model_loss import ModelLoss
@@ -114,3 +115,93 @@ def test_a_model_that_cannot_run_packed_rows_is_named_with_its_error() -> None:
             raise ValueError("no\npacking")
 
     assert fault(Failing()) == "Failing cannot take packed documents: ValueError: no packing"
+
+
+class HostReads(TorchDispatchMode):
+    """Counts values that the host waits for."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in {
+            torch.ops.aten._local_scalar_dense.default,
+            torch.ops.aten.is_nonzero.default,
+        }
+        return func(*args, **(kwargs or {}))
+
+
+class Masked(RaggedText):
+    """Brings a mask of its own."""
+
+    def __getitem__(self, index: int) -> Mapping[str, Tensor]:
+        sample = super().__getitem__(index)
+        return {**sample, "attention_mask": torch.ones_like(sample["input_ids"])}
+
+
+class Collated(RaggedText):
+    """Pads itself, on the left."""
+
+    def collate(self, samples: list[Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
+        ids = [sample["input_ids"] for sample in samples]
+        ids = nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_side="left")
+        return {"input_ids": ids, "labels": ids, "attention_mask": (ids > 0).long()}
+
+
+def is_masked(model: nn.Module, data: Any = None) -> bool:
+    loader = Loader(data or RaggedText(), num_workers=0, seed=0)
+    return needs_mask(loader, model, bind(model, autocast=torch.bfloat16))
+
+
+def unmasked(name: str, **values: Any) -> nn.Module:
+    model = hugging_face(name, **values)
+    leave_out_mask(model)
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["GPT2", "Llama", nightly("Qwen3"), nightly("Mistral")])
+def test_a_causal_model_of_transformers_needs_no_mask(name: str, dtype: torch.dtype) -> None:
+    model = hugging_face(name).to(dtype)
+    assert not is_masked(model)
+    assert model.training
+    assert is_masked(model, Masked())
+    assert is_masked(model, Collated())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: hugging_face("Bert"),
+        lambda: hugging_face("Bert").to(torch.bfloat16),
+        lambda: transformers.BertForMaskedLM(hugging_face("Bert").config),
+        lambda: hugging_face("Mixtral", output_router_logits=True),
+        lambda: Deaf(hugging_face("GPT2").config),
+        TinyLM,
+    ],
+    ids=["bert", "bf16", "small weights", "balanced experts", "of a user", "takes none"],
+)
+def test_any_other_model_is_given_its_mask(make: Callable[[], nn.Module]) -> None:
+    assert is_masked(make())
+
+
+@pytest.mark.parametrize("name", ["GPT2", "Llama"])
+def test_without_a_mask_gradients_are_the_same_and_the_host_reads_nothing(name: str) -> None:
+    given = gradients(lambda: hugging_face(name), NextToken(), Budget(max_tokens=80))
+    found = gradients(lambda: unmasked(name), NextToken(), Budget(max_tokens=80))
+    assert relative_error(found, given) <= EXACT[torch.float64]
+    fields = Loader(RaggedText(), num_workers=0, seed=0).load(Request((0, 1, 2), 0, 24))
+    for model, is_given in ((hugging_face(name), True), (unmasked(name), False)):
+        given_names = list[str]()
+        model.register_forward_pre_hook(
+            lambda _, __, kwargs, names=given_names: names.extend(kwargs), with_kwargs=True
+        )
+        with HostReads() as counter:
+            bind(model)(fields)
+        assert ("attention_mask" in given_names) == (counter.count > 0) == is_given
+
+
+def test_gradients_of_bert_without_its_mask_differ() -> None:
+    objective = ModelLoss(reduction="mean", causal=False)
+    given = gradients(lambda: hugging_face("Bert"), objective, Budget(max_tokens=80))
+    found = gradients(lambda: unmasked("Bert"), objective, Budget(max_tokens=80))
+    assert relative_error(found, given) > WRONG

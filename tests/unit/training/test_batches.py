@@ -262,3 +262,17 @@ def test_what_cannot_be_loaded_ahead_is_said_when_it_is_needed():
     source.load_next(last_step=9)
     with pytest.raises(DataError, match="gone"):
         source.next()
+
+
+@pytest.mark.parametrize(("limit", "planned"), [(10**6, 2), (1, 1)])
+def test_workers_have_the_whole_next_step_in_hand_within_the_limit(limit, planned, monkeypatch):
+    monkeypatch.setattr("trainer.training.batches.PREFETCH_LIMIT_BYTES", limit)
+    source = feed(Fixed(micro=1), workers=2)
+    for _ in range(2):
+        source.next()
+        # The step behind the next is planned once a worker was given all of the next.
+        assert len(source._queue) == planned
+    source.use(Fixed(micro=2))  # another number of micro-batches
+    source.next()
+    assert len(source._queue) == planned + (limit > 1)
+    source.close()
