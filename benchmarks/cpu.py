@@ -8,8 +8,8 @@
 Each compares whole runs on documents of the standard library, tuned by `accum=auto` under their own
 setting; a turn is one optimizer step of the real feed and step, and all take turns. The ratio is
 the median over rounds. The roofline runs the loaded micro-batches of the same plans, forward and
-backward, in a plain loop: under that cut no step can be faster. `ready after`
-is what it took to tune, to compile, and to take the first step.
+backward, in a plain loop: under that cut no step can be faster. `ready after` is
+what it took to tune, to compile, and to take the first step.
 """
 
 from __future__ import annotations

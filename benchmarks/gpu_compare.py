@@ -80,7 +80,11 @@ class Comparison:
 
     def _make_peers(self) -> None:
         # Made once our run has found its cap, in memory that was as free as a user's.
-        self.peers, missing = make_peers(self.bench.scale)
+        try:
+            self.peers, missing = make_peers(self.bench.scale)
+        except Exception as error:
+            self.failed[HAND] = reason_of(error)
+            return
         kept = {HAND, "hf padded"} if self.kind == WINDOWS else {*self.peers}
         self.peers = {name: peer for name, peer in self.peers.items() if name in kept}
         self.failed |= {name: why for name, why in missing.items() if self.kind == RAGGED}
@@ -137,6 +141,8 @@ class Ours:
         """See a step."""
         comparison, tokens = self.comparison, entry["tokens"]
         scale, turns = comparison.bench.scale, comparison.turns.setdefault(OURS, [])
+        if comparison.bench.left_s < 0:
+            raise Stop
         self.positions += (tokens - self.seen) / (1 - entry["padding"])
         self.seen = tokens
         if entry["step"] % scale.steps:
@@ -145,7 +151,7 @@ class Ours:
         seconds = time.perf_counter() - self.began
         turns.append(Turn(tokens - self.before, round(self.positions), seconds))
         comparison.let_peers()
-        if len(turns) > scale.turns or comparison.bench.left_s < 0:
+        if len(turns) > scale.turns:
             raise Stop
         synchronize()
         self.began, self.before, self.positions = time.perf_counter(), tokens, 0.0

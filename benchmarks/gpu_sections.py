@@ -99,6 +99,7 @@ def memory(bench: Bench) -> Iterator[Row]:
                 "allocated_bytes": allocated,
                 "off": predicted / allocated - 1 if predicted else None,
                 "reserved_bytes": found["reserved_bytes"],
+                "replays": sum(line.get("replays", 0) for line in bench.lines_of_last_run()),
                 "tokens_per_s": found["tokens_per_s"],
             }
 
@@ -189,7 +190,11 @@ def syncs(bench: Bench) -> Iterator[Row]:
             )
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                bench.timed(kind, *lines, steps=steps, inside=inside)
+                try:
+                    bench.timed(kind, *lines, steps=steps, inside=inside)
+                finally:
+                    if bench.scale.is_gpu:
+                        counter.end()  # a run that failed did not
             places = counter.places(caught)
             return {"per_step": sum(places.values()) / steps, "places": dict(places)}
 

@@ -218,13 +218,15 @@ def test_a_model_larger_than_the_memory_of_a_rank_can_start(ranks):
         assert peak >= whole
 
 
-def trained(world: World, sync: str) -> tuple[list[float], dict[str, Any]]:
-    """Losses and weights of three steps in float64; on one rank the model is built whole."""
+def trained(
+    world: World, sync: str, vocabulary: int = VOCABULARY, steps: int = 3
+) -> tuple[list[float], dict[str, Any]]:
+    """Losses and weights of some steps in float64; on one rank the model is built whole."""
 
     def build() -> nn.Module:
         torch.set_default_dtype(torch.float64)
         try:
-            return GPT(VOCABULARY, width=8, num_layers=2, tied=True, **SMALL)
+            return GPT(vocabulary, width=8, num_layers=2, tied=True, **SMALL)
         finally:
             torch.set_default_dtype(torch.float32)
 
@@ -244,7 +246,7 @@ def trained(world: World, sync: str) -> tuple[list[float], dict[str, Any]]:
         sync=POLICIES[sync](),
         optimizer=torch.optim.SGD,
     )
-    losses = [float(bench.step().loss) for _ in range(3)]
+    losses = [float(bench.step().loss) for _ in range(steps)]
     bench.feed.close()
     return losses, {name: plain(p) for name, p in bench.module.named_parameters()}
 
@@ -253,6 +255,19 @@ def trained(world: World, sync: str) -> tuple[list[float], dict[str, Any]]:
 def test_a_model_that_was_never_whole_trains_as_on_one_rank(ranks, sync):
     losses, weights = trained(World(), "deferred")
     for mine, theirs in ranks.run(3, trained, sync):
+        assert mine == pytest.approx(losses, rel=1e-12)
+        assert error(theirs, weights) <= EXACT[torch.float64]
+
+
+LARGE = 2**16
+"""A vocabulary of which 32 positions, fewer than micro-batches have, are computed in chunks."""
+
+
+@pytest.mark.parametrize("sync", ["deferred", "immediate"])
+def test_the_output_layer_is_used_in_shards_after_the_model_ran(ranks, sync):
+    # The tied embedding is in the root's group; its gradient has two parts, one from the loss.
+    losses, weights = trained(World(), "deferred", LARGE, 1)
+    for mine, theirs in ranks.run(2, trained, sync, LARGE, 1):
         assert mine == pytest.approx(losses, rel=1e-12)
         assert error(theirs, weights) <= EXACT[torch.float64]
 

@@ -136,9 +136,11 @@ class _StruckObjective:
         if (self.number, phase) == (self.at, self.phase):
             raise failure(self.at + PHASES.index(phase))
 
-    def sums(self, model: Any, fields: Mapping[str, Tensor]) -> Sums:
+    def sums_weighed(
+        self, model: Any, fields: Mapping[str, Tensor], weights: Mapping[str, float]
+    ) -> Sums:
         self.number += 1
-        found = self.inner.sums(model, fields)
+        found = self.inner.sums_weighed(model, fields, weights)
         self.strike("loss")
         name, loss = next(iter(found.losses.items()))
         if self.phase == "backward":

@@ -36,7 +36,7 @@ from trainer.training.batches import PREFETCH_LIMIT_BYTES
 from trainer.tune.cache import TuningCache, describe
 from trainer.tune.flops import ModelFlops
 from trainer.tune.memory_limit import MemoryLimit, begin_peak
-from trainer.tune.predict import Predictor
+from trainer.tune.predict import Predictor, mark_output_layer
 from trainer.tune.speed import meter_for
 from trainer.tune.tensors import MemoryEstimate
 from trainer.tune.tuner import tune
@@ -139,6 +139,7 @@ def prepare(parts: Parts, saved: Mapping[str, Any] | None = None) -> Prepared:
     check_parts(parts)
     work = _workload(parts)
     limit_lookups(parts, work)
+    mark_output_layer(work)
     limit, is_here = _limit_of(parts, work.resident_bytes)
     batches, known = _sampled(parts), _restored(parts, saved)
     cut, tuning, how = parts.cut, None, f"{type(parts.cut).__name__}, as typed"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -13,13 +12,14 @@ from torch import nn
 from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import Fields
 from trainer.models.boundaries import with_boundaries
+from trainer.models.output_layer import ModelRun
 
 NAMED = {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
 
 
 def bind(
     module: nn.Module, *, autocast: torch.dtype | None = None, device_type: str = "cpu"
-) -> Callable[[Fields], Any]:
+) -> ModelRun:
     """Call a module with those fields of a micro-batch that its `forward` names.
 
     The signature is read once. A `forward` with `**kwargs` gets every field. What the module
@@ -61,7 +61,7 @@ def bind(
         with torch.autocast(device_type, autocast) if autocast else nullcontext():
             return module(**arguments)
 
-    return call
+    return ModelRun(call, written)
 
 
 def casting_once(module: nn.Module, device_type: str) -> AbstractContextManager[Any]:

@@ -94,7 +94,7 @@ class GPT(nn.Module):
             for _ in range(num_layers)
         )
         self.norm = make_norm(width)
-        self.head = None if tied else nn.Linear(width, vocab_size, bias=False)
+        self.head = TiedHead(self.embedding) if tied else nn.Linear(width, vocab_size, bias=False)
         self.init_weights(init_std)
 
     @torch.no_grad()
@@ -113,7 +113,7 @@ class GPT(nn.Module):
                 nn.init.constant_(parameter, 0.0 if name.endswith("bias") else 1.0)
                 continue
             is_lookup = name == "position_embedding.weight" or (
-                name == "embedding.weight" and self.head is not None
+                name == "embedding.weight" and isinstance(self.head, nn.Linear)
             )
             own = std or 1.0 / math.sqrt(1 if is_lookup else parameter.shape[1])
             writes_residual = name.endswith(("attention.out.weight", "mlp.out.weight"))
@@ -173,8 +173,32 @@ class GPT(nn.Module):
         x = self.dropout(x)
         for block in self.blocks:
             x = block(x, rotation, documents)
-        x = self.norm(x)
-        return F.linear(x, self.embedding.weight) if self.head is None else self.head(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+    def get_output_embeddings(self) -> nn.Linear | TiedHead:
+        """Give the layer whose outputs are the logits, as Hugging Face's models do."""
+        return self.head
+
+
+@final
+class TiedHead(nn.Module):
+    """The output layer whose weight is the embedding's; it has no parameters of its own."""
+
+    bias = None
+
+    def __init__(self, embedding: nn.Embedding) -> None:
+        super().__init__()
+        self._embedding = (embedding,)  # in a tuple it is no submodule, with a second name
+
+    @property
+    def weight(self) -> Tensor:
+        """`(vocab, width)`."""
+        return self._embedding[0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map `(..., width)` to `(..., vocab)`."""
+        return F.linear(x, self.weight)
 
 
 @final

@@ -93,6 +93,10 @@ class Objective(ABC):
     def sums(self, model: ModelCall, fields: Fields) -> Sums:
         """Run the model on one micro-batch and sum, dividing by nothing."""
 
+    def sums_weighed(self, model: ModelCall, fields: Fields, weights: Mapping[str, float]) -> Sums:
+        """Run `sums`, or the same with what `weights` counted on the host."""
+        return self.sums(model, fields)
+
 
 def weights_of(objective: Objective, fields: Fields) -> dict[str, float]:
     """Count what the sums of an objective are divided by, finite numbers from 0 on."""
@@ -113,7 +117,11 @@ def sums_of(
     objective: Objective, model: ModelCall, fields: Fields, weights: Mapping[str, float] | None
 ) -> Sums:
     """Run an objective on a micro-batch; `weights` are None where they do not matter."""
-    sums = objective.sums(model, fields)
+    sums = (
+        objective.sums(model, fields)
+        if weights is None
+        else objective.sums_weighed(model, fields, weights)
+    )
     method = f"sums of {type(objective).__name__}"
     losses: object = getattr(sums, "losses", None)
     if not isinstance(losses, Mapping) or not losses:

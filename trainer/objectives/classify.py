@@ -81,7 +81,10 @@ class Classify(Objective):
                 "token there is objective=next_token"
             )
         given = self.class_weights
-        weight = None if given is None else logits.new_tensor(given)
+        weight = None
+        if given is not None:
+            # A copy that does not wait for the device.
+            weight = torch.tensor(given, dtype=logits.dtype).to(logits.device, non_blocking=True)
         if weight is not None and len(weight) != logits.shape[1]:
             raise ConfigError(
                 f"objective.class_weights: {len(weight)} weights for {logits.shape[1]} classes"

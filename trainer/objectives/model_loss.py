@@ -61,8 +61,14 @@ class ModelLoss(Objective):
             device = next(iter(fields.values())).device
             output = model({**fields, NUM_ITEMS: torch.ones((), device=device)})
             return Sums(losses={"model_loss": at_least_single(_loss_of(output))})
-        loss = at_least_single(_loss_of(model(fields)))
-        weight = self.weights(fields)["model_loss"]
+        return self.sums_weighed(model, fields, self.weights(fields))
+
+    def sums_weighed(self, model: ModelCall, fields: Fields, weights: Mapping[str, float]) -> Sums:
+        """See the base class."""
+        if self.reduction == "sum":
+            return self.sums(model, fields)
+        loss = at_least_single(_loss_of(model(self._apart(fields))))
+        weight = weights["model_loss"]
         # The mean over nothing is NaN. A leaf of its own keeps the step's backward uniform.
         nothing = torch.zeros_like(loss, requires_grad=torch.is_grad_enabled())
         return Sums(losses={"model_loss": loss * weight if weight else nothing})

@@ -21,6 +21,11 @@ from trainer.objectives.base import (
     labels_of,
     logits_from,
 )
+from trainer.objectives.linear_cross_entropy import EntropySums, linear_cross_entropy
+
+LEAST_BYTES = 2**23
+"""Logits of a micro-batch in fp32 from which on they are computed in chunks: with fewer a CPU is as
+fast with all at once. A matter of shapes alone, so that a run gives the same numbers anywhere."""
 
 
 @final
@@ -57,12 +62,29 @@ class NextToken(Objective):
             ConfigError: the model's logits do not belong to the labels.
         """
         targets = shifted_labels(fields)
-        logits = logits_from(model, fields)
-        if logits.shape[:-1] != targets.shape:
-            raise ConfigError(
-                f"model: logits of shape {tuple(logits.shape)} do not match labels of shape "
-                f"{tuple(targets.shape)}; next_token needs (batch, time, vocabulary)"
+        layer = getattr(model, "output_layer", None)
+        if layer is None or 4 * targets.numel() * len(layer.weight) < LEAST_BYTES:
+            sums = self._from_logits(logits_from(model, fields), targets)
+        else:
+            hidden = logits_from(model.without_output_layer, fields)  # type: ignore[attr-defined]
+            _check_shapes(hidden, targets)
+            # In shards the weight is whole only once the model ran.
+            sums = linear_cross_entropy(
+                hidden.flatten(0, -2),
+                (layer.weight, layer.bias),
+                targets.flatten(),
+                label_smoothing=self.label_smoothing,
+                squares=bool(self.z_loss),
             )
+        losses = {"cross_entropy": sums.cross_entropy}
+        if self.z_loss:
+            losses["z_loss"] = self.z_loss * sums.squares
+        metrics = {} if torch.is_grad_enabled() else {"accuracy": sums.hits}
+        return Sums(losses=losses, metrics=metrics)
+
+    def _from_logits(self, logits: Tensor, targets: Tensor) -> EntropySums:
+        """Sum the same from logits, `(batch, time, vocab)`."""
+        _check_shapes(logits, targets)
         logits, targets = at_least_single(logits).flatten(0, -2), targets.flatten()
         cross_entropy = F.cross_entropy(
             logits,
@@ -71,13 +93,20 @@ class NextToken(Objective):
             reduction="sum",
             label_smoothing=self.label_smoothing,
         )
-        losses = {"cross_entropy": cross_entropy}
+        squares = hits = torch.zeros_like(cross_entropy)
         if self.z_loss:
-            partition = logits.logsumexp(-1).masked_fill(targets == IGNORED, 0.0)
-            losses["z_loss"] = self.z_loss * partition.square().sum()
-        if torch.is_grad_enabled():
-            return Sums(losses=losses)
-        return Sums(losses=losses, metrics={"accuracy": (logits.argmax(-1) == targets).sum()})
+            squares = logits.logsumexp(-1).masked_fill(targets == IGNORED, 0.0).square().sum()
+        if not torch.is_grad_enabled():
+            hits = (logits.argmax(-1) == targets).sum()
+        return EntropySums(cross_entropy, squares, hits)
+
+
+def _check_shapes(logits: Tensor, targets: Tensor) -> None:
+    if logits.shape[:-1] != targets.shape:
+        raise ConfigError(
+            f"model: logits of shape {tuple(logits.shape)} do not match labels of shape "
+            f"{tuple(targets.shape)}; next_token needs (batch, time, vocabulary)"
+        )
 
 
 def shifted_labels(fields: Fields) -> Tensor:

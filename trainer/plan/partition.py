@@ -104,14 +104,14 @@ def padded_apart(
     if cap is not None and layout.max_shapes is not None:
         step *= -(-cap // layout.max_shapes // step)
 
-    def length(own: int) -> int:
-        if not layout.packed or not own:
+    def length(own: int, num_samples: int) -> int:
+        if not layout.packed or not num_samples:
             return own
-        rounded = -(-own // step) * step
+        rounded = -(-max(own, 1) // step) * step
         return rounded if cap is None else max(own, min(rounded, cap))
 
     combined = per_slot(np.add if layout.packed else np.maximum, padded, ranks)
-    found = map(length, combined.tolist())
+    found = map(length, combined.tolist(), (len(ids) for slots in ranks for ids in slots))
     return Plan(
         ranks=tuple(map(tuple, ranks)),
         lengths=lengths,

@@ -22,6 +22,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from trainer.accumulate.rollback import Snapshot
 from trainer.config.messages import clip
 from trainer.models.duplicate import duplicate
+from trainer.models.gpt import GPT
+from trainer.models.output_layer import IS_LAST, candidate, is_last
+from trainer.objectives.next_token import NextToken
 from trainer.parallel.sync import Deferred
 from trainer.plan.memory import Shape
 from trainer.tune.speed import fit_shapes, terms
@@ -136,6 +139,21 @@ def operators_of(work: Workload, shape: Shape) -> str | None:
     except CannotRunFake:
         return None
     return peak.operators.hexdigest()
+
+
+def mark_output_layer(work: Workload) -> None:
+    """Find out, by a fake run, whether the logits of a model are what its output layer gives.
+
+    An objective may then ask for what goes into that layer.
+    """
+    layer = candidate(work.model)
+    if layer is None or isinstance(work.model, GPT) or not isinstance(work.objective, NextToken):
+        return
+    alone = replace(work, fake_ranks=None)
+    with suppress(CannotRunFake), fake_micro_batch(alone, Shape(1, 1)) as (theirs, fields, _):
+        fake = candidate(theirs.model)
+        if fake is not None and is_last(theirs.call, fake, fields):
+            setattr(layer, IS_LAST, True)
 
 
 @final

@@ -24,6 +24,7 @@ from trainer.accumulate.base import seed_draws, sum_of
 from trainer.config.messages import clip
 from trainer.core.micro_batch import MicroBatch
 from trainer.core.out_of_memory import is_out_of_memory
+from trainer.models.output_layer import ModelRun
 from trainer.objectives.base import Sums, sums_of
 from trainer.verify.case import Case
 
@@ -289,7 +290,10 @@ def _forward(run: Case, micro_batch: MicroBatch, key: int) -> Sums:
     """Run a copy that was lent, from the same random numbers each time."""
     seed_draws(key, run.kit.world.device)
     fields = run.cast(micro_batch).fields
-    return sums_of(run.kit.objective, run.kit.model.call, fields, micro_batch.weights)
+    call = run.kit.model.call
+    # With the output layer in every pass: whether chunks replace it depends on their size.
+    whole = call.run if isinstance(call, ModelRun) else call
+    return sums_of(run.kit.objective, whole, fields, micro_batch.weights)
 
 
 def _detached(sums: Sums) -> Losses:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch._dynamo
 import transformers
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo.utils import counters
 
 from tests.lib.nightly import nightly
@@ -70,24 +70,14 @@ def test_all_blocks_share_a_graph_of_each_length_and_compute_the_same(recomputes
     assert torch._dynamo.config.recompile_limit >= GRAPHS * len(LENGTHS)
 
 
-class Bounds:
-    def __init__(self, count: int) -> None:
-        self.bounds = torch.arange(count)
-
-
-class Packed(nn.Module):
-    """A block that gets a row and an object which says where its documents begin."""
-
-    def forward(self, x: Tensor, documents: Bounds) -> Tensor:
-        return x + documents.bounds.sum()
-
-
-def test_a_row_of_one_length_has_one_graph_whatever_the_number_of_its_documents():
-    model = nn.ModuleDict({"blocks": nn.ModuleList([nn.Linear(1, 1), Packed()])})
-    compile_model(model, 1, backend="aot_eager")
-    for count in (4, 3, 9):
-        row = model["blocks"][1](torch.zeros(1, 24), Bounds(count))
-        assert row.unique().tolist() == [count * (count - 1) / 2]
+def test_packed_rows_of_one_length_share_a_graph_whatever_their_documents():
+    model = gpt()
+    compiled = copy.deepcopy(model)
+    compile_model(compiled, 1, backend="aot_eager")
+    for bounds in ([0, 5, 24], [0, 7, 11, 15, 24], [0, 1, 20, 24]):
+        row, ends = torch.zeros(1, 24, dtype=torch.int64), torch.tensor(bounds, dtype=torch.int32)
+        packed = {"cu_seqlens": ends, "max_seqlen": int(ends.diff().max())}
+        torch.testing.assert_close(compiled(row, **packed), model(row, **packed))
     assert graphs() == 1
 
 

@@ -8,7 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.core.errors import ConfigError
+from trainer.objectives.base import sums_of
 from trainer.objectives.classify import Classify
+from trainer.objectives.model_loss import ModelLoss
 from trainer.objectives.next_token import NextToken
 
 CLOSE = {"rtol": 1e-12, "atol": 1e-14}
@@ -149,3 +151,18 @@ def test_classify_takes_a_label_per_pixel():
     torch.testing.assert_close(found.losses["cross_entropy"], expected, **CLOSE)
     assert int(found.metrics["accuracy"]) == int((logits.argmax(1) == labels).sum())
     assert Classify().weights({"labels": labels}) == {"cross_entropy": 18.0, "accuracy": 18.0}
+
+
+def test_a_mean_of_the_model_is_weighed_by_what_the_host_counted():
+    # Whoever asks this device for a value gets an error.
+    scale = torch.ones((), device="meta", requires_grad=True)
+    fields = {"labels": torch.zeros(2, 5, dtype=torch.int64, device="meta")}
+    objective = ModelLoss(reduction="mean")
+
+    def model(_):
+        return SimpleNamespace(loss=scale * 2.0)
+
+    sums = sums_of(objective, model, fields, {"model_loss": 8.0})
+    assert sums.losses["model_loss"].device.type == "meta"
+    with pytest.raises(RuntimeError, match="meta"):
+        sums_of(objective, model, fields, None)

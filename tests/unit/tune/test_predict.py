@@ -27,6 +27,8 @@ from tests.lib.tune_support import (
 )
 from trainer.build.parallel import ParallelSetup
 from trainer.models.bind import bind
+from trainer.models.gpt import GPT
+from trainer.objectives.next_token import NextToken
 from trainer.parallel.sync import Deferred
 from trainer.plan.memory import Shape
 from trainer.tune.memory_limit import (
@@ -291,3 +293,17 @@ def test_what_tensors_cost_in_resident_memory_lowers_what_they_may_take():
     limit = MemoryLimit(bytes=1000, source="a test")
     assert limit.for_tensors(1.0, 400) == 1000
     assert limit.for_tensors(1.5, 400) == 800
+
+
+def test_the_prediction_has_the_logits_of_one_chunk_and_not_of_all_positions():
+    vocabulary, shape = 2**16, Shape(8, 128)
+    model = GPT(vocabulary, width=8, num_layers=1, num_heads=2, max_length=128)
+    work = replace(workload(model, text()), objective=NextToken())
+    whole = replace(work, bind=lambda module: bind(module).run)
+    chunks, logits = (predict_peak(each, shape) for each in (work, whole))
+    of_all = 4 * shape.num_samples * shape.length * vocabulary
+    assert logits.activations > 2 * of_all
+    assert chunks.activations < of_all / 2
+    few = Shape(1, 128)
+    measured = measured_peak(work, few).peak_bytes
+    assert predict_peak(work, few).peak_bytes == pytest.approx(measured, rel=TOLERANCE)

@@ -1,0 +1,128 @@
+"""Cross entropy in chunks is that of whole logits, in sums, gradients and steps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.lib.nightly import nightly
+from tests.lib.support import EXACT, WRONG, Bench, relative_error
+from trainer.models.gpt import GPT
+from trainer.objectives.base import Objective
+from trainer.objectives.linear_cross_entropy import linear_cross_entropy
+from trainer.objectives.next_token import LEAST_BYTES, NextToken
+from trainer.plan.cuts import Budget, Fixed
+
+CLASSES, WIDTH = 19, 5
+LARGE = 2**17
+"""A vocabulary of which 16 positions are computed in chunks."""
+
+
+def tensors(bias: bool, dtype: torch.dtype = torch.float64):
+    """Hidden states, weight, bias and targets, some of which are ignored."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(37, WIDTH), (CLASSES, WIDTH), *([(CLASSES,)] if bias else [])]
+    inputs = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
+    targets = torch.randint(CLASSES, (37,), generator=generator)
+    targets[::3] = -100
+    inputs = [x.to(dtype).requires_grad_() for x in inputs]
+    return (*inputs, None)[:3], targets
+
+
+def weighed(sums, squares: bool):
+    """Two terms with divisors of their own, as a step divides them."""
+    return sums[0] / 7.0 + (0.3 * sums[1] if squares else 0.0)
+
+
+def gradients(loss, inputs):
+    wanted = [x for x in inputs if x is not None]
+    grads = torch.autograd.grad(loss, wanted, retain_graph=True)
+    return {str(index): grad for index, grad in enumerate(grads)}
+
+
+@pytest.mark.parametrize("multiple", [1, 8])
+@pytest.mark.parametrize("chunk_bytes", [None, 12 * CLASSES])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("smoothing", "squares"), [(0.0, False), (0.1, False), (0.1, True)])
+def test_sums_and_gradients_are_those_of_whole_logits(
+    smoothing, squares, bias, chunk_bytes, multiple
+):
+    (hidden, weight, added), targets = inputs, _ = tensors(bias)
+    how = {"chunk_bytes": chunk_bytes, "multiple": multiple, "label_smoothing": smoothing}
+    found = linear_cross_entropy(hidden, (weight, added), targets, squares=squares, **how)
+    logits = F.linear(hidden, weight, added)
+    kept = targets != -100
+    expected = (
+        F.cross_entropy(logits, targets, reduction="sum", label_smoothing=smoothing),
+        logits[kept].logsumexp(-1).square().sum(),
+    )
+    for mine, theirs in list(zip(found, expected, strict=False))[: 1 + squares]:
+        torch.testing.assert_close(mine, theirs, rtol=EXACT[torch.float64], atol=0.0)
+    reference = gradients(weighed(expected, squares), inputs)
+    loss = weighed(found, squares)
+    for _ in range(2):  # the second time they are computed anew
+        assert relative_error(gradients(loss, inputs), reference) <= EXACT[torch.float64]
+    wrong = gradients(weighed(expected, not squares), inputs)
+    assert relative_error(wrong, reference) > WRONG
+    with torch.no_grad():
+        found = linear_cross_entropy(hidden, (weight, added), targets, squares=squares, **how)
+    assert int(found.hits) == int((logits.argmax(-1) == targets)[kept].sum())
+    torch.testing.assert_close(found.cross_entropy, expected[0].detach())
+
+
+def test_half_precision_is_summed_in_single_and_its_gradients_are_rounded_once():
+    (hidden, weight, _), targets = tensors(bias=False, dtype=torch.bfloat16)
+    master = weight.detach().float().requires_grad_()  # as under autocast
+    sums = linear_cross_entropy(hidden, (master, None), targets, chunk_bytes=12 * CLASSES)
+    assert sums.cross_entropy.dtype == torch.float32
+    found = gradients(sums.cross_entropy, (hidden, master))
+    assert [grad.dtype for grad in found.values()] == [torch.bfloat16, torch.float32]
+    exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    loss = F.cross_entropy(F.linear(*exact), targets, reduction="sum")
+    assert float(sums.cross_entropy.detach()) == pytest.approx(float(loss.detach()), rel=4e-3)
+    assert relative_error(found, gradients(loss, exact)) <= 8e-3
+
+
+def test_frozen_layers_get_no_gradient_and_labels_beyond_the_classes_are_refused():
+    (hidden, weight, _), targets = tensors(bias=False)
+    sums = linear_cross_entropy(hidden, (weight.detach(), None), targets)
+    sums.cross_entropy.backward()
+    assert hidden.grad is not None
+    for wrong in (CLASSES, -5):
+        targets[1] = wrong
+        with pytest.raises(RuntimeError, match="out of bounds"):
+            linear_cross_entropy(hidden, (weight, None), targets)
+
+
+def large(tied: bool) -> nn.Module:
+    return GPT(LARGE, width=4, num_layers=1, num_heads=2, max_length=32, tied=tied)
+
+
+class WholeLogits(Objective):
+    """The same objective through a call that knows no output layer."""
+
+    metric_names = ("accuracy",)
+
+    def weights(self, fields):
+        return NextToken().weights(fields)
+
+    def sums(self, model, fields):
+        return NextToken().sums(model.run, fields)
+
+
+@pytest.mark.parametrize("tied", [True, nightly(False)])
+def test_steps_of_any_cut_are_those_with_whole_logits(tied):
+    how = {"model": lambda: large(tied), "global_batch": 5}
+    reference, expected = Bench(Fixed(steps=1), objective=WholeLogits(), **how).gradient_and_loss()
+    # Pieces of fewer than 16 positions are computed with whole logits.
+    assert 4 * 16 * LARGE == LEAST_BYTES
+    for cut in (Fixed(steps=1), Budget(max_tokens=30), Fixed(micro=1)):
+        found, loss = Bench(cut, **how).gradient_and_loss()
+        assert relative_error(found, reference) <= EXACT[torch.float64]
+        assert loss == pytest.approx(expected, rel=EXACT[torch.float64])
+
+
+def test_a_step_is_verified_with_chunks():
+    assert Bench(Fixed(micro=2), model=lambda: large(tied=True), global_batch=4).verified().exact

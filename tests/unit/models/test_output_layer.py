@@ -1,0 +1,75 @@
+"""What goes into the output layer stands in for logits where the logits are that layer's alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+
+from tests.lib.tune_support import assert_same, text, traces, workload
+from trainer.models.bind import bind
+from trainer.models.gpt import GPT
+from trainer.objectives.next_token import LEAST_BYTES, NextToken
+from trainer.tune.predict import mark_output_layer
+
+SIZES = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "vocab_size": 2**15}
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "pad_token_id": 0}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "is_output"),
+    [
+        ("Llama", {}, True),
+        ("Qwen2", {"tie_word_embeddings": True}, True),
+        ("Gemma2", {"head_dim": 8}, False),  # caps its logits
+        ("Cohere", {"bos_token_id": 1, "eos_token_id": 2}, False),  # scales them
+        ("Granite", {}, False),
+    ],
+)
+def test_a_fake_run_tells_models_that_change_what_their_output_layer_gives(
+    name, options, is_output
+):
+    config = getattr(transformers, f"{name}Config")(**SIZES, **HEADS, **options)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).double()
+    before = traces(model, runs=True)
+    work = replace(workload(model, text()), objective=NextToken())
+    mark_output_layer(work)
+    assert_same(traces(model, runs=True), before)
+    assert (work.call.output_layer is not None) == is_output
+    fields = work.fields(2, 40)
+    assert 4 * fields["labels"].numel() * SIZES["vocab_size"] > LEAST_BYTES
+    losses, grads = [], []
+    for call in (work.call, work.call.run):
+        losses.append(NextToken().sums(call, fields).losses["cross_entropy"])
+        grads.append(torch.autograd.grad(losses[-1], list(model.parameters())))
+    # transformers normalises in float32, whatever the dtype of the model.
+    torch.testing.assert_close(*losses, rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(("tied", "autocast"), [(False, torch.bfloat16), (True, None)])
+def test_compiled_or_not_a_model_runs_with_and_without_its_output_layer(tied, autocast):
+    model = GPT(31, width=8, num_layers=1, num_heads=2, tied=tied)
+    assert ("head.weight" in model.state_dict()) != tied
+    call, fields = bind(model, autocast=autocast), {"input_ids": torch.arange(14).view(2, 7)}
+    for compiles in (False, True):
+        if compiles:
+            model.compile(backend="eager", dynamic=True)
+        hidden, logits = call.without_output_layer(fields), call(fields)
+        weight = call.output_layer.weight.to(hidden.dtype)
+        assert torch.equal(hidden @ weight.T, logits)
+        assert logits.dtype == hidden.dtype == (autocast or torch.float32)
+
+
+def test_an_output_layer_that_something_hooks_onto_or_replaces_is_run():
+    model = GPT(31, width=8, num_layers=1, num_heads=2)
+    call = bind(model)
+    model.head.forward = model.head.forward
+    assert call.output_layer is None
+    del model.head.forward
+    handle = model.head.register_forward_hook(lambda *_: None)
+    assert call.output_layer is None
+    handle.remove()
+    assert call.output_layer is model.head

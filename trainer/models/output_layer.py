@@ -1,0 +1,83 @@
+"""Run a model up to its output layer, so that a loss need not hold the logits of all positions.
+
+Works where the logits are the output layer's and nothing else: not where they are scaled or capped
+on their way out, as in Cohere, Granite and Gemma 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from trainer.core.micro_batch import Fields
+from trainer.models.gpt import GPT, TiedHead
+
+IS_LAST = "_trainer_is_last"
+"""Attribute of an output layer that gives the logits of its model; that of a copy has it too."""
+
+
+@final
+@dataclass(frozen=True)
+class ModelRun:
+    """A call of a model that can leave the output layer out."""
+
+    run: Callable[[Fields], Any]
+    module: nn.Module
+
+    def __call__(self, fields: Fields) -> Any:  # noqa: ANN401 - models return what they like
+        """Run the model as it is."""
+        return self.run(fields)
+
+    @property
+    def output_layer(self) -> nn.Linear | TiedHead | None:
+        """The layer that gives the logits; None where they are not its outputs, or nobody knows."""
+        layer = candidate(self.module)
+        is_last = isinstance(self.module, GPT) or IS_LAST in vars(layer or self)
+        return layer if is_last else None
+
+    def without_output_layer(self, fields: Fields) -> Any:  # noqa: ANN401
+        """Run the model with what goes into its output layer in place of the logits."""
+        layer: Any = self.output_layer
+        # An attribute hides the method of the class; hooks and weights stay where they are.
+        layer.forward = _pass
+        try:
+            return self.run(fields)
+        finally:
+            del layer.forward
+
+
+def candidate(module: nn.Module) -> nn.Linear | TiedHead | None:
+    """Find the output layer, where it is a plain matrix that nobody hooks onto.
+
+    Our own models and Hugging Face's tell it by `get_output_embeddings`.
+    """
+    try:
+        layer = module.get_output_embeddings()  # type: ignore[operator]
+    except (AttributeError, NotImplementedError):
+        return None
+    is_plain = type(layer).forward in {nn.Linear.forward, TiedHead.forward}
+    is_hooked = "forward" in vars(layer) or layer._forward_hooks or layer._forward_pre_hooks
+    return layer if is_plain and not is_hooked else None
+
+
+@torch.no_grad()
+def is_last(call: Callable[[Fields], Any], layer: nn.Module, fields: Fields) -> bool:
+    """Run a copy of a model, and tell whether its logits are the very tensor that a layer gave."""
+    given: list[tuple[Tensor, int]] = []
+    layer.register_forward_hook(lambda _, __, out: given.append((out, out._version)))
+    output = call(fields)
+    logits = getattr(output, "logits", output)
+    # Written into, a tensor has a later version.
+    return [(id(out), version) for out, version in given] == [(id(logits), logits._version)]
+
+
+def _pass(x: Tensor) -> Tensor:
+    """Give back what goes into a matrix product, in the dtype that autocast would compute it in."""
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
+        return x.to(torch.get_autocast_dtype(kind))
+    return x
