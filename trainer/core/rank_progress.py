@@ -88,9 +88,8 @@ class Board:
 
     def next_micro_batch(self) -> None:
         """Note that the rank begins the next micro-batch."""
-        step, phase, micro_batch, waits, is_first, _ = _LAYOUT.unpack_from(self._memory)
-        at = step, phase, micro_batch + 1, waits, is_first
-        _LAYOUT.pack_into(self._memory, 0, *at, time.monotonic())
+        step, phase, micro_batch, *rest, _ = _LAYOUT.unpack_from(self._memory)
+        _LAYOUT.pack_into(self._memory, 0, step, phase, micro_batch + 1, *rest, time.monotonic())
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

@@ -63,8 +63,7 @@ def pad(
     """
     fields = {}
     for name, column in _columns(samples, name_of).items():
-        shape = column[0].shape
-        if all(value.shape == shape for value in column):
+        if len({value.shape for value in column}) == 1:
             field = torch.stack(column)
         else:
             field = pad_sequence(column, batch_first=True, padding_value=_fill(name))
@@ -75,11 +74,8 @@ def pad(
             field = _grow(field, pad_to, _fill(name))
         fields[name] = field
     if INPUT_IDS in aligned and ATTENTION_MASK not in fields:
-        lengths = [sample[INPUT_IDS].size(0) for sample in samples]
-        mask = torch.ones(len(samples), pad_to, dtype=torch.int64)
-        if min(lengths) < pad_to:
-            mask = (torch.arange(pad_to) < torch.tensor(lengths)[:, None]).long()
-        fields[ATTENTION_MASK] = mask
+        lengths = torch.tensor([sample[INPUT_IDS].size(0) for sample in samples])
+        fields[ATTENTION_MASK] = (torch.arange(pad_to) < lengths[:, None]).long()
     return fields
 
 

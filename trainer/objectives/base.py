@@ -211,5 +211,4 @@ def labels_of(fields: Fields) -> Tensor:
 
 def at_least_single(logits: Tensor) -> Tensor:
     """Widen half precision to float32; wider logits are returned as they are, uncopied."""
-    is_single = logits.dtype == torch.float32
-    return logits if is_single else logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))

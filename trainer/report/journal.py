@@ -23,7 +23,7 @@ def to_line(entry: Mapping[str, Any]) -> bytes:
     """Write one strict JSON object and a newline; numpy's numbers count as numbers."""
     try:
         line = _as_json(entry)
-    except (ValueError, TypeError, AttributeError):  # nearly never, and it looks at every sample
+    except (ValueError, TypeError, AttributeError):  # NaN, say; `strict` walks all ids
         line = _as_json(strict(entry))
     return line.encode() + b"\n"
 

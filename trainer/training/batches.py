@@ -31,8 +31,7 @@ PREFETCH_LIMIT_BYTES = 256 * 2**20
 # Steps that are prepared in one go, at most, and what they may take together; one may take more.
 BURST_STEPS = 8
 BURST_BYTES = 16 * 2**20
-# As long as a thread may hold the interpreter (`sys.getswitchinterval`).
-QUICK_S = 0.005
+QUICK_S = 0.005  # as long as a thread may hold the interpreter (`sys.getswitchinterval`)
 
 
 @final
@@ -136,8 +135,7 @@ class Feed:
     def prefetch(self) -> None:
         """Begin to plan and load the next global batches while the caller computes.
 
-        Steps that load within `QUICK_S` are loaded now: a CPU would wait for the thread as long,
-        and again whenever the two take turns.
+        Steps that load within `QUICK_S` are loaded now: a CPU would wait for a thread as long.
         """
         light = self._last_bytes <= PREFETCH_LIMIT_BYTES
         if light and self.source.loader.loads_in_thread and not self._ahead:
