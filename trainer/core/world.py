@@ -40,6 +40,7 @@ class World:
     # rank, and where one process works out what several would do.
     long_timeout_group: dist.ProcessGroup | None = None
     board: Board = field(default_factory=Board, compare=False)
+    compiles: bool = False  # whether a new length may hold up any step, and not the first alone
     times: PhaseTimes = field(default_factory=PhaseTimes, compare=False)  # what its phases took
 
     @property
@@ -142,7 +143,7 @@ class World:
         self.times.enter(phase)
         place = self.board.read()
         if step is not None and step != place.step:
-            place = replace(place, step=step, is_first=place.step == 0)
+            place = replace(place, step=step, is_first=place.step == 0 or self.compiles)
         self.board.write(replace(place, phase=phase, micro_batch=0))
 
     def note_micro_batch(self) -> None:
