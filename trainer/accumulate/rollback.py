@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from typing import Any, final
 
@@ -43,14 +43,15 @@ class Snapshot:
 
     def take(self) -> None:
         """Copy the state, where it was copied before into the same memory."""
-        modules = [part for part in _parts(*self._roots) if isinstance(part, nn.Module)]
+        parts = list(_parts(*self._roots))
+        modules = [part for part in parts if isinstance(part, nn.Module)]
         self._buffers = [(m._buffers, name, b) for m in modules for name, b in m._buffers.items()]
         tensors = [buffer for *_, buffer in self._buffers if buffer is not None]
         for table in modules:
             if isinstance(table, nn.Embedding | nn.EmbeddingBag) and table.max_norm is not None:
                 tensors += [] if is_sharded(table.weight) else [table.weight]
         self._copy(tensors)
-        self._undo = [_undo_of(generator) for generator in own_generators(*self._roots)]
+        self._undo = [_undo_of(generator) for generator in _generators_of(parts)]
         for module in modules:
             if type(module).get_extra_state is not nn.Module.get_extra_state:
                 self._undo.append(_undo_extra(module))
@@ -93,7 +94,11 @@ def _parts(*roots: object) -> Iterator[object]:
 
 def own_generators(*roots: object) -> Iterator[Any]:
     """Find the random generators among the attributes of modules and of other objects."""
-    attributes = (getattr(part, "__dict__", {}).values() for part in _parts(*roots))
+    return _generators_of(_parts(*roots))
+
+
+def _generators_of(parts: Iterable[object]) -> Iterator[Any]:
+    attributes = (getattr(part, "__dict__", {}).values() for part in parts)
     return (each for values in attributes for each in values if _is_generator(each.__class__))
 
 

@@ -86,6 +86,12 @@ class Board:
         at = place.step, _PHASES.index(place.phase), place.micro_batch, place.waits, place.is_first
         _LAYOUT.pack_into(self._memory, 0, *at, time.monotonic())
 
+    def next_micro_batch(self) -> None:
+        """Note that the rank begins the next micro-batch."""
+        step, phase, micro_batch, waits, is_first, _ = _LAYOUT.unpack_from(self._memory)
+        at = step, phase, micro_batch + 1, waits, is_first
+        _LAYOUT.pack_into(self._memory, 0, *at, time.monotonic())
+
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Note that the rank waits for others; one that fails in it is left there."""
