@@ -45,6 +45,8 @@ def resolve_precision(
         if word == "tf32" and device.type != "cuda":
             remedy = " resume_allow=[precision]" * (begun is not None)
             raise ConfigError(f"precision=tf32: needs a GPU; type precision=fp32{remedy}")
+        if word == "fp16" and any(p.dtype == torch.float16 for p in module.parameters()):
+            raise ConfigError("precision=fp16: the model's weights are fp16; give them in fp32")
         return word
 
     return world.on_main(resolve)

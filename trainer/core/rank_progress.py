@@ -37,7 +37,7 @@ class Place:
     phase: Phase = "start"
     micro_batch: int = 0  # the one it computes, from 1; 0 outside of `compute`
     waits: bool = False  # in a collective, for other ranks
-    is_first: bool = False  # the first step that this process takes
+    is_first: bool = False  # the first step that this process takes, or one that may compile
     since: float = 0.0  # when it came there, by the machine's monotonic clock
 
     @property

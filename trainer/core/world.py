@@ -40,6 +40,7 @@ class World:
     # rank, and where one process works out what several would do.
     long_timeout_group: dist.ProcessGroup | None = None
     board: Board = field(default_factory=Board, compare=False)
+    compiles: bool = False  # whether a new length may hold up any step, and not the first alone
     times: PhaseTimes = field(default_factory=PhaseTimes, compare=False)  # what its phases took
 
     @property
@@ -142,7 +143,7 @@ class World:
         self.times.enter(phase)
         place = self.board.read()
         number = place.step if step is None else step
-        is_first = place.is_first if number == place.step else place.step == 0
+        is_first = place.is_first if number == place.step else place.step == 0 or self.compiles
         self.board.write(Place(number, phase, waits=place.waits, is_first=is_first))
 
     def note_micro_batch(self) -> None:

@@ -46,7 +46,7 @@ def tracing(
     trace = _StepTrace(num_steps, begun + 1, partial(_write, path, warn), is_gpu=is_gpu)
     world.times.on_phase = trace.enter
     if is_gpu:
-        torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
+        torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS, stacks="python")
     try:
         yield
     finally:
