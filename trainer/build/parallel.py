@@ -164,12 +164,7 @@ def parallel_setup(
 ) -> ParallelSetup:
     """Resolve `sync`, the copies, and `deterministic=layout` under a resolved mode. Collective.
 
-    Args:
-        config: of the run.
-        world: the ranks.
-        module: the model.
-        mode: what `parallel` is.
-        dtype: what the run's matrix products compute in, where it is not what weights are in.
+    `dtype` is what the run's matrix products compute in, where it is not what weights are in.
 
     Raises:
         ConfigError: they do not fit together, or not the number of ranks.

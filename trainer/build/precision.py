@@ -25,12 +25,7 @@ def resolve_precision(
     `auto` is what a run has been computing in, on whatever hardware it goes on. For a run that
     begins it is bf16 where the hardware is made for it, and fp32 elsewhere and for models without a
     weight in fp32, which autocast would not reach.
-
-    Args:
-        config: of the run.
-        world: all ranks.
-        module: the model.
-        recorded: the contract of the checkpoint that is read; None where there is none.
+    `recorded` is the contract of the checkpoint that is read; None where there is none.
 
     Raises:
         ConfigError: this hardware does not have it.

@@ -180,9 +180,7 @@ def run_rank(config: RunConfig, folder: Path, world: World, stop: StopFlag) -> i
 def _open_store(member: Membership, card: str | None) -> Store:
     """Open the store by which ranks find each other, and wait there for all. Collective.
 
-    Args:
-        member: this rank's place.
-        card: UUID of its GPU. Two ranks on one are refused here, before NCCL fails over them.
+    Two ranks on the same `card`, by UUID, are refused here, before NCCL fails over them.
 
     Raises:
         ConfigError: two ranks have the same GPU.

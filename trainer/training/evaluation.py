@@ -92,14 +92,8 @@ def evaluate(
     """Average every loss term and metric over the held-out data. Collective.
 
     Sums are kept in float64. Running out of memory halves the cap and begins again; the training
-    plan stays as it is.
-
-    Args:
-        model: evaluated as it is, without dropout.
-        objective: names the sums.
-        held_out: the samples.
-        world: all ranks.
-        was_asked: whether a signal asked this rank to stop; called after each micro-batch.
+    plan stays as it is. `was_asked` tells whether a signal asked this rank to stop, and is called
+    after each micro-batch.
 
     Returns:
         `loss`, the sum of the loss terms, then every term and metric by name. A name whose weight
