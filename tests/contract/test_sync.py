@@ -34,7 +34,7 @@ ROOMY = 64 * GIGA
 
 def setup_of(mode: str, *, sync=None, limit: int = ROOMY, replicas: int = 1) -> ParallelSetup:
     replicas = 8 if mode == "ddp" else replicas
-    sizes = {"model_bytes": GIGA, "limit_bytes": limit, "groups": 25}
+    sizes = {"model_bytes": GIGA, "limit_bytes": limit, "groups": 25, "last_bytes": GIGA // 25}
     bulk = Bulk(mode=mode, shard=8 // replicas, replicas=replicas, **sizes)
     return ParallelSetup(
         mode=mode, replicas=replicas, sync=sync or Deferred(), bulk=bulk, is_open=sync is None

@@ -76,8 +76,7 @@ def divided(losses: Mapping[str, Tensor], divisors: Divisors) -> Tensor:
     A term without a single weight in the global batch has a sum of zero and adds zero. Sums in half
     precision are widened, where a quotient by small divisors may not fit.
     """
-    wide = {name: at_least_single(total) for name, total in losses.items()}
-    return sum_of([total / (divisors[name] or 1.0) for name, total in wide.items()])
+    return sum_of([at_least_single(s) / (divisors[name] or 1.0) for name, s in losses.items()])
 
 
 def sum_of(terms: Sequence[Tensor]) -> Tensor:

@@ -193,7 +193,9 @@ def check_consistency(
         return
     named = list(chain(module.named_parameters(), module.named_buffers()))
     dense = [(n, t) for n, t in named if t.layout == torch.strided and not t.is_meta]
-    values = {name: _digest(bits_of(t).cpu().numpy().data) for name, t in dense}
+    bits = {name: bits_of(t).cpu().numpy().data for name, t in dense}
+    # A gigabyte takes a second.
+    values = {name: hashlib.blake2b(b, digest_size=16).hexdigest() for name, b in bits.items()}
     if weights is not None:
         values["a parameter"] = weights.digest()
     facts = {
@@ -222,11 +224,6 @@ def check_consistency(
                 "of rank 0; its constructor draws from a generator that `seed` does not govern, or "
                 "depends on the rank: draw with torch's generator, or from a fixed seed"
             )
-
-
-def _digest(bits: bytes | memoryview) -> str:
-    """Hash; a gigabyte takes a second."""
-    return hashlib.blake2b(bits, digest_size=16).hexdigest()
 
 
 _Count = Annotated[int, Field(ge=0, lt=1 << 63)]

@@ -32,11 +32,10 @@ def packing_fault(loader: Loader, module: nn.Module, call: ModelCall) -> str | N
     row = loader.load(Request(ids, 0, sum(lengths), packed=True))
     each = [loader.load(Request((i,), 0, n)) for i, n in zip(ids, lengths, strict=True)]
     unaware = {key: field for key, field in row.items() if key not in PACKING}
-    device = next(module.parameters()).device
     call = call if uses_flash(module) else bind(module)
 
     def logits(fields: Fields) -> Tensor:
-        return logits_from(call, to_device(fields, device))[0].double()
+        return logits_from(call, to_device(fields, next(module.parameters()).device))[0].double()
 
     try:
         with restoring(module), torch.no_grad():

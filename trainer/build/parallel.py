@@ -164,12 +164,7 @@ def parallel_setup(
 ) -> ParallelSetup:
     """Resolve `sync`, the copies, and `deterministic=layout` under a resolved mode. Collective.
 
-    Args:
-        config: of the run.
-        world: the ranks.
-        module: the model.
-        mode: what `parallel` is.
-        dtype: what the run's matrix products compute in, where it is not what weights are in.
+    `dtype` is what the run's matrix products compute in, where it is not what weights are in.
 
     Raises:
         ConfigError: they do not fit together, or not the number of ranks.
@@ -195,7 +190,7 @@ def parallel_setup(
     parameters = [p for p in module.parameters() if p.requires_grad]
     if mode not in SHARDED or {p.dtype for p in module.parameters()} != {torch.float32}:
         dtype = None
-    itemsize = None if dtype is None else dtype.itemsize
+    itemsize, parts = None if dtype is None else dtype.itemsize, [*buckets(parameters[::-1])]
     bulk = Bulk(
         mode=mode,
         model_bytes=sum(p.nbytes for p in parameters),
@@ -203,7 +198,8 @@ def parallel_setup(
         shard=world.size // replicas,
         replicas=replicas,
         limit_bytes=world.on_main(lambda: sys.maxsize if limit is None else limit.bytes),
-        groups=len([*buckets(parameters)]) if mode == "ddp" else len(separable_blocks(module)) + 1,
+        groups=len(parts) if mode == "ddp" else len(separable_blocks(module)) + 1,
+        last_bytes=sum(p.nbytes for part in parts[-1:] for p in part),
     )
     is_open = config.sync.name == "auto"
     found = ParallelSetup(mode=mode, replicas=replicas, sync=policy, bulk=bulk, is_open=is_open)

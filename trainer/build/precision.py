@@ -25,12 +25,7 @@ def resolve_precision(
     `auto` is what a run has been computing in, on whatever hardware it goes on. For a run that
     begins it is bf16 where the hardware is made for it, and fp32 elsewhere and for models without a
     weight in fp32, which autocast would not reach.
-
-    Args:
-        config: of the run.
-        world: all ranks.
-        module: the model.
-        recorded: the contract of the checkpoint that is read; None where there is none.
+    `recorded` is the contract of the checkpoint that is read; None where there is none.
 
     Raises:
         ConfigError: this hardware does not have it.
@@ -45,6 +40,8 @@ def resolve_precision(
         if word == "tf32" and device.type != "cuda":
             remedy = " resume_allow=[precision]" * (begun is not None)
             raise ConfigError(f"precision=tf32: needs a GPU; type precision=fp32{remedy}")
+        if word == "fp16" and any(p.dtype == torch.float16 for p in module.parameters()):
+            raise ConfigError("precision=fp16: the model's weights are fp16; give them in fp32")
         return word
 
     return world.on_main(resolve)

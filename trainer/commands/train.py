@@ -100,7 +100,6 @@ def _train(config: RunConfig, folder: Path, world: World, stop: Callable[[], boo
         world,
         predicted_bytes=plan["predicted_peak_bytes"],
         limit_bytes=plan["memory_limit_bytes"],
-        snapshots=config.profile > 0,
     )
     kit = _kit(parts, loaded, extra, contract, failed)
     world.on_main(lambda: _record_begin(folder, plan, contract, extra))

@@ -37,6 +37,7 @@ _BY_SIZE = f"depends on the micro-batch size; {_FIXED}"
 _HSDP = "has an effect only with parallel=hsdp"
 _MOMENTUM = "needs a momentum; type optimizer.momentum=0.9"
 _REFERENCE = "needs scheduler.reference_batch, the global batch that optimizer.lr was tuned for"
+_WHOLE = "needs parallel=ddp, without deterministic=layout; type sync=auto"
 _TF32 = "needs a GPU; type precision=fp32"
 _IS_READ = "read by evaluate, export and verify; to go on with a run: resume="
 _IS_WRITTEN = "used only by train export run=RUN; leave it out"
@@ -50,6 +51,8 @@ _CONFLICTS: tuple[tuple[str, object, str, object, str], ...] = (
     ("deterministic", ("layout",), "parallel.mode", ("fsdp", "hsdp"), "needs parallel=ddp"),
     ("activation_checkpointing", ("auto",), "accum", _NOT_AUTO, "needs accum=auto"),
     ("precision", ("tf32",), "device", ("cpu",), _TF32),
+    ("sync", ("overlapped",), "parallel.mode", ("fsdp", "hsdp"), _WHOLE),
+    ("sync", ("overlapped",), "deterministic", ("layout",), _WHOLE),
     ("parallel.shard", int, "parallel.mode", _NOT_HSDP, _HSDP),
     ("parallel.replicate", int, "parallel.mode", _NOT_HSDP, _HSDP),
     ("optimizer.nesterov", (True,), "optimizer.momentum", (0,), _MOMENTUM),

@@ -37,7 +37,7 @@ class Place:
     phase: Phase = "start"
     micro_batch: int = 0  # the one it computes, from 1; 0 outside of `compute`
     waits: bool = False  # in a collective, for other ranks
-    is_first: bool = False  # the first step that this process takes
+    is_first: bool = False  # the first step that this process takes, or one that may compile
     since: float = 0.0  # when it came there, by the machine's monotonic clock
 
     @property
@@ -85,6 +85,11 @@ class Board:
         """Note where the rank is; `since` becomes now."""
         at = place.step, _PHASES.index(place.phase), place.micro_batch, place.waits, place.is_first
         _LAYOUT.pack_into(self._memory, 0, *at, time.monotonic())
+
+    def next_micro_batch(self) -> None:
+        """Note that the rank begins the next micro-batch."""
+        step, phase, micro_batch, *rest, _ = _LAYOUT.unpack_from(self._memory)
+        _LAYOUT.pack_into(self._memory, 0, step, phase, micro_batch + 1, *rest, time.monotonic())
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

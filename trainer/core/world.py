@@ -18,7 +18,7 @@ from torch import Tensor
 
 from trainer.core.errors import TrainError, error_from_dict, error_to_dict
 from trainer.core.phases import PhaseTimes
-from trainer.core.rank_progress import Board, Phase
+from trainer.core.rank_progress import Board, Phase, Place
 
 Value = TypeVar("Value")
 
@@ -40,6 +40,7 @@ class World:
     # rank, and where one process works out what several would do.
     long_timeout_group: dist.ProcessGroup | None = None
     board: Board = field(default_factory=Board, compare=False)
+    compiles: bool = False  # whether a new length may hold up any step, and not the first alone
     times: PhaseTimes = field(default_factory=PhaseTimes, compare=False)  # what its phases took
 
     @property
@@ -141,14 +142,13 @@ class World:
         """Note what this rank does now, for whoever may ask why it does not answer."""
         self.times.enter(phase)
         place = self.board.read()
-        if step is not None and step != place.step:
-            place = replace(place, step=step, is_first=place.step == 0)
-        self.board.write(replace(place, phase=phase, micro_batch=0))
+        number = place.step if step is None else step
+        is_first = place.is_first if number == place.step else place.step == 0 or self.compiles
+        self.board.write(Place(number, phase, waits=place.waits, is_first=is_first))
 
     def note_micro_batch(self) -> None:
         """Note that the next micro-batch of the step begins."""
-        place = self.board.read()
-        self.board.write(replace(place, micro_batch=place.micro_batch + 1))
+        self.board.next_micro_batch()
 
     def barrier(self) -> None:
         """Wait for every rank. Collective."""

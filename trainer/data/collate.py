@@ -74,7 +74,7 @@ def pad(
             field = _grow(field, pad_to, _fill(name))
         fields[name] = field
     if INPUT_IDS in aligned and ATTENTION_MASK not in fields:
-        lengths = torch.tensor([len(sample[INPUT_IDS]) for sample in samples])
+        lengths = torch.tensor([sample[INPUT_IDS].size(0) for sample in samples])
         fields[ATTENTION_MASK] = (torch.arange(pad_to) < lengths[:, None]).long()
     return fields
 
@@ -137,25 +137,32 @@ def _columns(samples: Sequence[Sample], name_of: NameOf) -> dict[str, list[Tenso
             raise DataError(
                 f"data: {name_of(k)} and {name_of(0)} differ in the fields they have: {odd}"
             )
-        for name, value in sample.items():
-            model = first[name]
-            is_same = value.dtype == model.dtype and value.dim() == model.dim()
-            if not is_same or value.shape[1:] != model.shape[1:]:
-                raise DataError(
-                    f"data: field {name!r} is {value.dtype} of shape {tuple(value.shape)} in "
-                    f"{name_of(k)} but {model.dtype} of shape {tuple(model.shape)} in "
-                    f"{name_of(0)}; only the first dimension may differ, or give the data set a "
-                    "`collate`"
-                )
     columns = {name: [sample[name] for sample in samples] for name in first}
+    for name, column in columns.items():
+        _refuse_unlike(name, column, name_of)
     for name in {INPUT_IDS, LABELS} & first.keys():
         dtype = first[name].dtype
+        if dtype == torch.int64:
+            continue
         if not (dtype.is_floating_point or dtype.is_complex):
             # Losses take no other integers, embeddings few, and -100 has no place in bool or uint8.
             columns[name] = [value.long() for value in columns[name]]
         elif name == INPUT_IDS:
             raise DataError(f"data: field {name!r} is {dtype} in {name_of(0)}; it must be integer")
     return columns
+
+
+def _refuse_unlike(name: str, column: Sequence[Tensor], name_of: NameOf) -> None:
+    """Refuse a field whose dtype, or shape behind the first dimension, is not that of the first."""
+    first = column[0]
+    form = first.dtype, first.dim(), first.shape[1:]
+    for k, value in enumerate(column):
+        if (value.dtype, value.dim(), value.shape[1:]) != form:
+            raise DataError(
+                f"data: field {name!r} is {value.dtype} of shape {tuple(value.shape)} in "
+                f"{name_of(k)} but {first.dtype} of shape {tuple(first.shape)} in {name_of(0)}; "
+                "only the first dimension may differ, or give the data set a `collate`"
+            )
 
 
 def _fill(name: str) -> int:

@@ -266,7 +266,7 @@ class _Assembler(Dataset[Any]):
         if INPUT_IDS in sample:
             return [] if tokens is None else [tokens]
         fields = (sample[name] for name in self.aligned if name in sample)
-        return [len(field) for field in fields if field.dim()]
+        return [field.size(0) for field in fields if field.dim()]
 
     def _blank(self, request: Request) -> Fields:
         """Make fields of zero weight, like those of the first sample in all else."""

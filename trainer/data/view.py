@@ -29,6 +29,7 @@ from trainer.data.samples import (
     held_out_mask,
     num_tokens,
     preserve_generators,
+    raise_fault,
     seed_draws,
     train_ids,
 )
@@ -198,16 +199,17 @@ class DataView:
     def _read(self, i: int, own: int, seed: int, epoch: int) -> dict[str, Tensor]:
         if self.draws_randomness:
             seed_draws(rng_key(seed, epoch, i))
-        name = partial(self.name_of, i)
-        with faults_of(name):
+        try:
             sample: Any = self.dataset[own]
             fields = dict(sample.items()) if isinstance(sample, Mapping) else None
+        except BaseException as error:
+            raise_fault(self.name_of(i), error)
         if fields is None:
             raise DataError(
                 f"data: {self.name_of(i)} is a {type(sample).__name__}; "
                 "it must be a mapping from names to tensors, e.g. {'input_ids': ids, 'labels': ids}"
             )
-        return as_tensors(fields, name)
+        return as_tensors(fields, partial(self.name_of, i))
 
     @contextmanager
     def isolated_rng(self) -> Iterator[None]:

@@ -121,7 +121,6 @@ def joined(config: RunConfig, member: Membership, board: Board) -> Iterator[Worl
     is_gpu = world.device.type == "cuda"
     card = None
     if is_gpu:
-        torch.cuda.set_device(world.device)
         card = str(torch.cuda.get_device_properties(world.device).uuid)
     timeout = max(LONG_TIMEOUT, timedelta(seconds=FIRST_STEP * config.parallel.timeout_s))
     with board.waiting():
@@ -181,9 +180,7 @@ def run_rank(config: RunConfig, folder: Path, world: World, stop: StopFlag) -> i
 def _open_store(member: Membership, card: str | None) -> Store:
     """Open the store by which ranks find each other, and wait there for all. Collective.
 
-    Args:
-        member: this rank's place.
-        card: UUID of its GPU. Two ranks on one are refused here, before NCCL fails over them.
+    Two ranks on the same `card`, by UUID, are refused here, before NCCL fails over them.
 
     Raises:
         ConfigError: two ranks have the same GPU.
@@ -258,5 +255,7 @@ def _prepare(config: RunConfig, local_rank: int = 0) -> World:
     if config.deterministic == "layout":
         torch.set_num_threads(1)  # several may sum in another order
     device = choose_device(config, local_rank)
-    times = PhaseTimes(stream_mark if device.type == "cuda" else time.perf_counter)
-    return World(device=device, times=times)
+    if is_gpu := device.type == "cuda":
+        torch.cuda.set_device(device)  # which the marks of times are made on
+    times = PhaseTimes(stream_mark if is_gpu else time.perf_counter)
+    return World(device=device, times=times, compiles=config.compile)

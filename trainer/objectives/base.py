@@ -106,7 +106,8 @@ def weights_of(objective: Objective, fields: Fields) -> dict[str, float]:
         _refuse(method, given, "return a number for every name that `sums` gives")
     weights = {}
     for name, value in given.items():
-        weights[name] = float(_number(f"{method}, {name}", value))
+        is_plain = type(value) in (int, float)  # a tensor takes 10 us
+        weights[name] = float(value if is_plain else _number(f"{method}, {name}", value))
         if not 0.0 <= weights[name] < math.inf:
             _refuse(f"{method}, {name}", value, "return a finite number, 0 or more")
     return weights

@@ -3,13 +3,13 @@
 Neither the logits of all positions nor fp32 copies of them are ever in memory at once. A chunk's
 gradients are computed with its loss, from the same logits: what the sums are divided by only scales
 them. PyTorch's own `linear_cross_entropy` (2.13) rounds the loss to the dtype of its input, and has
-neither label smoothing nor the log-partition.
+no label smoothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,28 +28,12 @@ MULTIPLE = {"cuda": 128}
 Inputs = tuple[Tensor, Tensor, Tensor | None, Tensor]
 """Hidden states, weight, bias, targets."""
 
-Scales = tuple[Any, ...]
-"""Gradients of the cross entropy and of the squares, 0-d."""
-
-UNSCALED = (1.0, 0.0)
-"""While what scales the cross entropy is not known."""
-
-
-@final
-class EntropySums(NamedTuple):
-    """What the positions with a label add up to, 0-d, in fp32 at least."""
-
-    cross_entropy: Tensor  # in nats
-    squares: Tensor  # of the log-partition, where asked for
-    hits: Tensor  # how often the best class is the label, where no gradient is recorded
-
 
 class _Task(NamedTuple):
     classes: int
     rows: int  # positions of a chunk
     multiple: int  # what the number of classes is padded to
     smoothing: float
-    squares: bool
 
 
 def linear_cross_entropy(
@@ -58,88 +42,86 @@ def linear_cross_entropy(
     targets: Tensor,
     *,
     label_smoothing: float = 0.0,
-    squares: bool = False,
     chunk_bytes: int | None = None,
     multiple: int | None = None,
-) -> EntropySums:
-    """Sum the cross entropy of `hidden @ weight.T + bias`, and what else is read off the logits.
+) -> tuple[Tensor, Tensor]:
+    """Sum the cross entropy of `hidden @ weight.T + bias`, and count the hits.
 
     Args:
         hidden: `(positions, width)`, in the dtype of the products.
         layer: the weight, `(classes, width)`, and the bias, `(classes,)`.
         targets: `(positions,)`, int64; -100 is no loss term.
         label_smoothing: share of the target spread over the classes.
-        squares: whether to sum the squared log-partition. Its gradient has a scale of its own, so
-            that the logits are computed once more in backward.
         chunk_bytes: size of a chunk's logits in fp32; None is what suits the device.
         multiple: what the classes are padded to; None is what suits the device.
+
+    Returns:
+        The cross entropy in nats, 0-d, in fp32 at least, and, where no gradient is recorded, how
+        often the best class is the label.
     """
     kind, classes, inputs = hidden.device.type, len(layer[0]), (hidden, *layer, targets)
     rows = max(1, (chunk_bytes or CHUNK_BYTES.get(kind, 2**29)) // (4 * classes))
-    task = _Task(classes, rows, multiple or MULTIPLE.get(kind, 1), label_smoothing, squares)
+    task = _Task(classes, rows, multiple or MULTIPLE.get(kind, 1), label_smoothing)
     if not torch.is_grad_enabled():
         return _compute(task, inputs)[0]
-    return EntropySums(*_LinearCrossEntropy.apply(task, *inputs))  # type: ignore[no-untyped-call] # untyped in torch
+    sums: tuple[Tensor, Tensor] = _LinearCrossEntropy.apply(task, *inputs)  # type: ignore[no-untyped-call] # untyped in torch
+    return sums
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Computes gradients in forward where one number scales them all, and else in backward."""
+    """Computes gradients in forward, which one number scales in backward."""
 
     @staticmethod
     def forward(ctx: Any, task: _Task, *inputs: Any) -> tuple[Tensor, ...]:  # noqa: ANN401
         """Compute the sums."""
         ctx.save_for_backward(*inputs)
         ctx.task, ctx.needs = task, ctx.needs_input_grad[1:4]
-        scales = None if task.squares else UNSCALED
-        sums, ctx.grads = _compute(task, inputs, scales, ctx.needs)
-        ctx.mark_non_differentiable(sums.hits)
-        return tuple(sums)
+        sums, ctx.grads = _compute(task, inputs, ctx.needs)
+        ctx.mark_non_differentiable(sums[1])
+        return sums
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *given: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
         """Scale the gradients; compute them where there are none, as when this runs again."""
-        task, inputs, grads, ctx.grads = ctx.task, ctx.saved_tensors, ctx.grads, None
+        inputs, grads, ctx.grads = ctx.saved_tensors, ctx.grads, None
         if grads is None:
-            scales = given[:2] if task.squares else UNSCALED
-            _, grads = _compute(task, inputs, scales, ctx.needs)
-        if not task.squares:
-            grads = [grad if grad is None else grad.mul_(given[0]) for grad in grads]
+            _, grads = _compute(ctx.task, inputs, ctx.needs)
         pairs = zip(grads, inputs, strict=False)
-        return None, *(g if g is None else g.to(x.dtype) for g, x in pairs), None
+        return None, *(g if g is None else g.mul_(given[0]).to(x.dtype) for g, x in pairs), None
 
 
 def _compute(
-    task: _Task, inputs: Inputs, scales: Scales | None = None, needs: Sequence[bool] = ()
-) -> tuple[EntropySums, list[Tensor | None] | None]:
-    """Walk over the chunks; with scales, also give the gradients of the inputs that need one."""
+    task: _Task, inputs: Inputs, needs: Sequence[bool] = ()
+) -> tuple[tuple[Tensor, Tensor], list[Tensor | None] | None]:
+    """Walk over the chunks; with `needs`, also give the gradients of the inputs that need one."""
     hidden, weight, bias, targets = inputs
     # Backward may run within autocast, or not.
     with torch.autocast(hidden.device.type, enabled=False):
         matrix, added = (_padded(x, task.multiple, hidden.dtype) for x in (weight, bias))
         assert matrix is not None
         wide, grads = torch.promote_types(hidden.dtype, torch.float32), None
-        if scales is not None:
+        if needs:
             # Every chunk adds to those of the layer, which are in fp32 at least.
             kinds = zip((hidden, matrix, added), (hidden.dtype, wide, wide), needs, strict=True)
             grads = [
                 torch.zeros_like(x, dtype=dtype) if needed and x is not None else None
                 for x, dtype, needed in kinds
             ]
-        sums = [torch.zeros((), dtype=t, device=hidden.device) for t in (wide, wide, torch.int64)]
+        sums = [torch.zeros((), dtype=t, device=hidden.device) for t in (wide, torch.int64)]
         for start in range(0, len(hidden), task.rows):
             piece = slice(start, start + task.rows)
             rows, labels = hidden[piece], targets[piece]
             logits = F.linear(rows, matrix, added)
             logits[:, task.classes :] = -torch.inf
             if not needs:
-                sums[2] += (logits.argmax(-1) == labels).sum()
-            _add_chunk(sums, task, logits, labels, scales)
+                sums[1] += (logits.argmax(-1) == labels).sum()
+            sums[0] += _entropy(task, logits, labels, wide, overwrites=grads is not None)
             if grads is not None:
                 _add_gradients(grads, piece, (logits, rows, matrix), (labels == IGNORED)[:, None])
     if grads is not None:
         grads = [grads[0], *(g if g is None else g[: task.classes] for g in grads[1:])]
-    return EntropySums(*sums), grads
+    return (sums[0], sums[1]), grads
 
 
 def _padded(tensor: Tensor | None, multiple: int, dtype: torch.dtype) -> Tensor | None:
@@ -152,38 +134,28 @@ def _padded(tensor: Tensor | None, multiple: int, dtype: torch.dtype) -> Tensor 
     return padded
 
 
-def _add_chunk(
-    sums: list[Tensor], task: _Task, logits: Tensor, labels: Tensor, scales: Scales | None
-) -> None:
-    """Add a chunk to the sums; with scales, overwrite its logits with their gradient."""
+def _entropy(
+    task: _Task, logits: Tensor, labels: Tensor, dtype: torch.dtype, *, overwrites: bool
+) -> Tensor:
+    """Sum the cross entropy of a chunk, 0-d; may overwrite its logits with their gradient."""
     ignored = labels == IGNORED
     index = labels.masked_fill(ignored, 0)[:, None]
-    chosen = logits.gather(1, index)
-    log_probs = logits.log_softmax(-1, dtype=sums[0].dtype)
+    log_probs = logits.log_softmax(-1, dtype=dtype)
     log_prob = log_probs.gather(1, index)
     losses = -log_prob[:, 0]
     if task.smoothing:
         mean = log_probs[:, : task.classes].mean(-1)
         losses = (1.0 - task.smoothing) * losses - task.smoothing * mean
-    sums[0] += losses.masked_fill_(ignored, 0.0).sum()
-    partition = (chosen - log_prob).masked_fill_(ignored[:, None], 0.0)
-    if task.squares:
-        sums[1] += partition.square().sum()
-    if scales is None:
-        return
-    # The gradient is a (p - q) + 2 b z p: p the softmax, q the target, z the log-partition. The
-    # label's own entry is computed apart, since p - 1 of a rounded p near 1 keeps few digits.
-    first, second = scales
-    share = first * task.smoothing / task.classes
-    own = first * (torch.expm1(log_prob) + task.smoothing) - share
-    torch.exp(log_probs, out=logits)
-    if task.squares:
-        factor = 2.0 * second * partition
-        own += factor * torch.exp(log_prob)
-        logits.mul_(first + factor)
-    if task.smoothing:
-        logits[:, : task.classes].sub_(share)
-    logits.scatter_(1, index, own.to(logits.dtype))
+    if overwrites:
+        # The gradient is p - q, the softmax less the target. The label's own entry is computed
+        # apart, since p - 1 of a rounded p near 1 keeps few digits.
+        share = task.smoothing / task.classes
+        own = torch.expm1(log_prob) + task.smoothing - share
+        torch.exp(log_probs, out=logits)
+        if task.smoothing:
+            logits[:, : task.classes].sub_(share)
+        logits.scatter_(1, index, own.to(logits.dtype))
+    return losses.masked_fill_(ignored, 0.0).sum()
 
 
 def _add_gradients(

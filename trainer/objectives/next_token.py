@@ -21,7 +21,7 @@ from trainer.objectives.base import (
     labels_of,
     logits_from,
 )
-from trainer.objectives.linear_cross_entropy import EntropySums, linear_cross_entropy
+from trainer.objectives.linear_cross_entropy import linear_cross_entropy
 
 LEAST_BYTES = 2**23
 """Logits of a micro-batch in fp32 from which on they are computed in chunks: with fewer a CPU is as
@@ -38,7 +38,8 @@ class NextToken(Objective):
 
     Attributes:
         z_loss: coefficient of the squared log-partition, which keeps logits from drifting
-            (Chowdhery et al. 2022, 2204.02311, section 5); 0 leaves it out.
+            (Chowdhery et al. 2022, 2204.02311, section 5); 0 leaves it out, and else all logits of
+            a micro-batch are in memory at once.
         label_smoothing: share of the target spread over the vocabulary, in [0, 1).
     """
 
@@ -61,27 +62,20 @@ class NextToken(Objective):
         """
         targets = shifted_labels(fields)
         layer = getattr(model, "output_layer", None)
-        if layer is None or 4 * targets.numel() * len(layer.weight) < LEAST_BYTES:
-            sums = self._from_logits(logits_from(model, fields), targets)
-        else:
-            hidden = logits_from(model.without_output_layer, fields)  # type: ignore[attr-defined]
-            _check_shapes(hidden, targets)
-            # In shards the weight is whole only once the model ran.
-            sums = linear_cross_entropy(
-                hidden.flatten(0, -2),
-                (layer.weight, layer.bias),
-                targets.flatten(),
-                label_smoothing=self.label_smoothing,
-                squares=bool(self.z_loss),
-            )
-        losses = {"cross_entropy": sums.cross_entropy}
-        if self.z_loss:
-            losses["z_loss"] = self.z_loss * sums.squares
-        metrics = {} if torch.is_grad_enabled() else {"accuracy": sums.hits}
-        return Sums(losses=losses, metrics=metrics)
+        if layer is None or self.z_loss or 4 * targets.numel() * len(layer.weight) < LEAST_BYTES:
+            return self._from_logits(logits_from(model, fields), targets)
+        hidden = logits_from(model.without_output_layer, fields)  # type: ignore[attr-defined]
+        _check_shapes(hidden, targets)
+        # In shards the weight is whole only once the model ran.
+        matrix, smoothing = (layer.weight, layer.bias), self.label_smoothing
+        entropy, hits = linear_cross_entropy(
+            hidden.flatten(0, -2), matrix, targets.flatten(), label_smoothing=smoothing
+        )
+        metrics = {} if torch.is_grad_enabled() else {"accuracy": hits}
+        return Sums(losses={"cross_entropy": entropy}, metrics=metrics)
 
-    def _from_logits(self, logits: Tensor, targets: Tensor) -> EntropySums:
-        """Sum the same from logits, `(batch, time, vocab)`."""
+    def _from_logits(self, logits: Tensor, targets: Tensor) -> Sums:
+        """Sum the same from logits, `(batch, time, vocab)`, and what is read off them alone."""
         _check_shapes(logits, targets)
         logits, targets = at_least_single(logits).flatten(0, -2), targets.flatten()
         cross_entropy = F.cross_entropy(
@@ -91,12 +85,13 @@ class NextToken(Objective):
             reduction="sum",
             label_smoothing=self.label_smoothing,
         )
-        squares = hits = torch.zeros_like(cross_entropy)
+        losses = {"cross_entropy": cross_entropy}
         if self.z_loss:
-            squares = logits.logsumexp(-1).masked_fill(targets == IGNORED, 0.0).square().sum()
-        if not torch.is_grad_enabled():
-            hits = (logits.argmax(-1) == targets).sum()
-        return EntropySums(cross_entropy, squares, hits)
+            partition = logits.logsumexp(-1).masked_fill(targets == IGNORED, 0.0)
+            losses["z_loss"] = self.z_loss * partition.square().sum()
+        if torch.is_grad_enabled():
+            return Sums(losses=losses)
+        return Sums(losses=losses, metrics={"accuracy": (logits.argmax(-1) == targets).sum()})
 
 
 def _check_shapes(logits: Tensor, targets: Tensor) -> None:

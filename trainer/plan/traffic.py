@@ -90,6 +90,7 @@ class Bulk:
     replicas: int  # copies of the model
     limit_bytes: int  # memory of one rank for tensors
     groups: int = 1  # parts of the model that are gathered and reduced each on its own
+    last_bytes: int = 0  # of the gradients that backward gives last, which travel alone
     gathered_bytes: int | None = None  # of the parameters as shards gather them; None as they are
 
 
@@ -126,7 +127,7 @@ def row(
         if work.overlaps_backward and moves.needs_whole:
             # All but the last bucket may hide behind the last backward.
             backward = BACKWARD * (work.seconds or 0.0)
-            exposed = max(seconds / max(1, bulk.groups), seconds - backward)
+            exposed = max(seconds * bulk.last_bytes / size, seconds - backward)
     # Whole parameters and gradients; under ddp what is reduced already waits aside, a second one.
     unsharded = size + weights
     if lockstep:

@@ -6,8 +6,8 @@ current step stand in two live lines at the bottom; elsewhere each due step is a
 
 from __future__ import annotations
 
-import math
 import os
+import time
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, TextIO, final
@@ -54,6 +54,7 @@ class Screen:
         self._progress: Progress | None = None
         self._figures = Text(no_wrap=True, overflow="ellipsis")
         self._noun: Noun = "token"
+        self._first: tuple[int, float] | None = None  # step that was shown first, and when
 
     def show(self, block: RenderableType) -> None:
         """Print a block, wrapped to the width at hand."""
@@ -79,7 +80,7 @@ class Screen:
             steps: of the whole run.
             noun: what speed counts.
         """
-        self._noun = noun
+        self._noun, self._first = noun, None
         # Drawn below, with the figures; evaluations take their part in the time that is left.
         self._progress = Progress(
             TextColumn("[bold]{task.description}"),
@@ -87,7 +88,6 @@ class Screen:
             TextColumn("{task.percentage:.0f}%  {task.fields[left]}"),
             console=self._console,
             expand=True,
-            speed_estimate_period=math.inf,
         )
         description = step_of(step, steps)
         self._progress.add_task(description, total=steps, completed=step, left="first step")
@@ -103,14 +103,16 @@ class Screen:
         if self._progress is None:
             return
         (task,) = self._progress.tasks
-        step, steps = entry["step"], int(task.total or 0)
+        step, steps, now = entry["step"], int(task.total or 0), time.monotonic()
         at, figures = step_of(step, steps), _figures(entry, self._noun)
-        self._progress.update(task.id, completed=step, description=at)
-        left_s = task.time_remaining
-        if left_s is None:  # the first step is not typical, and a guess until the next
-            left_s = entry["seconds"] * (steps - step)
-        self._progress.update(task.id, left=f"{clock(left_s)} left")
-        self._figures.plain = figures
+        # The first step is not typical, and a guess until the next.
+        first, since = self._first = self._first or (step, now)
+        pace_s = (now - since) / (step - first) if step > first else entry["seconds"]
+        left_s = pace_s * (steps - step)
+        if self._live is not None:
+            left = f"{clock(left_s)} left"
+            self._progress.update(task.id, completed=step, description=at, left=left)
+            self._figures.plain = figures
         if is_due:
             for console in self._consoles[1 if self._live else 0 :]:
                 _write(console, f"{at}  {figures}  {clock(left_s):>5} left\n")

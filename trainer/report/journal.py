@@ -21,7 +21,11 @@ _as_json = json.JSONEncoder(allow_nan=False, default=methodcaller("item")).encod
 
 def to_line(entry: Mapping[str, Any]) -> bytes:
     """Write one strict JSON object and a newline; numpy's numbers count as numbers."""
-    return _as_json(strict(entry)).encode() + b"\n"
+    try:
+        line = _as_json(entry)
+    except (ValueError, TypeError, AttributeError):  # NaN, say; `strict` walks all ids
+        line = _as_json(strict(entry))
+    return line.encode() + b"\n"
 
 
 @final

@@ -106,13 +106,7 @@ class RunReporter:
         self._show(self._metrics.step(entry))
 
     def evaluation(self, step: int, metrics: Mapping[str, float], seconds: float) -> None:
-        """Take a pass over the held-out data.
-
-        Args:
-            step: after which it was made.
-            metrics: means by name.
-            seconds: wall time.
-        """
+        """Take a pass over the held-out data after a step: means by name, and its seconds."""
         self._show(self._metrics.flush())
         entry = self._metrics.evaluation(step, metrics, seconds)
         means = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())

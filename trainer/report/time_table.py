@@ -87,14 +87,7 @@ def time_table(spendings: Sequence[Mapping[str, Any]], overlap: str | None) -> d
 def advice(
     splits: Sequence[Split], time: Mapping[str, Any], plan: Mapping[str, Any], cut: str
 ) -> list[str]:
-    """Name what took more than a tenth of a step, with its figure and a setting, the largest first.
-
-    Args:
-        splits: the mean step of every rank.
-        time: of result.json.
-        plan: of plan.json.
-        cut: the option of `accum`.
-    """
+    """Name what took more than a tenth of a step, with its figure and a setting, largest first."""
     lines = [_data(splits, plan), _sync(time, plan)]
     lines += [_waiting(splits, plan, cut)] if len(splits) > 1 else []
     found = []

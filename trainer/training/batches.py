@@ -1,14 +1,16 @@
 """The way of the data: order -> global batch -> plan -> micro-batches, ahead of training.
 
 Everything after "ids of step k" may be done again: restarts, other rank counts and replays under
-smaller micro-batches all re-enter there. The next steps are planned and loaded meanwhile: in
-bursts, since Python costs half where it runs several times in a row, and the caches are warm.
+smaller micro-batches all re-enter there. The next steps are planned and loaded in bursts, since
+Python that runs a few times in a row costs half of what it costs once between two steps that have
+emptied the caches; while this one computes, unless they are loaded sooner than that would save.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -29,6 +31,7 @@ PREFETCH_LIMIT_BYTES = 256 * 2**20
 # Steps that are prepared in one go, at most, and what they may take together; one may take more.
 BURST_STEPS = 8
 BURST_BYTES = 16 * 2**20
+QUICK_S = 0.005  # as long as a thread may hold the interpreter (`sys.getswitchinterval`)
 
 
 @final
@@ -99,7 +102,7 @@ class Feed:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="feed")
         self._stream: Iterator[Fields] | None = None
         self._queue: deque[tuple[GlobalBatch, Plan]] = deque()
-        self._last_bytes = 0
+        self._last_bytes, self._load_s = 0, 0.0
         self._next: Future[PlannedBatch] | None = None
 
     def next(self) -> PlannedBatch:
@@ -119,11 +122,7 @@ class Feed:
         is_heavy = self._last_bytes > PREFETCH_LIMIT_BYTES
         if self.world.device.type == "cpu" or is_heavy or self.cursor.step >= last_step:
             return
-        self._next = Future()
-        try:
-            self._next.set_result(self._take())
-        except Exception as error:
-            self._next.set_exception(error)
+        self._next = _at_once(self._take)
 
     def _take(self) -> PlannedBatch:
         """Give the global batch at the cursor, which stays."""
@@ -134,13 +133,18 @@ class Feed:
         return self._load(*self.plan(self.cursor))
 
     def prefetch(self) -> None:
-        """Begin to plan and load the next global batches while the caller computes."""
+        """Begin to plan and load the next global batches while the caller computes.
+
+        Steps that load within `QUICK_S` are loaded now: a CPU would wait for a thread as long.
+        """
         light = self._last_bytes <= PREFETCH_LIMIT_BYTES
         if light and self.source.loader.loads_in_thread and not self._ahead:
             self._ahead_cursor = self.cursor
             fitting = max(1, BURST_BYTES // max(1, self._last_bytes))
+            is_quick = self.world.device.type == "cpu" and self._load_s < QUICK_S
+            submit = _at_once if is_quick else self._thread.submit
             for _ in range(min(BURST_STEPS, fitting)):
-                self._ahead.append(self._thread.submit(self._load_ahead))
+                self._ahead.append(submit(self._load_ahead))
 
     def plan(self, cursor: Cursor) -> tuple[GlobalBatch, Plan]:
         """Cut the global batch at a cursor; a pure function of cursor, cut and layout.
@@ -211,8 +215,10 @@ class Feed:
         return batch
 
     def _load(self, samples: GlobalBatch, plan: Plan) -> PlannedBatch:
-        requests = self.requests(samples, plan)
-        return self._fill(samples, plan, requests, map(self.source.loader.load, requests))
+        requests, started = self.requests(samples, plan), time.perf_counter()
+        batch = self._fill(samples, plan, requests, map(self.source.loader.load, requests))
+        self._load_s = time.perf_counter() - started
+        return batch
 
     def _from_workers(self) -> PlannedBatch:
         if self._stream is None:
@@ -273,3 +279,13 @@ class Feed:
             micro_batches=micro_batches,
             sample_ids=tuple(self.source.loader.dataset.original_ids(samples.ids).tolist()),
         )
+
+
+def _at_once(load: Callable[[], PlannedBatch]) -> Future[PlannedBatch]:
+    """Load now; what fails is raised where the result is taken."""
+    future = Future[PlannedBatch]()
+    try:
+        future.set_result(load())
+    except Exception as error:
+        future.set_exception(error)
+    return future

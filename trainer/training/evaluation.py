@@ -19,6 +19,7 @@ from trainer.core.micro_batch import to_device
 from trainer.core.out_of_memory import AllocationGuard, release_memory
 from trainer.core.world import World
 from trainer.data.loader import Loader, Request
+from trainer.models.bind import casting_once
 from trainer.objectives.base import Objective, sums_of, weights_of
 from trainer.parallel.base import Parallel
 from trainer.plan.cut import Layout
@@ -91,14 +92,8 @@ def evaluate(
     """Average every loss term and metric over the held-out data. Collective.
 
     Sums are kept in float64. Running out of memory halves the cap and begins again; the training
-    plan stays as it is.
-
-    Args:
-        model: evaluated as it is, without dropout.
-        objective: names the sums.
-        held_out: the samples.
-        world: all ranks.
-        was_asked: whether a signal asked this rank to stop; called after each micro-batch.
+    plan stays as it is. `was_asked` tells whether a signal asked this rank to stop, and is called
+    after each micro-batch.
 
     Returns:
         `loss`, the sum of the loss terms, then every term and metric by name. A name whose weight
@@ -151,7 +146,8 @@ def _attempt(
     loader, (requests, ahead) = held_out.loader, tee(held_out.requests(world.rank))
     model.gather()
     guard, stream = AllocationGuard(), closing(loader.stream(ahead))
-    with guard, evaluating(model.module), torch.no_grad(), closing(loader), stream as loaded:
+    mode, casts = evaluating(model.module), casting_once(model.module, world.device.type)
+    with guard, mode, casts, torch.no_grad(), closing(loader), stream as loaded:
         for request, fields in zip(requests, loaded, strict=False):
             counted = weights_of(objective, fields)
             with loader.naming_samples(request, loaded.close):

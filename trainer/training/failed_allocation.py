@@ -25,14 +25,12 @@ class FailedAllocation:
         world: this rank, and where it is.
         predicted_bytes: peak of a step as it was predicted; None where it was not.
         limit_bytes: what tensors may have; None where nobody knows.
-        snapshots: on a GPU, write one for https://pytorch.org/memory_viz too.
     """
 
     folder: Path
     world: World
     predicted_bytes: int | None
     limit_bytes: int | None
-    snapshots: bool = False
     _is_done: bool = field(default=False, init=False)
 
     def __call__(self, batch: PlannedBatch, error: BaseException) -> None:
@@ -59,7 +57,7 @@ class FailedAllocation:
         with suppress(OSError):  # the step that follows matters more
             make_folders(path.parent)
             path.write_text("\n".join([*lines, ""]))
-            if self.snapshots and device.type == "cuda":
+            if device.type == "cuda":  # for https://pytorch.org/memory_viz
                 torch.cuda.memory._dump_snapshot(  # type: ignore[no-untyped-call] # untyped in torch
                     str(path.with_suffix(".pickle"))
                 )

@@ -64,6 +64,7 @@ FAULTS = {
     "deterministic=layout accum=fixed accum.micro=8 parallel=fsdp": "deterministic=layout: needs "
     "parallel=ddp",
     "deterministic=layout": ": needs fixed micro-batches; type accum=fixed accum.micro=8",
+    "sync=overlapped parallel=fsdp": "sync=overlapped: needs parallel=ddp, without deterministic",
     "parallel.shard=2": ": has an effect only with parallel=hsdp",
     "parallel=hsdp parallel.ranks=4 parallel.shard=3": "parallel.shard=3: times "
     "parallel.replicate=1 must be the 4 ranks of the run; e.g. parallel.shard=2 "

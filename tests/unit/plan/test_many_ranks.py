@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from trainer.plan import partition as module
 from trainer.plan.cut import Cost, Layout
-from trainer.plan.many_ranks import MANY_RANKS, deal_in_blocks
-from trainer.plan.partition import deal_by_cost, partition
+from trainer.plan.partition import MANY_RANKS, deal_by_cost, deal_in_blocks, partition
 
 COSTS = st.builds(
     Cost,

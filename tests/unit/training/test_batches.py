@@ -68,10 +68,17 @@ def content(batch: PlannedBatch) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("cut", "data", "workers"),
-    [(CUTS[0], Rows, 0), (CUTS[1], Plain, 0), (CUTS[1], Rows, 1), (CUTS[2], Plain, 1)],
+    ("cut", "data", "workers", "quick_s"),
+    [
+        *((CUTS[0], Rows, 0, quick_s) for quick_s in (0.0, 60.0)),
+        *((CUTS[1], Plain, 0, quick_s) for quick_s in (0.0, 60.0)),
+        *((CUTS[1], Rows, 1, 0.0), (CUTS[2], Plain, 1, 0.0)),
+    ],
 )
-def test_looking_ahead_and_loading_processes_change_nothing(cut, data, workers):
+def test_looking_ahead_and_loading_processes_change_nothing(
+    cut, data, workers, quick_s, monkeypatch
+):
+    monkeypatch.setattr("trainer.training.batches.QUICK_S", quick_s)
     plain = walk(feed(cut, data()), 9, ahead=False)
     other = walk(feed(cut, data(), workers=workers), 9)
     assert [content(batch) for batch in other] == [content(batch) for batch in plain]
@@ -175,6 +182,7 @@ class Gated(Rows):
 )
 def test_light_steps_are_prepared_in_bursts_of_bounded_size(name, limit, steps, monkeypatch):
     monkeypatch.setattr(f"trainer.training.batches.{name}", limit)
+    monkeypatch.setattr("trainer.training.batches.QUICK_S", 0.0)
     data = Gated()
     data.gate.set()
     source = feed(data=data, global_batch=4)
@@ -187,7 +195,24 @@ def test_light_steps_are_prepared_in_bursts_of_bounded_size(name, limit, steps, 
     source.close()
 
 
-def test_a_pause_stops_a_burst_between_two_steps_and_loses_none():
+@pytest.mark.parametrize(("device", "is_read_now"), [("cpu", True), ("meta", False)])
+def test_what_is_quickly_read_is_read_at_once_unless_a_device_computes(
+    device, is_read_now, monkeypatch
+):
+    monkeypatch.setattr("trainer.training.batches.QUICK_S", 60.0)
+    data = Gated()
+    source = feed(data=data, world=World(device=torch.device(device)))
+    source.next()
+    source.prefetch()
+    assert all(future.done() for future in source._ahead) == is_read_now
+    data.gate.set()
+    source.next()
+    assert (data.read_ahead == 0) == is_read_now
+    source.close()
+
+
+def test_a_pause_stops_a_burst_between_two_steps_and_loses_none(monkeypatch):
+    monkeypatch.setattr("trainer.training.batches.QUICK_S", 0.0)
     data = Gated()
     source = feed(data=data)
     source.next()

@@ -165,9 +165,8 @@ def test_the_next_micro_batches_are_loaded_meanwhile_and_no_sum_is_read_before_t
     samples, data.num_read = held_out(1, data), 0
     with Reads() as reads:
         evaluated(bench, samples)
-    calls, weights = bench.module.calls, 2  # of a micro-batch; they are numbers of the host's
-    assert calls > 2 * AHEAD
-    assert reads.count == calls * weights
+    assert bench.module.calls > 2 * AHEAD
+    assert reads.count == 0
 
 
 @pytest.mark.parametrize("num_ranks", [3, 40])
