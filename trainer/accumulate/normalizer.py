@@ -23,11 +23,7 @@ def divisors(
     * `micro_batches`: each micro-batch's own weight times the number of micro-batches, the mean
       of means. It depends on the cut; for comparison only.
 
-    Args:
-        kind: `batch.normalizer`.
-        terms: every name the objective weighs, equal on all ranks.
-        micro_batches: this rank's.
-        world: all ranks.
+    `terms` are every name that the objective weighs, equal on all ranks.
 
     Returns:
         The weight of every term in the global batch, and one mapping from term to divisor per

@@ -275,11 +275,7 @@ class DataView:
 def split_by_seed(dataset: Samples | DataView, split: str, holdout: float, seed: int) -> DataView:
     """Take one side of a data set that brings no split: `holdout` of its samples, or the rest.
 
-    Args:
-        dataset: all samples.
-        split: `train` or `held_out`.
-        holdout: share held out, at least one sample; 0 leaves `held_out` empty.
-        seed: selects which.
+    `holdout` is the share held out, at least one sample; 0 leaves `held_out` empty.
 
     Returns:
         A view in the data set's own order; both sides of one view share its measured lengths.

@@ -43,12 +43,10 @@ _GLOO = re.compile(r"\[[^\[\]\n]*\bgloo/[^\[\]\n]*\.(cc|cpp|h):\d+\]")
 # In NCCL's errors when another rank is gone, or does not come.
 _NCCL = ("ncclRemoteError", "remote process exited", "Connection", "timeout", "aborted")
 
-# What NCCL's watchdog prints before it aborts the process
-_WATCHDOG = re.compile(r"Watchdog caught collective operation timeout.*|.*\bdesync\b.*")
-
 _SENT = {
     "SIGKILL": ", as the system does when memory runs out",
-    "SIGABRT": ", as collectives do that time out, or when ranks call different ones (a desync)",
+    "SIGABRT": ", as collectives do that time out, or when ranks call different ones (a desync; "
+    "its log in ranks/ says which)",
 }
 
 
@@ -185,7 +183,7 @@ def verdict(ended: Mapping[int, Ended], folder: Path, timeout_s: float) -> Train
         return error_from_dict({**first.report, "text": text})
     if first.is_killed:
         return RankFailedError(_name_hung(failed, folder, timeout_s))
-    return RankFailedError(_name(first) + _name_watchdog(first, folder))
+    return RankFailedError(_name(first))
 
 
 def _order(end: Ended) -> int:
@@ -208,15 +206,6 @@ def _name(end: Ended) -> str:
         return f"rank {end.rank} exited with code {end.code} and no error report, at {end.place}"
     name = signal.Signals(-end.code).name
     return f"rank {end.rank} was killed by {name}{_SENT.get(name, '')}, at {end.place}"
-
-
-def _name_watchdog(end: Ended, folder: Path) -> str:
-    """Quote what NCCL's watchdog printed; the first rank prints to the screen, not to a log."""
-    log = folder / "ranks" / f"rank{end.rank}.log"
-    if end.code != -signal.SIGABRT or not log.exists():
-        return ""
-    found = _WATCHDOG.search(log.read_text(errors="replace"))
-    return f": {found[0]:.200}; more in {log}" if found else ""
 
 
 def _name_hung(failed: list[Ended], folder: Path, timeout_s: float) -> str:

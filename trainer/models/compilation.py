@@ -26,12 +26,8 @@ GRAPHS = 4  # of a length: for one sample and for several, each in training and 
 def compile_model(model: nn.Module, max_lengths: int, backend: str = "inductor") -> None:
     """Compile in place, before the model is laid out: names, weights and checkpoints stay.
 
-    A model without a list of blocks is one graph for all shapes.
-
-    Args:
-        model: recomputes its blocks already, where it is to.
-        max_lengths: padded lengths, or lengths of packed rows, that a run may have.
-        backend: that of `torch.compile`.
+    A model without a list of blocks is one graph for all shapes. It recomputes its blocks already,
+    where it is to. `max_lengths` are the padded lengths that a run may have, of packed rows too.
     """
     import torch._dynamo.config as limits  # noqa: PLC0415 - a second
 

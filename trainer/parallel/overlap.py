@@ -22,10 +22,8 @@ from trainer.core.world import World
 class Overlap:
     """The gradients of whole copies as views of buckets, each summed as soon as it is full.
 
-    Args:
-        parameters: those that are trained, in one order on every rank.
-        buckets: the same in groups, in the order in which they are sent.
-        world: all ranks.
+    `parameters` are those that are trained, in one order on every rank, and `buckets` the same in
+    groups, in the order in which they are sent.
     """
 
     def __init__(

@@ -78,11 +78,7 @@ def model_flops(
     Kernels that PyTorch has no formula for count as nothing. Takes 0.1 s for a small transformer, 1
     to 2 s for one of 124M parameters, and a third of it where all samples are of one length.
 
-    Args:
-        work: the model, which is not run; its fields are padded, not packed.
-        shortest: sample of the data, in tokens.
-        longest: likewise.
-        peak: what all ranks' devices can do in a second, where that is known.
+    The fields of `work` are padded, not packed; `peak` is what all devices can do in a second.
     """
     lengths = sorted({longest, -(-longest // 2), -(-longest // 4)})
     lengths = [longest] if shortest == longest else lengths

@@ -33,13 +33,8 @@ def lookup_limits(work: Workload, length: int, known: Mapping[str, int]) -> dict
     under the objectives that take a class per label. One of the user's own may do with labels what
     it likes.
 
-    Args:
-        work: the model, which is not run, and fields of any shape.
-        length: of a sample that the model takes.
-        known: fields whose limits are known already.
-
-    Returns:
-        Limits by field; none where the model cannot run on fake tensors.
+    `length` is that of a sample which the model takes; fields of `known` limits are left out. None
+    are found where the model cannot run on fake tensors.
     """
     fields = work.make_fields(1, length)
     whole = {name for name, field in fields.items() if not field.dtype.is_floating_point}

@@ -91,15 +91,10 @@ def test_a_step_that_ranks_hold_up_ends_in_time_also_when_a_signal_asked_to_stop
     assert str(verdict(watch.ended, tmp_path, 0.1)) == f"{says}, at step 3 (compute)"
 
 
-@pytest.mark.parametrize(("rank", "quotes"), [(0, False), (1, True)])
-def test_an_abort_of_nccl_is_a_timeout_or_a_desync_and_its_log_is_quoted(tmp_path, rank, quotes):
-    printed = "Watchdog caught collective operation timeout: WorkNCCL(OpType=ALLREDUCE) ran for 600"
-    (tmp_path / "ranks").mkdir()
-    (tmp_path / "ranks" / "rank1.log").write_text(f"hello\n[rank1]:[E1124] {printed}\nand more\n")
-    end = Ended(rank, -signal.SIGABRT, {}, 1.0, Place(step=2, phase="reduce"), 0.0)
-    text = str(verdict({rank: end}, tmp_path, 600))
-    assert "as collectives do that time out, or when ranks call different ones (a desync)" in text
-    assert text.endswith(f"{printed}; more in {tmp_path}/ranks/rank1.log") is quotes
+def test_an_abort_of_nccl_is_a_timeout_or_a_desync(tmp_path):
+    end = Ended(1, -signal.SIGABRT, {}, 1.0, Place(step=2, phase="reduce"), 0.0)
+    text = str(verdict({1: end}, tmp_path, 600))
+    assert "as collectives do that time out, or when ranks call different ones (a desync" in text
 
 
 def test_a_rank_that_hangs_is_asked_for_its_last_collectives(tmp_path, watching, monkeypatch):
