@@ -248,12 +248,8 @@ class Attention(nn.Module):
             qk, value = qkv.split([2, 1], dim=2)
             (q, k), v = rotate(qk, rotation).unbind(2), value.squeeze(2)
         dropout = self.dropout if self.training else 0.0
-        attended = (
-            causal_attention(q, k, v, dropout)
-            if documents is None
-            else documents.attention(q, k, v, dropout)
-        )
-        out: Tensor = self.out(attended.flatten(2))
+        attend = causal_attention if documents is None else documents.attention
+        out: Tensor = self.out(attend(q, k, v, dropout).flatten(2))
         return out
 
 

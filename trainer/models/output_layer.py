@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.core.micro_batch import Fields
+from trainer.models.attention import computed_in
 from trainer.models.gpt import GPT, TiedHead
 
 IS_LAST = "_trainer_is_last"
@@ -77,7 +78,4 @@ def is_last(call: Callable[[Fields], Any], layer: nn.Module, fields: Fields) -> 
 
 def _pass(x: Tensor) -> Tensor:
     """Give back what goes into a matrix product, in the dtype that autocast would compute it in."""
-    kind = x.device.type
-    if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
-        return x.to(torch.get_autocast_dtype(kind))
-    return x
+    return x.to(computed_in(x))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tests.lib.nightly import nightly
 from trainer.core.errors import ConfigError
 from trainer.data.collate import pack
-from trainer.models.attention import Documents, has_varlen_kernel
+from trainer.models.attention import BLOCK, Documents, causal_attention, has_varlen_kernel
 from trainer.models.bind import bind
 from trainer.models.check import refuse_lazy, vocabulary_of
 from trainer.models.gpt import GPT, Attention, rotary_tables, rotate
@@ -226,6 +226,22 @@ def test_variable_length_attention_agrees_with_documents_one_by_one():
     packed = model(row, cu_seqlens=cu_seqlens)
     alone = torch.cat([model(row[:, :4]), model(row[:, 4:])], dim=1)
     torch.testing.assert_close(packed, alone, rtol=0.05, atol=0.1)
+
+
+def attended_and_gradients(given: list[Tensor], dtype: torch.dtype) -> Tensor:
+    q, k, v = (x.detach().to(dtype, copy=True).requires_grad_() for x in given)
+    attended = causal_attention(q, k, v, 0.0)
+    attended.backward(given[0].to(dtype))
+    return torch.stack([attended.detach(), q.grad, k.grad, v.grad]).double()
+
+
+@pytest.mark.parametrize("time", [1, 7, BLOCK, 2 * BLOCK + 3])
+def test_attention_by_blocks_in_bf16_is_that_of_double_precision_within_a_64th(time):
+    draws = torch.Generator().manual_seed(0)
+    given = [torch.randn(2, time, 3, 8, generator=draws).bfloat16() for _ in range(3)]
+    exact = attended_and_gradients(given, torch.float64)
+    blocks = attended_and_gradients(given, torch.bfloat16)
+    assert (blocks - exact).norm() < 2**-6 * exact.norm()
 
 
 def test_a_sample_longer_than_the_model_takes_is_refused_with_both_remedies():
