@@ -45,8 +45,7 @@ _NCCL = ("ncclRemoteError", "remote process exited", "Connection", "timeout", "a
 
 _SENT = {
     "SIGKILL": ", as the system does when memory runs out",
-    "SIGABRT": ", as collectives do that time out, or when ranks call different ones (a desync; "
-    "its log in ranks/ says which)",
+    "SIGABRT": ", as collectives do that time out, or when ranks call different ones (a desync)",
 }
 
 

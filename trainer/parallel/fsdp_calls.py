@@ -65,13 +65,8 @@ def _reset_group(group: Any) -> None:  # noqa: ANN401 - likewise
     gathered = group._all_gather_result
     if gathered is not None and isinstance(gathered.all_gather_work, dist.Work):
         gathered.all_gather_work.wait()
-    for name in (
-        "_all_gather_result",
-        "_post_reduce_event",
-        "_all_reduce_state",
-        "_reshard_after_forward_event",
-        "_partial_reduce_output",
-    ):
+    results = "_all_gather_result", "_all_reduce_state", "_partial_reduce_output"
+    for name in (*results, "_post_reduce_event", "_reshard_after_forward_event"):
         setattr(group, name, None)
     group._post_forward_indices.clear()
     group._training_state = TrainingState.IDLE
