@@ -214,8 +214,7 @@ def assemble(config: RunConfig, world: World, recorded: Mapping[str, Any] | None
         train_set, num_workers=num_workers, seed=config.seed, pin_memory=is_gpu, limits=limits
     )
     layout, example = _layout(config, world, loader, objective, module, precision)
-    dtype = AUTOCAST.get(precision)
-    setup = replace(parallel_setup(config, world, module, mode, dtype), why_mode=why)
+    setup = parallel_setup(config, world, module, mode, AUTOCAST.get(precision))
     return Parts(
         config=config,
         world=world,
@@ -230,7 +229,7 @@ def assemble(config: RunConfig, world: World, recorded: Mapping[str, Any] | None
         spec=spec,
         schedule=construct(config.scheduler, "scheduler", Schedule, trust),
         strategy=construct(config.accum.gradient, "accum.gradient", GradientStrategy, trust),
-        parallel=setup,
+        parallel=replace(setup, why_mode=why),
         cut=_cut(config),
         layout=replace(layout, lockstep=setup.sync.lockstep and world.size > 1),
         total_steps=config.steps or order.num_steps(config.total_epochs or 1),

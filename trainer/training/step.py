@@ -94,9 +94,7 @@ def train_step(kit: Kit, batch: PlannedBatch, feed: Feed) -> StepReport:
     feed.load_next(last_step=kit.total_steps)
     # The step's only host sync: no update before its gradient is known to be good.
     if not bool(torch.isfinite(agreed.loss + norm)):
-        _roll_back(kit)
-        is_scaled = kit.loss_scale is not None and kit.loss_scale.shrink()
-        return report(skipped=LOSS_SCALE if is_scaled else NOT_FINITE)
+        return report(skipped=_skip(kit))
     if kit.clip_norm is not None:
         kit.model.scale_gradients(torch.clamp(kit.clip_norm / (norm + 1e-6), max=1.0))
     _update(kit)
@@ -107,6 +105,12 @@ def _roll_back(kit: Kit) -> None:
     """Forget the gradients and what forwards wrote."""
     kit.model.drop_gradients()
     kit.snapshot.restore()
+
+
+def _skip(kit: Kit) -> str:
+    """Roll back what is not finite, and say why: a loss scale that is now halved, or not."""
+    _roll_back(kit)
+    return LOSS_SCALE if kit.loss_scale is not None and kit.loss_scale.shrink() else NOT_FINITE
 
 
 def _update(kit: Kit) -> None:
