@@ -279,8 +279,11 @@ def test_a_small_card_leaves_at_least_a_gigabyte_and_a_half_alone(device, gib, s
 def test_the_rise_of_resident_memory_is_seen():
     if not Path("/proc/self/clear_refs").exists():
         pytest.skip("only Linux tells")
-    with resident_growth(torch.device("cpu")) as growth:
-        torch.ones(16 * 2**20)
+    for _ in range(3):  # a system that takes back pages of a library meanwhile hides it
+        with resident_growth(torch.device("cpu")) as growth:
+            torch.ones(16 * 2**20)
+        if growth:
+            break
     assert 60 * 2**20 < max(growth) < 200 * 2**20
 
 
