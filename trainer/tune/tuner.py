@@ -50,6 +50,7 @@ NEAR_BEST = 0.03  # steps that differ by less count as equally fast
 # the noise may be noise: the quickest of several timings is off by about half of that.
 UNKNOWN_NOISE = 0.2
 WORTHWHILE = 0.97  # of the time, that a compiled micro-batch must take less than
+TINY = 16  # parts of a typical sample, one of which takes little more than the fixed cost
 QUADRATIC_TOKENS = 2048  # size at which further lengths are timed, to tell attention's share
 # What timing may take: a share of the run, within bounds in seconds
 RUN_SHARE, LEAST_BUDGET_S, MOST_BUDGET_S = 0.02, 1.5, 10.0
@@ -282,7 +283,8 @@ class Variant:
             raise self.refusal()
         noise = UNKNOWN_NOISE if math.isinf(facts.noise) else facts.noise
         self.margin = max(NEAR_BEST, noise)
-        if len(set(map(positions, of_sizes | of_others))) < COMPARED_SIZES:
+        timed = set(map(positions, of_sizes | of_others))
+        if sum(size >= positions(sizes[0]) for size in timed) < COMPARED_SIZES:
             self.margin = math.inf
         elif QUIET < facts.noise < math.inf:
             self.how += ", disturbed by other programs"
@@ -294,7 +296,10 @@ class Variant:
         return min(max(RUN_SHARE * run_s, LEAST_BUDGET_S), MOST_BUDGET_S)
 
     def _shapes_to_time(self, fits: int) -> tuple[list[Shape], list[Shape]]:
-        """Choose shapes: every size at the typical length, and one size at other lengths."""
+        """Choose shapes: every size at the typical length, one at others, and one tiny sample.
+
+        That shows what a micro-batch costs however small: intercepts of the others are noise.
+        """
         question, typical = self.question, self.question.typical
         caps = _doublings(question.smallest_cap, fits)
         middle = min(caps, key=lambda cap: abs(cap - QUADRATIC_TOKENS))
@@ -305,8 +310,9 @@ class Variant:
         sizes = list(dict.fromkeys(shape(cap, typical) for cap in caps))
         lengths = {question.padded(question.longest), question.padded(typical // 4)} - {typical}
         if question.shortest == question.longest:
-            lengths = set()  # attention's share is the same in every sample
-        return sizes, [shape(middle, length) for length in sorted(lengths)]
+            return sizes, []  # attention's share is the same in every sample, and so is the cut
+        others = [shape(middle, length) for length in sorted(lengths)]
+        return sizes, [Shape(1, question.padded(max(1, typical // TINY))), *others]
 
     def _measure(self, sizes: Sequence[Shape], others: Sequence[Shape]) -> None:
         """Time shapes, and compare the memory they took with the predicted."""
