@@ -179,7 +179,7 @@ class Fickle(nn.Module):
 def test_a_micro_batch_that_uses_other_blocks_is_refused_before_it_sends(order, says, trained):
     module, world = Fickle(), World(size=2, local_size=2)
     with fake_mesh(2, 1) as mesh:
-        model = Sharded(module, bind(module), list(module.blocks), world, mesh=mesh)
+        model = Sharded(module, bind(module), list(module.blocks), world, mesh)
         model.begin_lockstep()
         expected = nullcontext() if says is None else pytest.raises(ConfigError, match=says)
         rows = torch.ones(2, 2, requires_grad=trained)  # else the first block has no backward
@@ -271,7 +271,7 @@ class Writing(Fickle):
 def test_a_forward_that_writes_into_a_shard_is_refused_by_name(lockstep):
     module, world = Writing(), World(size=2, local_size=2)
     with fake_mesh(2, 1) as mesh:
-        model = Sharded(module, bind(module), [], world, mesh=mesh)
+        model = Sharded(module, bind(module), [], world, mesh)
         model.begin_lockstep() if lockstep else model.gather()
         with model.reducing(across=True) if lockstep else nullcontext():
             model.call({"x": torch.ones(2, 2)}).sum().backward()

@@ -31,7 +31,7 @@ from trainer.models.meta_start import build_on_meta, drawn
 from trainer.models.recompute import blocks_of, checkpoint_blocks
 from trainer.objectives.next_token import NextToken
 from trainer.parallel.base import Parallel
-from trainer.parallel.fsdp import Sharded, fake_mesh
+from trainer.parallel.fsdp import Sharded, fake_mesh, make_mesh
 from trainer.plan.cuts import Fixed
 from trainer.plan.memory import Shape
 from trainer.tune.predict import predict_peak
@@ -72,8 +72,8 @@ class Load:
         def fake_ranks() -> Iterator[Callable[[nn.Module], Parallel]]:
             world = World(size=size, local_size=size)
             with fake_mesh(size, self.replicas) as mesh:
-                how = {"replicas": self.replicas, "mesh": mesh, "dtype": self.dtype}
-                yield lambda m: Sharded(m, self.bind(m), blocks_of(m), world, **how)
+                call, dtype = self.bind, self.dtype
+                yield lambda m: Sharded(m, call(m), blocks_of(m), world, mesh, dtype=dtype)
 
         model, weights = build_on_meta(self.build)
         work = Workload(
@@ -97,8 +97,8 @@ def measured(world: World, load: Load) -> MemoryEstimate:
     def lay_out(module: nn.Module, world: World) -> Parallel:
         if load.recompute:
             checkpoint_blocks(module)
-        how = {"replicas": load.replicas, "dtype": load.dtype}
-        return Sharded(module, load.bind(module), blocks_of(module), world, **how)
+        call, mesh = load.bind(module), make_mesh(world, load.replicas)
+        return Sharded(module, call, blocks_of(module), world, mesh, dtype=load.dtype)
 
     bench = Bench(
         Fixed(micro=load.micro),
@@ -205,7 +205,7 @@ def peak_at_start(world: World, is_deferred: bool) -> tuple[int, int, int]:
             _, model = start_sharded(build, world)
         else:
             module = build()
-            model = Sharded(module, bind(module), blocks_of(module), world)
+            model = Sharded(module, bind(module), blocks_of(module), world, make_mesh(world))
     sizes = [parameter.nbytes for parameter in model.parameters]
     return counted.peak.estimate.peak_bytes, max(sizes), sum(sizes)
 

@@ -40,6 +40,7 @@ class ParallelSetup:
     Attributes:
         mode: where parameters and gradients live: `none`, `ddp`, `fsdp` or `hsdp`.
         replicas: copies of the model.
+        mesh: of real ranks; None where no rank holds shards.
         dtype: that shards are gathered in; None as they are.
         is_ordered: sums do not depend on the order of micro-batches and ranks.
         bulk: what sync policies move; None where there is no choice of them.
@@ -53,6 +54,7 @@ class ParallelSetup:
     mode: str
     replicas: int
     sync: SyncPolicy
+    mesh: DeviceMesh | None = None
     dtype: torch.dtype | None = None
     is_ordered: bool = False
     bulk: Bulk | None = None
@@ -109,10 +111,9 @@ class ParallelSetup:
         parameters = [p for p in module.parameters() if p.requires_grad]
         if self.is_ordered:
             return Ordered(module, call, parameters, world)
-        if self.mode not in SHARDED or world.long_timeout_group is None:
-            # No group: this process works out what several ranks would do.
+        if self.mesh is None:  # also where this process works out what several ranks would do
             return Replicated(module, call, parameters, world, **self._buckets(world.device))
-        return self._sharded(module, call, world, draw=draw)
+        return self._sharded(module, call, world, self.mesh, draw)
 
     def _buckets(self, device: torch.device) -> dict[str, int]:
         """Choose buckets by the network, between GPUs; sums of other buckets round otherwise."""
@@ -127,21 +128,13 @@ class ParallelSetup:
         module: nn.Module,
         call: ModelCall,
         world: World,
+        mesh: DeviceMesh,
         draw: Callable[[str], Tensor] | None = None,
-        mesh: DeviceMesh | None = None,
     ) -> Parallel:
         from trainer.parallel.fsdp import Sharded  # noqa: PLC0415 - half a second
 
-        return Sharded(
-            module,
-            call,
-            separable_blocks(module),
-            world,
-            replicas=self.replicas,
-            dtype=self.dtype,
-            mesh=mesh,
-            draw=draw,
-        )
+        blocks = separable_blocks(module)
+        return Sharded(module, call, blocks, world, mesh, dtype=self.dtype, draw=draw)
 
     @contextmanager
     def fake_ranks(
@@ -156,7 +149,7 @@ class ParallelSetup:
 
         world = World(size=world_size, local_size=world_size, device=device)
         with fake_mesh(world_size, self.replicas, device.type) as mesh:
-            yield lambda model: self._sharded(model, call_of(model), world, mesh=mesh)
+            yield lambda model: self._sharded(model, call_of(model), world, mesh)
 
 
 def parallel_setup(
@@ -186,6 +179,11 @@ def parallel_setup(
         )
     if moves is not None and moves.needs_whole and mode != "ddp":
         raise ConfigError(f"sync={policy.name}: needs whole copies; use parallel=ddp")
+    mesh = None
+    if mode in SHARDED and world.long_timeout_group is not None:
+        from trainer.parallel.fsdp import make_mesh  # noqa: PLC0415 - half a second
+
+        mesh = make_mesh(world, replicas)
     limit, _ = rank_memory(config, world)
     parameters = [p for p in module.parameters() if p.requires_grad]
     if mode not in SHARDED or {p.dtype for p in module.parameters()} != {torch.float32}:
@@ -203,7 +201,7 @@ def parallel_setup(
     )
     is_open = config.sync.name == "auto"
     found = ParallelSetup(mode=mode, replicas=replicas, sync=policy, bulk=bulk, is_open=is_open)
-    return replace(found, dtype=dtype).weighed(Work(micro_batches=1))
+    return replace(found, mesh=mesh, dtype=dtype).weighed(Work(micro_batches=1))
 
 
 def parallel_mode(config: RunConfig, world: World) -> str:
