@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -205,8 +206,9 @@ def backward_each(model: Parallel, *, is_last: bool) -> list[int]:
 
 
 def test_buckets_are_sent_as_the_last_backward_fills_them_and_not_before():
-    module, world = Fickle(), World(size=2, local_size=2)
+    module = Fickle()
     with fake_mesh(2, 1):
+        world = World(size=2, local_size=2, long_timeout_group=dist.group.WORLD)
         model = Replicated(module, bind(module), [*module.parameters()], world, bucket_bytes=24)
         Overlapped().gather(model)
         assert backward_each(model, is_last=False) == [0, 0, 0, 0]
@@ -225,8 +227,9 @@ def test_buckets_are_sent_as_the_last_backward_fills_them_and_not_before():
 
 
 def test_a_second_backward_after_gradients_were_sent_is_refused():
-    module, world = Fickle(), World(size=2, local_size=2)
+    module = Fickle()
     with fake_mesh(2, 1):
+        world = World(size=2, local_size=2, long_timeout_group=dist.group.WORLD)
         model = Replicated(module, bind(module), [*module.parameters()], world)
         Overlapped().gather(model)
         with Overlapped().micro_batch(model, is_last=True):

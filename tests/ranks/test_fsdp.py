@@ -46,9 +46,10 @@ SMALL = {"num_heads": 2, "max_length": 32}
 
 @dataclass(frozen=True)
 class Load:
-    """A sharded run whose memory is counted."""
+    """A run on several ranks, sharded unless of whole copies, whose memory is counted."""
 
     sync: str
+    is_whole: bool = False
     replicas: int = 1
     width: int = 48
     num_layers: int = 4
@@ -75,7 +76,7 @@ class Load:
                 call, dtype = self.bind, self.dtype
                 yield lambda m: Sharded(m, call(m), blocks_of(m), world, mesh, dtype=dtype)
 
-        model, weights = build_on_meta(self.build)
+        model, weights = (self.build(), None) if self.is_whole else build_on_meta(self.build)
         work = Workload(
             model=model,
             objective=NextToken(),
@@ -83,7 +84,8 @@ class Load:
             make_fields=Tiled({"input_ids": tokens, "labels": tokens}, 24),
             weights=weights,
             sync=POLICIES[self.sync](),
-            fake_ranks=fake_ranks,
+            fake_ranks=None if self.is_whole else fake_ranks,
+            num_ranks=size if self.is_whole else 1,
         )
         return predict_peak(work, Shape(self.micro, 24), recompute=self.recompute)
 
@@ -97,6 +99,8 @@ def measured(world: World, load: Load) -> MemoryEstimate:
     def lay_out(module: nn.Module, world: World) -> Parallel:
         if load.recompute:
             checkpoint_blocks(module)
+        if load.is_whole:
+            return replicated(module, world)
         call, mesh = load.bind(module), make_mesh(world, load.replicas)
         return Sharded(module, call, blocks_of(module), world, mesh, dtype=load.dtype)
 
@@ -135,6 +139,9 @@ LOADS = [
     nightly(2, Load("immediate", recompute=True)),
     nightly(2, Load("immediate")),
     nightly(4, Load("hierarchical", replicas=2)),
+    (2, Load("deferred", is_whole=True)),
+    nightly(2, Load("overlapped", is_whole=True)),
+    nightly(2, Load("immediate", is_whole=True)),
 ]
 
 

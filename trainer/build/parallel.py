@@ -112,14 +112,12 @@ class ParallelSetup:
         if self.is_ordered:
             return Ordered(module, call, parameters, world)
         if self.mesh is None:  # also where this process works out what several ranks would do
-            return Replicated(module, call, parameters, world, **self._buckets(world.device))
+            return Replicated(module, call, parameters, world, **self.buckets(world.device))
         return self._sharded(module, call, world, self.mesh, draw)
 
-    def _buckets(self, device: torch.device) -> dict[str, int]:
+    def buckets(self, device: torch.device) -> dict[str, int]:
         """Choose buckets by the network, between GPUs; sums of other buckets round otherwise."""
-        if self.network is None or device.type != "cuda":
-            return {}
-        if torch.are_deterministic_algorithms_enabled():  # in every run the same
+        if device.type != "cuda" or torch.are_deterministic_algorithms_enabled():
             return {}
         return {"bucket_bytes": traffic.bucket_bytes(self.network)}
 

@@ -31,7 +31,7 @@ from trainer.plan.cut import Cost, Cut, IntArray, Plan
 from trainer.plan.cuts import Auto, Budget, Fixed, LayoutInvariant
 from trainer.plan.memory import Shape, corner_shapes
 from trainer.plan.partition import pad
-from trainer.plan.traffic import MOST_OF_MEMORY, Network, Work
+from trainer.plan.traffic import MOST_OF_MEMORY, Work
 from trainer.training.batches import PREFETCH_LIMIT_BYTES
 from trainer.tune.cache import TuningCache, describe
 from trainer.tune.flops import ModelFlops
@@ -93,15 +93,11 @@ def prepare_on_main(parts: Parts, saved: Mapping[str, Any] | None = None) -> Pre
     return found[0] if found else prepare(parts, answer)
 
 
-def choose_sync(
-    prepared: Prepared, network: Network | None = None, saved: Mapping[str, Any] | None = None
-) -> Prepared:
+def choose_sync(prepared: Prepared, saved: Mapping[str, Any] | None = None) -> Prepared:
     """Weigh the sync policies with what the plan and the network cost. Collective.
 
-    Args:
-        prepared: the plan under the policy so far.
-        network: the same on every rank; None where it was not measured.
-        saved: as for `prepare`, in case that another policy asks for another plan.
+    `prepared` is the plan under the policy so far; `saved` as for `prepare`, in case that another
+    policy asks for another plan.
     """
     parts, seconds = prepared.parts, prepared.step_seconds
     count = fmean(plan.accum_steps for plan in prepared.plans)
@@ -118,7 +114,7 @@ def choose_sync(
         overlaps_backward=is_gpu and is_plain,
         scatters_whole=not is_gpu,
     )
-    setup = parts.parallel.weighed(work, network)
+    setup = parts.parallel.weighed(work, parts.parallel.network)
     lockstep = setup.sync.lockstep and parts.world.size > 1
     changed = replace(parts, parallel=setup, layout=replace(parts.layout, lockstep=lockstep))
     if lockstep != parts.layout.lockstep:
@@ -220,9 +216,9 @@ def _sampled(parts: Parts) -> list[IntArray]:
 
 def _workload(parts: Parts) -> Workload:
     """Give what tuning computes: model, loss, optimizer, and micro-batches of any shape."""
-    world = parts.world
+    world, setup = parts.world, parts.parallel
     call_of = partial(bind_run, precision=parts.precision, world=world)
-    in_shards = partial(parts.parallel.fake_ranks, world.size, call_of, world.device)
+    in_shards = partial(setup.fake_ranks, world.size, call_of, world.device)
     return Workload(
         model=parts.module,
         bind=call_of,
@@ -232,7 +228,9 @@ def _workload(parts: Parts) -> Workload:
         device=world.device,
         compiled=parts.config.compile,
         weights=parts.weights,
-        sync=parts.parallel.sync,
+        sync=setup.sync,
+        num_ranks=world.size if setup.mode == "ddp" and not setup.is_ordered else 1,
+        **setup.buckets(planned_device(parts.config, world)),
         fake_ranks=in_shards if parts.is_sharded else None,
     )
 
@@ -282,11 +280,11 @@ def _limit_of(parts: Parts, resident_bytes: int) -> tuple[MemoryLimit | None, bo
 def _open_cache(parts: Parts, work: Workload) -> TuningCache:
     """Open the cache for everything that measurements and predictions depend on."""
     model, setup = parts.config.model, parts.parallel
-    shards = [parts.world.size, setup.replicas, work.sync.lockstep] if work.fake_ranks else []
+    ranks = [parts.world.size, setup.replicas, work.sync.name, work.bucket_bytes]
     situation = {
         "own lengths": repr(getattr(work.make_fields, "dims", None)),
         "component": [model.target, repr(sorted(model.params.items()))],
-        "shards": shards,
+        "ranks": ranks if parts.world.size > 1 else [],
     }
     longest = int(parts.source.lengths.max())
     return TuningCache.open(describe(work, longest, parts.precision) | situation)

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -91,9 +91,9 @@ def _train(config: RunConfig, folder: Path, world: World, stop: Callable[[], boo
     extra = {} if loaded is None else read_run_state(loaded)
     parts = _assemble(config, world, extra, begins=loaded is None and not config.init)
     contract = terms_of(parts, folder, loaded, extra)
-    prepared = prepare_on_main(parts, extra.get("cut"))
     network = network_of(world, extra.get("network"))
-    prepared = choose_sync(prepared, network, extra.get("cut"))
+    parts = replace(parts, parallel=replace(parts.parallel, network=network))
+    prepared = choose_sync(prepare_on_main(parts, extra.get("cut")), extra.get("cut"))
     parts, plan, setup = prepared.parts, summarize(prepared), prepared.parts.parallel
     failed = FailedAllocation(
         folder,

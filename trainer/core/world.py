@@ -66,6 +66,8 @@ class World:
 
         What it gives waits for the sum; on an accelerator its stream does, and not the host.
         """
+        if self.long_timeout_group is None:
+            return lambda: None
         launched, work = self.times.mark(), dist.all_reduce(values, async_op=True)
         assert work is not None
 

@@ -52,6 +52,8 @@ class Parallel(ABC):
     # Which parameters micro-batches gave a gradient in lockstep.
     _live: set[int] = field(default_factory=set, init=False)
     _in_lockstep: bool = field(default=False, init=False)
+    # Memory for buckets on their way, by dtype and slot.
+    staging: dict[tuple[torch.dtype, int], Tensor] = field(default_factory=dict, init=False)
 
     @abstractmethod
     def gather(self) -> None:
@@ -135,8 +137,6 @@ class Replicated(Parallel):
     # Small gradients are packed into buckets of this size, since each all-reduce costs a latency
     # (30 us on one machine); larger ones are reduced where they lie.
     bucket_bytes: int = BUCKETS[0]
-    # Memory for buckets on their way, by dtype and slot.
-    _staging: dict[tuple[torch.dtype, int], Tensor] = field(default_factory=dict, init=False)
     _overlap: Overlap | None = field(default=None, init=False)
 
     def gather(self) -> None:
@@ -207,10 +207,10 @@ class Replicated(Parallel):
     def _stage(self, bucket: Sequence[nn.Parameter], slot: int) -> Tensor:
         """Give memory for the gradients of a bucket; buckets of a dtype share that of a slot."""
         size, dtype = sum(p.numel() for p in bucket), bucket[0].dtype
-        memory = self._staging.get((dtype, slot))
+        memory = self.staging.get((dtype, slot))
         if memory is None or memory.numel() < size:
             memory = torch.empty(size, dtype=dtype, device=self.world.device)
-            self._staging[dtype, slot] = memory
+            self.staging[dtype, slot] = memory
         return memory[:size]
 
     def begin_overlap(self) -> None:

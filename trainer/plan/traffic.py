@@ -143,8 +143,13 @@ def row(
     )
 
 
-def bucket_bytes(network: Network) -> int:
-    """Choose a bucket that travels ten times its latency: a power of two, from 8 to 128 MiB."""
+def bucket_bytes(network: Network | None) -> int:
+    """Choose a bucket that travels ten times its latency: a power of two, from 8 to 128 MiB.
+
+    Of a network that was not measured, the most.
+    """
+    if network is None:
+        return BUCKETS[1]
     wanted = max(1.0, LATENCIES * network.latency_s * network.all_reduce)
     least, most = BUCKETS
     return min(most, max(least, 1 << math.ceil(math.log2(wanted))))

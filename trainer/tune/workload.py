@@ -33,6 +33,7 @@ from trainer.objectives.base import ModelCall, Objective, sums_of
 from trainer.parallel.base import Parallel, Replicated
 from trainer.parallel.sync import Deferred, SyncPolicy
 from trainer.plan.cut import IntArray
+from trainer.plan.traffic import BUCKETS
 from trainer.tune.tensors import MemoryEstimate, PeakBytes
 
 LayOut = Callable[[nn.Module], Parallel]
@@ -61,6 +62,7 @@ class Workload:
             takes more.
         weights: what parameters on the meta device begin with.
         sync: when gradients are reduced, where the model is laid out.
+        num_ranks: that have the model whole and sum gradients, in buckets of `bucket_bytes`.
         fake_ranks: lends a way to lay copies out over ranks that are not there, as the run does
             over real ones; None where every rank holds the model whole.
     """
@@ -74,6 +76,8 @@ class Workload:
     compiled: bool = False
     weights: Weights | None = None
     sync: SyncPolicy = field(default_factory=Deferred)
+    num_ranks: int = 1
+    bucket_bytes: int = BUCKETS[0]
     fake_ranks: Callable[[], AbstractContextManager[LayOut]] | None = None
 
     @cached_property
@@ -109,9 +113,10 @@ class Workload:
         return nullcontext()
 
     def alone(self, model: nn.Module) -> Parallel:
-        """Lay a copy of the model out on one rank."""
+        """Lay a copy of the model out as on one of the ranks; nothing is sent."""
         trained = [p for p in model.parameters() if p.requires_grad]
-        return Replicated(model, self.bind(model), trained, World(device=self.device))
+        world = World(size=self.num_ranks, device=self.device)
+        return Replicated(model, self.bind(model), trained, world, self.bucket_bytes)
 
     @contextmanager
     def live(self, *, recompute: bool) -> Iterator[None]:
@@ -177,7 +182,7 @@ def fullest_steps(work: Workload, model: Parallel, fields: Fields | None = None)
     later moment needs more than one more micro-batch and the update after it. Changes the weights,
     so it is for fake tensors or copies, laid out. Without `fields` it updates alone.
     """
-    module, sync = model.module, Deferred() if work.fake_ranks is None else work.sync
+    module, sync = model.module, work.sync
     work, peak = replace(work, model=module, bind=lambda _: model.call), PeakBytes()
     with peak:
         work.count(peak, fields or {})
@@ -187,8 +192,9 @@ def fullest_steps(work: Workload, model: Parallel, fields: Fields | None = None)
             snapshot.take()
             sync.gather(model)
             peak.assign("parameters", module.parameters())
+            peak.assign("buffers", model.staging.values())
             for parameter in module.parameters():
-                if has_gradients and parameter.requires_grad:
+                if has_gradients and parameter.requires_grad and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
             peak.assign("gradients", gradients(module))
             if fields is not None:
