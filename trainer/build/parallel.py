@@ -64,10 +64,13 @@ class ParallelSetup:
     why: str | None = None
     why_mode: str | None = None
 
-    def weighed(self, work: Work, network: Network | None = None) -> Self:
+    def weighed(self, work: Work, network: Network | None = None, begun: str | None = None) -> Self:
         """Work the table of policies out, and under `sync=auto` take its best row.
 
-        `work` is what a rank computes in a step; `network` must be the same on every rank.
+        Args:
+            work: what a rank computes in a step.
+            network: the same on every rank; None where it was not measured.
+            begun: the policy that the run began with, which stays while it fits.
         """
         if self.bulk is None:
             return self
@@ -82,14 +85,16 @@ class ParallelSetup:
         found = replace(self, rows=rows, network=network)
         if not self.is_open:
             return found
-        best = traffic.cheapest(rows, {name: policy.lockstep for name, policy in policies.items()})
+        lockstep = {name: policy.lockstep for name, policy in policies.items()}
+        same = [row for row in rows if row.fits and row.policy == begun]
+        best = same[0] if same else traffic.cheapest(rows, lockstep)
         words = [
             f"{row.policy} sends {size(row.sent)} per step"
             + ("" if row.exposed is None else f", {duration(row.exposed)} of it not hidden")
             + ("" if row.fits else f", and its {size(row.unsharded_bytes)} of gradients do not fit")
             for row in sorted(rows, key=lambda row: row is not best)
         ]
-        why = f"sync=auto takes {best.policy}: {'; '.join(words)}"
+        why = f"sync=auto takes {best.policy}{' as before' * bool(same)}: {'; '.join(words)}"
         return replace(found, sync=policies[best.policy], why=why)
 
     def lay_out(

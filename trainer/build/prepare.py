@@ -96,8 +96,9 @@ def prepare_on_main(parts: Parts, saved: Mapping[str, Any] | None = None) -> Pre
 def choose_sync(prepared: Prepared, saved: Mapping[str, Any] | None = None) -> Prepared:
     """Weigh the sync policies with what the plan and the network cost. Collective.
 
-    `prepared` is the plan under the policy so far; `saved` as for `prepare`, in case that another
-    policy asks for another plan.
+    `prepared` is the plan under the policy so far. `saved` as for `prepare`, in case that another
+    policy asks for another plan; and what `sync=auto` took stays for a layout of the ranks, since a
+    cut that was lowered, or timings, would make it another one, of other bits.
     """
     parts, seconds = prepared.parts, prepared.step_seconds
     count = fmean(plan.accum_steps for plan in prepared.plans)
@@ -114,7 +115,9 @@ def choose_sync(prepared: Prepared, saved: Mapping[str, Any] | None = None) -> P
         overlaps_backward=is_gpu and is_plain,
         scatters_whole=not is_gpu,
     )
-    setup = parts.parallel.weighed(work, parts.parallel.network)
+    *layout, begun = (saved or {}).get("sync") or (None,)
+    is_same = layout == [parts.parallel.mode, parts.world.size]
+    setup = parts.parallel.weighed(work, parts.parallel.network, begun if is_same else None)
     lockstep = setup.sync.lockstep and parts.world.size > 1
     changed = replace(parts, parallel=setup, layout=replace(parts.layout, lockstep=lockstep))
     if lockstep != parts.layout.lockstep:
@@ -177,13 +180,15 @@ def prepare(parts: Parts, saved: Mapping[str, Any] | None = None) -> Prepared:
 
 
 def describe_cut(prepared: Prepared) -> dict[str, Any]:
-    """Give what a resumed run needs to cut as this one does, as JSON."""
-    held_out = prepared.parts.held_out
+    """Give what a resumed run needs to cut and to reduce as this one does, as JSON."""
+    held_out, setup = prepared.parts.held_out, prepared.parts.parallel
+    sync = [setup.mode, prepared.parts.world.size, setup.sync.name]
     return {
         "accum": prepared.parts.config.accum.model_dump(include=_CUT_BY),
         "state": asdict(prepared.cut),
         "tuning": prepared.tuning and asdict(prepared.tuning),
         "evaluation_tokens": held_out.max_tokens if held_out else 1,
+        "sync": sync if setup.is_open else None,
     }
 
 
