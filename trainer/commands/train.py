@@ -18,6 +18,7 @@ from trainer.build.summary import summarize
 from trainer.checkpoint.state import restore
 from trainer.checkpoint.store import CHECKPOINTS, CheckpointStore, CheckpointWriter, Loaded
 from trainer.checkpoint.weights import load_weights
+from trainer.commands.reading import open_resumed
 from trainer.config.rules import parse_time
 from trainer.config.run_config import RunConfig, config_hash, contract_diff, to_plain
 from trainer.core.durable import write_record
@@ -73,8 +74,9 @@ def plan_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], b
 
     Of ranks that are not there this process works out what the first would do.
     """
-    prepared = prepare(assemble(config, world))
-    plan = summarize(choose_sync(prepared))
+    _, extra = open_resumed(config)
+    prepared = prepare(assemble(config, world, extra.get("contract")), extra.get("cut"))
+    plan = summarize(choose_sync(prepared, extra.get("cut")))
     write_record(folder / PLAN_FILE, plan)
     screen = Screen(folder)
     screen.show(plan_block(plan, folder / PLAN_FILE))
