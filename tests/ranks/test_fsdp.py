@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from tests.lib.ranks_work import (
     start_sharded,
 )
 from tests.lib.support import EXACT, VOCABULARY, Bench, RaggedText, replicated
+from trainer.build.parallel import ParallelSetup
 from trainer.core.world import World
 from trainer.models.bind import bind
 from trainer.models.gpt import GPT
@@ -61,6 +63,11 @@ class Load:
     def bind(self, model: nn.Module) -> Callable[..., Any]:
         return bind(model, autocast=self.dtype)
 
+    @property
+    def setup(self) -> ParallelSetup:
+        """Of whole copies."""
+        return ParallelSetup(mode="ddp", replicas=1, sync=POLICIES[self.sync]())
+
     def build(self) -> GPT:
         shape = {"width": self.width, "num_layers": self.num_layers, "tied": self.tied}
         return GPT(VOCABULARY, **shape, **SMALL)
@@ -76,6 +83,7 @@ class Load:
                 call, dtype = self.bind, self.dtype
                 yield lambda m: Sharded(m, call(m), blocks_of(m), world, mesh, dtype=dtype)
 
+        whole = partial(self.setup.fake_ranks, size, self.bind, torch.device("cpu"))
         model, weights = (self.build(), None) if self.is_whole else build_on_meta(self.build)
         work = Workload(
             model=model,
@@ -84,8 +92,7 @@ class Load:
             make_fields=Tiled({"input_ids": tokens, "labels": tokens}, 24),
             weights=weights,
             sync=POLICIES[self.sync](),
-            fake_ranks=None if self.is_whole else fake_ranks,
-            num_ranks=size if self.is_whole else 1,
+            fake_ranks=whole if self.is_whole else fake_ranks,
         )
         return predict_peak(work, Shape(self.micro, 24), recompute=self.recompute)
 
@@ -100,7 +107,7 @@ def measured(world: World, load: Load) -> MemoryEstimate:
         if load.recompute:
             checkpoint_blocks(module)
         if load.is_whole:
-            return replicated(module, world)
+            return load.setup.lay_out(module, load.bind(module), world)
         call, mesh = load.bind(module), make_mesh(world, load.replicas)
         return Sharded(module, call, blocks_of(module), world, mesh, dtype=load.dtype)
 

@@ -42,7 +42,6 @@ class ParallelSetup:
         replicas: copies of the model.
         mesh: of real ranks; None where no rank holds shards.
         dtype: that shards are gathered in; None as they are.
-        is_ordered: sums do not depend on the order of micro-batches and ranks.
         bulk: what sync policies move; None where there is no choice of them.
         is_open: `sync=auto`: the table says which policy it is.
         rows: of the table of policies.
@@ -56,7 +55,6 @@ class ParallelSetup:
     sync: SyncPolicy
     mesh: DeviceMesh | None = None
     dtype: torch.dtype | None = None
-    is_ordered: bool = False
     bulk: Bulk | None = None
     is_open: bool = False
     rows: tuple[Traffic, ...] = ()
@@ -114,7 +112,7 @@ class ParallelSetup:
                 leaves them to be loaded.
         """
         parameters = [p for p in module.parameters() if p.requires_grad]
-        if self.is_ordered:
+        if isinstance(self.sync, Exact):
             return Ordered(module, call, parameters, world)
         if self.mesh is None:  # also where this process works out what several ranks would do
             return Replicated(module, call, parameters, world, **self.buckets(world.device))
@@ -146,11 +144,14 @@ class ParallelSetup:
         """Pretend ranks that are not there, on a device that is.
 
         Yields:
-            Lays a model out in shards, in place, as the first of the ranks.
+            Lays a model out, in place, as the first of the ranks.
         """
+        world = World(size=world_size, local_size=world_size, device=device)
+        if self.mode not in SHARDED:
+            yield lambda model: self.lay_out(model, call_of(model), world)
+            return
         from trainer.parallel.fsdp import fake_mesh  # noqa: PLC0415 - half a second
 
-        world = World(size=world_size, local_size=world_size, device=device)
         with fake_mesh(world_size, self.replicas, device.type) as mesh:
             yield lambda model: self._sharded(model, call_of(model), world, mesh)
 
@@ -170,7 +171,7 @@ def parallel_setup(
     if mode == "hsdp":
         replicas = num_replicas(world.size, world.local_size, asked.shard, asked.replicate)
     if config.deterministic == "layout":  # which a config of shards may not ask for
-        return ParallelSetup(mode=mode, replicas=replicas, sync=Exact(), is_ordered=True)
+        return ParallelSetup(mode=mode, replicas=replicas, sync=Exact())
     if mode == "none":
         sync = Deferred() if policy in POLICIES else policy  # one rank has nothing to reduce
         return ParallelSetup(mode=mode, replicas=1, sync=sync)

@@ -222,8 +222,9 @@ def _sampled(parts: Parts) -> list[IntArray]:
 def _workload(parts: Parts) -> Workload:
     """Give what tuning computes: model, loss, optimizer, and micro-batches of any shape."""
     world, setup = parts.world, parts.parallel
+    sums_whole = setup.mode == "ddp" and setup.bulk is not None
     call_of = partial(bind_run, precision=parts.precision, world=world)
-    in_shards = partial(setup.fake_ranks, world.size, call_of, world.device)
+    ranks = partial(setup.fake_ranks, world.size, call_of, world.device)
     return Workload(
         model=parts.module,
         bind=call_of,
@@ -234,9 +235,7 @@ def _workload(parts: Parts) -> Workload:
         compiled=parts.config.compile,
         weights=parts.weights,
         sync=setup.sync,
-        num_ranks=world.size if setup.mode == "ddp" and not setup.is_ordered else 1,
-        **setup.buckets(planned_device(parts.config, world)),
-        fake_ranks=in_shards if parts.is_sharded else None,
+        fake_ranks=ranks if parts.is_sharded or sums_whole else None,
     )
 
 
@@ -285,11 +284,11 @@ def _limit_of(parts: Parts, resident_bytes: int) -> tuple[MemoryLimit | None, bo
 def _open_cache(parts: Parts, work: Workload) -> TuningCache:
     """Open the cache for everything that measurements and predictions depend on."""
     model, setup = parts.config.model, parts.parallel
-    ranks = [parts.world.size, setup.replicas, work.sync.name, work.bucket_bytes]
+    size, buckets = parts.world.size, setup.buckets(parts.world.device)
     situation = {
         "own lengths": repr(getattr(work.make_fields, "dims", None)),
         "component": [model.target, repr(sorted(model.params.items()))],
-        "ranks": ranks if parts.world.size > 1 else [],
+        "ranks": [size, setup.replicas, work.sync.name, buckets],
     }
     longest = int(parts.source.lengths.max())
     return TuningCache.open(describe(work, longest, parts.precision) | situation)

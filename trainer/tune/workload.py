@@ -33,7 +33,6 @@ from trainer.objectives.base import ModelCall, Objective, sums_of
 from trainer.parallel.base import Parallel, Replicated
 from trainer.parallel.sync import Deferred, SyncPolicy
 from trainer.plan.cut import IntArray
-from trainer.plan.traffic import BUCKETS
 from trainer.tune.tensors import MemoryEstimate, PeakBytes
 
 LayOut = Callable[[nn.Module], Parallel]
@@ -62,9 +61,8 @@ class Workload:
             takes more.
         weights: what parameters on the meta device begin with.
         sync: when gradients are reduced, where the model is laid out.
-        num_ranks: that have the model whole and sum gradients, in buckets of `bucket_bytes`.
         fake_ranks: lends a way to lay copies out over ranks that are not there, as the run does
-            over real ones; None where every rank holds the model whole.
+            over real ones; None is one rank.
     """
 
     model: nn.Module
@@ -76,8 +74,6 @@ class Workload:
     compiled: bool = False
     weights: Weights | None = None
     sync: SyncPolicy = field(default_factory=Deferred)
-    num_ranks: int = 1
-    bucket_bytes: int = BUCKETS[0]
     fake_ranks: Callable[[], AbstractContextManager[LayOut]] | None = None
 
     @cached_property
@@ -113,10 +109,9 @@ class Workload:
         return nullcontext()
 
     def alone(self, model: nn.Module) -> Parallel:
-        """Lay a copy of the model out as on one of the ranks; nothing is sent."""
+        """Lay a copy of the model out on one rank."""
         trained = [p for p in model.parameters() if p.requires_grad]
-        world = World(size=self.num_ranks, device=self.device)
-        return Replicated(model, self.bind(model), trained, world, self.bucket_bytes)
+        return Replicated(model, self.bind(model), trained, World(device=self.device))
 
     @contextmanager
     def live(self, *, recompute: bool) -> Iterator[None]:
@@ -182,7 +177,7 @@ def fullest_steps(work: Workload, model: Parallel, fields: Fields | None = None)
     later moment needs more than one more micro-batch and the update after it. Changes the weights,
     so it is for fake tensors or copies, laid out. Without `fields` it updates alone.
     """
-    module, sync = model.module, work.sync
+    module, sync = model.module, Deferred() if work.fake_ranks is None else work.sync
     work, peak = replace(work, model=module, bind=lambda _: model.call), PeakBytes()
     with peak:
         work.count(peak, fields or {})

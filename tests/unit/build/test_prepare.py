@@ -8,6 +8,7 @@ from tests.reliability import lab
 from trainer.build.parts import assemble
 from trainer.build.prepare import choose_sync, describe_cut, prepare
 from trainer.core.world import World
+from trainer.parallel.base import IN_FLIGHT
 from trainer.plan.traffic import Network
 
 RATES = dict.fromkeys(("all_reduce", "all_gather", "reduce_scatter"), 1e8)
@@ -38,3 +39,13 @@ def test_sync_auto_stays_what_it_was_on_the_same_ranks_while_that_fits():
     typed = replace(setup, is_open=False)
     assert chosen(*saved["sync"], setup=typed) == "deferred"
     assert describe_cut(prepare(replace(parts, parallel=typed)))["sync"] is None
+
+
+def test_the_plan_of_whole_copies_counts_the_gradients_that_travel():
+    config, found = lab.config("command=plan", "parallel=ddp", "parallel.ranks=2"), []
+    for ranks in (1, 2):
+        ready = prepare(assemble(config, World(size=ranks, local_size=ranks)))
+        found.append(ready.predicted)
+    trained = sum(p.nbytes for p in ready.parts.module.parameters() if p.requires_grad)
+    assert found[1].buffers - found[0].buffers == IN_FLIGHT * trained
+    assert found[1].peak_bytes - found[0].peak_bytes == IN_FLIGHT * trained
