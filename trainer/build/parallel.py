@@ -65,10 +65,8 @@ class ParallelSetup:
     def weighed(self, work: Work, network: Network | None = None, begun: str | None = None) -> Self:
         """Work the table of policies out, and under `sync=auto` take its best row.
 
-        Args:
-            work: what a rank computes in a step.
-            network: the same on every rank; None where it was not measured.
-            begun: the policy that the run began with, which stays while it fits.
+        `work` is what a rank computes in a step; `network` must be the same on every rank; `begun`
+        is the policy that the run began with, which stays while it fits.
         """
         if self.bulk is None:
             return self
@@ -101,6 +99,7 @@ class ParallelSetup:
         call: ModelCall,
         world: World,
         draw: Callable[[str], Tensor] | None = None,
+        mesh: DeviceMesh | None = None,
     ) -> Parallel:
         """Lay a model out over the ranks; its parameters may be replaced.
 
@@ -110,32 +109,25 @@ class ParallelSetup:
             world: the ranks.
             draw: gives a weight by its name, whole, where parameters are on the meta device; None
                 leaves them to be loaded.
+            mesh: of the ranks; None is that of the run.
         """
+        mesh = mesh or self.mesh
         parameters = [p for p in module.parameters() if p.requires_grad]
         if isinstance(self.sync, Exact):
             return Ordered(module, call, parameters, world)
-        if self.mesh is None:  # also where this process works out what several ranks would do
+        if mesh is None:  # also where this process works out what several ranks would do
             return Replicated(module, call, parameters, world, **self.buckets(world.device))
-        return self._sharded(module, call, world, self.mesh, draw)
+        from trainer.parallel.fsdp import Sharded  # noqa: PLC0415 - half a second
+
+        blocks = separable_blocks(module)
+        return Sharded(module, call, blocks, world, mesh, dtype=self.dtype, draw=draw)
 
     def buckets(self, device: torch.device) -> dict[str, int]:
         """Choose buckets by the network, between GPUs; sums of other buckets round otherwise."""
         if device.type != "cuda" or torch.are_deterministic_algorithms_enabled():
             return {}
-        return {"bucket_bytes": traffic.bucket_bytes(self.network)}
-
-    def _sharded(
-        self,
-        module: nn.Module,
-        call: ModelCall,
-        world: World,
-        mesh: DeviceMesh,
-        draw: Callable[[str], Tensor] | None = None,
-    ) -> Parallel:
-        from trainer.parallel.fsdp import Sharded  # noqa: PLC0415 - half a second
-
-        blocks = separable_blocks(module)
-        return Sharded(module, call, blocks, world, mesh, dtype=self.dtype, draw=draw)
+        most = traffic.BUCKETS[1]  # of a network that was not measured
+        return {"bucket_bytes": traffic.bucket_bytes(self.network) if self.network else most}
 
     @contextmanager
     def fake_ranks(
@@ -153,7 +145,7 @@ class ParallelSetup:
         from trainer.parallel.fsdp import fake_mesh  # noqa: PLC0415 - half a second
 
         with fake_mesh(world_size, self.replicas, device.type) as mesh:
-            yield lambda model: self._sharded(model, call_of(model), world, mesh)
+            yield lambda model: self.lay_out(model, call_of(model), world, mesh=mesh)
 
 
 def parallel_setup(

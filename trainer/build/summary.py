@@ -135,8 +135,8 @@ def _warnings(prepared: Prepared) -> list[str]:
     device, is_open = planned_device(parts.config, parts.world), parts.config.precision == "auto"
     if is_open and parts.precision == "bf16" and not has_fast_bf16(device):
         warnings.append(
-            f"precision=bf16, in which the run began, is slow on this {device.type}, which has no "
-            "instructions for it; to go on in fp32: precision=fp32 resume_allow=[precision]"
+            f"precision=bf16, in which the run began, is slow on this {device.type}; to go on in "
+            "fp32: precision=fp32 resume_allow=[precision]"
         )
     if asked > (there := int(lengths.sum()) if unit == "tokens" else len(lengths)):
         warnings.append(

@@ -148,10 +148,6 @@ class World:
         is_first = place.is_first if number == place.step else place.step == 0 or self.compiles
         self.board.write(Place(number, phase, waits=place.waits, is_first=is_first))
 
-    def note_micro_batch(self) -> None:
-        """Note that the next micro-batch of the step begins."""
-        self.board.next_micro_batch()
-
     def barrier(self) -> None:
         """Wait for every rank. Collective."""
         if self.size > 1:

@@ -75,8 +75,7 @@ class Sharded(Parallel):
         # Autocast casts inputs where an operator asks for it, as it does without shards.
         reduce_dtype = None if dtype is None else torch.float32
         policy = MixedPrecisionPolicy(dtype, reduce_dtype, cast_forward_inputs=False)
-        parts: list[nn.Module] = [*blocks, module]
-        for part in parts:
+        for part in (*blocks, module):
             # FSDP2 looks for the tensors whose backward it waits for in containers alone.
             part.register_forward_hook(open_object)
             fully_shard(part, mesh=mesh, mp_policy=policy)
@@ -296,11 +295,8 @@ def make_mesh(world: World, replicas: int = 1) -> DeviceMesh:
     """Make the mesh of all ranks, with its communicators. Collective.
 
     These take memory of a GPU from their first collective on, which is here, so that memory limits
-    that are read later are without it.
-
-    Args:
-        world: all ranks.
-        replicas: copies of the sharded model (HSDP); 1 shards over all ranks (FSDP).
+    that are read later are without it. `replicas` are copies of the sharded model (HSDP); one is
+    sharded over all ranks (FSDP).
     """
     shape, names = (replicas, world.size // replicas), ("replicate", "shard")
     start = int(replicas == 1)  # one copy has no dimension of its own

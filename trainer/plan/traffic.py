@@ -13,11 +13,8 @@ from typing import final
 
 # Share of the memory that whole parameters and gradients may take; activations need the rest
 MOST_OF_MEMORY = 0.5
-
-
 # Share of a micro-batch that is its backward
 BACKWARD = 2 / 3
-
 # Bytes of a bucket of small gradients: the least and the most
 BUCKETS = 2**23, 2**27
 # How many times its latency a bucket travels for at least
@@ -143,13 +140,8 @@ def row(
     )
 
 
-def bucket_bytes(network: Network | None) -> int:
-    """Choose a bucket that travels ten times its latency: a power of two, from 8 to 128 MiB.
-
-    Of a network that was not measured, the most.
-    """
-    if network is None:
-        return BUCKETS[1]
+def bucket_bytes(network: Network) -> int:
+    """Choose a bucket that travels ten times its latency: a power of two, from 8 to 128 MiB."""
     wanted = max(1.0, LATENCIES * network.latency_s * network.all_reduce)
     least, most = BUCKETS
     return min(most, max(least, 1 << math.ceil(math.log2(wanted))))
