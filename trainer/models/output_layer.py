@@ -60,6 +60,8 @@ def candidate(module: nn.Module) -> nn.Linear | TiedHead | None:
         layer = module.get_output_embeddings()  # type: ignore[operator]
     except (AttributeError, NotImplementedError):
         return None
+    if not isinstance(layer, nn.Linear | TiedHead):  # heads that give no logits of words have None
+        return None
     is_plain = type(layer).forward in {nn.Linear.forward, TiedHead.forward}
     is_hooked = "forward" in vars(layer) or layer._forward_hooks or layer._forward_pre_hooks
     return layer if is_plain and not is_hooked else None

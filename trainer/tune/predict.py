@@ -146,8 +146,9 @@ def mark_output_layer(work: Workload) -> None:
 
     An objective may then ask for what goes into that layer.
     """
-    layer = candidate(work.model)
-    if layer is None or isinstance(work.model, GPT) or not isinstance(work.objective, NextToken):
+    is_asked_for = isinstance(work.objective, NextToken) and not isinstance(work.model, GPT)
+    layer = candidate(work.model) if is_asked_for else None
+    if layer is None:
         return
     alone = replace(work, fake_ranks=None)
     with suppress(CannotRunFake), fake_micro_batch(alone, Shape(1, 1)) as (theirs, fields, _):
