@@ -59,8 +59,10 @@ TRAFFIC = {"reduce": 1.9}, {"reduce": 1.9}
         ),
         (RANKS, {}, "mostly for rank 2, which computes 1.3 s where others take 1.0 s: check what "),
         (RANKS, {"cut": "fixed"}, "accum=auto balances the work of the ranks"),
+        (RANKS, {"sync": "overlapped", "cut": "fixed"}, "accum=auto balances the work"),
         (RANKS, {"sync": "immediate"}, "sync=deferred lets ranks take different numbers"),
         (TRAFFIC, {}, "a larger batch.global sends gradients less often"),
+        (TRAFFIC, {"sync": "overlapped"}, "a larger batch.global sends gradients less often"),
         (TRAFFIC, {"sync": "immediate"}, "is traffic, 1.68 GiB sent: "),
         (TRAFFIC, {"sync": "immediate"}, "sync=deferred sends 143 MiB, in one reduction a step"),
         (TRAFFIC, {"sync": "own"}, "sync=deferred sends 143 MiB"),  # the user's, without a row
