@@ -12,6 +12,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.lib.ranks_work import Collectives
 from trainer.accumulate.model_state import ModelState
@@ -236,6 +237,20 @@ def test_a_second_backward_after_gradients_were_sent_is_refused():
             model.call({"x": torch.ones(2, 2)}).sum().backward()
             with pytest.raises(ConfigError, match="sync=overlapped: the last micro-batch has a"):
                 model.call({"x": torch.ones(2, 2)}).sum().backward()
+        model.drop_gradients()
+
+
+def test_a_layer_that_reentrant_checkpointing_reaches_twice_is_refused():
+    shared, world = nn.Linear(2, 2), World(size=2, local_size=2)
+    model = Replicated(shared, shared, [*shared.parameters()], world)
+    with fake_mesh(2, 1):
+        Overlapped().gather(model)
+        rows = torch.ones(2, 2, requires_grad=True)
+        for _ in range(2):
+            rows = checkpoint(shared, rows, use_reentrant=True)
+        match = "as reentrant checkpointing of a shared layer has.*: type sync=deferred"
+        with pytest.raises(ConfigError, match=match), Overlapped().micro_batch(model, is_last=True):
+            rows.sum().backward()
         model.drop_gradients()
 
 

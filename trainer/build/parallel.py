@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Self, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from trainer.build.instantiate import construct
 from trainer.config.rules import num_replicas
@@ -182,7 +183,7 @@ def parallel_setup(
         mesh = make_mesh(world, replicas)
     limit, _ = rank_memory(config, world)
     parameters = [p for p in module.parameters() if p.requires_grad]
-    if mode not in SHARDED or {p.dtype for p in module.parameters()} != {torch.float32}:
+    if mode not in SHARDED or not _may_cast(module, planned_device(config, world)):
         dtype = None
     itemsize, parts = None if dtype is None else dtype.itemsize, [*buckets(parameters[::-1])]
     bulk = Bulk(
@@ -198,6 +199,17 @@ def parallel_setup(
     is_open = config.sync.name == "auto"
     found = ParallelSetup(mode=mode, replicas=replicas, sync=policy, bulk=bulk, is_open=is_open)
     return replace(found, mesh=mesh, dtype=dtype).weighed(Work(micro_batches=1))
+
+
+def _may_cast(module: nn.Module, device: torch.device) -> bool:
+    """Whether parameters in fp32 may be gathered in half of it, without their inputs and buffers.
+
+    BatchNorm and InstanceNorm take no mixed dtypes; other norms neither, on a CPU, where autocast
+    leaves them alone.
+    """
+    is_fp32 = {p.dtype for p in module.parameters()} == {torch.float32}
+    has_norm = any(isinstance(part, _NormBase) for part in module.modules())
+    return device.type == "cuda" and is_fp32 and not has_norm
 
 
 def parallel_mode(config: RunConfig, world: World) -> str:
