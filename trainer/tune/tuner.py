@@ -46,9 +46,9 @@ RECOMPUTED = 4 / 3
 # Padded tokens of a micro-batch that is near the best as a rule, where timings cannot tell
 NEAR_BEST_TOKENS = {"cuda": 16_384, "cpu": 2048}
 NEAR_BEST = 0.03  # steps that differ by less count as equally fast
-# Taken for the noise of timings that could not be repeated. Else a difference between steps below
-# the noise may be noise: the quickest of several timings is off by about half of that.
-UNKNOWN_NOISE = 0.2
+# Taken for the noise of timings that could not be repeated: beside another program a size seemed up
+# to 1.44 times as slow as another that was slower.
+UNKNOWN_NOISE = 0.5
 WORTHWHILE = 0.97  # of the time, that a compiled micro-batch must take less than
 TINY = 16  # parts of a typical sample, one of which takes little more than the fixed cost
 QUADRATIC_TOKENS = 2048  # size at which further lengths are timed, to tell attention's share
