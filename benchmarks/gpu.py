@@ -130,10 +130,10 @@ def main() -> None:
         parser.error("no GPU is here; --dry-run goes through all of it on a CPU")
     scale = TOY if arguments.dry_run else FULL
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
-    device = torch.cuda.get_device_name() if scale.is_gpu else "CPU, a dry run"
-    book = Book(arguments.json, device)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         prepare_process(scale, Path(folder))
+        device = torch.cuda.get_device_name() if scale.is_gpu else "CPU, a dry run"
+        book = Book(arguments.json, device)
         measure(Bench(scale=scale, folder=Path(folder), ends_at=ends_at), book, arguments.only)
     book.show()
     print(f"\nwritten to {arguments.json}")

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from trainer import train
+from trainer.launch.start import set_process_defaults
 from trainer.tune.flops import peak_flops
 
 WINDOWS, RAGGED = "windows", "documents"
@@ -367,7 +368,11 @@ def utilization(tokens_per_s: float, scale: Scale, tokens_seen: float) -> float 
 
 
 def prepare_process(scale: Scale, folder: Path) -> None:
-    """Let runs of this process print nothing and remember nothing beyond it."""
+    """Let runs of this process print nothing and remember nothing beyond it.
+
+    Before CUDA starts, whose allocator reads once what a run sets.
+    """
+    set_process_defaults()
     os.environ["TRAIN_BRIEF"] = "1"
     os.environ["TRAIN_CACHE"] = str(folder / "cache")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

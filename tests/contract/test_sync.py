@@ -8,9 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.lib.ranks_work import Collectives
 from trainer.accumulate.model_state import ModelState
@@ -179,7 +181,7 @@ class Fickle(nn.Module):
 def test_a_micro_batch_that_uses_other_blocks_is_refused_before_it_sends(order, says, trained):
     module, world = Fickle(), World(size=2, local_size=2)
     with fake_mesh(2, 1) as mesh:
-        model = Sharded(module, bind(module), list(module.blocks), world, mesh=mesh)
+        model = Sharded(module, bind(module), list(module.blocks), world, mesh)
         model.begin_lockstep()
         expected = nullcontext() if says is None else pytest.raises(ConfigError, match=says)
         rows = torch.ones(2, 2, requires_grad=trained)  # else the first block has no backward
@@ -205,8 +207,9 @@ def backward_each(model: Parallel, *, is_last: bool) -> list[int]:
 
 
 def test_buckets_are_sent_as_the_last_backward_fills_them_and_not_before():
-    module, world = Fickle(), World(size=2, local_size=2)
+    module = Fickle()
     with fake_mesh(2, 1):
+        world = World(size=2, local_size=2, long_timeout_group=dist.group.WORLD)
         model = Replicated(module, bind(module), [*module.parameters()], world, bucket_bytes=24)
         Overlapped().gather(model)
         assert backward_each(model, is_last=False) == [0, 0, 0, 0]
@@ -225,14 +228,29 @@ def test_buckets_are_sent_as_the_last_backward_fills_them_and_not_before():
 
 
 def test_a_second_backward_after_gradients_were_sent_is_refused():
-    module, world = Fickle(), World(size=2, local_size=2)
+    module = Fickle()
     with fake_mesh(2, 1):
+        world = World(size=2, local_size=2, long_timeout_group=dist.group.WORLD)
         model = Replicated(module, bind(module), [*module.parameters()], world)
         Overlapped().gather(model)
         with Overlapped().micro_batch(model, is_last=True):
             model.call({"x": torch.ones(2, 2)}).sum().backward()
             with pytest.raises(ConfigError, match="sync=overlapped: the last micro-batch has a"):
                 model.call({"x": torch.ones(2, 2)}).sum().backward()
+        model.drop_gradients()
+
+
+def test_a_layer_that_reentrant_checkpointing_reaches_twice_is_refused():
+    shared, world = nn.Linear(2, 2), World(size=2, local_size=2)
+    model = Replicated(shared, shared, [*shared.parameters()], world)
+    with fake_mesh(2, 1):
+        Overlapped().gather(model)
+        rows = torch.ones(2, 2, requires_grad=True)
+        for _ in range(2):
+            rows = checkpoint(shared, rows, use_reentrant=True)
+        match = "as reentrant checkpointing of a shared layer has.*: type sync=deferred"
+        with pytest.raises(ConfigError, match=match), Overlapped().micro_batch(model, is_last=True):
+            rows.sum().backward()
         model.drop_gradients()
 
 
@@ -271,7 +289,7 @@ class Writing(Fickle):
 def test_a_forward_that_writes_into_a_shard_is_refused_by_name(lockstep):
     module, world = Writing(), World(size=2, local_size=2)
     with fake_mesh(2, 1) as mesh:
-        model = Sharded(module, bind(module), [], world, mesh=mesh)
+        model = Sharded(module, bind(module), [], world, mesh)
         model.begin_lockstep() if lockstep else model.gather()
         with model.reducing(across=True) if lockstep else nullcontext():
             model.call({"x": torch.ones(2, 2)}).sum().backward()

@@ -33,7 +33,7 @@ from trainer.data.collate import LABELS
 from trainer.data.loader import Loader, Request
 from trainer.data.samples import INPUT_IDS, faults_of, preserve_generators
 from trainer.data.view import DataView, readable, split_by_seed
-from trainer.models.attention import use_newest_flash
+from trainer.models.attention import choose_flash
 from trainer.models.bind import bind
 from trainer.models.check import refuse_lazy, vocabulary_of
 from trainer.models.compilation import compile_model
@@ -332,8 +332,8 @@ def _layout(
             row = loader.load(replace(request, packed=True))
         except DataError as error:
             unfit = str(error)
-    if isinstance(module, GPT) and has_kernel(module, device, precision):
-        use_newest_flash(device)
+    is_taken = isinstance(module, GPT) and has_kernel(module, device, precision)
+    choose_flash(device, is_newest=is_taken)
     call = bind_run(module, precision, world)
     if not world.on_main(lambda: needs_mask(loader, module, call)):
         leave_out_mask(module)

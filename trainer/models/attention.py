@@ -98,17 +98,21 @@ def _has_flash(device: torch.device) -> bool:
     return not found or (is_built() and torch.cuda.get_device_capability(device) >= (8, 0))
 
 
-def use_newest_flash(device: torch.device) -> None:
-    """Have PyTorch call FlashAttention 3 or 4 where it is installed, for the whole process.
+def choose_flash(device: torch.device, *, is_newest: bool) -> None:
+    """Have PyTorch call FlashAttention 3 or 4 where it is installed, or 2, in the whole process.
 
     It does not by itself, since they raise where something is asked that they lack, as dropout is:
-    only for models that `has_varlen_kernel` takes.
+    the newest are only for models that `has_varlen_kernel` takes.
     """
-    activate = getattr(torch.nn.attention, "activate_flash_attention_impl", None)
-    major = torch.cuda.get_device_capability(device)[0] if torch.cuda.is_available() else 0
-    if activate is not None and major in NEWER:
-        with suppress(ImportError, RuntimeError):  # not installed, or of a release it cannot call
-            activate(NEWER[major])
+    flash: Any = torch.nn.attention
+    if not hasattr(flash, "restore_flash_attention_impl"):
+        return
+    if flash.current_flash_attention_impl() is not None:  # by an earlier run of a sweep
+        flash.restore_flash_attention_impl()
+    if is_newest and torch.cuda.is_available():
+        name = NEWER.get(torch.cuda.get_device_capability(device)[0])
+        with suppress(ImportError, RuntimeError, ValueError):  # none, or of another release
+            flash.activate_flash_attention_impl(name)
 
 
 def causal_attention(

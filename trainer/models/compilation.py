@@ -76,7 +76,8 @@ def _mark(values: list[Any]) -> None:
     leaves = tree_leaves(values)
     attributes = chain.from_iterable(vars(x).values() for x in leaves if hasattr(x, "__dict__"))
     for tensor in chain(leaves, attributes):
-        # A first dimension of one is another graph in any case.
-        if isinstance(tensor, Tensor) and tensor.ndim and tensor.shape[0] > 1:
-            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        if isinstance(tensor, Tensor) and tensor.ndim:
             torch._dynamo.mark_static(tensor, [*range(1, tensor.ndim)])
+            # A first dimension of one is another graph in any case.
+            if tensor.shape[0] > 1:
+                torch._dynamo.maybe_mark_dynamic(tensor, 0)

@@ -91,8 +91,8 @@ class Overlap:
         left = self._left[self._place[parameter]]
         if parameter not in left:
             raise ConfigError(
-                "sync=overlapped: the last micro-batch has a second backward, after its gradients "
-                "were sent: use sync=deferred"
+                "sync=overlapped: the last micro-batch has a second backward, as reentrant "
+                "checkpointing of a shared layer has, after gradients were sent: type sync=deferred"
             )
         left.remove(parameter)
         while len(self._waits) < len(self._buckets) and not self._left[len(self._waits)]:

@@ -16,6 +16,7 @@ from trainer.core.rank_progress import InStep
 
 MEETINGS: tuple[InStep, ...] = ("normalizer", "agree")
 PARTS = ("data", "compute", "sync", "optimizer", "waiting", "rest")
+ONE_REDUCTION = {"deferred", "overlapped"}  # a step, after unequal numbers of micro-batches
 
 TOO_MUCH = 0.1  # share of a step beyond which a part is worth a line
 LEAST_S = 0.5  # of a whole run; nobody changes a setting for less
@@ -46,7 +47,7 @@ def split(spendings: Sequence[Mapping[str, Any]]) -> list[Split]:
         met_before, met_after = (least[phase] * table[phase]["times"] for phase in MEETINGS)
         late, sent = spent["normalizer"] - met_before, spent["gather"] + spent["reduce"]
         parts = {
-            "data": spent["data"],
+            "data": spent["data"] + spent["next data"],
             "compute": spent["compute"],
             "sync": travelled + met_before + met_after,
             "optimizer": spent["update"],
@@ -115,7 +116,7 @@ def _waiting(splits: Sequence[Split], plan: Mapping[str, Any], cut: str) -> Line
     what = f"ranks wait, mostly for rank {slowest}, which computes "
     what += f"{duration(splits[slowest]['compute'])} where others take {duration(others)}"
     remedy = "check what else runs on its machine, or raise batch.global to balance the work"
-    if plan["sync"] != "deferred":
+    if plan["sync"] not in ONE_REDUCTION:
         remedy = "sync=deferred lets ranks take different numbers of micro-batches"
     elif cut != "auto":
         remedy = "accum=auto balances the work of the ranks"
@@ -131,6 +132,6 @@ def _sync(time: Mapping[str, Any], plan: Mapping[str, Any]) -> Line:
     what, remedy = "is traffic", "a larger batch.global sends gradients less often"
     if plan["sync"] in sent:  # one of the user's own has no row
         what += f", {sent[plan['sync']]} sent"
-    if plan["sync"] != "deferred" and "deferred" in sent:
+    if plan["sync"] not in ONE_REDUCTION and "deferred" in sent:
         remedy = f"sync=deferred sends {sent['deferred']}, in one reduction a step"
     return time["seconds"]["sync"], "sync", what, remedy

@@ -122,7 +122,9 @@ class Feed:
         is_heavy = self._last_bytes > PREFETCH_LIMIT_BYTES
         if self.world.device.type == "cpu" or is_heavy or self.cursor.step >= last_step:
             return
+        self.world.note("next data")
         self._next = _at_once(self._take)
+        self.world.note("update")
 
     def _take(self) -> PlannedBatch:
         """Give the global batch at the cursor, which stays."""

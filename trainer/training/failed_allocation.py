@@ -52,12 +52,12 @@ class FailedAllocation:
                 for number, (slot, length) in enumerate(shapes, start=1)
             ),
         ]
-        if device.type == "cuda":
-            lines.append(torch.cuda.memory_summary(device))
-        with suppress(OSError):  # the step that follows matters more
+        with suppress(Exception):  # the step that follows matters more
             make_folders(path.parent)
             path.write_text("\n".join([*lines, ""]))
-            if device.type == "cuda":  # for https://pytorch.org/memory_viz
+            if device.type == "cuda":  # the snapshot is for https://pytorch.org/memory_viz
+                with path.open("a") as file:
+                    file.write(torch.cuda.memory_summary(device))
                 torch.cuda.memory._dump_snapshot(  # type: ignore[no-untyped-call] # untyped in torch
                     str(path.with_suffix(".pickle"))
                 )

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch import nn
 
 from tests.lib.cli_support import prepared
 from tests.lib.run_support import go, overrides, read_json
-from trainer.build.parallel import auto_mode, parallel_mode
+from trainer.build.parallel import ParallelSetup, auto_mode, parallel_mode, parallel_setup
 from trainer.core.errors import ConfigError
 from trainer.core.world import World
+from trainer.objectives.base import ModelCall
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
@@ -47,3 +49,37 @@ def test_ordered_sums_are_of_whole_copies_and_no_parallelism_of_one_rank():
     single = prepared(" ".join(overrides("parallel=none"))).config
     with pytest.raises(ConfigError, match="parallel=none: is one rank, and there are 2"):
         parallel_mode(single, World(size=2))
+
+
+def sharded(module: nn.Module, line: str) -> ParallelSetup:
+    """Set a model up as shards of two ranks, under precision=bf16."""
+    config = prepared(" ".join(overrides(f"{line} parallel=fsdp parallel.ranks=2"))).config
+    return parallel_setup(config, World(size=2), module, "fsdp", torch.bfloat16)
+
+
+def test_norms_in_shards_get_an_fp32_stream_under_bf16_as_they_do_in_whole_copies():
+    module = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 6), nn.LayerNorm(6))
+    setup, cpu = sharded(module, ""), torch.device("cpu")
+
+    def call_of(model: nn.Module) -> ModelCall:
+        return lambda fields: model(fields["x"])
+
+    with setup.fake_ranks(2, call_of, cpu) as lay_out, torch.autocast("cpu", torch.bfloat16):
+        model = lay_out(module)
+        model.gather()
+        assert model.call({"x": torch.rand(4, 6)}).dtype == torch.bfloat16
+        model.release()
+
+
+@pytest.mark.parametrize(
+    ("module", "dtype"),
+    [
+        (nn.LayerNorm(6), torch.bfloat16),
+        (nn.Sequential(nn.BatchNorm1d(6)), None),
+        (nn.InstanceNorm1d(6, affine=True), None),
+        (nn.LayerNorm(6, dtype=torch.float64), None),
+    ],
+)
+def test_a_gpu_gathers_in_bf16_but_for_norms_that_take_no_mixed_dtypes(module, dtype):
+    line = "command=plan device=cuda accum=auto accum.memory=1GiB"
+    assert sharded(module, line).dtype == dtype

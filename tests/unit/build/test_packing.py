@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.lib.heads import TINY
 from tests.lib.nightly import nightly
+from tests.lib.run_support import go
 from tests.lib.support import EXACT, VOCABULARY, WRONG, Bench, RaggedText, TinyLM, relative_error
 from trainer.build.packing import leave_out_mask, needs_mask, packing_fault
 from trainer.data.loader import Loader, Request
@@ -49,6 +50,13 @@ class Recurrent(TinyLM):
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
         return super().forward(input_ids)
+
+
+class Faint(Recurrent):
+    """Lets a document see the one before it, by less than rounding would show."""
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        return self.head(self.embed(input_ids)) + 1e-5 * super().forward(input_ids)
 
 
 def fault(model: nn.Module) -> str | None:
@@ -99,6 +107,7 @@ def test_a_model_that_heeds_positions_is_fit(name: str, attention: str, dtype: t
     [
         (lambda: Deaf(hugging_face("GPT2").config), "Deaf"),
         (Recurrent, "Recurrent"),
+        (Faint, "Faint"),
         (lambda: hugging_face("Bert"), "BertForMaskedLM"),
     ],
 )
@@ -174,11 +183,13 @@ def test_a_causal_model_of_transformers_needs_no_mask(name: str, dtype: torch.dt
         lambda: hugging_face("Bert"),
         lambda: hugging_face("Bert").to(torch.bfloat16),
         lambda: transformers.BertForMaskedLM(hugging_face("Bert").config),
+        # What attention adds to its logits is less than bf16 may round.
+        lambda: transformers.BertForMaskedLM(hugging_face("Bert").config).to(torch.bfloat16),
         lambda: hugging_face("Mixtral", output_router_logits=True),
         lambda: Deaf(hugging_face("GPT2").config),
         TinyLM,
     ],
-    ids=["bert", "bf16", "small weights", "balanced experts", "of a user", "takes none"],
+    ids=["bert", "bf16", "small weights", "faint", "balanced experts", "of a user", "takes none"],
 )
 def test_any_other_model_is_given_its_mask(make: Callable[[], nn.Module]) -> None:
     assert is_masked(make())
@@ -205,3 +216,22 @@ def test_gradients_of_bert_without_its_mask_differ() -> None:
     given = gradients(lambda: hugging_face("Bert"), objective, Budget(max_tokens=80))
     found = gradients(lambda: unmasked("Bert"), objective, Budget(max_tokens=80))
     assert relative_error(found, given) > WRONG
+
+
+class Registered:
+    """A FlashAttention that was activated."""
+
+    def remove(self) -> None:
+        """Have nothing to undo."""
+
+
+@pytest.mark.usefixtures("own_folder")
+def test_a_later_run_of_the_process_does_not_get_the_flash_attention_of_an_earlier_one():
+    flash = torch.nn.attention
+    flash.register_flash_attention_impl("earlier", register_fn=Registered)
+    flash.activate_flash_attention_impl("earlier")
+    try:
+        go("steps=1")
+        assert flash.current_flash_attention_impl() is None
+    finally:
+        flash.restore_flash_attention_impl(_raise_warn=False)

@@ -81,6 +81,15 @@ def test_packed_rows_of_one_length_share_a_graph_whatever_their_documents():
     assert graphs() == 1
 
 
+def test_packed_rows_of_each_length_have_a_graph_of_their_own():
+    compiled, lengths = gpt(), (24, 32, 40)
+    compile_model(compiled, len(lengths), backend="eager")
+    for length in lengths:
+        ends = torch.tensor([0, 5, length], dtype=torch.int32)
+        compiled(torch.zeros(1, length, dtype=torch.int64), cu_seqlens=ends, max_seqlen=length - 5)
+    assert graphs() == len(lengths), "sizes that are not static get kernels for all lengths"
+
+
 @pytest.mark.nightly
 def test_the_blocks_of_a_hugging_face_model_share_a_graph_without_its_cache():
     config = transformers.LlamaConfig(

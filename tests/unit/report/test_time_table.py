@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.core.phases import PhaseTimes
+from trainer.core.rank_progress import InStep
 from trainer.report.time_table import PARTS, advice, split, time_table
 
-STEP = ("data", "normalizer", "gather", "compute", "agree", "reduce", "update", "report")
+STEP = get_args(InStep)
 ROWS = [
     {"policy": "deferred", "within": 1.5e8, "across": 0.0, "fits": True, "seconds": 0.15},
     {"policy": "immediate", "within": 1.8e9, "across": 0.0, "fits": True, "seconds": 1.2},
@@ -50,6 +51,7 @@ TRAFFIC = {"reduce": 1.9}, {"reduce": 1.9}
     ("ranks", "settings", "words"),
     [
         ([{"data": 0.5}], {}, "data: 31.2% of a step (500 ms) is waiting for samples: num_w"),
+        ([{"next data": 0.49}], {}, "data: 31.2% of a step (500 ms) is waiting for samples: num_w"),
         (
             [{"normalizer": 0.6}, {"data": 0.6}, {"normalizer": 0.6}],
             {"num_workers": 3},
@@ -57,8 +59,10 @@ TRAFFIC = {"reduce": 1.9}, {"reduce": 1.9}
         ),
         (RANKS, {}, "mostly for rank 2, which computes 1.3 s where others take 1.0 s: check what "),
         (RANKS, {"cut": "fixed"}, "accum=auto balances the work of the ranks"),
+        (RANKS, {"sync": "overlapped", "cut": "fixed"}, "accum=auto balances the work"),
         (RANKS, {"sync": "immediate"}, "sync=deferred lets ranks take different numbers"),
         (TRAFFIC, {}, "a larger batch.global sends gradients less often"),
+        (TRAFFIC, {"sync": "overlapped"}, "a larger batch.global sends gradients less often"),
         (TRAFFIC, {"sync": "immediate"}, "is traffic, 1.68 GiB sent: "),
         (TRAFFIC, {"sync": "immediate"}, "sync=deferred sends 143 MiB, in one reduction a step"),
         (TRAFFIC, {"sync": "own"}, "sync=deferred sends 143 MiB"),  # the user's, without a row

@@ -258,6 +258,16 @@ def test_the_next_batch_is_loaded_while_a_device_computes_and_the_cursor_waits(d
     assert [content(batch) for batch in found] == [content(batch) for batch in plain]
 
 
+def test_loading_the_next_batch_of_a_device_is_a_phase_of_its_own_within_the_update():
+    world, phases = World(device=torch.device("meta")), []
+    source = feed(world=world)
+    source.next()
+    world.times.on_phase = phases.append
+    world.note("update")
+    source.load_next(last_step=9)
+    assert phases == ["update", "next data", "update"]
+
+
 def test_a_replay_drops_what_was_loaded_with_another_cut():
     source = feed(Fixed(micro=8), world=ACCELERATOR)
     batch = source.next()
