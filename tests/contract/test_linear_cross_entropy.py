@@ -11,7 +11,7 @@ from tests.lib.nightly import nightly
 from tests.lib.support import EXACT, WRONG, Bench, relative_error
 from trainer.models.gpt import GPT
 from trainer.objectives.base import Objective
-from trainer.objectives.linear_cross_entropy import linear_cross_entropy
+from trainer.objectives.linear_cross_entropy import CHUNK_BYTES, MULTIPLE, linear_cross_entropy
 from trainer.objectives.next_token import LEAST_BYTES, NextToken
 from trainer.plan.cuts import Budget, Fixed
 
@@ -38,13 +38,17 @@ def gradients(loss, inputs):
 
 
 @pytest.mark.parametrize("multiple", [1, 8])
-@pytest.mark.parametrize("chunk_bytes", [None, 12 * CLASSES])
+@pytest.mark.parametrize("chunk_bytes", [CHUNK_BYTES["cpu"], 12 * CLASSES])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_sums_and_gradients_are_those_of_whole_logits(smoothing, bias, chunk_bytes, multiple):
+def test_sums_and_gradients_are_those_of_whole_logits(
+    smoothing, bias, chunk_bytes, multiple, monkeypatch
+):
+    monkeypatch.setitem(CHUNK_BYTES, "cpu", chunk_bytes)
+    monkeypatch.setitem(MULTIPLE, "cpu", multiple)
     (hidden, weight, added), targets = inputs, _ = tensors(bias)
-    how = {"chunk_bytes": chunk_bytes, "multiple": multiple, "label_smoothing": smoothing}
-    found, _ = linear_cross_entropy(hidden, (weight, added), targets, **how)
+    layer = weight, added
+    found, _ = linear_cross_entropy(hidden, layer, targets, label_smoothing=smoothing)
     logits = F.linear(hidden, weight, added)
     expected, other = (
         F.cross_entropy(logits, targets, reduction="sum", label_smoothing=each)
@@ -56,15 +60,16 @@ def test_sums_and_gradients_are_those_of_whole_logits(smoothing, bias, chunk_byt
         assert relative_error(gradients(found / 7.0, inputs), reference) <= EXACT[torch.float64]
     assert relative_error(gradients(other / 7.0, inputs), reference) > WRONG
     with torch.no_grad():
-        found, hits = linear_cross_entropy(hidden, (weight, added), targets, **how)
+        found, hits = linear_cross_entropy(hidden, layer, targets, label_smoothing=smoothing)
     assert int(hits) == int((logits.argmax(-1) == targets)[targets != -100].sum())
     torch.testing.assert_close(found, expected.detach())
 
 
-def test_half_precision_is_summed_in_single_and_its_gradients_are_rounded_once():
+def test_half_precision_is_summed_in_single_and_its_gradients_are_rounded_once(monkeypatch):
+    monkeypatch.setitem(CHUNK_BYTES, "cpu", 12 * CLASSES)
     (hidden, weight, _), targets = tensors(bias=False, dtype=torch.bfloat16)
     master = weight.detach().float().requires_grad_()  # as under autocast
-    entropy, _ = linear_cross_entropy(hidden, (master, None), targets, chunk_bytes=12 * CLASSES)
+    entropy, _ = linear_cross_entropy(hidden, (master, None), targets)
     assert entropy.dtype == torch.float32
     found = gradients(entropy, (hidden, master))
     assert [grad.dtype for grad in found.values()] == [torch.bfloat16, torch.float32]

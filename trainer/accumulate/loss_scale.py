@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
 from trainer.accumulate.base import Divisors
 
@@ -46,8 +46,3 @@ class LossScale:
         is_possible, self.good_steps = self.value > 1, 0
         self.value = max(1.0, self.value / 2)
         return is_possible
-
-    def restore(self, state: dict[str, Any] | None) -> None:
-        """Go on from what a checkpoint has; None is of a run that was not in fp16."""
-        if state is not None:
-            self.value, self.good_steps = state["value"], state["good_steps"]

@@ -31,7 +31,7 @@ def packing_fault(loader: Loader, module: nn.Module, call: ModelCall) -> str | N
     ids, lengths = _tried(loader)
     row = loader.load(Request(ids, 0, sum(lengths), packed=True))
     each = [loader.load(Request((i,), 0, n)) for i, n in zip(ids, lengths, strict=True)]
-    unaware = {key: field for key, field in row.items() if key not in PACKING}
+    unaware = unpacked(row)
     call = call if uses_flash(module) else bind(module)
 
     def logits(fields: Fields) -> Tensor:
@@ -87,6 +87,11 @@ def leave_out_mask(module: nn.Module) -> None:
     vars(module)[OMITTED] = {ATTENTION_MASK}
     for part in module.modules():  # GPT-2 would read ids on the host, to warn of padding
         vars(part)["warn_if_padding_and_no_attention_mask"] = lambda *_: None
+
+
+def unpacked(example: Fields) -> Fields:
+    """Take from a packed row of one document what says that it is one."""
+    return {name: f for name, f in example.items() if name not in PACKING}
 
 
 def _tried(loader: Loader) -> tuple[tuple[int, ...], list[int]]:

@@ -22,7 +22,7 @@ from trainer.build.parallel import (
     parallel_setup,
     planned_device,
 )
-from trainer.build.precision import AUTOCAST, resolve_precision, set_matmul_precision
+from trainer.build.precision import resolve_precision, set_matmul_precision
 from trainer.config.messages import show
 from trainer.config.rules import cadence_steps
 from trainer.config.run_config import RunConfig
@@ -34,7 +34,7 @@ from trainer.data.loader import Loader, Request
 from trainer.data.samples import INPUT_IDS, faults_of, preserve_generators
 from trainer.data.view import DataView, readable, split_by_seed
 from trainer.models.attention import choose_flash
-from trainer.models.bind import bind
+from trainer.models.bind import AUTOCAST, bind
 from trainer.models.check import refuse_lazy, vocabulary_of
 from trainer.models.compilation import compile_model
 from trainer.models.gpt import GPT
@@ -142,10 +142,12 @@ class Parts:
         *,
         is_fresh: bool = True,
         on_out_of_memory: Callable[[PlannedBatch, BaseException], None] | None = None,
+        loss_scale: Mapping[str, Any] | None = None,
     ) -> Kit:
         """Compose the step, and build the optimizer; the model may not be replaced after it.
 
-        Unless `is_fresh`, the weights of a model on the meta device are to be loaded.
+        Unless `is_fresh`, the weights of a model on the meta device are to be loaded. `loss_scale`
+        is what a checkpoint of a run in fp16 has.
         """
         draw = self.weights.draw if self.weights is not None and is_fresh else None
         if self.config.compile:
@@ -166,7 +168,7 @@ class Parts:
             schedule=self.schedule,
             total_steps=self.total_steps,
             clip_norm=self.config.clip_norm,
-            loss_scale=LossScale() if self.precision == "fp16" else None,
+            loss_scale=LossScale(**loss_scale or {}) if self.precision == "fp16" else None,
             world=self.world,
             on_out_of_memory=on_out_of_memory,
         )

@@ -13,9 +13,6 @@ from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError
 from trainer.core.world import World
 
-AUTOCAST: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""What a forward's matrix products compute in, where it is not what the weights are in."""
-
 
 def resolve_precision(
     config: RunConfig, world: World, module: nn.Module, recorded: Mapping[str, Any] | None = None

@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 
 from trainer.accumulate.sum import Sum
 from trainer.build.checks import check_parts, check_sums
-from trainer.build.fake_runs import count_flops, limit_lookups, unpacked
+from trainer.build.packing import unpacked
 from trainer.build.parallel import planned_device, rank_memory
 from trainer.build.parts import Parts, bind_run
 from trainer.config.messages import clip
@@ -35,7 +35,8 @@ from trainer.plan.partition import pad
 from trainer.plan.traffic import MOST_OF_MEMORY, Work
 from trainer.training.batches import PREFETCH_LIMIT_BYTES
 from trainer.tune.cache import TuningCache, describe
-from trainer.tune.flops import ModelFlops
+from trainer.tune.flops import ModelFlops, model_flops, peak_flops
+from trainer.tune.lookups import lookup_limits
 from trainer.tune.memory_limit import MemoryLimit, begin_peak
 from trainer.tune.predict import Predictor, mark_output_layer
 from trainer.tune.speed import meter_for
@@ -136,7 +137,7 @@ def prepare(parts: Parts, saved: Mapping[str, Any] | None = None) -> Prepared:
     """
     check_parts(parts)
     work = _workload(parts)
-    limit_lookups(parts, work)
+    _limit_lookups(parts, work)
     mark_output_layer(work)
     limit, is_here = _limit_of(parts, work.resident_bytes)
     batches, known = _sampled(parts), _restored(parts, saved)
@@ -171,7 +172,7 @@ def prepare(parts: Parts, saved: Mapping[str, Any] | None = None) -> Prepared:
         tuning=tuning,
         predicted=predicted,
         limit_bytes=tuning.limit_bytes if tuning is not None else limit and limit.bytes,
-        flops=count_flops(parts, work) if parts.config.command == "train" else None,
+        flops=_count_flops(parts, work) if parts.config.command == "train" else None,
         how=how,
         is_here=is_here,
         warnings=tuple(warnings),
@@ -263,6 +264,25 @@ def _tiled(parts: Parts) -> Tiled:
     return Tiled(example, longest, look(lengths[some], lambda place: load(int(some[place]))))
 
 
+def _limit_lookups(parts: Parts, work: Workload) -> None:
+    """Have the loaders compare with the rows of the model's tables what is looked up in them."""
+    loader, lengths = parts.source.loader, parts.source.lengths
+    if limits := lookup_limits(work, lengths.max(), loader.limits):
+        for each in [loader, *([parts.held_out.loader] if parts.held_out else [])]:
+            each.limit(limits)
+        loader.load(Request((lengths.argmax(),), 0, lengths.max()))  # the example was without
+
+
+def _count_flops(parts: Parts, work: Workload) -> ModelFlops | None:
+    """Count the model's FLOPs, on the rank that reports them; documents side by side."""
+    if not parts.world.is_main:
+        return None
+    lengths, peak = parts.source.lengths, peak_flops(parts.world.device, parts.precision)
+    if BOUNDARIES in parts.example:
+        work = replace(work, make_fields=Tiled(unpacked(parts.example), lengths.max()))
+    return model_flops(work, lengths.min(), lengths.max(), peak and peak * parts.world.size)
+
+
 def _limit_of(parts: Parts, resident_bytes: int) -> tuple[MemoryLimit | None, bool]:
     """Find the memory of one rank, and whether it is here, less what inputs take on a CPU.
 
@@ -288,8 +308,8 @@ def _open_cache(parts: Parts, work: Workload) -> TuningCache:
         "component": [model.target, repr(sorted(model.params.items()))],
         "ranks": [parts.world.size, setup.replicas, work.sync.name, setup.buckets(work.device)],
     }
-    longest = int(parts.source.lengths.max())
-    return TuningCache.open(describe(work, longest, parts.precision) | situation)
+    described = describe(work, parts.source.lengths.max(), parts.precision)
+    return TuningCache.open(described | situation)
 
 
 def _tune(
@@ -302,8 +322,7 @@ def _tune(
     is_here: bool,
 ) -> Tuning:
     """Tune, for a machine that is here, or for one on which nothing can be timed."""
-    lengths, longest = parts.source.lengths, int(parts.source.lengths.argmax())
-    tokens = int(lengths[longest])
+    longest, lengths = parts.source.lengths.argmax(), parts.source.lengths
     # A window holds a sharded model whole, so it can be timed where that fits; one that is only
     # ever gathered block by block may be too large.
     whole = 2 * sum(p.nbytes for p in parts.module.parameters())
@@ -311,8 +330,8 @@ def _tune(
     question = Question(
         work=work,
         batches=batches,
-        longest=tokens,
-        shortest=int(lengths.min()),
+        longest=lengths.max(),
+        shortest=lengths.min(),
         cut_at=cut.tuned,
         layout=parts.layout,
         limit=limit,
@@ -322,7 +341,7 @@ def _tune(
         num_steps=parts.total_steps,
         longest_id=int(parts.train_set.original_ids([longest])[0]),
     )
-    with parts.source.loader.naming_samples(Request((longest,), 0, tokens)):
+    with parts.source.loader.naming_samples(Request((longest,), 0, lengths.max())):
         return tune(question, _open_cache(parts, work), _clock, meter_for(work.device))
 
 

@@ -91,7 +91,8 @@ def _hugging_face(config: RunConfig, loaded: Loaded, world: World) -> Any:  # no
     look_up(config.model, "model", config.trust)  # imports what makes it
     if "transformers" not in sys.modules:
         return None
-    module = assemble(config, world).module
+    # What the run computed in may need a GPU; weights do not.
+    module = assemble(config.model_copy(update={"precision": "fp32"}), world).module
     if not hasattr(module, "save_pretrained"):
         return None
     load_model(module, loaded.weights, loaded.path)

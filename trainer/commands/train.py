@@ -158,7 +158,8 @@ def _kit(
     """Compose the step, with the weights and the state it begins with."""
     config = parts.config
     is_fresh = config.init is None and loaded is None
-    kit = parts.kit(is_fresh=is_fresh, on_out_of_memory=failed)
+    scale = extra.get("loss_scale")
+    kit = parts.kit(is_fresh=is_fresh, on_out_of_memory=failed, loss_scale=scale)
     if config.init is not None and loaded is None:
         load_weights(parts.module, Path(config.init), parts.world, config.checkpoint_step)
     if loaded is not None:
@@ -166,8 +167,6 @@ def _kit(
         lengths = ("steps", "epochs")
         is_same = not contract_diff(extra["contract"], contract["contract"], allow=lengths)
         restore(loaded, parts.module, kit.optimizer, keeps_settings=not is_same)
-        if kit.loss_scale is not None:
-            kit.loss_scale.restore(extra.get("loss_scale"))
     return kit
 
 

@@ -14,6 +14,8 @@ from trainer.core.micro_batch import Fields
 from trainer.models.boundaries import with_boundaries
 from trainer.models.output_layer import ModelRun, is_gpt
 
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""What a forward's matrix products compute in, where it is not what the weights are in."""
 OMITTED = "_trainer_omitted"
 """Attribute of a module that names fields its calls leave out; that of a copy has it too."""
 NAMED = {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}

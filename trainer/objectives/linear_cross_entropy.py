@@ -22,7 +22,7 @@ CHUNK_BYTES = {"cpu": 2**25, "cuda": 2**29}
 """Logits of a chunk in fp32: on a CPU about its cache; on a GPU so many that a weight gradient
 which is added to once a chunk costs little beside the products."""
 
-MULTIPLE = {"cuda": 128}
+MULTIPLE = {"cpu": 1, "cuda": 128}
 """Classes are padded to a multiple of it: tensor cores are slow on odd widths."""
 
 Inputs = tuple[Tensor, Tensor, Tensor | None, Tensor]
@@ -42,8 +42,6 @@ def linear_cross_entropy(
     targets: Tensor,
     *,
     label_smoothing: float = 0.0,
-    chunk_bytes: int | None = None,
-    multiple: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Sum the cross entropy of `hidden @ weight.T + bias`, and count the hits.
 
@@ -52,16 +50,14 @@ def linear_cross_entropy(
         layer: the weight, `(classes, width)`, and the bias, `(classes,)`.
         targets: `(positions,)`, int64; -100 is no loss term.
         label_smoothing: share of the target spread over the classes.
-        chunk_bytes: size of a chunk's logits in fp32; None is what suits the device.
-        multiple: what the classes are padded to; None is what suits the device.
 
     Returns:
         The cross entropy in nats, 0-d, in fp32 at least, and, where no gradient is recorded, how
         often the best class is the label.
     """
     kind, classes, inputs = hidden.device.type, len(layer[0]), (hidden, *layer, targets)
-    rows = max(1, (chunk_bytes or CHUNK_BYTES.get(kind, 2**29)) // (4 * classes))
-    task = _Task(classes, rows, multiple or MULTIPLE.get(kind, 1), label_smoothing)
+    rows = max(1, CHUNK_BYTES[kind] // (4 * classes))
+    task = _Task(classes, rows, MULTIPLE[kind], label_smoothing)
     if not torch.is_grad_enabled():
         return _compute(task, inputs)[0]
     sums: tuple[Tensor, Tensor] = _LinearCrossEntropy.apply(task, *inputs)  # type: ignore[no-untyped-call] # untyped in torch

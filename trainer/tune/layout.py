@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from trainer.core.errors import ConfigError
+from trainer.models.bind import AUTOCAST
 from trainer.models.boundaries import BOUNDARIES, OTHER_WORDS, uses_flash
 from trainer.plan.cut import Cost, IntArray, Layout
 from trainer.plan.partition import ladder, pad
@@ -19,7 +20,6 @@ GPU_MULTIPLE = 8  # tokens; tensor cores take matrices whose sides are multiples
 COMPILED_SHAPES = 16
 # Of the longest sample, in the mean: above it, as in windows of one length, padding costs nothing
 FULL = 0.95
-HALF = 2  # bytes of a number
 
 
 def layout_for(
@@ -103,10 +103,10 @@ def packs(
 def has_kernel(module: nn.Module, device: torch.device, precision: str) -> bool:
     """Whether one kernel takes all documents of a row, which a model can be asked for."""
     weight = next(module.parameters(), torch.empty(0))
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, weight.dtype)
+    dtype = AUTOCAST.get(precision, weight.dtype)
     if device.type != "cuda":
         return False
     if callable(ask := getattr(module, "has_packed_kernel", None)):
         return bool(ask(device, dtype))
     # Other kernels of Hugging Face's score every pair of positions of the row.
-    return dtype.itemsize == HALF and uses_flash(module) is not False
+    return dtype in AUTOCAST.values() and uses_flash(module) is not False

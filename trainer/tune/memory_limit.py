@@ -84,7 +84,7 @@ def memory_limit(
 
 def reserve_share(device_type: str, left: int) -> float:
     """Give the share of what is left, in bytes, that no tensor may have."""
-    share = RESERVE.get(device_type, 0.10)
+    share = RESERVE[device_type]
     if device_type == "cuda" and left > 0:
         share = max(share, min(GPU_RESERVE / left, MOST_RESERVE))
     return share
@@ -175,6 +175,6 @@ def resident_ratio(growth: int, predicted_bytes: int, device_type: str) -> float
     Allocators and scratch inside kernels add 24 to 98 % on a CPU; None where it was too small to
     tell.
     """
-    if predicted_bytes < RATIO_BYTES.get(device_type, RATIO_BYTES["cpu"]):
+    if predicted_bytes < RATIO_BYTES[device_type]:
         return None
     return min(LARGEST_RATIO, max(1.0, growth / predicted_bytes))

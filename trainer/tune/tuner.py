@@ -124,7 +124,7 @@ def _best(variants: Sequence[Variant]) -> tuple[Variant, Candidate]:
     not choose between sizes that it makes look different.
     """
     question = variants[0].question
-    usual = NEAR_BEST_TOKENS.get(question.work.device.type, NEAR_BEST_TOKENS["cpu"])
+    usual = NEAR_BEST_TOKENS[question.work.device.type]
     # Of a device that is not here, only the largest cap may be chosen.
     first = 0 if question.timed else -1
     pool = [(variant, row) for variant in variants for row in variant.rows[first:]]

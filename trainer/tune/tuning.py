@@ -104,7 +104,7 @@ class Question:
         """The largest cap worth asking about: one rank's share as one micro-batch."""
         share = -(-max(len(lengths) for lengths in self.batches) // self.layout.world_size)
         whole = min(share, self.most_samples) * self.padded(self.longest)
-        bound = LARGEST_TIMED.get(self.work.device.type, LARGEST_TIMED["cpu"])
+        bound = LARGEST_TIMED[self.work.device.type]
         return max(self.alone, min(whole, bound) if self.timed else whole)
 
     @property
