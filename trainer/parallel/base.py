@@ -11,8 +11,8 @@ have: everything here sums, and undoes the division that a reducer makes on its 
                            reduce-scatter per block that leaves each rank its shard (FSDP2)
 
 or, in lockstep, `begin_lockstep()` and every micro-batch within `reducing()`, which reduces it
-right away; or `begin_overlap()` and the last micro-batch within `overlapping()`, which sends what
-it completes. A sync policy (`sync.py`) decides *when* gradients are reduced; this room knows *how*.
+right away; or, of whole copies, `begin_overlap()`, and `begin_last()` before the micro-batch whose
+backward sends them. A sync policy (`sync.py`) decides *when* to reduce; this room knows *how*.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -84,17 +84,6 @@ class Parallel(ABC):
         """
         self.gather()
 
-    def begin_overlap(self) -> None:
-        """Begin a step whose last backward may send gradients, instead of `gather`. Collective.
-
-        `make_room`, or `drop_gradients` where this rank failed, then sends the rest.
-        """
-        self.gather()
-
-    def overlapping(self) -> AbstractContextManager[None]:
-        """Wrap the last micro-batch of this rank: its gradients travel while backward goes on."""
-        return nullcontext()
-
     @abstractmethod
     def reducing(self, *, across: bool) -> AbstractContextManager[None]:
         """Wrap a forward and backward that reduces its own gradient. Collective.
@@ -142,7 +131,7 @@ class Replicated(Parallel):
     def gather(self) -> None:
         """Set memory aside for the reduction, so that it cannot run out once ranks have agreed."""
         self._in_lockstep = False
-        for bucket in self._buckets(self.parameters) if self.world.size > 1 else ():
+        for bucket in buckets(self.parameters, self.bucket_bytes) if self.world.size > 1 else ():
             if len(bucket) > 1 or not bucket[0].is_contiguous():
                 for slot in range(IN_FLIGHT):
                     self._stage(bucket, slot)
@@ -177,15 +166,12 @@ class Replicated(Parallel):
     def _sum(self, parameters: Sequence[nn.Parameter]) -> None:
         """All-reduce gradients bucket by bucket, while the one before is on its way."""
         flying: deque[Callable[[], None]] = deque()
-        for index, bucket in enumerate(self._buckets(parameters)):
+        for index, bucket in enumerate(buckets(parameters, self.bucket_bytes)):
             if len(flying) == IN_FLIGHT:
                 flying.popleft()()
             flying.append(self._send(bucket, index % IN_FLIGHT))
         for land in flying:
             land()
-
-    def _buckets(self, parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-        return buckets(parameters, self.bucket_bytes)
 
     def _send(self, bucket: Sequence[nn.Parameter], slot: int) -> Callable[[], None]:
         """Begin to sum the gradients of a bucket; what is returned waits and puts them back."""
@@ -214,15 +200,20 @@ class Replicated(Parallel):
         return memory[:size]
 
     def begin_overlap(self) -> None:
-        """See the base class: backward reaches the last parameters first."""
+        """Begin a step whose last backward may send gradients, instead of `gather`. Collective.
+
+        `make_room`, or `drop_gradients` where this rank failed, then sends the rest.
+        """
         if self.world.size > 1:
-            reverse = [*self._buckets([*reversed(self.parameters)])]
+            # Backward reaches the last parameters first.
+            reverse = [*buckets([*reversed(self.parameters)], self.bucket_bytes)]
             self._overlap = self._overlap or Overlap(self.parameters, reverse, self.world)
             self._overlap.begin()
 
-    def overlapping(self) -> AbstractContextManager[None]:
-        """See the base class."""
-        return nullcontext() if self._overlap is None else self._overlap.last()
+    def begin_last(self) -> None:
+        """Begin the last micro-batch of this rank: its gradients travel while backward goes on."""
+        if self._overlap is not None:
+            self._overlap.is_last = True
 
     def drop_gradients(self) -> None:
         """See the base class."""
