@@ -41,7 +41,7 @@ from trainer.build.parallel import ParallelSetup
 from trainer.core.world import World
 from trainer.models.bind import bind
 from trainer.parallel.base import Parallel, Replicated, buckets
-from trainer.parallel.fsdp import Sharded
+from trainer.parallel.fsdp import Sharded, make_mesh
 from trainer.parallel.fsdp_calls import _groups
 from trainer.parallel.sync import POLICIES, Deferred, SyncPolicy
 from trainer.plan.traffic import Bulk, Work
@@ -95,7 +95,8 @@ def lay_out(mode: str, module: nn.Module, world: World) -> Parallel:
     call = bind(module)
     if mode in ("none", "ddp"):
         return Replicated(module, call, list(module.parameters()), world)
-    return Sharded(module, call, list(module.blocks), world, replicas=2 if mode == "hsdp" else 1)
+    mesh = make_mesh(world, 2 if mode == "hsdp" else 1)
+    return Sharded(module, call, list(module.blocks), world, mesh)
 
 
 def step(model: Parallel, sync: SyncPolicy, rows: Tensor, num_micro_batches: int) -> int:

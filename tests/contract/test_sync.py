@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -180,7 +181,7 @@ class Fickle(nn.Module):
 def test_a_micro_batch_that_uses_other_blocks_is_refused_before_it_sends(order, says, trained):
     module, world = Fickle(), World(size=2, local_size=2)
     with fake_mesh(2, 1) as mesh:
-        model = Sharded(module, bind(module), list(module.blocks), world, mesh=mesh)
+        model = Sharded(module, bind(module), list(module.blocks), world, mesh)
         model.begin_lockstep()
         expected = nullcontext() if says is None else pytest.raises(ConfigError, match=says)
         rows = torch.ones(2, 2, requires_grad=trained)  # else the first block has no backward
@@ -206,8 +207,9 @@ def backward_each(model: Parallel, *, is_last: bool) -> list[int]:
 
 
 def test_buckets_are_sent_as_the_last_backward_fills_them_and_not_before():
-    module, world = Fickle(), World(size=2, local_size=2)
+    module = Fickle()
     with fake_mesh(2, 1):
+        world = World(size=2, local_size=2, long_timeout_group=dist.group.WORLD)
         model = Replicated(module, bind(module), [*module.parameters()], world, bucket_bytes=24)
         Overlapped().gather(model)
         assert backward_each(model, is_last=False) == [0, 0, 0, 0]
@@ -226,8 +228,9 @@ def test_buckets_are_sent_as_the_last_backward_fills_them_and_not_before():
 
 
 def test_a_second_backward_after_gradients_were_sent_is_refused():
-    module, world = Fickle(), World(size=2, local_size=2)
+    module = Fickle()
     with fake_mesh(2, 1):
+        world = World(size=2, local_size=2, long_timeout_group=dist.group.WORLD)
         model = Replicated(module, bind(module), [*module.parameters()], world)
         Overlapped().gather(model)
         with Overlapped().micro_batch(model, is_last=True):
@@ -286,7 +289,7 @@ class Writing(Fickle):
 def test_a_forward_that_writes_into_a_shard_is_refused_by_name(lockstep):
     module, world = Writing(), World(size=2, local_size=2)
     with fake_mesh(2, 1) as mesh:
-        model = Sharded(module, bind(module), [], world, mesh=mesh)
+        model = Sharded(module, bind(module), [], world, mesh)
         model.begin_lockstep() if lockstep else model.gather()
         with model.reducing(across=True) if lockstep else nullcontext():
             model.call({"x": torch.ones(2, 2)}).sum().backward()

@@ -127,3 +127,13 @@ def gpt2() -> nn.Module:
 def causal() -> Examples:
     """Give data for it."""
     return Examples("causal")
+
+
+def classifier() -> nn.Module:
+    """Build a model for the command line that has no output layer for words."""
+    return Head("BertForSequenceClassification", "BertConfig", "class").build()
+
+
+def classified() -> Examples:
+    """Give data for it."""
+    return Examples("class")

@@ -31,7 +31,7 @@ from trainer.models.meta_start import build_on_meta
 from trainer.models.recompute import blocks_of, checkpoint_blocks
 from trainer.parallel.base import Parallel
 from trainer.parallel.deterministic import Ordered
-from trainer.parallel.fsdp import Sharded
+from trainer.parallel.fsdp import Sharded, make_mesh
 from trainer.parallel.sync import Deferred, Exact, Hierarchical, Immediate, Overlapped
 from trainer.plan.cut import Cut, Layout
 from trainer.plan.cuts import Fixed
@@ -113,8 +113,9 @@ class ObjectLM(BlockLM):
         return SimpleNamespace(logits=self.head(self.norm(x)))
 
 
-def sharded(module: nn.Module, world: World, **how: Any) -> Parallel:
-    return Sharded(module, bind(module), list(module.blocks), world, **how)
+def sharded(module: nn.Module, world: World, replicas: int = 1, **how: Any) -> Parallel:
+    mesh = make_mesh(world, replicas)
+    return Sharded(module, bind(module), list(module.blocks), world, mesh, **how)
 
 
 def ordered(module: nn.Module, world: World) -> Parallel:
@@ -125,7 +126,8 @@ def start_sharded(build: Callable[[], nn.Module], world: World) -> tuple[nn.Modu
     """A sharded model that was never whole."""
     module, weights = build_on_meta(build)
     blocks = blocks_of(module)
-    return module, Sharded(module, bind(module), blocks, world, draw=weights.draw)
+    mesh = make_mesh(world)
+    return module, Sharded(module, bind(module), blocks, world, mesh, draw=weights.draw)
 
 
 MODES: dict[str, Callable[..., Parallel]] = {

@@ -31,7 +31,7 @@ from trainer.core.errors import NoCheckpointError, NonFiniteError, SaveError
 from trainer.core.world import World
 from trainer.models.bind import bind
 from trainer.models.gpt import GPT
-from trainer.parallel.fsdp import Sharded
+from trainer.parallel.fsdp import Sharded, make_mesh
 
 
 class Layout(NamedTuple):
@@ -81,8 +81,8 @@ def laid_out(world: World, layout: Layout, seed: int) -> nn.Module:
     module = Net()
     module.norm.running_mean.normal_()
     if layout.mode in {"fsdp", "hsdp"}:
-        replicas = 2 if layout.mode == "hsdp" else 1
-        Sharded(module, bind(module), [*module.blocks], world, replicas=replicas)
+        mesh = make_mesh(world, 2 if layout.mode == "hsdp" else 1)
+        Sharded(module, bind(module), [*module.blocks], world, mesh)
     return module
 
 

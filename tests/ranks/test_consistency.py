@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from tests.lib.nightly import nightly
-from tests.lib.ranks_work import error, plain
+from tests.lib.ranks_work import Collectives, error, plain
 from tests.lib.support import EXACT
 from tests.reliability import lab
 from trainer.build.checks import check_consistency
 from trainer.build.parallel import rank_memory
+from trainer.build.parts import assemble
 from trainer.core.errors import ConfigError, TrainError
 from trainer.core.world import World
 from trainer.data.view import DataView
@@ -26,7 +27,7 @@ from trainer.models.bind import bind
 from trainer.models.gpt import GPT
 from trainer.models.meta_start import build_on_meta
 from trainer.models.recompute import separable_blocks
-from trainer.parallel.fsdp import Sharded
+from trainer.parallel.fsdp import Sharded, make_mesh
 from trainer.tune.memory_limit import memory_limit
 
 MODELS = {
@@ -166,7 +167,7 @@ def gradients(world: World, how: str, in_lockstep: bool) -> dict[str, Any]:
     if world.size == 1:
         module(rows).square().sum().backward()
         return {name: plain(p.grad) for name, p in module.named_parameters()}
-    model = Sharded(module, bind(module), separable_blocks(module), world)
+    model = Sharded(module, bind(module), separable_blocks(module), world, make_mesh(world))
     model.begin_lockstep() if in_lockstep else model.gather()
     for micro in rows[world.rank :: world.size].split(3):
         with model.reducing(across=True) if in_lockstep else nullcontext():
@@ -199,7 +200,7 @@ def refused_types(world: World) -> str:
     module = shared("")
     module.blocks[1].gain.data = module.blocks[1].gain.data.float()
     with pytest.raises(ConfigError) as refused:
-        Sharded(module, bind(module), separable_blocks(module), world)
+        Sharded(module, bind(module), separable_blocks(module), world, make_mesh(world))
     return str(refused.value)
 
 
@@ -221,6 +222,27 @@ def agreed(world: World, folder: Path) -> str:
 def test_ranks_that_were_given_another_config_are_refused(ranks, tmp_path):
     line = "seed: rank 1 has a different value than rank 0; type the same command on every node"
     assert ranks.run(2, agreed, tmp_path) == [line, line]
+
+
+def collectives_before_limits(world: World, mode: str) -> list[int]:
+    """How many reductions a run has made each time that it looks for the memory of a rank."""
+    lines = f"parallel={mode}", *["parallel.shard=2"] * (mode == "hsdp")
+    config = lab.config(*lines, f"parallel.ranks={world.size}")
+    found = list[int]()
+    with Collectives() as counter, pytest.MonkeyPatch.context() as patch:
+
+        def spied(*args: Any, **named: Any) -> Any:
+            found.append(counter.counts["allreduce"])
+            return rank_memory(*args, **named)
+
+        patch.setattr("trainer.build.parallel.rank_memory", spied)
+        assert (assemble(config, world).parallel.mesh is None) == (mode == "ddp")
+    return found
+
+
+@pytest.mark.parametrize(("mode", "groups"), [("ddp", 0), nightly("fsdp", 1), ("hsdp", 2)])
+def test_communicators_of_shards_are_there_before_memory_limits_are_read(ranks, mode, groups):
+    assert ranks.run(4, collectives_before_limits, mode) == [[groups]] * 4
 
 
 @pytest.mark.parametrize("command", ["train", "plan"])

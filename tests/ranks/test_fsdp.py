@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from tests.lib.ranks_work import (
     start_sharded,
 )
 from tests.lib.support import EXACT, VOCABULARY, Bench, RaggedText, replicated
+from trainer.build.parallel import ParallelSetup
 from trainer.core.world import World
 from trainer.models.bind import bind
 from trainer.models.gpt import GPT
@@ -31,7 +33,7 @@ from trainer.models.meta_start import build_on_meta, drawn
 from trainer.models.recompute import blocks_of, checkpoint_blocks
 from trainer.objectives.next_token import NextToken
 from trainer.parallel.base import Parallel
-from trainer.parallel.fsdp import Sharded, fake_mesh
+from trainer.parallel.fsdp import Sharded, fake_mesh, make_mesh
 from trainer.plan.cuts import Fixed
 from trainer.plan.memory import Shape
 from trainer.tune.predict import predict_peak
@@ -46,9 +48,10 @@ SMALL = {"num_heads": 2, "max_length": 32}
 
 @dataclass(frozen=True)
 class Load:
-    """A sharded run whose memory is counted."""
+    """A run on several ranks, sharded unless of whole copies, whose memory is counted."""
 
     sync: str
+    is_whole: bool = False
     replicas: int = 1
     width: int = 48
     num_layers: int = 4
@@ -59,6 +62,11 @@ class Load:
 
     def bind(self, model: nn.Module) -> Callable[..., Any]:
         return bind(model, autocast=self.dtype)
+
+    @property
+    def setup(self) -> ParallelSetup:
+        """Of whole copies."""
+        return ParallelSetup(mode="ddp", replicas=1, sync=POLICIES[self.sync]())
 
     def build(self) -> GPT:
         shape = {"width": self.width, "num_layers": self.num_layers, "tied": self.tied}
@@ -72,10 +80,11 @@ class Load:
         def fake_ranks() -> Iterator[Callable[[nn.Module], Parallel]]:
             world = World(size=size, local_size=size)
             with fake_mesh(size, self.replicas) as mesh:
-                how = {"replicas": self.replicas, "mesh": mesh, "dtype": self.dtype}
-                yield lambda m: Sharded(m, self.bind(m), blocks_of(m), world, **how)
+                call, dtype = self.bind, self.dtype
+                yield lambda m: Sharded(m, call(m), blocks_of(m), world, mesh, dtype=dtype)
 
-        model, weights = build_on_meta(self.build)
+        whole = partial(self.setup.fake_ranks, size, self.bind, torch.device("cpu"))
+        model, weights = (self.build(), None) if self.is_whole else build_on_meta(self.build)
         work = Workload(
             model=model,
             objective=NextToken(),
@@ -83,7 +92,7 @@ class Load:
             make_fields=Tiled({"input_ids": tokens, "labels": tokens}, 24),
             weights=weights,
             sync=POLICIES[self.sync](),
-            fake_ranks=fake_ranks,
+            fake_ranks=whole if self.is_whole else fake_ranks,
         )
         return predict_peak(work, Shape(self.micro, 24), recompute=self.recompute)
 
@@ -97,8 +106,10 @@ def measured(world: World, load: Load) -> MemoryEstimate:
     def lay_out(module: nn.Module, world: World) -> Parallel:
         if load.recompute:
             checkpoint_blocks(module)
-        how = {"replicas": load.replicas, "dtype": load.dtype}
-        return Sharded(module, load.bind(module), blocks_of(module), world, **how)
+        if load.is_whole:
+            return load.setup.lay_out(module, load.bind(module), world)
+        call, mesh = load.bind(module), make_mesh(world, load.replicas)
+        return Sharded(module, call, blocks_of(module), world, mesh, dtype=load.dtype)
 
     bench = Bench(
         Fixed(micro=load.micro),
@@ -135,6 +146,9 @@ LOADS = [
     nightly(2, Load("immediate", recompute=True)),
     nightly(2, Load("immediate")),
     nightly(4, Load("hierarchical", replicas=2)),
+    (2, Load("deferred", is_whole=True)),
+    nightly(2, Load("overlapped", is_whole=True)),
+    nightly(2, Load("immediate", is_whole=True)),
 ]
 
 
@@ -205,7 +219,7 @@ def peak_at_start(world: World, is_deferred: bool) -> tuple[int, int, int]:
             _, model = start_sharded(build, world)
         else:
             module = build()
-            model = Sharded(module, bind(module), blocks_of(module), world)
+            model = Sharded(module, bind(module), blocks_of(module), world, make_mesh(world))
     sizes = [parameter.nbytes for parameter in model.parameters]
     return counted.peak.estimate.peak_bytes, max(sizes), sum(sizes)
 

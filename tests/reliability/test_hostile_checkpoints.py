@@ -280,6 +280,7 @@ NOWHERE: list[dict[str, Any]] = [
     *({"cursor": {**EXTRA["cursor"], "epoch": 10**9}}, {"failures": 10**18}, {"cursor": None}),
     *({"tokens": "many"}, {"cut": {**CUT, "tuning": -1}}, {"cut": {}}),
     *({"cut": {**CUT, "evaluation_tokens": 0}}, {"wandb": "../../elsewhere"}, {"wandb": "a\n"}),
+    {"cut": {**CUT, "sync": ["hsdp", 4]}},
 ]
 
 

@@ -16,6 +16,7 @@ from trainer.plan.order import Order
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
+OLD_CONFIG = Path(__file__).parents[1] / "lib" / "old_config.yaml"
 MANY = f"data._target_={TOYS}.Many data.holdout=0.001 checkpoint.every=1"
 
 
@@ -36,12 +37,14 @@ def ids_by(version: int, steps: int) -> list[list[int]]:
 
 
 def forget_order(run: Path) -> None:
-    """Leave what a run left before its records named an order."""
-    for path in (run / "config.yaml", run / ".hydra" / "overrides.yaml"):
-        text = path.read_text()
-        lines = [line for line in text.splitlines() if "order" not in line]
-        assert len(lines) == len(text.splitlines()) - 1
-        path.write_text("\n".join(lines) + "\n")
+    """Leave what a run left before there was an order, and other keys that are no terms of it."""
+    text, old = (run / "config.yaml").read_text(), OLD_CONFIG.read_text()
+    assert yaml.safe_load(text).keys() - yaml.safe_load(old).keys() == {"order", "profile"}
+    (run / "config.yaml").write_text(old)
+    path = run / ".hydra" / "overrides.yaml"
+    lines = path.read_text().splitlines()
+    assert lines.count("- order=1") == 1
+    path.write_text("\n".join(line for line in lines if line != "- order=1") + "\n")
 
 
 def test_a_run_whose_records_name_no_order_goes_on_with_the_ids_of_version_1() -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.lib.run_support import curve, go, meta, on, read_json, state, steps
+from trainer import train
 from trainer.build.precision import has_fast_bf16
 from trainer.core.errors import ConfigError
 
@@ -30,6 +31,30 @@ def test_a_resumed_run_takes_auto_for_what_it_was_begun_with():
         whole, run = go(f"{line} steps=4"), on(go(f"{line} steps=2"), "precision=auto steps=4")
         assert curve(run, "loss") == curve(whole, "loss")
         assert meta(run)["extra"]["contract"]["precision"] == word
+
+
+@pytest.mark.parametrize("word", ["fp32", "bf16"])
+def test_plan_and_verify_of_a_run_show_what_it_was_begun_with(word):
+    run = go(f"precision={word} steps=2")
+    line = ["trust=[tests]", "precision=auto", "steps=4"]
+    plan = train(["plan", f"resume={run.folder}", *line])
+    found = read_json(plan.folder / "plan.json")
+    assert (found["precision"], found["steps"]) == (word, 4)
+    assert found["cap_source"] == "as before, from the checkpoint"
+    notes = read_json(train(["verify", f"run={run.folder}", *line]).folder / "verify.json")["notes"]
+    assert any("precision=bf16 adds rounding" in note for note in notes) == (word == "bf16")
+    assert read_json(run.folder / "plan.json")["steps"] == 2, "they have folders of their own"
+
+
+@pytest.mark.parametrize("flags", [{}, {"avx512_bf16": True}])
+def test_a_run_that_goes_on_in_bf16_where_that_is_slow_says_so_once(flags, monkeypatch, capsys):
+    run = go("precision=bf16 steps=2")
+    assert "is slow" not in capsys.readouterr().out, "what is typed is meant"
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: flags)
+    on(run, "precision=auto steps=3")
+    shown = " ".join(capsys.readouterr().out.split())
+    line = "precision=bf16, in which the run began, is slow on this cpu"
+    assert shown.count(line) == (not flags)
 
 
 def test_a_step_in_double_precision_is_the_same_under_auto():

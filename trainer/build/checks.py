@@ -243,6 +243,7 @@ class _Prepared(BaseModel):
     state: _CutState
     tuning: dict[str, Any] | None
     evaluation_tokens: Annotated[_Count, Field(ge=1)]
+    sync: tuple[str, _Count, str] | None = None
 
 
 class _Position(BaseModel, extra="forbid"):

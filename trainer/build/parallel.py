@@ -41,8 +41,8 @@ class ParallelSetup:
     Attributes:
         mode: where parameters and gradients live: `none`, `ddp`, `fsdp` or `hsdp`.
         replicas: copies of the model.
+        mesh: of real ranks; None where no rank holds shards.
         dtype: that shards are gathered in; None as they are.
-        is_ordered: sums do not depend on the order of micro-batches and ranks.
         bulk: what sync policies move; None where there is no choice of them.
         is_open: `sync=auto`: the table says which policy it is.
         rows: of the table of policies.
@@ -54,8 +54,8 @@ class ParallelSetup:
     mode: str
     replicas: int
     sync: SyncPolicy
+    mesh: DeviceMesh | None = None
     dtype: torch.dtype | None = None
-    is_ordered: bool = False
     bulk: Bulk | None = None
     is_open: bool = False
     rows: tuple[Traffic, ...] = ()
@@ -63,10 +63,11 @@ class ParallelSetup:
     why: str | None = None
     why_mode: str | None = None
 
-    def weighed(self, work: Work, network: Network | None = None) -> Self:
+    def weighed(self, work: Work, network: Network | None = None, begun: str | None = None) -> Self:
         """Work the table of policies out, and under `sync=auto` take its best row.
 
-        `work` is what a rank computes in a step; `network` must be the same on every rank.
+        `work` is what a rank computes in a step; `network` must be the same on every rank; `begun`
+        is the policy that the run began with, which stays while it fits.
         """
         if self.bulk is None:
             return self
@@ -81,14 +82,16 @@ class ParallelSetup:
         found = replace(self, rows=rows, network=network)
         if not self.is_open:
             return found
-        best = traffic.cheapest(rows, {name: policy.lockstep for name, policy in policies.items()})
+        lockstep = {name: policy.lockstep for name, policy in policies.items()}
+        same = [row for row in rows if row.fits and row.policy == begun]
+        best = same[0] if same else traffic.cheapest(rows, lockstep)
         words = [
             f"{row.policy} sends {size(row.sent)} per step"
             + ("" if row.exposed is None else f", {duration(row.exposed)} of it not hidden")
             + ("" if row.fits else f", and its {size(row.unsharded_bytes)} of gradients do not fit")
             for row in sorted(rows, key=lambda row: row is not best)
         ]
-        why = f"sync=auto takes {best.policy}: {'; '.join(words)}"
+        why = f"sync=auto takes {best.policy}{' as before' * bool(same)}: {'; '.join(words)}"
         return replace(found, sync=policies[best.policy], why=why)
 
     def lay_out(
@@ -97,6 +100,7 @@ class ParallelSetup:
         call: ModelCall,
         world: World,
         draw: Callable[[str], Tensor] | None = None,
+        mesh: DeviceMesh | None = None,
     ) -> Parallel:
         """Lay a model out over the ranks; its parameters may be replaced.
 
@@ -106,43 +110,25 @@ class ParallelSetup:
             world: the ranks.
             draw: gives a weight by its name, whole, where parameters are on the meta device; None
                 leaves them to be loaded.
+            mesh: of the ranks; None is that of the run.
         """
+        mesh = mesh or self.mesh
         parameters = [p for p in module.parameters() if p.requires_grad]
-        if self.is_ordered:
+        if isinstance(self.sync, Exact):
             return Ordered(module, call, parameters, world)
-        if self.mode not in SHARDED or world.long_timeout_group is None:
-            # No group: this process works out what several ranks would do.
-            return Replicated(module, call, parameters, world, **self._buckets(world.device))
-        return self._sharded(module, call, world, draw=draw)
-
-    def _buckets(self, device: torch.device) -> dict[str, int]:
-        """Choose buckets by the network, between GPUs; sums of other buckets round otherwise."""
-        if self.network is None or device.type != "cuda":
-            return {}
-        if torch.are_deterministic_algorithms_enabled():  # in every run the same
-            return {}
-        return {"bucket_bytes": traffic.bucket_bytes(self.network)}
-
-    def _sharded(
-        self,
-        module: nn.Module,
-        call: ModelCall,
-        world: World,
-        draw: Callable[[str], Tensor] | None = None,
-        mesh: DeviceMesh | None = None,
-    ) -> Parallel:
+        if mesh is None:  # also where this process works out what several ranks would do
+            return Replicated(module, call, parameters, world, **self.buckets(world.device))
         from trainer.parallel.fsdp import Sharded  # noqa: PLC0415 - half a second
 
-        return Sharded(
-            module,
-            call,
-            separable_blocks(module),
-            world,
-            replicas=self.replicas,
-            dtype=self.dtype,
-            mesh=mesh,
-            draw=draw,
-        )
+        blocks = separable_blocks(module)
+        return Sharded(module, call, blocks, world, mesh, dtype=self.dtype, draw=draw)
+
+    def buckets(self, device: torch.device) -> dict[str, int]:
+        """Choose buckets by the network, between GPUs; sums of other buckets round otherwise."""
+        if device.type != "cuda" or torch.are_deterministic_algorithms_enabled():
+            return {}
+        most = traffic.BUCKETS[1]  # of a network that was not measured
+        return {"bucket_bytes": traffic.bucket_bytes(self.network) if self.network else most}
 
     @contextmanager
     def fake_ranks(
@@ -151,13 +137,16 @@ class ParallelSetup:
         """Pretend ranks that are not there, on a device that is.
 
         Yields:
-            Lays a model out in shards, in place, as the first of the ranks.
+            Lays a model out, in place, as the first of the ranks.
         """
+        world = World(size=world_size, local_size=world_size, device=device)
+        if self.mode not in SHARDED:
+            yield lambda model: self.lay_out(model, call_of(model), world)
+            return
         from trainer.parallel.fsdp import fake_mesh  # noqa: PLC0415 - half a second
 
-        world = World(size=world_size, local_size=world_size, device=device)
         with fake_mesh(world_size, self.replicas, device.type) as mesh:
-            yield lambda model: self._sharded(model, call_of(model), world, mesh=mesh)
+            yield lambda model: self.lay_out(model, call_of(model), world, mesh=mesh)
 
 
 def parallel_setup(
@@ -175,7 +164,7 @@ def parallel_setup(
     if mode == "hsdp":
         replicas = num_replicas(world.size, world.local_size, asked.shard, asked.replicate)
     if config.deterministic == "layout":  # which a config of shards may not ask for
-        return ParallelSetup(mode=mode, replicas=replicas, sync=Exact(), is_ordered=True)
+        return ParallelSetup(mode=mode, replicas=replicas, sync=Exact())
     if mode == "none":
         sync = Deferred() if policy in POLICIES else policy  # one rank has nothing to reduce
         return ParallelSetup(mode=mode, replicas=1, sync=sync)
@@ -187,6 +176,11 @@ def parallel_setup(
         )
     if moves is not None and moves.needs_whole and mode != "ddp":
         raise ConfigError(f"sync={policy.name}: needs whole copies; use parallel=ddp")
+    mesh = None
+    if mode in SHARDED and world.long_timeout_group is not None:
+        from trainer.parallel.fsdp import make_mesh  # noqa: PLC0415 - half a second
+
+        mesh = make_mesh(world, replicas)
     limit, _ = rank_memory(config, world)
     parameters = [p for p in module.parameters() if p.requires_grad]
     if mode not in SHARDED or not _may_cast(module, planned_device(config, world)):
@@ -204,7 +198,7 @@ def parallel_setup(
     )
     is_open = config.sync.name == "auto"
     found = ParallelSetup(mode=mode, replicas=replicas, sync=policy, bulk=bulk, is_open=is_open)
-    return replace(found, dtype=dtype).weighed(Work(micro_batches=1))
+    return replace(found, mesh=mesh, dtype=dtype).weighed(Work(micro_batches=1))
 
 
 def _may_cast(module: nn.Module, device: torch.device) -> bool:

@@ -27,11 +27,12 @@ from trainer.core.signals import check
 from trainer.data.loader import Request
 from trainer.models.boundaries import BOUNDARIES
 from trainer.models.recompute import blocks_of, checkpoint_blocks
+from trainer.parallel.sync import POLICIES
 from trainer.plan.cut import Cost, Cut, IntArray, Plan
 from trainer.plan.cuts import Auto, Budget, Fixed, LayoutInvariant
 from trainer.plan.memory import Shape, corner_shapes
 from trainer.plan.partition import pad
-from trainer.plan.traffic import MOST_OF_MEMORY, Network, Work
+from trainer.plan.traffic import MOST_OF_MEMORY, Work
 from trainer.training.batches import PREFETCH_LIMIT_BYTES
 from trainer.tune.cache import TuningCache, describe
 from trainer.tune.flops import ModelFlops
@@ -93,32 +94,29 @@ def prepare_on_main(parts: Parts, saved: Mapping[str, Any] | None = None) -> Pre
     return found[0] if found else prepare(parts, answer)
 
 
-def choose_sync(
-    prepared: Prepared, network: Network | None = None, saved: Mapping[str, Any] | None = None
-) -> Prepared:
+def choose_sync(prepared: Prepared, saved: Mapping[str, Any] | None = None) -> Prepared:
     """Weigh the sync policies with what the plan and the network cost. Collective.
 
-    Args:
-        prepared: the plan under the policy so far.
-        network: the same on every rank; None where it was not measured.
-        saved: as for `prepare`, in case that another policy asks for another plan.
+    `prepared` is the plan under the policy so far; `saved` as for `prepare`. What `sync=auto` took
+    stays on the same ranks: after a cut was lowered it would be another policy, of other bits.
     """
     parts, seconds = prepared.parts, prepared.step_seconds
     count = fmean(plan.accum_steps for plan in prepared.plans)
     is_gpu = planned_device(parts.config, parts.world).type == "cuda"
-    each = None if seconds is None else seconds / count
     # Of a model that is compiled as a whole, all gradients come at the end.
     in_parts = not parts.config.compile or bool(blocks_of(parts.module))
     # What is measured differs from run to run, and buckets in another order round otherwise.
     is_plain = isinstance(parts.strategy, Sum) and in_parts and not parts.config.deterministic
     work = Work(
         micro_batches=count,
-        seconds=each,
+        seconds=None if seconds is None else seconds / count,
         overlaps=is_gpu,
         overlaps_backward=is_gpu and is_plain,
         scatters_whole=not is_gpu,
     )
-    setup = parts.parallel.weighed(work, network)
+    *layout, begun = (saved or {}).get("sync") or (None,)
+    begun = begun if layout == [parts.parallel.mode, parts.world.size] else None
+    setup = parts.parallel.weighed(work, parts.parallel.network, begun)
     lockstep = setup.sync.lockstep and parts.world.size > 1
     changed = replace(parts, parallel=setup, layout=replace(parts.layout, lockstep=lockstep))
     if lockstep != parts.layout.lockstep:
@@ -181,13 +179,14 @@ def prepare(parts: Parts, saved: Mapping[str, Any] | None = None) -> Prepared:
 
 
 def describe_cut(prepared: Prepared) -> dict[str, Any]:
-    """Give what a resumed run needs to cut as this one does, as JSON."""
-    held_out = prepared.parts.held_out
+    """Give what a resumed run needs to cut and to reduce as this one does, as JSON."""
+    parts, setup = prepared.parts, prepared.parts.parallel
     return {
-        "accum": prepared.parts.config.accum.model_dump(include=_CUT_BY),
+        "accum": parts.config.accum.model_dump(include=_CUT_BY),
         "state": asdict(prepared.cut),
         "tuning": prepared.tuning and asdict(prepared.tuning),
-        "evaluation_tokens": held_out.max_tokens if held_out else 1,
+        "evaluation_tokens": parts.held_out.max_tokens if parts.held_out else 1,
+        "sync": [setup.mode, parts.world.size, setup.sync.name] if setup.is_open else None,
     }
 
 
@@ -220,9 +219,11 @@ def _sampled(parts: Parts) -> list[IntArray]:
 
 def _workload(parts: Parts) -> Workload:
     """Give what tuning computes: model, loss, optimizer, and micro-batches of any shape."""
-    world = parts.world
+    world, setup = parts.world, parts.parallel
+    # A policy of the user's own may send what no rank is there for.
+    sums_whole = setup.mode == "ddp" and setup.sync in POLICIES
     call_of = partial(bind_run, precision=parts.precision, world=world)
-    in_shards = partial(parts.parallel.fake_ranks, world.size, call_of, world.device)
+    ranks = partial(setup.fake_ranks, world.size, call_of, world.device)
     return Workload(
         model=parts.module,
         bind=call_of,
@@ -232,8 +233,8 @@ def _workload(parts: Parts) -> Workload:
         device=world.device,
         compiled=parts.config.compile,
         weights=parts.weights,
-        sync=parts.parallel.sync,
-        fake_ranks=in_shards if parts.is_sharded else None,
+        sync=setup.sync,
+        fake_ranks=ranks if parts.is_sharded or sums_whole else None,
     )
 
 
@@ -282,11 +283,10 @@ def _limit_of(parts: Parts, resident_bytes: int) -> tuple[MemoryLimit | None, bo
 def _open_cache(parts: Parts, work: Workload) -> TuningCache:
     """Open the cache for everything that measurements and predictions depend on."""
     model, setup = parts.config.model, parts.parallel
-    shards = [parts.world.size, setup.replicas, work.sync.lockstep] if work.fake_ranks else []
     situation = {
         "own lengths": repr(getattr(work.make_fields, "dims", None)),
         "component": [model.target, repr(sorted(model.params.items()))],
-        "shards": shards,
+        "ranks": [parts.world.size, setup.replicas, work.sync.name, setup.buckets(work.device)],
     }
     longest = int(parts.source.lengths.max())
     return TuningCache.open(describe(work, longest, parts.precision) | situation)

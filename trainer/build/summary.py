@@ -8,6 +8,7 @@ from typing import Any
 
 from trainer.build.parallel import planned_device
 from trainer.build.parts import Parts
+from trainer.build.precision import has_fast_bf16
 from trainer.build.prepare import Prepared
 from trainer.config.messages import flat, show
 from trainer.config.rules import warmup_steps
@@ -130,6 +131,12 @@ def _warnings(prepared: Prepared) -> list[str]:
         warnings.append(
             "batch.normalizer=micro_batches is a mean of means, so the step depends on the "
             "micro-batch size; batch.normalizer=tokens is exact"
+        )
+    device, is_open = planned_device(parts.config, parts.world), parts.config.precision == "auto"
+    if is_open and parts.precision == "bf16" and not has_fast_bf16(device):
+        warnings.append(
+            f"precision=bf16, in which the run began, is slow on this {device.type}; to go on in "
+            "fp32: precision=fp32 resume_allow=[precision]"
         )
     if asked > (there := int(lengths.sum()) if unit == "tokens" else len(lengths)):
         warnings.append(

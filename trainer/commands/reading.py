@@ -107,6 +107,15 @@ def _show(loaded: Loaded, text: str) -> None:
     screen.close()
 
 
+def open_resumed(config: RunConfig) -> tuple[Loaded | None, dict[str, Any]]:
+    """Open the checkpoint that `resume` names, as it is, and read the state of its run."""
+    if config.resume is None:
+        return None, {}
+    store = CheckpointStore(Path(config.resume) / CHECKPOINTS)
+    loaded = store.load(config.checkpoint_step, set_aside=False)
+    return loaded, read_run_state(loaded)
+
+
 def verify_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], bool]) -> int:
     """Compare the gradient of the first step, as planned, with the whole batch's.
 
@@ -116,11 +125,12 @@ def verify_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
     Raises:
         NotExactError: they differ, or cannot be compared; verify.json names the culprits.
     """
-    parts = assemble(config, world)
-    prepared = prepare(parts)
+    loaded, extra = open_resumed(config)
+    parts = assemble(config, world, extra.get("contract"))
+    prepared = prepare(parts, extra.get("cut"))
     batch, feed = _of_all_ranks(prepared)
     with feed.naming_samples(batch):
-        report = verify(_kit(parts), batch, feed, whole_fits=_whole_fits(prepared))
+        report = verify(_kit(parts, loaded), batch, feed, whole_fits=_whole_fits(prepared))
     asides = []
     if world.size > 1:
         together = f"the micro-batches of all {world.size} ranks were computed one after another"
@@ -146,13 +156,11 @@ def verify_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
     return 0
 
 
-def _kit(parts: Parts) -> Kit:
+def _kit(parts: Parts, loaded: Loaded | None) -> Kit:
     """Compose the step with the weights that the run begins, or goes on, with."""
     config, here = parts.config, World(device=parts.world.device)  # one process holds all ranks
-    kit = parts.kit(is_fresh=config.init is None and config.resume is None)
-    if config.resume is not None:
-        store = CheckpointStore(Path(config.resume) / CHECKPOINTS)
-        loaded = store.load(config.checkpoint_step, set_aside=False, world=here)
+    kit = parts.kit(is_fresh=config.init is None and loaded is None)
+    if loaded is not None:
         load_model(parts.module, loaded.weights, loaded.path)
     elif config.init is not None:
         load_weights(parts.module, Path(config.init), here, config.checkpoint_step)

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from trainer.build.summary import summarize
 from trainer.checkpoint.state import restore
 from trainer.checkpoint.store import CHECKPOINTS, CheckpointStore, CheckpointWriter, Loaded
 from trainer.checkpoint.weights import load_weights
+from trainer.commands.reading import open_resumed
 from trainer.config.rules import parse_time
 from trainer.config.run_config import RunConfig, config_hash, contract_diff, to_plain
 from trainer.core.durable import write_record
@@ -73,8 +74,9 @@ def plan_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], b
 
     Of ranks that are not there this process works out what the first would do.
     """
-    prepared = prepare(assemble(config, world))
-    plan = summarize(choose_sync(prepared))
+    _, extra = open_resumed(config)
+    prepared = prepare(assemble(config, world, extra.get("contract")), extra.get("cut"))
+    plan = summarize(choose_sync(prepared, extra.get("cut")))
     write_record(folder / PLAN_FILE, plan)
     screen = Screen(folder)
     screen.show(plan_block(plan, folder / PLAN_FILE))
@@ -91,9 +93,9 @@ def _train(config: RunConfig, folder: Path, world: World, stop: Callable[[], boo
     extra = {} if loaded is None else read_run_state(loaded)
     parts = _assemble(config, world, extra, begins=loaded is None and not config.init)
     contract = terms_of(parts, folder, loaded, extra)
-    prepared = prepare_on_main(parts, extra.get("cut"))
     network = network_of(world, extra.get("network"))
-    prepared = choose_sync(prepared, network, extra.get("cut"))
+    parts = replace(parts, parallel=replace(parts.parallel, network=network))
+    prepared = choose_sync(prepare_on_main(parts, extra.get("cut")), extra.get("cut"))
     parts, plan, setup = prepared.parts, summarize(prepared), prepared.parts.parallel
     failed = FailedAllocation(
         folder,

@@ -24,7 +24,7 @@ from trainer.config.components import (
     owner_of,
     type_like,
 )
-from trainer.config.keys import KEYS, options_of
+from trainer.config.keys import KEYS, data_dir, load_yaml, options_of
 from trainer.config.messages import (
     MISSING,
     ancestors,
@@ -108,9 +108,14 @@ def from_plain(plain: Tree) -> RunConfig:
     Raises:
         ConfigError: the mapping is not a config of this version.
     """
-    choices = dict(plain.get("choices", {}))
+    choices, conf = dict(plain.get("choices", {})), load_yaml(data_dir("conf") / "config.yaml")
+    # A key that came later changes no step by its default, unless `FIRST` has another.
+    first = {key: conf[key] for key in conf.keys() & RunConfig.model_fields.keys()} | FIRST
+    both = [key for key, value in first.items() if isinstance(value, dict) and key in plain]
+    sections = {key: {**first[key], **plain[key]} for key in both if isinstance(plain[key], dict)}
+    tree = {**first, **plain, **sections, "trust": []}
     try:
-        return RunConfig.model_validate(_fields({**FIRST, **plain, "trust": []}, choices, ()))
+        return RunConfig.model_validate(_fields(tree, choices, ()))
     except ValidationError as error:
         raise ConfigError(*dict.fromkeys(_schema_faults(error, plain, {}, choices))) from None
 

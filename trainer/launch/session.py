@@ -119,9 +119,7 @@ def joined(config: RunConfig, member: Membership, board: Board) -> Iterator[Worl
         # A launcher gives each of its ranks a share of the cores; so do we.
         torch.set_num_threads(max(1, num_cores() // member.local_size))
     is_gpu = world.device.type == "cuda"
-    card = None
-    if is_gpu:
-        card = str(torch.cuda.get_device_properties(world.device).uuid)
+    card = str(torch.cuda.get_device_properties(world.device).uuid) if is_gpu else None
     timeout = max(LONG_TIMEOUT, timedelta(seconds=FIRST_STEP * config.parallel.timeout_s))
     with board.waiting():
         dist.init_process_group(

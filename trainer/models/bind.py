@@ -12,7 +12,7 @@ from torch import nn
 from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import Fields
 from trainer.models.boundaries import with_boundaries
-from trainer.models.output_layer import ModelRun
+from trainer.models.output_layer import ModelRun, is_gpt
 
 OMITTED = "_trainer_omitted"
 """Attribute of a module that names fields its calls leave out; that of a copy has it too."""
@@ -58,7 +58,7 @@ def bind(
         with torch.autocast(device_type, autocast) if autocast else nullcontext():
             return module(**arguments)
 
-    return ModelRun(call, written)
+    return ModelRun(call, written, is_gpt(written))
 
 
 def casting_once(module: nn.Module, device_type: str) -> AbstractContextManager[Any]:

@@ -28,6 +28,7 @@ class ModelRun:
 
     run: Callable[[Fields], Any]
     module: nn.Module
+    is_gpt: bool
 
     def __call__(self, fields: Fields) -> Any:  # noqa: ANN401 - models return what they like
         """Run the model as it is."""
@@ -37,8 +38,7 @@ class ModelRun:
     def output_layer(self) -> nn.Linear | TiedHead | None:
         """The layer that gives the logits; None where they are not its outputs, or nobody knows."""
         layer = candidate(self.module)
-        is_last = isinstance(self.module, GPT) or IS_LAST in vars(layer or self)
-        return layer if is_last else None
+        return layer if self.is_gpt or IS_LAST in vars(layer or self) else None
 
     def without_output_layer(self, fields: Fields) -> Any:  # noqa: ANN401
         """Run the model with what goes into its output layer in place of the logits."""
@@ -51,6 +51,11 @@ class ModelRun:
             del layer.forward
 
 
+def is_gpt(module: nn.Module) -> bool:
+    """Whether a module, not yet laid out in shards, gives logits as the built-in model does."""
+    return getattr(module.forward, "__func__", None) is GPT.forward and not module._forward_hooks
+
+
 def candidate(module: nn.Module) -> nn.Linear | TiedHead | None:
     """Find the output layer, where it is a plain matrix that nobody hooks onto.
 
@@ -59,6 +64,8 @@ def candidate(module: nn.Module) -> nn.Linear | TiedHead | None:
     try:
         layer = module.get_output_embeddings()  # type: ignore[operator]
     except (AttributeError, NotImplementedError):
+        return None
+    if not isinstance(layer, nn.Linear | TiedHead):  # heads that give no logits of words have None
         return None
     is_plain = type(layer).forward in {nn.Linear.forward, TiedHead.forward}
     is_hooked = "forward" in vars(layer) or layer._forward_hooks or layer._forward_pre_hooks

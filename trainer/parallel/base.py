@@ -52,6 +52,8 @@ class Parallel(ABC):
     # Which parameters micro-batches gave a gradient in lockstep.
     _live: set[int] = field(default_factory=set, init=False)
     _in_lockstep: bool = field(default=False, init=False)
+    # Memory for buckets on their way, by dtype and slot.
+    staging: dict[tuple[torch.dtype, int], Tensor] = field(default_factory=dict, init=False)
 
     @abstractmethod
     def gather(self) -> None:
@@ -82,7 +84,9 @@ class Parallel(ABC):
 
         `reduce` ends it too, and sends nothing more.
         """
+        self._live.clear()
         self.gather()
+        self._in_lockstep = True
 
     @abstractmethod
     def reducing(self, *, across: bool) -> AbstractContextManager[None]:
@@ -97,8 +101,16 @@ class Parallel(ABC):
         return [p.grad for p in self.parameters if p.grad is not None]
 
     def gradient_norm(self) -> Tensor:
-        """Compute the 2-norm of the whole gradient, in fp32 at least, a 0-d tensor. Collective."""
-        return total_norm(self.gradients())
+        """Compute the 2-norm of the whole gradient, a 0-d tensor. Collective.
+
+        In fp32 at least: in bf16 it would be off by 4e-3, and in fp16 overflow beyond 65504.
+        """
+        norms, grads = list[Tensor](), self.gradients()
+        for dtype in dict.fromkeys(grad.dtype for grad in grads):
+            same = [grad for grad in grads if grad.dtype == dtype]
+            norms += torch._foreach_norm(same, 2.0, dtype=torch.promote_types(dtype, torch.float32))
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+        return norm
 
     def scale_gradients(self, factor: Tensor) -> None:
         """Multiply every gradient by a 0-d tensor."""
@@ -124,14 +136,14 @@ class Replicated(Parallel):
     # Small gradients are packed into buckets of this size, since each all-reduce costs a latency
     # (30 us on one machine); larger ones are reduced where they lie.
     bucket_bytes: int = BUCKETS[0]
-    # Memory for buckets on their way, by dtype and slot.
-    _staging: dict[tuple[torch.dtype, int], Tensor] = field(default_factory=dict, init=False)
     _overlap: Overlap | None = field(default=None, init=False)
 
     def gather(self) -> None:
         """Set memory aside for the reduction, so that it cannot run out once ranks have agreed."""
         self._in_lockstep = False
-        for bucket in buckets(self.parameters, self.bucket_bytes) if self.world.size > 1 else ():
+        if self.world.size == 1:
+            return
+        for bucket in buckets(self.parameters, self.bucket_bytes):
             if len(bucket) > 1 or not bucket[0].is_contiguous():
                 for slot in range(IN_FLIGHT):
                     self._stage(bucket, slot)
@@ -193,10 +205,10 @@ class Replicated(Parallel):
     def _stage(self, bucket: Sequence[nn.Parameter], slot: int) -> Tensor:
         """Give memory for the gradients of a bucket; buckets of a dtype share that of a slot."""
         size, dtype = sum(p.numel() for p in bucket), bucket[0].dtype
-        memory = self._staging.get((dtype, slot))
+        memory = self.staging.get((dtype, slot))
         if memory is None or memory.numel() < size:
             memory = torch.empty(size, dtype=dtype, device=self.world.device)
-            self._staging[dtype, slot] = memory
+            self.staging[dtype, slot] = memory
         return memory[:size]
 
     def begin_overlap(self) -> None:
@@ -206,7 +218,7 @@ class Replicated(Parallel):
         """
         if self.world.size > 1:
             # Backward reaches the last parameters first.
-            reverse = [*buckets([*reversed(self.parameters)], self.bucket_bytes)]
+            reverse = [*buckets(self.parameters[::-1], self.bucket_bytes)]
             self._overlap = self._overlap or Overlap(self.parameters, reverse, self.world)
             self._overlap.begin()
 
@@ -220,12 +232,6 @@ class Replicated(Parallel):
         if self._overlap is not None and self._overlap.is_open:
             self._overlap.finish()  # which the other ranks wait for
         super().drop_gradients()
-
-    def begin_lockstep(self) -> None:
-        """See the base class."""
-        self._live.clear()
-        self.gather()
-        self._in_lockstep = True
 
     @contextmanager
     def reducing(self, *, across: bool) -> Iterator[None]:
@@ -250,19 +256,6 @@ def drop_unused(parameters: Sequence[nn.Parameter], used: Sequence[bool]) -> Non
     for parameter, flag in zip(parameters, used, strict=True):
         if not flag:
             parameter.grad = None
-
-
-def total_norm(grads: Sequence[Tensor]) -> Tensor:
-    """Compute the 2-norm of several tensors together, in fp32 at least, a 0-d tensor.
-
-    In bf16 it would be off by 4e-3, and in fp16 overflow beyond 65504.
-    """
-    norms: list[Tensor] = []
-    for dtype in dict.fromkeys(grad.dtype for grad in grads):
-        same = [grad for grad in grads if grad.dtype == dtype]
-        norms += torch._foreach_norm(same, 2.0, dtype=torch.promote_types(dtype, torch.float32))
-    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
-    return norm
 
 
 def buckets(

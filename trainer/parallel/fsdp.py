@@ -43,8 +43,7 @@ class Sharded(Parallel):
         call: runs it.
         blocks: submodules that are gathered and reduced each on its own; the rest forms one more.
         world: all ranks.
-        replicas: copies of the sharded model (HSDP); 1 shards over all ranks (FSDP).
-        mesh: of the ranks; None makes it.
+        mesh: of the ranks, from `make_mesh`.
         draw: gives a parameter's first value by its name, whole, the same on every rank; None
             leaves the shards of a model on the meta device to be loaded.
         dtype: that fp32 parameters are gathered in; None gathers them as they are.
@@ -59,9 +58,8 @@ class Sharded(Parallel):
         call: Callable[[Fields], Any],
         blocks: Sequence[nn.Module],
         world: World,
+        mesh: DeviceMesh,
         *,
-        replicas: int = 1,
-        mesh: DeviceMesh | None = None,
         draw: Callable[[str], Tensor] | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -74,12 +72,10 @@ class Sharded(Parallel):
             parameter.data = parameter.data.contiguous()
         # Objectives make new tensors of what a model returns; they write into none of them.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
-        mesh = mesh or _mesh(world, replicas)
         # Autocast casts inputs where an operator asks for it, as it does without shards.
         reduce_dtype = None if dtype is None else torch.float32
         policy = MixedPrecisionPolicy(dtype, reduce_dtype, cast_forward_inputs=False)
-        parts: list[nn.Module] = [*blocks, module]
-        for part in parts:
+        for part in (*blocks, module):
             # FSDP2 looks for the tensors whose backward it waits for in containers alone.
             part.register_forward_hook(open_object)
             fully_shard(part, mesh=mesh, mp_policy=policy)
@@ -95,7 +91,7 @@ class Sharded(Parallel):
             fsdp_calls.reduce_unused(unit)
         super().__init__(module, call, [p for p in self._shards.values() if p.requires_grad], world)
         self._sharing = mesh.get_group(mesh.ndim - 1)
-        self._copies = mesh.get_group(0) if replicas > 1 else None
+        self._copies = mesh.get_group(0) if mesh.ndim > 1 else None
         self._order: BlockOrder | None = None
         assert isinstance(module, FSDPModule)  # which `fully_shard` made of it
         self._root: FSDPModule = module
@@ -295,10 +291,19 @@ def _give_memory(
         module.load_state_dict(state, strict=False, assign=True)
 
 
-def _mesh(world: World, replicas: int) -> DeviceMesh:
+def make_mesh(world: World, replicas: int = 1) -> DeviceMesh:
+    """Make the mesh of all ranks, with its communicators. Collective.
+
+    These take memory of a GPU from their first collective on, which is here, so that memory limits
+    that are read later are without it. `replicas` are copies of the sharded model (HSDP); one is
+    sharded over all ranks (FSDP).
+    """
     shape, names = (replicas, world.size // replicas), ("replicate", "shard")
     start = int(replicas == 1)  # one copy has no dimension of its own
-    return init_device_mesh(world.device.type, shape[start:], mesh_dim_names=names[start:])
+    mesh = init_device_mesh(world.device.type, shape[start:], mesh_dim_names=names[start:])
+    for group in mesh.get_all_groups():
+        dist.all_reduce(torch.zeros(1, device=world.device), group=group)
+    return mesh
 
 
 @contextmanager

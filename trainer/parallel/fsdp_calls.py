@@ -27,8 +27,7 @@ def reset(root: FSDPModule) -> None:
     state: Any = root._get_fsdp_state()
     sent, shared = state._comm_ctx, state._state_ctx
     here = sent.device_handle.current_stream()
-    names = ("all_gather_copy_in", "all_gather", "reduce_scatter", "all_reduce")
-    for name in names:
+    for name in ("all_gather_copy_in", "all_gather", "reduce_scatter", "all_reduce"):
         here.wait_stream(getattr(sent, f"{name}_stream"))
     sent.all_gather_state = None
     if hasattr(sent, "reduce_scatter_states"):

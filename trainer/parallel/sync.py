@@ -35,7 +35,7 @@ class SyncPolicy(ABC):
 
     def micro_batch(self, model: Parallel, *, is_last: bool) -> AbstractContextManager[None]:
         """Wrap forward and backward of one micro-batch."""
-        model.world.note_micro_batch()
+        model.world.board.next_micro_batch()
         return nullcontext()
 
     def reduce(self, model: Parallel, used: Sequence[bool]) -> None:
@@ -102,7 +102,7 @@ class _EachMicroBatch(SyncPolicy):
 
     def micro_batch(self, model: Parallel, *, is_last: bool) -> AbstractContextManager[None]:
         """See the base class."""
-        model.world.note_micro_batch()
+        model.world.board.next_micro_batch()
         return model.reducing(across=is_last or not self.within_copies)
 
 

@@ -13,11 +13,8 @@ from typing import final
 
 # Share of the memory that whole parameters and gradients may take; activations need the rest
 MOST_OF_MEMORY = 0.5
-
-
 # Share of a micro-batch that is its backward
 BACKWARD = 2 / 3
-
 # Bytes of a bucket of small gradients: the least and the most
 BUCKETS = 2**23, 2**27
 # How many times its latency a bucket travels for at least

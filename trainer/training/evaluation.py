@@ -25,6 +25,7 @@ from trainer.parallel.base import Parallel
 from trainer.plan.cut import Layout
 from trainer.plan.cuts import Budget
 from trainer.plan.lengths import Lengths
+from trainer.plan.partition import pad
 
 CHUNK = 8192  # samples planned at once
 
@@ -59,7 +60,8 @@ class HeldOut:
         Yields:
             One request per micro-batch.
         """
-        cut = Budget(max_tokens=max(self.max_tokens, int(self.lengths.max(initial=1))))
+        longest = int(pad(np.array([self.lengths.max(initial=1)]), self.layout)[0])
+        cut = Budget(max_tokens=max(self.max_tokens, longest * self.layout.group_size))
         size = self.layout.world_size if self.is_ordered else 1
         layout = replace(self.layout, world_size=self.layout.world_size // size)
         # What is cut for one rank is dealt to all.

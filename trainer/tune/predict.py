@@ -22,8 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from trainer.accumulate.rollback import Snapshot
 from trainer.config.messages import clip
 from trainer.models.duplicate import duplicate
-from trainer.models.gpt import GPT
-from trainer.models.output_layer import IS_LAST, candidate, is_last
+from trainer.models.output_layer import IS_LAST, candidate, is_gpt, is_last
 from trainer.objectives.next_token import NextToken
 from trainer.parallel.sync import Deferred
 from trainer.plan.memory import Shape
@@ -146,8 +145,8 @@ def mark_output_layer(work: Workload) -> None:
 
     An objective may then ask for what goes into that layer.
     """
-    layer = candidate(work.model)
-    if layer is None or isinstance(work.model, GPT) or not isinstance(work.objective, NextToken):
+    layer = candidate(work.model) if isinstance(work.objective, NextToken) else None
+    if layer is None or is_gpt(work.model):
         return
     alone = replace(work, fake_ranks=None)
     with suppress(CannotRunFake), fake_micro_batch(alone, Shape(1, 1)) as (theirs, fields, _):

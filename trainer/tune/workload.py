@@ -62,7 +62,7 @@ class Workload:
         weights: what parameters on the meta device begin with.
         sync: when gradients are reduced, where the model is laid out.
         fake_ranks: lends a way to lay copies out over ranks that are not there, as the run does
-            over real ones; None where every rank holds the model whole.
+            over real ones; None is one rank.
     """
 
     model: nn.Module
@@ -187,8 +187,9 @@ def fullest_steps(work: Workload, model: Parallel, fields: Fields | None = None)
             snapshot.take()
             sync.gather(model)
             peak.assign("parameters", module.parameters())
+            peak.assign("buffers", model.staging.values())
             for parameter in module.parameters():
-                if has_gradients and parameter.requires_grad:
+                if has_gradients and parameter.requires_grad and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
             peak.assign("gradients", gradients(module))
             if fields is not None:

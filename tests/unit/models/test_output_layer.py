@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from types import MethodType
+from typing import Any
 
 import pytest
 import torch
 import transformers
+from torch import Tensor
 
 from tests.lib.tune_support import assert_same, text, traces, workload
 from trainer.models.bind import bind
@@ -47,6 +51,49 @@ def test_a_fake_run_tells_models_that_change_what_their_output_layer_gives(
     # transformers normalises in float32, whatever the dtype of the model.
     torch.testing.assert_close(*losses, rtol=1e-6, atol=0.0)
     torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-6)
+
+
+class Capped(GPT):  # type: ignore[misc] # final
+    """Caps its logits, as Gemma 2 does."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return 5 * torch.tanh(GPT.forward(self, input_ids) / 5)
+
+
+class Passed(GPT):  # type: ignore[misc] # final
+    """Gives its logits as they are."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return super().forward(input_ids)
+
+
+def capped(*sizes: int, hooks: bool = False, **options: Any) -> GPT:
+    """Give a model of ours whose logits are capped by another forward, or by a hook."""
+    model = GPT(*sizes, **options)
+    if hooks:
+        model.register_forward_hook(lambda _, __, logits: 5 * torch.tanh(logits / 5))
+    else:
+        model.forward = MethodType(Capped.forward, model)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("build", "is_output"),
+    [(Capped, False), (Passed, True), (capped, False), (partial(capped, hooks=True), False)],
+)
+def test_a_model_of_ours_with_another_forward_is_looked_at_like_any_other(build, is_output):
+    model = build(2**15, width=8, num_layers=1, num_heads=2)
+    work = replace(workload(model, text()), objective=NextToken())
+    mark_output_layer(work)
+    assert (work.call.output_layer is not None) == is_output
+    fields = work.fields(2, 40)
+    assert 4 * fields["labels"].numel() * model.vocab_size > LEAST_BYTES
+    with torch.no_grad():
+        whole, found = (
+            float(NextToken().sums(call, fields).losses["cross_entropy"])
+            for call in (work.call.run, work.call)
+        )
+    assert found == pytest.approx(whole, rel=1e-6)
 
 
 @pytest.mark.parametrize(("tied", "autocast"), [(False, torch.bfloat16), (True, None)])

@@ -112,6 +112,21 @@ def test_at_most_so_many_samples_spread_evenly_are_evaluated():
         assert evaluated(bench, samples) == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(pad_multiple=8, longest=1000),
+        Layout(shapes=(8, 1000)),
+        Layout(pad_multiple=8, longest=1000, group_size=4),
+        Layout(pad_multiple=8, longest=1000, packed=True, group_size=4),
+    ],
+    ids=["multiple", "shapes", "groups", "packed groups"],
+)
+def test_a_cap_below_what_the_longest_sample_is_padded_to_leaves_it_alone(layout):
+    samples = replace(held_out(480), lengths=Lengths.of(np.array([*[7] * 9, 993])), layout=layout)
+    assert sorted(i for each in samples.requests(0) for i in each.ids) == [*range(10)]
+
+
 class Watched(RaggedText):
     """Counts what was read."""
 
