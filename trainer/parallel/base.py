@@ -11,8 +11,8 @@ have: everything here sums, and undoes the division that a reducer makes on its 
                            reduce-scatter per block that leaves each rank its shard (FSDP2)
 
 or, in lockstep, `begin_lockstep()` and every micro-batch within `reducing()`, which reduces it
-right away; or `begin_overlap()` and the last micro-batch within `overlapping()`, which sends what
-it completes. A sync policy (`sync.py`) decides *when* gradients are reduced; this room knows *how*.
+right away; or, of whole copies, `begin_overlap()`, and `begin_last()` before the micro-batch whose
+backward sends them. A sync policy (`sync.py`) decides *when* to reduce; this room knows *how*.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -87,17 +87,6 @@ class Parallel(ABC):
         self._live.clear()
         self.gather()
         self._in_lockstep = True
-
-    def begin_overlap(self) -> None:
-        """Begin a step whose last backward may send gradients, instead of `gather`. Collective.
-
-        `make_room`, or `drop_gradients` where this rank failed, then sends the rest.
-        """
-        self.gather()
-
-    def overlapping(self) -> AbstractContextManager[None]:
-        """Wrap the last micro-batch of this rank: its gradients travel while backward goes on."""
-        return nullcontext()
 
     @abstractmethod
     def reducing(self, *, across: bool) -> AbstractContextManager[None]:
@@ -223,15 +212,20 @@ class Replicated(Parallel):
         return memory[:size]
 
     def begin_overlap(self) -> None:
-        """See the base class: backward reaches the last parameters first."""
+        """Begin a step whose last backward may send gradients, instead of `gather`. Collective.
+
+        `make_room`, or `drop_gradients` where this rank failed, then sends the rest.
+        """
         if self.world.size > 1:
+            # Backward reaches the last parameters first.
             reverse = [*buckets(self.parameters[::-1], self.bucket_bytes)]
             self._overlap = self._overlap or Overlap(self.parameters, reverse, self.world)
             self._overlap.begin()
 
-    def overlapping(self) -> AbstractContextManager[None]:
-        """See the base class."""
-        return nullcontext() if self._overlap is None else self._overlap.last()
+    def begin_last(self) -> None:
+        """Begin the last micro-batch of this rank: its gradients travel while backward goes on."""
+        if self._overlap is not None:
+            self._overlap.is_last = True
 
     def drop_gradients(self) -> None:
         """See the base class."""

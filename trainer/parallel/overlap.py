@@ -7,8 +7,7 @@ skipped as after any other; what was sent is dropped with it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import torch
@@ -43,30 +42,22 @@ class Overlap:
             self._views |= {p: f.view(p.shape) for p, f in zip(bucket, pieces, strict=True)}
         self._place = {p: place for place, bucket in enumerate(buckets) for p in bucket}
         self._has_gradient = set[nn.Parameter]()
-        self._is_last = False
         self._left = list[set[nn.Parameter]]()  # of each bucket, what backward is yet to reach
         self._waits = list[Callable[[], Any]]()  # one for each bucket that was sent
         self.is_open = False  # between the beginning of a step and its last bucket
+        self.is_last = False  # in the last micro-batch of this rank
         for parameter in parameters:
             hook: Any = parameter.register_post_accumulate_grad_hook
             hook(self._add)
 
     def begin(self) -> None:
         """Begin a step with gradients of zero."""
-        self.is_open, self._left = True, [set(bucket) for bucket in self._buckets]
+        self.is_open, self.is_last = True, False
+        self._left = [set(bucket) for bucket in self._buckets]
         self._has_gradient.clear()
         torch._foreach_zero_(self._flats)
         for parameter, view in self._views.items():
             parameter.grad = view
-
-    @contextmanager
-    def last(self) -> Iterator[None]:
-        """Wrap the last micro-batch of this rank."""
-        self._is_last = True
-        try:
-            yield
-        finally:
-            self._is_last = False
 
     def used(self) -> list[bool]:
         """Tell which parameters have a gradient, by a backward or assigned."""
@@ -86,7 +77,7 @@ class Overlap:
         """Note a gradient, and send the buckets that it completes, in their order."""
         assert isinstance(parameter, nn.Parameter)
         self._has_gradient.add(parameter)
-        if not (self.is_open and self._is_last):
+        if not (self.is_open and self.is_last):
             return
         left = self._left[self._place[parameter]]
         if parameter not in left:

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import final
 
-from trainer.parallel.base import Parallel
+from trainer.parallel.base import Parallel, Replicated
 from trainer.plan.traffic import Moves
 
 
@@ -80,12 +80,14 @@ class Overlapped(SyncPolicy):
 
     def gather(self, model: Parallel) -> None:
         """See the base class."""
+        assert isinstance(model, Replicated)  # others refuse it, as they are configured
         model.begin_overlap()
 
     def micro_batch(self, model: Parallel, *, is_last: bool) -> AbstractContextManager[None]:
         """See the base class."""
-        model.world.board.next_micro_batch()
-        return model.overlapping() if is_last else nullcontext()
+        if is_last and isinstance(model, Replicated):
+            model.begin_last()
+        return super().micro_batch(model, is_last=is_last)
 
     def moves(self, micro_batches: float) -> Moves:
         """See the base class."""
