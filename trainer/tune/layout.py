@@ -68,7 +68,7 @@ def packs(
 
     Left to itself it is done where padding would cost something and the model has one kernel for
     all documents of a row, as it says itself. Never on a CPU: there documents are attended to one
-    by one, at 0.8 of the speed of padded micro-batches.
+    by one, which gains 1 % at 350 tokens in the mean, and less where they are shorter.
 
     Args:
         asked: `accum.packed`.
