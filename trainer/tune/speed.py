@@ -45,8 +45,7 @@ CONTENDER = 1.25  # a size whose time per token is this much above the best is n
 LEFT_LINE = 1.1
 # What a micro-batch takes outside of forward and backward: to collate, seed, divide and count
 OVERHEAD_S = 2e-4
-# Least fixed cost of a micro-batch, in tokens: gradients are read and written once. On two CPU
-# cores 45 to 90 are usual, and on a GPU, that computes more per byte, it takes more.
+# Least fixed cost of a micro-batch, in tokens: on two CPU cores 45 to 98 are usual, on GPUs more
 LEAST_FIXED = 32.0
 
 

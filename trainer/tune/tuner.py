@@ -296,10 +296,7 @@ class Variant:
         return min(max(RUN_SHARE * run_s, LEAST_BUDGET_S), MOST_BUDGET_S)
 
     def _shapes_to_time(self, fits: int) -> tuple[list[Shape], list[Shape]]:
-        """Choose shapes: every size at the typical length, one at others, and one tiny sample.
-
-        That shows what a micro-batch costs however small: intercepts of the others are noise.
-        """
+        """Choose shapes: sizes at the typical length, one at others, and a tiny one: fixed cost."""
         question, typical = self.question, self.question.typical
         caps = _doublings(question.smallest_cap, fits)
         middle = min(caps, key=lambda cap: abs(cap - QUADRATIC_TOKENS))
