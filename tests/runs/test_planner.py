@@ -200,6 +200,7 @@ def test_the_peak_under_bf16_autocast_is_predicted(name):
 @pytest.mark.timeout(LIMIT_S)
 @pytest.mark.usefixtures("own_folder")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own compiler
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # which it hides, but for an error
 def test_the_recipe_of_gpt2_runs_packed_and_compiled_at_toy_size():
     Path("tokens").mkdir()
     ids = np.random.default_rng(0).integers(0, 300, 8000).astype(np.uint16)
