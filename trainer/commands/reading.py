@@ -33,8 +33,7 @@ from trainer.verify.proof import verify
 
 EVALUATE_FILE = "evaluate.json"
 VERIFY_FILE = "verify.json"
-DOUBLE = 2
-"""The comparison is in float64: twice the bytes of fp32."""
+DOUBLE = 2  # the comparison is in float64: twice the bytes of fp32
 
 
 def evaluate_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], bool]) -> int:
@@ -104,6 +103,7 @@ def _show(loaded: Loaded, text: str) -> None:
     screen = Screen()
     for message in loaded.messages:
         screen.warn(message)
+    screen.line(f"reading {loaded.path}")
     screen.line(f"step {loaded.step}: {text}")
     screen.close()
 
