@@ -50,7 +50,7 @@ NEAR_BEST = 0.03  # steps that differ by less count as equally fast
 # to 1.44 times as slow as another that was slower.
 UNKNOWN_NOISE = 0.5
 WORTHWHILE = 0.97  # of the time, that a compiled micro-batch must take less than
-TINY = 16  # parts of a typical sample, one of which takes little more than the fixed cost
+TINY = 16  # parts of a typical sample; two (of one, a graph more is compiled) are all fixed cost
 QUADRATIC_TOKENS = 2048  # size at which further lengths are timed, to tell attention's share
 # What timing may take: a share of the run, within bounds in seconds
 RUN_SHARE, LEAST_BUDGET_S, MOST_BUDGET_S = 0.02, 1.5, 10.0
@@ -308,8 +308,8 @@ class Variant:
         lengths = {question.padded(question.longest), question.padded(typical // 4)} - {typical}
         if question.shortest == question.longest:
             return sizes, []  # attention's share is the same in every sample, and so is the cut
-        others = [shape(middle, length) for length in sorted(lengths)]
-        return sizes, [Shape(1, question.padded(max(1, typical // TINY))), *others]
+        tiny = Shape(min(2, question.most_samples), question.padded(max(1, typical // TINY)))
+        return sizes, [tiny, *(shape(middle, length) for length in sorted(lengths))]
 
     def _measure(self, sizes: Sequence[Shape], others: Sequence[Shape]) -> None:
         """Time shapes, and compare the memory they took with the predicted."""
