@@ -45,7 +45,7 @@ class Machine:
     def seconds(self, shape: Shape) -> float:
         linear, constant, pairs = terms(shape)
         bend = max(1.0, (positions(shape) / self.cache) ** 0.5)
-        return (0.003 * constant + 1e-4 * linear + 1e-7 * pairs) * bend
+        return (0.007 * constant + 1e-4 * linear + 1e-7 * pairs) * bend
 
     def prepare(self, shape: Shape):
         def run() -> None:
@@ -80,7 +80,7 @@ def test_the_time_model_is_found_again_despite_outliers():
     machine = Machine(noise=lambda run: 5.0 if run % 13 == 0 else 1.0)
     seconds = machine.measure().seconds
     model = fit_speed({s: seconds[s] for s in SIZES}, {s: seconds[s] for s in OTHERS})
-    assert model.cost.fixed == pytest.approx(30 + OVERHEAD_S / 1e-4, rel=1e-6)
+    assert model.cost.fixed == pytest.approx(70 + OVERHEAD_S / 1e-4, rel=1e-6)
     assert model.cost.quadratic == pytest.approx(1e-3, rel=1e-6)
     assert model.cost.seconds_per_token == pytest.approx(1e-4, rel=1e-6)
     assert model.bends == pytest.approx(np.ones(len(SIZES)))
@@ -166,7 +166,7 @@ def test_few_or_odd_timings_still_give_a_time_per_token_and_a_fixed_cost():
     assert min(flat.fixed, flat.seconds_per_token) > 0
     single = fit_speed({Shape(1, 256): 2.66}, {})
     assert single.cost.seconds_per_token == pytest.approx(2.66 / 256)
-    assert single.seconds(Shape(32, 256)) > 28 * 2.66
+    assert single.seconds(Shape(32, 256)) > 25 * 2.66
     noisy = fit_speed({Shape(1, 64): 0.0064, Shape(4, 64): 0.0266}, {})
     assert noisy.cost.fixed == pytest.approx(LEAST_FIXED)
 

@@ -204,7 +204,7 @@ def test_a_model_too_slow_for_two_timings_gets_a_usual_cap_and_says_that_it_is_a
     assert len(found.candidates) > 1
     assert "one size only, too slow for more: a cap of 2,048 is a guess" in found.method
     times = [row.seconds_per_step for row in found.candidates]
-    assert min(times) > 0.94 * max(times)
+    assert min(times) > 0.89 * max(times)
     later = tune(asked, book, clock=model.clock)
     assert "is a guess" not in later.method
     assert "timed in an earlier run" not in later.method, "a guess is no measurement"
