@@ -305,11 +305,11 @@ class Variant:
             return Shape(max(1, min(question.most_samples, size // length)), length)
 
         sizes = list(dict.fromkeys(shape(cap, typical) for cap in caps))
-        lengths = {question.padded(question.longest), question.padded(typical // 4)} - {typical}
         if question.shortest == question.longest:
             return sizes, []  # attention's share is the same in every sample, and so is the cut
-        tiny = Shape(min(2, question.most_samples), question.padded(max(1, typical // TINY)))
-        return sizes, [tiny, *(shape(middle, length) for length in sorted(lengths))]
+        tiny, quarter = (question.padded(max(question.shortest, typical // n)) for n in (TINY, 4))
+        lengths = sorted({quarter, question.padded(question.longest)} - {typical})
+        return sizes, [shape(min(fits, 2 * tiny), tiny), *(shape(middle, n) for n in lengths)]
 
     def _measure(self, sizes: Sequence[Shape], others: Sequence[Shape]) -> None:
         """Time shapes, and compare the memory they took with the predicted."""

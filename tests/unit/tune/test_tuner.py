@@ -196,6 +196,14 @@ def test_a_cap_as_fast_as_any_is_chosen_and_a_second_run_finds_it_in_the_cache(t
     assert "earlier run" in again.method
 
 
+def test_no_sample_is_timed_that_is_shorter_than_any_of_the_data():
+    model, book = Paced(), TuningCache()
+    lengths = np.array([100, 200, 300] * 4)
+    changes = {"batches": [lengths], "longest": 300, "shortest": 100}
+    tune(question(model, timed=True, num_steps=10**6, **changes), book, clock=model.clock)
+    assert min(shape.length for shape in book.facts[False].seconds) == 100
+
+
 def test_a_model_too_slow_for_two_timings_gets_a_usual_cap_and_says_that_it_is_a_guess():
     model, book = Paced(best=10**6), TuningCache()
     asked = question(model, timed=True, num_steps=10**6, longest=512, batches=[np.full(16, 512)])
