@@ -51,12 +51,7 @@ def start_block(
 
 
 def plan_block(plan: Record, file: Path) -> RenderableType:
-    """Lay out the whole arithmetic of a run, for `train plan`.
-
-    Args:
-        plan: what plan.json holds.
-        file: where that is, for what does not fit onto the screen.
-    """
+    """Lay out the whole arithmetic of a run, from what plan.json, at `file`, holds."""
     parts = [f"{name} {size(count)}" for name, count in plan["memory_parts"].items() if count]
     means, steps = plan["epoch_means"], plan["steps"]
     sync = plan["sync_why"] or f"{plan['sync']}, parallel {plan['parallel']}"
@@ -107,12 +102,7 @@ def verify_block(report: VerifyReport) -> RenderableType:
 
 
 def end_block(plan: Record, result: Record) -> RenderableType:
-    """Lay out how a run ended and what it is worth; the commands that follow are not a part.
-
-    Args:
-        plan: what plan.json holds.
-        result: what result.json holds.
-    """
+    """Lay out how a run ended and what it is worth, from what plan.json and result.json hold."""
     blocks: list[RenderableType] = [_title("done"), _outcome(plan, result)]
     if result["eval_loss"] is not None:
         blocks.append(_section("held-out loss", _losses(result)))

@@ -43,6 +43,7 @@ class Facts:
     noise: float = math.inf  # of the timings, the least of any run; see `Timings`
     method: str = ""  # how peaks are predicted
     compiled_time: float = 0.0  # of a micro-batch, over its time as it is; 0 where none was
+    compile_s: float = 0.0  # that compiling for one shape took
     ratio: float = 1.0  # resident bytes per byte of tensors; see `add_ratio`
 
     def add_timings(self, seconds: Mapping[Shape, float], noise: float) -> None:

@@ -79,18 +79,18 @@ class Stopwatch:
     """A clock that stands still while something compiles, which no step does."""
 
     def __init__(self, clock: Clock) -> None:
-        self._clock, self._lost = clock, 0.0
+        self._clock, self.stopped_s = clock, 0.0
 
     def __call__(self) -> float:
         """Read it."""
-        return self._clock() - self._lost
+        return self._clock() - self.stopped_s
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
         """Take no notice of what the block takes."""
         before = self()
         yield
-        self._lost += self() - before
+        self.stopped_s += self() - before
 
 
 @contextmanager

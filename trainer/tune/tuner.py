@@ -142,9 +142,12 @@ def _method(best: Variant, row: Candidate) -> str:
     if math.isinf(best.margin) and len(best.rows) > 1:
         how += f", one size only, too slow for more: a cap of {row.max_tokens:,} is a guess"
     method = [best.facts.method, how, question.limit.source]
-    if question.work.compiled and best.facts.compiled_time > WORTHWHILE:
-        share = f"compiled, a micro-batch takes {best.facts.compiled_time:.0%} of its time without"
-        method.append(f"{share}: compile=false starts sooner")
+    if (share := best.facts.compiled_time) and question.work.compiled:
+        lengths = max(len(question.layout.shapes), question.layout.max_shapes or 1)
+        gained_s = best.times[row.max_tokens] * question.num_steps * (1 / share - 1)
+        if share > WORTHWHILE or gained_s < lengths * best.facts.compile_s:
+            words = f"compiled, a micro-batch takes {share:.0%} of its time without"
+            method.append(f"{words}, and every length compiles: compile=false ends sooner")
     if row.max_tokens < question.alone:
         method.insert(0, f"longer samples, up to {question.alone:,}, get a micro-batch each")
     return "; ".join(method)
@@ -349,6 +352,8 @@ class Variant:
             timings = measure(
                 prepare, sizes, others, self.budget_s, stopwatch, self.meter, patience_s=patience_s
             )
+        if work.compiled:
+            self.facts.compile_s = stopwatch.stopped_s / max(1, len(timings.seconds))
         return timings, max(growth, default=0)
 
     def refusal(self) -> DoesNotFitError:

@@ -203,8 +203,10 @@ def fullest_steps(work: Workload, model: Parallel, fields: Fields | None = None)
             peak.assign("gradients", gradients(module))
             model.scale_gradients(model.gradient_norm())
             optimizer.step()
-            state = tree_leaves([*optimizer.state.values()])
-            peak.assign("optimizer_state", [leaf for leaf in state if isinstance(leaf, Tensor)])
+            peak.assign(
+                "optimizer_state",
+                filter(torch.is_tensor, tree_leaves([*optimizer.state.values()])),
+            )
             optimizer.zero_grad(set_to_none=True)
     return peak.estimate
 
