@@ -74,8 +74,10 @@ def pad(
             field = _grow(field, pad_to, _fill(name))
         fields[name] = field
     if INPUT_IDS in aligned and ATTENTION_MASK not in fields:
-        lengths = torch.tensor([sample[INPUT_IDS].size(0) for sample in samples])
-        fields[ATTENTION_MASK] = (torch.arange(pad_to) < lengths[:, None]).long()
+        lengths = [sample[INPUT_IDS].size(0) for sample in samples]
+        mask = fields[ATTENTION_MASK] = torch.ones(len(samples), pad_to, dtype=torch.int64)
+        if min(lengths) < pad_to:
+            mask.copy_(torch.arange(pad_to) < torch.tensor(lengths)[:, None])
     return fields
 
 

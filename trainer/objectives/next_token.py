@@ -50,7 +50,8 @@ class NextToken(Objective):
 
     def weights(self, fields: Fields) -> Mapping[str, float]:
         """Count the tokens that have a next one, under every name."""
-        count = float(torch.count_nonzero(shifted_labels(fields) != IGNORED))
+        shifted = shifted_labels(fields) if "cu_seqlens" in fields else _sequences(fields)[:, 1:]
+        count = float(torch.count_nonzero(shifted != IGNORED))
         names = ["cross_entropy", "accuracy", *(["z_loss"] if self.z_loss else [])]
         return dict.fromkeys(names, count)
 
@@ -117,14 +118,19 @@ def shifted_labels(fields: Fields) -> Tensor:
     Raises:
         ConfigError: the data give no labels, or none that are a sequence per sample.
     """
+    targets = F.pad(_sequences(fields)[:, 1:], (0, 1), value=IGNORED).long()
+    if "cu_seqlens" in fields:
+        ends = fields["cu_seqlens"][1:].long() - 1
+        targets.index_fill_(1, ends, IGNORED)
+    return targets
+
+
+def _sequences(fields: Fields) -> Tensor:
+    """Take the labels, which must be a sequence per sample."""
     labels = labels_of(fields)
     if labels.ndim != 2:  # noqa: PLR2004 - (batch, time)
         raise ConfigError(
             f"objective=next_token: labels of shape {tuple(labels.shape)} are not sequences "
             "of tokens, (batch, time); for one number per sample use objective=classify"
         )
-    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED).long()
-    if "cu_seqlens" in fields:
-        ends = fields["cu_seqlens"][1:].long() - 1
-        targets.index_fill_(1, ends, IGNORED)
-    return targets
+    return labels
