@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from tests.reliability.support import put, save
-from trainer.build.checks import check_position, read_allowed, read_run_state
+from trainer.build.checks import read_run_state
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.state import capture, restore
 from trainer.checkpoint.status import read_status
@@ -35,7 +35,6 @@ from trainer.checkpoint.weights import load_weights
 from trainer.core.durable import clean, read_json
 from trainer.core.errors import NoCheckpointError
 from trainer.optim.optimizers import without_compiler
-from trainer.plan.order import Order
 from trainer.report.metrics import evaluation_at
 from trainer.report.wandb import WandbMirror
 
@@ -290,15 +289,3 @@ def test_a_place_that_the_steps_do_not_lead_to_is_refused(tmp_path):
     for change in NOWHERE:
         with pytest.raises(NoCheckpointError):
             read_run_state(replace(sound, meta={"extra": EXTRA | change}))
-
-
-def test_a_place_beyond_the_epoch_and_terms_that_are_none_are_refused(tmp_path):
-    beyond = r"is 4 samples into an epoch, but the data have 3: .*init="
-    with pytest.raises(NoCheckpointError, match=beyond):
-        check_position(EXTRA, Order(3, 0, 1), tmp_path)
-    check_position(EXTRA, Order(4, 0, 1), tmp_path)
-    terms = {"contract": {}, "fingerprint": 3}
-    (tmp_path / "allowed.json").write_text(json.dumps({"6": terms}))
-    assert read_allowed(tmp_path, 5) == {}
-    with pytest.raises(NoCheckpointError, match="delete it"):
-        read_allowed(tmp_path, 6)

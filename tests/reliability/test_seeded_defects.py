@@ -27,7 +27,7 @@ from tests.reliability.test_full_disk import (
 from tests.reliability.test_nonfinite import assert_skipped, ledger_of, settings_of
 from trainer.accumulate import rollback
 from trainer.accumulate import sum as summing
-from trainer.build import checks, prepare
+from trainer.build import prepare
 from trainer.checkpoint import state, store
 from trainer.commands import train
 from trainer.core import durable
@@ -230,7 +230,14 @@ DEFECTS: Mapping[str, Defect] = {
         *(preempted, checkpointing.Checkpointer, "save"),
         lambda save: lambda own, tokens, failures, **_: save(own, tokens, failures),
     ),
-    "fingerprints are not compared": (fingerprinted, checks, "check_terms", lambda _: nothing),
+    "fingerprints are not compared": (
+        *(fingerprinted, train, "terms_of"),
+        lambda terms_of: (
+            lambda parts, loaded, extra: terms_of(
+                parts, loaded, {**extra, "fingerprint": parts.train_set.fingerprint}
+            )
+        ),
+    ),
 }
 
 

@@ -3,20 +3,17 @@
 That no part makes the step inexact; that a loss nobody has tested is a sum; that ranks begin the
 same, since replicas that begin apart stay apart, and no later step shows it; that a resumed run
 goes on with the same steps. A checkpoint keeps the contract that its steps obeyed and the
-fingerprint of their data. What `resume_allow` let a run change after a checkpoint is written into
-the run folder, so that a run that is killed before its next checkpoint goes on by the same command;
-checkpoints then keep the new terms.
+fingerprint of their data.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, product
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -28,7 +25,6 @@ from trainer.build.parts import Parts
 from trainer.checkpoint.codec import decode
 from trainer.checkpoint.store import Loaded
 from trainer.config.run_config import contract, contract_diff
-from trainer.core.durable import read_json, write_record
 from trainer.core.errors import ConfigError, DataError, NoCheckpointError
 from trainer.core.micro_batch import to_device
 from trainer.core.tensors import bits_of
@@ -41,7 +37,6 @@ from trainer.objectives.base import Objective, sums_of, weights_of
 from trainer.objectives.model_loss import REDUCTIONS, ModelLoss
 from trainer.plan.cut import Cost, IntArray
 from trainer.plan.cuts import Budget
-from trainer.plan.order import Order
 from trainer.plan.traffic import Network
 from trainer.tune.workload import restoring
 
@@ -51,8 +46,6 @@ ROUNDING = {"fp32": 1e-4, "tf32": 0.005, "bf16": 0.02, "fp16": 0.005}
 LARGE = 0.02
 # How many times smaller the error is under the settings that are meant
 FAR = 10.0
-# The terms of the steps after a checkpoint, by its step, where they are not the checkpoint's
-ALLOWED_FILE = "allowed.json"
 
 
 def check_parts(parts: Parts) -> None:
@@ -253,16 +246,11 @@ class _Position(BaseModel, extra="forbid"):
     samples: _Count
 
 
-class _Terms(BaseModel):
-    """What steps obey: the contract, and the data."""
+class _RunState(BaseModel):
+    """Types of what is read; there may be more."""
 
     contract: dict[str, Any]
     fingerprint: str
-
-
-class _RunState(_Terms):
-    """Types of what is read; there may be more."""
-
     cursor: _Position
     tokens: _Count
     failures: _Count = 0
@@ -300,97 +288,25 @@ def read_run_state(loaded: Loaded) -> dict[str, Any]:
     return extra
 
 
-def terms_of(
-    parts: Parts, folder: Path, loaded: Loaded | None, state: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Give what the steps of a run depend on: its contract, and its data. Collective.
+def terms_of(parts: Parts, loaded: Loaded | None, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Give what the steps of a run depend on: its contract, and its data.
 
-    `state` is that of the checkpoint, where there is one.
+    `state` is that of the checkpoint, where there is one. The run's config.yaml was compared before
+    with what is typed; it cannot know the data, nor the cut of a model that normalises over it.
 
     Raises:
-        TrainError: the run was begun with other steps, and may not change them.
+        DataError: the run was begun with other data, and may not change them.
+        ConfigError: the run was begun with other steps, and may not; one line per key.
     """
     statistics, ranks = batch_statistics(parts.module) is not None, parts.world.size
     config = parts.config.model_copy(update={"precision": parts.precision})
-    now = {
-        "contract": contract(config, has_batch_statistics=statistics, ranks=ranks),
-        "fingerprint": parts.train_set.fingerprint,
-    }
-    if loaded is None:
-        return now
-    if now["fingerprint"] == state["fingerprint"]:
-        check_position(state, parts.source.order, loaded.path)
-    if _differ(state, now):
-        allowed = parts.world.on_main(lambda: read_allowed(folder, loaded.step))
-        check_terms(now, allowed or state, parts.config.resume_allow)
-    return now
-
-
-def check_position(state: Mapping[str, Any], order: Order, path: object) -> None:
-    """Check that an epoch of the same data reaches as far as a run came.
-
-    Raises:
-        NoCheckpointError: it does not.
-    """
-    offset = state["cursor"]["offset"]
-    if offset > order.num_samples:
-        raise NoCheckpointError(
-            f"{path}: the run is {offset} samples into an epoch, but the data have "
-            f"{order.num_samples}: start a new run with init={path}"
-        )
-
-
-def check_terms(now: Mapping[str, Any], begun: Mapping[str, Any], allow: Collection[str]) -> None:
-    """Refuse to go on with other terms than those that were begun with, unless it is allowed.
-
-    The run's config.yaml was compared before; it cannot know the data, nor the cut of a model that
-    normalises over it, and it may be newer than the checkpoint.
-
-    Args:
-        now: `contract` and `fingerprint` of the run that wants to go on.
-        begun: those of the steps after the checkpoint, or of the checkpoint.
-        allow: keys and sections that may change; `data` is the fingerprint.
-
-    Raises:
-        DataError: the data are not the same.
-        ConfigError: the step is not the same; one line per key.
-    """
-    if begun["fingerprint"] != now["fingerprint"] and "data" not in allow:
+    now = contract(config, has_batch_statistics=statistics, ranks=ranks)
+    fingerprint, allow = parts.train_set.fingerprint, config.resume_allow
+    if loaded is not None and state["fingerprint"] != fingerprint and "data" not in allow:
         raise DataError(
             "data: changed since the checkpoint was written, so the remaining steps would use "
             "different samples: restore the data, or allow the change with resume_allow=[data]"
         )
-    if faults := contract_diff(begun["contract"], now["contract"], allow):
+    if loaded is not None and (faults := contract_diff(state["contract"], now, allow)):
         raise ConfigError(*faults)
-
-
-def _differ(begun: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Whether terms differ by more than there being more steps."""
-    is_same = begun["fingerprint"] == now["fingerprint"]
-    return not is_same or bool(contract_diff(begun["contract"], now["contract"]))
-
-
-def read_allowed(folder: Path, step: int) -> dict[str, Any]:
-    """Read the terms of the steps after a checkpoint; empty where they are the checkpoint's.
-
-    Raises:
-        NoCheckpointError: what is written there are no terms.
-    """
-    path = folder / ALLOWED_FILE
-    terms = read_json(path).get(str(step))
-    try:
-        return {} if terms is None else _Terms.model_validate(terms, strict=True).model_dump()
-    except ValueError as error:
-        raise NoCheckpointError(
-            f"{path}: has no valid record of step {step}: delete it, and type resume_allow again"
-        ) from error
-
-
-def write_allowed(folder: Path, begun: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Record the terms of the steps after a checkpoint, where they are not those `begun` with.
-
-    A run that begins passes an empty `begun`: its first checkpoint will keep its terms.
-    """
-    if begun and _differ(begun, now):
-        path = folder / ALLOWED_FILE
-        write_record(path, {**read_json(path), str(begun["cursor"]["step"]): dict(now)})
+    return {"contract": now, "fingerprint": fingerprint}

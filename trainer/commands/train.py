@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from trainer.build.checks import check_consistency, read_run_state, terms_of, write_allowed
+from trainer.build.checks import check_consistency, read_run_state, terms_of
 from trainer.build.instantiate import construct
 from trainer.build.parts import Parts, assemble
 from trainer.build.prepare import Prepared, choose_sync, describe_cut, prepare, prepare_on_main
@@ -92,7 +92,7 @@ def _train(config: RunConfig, folder: Path, world: World, stop: Callable[[], boo
     loaded = None if config.resume is None else store.load(world=world)
     extra = {} if loaded is None else read_run_state(loaded)
     parts = _assemble(config, world, extra, begins=loaded is None and not config.init)
-    contract = terms_of(parts, folder, loaded, extra)
+    contract = terms_of(parts, loaded, extra)
     network = network_of(world, extra.get("network"))
     parts = replace(parts, parallel=replace(parts.parallel, network=network))
     prepared = choose_sync(prepare_on_main(parts, extra.get("cut")), extra.get("cut"))
@@ -104,7 +104,7 @@ def _train(config: RunConfig, folder: Path, world: World, stop: Callable[[], boo
         limit_bytes=plan["memory_limit_bytes"],
     )
     kit = _kit(parts, loaded, extra, contract, failed)
-    world.on_main(lambda: _record_begin(folder, plan, contract, extra))
+    world.on_main(lambda: _record_begin(folder, plan))
     reporter = _reporter(config, folder, loaded, extra) if world.is_main else SilentReporter()
     with closing(reporter), ExitStack() as opened:
         run = _run(prepared, kit, store, reporter, stop, extra, contract)
@@ -139,11 +139,8 @@ def _assemble(config: RunConfig, world: World, extra: Mapping[str, Any], *, begi
     return found
 
 
-def _record_begin(
-    folder: Path, plan: Record, contract: Mapping[str, Any], extra: Mapping[str, Any]
-) -> None:
-    """Record how the run goes on, and by what contract, now that nothing refuses it."""
-    write_allowed(folder, extra, contract)
+def _record_begin(folder: Path, plan: Record) -> None:
+    """Record how the run goes on, now that nothing refuses it."""
     publish(folder)
     write_record(folder / PLAN_FILE, plan)
 
