@@ -33,7 +33,6 @@ from trainer.checkpoint.manifest import (
     FILE_NAME,
     FORMAT_VERSION,
     DamagedError,
-    FileDigest,
     Manifest,
     NewerFormatError,
     dump,
@@ -135,9 +134,6 @@ class CheckpointStore:
     ) -> Path:
         """Write a checkpoint; when this returns it survives a power cut. Collective.
 
-        A checkpoint of the same step with the same weights and moments that is already there
-        stands; a damaged one is set aside.
-
         Args:
             step: optimizer steps taken.
             files: what `assign_files` gave on each rank.
@@ -148,8 +144,8 @@ class CheckpointStore:
             Its folder.
 
         Raises:
-            SaveError: it could not be written, or the step's name is taken by another state. The
-                older checkpoints are as they were, and nothing of this one is left.
+            SaveError: it could not be written, or the step has a checkpoint already. The older ones
+                are as they were, and nothing of this one is left.
             TypeError: `meta` holds what is no JSON; likewise.
             ValueError: it holds NaN or infinity; likewise.
         """
@@ -228,23 +224,9 @@ class CheckpointStore:
         path = self.path(manifest.step)
         with durable.as_save_error(path):
             durable.write_file(unfinished / FILE_NAME, [dump(manifest)])
-            if os.path.lexists(path) and self._is_same(path, manifest):
-                durable.discard(unfinished)
-            else:
-                durable.publish(unfinished, path)
+            durable.publish(unfinished, path)
         self._intact.add(manifest.step)
         self._prune()
-
-    def _is_same(self, path: Path, manifest: Manifest) -> bool:
-        """Whether an intact checkpoint of the step is the same; a damaged one makes room."""
-        try:
-            there = _trained_files(verify(path, manifest.step))
-        except DamagedError as damage:
-            _logger.warning("%s: damaged: %s%s", path, damage, _set_aside(path))
-            return False
-        if there != _trained_files(manifest):
-            raise SaveError(f"{path}: already holds a different checkpoint: use another run folder")
-        return True
 
     def _read(self, step: int, world: World) -> tuple[Loaded | None, tuple[str, str] | None]:
         """Open a checkpoint, or say what is wrong with it."""
@@ -332,11 +314,6 @@ class CheckpointWriter:
         finally:
             if self._thread is not None:
                 self._thread.shutdown()
-
-
-def _trained_files(manifest: Manifest) -> dict[str, FileDigest]:
-    """List weights and moments; random states may have moved on since (an evaluation)."""
-    return {name: each for name, each in manifest.files.items() if not name.startswith("state")}
 
 
 def _set_aside(path: Path) -> str:
