@@ -29,7 +29,7 @@ GPT = "model=gpt_tiny model.width=16 model.num_layers=1 model.num_heads=2"
         f"{GPT} data._target_={TOYS}.Rows": ["model.vocab_size: the data do not state", "set it"],
         "optimizer._target_=torch.optim.SGD optimizer.rate=0.1": ["optimizer.rate", "SGD"],
         "objective=classify": ["classify"],
-        "steps=null epochs=1 scheduler.warmup=99": ["scheduler.warmup: 99 steps", "use at most"],
+        "steps=null epochs=1 scheduler.warmup=99": ["warmup=99: exceeds the run's", "valid value"],
     }.items(),
 )
 def test_what_does_not_fit_together_is_refused_by_key(line, words):

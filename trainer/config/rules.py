@@ -157,7 +157,7 @@ def _size_faults(view: Tree) -> Iterator[str]:
         yield from _refusals(num_replicas, world_size, world_size, *mesh)
 
 
-def _refusals(compute: Callable[..., int], *sizes: Any) -> list[str]:  # noqa: ANN401 - of the view
+def _refusals(compute: Callable[..., object], *sizes: Any) -> list[str]:  # noqa: ANN401 - of the view
     try:
         compute(*sizes)
     except ConfigError as error:
@@ -171,16 +171,8 @@ def _schedule_faults(view: Tree) -> Iterator[str]:
     share = share or 0
     are_numbers = all(isinstance(x, int | float) and 0 <= x < math.inf for x in (warmup, share))
     is_ours = str(view["scheduler._target_"]).startswith("trainer.")
-    if not (is_ours and are_numbers and _is_count(steps)):
-        return
-    begin, decay = warmup_steps(warmup, steps), round(share * steps)
-    if begin > steps:
-        text = f"is more than steps={steps}; the largest valid value is {steps}"
-        yield line("scheduler.warmup", warmup, text)
-    elif begin + decay > steps:
-        text = f"{decay} steps of decay and {begin} of warm-up exceed the run's {steps} steps"
-        fits = f"the largest valid value is {(steps - begin) / steps:.3g}"
-        yield line("scheduler.decay", share, f"{text}; {fits}")
+    if is_ours and are_numbers and _is_count(steps):
+        yield from _refusals(schedule_steps, steps, warmup, share)
 
 
 def give_way(tree: dict[str, Any], typed: Collection[str]) -> None:
@@ -228,6 +220,24 @@ def parse_time(text: str) -> float | None:
 def warmup_steps(warmup: float, total_steps: int) -> int:
     """Resolve a warm-up; below 1 it is a share of the run, to the nearest step."""
     return round(warmup * total_steps) if warmup < 1 else int(warmup)
+
+
+def schedule_steps(total_steps: int, warmup: float, decay: float = 0.0) -> tuple[int, int]:
+    """Resolve a warm-up, and the share of a run that decays at its end, to steps.
+
+    Raises:
+        ConfigError: they are more than the run has; the line names the largest value that fits.
+    """
+    # In whole steps, so that a share such as 0.2 of 10 steps is 2 and not 1.9999.
+    begin, end = warmup_steps(warmup, total_steps), round(decay * total_steps)
+    if begin > total_steps:
+        text = f"exceeds the run's {total_steps} steps; the largest valid value is {total_steps}"
+        raise ConfigError(line("scheduler.warmup", warmup, text))
+    if begin + end > total_steps:
+        text = f"{end} steps of decay and {begin} of warm-up exceed the run's {total_steps} steps"
+        fits = f"the largest valid value is {(total_steps - begin) / total_steps:.3g}"
+        raise ConfigError(line("scheduler.decay", decay, f"{text}; {fits}"))
+    return begin, end
 
 
 def cadence_steps(every: float, total_steps: int) -> int:

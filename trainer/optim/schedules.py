@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, final
 
-from trainer.config.rules import warmup_steps
-from trainer.core.errors import ConfigError
+from trainer.config.rules import schedule_steps
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -70,7 +69,7 @@ class Constant(Schedule):
 
     def factor(self, step: int, total_steps: int) -> float:
         """See the base class."""
-        warmup = check_room(self.warmup, total_steps)
+        warmup, _ = schedule_steps(total_steps, self.warmup)
         return min(1.0, (step + 1) / warmup) if warmup else 1.0
 
 
@@ -87,7 +86,7 @@ class Cosine(Schedule):
 
     def factor(self, step: int, total_steps: int) -> float:
         """See the base class."""
-        warmup = check_room(self.warmup, total_steps)
+        warmup, _ = schedule_steps(total_steps, self.warmup)
         if step < warmup:
             return (step + 1) / warmup
         progress = (step - warmup) / (total_steps - warmup)
@@ -109,15 +108,7 @@ class WSD(Schedule):
 
     def factor(self, step: int, total_steps: int) -> float:
         """See the base class."""
-        warmup = check_room(self.warmup, total_steps)
-        # In whole steps, so that a share such as 0.2 of 10 steps is 2 and not 1.9999.
-        decay_steps = round(self.decay * total_steps)
-        if warmup + decay_steps > total_steps:
-            raise ConfigError(
-                f"scheduler.decay: {decay_steps} steps of decay and scheduler.warmup="
-                f"{self.warmup} exceed the run's {total_steps} steps; at most "
-                f"{(total_steps - warmup) / total_steps:.3g} fits"
-            )
+        warmup, decay_steps = schedule_steps(total_steps, self.warmup, self.decay)
         if step < warmup:
             return (step + 1) / warmup
         remaining = total_steps - step
@@ -130,14 +121,3 @@ def apply_factor(optimizer: Optimizer, base_lrs: Sequence[float], factor: float)
     """Set the learning rate of every parameter group from its rate at factor 1."""
     for group, base_lr in zip(optimizer.param_groups, base_lrs, strict=True):
         group["lr"] = base_lr * factor
-
-
-def check_room(warmup: float, total_steps: int) -> int:
-    """Resolve a warm-up to steps; refuse one that outlasts the run."""
-    steps = warmup_steps(warmup, total_steps)
-    if steps > total_steps:
-        raise ConfigError(
-            f"scheduler.warmup: {steps} steps of warm-up exceed the run's {total_steps} steps; "
-            f"use at most {total_steps}, or raise steps"
-        )
-    return steps

@@ -73,7 +73,7 @@ FAULTS = {
     "parallel=ddp",
     "scheduler.scale=linear": ": needs scheduler.reference_batch, the global batch that "
     "optimizer.lr was tuned for",
-    "scheduler.warmup=50": ": is more than steps=32; the largest valid value is 32",
+    "scheduler.warmup=50": ": exceeds the run's 32 steps; the largest valid value is 32",
     "scheduler=wsd scheduler.decay=0.9 scheduler.warmup=16": "scheduler.decay=0.9: 29 steps of "
     "decay and 16 of warm-up exceed the run's 32 steps; the largest valid value is 0.5",
     "data=tokens data.path=.": "model.vocab_size=null: token files do not state",
