@@ -9,7 +9,7 @@ if __name__ == "__main__" and not sys.flags.safe_path:
 
 import signal
 
-# Ctrl-C during the imports ends the process without a traceback.
+# Ctrl-C ends the process without a traceback until the command line has been read.
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 

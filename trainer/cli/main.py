@@ -19,7 +19,7 @@ from trainer.cli.exit_messages import flush_std_streams, piped, print_crash, pri
 from trainer.config.messages import clip
 from trainer.core.durable import read_json
 from trainer.core.errors import INTERRUPTED, ConfigError, TrainError
-from trainer.core.signals import unheard
+from trainer.core.signals import raise_on_interrupt
 from trainer.launch.membership import global_rank
 
 if TYPE_CHECKING:
@@ -117,11 +117,11 @@ def _run(argv: Sequence[str]) -> int:
         from trainer.cli.sweep import run_sweep  # noqa: PLC0415
 
         return run_sweep(lines, composer)
-    with unheard():
-        from trainer.cli.prepare import prepare_run  # noqa: PLC0415
-        from trainer.cli.start import run_and_report, start  # noqa: PLC0415
+    from trainer.cli.prepare import prepare_run  # noqa: PLC0415
+    from trainer.cli.start import run_and_report, start  # noqa: PLC0415
 
-        job = prepare_run(lines, composer)
+    job = prepare_run(lines, composer)
+    raise_on_interrupt()
     if "--cfg" in flags:
         return _show(flags, job.lines, composer)
     if job.done is not None:

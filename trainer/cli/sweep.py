@@ -34,7 +34,7 @@ from trainer.cli.start import must_stage, run_and_report, write_config
 from trainer.config.messages import line
 from trainer.core.durable import read_json, write_file_atomic
 from trainer.core.errors import INTERRUPTED, ConfigError, Preempted, TrainError
-from trainer.core.signals import unheard
+from trainer.core.signals import raise_on_interrupt
 from trainer.launch.start import READING
 from trainer.report.run_status import staged
 
@@ -56,8 +56,8 @@ def run_sweep(lines: Sequence[str], composer: Composer) -> int:
     codes: list[int] = []
     all_done = interrupted = False
     with composer.open(overrides) as hydra:
-        with unheard():
-            sweep = prepare_sweep(overrides, faults, composer)
+        sweep = prepare_sweep(overrides, faults, composer)
+        raise_on_interrupt()
         try:
             hydra.multirun(composer.config_name, _task_of(sweep, composer, codes), [*sweep.lines])
         except KeyboardInterrupt:

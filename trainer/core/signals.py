@@ -103,20 +103,12 @@ def _end_at_next() -> None:
         signal.signal(each, signal.SIG_DFL)
 
 
-@contextmanager
-def unheard() -> Iterator[None]:
-    """Let Ctrl-C end the process at once, silently, while there is nothing to lose.
+def raise_on_interrupt() -> None:
+    """Let Ctrl-C raise, as Python does, where `__main__` had it end the process until now.
 
-    Raised as an exception it could come out of a parser as anything.
+    Raised while a command line is read it could come out of a parser as anything.
     """
-    is_ours = signal.getsignal(signal.SIGINT) in {signal.default_int_handler, signal.SIG_DFL}
-    if not is_ours or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    try:
-        yield
-    finally:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
