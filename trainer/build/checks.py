@@ -60,12 +60,8 @@ def check_parts(parts: Parts) -> None:
         name = type(strategy).__name__
         text = f"{name} is wrong where samples share a loss ({scope}); use another strategy"
         raise ConfigError(f"accum.gradient: {text}")
-    longest = parts.source.lengths.max()
-    if isinstance(cut, Budget) and longest > cut.max_tokens:
-        raise ConfigError(
-            f"accum.max_tokens: {cut.max_tokens} is less than the longest sample, of "
-            f"{longest} tokens. The nearest valid value is accum.max_tokens={longest}"
-        )
+    if isinstance(cut, Budget):  # refuses the longest of all samples now, and not in its step
+        cut.cut(parts.source.lengths[[parts.source.lengths.argmax()]], parts.layout)
     norm = batch_statistics(parts.module)
     if norm is not None and not cut.keeps_order:
         raise ConfigError(
