@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.utils import counters
 
 from tests.lib.nightly import nightly
 from tests.lib.support import EXACT, WRONG, Bench, relative_error
+from trainer.models.bind import bind
+from trainer.models.compilation import compile_model
 from trainer.models.gpt import GPT
+from trainer.objectives import next_token
 from trainer.objectives.base import Objective
 from trainer.objectives.linear_cross_entropy import CHUNK_BYTES, MULTIPLE, linear_cross_entropy
 from trainer.objectives.next_token import LEAST_BYTES, NextToken
@@ -88,6 +94,66 @@ def test_frozen_layers_get_no_gradient_and_labels_beyond_the_classes_are_refused
         targets[1] = wrong
         with pytest.raises(RuntimeError, match="out of bounds"):
             linear_cross_entropy(hidden, (weight, None), targets)
+
+
+@pytest.fixture
+def no_graphs():
+    torch._dynamo.reset()
+    counters.clear()
+    with warnings.catch_warnings():
+        # torch's own compiler warns about what it does itself, and hides it from users.
+        warnings.simplefilter("ignore")
+        yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("no_graphs")
+@pytest.mark.parametrize("multiple", [1, 128])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize(
+    ("dtype", "limit"), [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 4e-3)]
+)
+def test_compiled_chunks_give_the_same_from_one_graph_for_all_their_sizes(
+    dtype, smoothing, multiple, limit, monkeypatch
+):
+    monkeypatch.setitem(MULTIPLE, "cpu", multiple)
+    monkeypatch.setitem(CHUNK_BYTES, "cpu", 4 * 8 * CLASSES)  # four of 8 positions, one of 5
+    inputs, targets = tensors(bias=True, dtype=dtype)
+    found = []
+    for how in (
+        {"is_compiled": True, "label_smoothing": smoothing},
+        {"label_smoothing": smoothing},
+        {"label_smoothing": 0.2},
+    ):
+        entropy, _ = linear_cross_entropy(inputs[0], inputs[1:], targets, **how)
+        with torch.no_grad():
+            evaluated, hits = linear_cross_entropy(inputs[0], inputs[1:], targets, **how)
+        torch.testing.assert_close(evaluated, entropy.detach(), rtol=limit, atol=0.0)
+        found.append({"sum": entropy.detach(), "hits": hits, **gradients(entropy / 7.0, inputs)})
+    assert relative_error(found[0], found[1]) <= limit
+    assert relative_error(found[2], found[1]) > WRONG
+    assert counters["stats"]["unique_graphs"] == 2, "one to train, one to evaluate"
+    assert not counters["graph_break"]
+
+
+@pytest.mark.usefixtures("no_graphs")
+def test_chunks_are_compiled_where_their_model_is(monkeypatch):
+    monkeypatch.setattr(next_token, "LEAST_BYTES", 0)
+    monkeypatch.setitem(MULTIPLE, "cpu", 8)
+    monkeypatch.setitem(CHUNK_BYTES, "cpu", 4 * 8 * CLASSES)  # 21 positions: two of 8, one of 5
+    objective, ids = NextToken(label_smoothing=0.1), torch.arange(21).view(3, 7) % CLASSES
+    found, graphs = [], []
+    model = GPT(CLASSES, width=8, num_layers=1, num_heads=2, max_length=7).double()
+    for is_compiled in (False, True):
+        if is_compiled:
+            compile_model(model, 1, backend="eager")  # chunks by Inductor
+        sums = objective.sums(bind(model), {"input_ids": ids, "labels": ids})
+        found.append(gradients(sums.losses["cross_entropy"], [*model.parameters()]))
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs == [0, 2], "one of the block, one of all chunks"
+    assert relative_error(found[1], found[0]) <= EXACT[torch.float64]
+    assert not counters["graph_break"]
 
 
 def large(tied: bool) -> nn.Module:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tests.lib.gpu_support import (
     LONGEST,
+    compiled_for,
     documents,
     make_gpt,
     run_out_of_memory,
@@ -17,6 +19,7 @@ from tests.lib.support import Bench, relative_error
 from trainer.core.errors import DoesNotFitError
 from trainer.data.collate import pack, pad
 from trainer.models.bind import bind
+from trainer.objectives.linear_cross_entropy import CHUNK_BYTES, linear_cross_entropy
 from trainer.objectives.next_token import NextToken
 from trainer.plan.cuts import Fixed
 
@@ -53,6 +56,28 @@ def test_a_packed_row_has_the_gradient_of_its_documents(device, positions, spare
     merged = {**row, "cu_seqlens": torch.cat([starts[:1], starts[2:]])}  # two documents as one
     wrong = gradient(make_gpt(device, positions), [merged], torch.bfloat16)
     assert float((wrong - expected).norm() / expected.norm()) > 5 * BF16
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_compiled_chunks_have_the_gradient_of_whole_logits(device, smoothing, monkeypatch):
+    monkeypatch.setitem(CHUNK_BYTES, torch.device(device).type, 4 * 256 * 1003)
+    targets = torch.randint(1003, (600,), device=device).masked_fill_(
+        torch.arange(600, device=device) % 3 == 0, -100
+    )
+    inputs = [torch.randn(n, 64, device=device, requires_grad=True) for n in (600, 1003)]
+    hidden, weight = (x.detach().bfloat16().double().requires_grad_() for x in inputs)
+    how = {"label_smoothing": smoothing}
+    whole = F.cross_entropy(hidden @ weight.T, targets, reduction="sum", **how)
+    expected = torch.autograd.grad(whole, (hidden, weight))
+    with compiled_for(device):
+        found, _ = linear_cross_entropy(
+            inputs[0].bfloat16(), (inputs[1], None), targets, is_compiled=True, **how
+        )
+        gradients = torch.autograd.grad(found, inputs)
+    assert float(found.detach()) == pytest.approx(float(whole.detach()), rel=1e-3)
+    for one, exact in zip(gradients, expected, strict=True):
+        assert float((one - exact).norm() / exact.norm()) < BF16
 
 
 @pytest.mark.parametrize("steps", [1, 4, 16])

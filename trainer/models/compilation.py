@@ -22,6 +22,9 @@ from trainer.models.recompute import blocks_of
 
 GRAPHS = 4  # of a length: for one sample and for several, each in training and in evaluation
 
+COMPILED = "_trainer_compiled"
+"""Attribute of a model that is compiled; that of a copy has it too."""
+
 
 def compile_model(model: nn.Module, max_lengths: int, backend: str = "inductor") -> None:
     """Compile in place, before the model is laid out: names, weights and checkpoints stay.
@@ -32,6 +35,7 @@ def compile_model(model: nn.Module, max_lengths: int, backend: str = "inductor")
     import torch._dynamo.config as limits  # noqa: PLC0415 - a second
 
     blocks = blocks_of(model)
+    vars(model)[COMPILED] = True
     if not blocks:
         model.compile(dynamic=True, backend=backend)
         return
@@ -41,7 +45,7 @@ def compile_model(model: nn.Module, max_lengths: int, backend: str = "inductor")
         # By the cache of a Hugging Face model, which no step reads, every block differs.
         config.use_cache = False
     for block in blocks:
-        block.forward = _compiled(block.forward, backend)
+        block.forward = compiled(block.forward, backend)
 
 
 @contextmanager
@@ -52,7 +56,8 @@ def with_compilation(model: nn.Module, max_lengths: int) -> Iterator[None]:
     try:
         yield
     finally:
-        vars(model).pop("_compiled_call_impl", None)
+        for name in ("_compiled_call_impl", COMPILED):
+            vars(model).pop(name, None)
         for block, forward in before:
             if forward is None:
                 del block.forward
@@ -60,7 +65,8 @@ def with_compilation(model: nn.Module, max_lengths: int) -> Iterator[None]:
                 block.forward = forward
 
 
-def _compiled(forward: Callable[..., Any], backend: str) -> Callable[..., Any]:
+def compiled(forward: Callable[..., Any], backend: str = "inductor") -> Callable[..., Any]:
+    """Compile a function, for any first dimension of its tensors."""
     run = torch.compile(forward, backend=backend)
 
     @wraps(forward)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from trainer.core.micro_batch import Fields
 from trainer.models.attention import computed_in
+from trainer.models.compilation import COMPILED
 from trainer.models.gpt import GPT, TiedHead
 
 IS_LAST = "_trainer_is_last"
@@ -39,6 +40,11 @@ class ModelRun:
         """The layer that gives the logits; None where they are not its outputs, or nobody knows."""
         layer = candidate(self.module)
         return layer if self.is_gpt or IS_LAST in vars(layer or self) else None
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the model is compiled now."""
+        return COMPILED in vars(self.module)
 
     def without_output_layer(self, fields: Fields) -> Any:  # noqa: ANN401
         """Run the model with what goes into its output layer in place of the logits."""

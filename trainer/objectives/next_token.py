@@ -67,10 +67,12 @@ class NextToken(Objective):
             return self._from_logits(logits_from(model, fields), targets)
         hidden = logits_from(model.without_output_layer, fields)  # type: ignore[attr-defined]
         _check_shapes(hidden, targets)
-        # In shards the weight is whole only once the model ran.
-        matrix, smoothing = (layer.weight, layer.bias), self.label_smoothing
         entropy, hits = linear_cross_entropy(
-            hidden.flatten(0, -2), matrix, targets.flatten(), label_smoothing=smoothing
+            hidden.flatten(0, -2),
+            (layer.weight, layer.bias),  # in shards it is whole only once the model ran
+            targets.flatten(),
+            label_smoothing=self.label_smoothing,
+            is_compiled=model.is_compiled,  # type: ignore[attr-defined]
         )
         metrics = {} if torch.is_grad_enabled() else {"accuracy": hits}
         return Sums(losses={"cross_entropy": entropy}, metrics=metrics)
