@@ -21,6 +21,7 @@ BY_TOKENS = "batch.unit=tokens batch.global=60 accum=budget accum.max_tokens=30 
 FROZEN = "optimizer.groups='{\"embed*\": {frozen: true}}'"
 NOISY = "model._target_=tests.lib.run_toys.NoisyNet"
 OF_RANKS = "the micro-batches of all 2 ranks were computed one after another"
+COMPILED = "compile=true compiles the run's own step"
 ROUNDED = "precision=bf16 adds rounding to the run's own step"
 NOT_PROVEN = "not proven that the planned step is the whole-batch step: dropout cannot be compared"
 
@@ -33,6 +34,7 @@ pytestmark = pytest.mark.usefixtures("own_folder")
     [
         (f"{BY_TOKENS} {FROZEN} batch.normalizer=samples", []),
         (PACKED, []),
+        (f"{PACKED} compile=true", [COMPILED]),
         ("accum.micro=8", ["the plan is one micro-batch"]),
         ("parallel.ranks=2 precision=bf16", [OF_RANKS, ROUNDED]),
     ],

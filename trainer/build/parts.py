@@ -150,7 +150,7 @@ class Parts:
         is what a checkpoint of a run in fp16 has.
         """
         draw = self.weights.draw if self.weights is not None and is_fresh else None
-        if self.config.compile:
+        if self.config.compile and self.config.command != "verify":  # which runs copies, in float64
             compile_model(self.module, COMPILED_SHAPES)
         model = self.parallel.lay_out(self.module, self.call, self.world, draw)
         optimizer = self.make_optimizer(self.module)

@@ -136,6 +136,8 @@ def verify_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
     if world.size > 1:
         together = f"the micro-batches of all {world.size} ranks were computed one after another"
         asides.append(f"{together}: how gradients are sent between ranks is not checked here")
+    if config.compile:
+        asides.append("compile=true compiles the run's own step, which is not checked here")
     if parts.precision != "fp32":
         rounding = f"precision={parts.precision} adds rounding to the run's own step"
         asides.append(f"{rounding}, which is not checked here")
