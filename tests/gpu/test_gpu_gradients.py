@@ -72,7 +72,7 @@ def test_compiled_chunks_have_the_gradient_of_whole_logits(device, smoothing, mo
     expected = torch.autograd.grad(whole, (hidden, weight))
     with compiled_for(device):
         found, _ = linear_cross_entropy(
-            inputs[0].bfloat16(), (inputs[1], None), targets, is_compiled=True, **how
+            inputs[0].bfloat16(), (inputs[1], None), targets, backend="inductor", **how
         )
         gradients = torch.autograd.grad(found, inputs)
     assert float(found.detach()) == pytest.approx(float(whole.detach()), rel=1e-3)

@@ -23,7 +23,7 @@ from trainer.models.recompute import blocks_of
 GRAPHS = 4  # of a length: for one sample and for several, each in training and in evaluation
 
 COMPILED = "_trainer_compiled"
-"""Attribute of a model that is compiled; that of a copy has it too."""
+"""Attribute of a model that is compiled: by which backend; that of a copy has it too."""
 
 
 def compile_model(model: nn.Module, max_lengths: int, backend: str = "inductor") -> None:
@@ -35,7 +35,7 @@ def compile_model(model: nn.Module, max_lengths: int, backend: str = "inductor")
     import torch._dynamo.config as limits  # noqa: PLC0415 - a second
 
     blocks = blocks_of(model)
-    vars(model)[COMPILED] = True
+    vars(model)[COMPILED] = backend
     if not blocks:
         model.compile(dynamic=True, backend=backend)
         return
@@ -65,7 +65,7 @@ def with_compilation(model: nn.Module, max_lengths: int) -> Iterator[None]:
                 block.forward = forward
 
 
-def compiled(forward: Callable[..., Any], backend: str = "inductor") -> Callable[..., Any]:
+def compiled(forward: Callable[..., Any], backend: str) -> Callable[..., Any]:
     """Compile a function, for any first dimension of its tensors."""
     run = torch.compile(forward, backend=backend)
 

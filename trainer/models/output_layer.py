@@ -42,9 +42,9 @@ class ModelRun:
         return layer if self.is_gpt or IS_LAST in vars(layer or self) else None
 
     @property
-    def is_compiled(self) -> bool:
-        """Whether the model is compiled now."""
-        return COMPILED in vars(self.module)
+    def compiled_by(self) -> str | None:
+        """The backend that compiles the model now."""
+        return vars(self.module).get(COMPILED)
 
     def without_output_layer(self, fields: Fields) -> Any:  # noqa: ANN401
         """Run the model with what goes into its output layer in place of the logits."""

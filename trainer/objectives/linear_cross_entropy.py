@@ -10,7 +10,7 @@ of the traffic of eager kernels (docs/decisions/cross-entropy.md).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +37,7 @@ class _Task(NamedTuple):
     rows: int  # positions of a chunk
     multiple: int  # what the number of classes is padded to
     smoothing: float
-    is_compiled: bool
+    backend: str | None  # of the compiler
 
 
 def linear_cross_entropy(
@@ -46,7 +46,7 @@ def linear_cross_entropy(
     targets: Tensor,
     *,
     label_smoothing: float = 0.0,
-    is_compiled: bool = False,
+    backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Sum the cross entropy of `hidden @ weight.T + bias`, and count the hits.
 
@@ -55,7 +55,7 @@ def linear_cross_entropy(
         layer: the weight, `(classes, width)`, and the bias, `(classes,)`.
         targets: `(positions,)`, int64; -100 is no loss term.
         label_smoothing: share of the target spread over the classes.
-        is_compiled: whether to compile what is not a matrix product.
+        backend: of `torch.compile`, for what is not a matrix product; None computes it as it is.
 
     Returns:
         The cross entropy in nats, 0-d, in fp32 at least, and, where no gradient is recorded, how
@@ -63,7 +63,7 @@ def linear_cross_entropy(
     """
     kind, classes, inputs = hidden.device.type, len(layer[0]), (hidden, *layer, targets)
     rows = max(1, CHUNK_BYTES[kind] // (4 * classes))
-    task = _Task(classes, rows, MULTIPLE[kind], label_smoothing, is_compiled)
+    task = _Task(classes, rows, MULTIPLE[kind], label_smoothing, backend)
     if not torch.is_grad_enabled():
         return _compute(task, inputs)[0]
     sums: tuple[Tensor, Tensor] = _LinearCrossEntropy.apply(task, *inputs)  # type: ignore[no-untyped-call] # untyped in torch
@@ -142,7 +142,7 @@ def _entropy(
     """Sum the cross entropy of a chunk, 0-d; may overwrite its logits with their gradient."""
     ignored = labels == IGNORED
     index = labels.masked_fill(ignored, 0)[:, None]
-    softmax = _compiled_softmax() if task.is_compiled else _softmax
+    softmax = _softmax if task.backend is None else _compiled_softmax(task.backend)
     log_prob, losses = softmax(task, logits, index, dtype, overwrites=overwrites)
     if overwrites:
         # The gradient is p - q, the softmax less the target. The label's own entry is computed
@@ -172,7 +172,7 @@ def _softmax(
     return log_prob, losses
 
 
-_compiled_softmax = cache(lambda: compiled(_softmax))
+_compiled_softmax = cache(partial(compiled, _softmax))
 
 
 def _add_gradients(

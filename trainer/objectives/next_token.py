@@ -72,7 +72,7 @@ class NextToken(Objective):
             (layer.weight, layer.bias),  # in shards it is whole only once the model ran
             targets.flatten(),
             label_smoothing=self.label_smoothing,
-            is_compiled=model.is_compiled,  # type: ignore[attr-defined]
+            backend=model.compiled_by,  # type: ignore[attr-defined]
         )
         metrics = {} if torch.is_grad_enabled() else {"accuracy": hits}
         return Sums(losses={"cross_entropy": entropy}, metrics=metrics)

@@ -26,7 +26,7 @@ from trainer.tune.predict import operators_of
 from trainer.tune.tensors import MemoryEstimate
 from trainer.tune.workload import Workload
 
-FORMAT = 8  # raised when what a fact means changes; files of another format are not read
+FORMAT = 9  # raised when what a fact means changes; files of another format are not read
 # Settings of an optimizer that change neither time nor memory
 RATES = {"params", "lr", "initial_lr", "weight_decay", "name"}
 

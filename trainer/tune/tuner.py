@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import final
@@ -321,24 +321,36 @@ class Variant:
         with work.filled():
             timings, growth = self._time(work, sizes, others)
             if work.compiled and timings.failed is None:
-                # What a compiler takes itself says nothing of tensors.
-                largest = max(timings.seconds, key=positions)
-                eager, growth = self._time(replace(work, compiled=False), [largest], [])
-                facts.compiled_time = timings.seconds[largest] / eager.seconds.get(
-                    largest, math.inf
-                )
+                self._compare_uncompiled(timings.seconds)
         if timings.failed is not None:
             # The least ratio that explains the failure, and so stays clear of it.
             resident = work.resident_bytes
             failed = self.peak(timings.failed).peak_bytes - resident - 1
             facts.ratio = max(facts.ratio, (question.limit.bytes - resident) / max(1, failed))
-        else:
+        elif not work.compiled:
             peak = self.peak(max(timings.seconds, key=positions))
             tensors = peak.activations + peak.gradients
             facts.add_ratio(resident_ratio(growth, tensors, work.device.type))
         facts.add_timings(timings.seconds, timings.noise)
         shapes = plural(len(timings.seconds), "shape")
         self.how = f"timed {shapes} in {self.clock() - started:.1f} s"
+
+    def _compare_uncompiled(self, compiled: Mapping[Shape, float]) -> None:
+        """Time the largest shape that fits uncompiled, and compare its memory.
+
+        What a compiler takes itself says nothing of tensors.
+        """
+        question, facts = self.question, self.facts
+        work = replace(question.work, compiled=False)
+        predict = Predictor(work, question.single, recompute=self.recompute)
+        for shape in sorted(compiled, key=positions, reverse=True):
+            peak = predict(shape)
+            if peak.peak_bytes <= self.limit_bytes:
+                timings, growth = self._time(work, [shape], [])
+                facts.compiled_time = compiled[shape] / timings.seconds.get(shape, math.inf)
+                tensors = peak.activations + peak.gradients
+                facts.add_ratio(resident_ratio(growth, tensors, work.device.type))
+                return
 
     def _time(
         self, work: Workload, sizes: Sequence[Shape], others: Sequence[Shape]

@@ -57,8 +57,8 @@ class Workload:
             tokens; draws nothing from global generators.
         bind: makes a call of the model, or of a copy, under the run's precision.
         device: where the model computes.
-        compiled: whether the model is timed compiled; memory is predicted as it is, which as a rule
-            takes more.
+        compiled: whether the model is timed compiled, and its memory predicted so; where it
+            recomputes, whose graphs cannot run fake, memory is predicted uncompiled.
         weights: what parameters on the meta device begin with.
         sync: when gradients are reduced, where the model is laid out.
         fake_ranks: lends a way to lay copies out over ranks that are not there, as the run does

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import time
 import warnings
 from dataclasses import asdict, replace
 from functools import partial
@@ -230,6 +231,20 @@ def test_a_compiled_model_that_is_no_faster_is_advised_against():
         method = tune(compiled, book, clock=model.clock).method
         assert (f"compiled, a micro-batch takes {share:.0%} of its time" in method) is is_slow
         assert ("compile=false" in method) is is_slow
+
+
+def test_only_what_fits_uncompiled_is_compared_with_the_compiled_times():
+    small, large = Shape(1, 32), Shape(NUM_SAMPLES, 32)
+    asked = question(timed=True)
+    needed = [predict_peak(asked.work, shape).peak_bytes for shape in (small, large)]
+    found = []
+    for limit in (needed[1] - 1, needed[1], needed[0] - 1):
+        limited = replace(asked, limit=MemoryLimit(bytes=limit, source="a test"))
+        facts, clock = Facts(), time.perf_counter
+        variant = tuner.Variant(limited, facts, clock, clock, recompute=False)
+        variant._compare_uncompiled({small: 1e9, large: 1e-9})
+        found.append(facts.compiled_time)
+    assert found[0] > 1 > found[1] > found[2] == 0
 
 
 def test_what_compiles_takes_no_time_of_the_budget():
