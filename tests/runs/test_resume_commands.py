@@ -85,6 +85,16 @@ def test_another_option_starts_from_its_own_values() -> None:
     assert config.accum.params == {"micro": None, "memory": None}
 
 
+def test_micro_batches_may_be_stated_by_their_number_in_place_of_their_size() -> None:
+    params = prepared(f"resume={make_run()} accum.steps=4").config.accum.params
+    assert params == {"micro": None, "steps": 4}
+    run = make_run("accum=fixed accum.steps=4 steps=10")
+    assert prepared(f"resume={run} accum.micro=8").config.accum.params == {
+        "micro": 8,
+        "steps": None,
+    }
+
+
 def test_what_changes_the_step_is_refused_with_a_diff() -> None:
     run = make_run(f"{CUT} precision=fp32")
     changes = {

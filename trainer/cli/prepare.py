@@ -103,7 +103,11 @@ def _check_over(
 ) -> Job:
     """Check a run's own overrides, with what is typed now on top, and the run under a key."""
     typed = without(overrides, "hydra.run.dir")
-    merged = saved_runs.merge(saved_runs.saved_overrides(run), typed, composer.groups)
+    saved = saved_runs.saved_overrides(run)
+    for size, other in (("accum.micro", "accum.steps"), ("accum.steps", "accum.micro")):
+        if word_of(typed, size) is not None and word_of(saved, size) is None:
+            saved = without(saved, other)  # batch.global gives it
+    merged = saved_runs.merge(saved, typed, composer.groups)
     merged = saved_runs.with_first(run, merged)
     return composer.check(
         [*merged, *([] if key is None else [read(f"{key}={quote(run)}")])],

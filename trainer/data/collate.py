@@ -21,6 +21,7 @@ Limits = Mapping[str, int]
 sees them, since an index out of range poisons a GPU, and on the CPU its error names no sample."""
 
 LABELS = "labels"
+OF_LABELS = ("trainer.", "transformers.")  # whose cross entropy is that of the labels
 ATTENTION_MASK = "attention_mask"
 PACKING = ("position_ids", "cu_seqlens", "max_seqlen")
 """What comes with packed samples."""
@@ -204,10 +205,13 @@ def limits_of(error: BaseException) -> Limits | None:
     """Read off a failed look-up on the CPU how many rows or classes there are; None without one."""
     if not isinstance(error, IndexError):
         return None
+    caller = ""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if frame.f_code is F.embedding.__code__:
             return {INPUT_IDS: len(frame.f_locals["weight"])}
-        if frame.f_code is F.cross_entropy.__code__:
+        # An objective of the user's own may have other classes than those of the labels.
+        if frame.f_code is F.cross_entropy.__code__ and caller.startswith(OF_LABELS):
             logits = frame.f_locals["input"]
             return {LABELS: logits.shape[min(1, logits.dim() - 1)]}
+        caller = frame.f_globals["__name__"]
     return None

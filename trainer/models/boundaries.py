@@ -40,4 +40,4 @@ def with_boundaries(fields: Fields, names: Collection[str]) -> Mapping[str, Any]
         given.pop(name, None)
     given |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
     given |= {"max_length_q": longest, "max_length_k": longest}
-    return given | ({"use_cache": False} if "use_cache" in names else {})
+    return given | {"use_cache": False}

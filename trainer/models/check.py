@@ -72,6 +72,8 @@ def vocabulary_of(module: nn.Module) -> tuple[int | None, int | None]:
     if isinstance(module, GPT):
         return module.vocab_size, module.vocab_size
     rows, classes = (_size(module, f"get_{end}put_embeddings") for end in ("in", "out"))
+    if rows is not None and classes is not None and classes < rows:
+        classes = None  # DeBERTa gives the layer before the last
     if type(module).__name__.endswith(_HEADS):
         classes = getattr(getattr(module, "config", None), "num_labels", None)
     return rows, classes

@@ -113,7 +113,8 @@ class SGD(OptimizerSpec):
         # PyTorch's fused SGD, unlike its AdamW, does not know sharded parameters: DTensors, by
         # their attribute, since the import alone is slow.
         shards = any(hasattr(p, "placements") for group in params for p in group["params"])
-        fused = all_fuse(params) and not shards
+        # Nor momenta that begin at different steps, as of parameters without a gradient in some.
+        fused = all_fuse(params) and not shards and not self.momentum
         return without_compiler(torch.optim.SGD)(
             params, momentum=self.momentum, nesterov=self.nesterov, fused=fused
         )

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, final
 
 from trainer.config.rules import schedule_steps
+from trainer.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -118,6 +119,12 @@ class WSD(Schedule):
 
 
 def apply_factor(optimizer: Optimizer, base_lrs: Sequence[float], factor: float) -> None:
-    """Set the learning rate of every parameter group from its rate at factor 1."""
+    """Set the learning rate of every parameter group from its rate at factor 1.
+
+    Raises:
+        ConfigError: the factor is negative, or not finite.
+    """
+    if not 0.0 <= factor < math.inf:
+        raise ConfigError(f"scheduler: `factor` gave {factor}; give a finite number, 0 or more")
     for group, base_lr in zip(optimizer.param_groups, base_lrs, strict=True):
         group["lr"] = base_lr * factor

@@ -40,6 +40,7 @@ LayOut = Callable[[nn.Module], Parallel]
 Dim = tuple[str, int]
 """A field's name, and which of its dimensions."""
 
+NUMBERS = {int, float}
 SAMPLES = (16, 256)  # looked at first, and where something in them has a length of its own
 
 
@@ -148,13 +149,16 @@ def restoring(model: nn.Module, *others: object) -> Iterator[None]:
     """Run a live model, and put its declared state and the random generators back in the end.
 
     Covers `.grad`, whether modules train or evaluate, what a step's `Snapshot` does of the model
-    and `others` such as its objective, and the random state of torch on the CPU and the model's
+    and `others` such as its objective, numbers among the attributes of its modules, by which
+    buffers are known to be up to date, and the random state of torch on the CPU and the model's
     GPU, of Python and of NumPy. Weights are not copied: forward and backward do not change them.
     Inside, `.grad` is None. The model is not wrapped for several ranks; one may do this alone.
     """
     snapshot = Snapshot(model, *others)
     snapshot.take()
     modes = [(module, module.training) for module in model.modules()]
+    own = [vars(module) for module in model.modules()]
+    numbers = [(v, n, number) for v in own for n, number in v.items() if type(number) in NUMBERS]
     grads = [(parameter, parameter.grad) for parameter in model.parameters()]
     for parameter, _ in grads:
         parameter.grad = None
@@ -166,6 +170,8 @@ def restoring(model: nn.Module, *others: object) -> Iterator[None]:
         snapshot.restore()
         for module, trains in modes:
             module.training = trains
+        for attributes, name, number in numbers:
+            attributes[name] = number
         for parameter, gradient in grads:
             parameter.grad = gradient
 

@@ -105,6 +105,23 @@ class Renormalised(Toy):
         self.embed = nn.Embedding(VOCABULARY, WIDTH, max_norm=0.9)
 
 
+class Reaching(Toy):
+    """Notes in a number how far a buffer of its own is up to date, as rotary positions do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.zeros(WIDTH), persistent=False)
+        self.reach = 0
+
+    def move(self, mean: Tensor) -> Tensor:
+        if self.reach < 1:
+            self.reach, self.table = 1, torch.ones(WIDTH)
+        return self.table
+
+    def state(self) -> object:
+        return [self.reach, self.table]
+
+
 POINTS = [(0, "forward"), (1, "between"), (1, "backward")]
 """Micro-batches, and where in them, or before them, memory runs out."""
 
@@ -164,7 +181,7 @@ def test_a_replay_begins_with_everything_as_it_was(toy, number):
         assert after_three_steps(toy, {number: (at, phase)}) == expected, (at, phase)
 
 
-@pytest.mark.parametrize("toy", [Buffers, Drawing, Normed, Renormalised, Flagged])
+@pytest.mark.parametrize("toy", [Buffers, Drawing, Normed, Renormalised, Flagged, Reaching])
 def test_a_rehearsal_leaves_everything_as_it_was(toy):
     model = toy().double()
     ids = torch.arange(6).view(2, 3)

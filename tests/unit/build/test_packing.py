@@ -95,7 +95,7 @@ def test_gradients_of_a_model_that_mixes_documents_differ() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, nightly(torch.bfloat16)])
 @pytest.mark.parametrize("attention", ["sdpa", nightly("eager")])
-@pytest.mark.parametrize("name", ["GPT2", "Llama"])
+@pytest.mark.parametrize("name", ["GPT2", "Llama", "GraniteMoe"])  # the last names no use_cache
 def test_a_model_that_heeds_positions_is_fit(name: str, attention: str, dtype: torch.dtype) -> None:
     model = hugging_face(name, attention).to(dtype)
     assert fault(model) is None

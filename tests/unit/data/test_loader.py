@@ -10,11 +10,14 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from trainer.core.errors import DataError
+from trainer.data.collate import limits_of
 from trainer.data.loader import Loader, Request
 from trainer.data.view import DataView, split_by_seed
+from trainer.objectives.classify import Classify
 
 LENGTHS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
 
@@ -253,6 +256,19 @@ def test_numbers_beyond_a_table_are_named_before_any_device_sees_them(loader_of,
     assert len(list(own.stream(iter([Request((0, 1), 0, 1)])))) == 1
     with pytest.raises(DataError, match=r"`collate` of Numbered: rows holds 10 at position 1, 1,"):
         list(own.stream(iter([Request((0, 2), 0, 1)])))
+
+
+def test_a_look_up_that_failed_in_an_objective_of_the_user_s_own_blames_no_label():
+    def error_of(look_up):
+        with pytest.raises(IndexError) as raised:
+            look_up()
+        return raised.value
+
+    logits, labels = torch.zeros(2, 3), torch.tensor([0, 3])
+    fields = {"labels": labels}
+    model = lambda _: logits.requires_grad_()  # noqa: E731
+    assert limits_of(error_of(lambda: Classify().sums(model, fields))) == {"labels": 3}
+    assert limits_of(error_of(lambda: F.cross_entropy(logits, labels))) is None
 
 
 # A `collate` of the data set's own

@@ -333,5 +333,8 @@ def test_the_vocabulary_is_known_of_our_models_and_of_hugging_face_s():
     assert vocabulary_of(transformers.BertForMaskedLM(bert)) == (19, 19)
     assert vocabulary_of(transformers.BertForSequenceClassification(bert)) == (19, 3)
     assert vocabulary_of(transformers.BertForQuestionAnswering(bert)) == (19, None)
+    deberta = transformers.DebertaV2Config(vocab_size=19, legacy=False, **small)
+    # What it calls its output embeddings is the layer before them.
+    assert vocabulary_of(transformers.DebertaV2ForMaskedLM(deberta)) == (19, None)
     picture = transformers.ViTConfig(image_size=8, patch_size=4, num_labels=5, **small)
     assert vocabulary_of(transformers.ViTForImageClassification(picture)) == (None, 5)

@@ -1,5 +1,7 @@
 """Schedules are pure, bounded, and end where they say."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -76,3 +78,11 @@ def test_rates_follow_the_batch_by_the_named_rule_and_every_group_its_own_by_the
     for factor in (0.5, 0.25):
         apply_factor(optimizer, [0.1, 0.02], factor)
         assert [g["lr"] for g in optimizer.param_groups] == [0.1 * factor, 0.02 * factor]
+
+
+@pytest.mark.parametrize("factor", [-0.5, math.nan, math.inf])
+def test_a_factor_that_is_no_rate_is_refused_before_it_is_used(factor):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    with pytest.raises(ConfigError, match=rf"^scheduler: `factor` gave {factor}; give a finite"):
+        apply_factor(optimizer, [0.1], factor)
+    assert optimizer.param_groups[0]["lr"] == 0.1
