@@ -40,7 +40,7 @@ def diagnose(
     """Name the culprits of a step that is not exact.
 
     Args:
-        case: what draws in it is switched off, by `examine`, which gave `found`.
+        case: with its draws held, by `examine`, which gave `found`.
         kit: the run's.
         found: in a few samples.
         planned: the step's gradient in the case's precision, with what draws.
@@ -82,7 +82,7 @@ def diagnose(
 
 
 def _drawing(case: Case, found: Found, errors: Errors) -> Culprits:
-    """Name what draws at random; `errors` are without what stops in evaluation mode."""
+    """Name what draws at random; `errors` are with the draws held."""
     draws = "draws at random anew for every micro-batch"
     outcome = f"not exact with it off either (error {errors.largest:.0e})"
     if errors.is_exact:
@@ -92,8 +92,8 @@ def _drawing(case: Case, found: Found, errors: Errors) -> Culprits:
         verdict="exact_without_dropout" if errors.is_exact else "not_proven",
     )
     loud = Reason(
-        f"{draws}, in evaluation mode too, so that the rest of the step cannot be checked without "
-        "it; draw only where `self.training` is true",
+        f"{draws}, in evaluation mode too or by other means than PyTorch's, so that the rest of "
+        "the step cannot be checked without it; draw with PyTorch where `self.training` is true",
         verdict="not_proven",
     )
     reasons = dict.fromkeys(found.quiet, quiet) | dict.fromkeys(found.loud, loud)
