@@ -67,8 +67,8 @@ def diagnose(
         drawing = _drawing(case, found, errors)
     if errors.is_exact:
         return [*culprits, *drawing, *found.sums]
-    if amplified := _amplified(case, errors):
-        return [*culprits, *drawing, *amplified]
+    if hidden := _not_finite(planned, expected) or _amplified(case, errors):
+        return [*culprits, *drawing, *hidden, *found.sums]
     named = [*found.modules, *found.sums]
     if not (named or found.loud):
         is_sum = kit.objective.scope not in Sum.scopes or isinstance(kit.strategy, Sum)
@@ -100,6 +100,14 @@ def _drawing(case: Case, found: Found, errors: Errors) -> Culprits:
     outside = reasons.pop(OUTSIDE, None)
     culprits = describe(dict(case.module.named_modules()), reasons)
     return culprits + ([(case.objective_name, outside)] if outside else [])
+
+
+def _not_finite(*gradients: Gradient) -> Culprits:
+    """Tell whether none of the gradients is finite."""
+    if any(all(bool(g.isfinite().all()) for g in each.values()) for each in gradients):
+        return []
+    text = "the loss or its gradient is not finite (nan or inf), however the step is cut"
+    return [("gradient", Reason(text, "not_proven"))]
 
 
 def _amplified(case: Case, errors: Errors) -> Culprits:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import warnings
 from collections.abc import Callable
@@ -278,6 +279,16 @@ def test_a_backward_of_its_own_is_told_by_the_parameters_it_reaches():
     [(name, reason)] = named(Bench(SORTED, model=with_mixer(layer))).items()
     assert "a custom backward" in reason
     assert name != "head"
+
+
+@pytest.mark.parametrize("whole_fits", [True, False])
+def test_a_gradient_that_is_not_finite_however_it_is_cut_is_called_that(whole_fits):
+    layer = lambda: Mixer(lambda hidden, _: hidden * math.nan)  # noqa: E731
+    report = Bench(SORTED, model=with_mixer(layer)).verified(whole_fits=whole_fits)
+    assert report.verdict == "not_proven"
+    [(name, reason)] = report.culprits
+    assert name == "gradient"
+    assert "not finite" in reason
 
 
 # What draws
