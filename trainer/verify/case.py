@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.accumulate.base import GradientStrategy
 from trainer.accumulate.normalizer import Kind, divisors
@@ -32,6 +33,10 @@ NARROWING: Mapping[Any, torch.dtype] = {
     Tensor.half: torch.float16,
     Tensor.bfloat16: torch.bfloat16,
 }
+
+HALVES = ("exponential_", "normal_", "rand", "rand_like", "randn", "randn_like", "uniform_")
+CONSTANTS = dict.fromkeys(HALVES, 0.5) | {"bernoulli": 1.0, "bernoulli_": 1.0}
+"""What operators of PyTorch give in place of random numbers: dropout keeps everything."""
 
 HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 """Attributes of a tensor in which PyTorch keeps what is registered on its gradient."""
@@ -71,6 +76,26 @@ class Widened(TorchFunctionMode):
             return value
         self._undone.add(value)
         return torch.complex128 if value.is_complex else torch.float64
+
+
+@final
+class ConstantDraws(TorchDispatchMode):  # type: ignore[no-untyped-call] # untyped in torch
+    """Makes random numbers constant in training mode; rare draws (`multinomial`) stay random."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+        """Run one operator, below autograd."""
+        name, kwargs = func._schema.name.removeprefix("aten::"), kwargs or {}
+        given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+        if name == "native_dropout":  # on GPUs; backward still scales, as for every sample
+            return func(given["input"], given["p"], False)
+        if "dropout_p" in given:  # of fused attention, forward and backward
+            return func(**given | {"dropout_p": 0.0})
+        if name not in CONSTANTS or given.get("generator") is not None:
+            return func(*args, **kwargs)
+        options = {key: kwargs.get(key) for key in ("dtype", "device")}
+        drawn = given["self"] if "self" in given else torch.empty(given["size"], **options)
+        drawn = drawn if name.endswith("_") else torch.empty_like(drawn, **options)
+        return drawn.fill_(CONSTANTS[name])
 
 
 def _in_precision(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -113,6 +138,7 @@ class Case:
         batch: the planned step, of all ranks.
         feed: loads its samples anew, in other groups.
         size: samples per group of the reference, once it is chosen.
+        holds_draws: whether every micro-batch draws the same numbers, where that is possible.
         undone: what hand-written casts asked for.
         plain: names of tensors in plain attributes of modules after a pass.
     """
@@ -122,6 +148,7 @@ class Case:
     batch: PlannedBatch
     feed: Feed
     size: int = 0
+    holds_draws: bool = False
     undone: set[torch.dtype] = field(default_factory=set)
     plain: set[str] = field(default_factory=set)
 
@@ -222,10 +249,10 @@ class Case:
         # Generators of the model's own are shared: no seed governs them, and that is to show.
         kit = copied(self.kit, self.dtype, own_generators(self.module, self.kit.objective))
         default, is_wide = torch.get_default_dtype(), self.dtype == torch.float64
-        # cuDNN has no backward for recurrent layers out of training mode, into which those that
-        # draw dropout are put.
         widened = Widened(self.undone) if is_wide else nullcontext()
-        with torch.backends.cudnn.flags(enabled=False), widened:
+        held = ConstantDraws() if self.holds_draws else nullcontext()  # type: ignore[no-untyped-call] # untyped in torch
+        # cuDNN's recurrent layers draw their dropout out of sight.
+        with torch.backends.cudnn.flags(enabled=False), widened, held:
             try:
                 torch.set_default_dtype(torch.float64 if is_wide else default)
                 yield replace(self, kit=kit)
@@ -237,7 +264,8 @@ class Case:
         fields: Fields = {n: _in_precision(f, self.dtype) for n, f in micro_batch.fields.items()}
         weights = weights_of(self.kit.objective, fields)
         fields = to_device(fields, self.kit.world.device)
-        return replace(micro_batch, fields=fields, weights=weights)
+        key = self.batch.micro_batches[0].rng_key if self.holds_draws else micro_batch.rng_key
+        return replace(micro_batch, fields=fields, weights=weights, rng_key=key)
 
     def gradient(
         self,

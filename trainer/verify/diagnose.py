@@ -40,7 +40,7 @@ def diagnose(
     """Name the culprits of a step that is not exact.
 
     Args:
-        case: what draws in it is switched off, by `examine`, which gave `found`.
+        case: with its draws held, by `examine`, which gave `found`.
         kit: the run's.
         found: in a few samples.
         planned: the step's gradient in the case's precision, with what draws.
@@ -67,8 +67,8 @@ def diagnose(
         drawing = _drawing(case, found, errors)
     if errors.is_exact:
         return [*culprits, *drawing, *found.sums]
-    if amplified := _amplified(case, errors):
-        return [*culprits, *drawing, *amplified]
+    if hidden := _not_finite(planned, expected) or _amplified(case, errors):
+        return [*culprits, *drawing, *hidden, *found.sums]
     named = [*found.modules, *found.sums]
     if not (named or found.loud):
         is_sum = kit.objective.scope not in Sum.scopes or isinstance(kit.strategy, Sum)
@@ -82,7 +82,7 @@ def diagnose(
 
 
 def _drawing(case: Case, found: Found, errors: Errors) -> Culprits:
-    """Name what draws at random; `errors` are without what stops in evaluation mode."""
+    """Name what draws at random; `errors` are with the draws held."""
     draws = "draws at random anew for every micro-batch"
     outcome = f"not exact with it off either (error {errors.largest:.0e})"
     if errors.is_exact:
@@ -92,14 +92,22 @@ def _drawing(case: Case, found: Found, errors: Errors) -> Culprits:
         verdict="exact_without_dropout" if errors.is_exact else "not_proven",
     )
     loud = Reason(
-        f"{draws}, in evaluation mode too, so that the rest of the step cannot be checked without "
-        "it; draw only where `self.training` is true",
+        f"{draws}, in evaluation mode too or by other means than PyTorch's, so that the rest of "
+        "the step cannot be checked without it; draw with PyTorch where `self.training` is true",
         verdict="not_proven",
     )
     reasons = dict.fromkeys(found.quiet, quiet) | dict.fromkeys(found.loud, loud)
     outside = reasons.pop(OUTSIDE, None)
     culprits = describe(dict(case.module.named_modules()), reasons)
     return culprits + ([(case.objective_name, outside)] if outside else [])
+
+
+def _not_finite(*gradients: Gradient) -> Culprits:
+    """Tell whether none of the gradients is finite."""
+    if any(all(bool(g.isfinite().all()) for g in each.values()) for each in gradients):
+        return []
+    text = "the loss or its gradient is not finite (nan or inf), however the step is cut"
+    return [("gradient", Reason(text, "not_proven"))]
 
 
 def _amplified(case: Case, errors: Errors) -> Culprits:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ from trainer.core.out_of_memory import AllocationGuard, release_memory
 from trainer.objectives.model_loss import ModelLoss
 from trainer.report.records import Verdict
 from trainer.verify.case import Case
-from trainer.verify.trace import OUTSIDE, Losses, Trace, compare, record, repeat, shares
+from trainer.verify.trace import Losses, Trace, compare, record, repeat, shares
 
 
 class Reason(NamedTuple):
@@ -96,48 +97,34 @@ class Found(NamedTuple):
         modules: those that couple samples, heed padding, keep state or cannot be repeated; what
             the model adds to its loss; fields of the data that change with a sample's neighbours.
         sums: loss terms and weights of the objective that do not add up.
-        quiet: modules that draw at random and stop in evaluation mode, which they are in now.
-        loud: those that draw in evaluation mode, too; `OUTSIDE` is the objective.
+        quiet: modules that draw at random in training mode only, and can be held.
+        loud: the others that draw; `trace.OUTSIDE` is the objective.
         was_checked: whether two samples fit into memory, or all of this is empty.
     """
 
     modules: Culprits
     sums: Culprits
-    quiet: tuple[str, ...] = ()
-    loud: tuple[str, ...] = ()
+    quiet: Collection[str] = ()
+    loud: Collection[str] = ()
     was_checked: bool = True
 
 
-def examine(case: Case) -> Found:
-    """Switch off what draws at random, for good, and run a few samples together and apart."""
-    training = [module for module in case.module.modules() if module.training]
+def examine(case: Case) -> tuple[Case, Found]:
+    """Run a few samples together and apart; gives the case back with its draws held, if any."""
     for most in (MAX_PICKED, 2):
-        for module in training:  # what an attempt that ran out of memory switched off
-            module.training = True
         with AllocationGuard():
             whole, ways = _pick(case, most)
-            quiet, loud = _silence(case, whole)
-            return find(case, whole, ways, excused=loud)._replace(quiet=quiet, loud=loud)
+            drawn, loud = record(case, whole).drawn, list[str]()
+            held = replace(case, holds_draws=bool(drawn))
+            if drawn:
+                always = record(case, whole, off=drawn).drawn
+                together, apart = (record(held, m).drawn for m in (whole, ways[NEIGHBOURS][0]))
+                # Draws left over are equal too where generators end equally: for every size.
+                loud = [n for n in drawn if n in always or together.get(n) != apart.get(n)]
+            quiet = [name for name in drawn if name not in loud]
+            return held, find(held, whole, ways, excused=loud)._replace(quiet=quiet, loud=loud)
         release_memory()
-    return Found([], [], was_checked=False)
-
-
-def _silence(case: Case, micro_batch: MicroBatch) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Switch off the modules that draw random numbers; give those that stop, and the others.
-
-    Only they leave training mode, not their children: BatchNorm, say, stays as it is in training.
-    """
-    modules = dict(case.module.named_modules())
-    found: dict[str, None] = {}
-    while True:
-        drawn = record(case, micro_batch).drawn
-        new = [name for name in drawn if name not in found]
-        if not new:
-            return tuple(name for name in found if name not in drawn), drawn
-        found |= dict.fromkeys(new)
-        for name in new:
-            if name != OUTSIDE:
-                modules[name].training = False
+    return case, Found([], [], was_checked=False)
 
 
 def _pick(case: Case, most: int) -> tuple[MicroBatch, Ways]:
@@ -158,7 +145,7 @@ def find(case: Case, whole: MicroBatch, ways: Ways, *, excused: Collection[str] 
     A module is only charged with the first of the ways to part the samples that it reacts to.
 
     Args:
-        case: with what draws switched off, where that is possible.
+        case: with its draws held, where that is possible.
         whole: a micro-batch, and the samples that the parts of every way hold in this order.
         ways: the parts may be padded differently, or to the same length.
         excused: modules that are not charged, since they draw all the same.

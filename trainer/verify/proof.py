@@ -75,9 +75,9 @@ def _verify(kit: Kit, batch: PlannedBatch, feed: Feed, *, whole_fits: bool) -> V
         why.append(f"the planned step in {low}, as the weights are")
     elif is_one_piece and not errors.is_exact:
         whole_errors = whole.errors(planned, whole.gradient([whole.load(whole.positions)]))
-    found = examine(case)
+    case, found = examine(case)
     if whole_errors.is_exact and low is None and not (errors.is_exact or found.sums):
-        case, errors, why = whole, whole_errors, []
+        case, errors, why = replace(case, size=case.num_samples), whole_errors, []
     culprits = found.sums
     if not errors.is_exact:
         culprits = diagnose(case, kit, found, planned, expected, traces_whole=whole_fits)

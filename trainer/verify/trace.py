@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import SimpleNamespace
@@ -196,11 +196,11 @@ class Call(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """One recorded pass: calls as they ended, and modules (or `OUTSIDE`) that drew at random."""
+    """One recorded pass: calls as they ended, and what modules (or `OUTSIDE`) that drew left."""
 
     micro_batch: MicroBatch
     calls: dict[CallKey, Call]
-    drawn: tuple[str, ...]
+    drawn: Mapping[str, object]  # the state of the generators
     losses: Losses
 
 
@@ -220,14 +220,16 @@ class Difference(NamedTuple):
     failure: Mapping[str, str]
 
 
-def record(case: Case, micro_batch: MicroBatch) -> Trace:
+def record(case: Case, micro_batch: MicroBatch, off: Collection[str] = ()) -> Trace:
     """Run one micro-batch forward and backward, and record what every module took and gave.
 
     It takes the memory of all activations twice. Frozen weights get gradients, too, so that what
-    the loss depends on is known behind them.
+    the loss depends on is known behind them. Modules that are `off` run in evaluation mode.
     """
     recorder = _CallRecorder()
     with case.running() as run, torch.enable_grad():
+        for name, part in run.module.named_modules():
+            part.training &= name not in off
         for parameter in run.module.parameters():
             parameter.requires_grad_(parameter.requires_grad or parameter.is_floating_point())
         with _watching(run.module, recorder):
@@ -239,7 +241,7 @@ def record(case: Case, micro_batch: MicroBatch) -> Trace:
         total = sum_of(list(sums.losses.values()))
         if total.requires_grad:
             total.backward()  # type: ignore[no-untyped-call] # untyped in torch
-    return Trace(micro_batch, recorder.calls, tuple(recorder.drawn), _detached(sums))
+    return Trace(micro_batch, recorder.calls, recorder.drawn, _detached(sums))
 
 
 def compare(case: Case, trace: Trace, part: MicroBatch, share: Share) -> Difference:
@@ -340,7 +342,7 @@ class _CallRecorder:
 
     def __init__(self) -> None:
         self.calls: dict[CallKey, Call] = {}
-        self.drawn: dict[str, None] = {}
+        self.drawn: dict[str, object] = {}
         self._stack: list[tuple[CallKey, Seen, bool]] = []
         self._state: tuple[object, ...] | None = None
 
@@ -348,7 +350,7 @@ class _CallRecorder:
         """Charge what was drawn since the last event to the module that was running."""
         state = _generators()
         if self._state is not None and state != self._state:
-            self.drawn[self._stack[-1][0][0] if self._stack else OUTSIDE] = None
+            self.drawn[self._stack[-1][0][0] if self._stack else OUTSIDE] = state
         self._state = state
 
     def enter(self, key: CallKey, taken: Tensors) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import warnings
 from collections.abc import Callable
@@ -280,6 +281,16 @@ def test_a_backward_of_its_own_is_told_by_the_parameters_it_reaches():
     assert name != "head"
 
 
+@pytest.mark.parametrize("whole_fits", [True, False])
+def test_a_gradient_that_is_not_finite_however_it_is_cut_is_called_that(whole_fits):
+    layer = lambda: Mixer(lambda hidden, _: hidden * math.nan)  # noqa: E731
+    report = Bench(SORTED, model=with_mixer(layer)).verified(whole_fits=whole_fits)
+    assert report.verdict == "not_proven"
+    [(name, reason)] = report.culprits
+    assert name == "gradient"
+    assert "not finite" in reason
+
+
 # What draws
 
 OWN = random.Random(0)
@@ -303,6 +314,71 @@ def test_draws_of_a_forward_are_named_and_exact_when_off(change, verdict, words)
     assert report.verdict == verdict
     assert [name for name, _ in report.culprits] == ["dropout"] * (verdict != "exact")
     assert words in " ".join([*report.notes, *dict(report.culprits).values()])
+
+
+class DropsAndCouples(nn.Module):
+    """Draws, and works on the whole micro-batch, both in training mode only."""
+
+    def __init__(self, couple: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.couple = couple
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return F.dropout(self.couple(hidden), 0.2, True) if self.training else hidden
+
+
+def functional_norm(hidden: Tensor) -> Tensor:
+    return F.batch_norm(hidden.flatten(0, 1), None, None, training=True).view_as(hidden)
+
+
+def jittered(hidden: Tensor) -> Tensor:
+    return crowded(hidden * torch.empty_like(hidden).uniform_(0.9, 1.1), training=True)
+
+
+def noisy(hidden: Tensor) -> Tensor:
+    hidden = torch.native_dropout(hidden, 0.2, True)[0] + torch.randn_like(hidden)
+    return hidden * torch.rand(hidden.shape) - torch.bernoulli(torch.full_like(hidden, 0.3))
+
+
+DRAWS_BY_SIZE = lambda x: x * torch.from_numpy(np.random.rand(*x.shape))  # noqa: E731
+
+
+@pytest.mark.parametrize(
+    ("couple", "verdict", "words"),
+    [
+        (lambda x: x - x.mean((0, 1)), "not_exact", "the rest of its micro-batch"),
+        (functional_norm, "not_exact", "the rest of its micro-batch"),
+        (jittered, "not_exact", "the rest of its micro-batch"),
+        (DRAWS_BY_SIZE, UNPROVEN, "by other means than PyTorch's"),
+        (noisy, WITHOUT, "exact with it off"),
+    ],
+)
+def test_a_module_that_draws_does_not_hide_what_else_it_does_in_training_mode(
+    couple, verdict, words
+):
+    report = Bench(SORTED, model=with_mixer(lambda: DropsAndCouples(couple))).verified()
+    assert report.verdict == verdict
+    assert {name for name, _ in report.culprits} == {"dropout"}
+    assert any(words in text for _, text in report.culprits)
+
+
+class Attending(nn.Module):
+    """Drops in fused attention and between recurrent layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.past = nn.LSTM(WIDTH, WIDTH, num_layers=2, dropout=0.2, batch_first=True)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden, rate = self.past(hidden)[0][:, None], 0.2 if self.training else 0.0
+        attend = F.scaled_dot_product_attention
+        return attend(hidden, hidden, hidden, dropout_p=rate, is_causal=True)[:, 0]
+
+
+def test_dropout_in_attention_and_recurrent_layers_is_all_that_differs():
+    report = Bench(SORTED, model=with_mixer(Attending)).verified()
+    assert report.verdict == WITHOUT
+    assert {name for name, _ in report.culprits} == {"dropout", "dropout.past"}
 
 
 def test_dropout_is_named_and_so_is_the_batch_norm_before_it():
