@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,17 +13,18 @@ import torch
 from torch import nn
 
 from tests.lib.nightly import LIMIT_S, nightly
-from tests.lib.run_support import go, shell, steps
+from tests.lib.run_support import go, meta, read_json, shell, state, steps
 from tests.lib.support import EXACT, VOCABULARY, Bench, relative_error
 from tests.lib.tune_support import Encoder, gpt, measured_peak, text, workload
 from trainer.core.errors import ConfigError
 from trainer.models.bind import bind
 from trainer.models.gpt import GPT
-from trainer.plan.cut import Layout
+from trainer.plan.cut import Cost, Layout
 from trainer.plan.cuts import Budget, Fixed
 from trainer.plan.memory import Shape
 from trainer.tune.layout import COMPILED_SHAPES, layout_for, packs
 from trainer.tune.predict import CannotRunFake, Predictor, predict_peak
+from trainer.tune.tuning import NEAR_BEST_TOKENS
 from trainer.tune.workload import Tiled
 
 CPU = torch.device("cpu")
@@ -71,6 +72,25 @@ def test_rows_of_few_lengths_compute_the_step_though_filler_is_longer_than_any_s
     plan = Budget(max_tokens=150).cut(few.dataset.lengths[:16], few.feed.layout)
     assert sum(plan.padded_lengths[0]) - plan.lengths.sum() > 23, "filler, at most a row of 75"
     assert relative_error(gradients_of_one_step(few), whole) <= EXACT[torch.float64]
+
+
+@pytest.mark.usefixtures("own_folder")
+def test_a_deterministic_run_cuts_and_ends_the_same_whatever_was_timed_before(monkeypatch):
+    runs = []
+    try:
+        for folder in ("one", "other"):
+            monkeypatch.setenv("TRAIN_CACHE", folder)
+            runs.append(go("accum=auto deterministic=true batch.global=40 steps=2"))
+    finally:
+        torch.use_deterministic_algorithms(mode=False)
+    cut, other = (meta(run)["extra"]["cut"]["state"] for run in runs)
+    assert cut == other
+    assert cut["max_tokens"] <= NEAR_BEST_TOKENS["cpu"]
+    assert cut["cost"] == asdict(Cost()), "fitted to no timing"
+    assert "not timed: deterministic" in read_json(runs[0].folder / "plan.json")["cap_source"]
+    weights = [state(run) for run in runs]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
 class Asked(nn.Module):

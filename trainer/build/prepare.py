@@ -42,7 +42,7 @@ from trainer.tune.predict import Predictor, mark_output_layer
 from trainer.tune.speed import meter_for
 from trainer.tune.tensors import MemoryEstimate
 from trainer.tune.tuner import tune
-from trainer.tune.tuning import Question, Tuning
+from trainer.tune.tuning import NEAR_BEST_TOKENS, Question, Tuning
 from trainer.tune.workload import Tiled, Workload, look, restoring
 
 _CUT_BY = {"target", "params"}  # what of `accum` a checkpoint's cut belongs to
@@ -321,12 +321,13 @@ def _tune(
     *,
     is_here: bool,
 ) -> Tuning:
-    """Tune, for a machine that is here, or for one on which nothing can be timed."""
+    """Tune, for a machine that is here, or for one on which nothing can, or may, be timed."""
     longest, lengths = parts.source.lengths.argmax(), parts.source.lengths
     # A window holds a sharded model whole, so it can be timed where that fits; one that is only
     # ever gathered block by block may be too large.
     whole = 2 * sum(p.nbytes for p in parts.module.parameters())
     fits = parts.weights is None or whole <= limit.bytes * MOST_OF_MEMORY
+    device = planned_device(parts.config, parts.world).type
     question = Question(
         work=work,
         batches=batches,
@@ -337,7 +338,8 @@ def _tune(
         limit=limit,
         most_samples=min(parts.source.order.most_samples, cut.micro or sys.maxsize),
         recompute=parts.config.activation_checkpointing,
-        timed=is_here and fits,
+        timed=is_here and fits and not parts.config.deterministic,
+        fixed_cap=NEAR_BEST_TOKENS[device] if parts.config.deterministic else None,
         num_steps=parts.total_steps,
         longest_id=int(parts.train_set.original_ids([longest])[0]),
     )

@@ -93,7 +93,8 @@ def _train(config: RunConfig, folder: Path, world: World, stop: Callable[[], boo
     extra = {} if loaded is None else read_run_state(loaded)
     parts = _assemble(config, world, extra, begins=loaded is None and not config.init)
     contract = terms_of(parts, loaded, extra)
-    network = network_of(world, extra.get("network"))
+    # What was measured may not choose the order of sums.
+    network = None if config.deterministic else network_of(world, extra.get("network"))
     parts = replace(parts, parallel=replace(parts.parallel, network=network))
     prepared = choose_sync(prepare_on_main(parts, extra.get("cut")), extra.get("cut"))
     parts, plan, setup = prepared.parts, summarize(prepared), prepared.parts.parallel

@@ -31,6 +31,7 @@ def run(config: RunConfig, folder: Path) -> int:
     set_process_defaults()
     if config.deterministic is not False:  # cuBLAS refuses else; it reads it when CUDA starts
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")  # no kernel chosen by its time
     with listening(config) as stop:
         if members := _members(config):
             from trainer.launch.supervise import supervise  # noqa: PLC0415 - only where used

@@ -36,15 +36,13 @@ from trainer.tune.speed import (
     rehearsal,
 )
 from trainer.tune.tensors import MemoryEstimate
-from trainer.tune.tuning import Candidate, Question, Tuning
+from trainer.tune.tuning import NEAR_BEST_TOKENS, Candidate, Question, Tuning
 from trainer.tune.workload import Workload
 
 # With and without activation checkpointing, by `Question.recompute`
 VARIANTS = {False: (False,), True: (True,), "auto": (False, True)}
 # Time of forward, forward again and backward (twice a forward) over forward and backward
 RECOMPUTED = 4 / 3
-# Padded tokens of a micro-batch that is near the best as a rule, where timings cannot tell
-NEAR_BEST_TOKENS = {"cuda": 16_384, "cpu": 2048}
 NEAR_BEST = 0.03  # steps that differ by less count as equally fast
 # Taken for the noise of timings that could not be repeated: beside another program a size seemed up
 # to 1.44 times as slow as another that was slower.
@@ -125,7 +123,7 @@ def _best(variants: Sequence[Variant]) -> tuple[Variant, Candidate]:
     """
     question = variants[0].question
     usual = NEAR_BEST_TOKENS[question.work.device.type]
-    # Of a device that is not here, only the largest cap may be chosen.
+    # Where nothing is timed, only the largest cap may be chosen.
     first = 0 if question.timed else -1
     pool = [(variant, row) for variant in variants for row in variant.rows[first:]]
     margin = max(variant.margin for variant in variants)
@@ -138,11 +136,12 @@ def _best(variants: Sequence[Variant]) -> tuple[Variant, Candidate]:
 
 def _method(best: Variant, row: Candidate) -> str:
     """Say how the choice is known, for a person to read."""
-    question, how = best.question, best.how
+    question = best.question
+    how = best.how if question.fixed_cap is None else "not timed: deterministic"
     if math.isinf(best.margin) and len(best.rows) > 1:
         how += f", one size only, too slow for more: a cap of {row.max_tokens:,} is a guess"
     method = [best.facts.method, how, question.limit.source]
-    if (share := best.facts.compiled_time) and question.work.compiled:
+    if (share := best.facts.compiled_time) and question.work.compiled and question.timed:
         lengths = max(len(question.layout.shapes), question.layout.max_shapes or 1)
         gained_s = best.times[row.max_tokens] * question.num_steps * (1 / share - 1)
         if share > WORTHWHILE or gained_s < lengths * best.facts.compile_s:

@@ -18,6 +18,9 @@ from trainer.tune.workload import Workload
 
 # Padded tokens beyond which no device gains speed; larger caps are not tried
 LARGEST_TIMED = {"cuda": 131_072, "cpu": 16_384}
+# Padded tokens of a micro-batch that keeps a device busy as a rule: taken near the best where
+# timings cannot tell, and as the cap where nothing may be timed
+NEAR_BEST_TOKENS = {"cuda": 16_384, "cpu": 2048}
 # Caps below the longest sample are asked about down to this: no device is faster below
 LEAST_CAP = 512
 
@@ -67,7 +70,9 @@ class Question:
     limit: MemoryLimit  # of one rank
     most_samples: int  # of any micro-batch, as `accum.micro` and the steps of the run allow
     recompute: bool | Literal["auto"] = False  # activation checkpointing: off, on, or to be weighed
-    timed: bool = True  # False for a machine that is not this one
+    timed: bool = True  # False for a machine that is not this one, and under `deterministic`
+    # The cap wherever it fits, whatever would be faster; None: the fastest, or the largest
+    fixed_cap: int | None = None
     num_steps: int = 1000  # of the run, for the time that tuning may take
     longest_id: int = 0  # the longest sample, for the message when it does not fit
 
@@ -104,8 +109,8 @@ class Question:
         """The largest cap worth asking about: one rank's share as one micro-batch."""
         share = -(-max(len(lengths) for lengths in self.batches) // self.layout.world_size)
         whole = min(share, self.most_samples) * self.padded(self.longest)
-        bound = LARGEST_TIMED[self.work.device.type]
-        return max(self.alone, min(whole, bound) if self.timed else whole)
+        bound = LARGEST_TIMED[self.work.device.type] if self.timed else self.fixed_cap
+        return max(self.alone, min(whole, bound or whole))
 
     @property
     def typical(self) -> int:

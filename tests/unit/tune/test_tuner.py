@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from tests.lib.nightly import nightly
 from tests.lib.tune_support import VOCABULARY, Encoder, Stubborn, gpt, measured_peak, workload
 from trainer.core.errors import ConfigError, DoesNotFitError
-from trainer.plan.cut import Layout
+from trainer.plan.cut import Cost, Layout
 from trainer.plan.cuts import Auto
 from trainer.plan.memory import Shape
 from trainer.tune import tuner
@@ -277,6 +277,32 @@ def test_nothing_is_timed_for_a_machine_that_is_not_here(book):
     assert all(row.seconds_per_step is None for row in found.candidates)
     assert "time unknown" in found.method
     assert found.max_tokens == NUM_SAMPLES * max(LENGTHS)
+
+
+def test_a_fixed_cap_is_lowered_by_memory_alone_and_no_clock_is_asked(book):
+    def clock() -> float:
+        raise AssertionError("a clock was asked")
+
+    def tuned(cache: TuningCache, **changes) -> Tuning:
+        asked = question(**{"fixed_cap": 256, "recompute": "auto"} | changes)
+        return tuner.tune(asked, cache, clock, clock)
+
+    found = tuned(book)
+    assert (found.max_tokens, found.alone, found.cost) == (256, 32, Cost())
+    assert not found.activation_checkpointing
+    assert "not timed: deterministic" in found.method
+    peaks = dict(book.facts[False].peaks)
+    seconds = {Shape(n, 32): 1e-9 / n for n in (1, 4, 16)}
+    facts = Facts(peaks=peaks, seconds=seconds, noise=0.0, ratio=3.0, compiled_time=0.5)
+    timed = TuningCache(facts=(replace(facts, method=book.facts[False].method), Facts()))
+    assert tuned(timed) == found, "what was timed before counts as little"
+    assert replace(tuned(book, limit=10**8), method="", limit_bytes=0) == replace(
+        found, method="", limit_bytes=0
+    )
+    assert tuned(book, fixed_cap=8).max_tokens == 32, "the longest sample"
+    assert tuned(book, fixed_cap=10**6).max_tokens == NUM_SAMPLES * max(LENGTHS)
+    less = tuned(book, limit=found.predicted.peak_bytes - 1, recompute=False)
+    assert 200 < less.max_tokens < 256
 
 
 def test_a_size_that_fails_for_real_lowers_what_is_believed_to_fit():
