@@ -18,6 +18,7 @@ from tests.lib.cli_support import CHECKOUT
 from tests.lib.run_support import shell
 
 README = (CHECKOUT / "README.md").read_text()
+EXTENDING = (CHECKOUT / "docs" / "extending.md").read_text()
 PAGES = [CHECKOUT / "README.md", *sorted((CHECKOUT / "docs").glob("*.md"))]
 SHORT = ["steps=2", "batch.global=8", "wandb.mode=disabled", "device=cpu"]
 TINY = ["data.max_length=32", "model.width=16", "model.num_heads=2", "model.num_layers=1"]
@@ -91,6 +92,30 @@ def test_the_commands_of_the_readme_run_one_after_the_other(monkeypatch):
         assert shell(shlex.join(shortened(line))) == 0, line
     assert shell("export run=auto export.to=weights") == 0
     assert Path("weights/model.safetensors").is_file()
+
+
+@pytest.mark.usefixtures("own_folder")
+def test_the_classes_of_extending_run_together(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path.cwd()))
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    Path("README.md").write_text(README)
+    Path("mine.py").write_text("\n".join(blocks(EXTENDING, "python")))
+    parts = {
+        **{"model": "Conv", "data": "Rings", "objective": "Brier", "accum": "Pairs"},
+        **{"accum.gradient": "Strategy", "scheduler": "InverseRoot", "optimizer": "SignSGD"},
+        "sync": "Every",
+    }
+    words = [f"{part}._target_=mine.{kind}" for part, kind in parts.items()]
+    assert shell(shlex.join([*words, "hooks=[mine.Watch]", "name=own", *SHORT])) == 0
+    (log,) = Path().glob("outputs/*/*-own/metrics.jsonl")
+    last = [entry for entry in map(json.loads, log.read_text().splitlines()) if "loss" in entry][-1]
+    assert last["micro_batches"] == 4
+    assert "right" in last
+    lines = commands(EXTENDING.replace("\\\n", ""))
+    assert len(lines) == 5
+    for line in lines:
+        if "transformers" not in line[0]:
+            assert shell(shlex.join(shortened(line))) == 0, line
 
 
 def test_the_reference_of_keys_is_what_the_schema_gives():
