@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -43,6 +44,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stand in an empty folder, as whoever types a command does."""
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def no_graphs() -> Iterator[None]:
+    """Begin and end without anything compiled, and count from zero."""
+    from torch import _dynamo  # noqa: PLC0415 - a second
+    from torch._dynamo.utils import counters  # noqa: PLC0415
+
+    _dynamo.reset()
+    counters.clear()
+    with warnings.catch_warnings():
+        # torch's own compiler warns about what it does itself, and hides it from users.
+        warnings.simplefilter("ignore")
+        yield
+    _dynamo.reset()
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -94,17 +92,6 @@ def test_frozen_layers_get_no_gradient_and_labels_beyond_the_classes_are_refused
         targets[1] = wrong
         with pytest.raises(RuntimeError, match="out of bounds"):
             linear_cross_entropy(hidden, (weight, None), targets)
-
-
-@pytest.fixture
-def no_graphs():
-    torch._dynamo.reset()
-    counters.clear()
-    with warnings.catch_warnings():
-        # torch's own compiler warns about what it does itself, and hides it from users.
-        warnings.simplefilter("ignore")
-        yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.nightly

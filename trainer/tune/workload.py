@@ -40,7 +40,6 @@ LayOut = Callable[[nn.Module], Parallel]
 Dim = tuple[str, int]
 """A field's name, and which of its dimensions."""
 
-NUMBERS = {int, float}
 SAMPLES = (16, 256)  # looked at first, and where something in them has a length of its own
 
 
@@ -148,17 +147,16 @@ def forward_bytes(work: Workload, fields: Fields) -> int:
 def restoring(model: nn.Module, *others: object) -> Iterator[None]:
     """Run a live model, and put its declared state and the random generators back in the end.
 
-    Covers `.grad`, whether modules train or evaluate, what a step's `Snapshot` does of the model
-    and `others` such as its objective, numbers among the attributes of its modules, by which
-    buffers are known to be up to date, and the random state of torch on the CPU and the model's
-    GPU, of Python and of NumPy. Weights are not copied: forward and backward do not change them.
-    Inside, `.grad` is None. The model is not wrapped for several ranks; one may do this alone.
+    Covers `.grad`, whether modules train, numbers among their attributes, by which buffers are
+    known to be up to date, what a step's `Snapshot` does of the model and `others` such as its
+    objective, and the random state of torch on the CPU and the model's GPU, of Python and NumPy.
+    Weights are not copied: no pass changes them. The model is not wrapped; a rank may do it alone.
     """
     snapshot = Snapshot(model, *others)
     snapshot.take()
-    modes = [(module, module.training) for module in model.modules()]
-    own = [vars(module) for module in model.modules()]
-    numbers = [(v, n, number) for v in own for n, number in v.items() if type(number) in NUMBERS]
+    values = [(module, "training", module.training) for module in model.modules()]
+    own = [(module, n, v) for module in model.modules() for n, v in vars(module).items()]
+    values += [each for each in own if type(each[2]) in {int, float}]
     grads = [(parameter, parameter.grad) for parameter in model.parameters()]
     for parameter, _ in grads:
         parameter.grad = None
@@ -168,10 +166,8 @@ def restoring(model: nn.Module, *others: object) -> Iterator[None]:
             yield
     finally:
         snapshot.restore()
-        for module, trains in modes:
-            module.training = trains
-        for attributes, name, number in numbers:
-            attributes[name] = number
+        for module, name, value in values:
+            setattr(module, name, value)
         for parameter, gradient in grads:
             parameter.grad = gradient
 

@@ -354,10 +354,12 @@ class _CallRecorder:
         self._state = state
 
     def enter(self, key: CallKey, taken: Tensors) -> None:
+        """Keep what a module takes, before it runs."""
         self.charge()
         self._stack.append((key, Seen.of(taken), torch.is_grad_enabled()))
 
     def leave(self, given: Tensors) -> None:
+        """Keep what the module that ends has given."""
         self.charge()
         key, inputs, is_traced = self._stack.pop()
         self.calls[key] = Call(inputs, Seen.of(given), is_traced)
@@ -374,6 +376,7 @@ class _CallComparer:
         self._agreeing: list[Call | None] = []
 
     def enter(self, key: CallKey, taken: Tensors) -> None:
+        """Compare what a module takes with what it took in the trace."""
         self.running.append(key[0])
         call = self._trace.calls.get(key)
         agrees = call is not None and not any(
@@ -382,6 +385,7 @@ class _CallComparer:
         self._agreeing.append(call if agrees else None)
 
     def leave(self, given: Tensors) -> None:
+        """Blame a module that took the same and gave something else, and put that right."""
         name, call = self.running.pop(), self._agreeing.pop()
         if call is None:
             return

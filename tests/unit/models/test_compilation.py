@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 
 import pytest
 import torch
@@ -23,16 +22,9 @@ LENGTHS = (12, 20)
 
 
 @pytest.fixture(autouse=True)
-def one_thread_and_no_graphs():
+def one_thread(no_graphs):
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    torch._dynamo.reset()
-    counters.clear()
-    with warnings.catch_warnings():
-        # torch's own compiler warns about what it does itself, and hides it from users.
-        warnings.simplefilter("ignore")
-        yield
-    torch._dynamo.reset()
 
 
 def compare(model: nn.Module, compiled: nn.Module, shapes: list[tuple[int, ...]]) -> None:

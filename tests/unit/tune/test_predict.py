@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import warnings
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch._dynamo
 import transformers
 from torch import Tensor, nn
 
@@ -131,16 +129,6 @@ def test_a_model_that_needs_values_is_probed_for_real_and_its_state_is_put_back(
         assert predict(shape).peak_bytes == pytest.approx(measured, rel=TOLERANCE)
 
 
-@pytest.fixture
-def compiler():
-    torch._dynamo.reset()
-    with warnings.catch_warnings():
-        # torch's own compiler warns about what it does itself, and hides it from users.
-        warnings.simplefilter("ignore")
-        yield
-    torch._dynamo.reset()
-
-
 def allocated_peak(work: Workload, shape: Shape) -> int:
     """Let PyTorch's allocator tell what a micro-batch takes, its fields too.
 
@@ -166,7 +154,7 @@ def deep(kind: str) -> nn.Module:
     return GPT(VOCABULARY, width=64, num_layers=6, num_heads=4, max_length=128)
 
 
-@pytest.mark.usefixtures("compiler")
+@pytest.mark.usefixtures("no_graphs")
 @pytest.mark.parametrize(
     ("kind", "autocast", "backend"),
     [
@@ -193,7 +181,7 @@ def test_a_compiled_model_is_predicted_with_what_its_graphs_save(
     assert 0.99 * measured < found < 1.1 * measured
 
 
-@pytest.mark.usefixtures("compiler")
+@pytest.mark.usefixtures("no_graphs")
 def test_a_fake_that_cannot_be_compiled_is_predicted_as_it_is():
     model, shape = gpt(), Shape(4, 32)
     checkpoint_blocks(model)  # its graphs ask for the state of the random generator
