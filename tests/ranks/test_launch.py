@@ -11,10 +11,11 @@ import socket
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.lib.nightly import nightly
 from tests.lib.processes import Command, typed_over
-from tests.lib.run_support import entries, read_json, steps
+from tests.lib.run_support import TOYS, curve, entries, go, read_json, state, steps
 from trainer.cli.main import run
 
 TYPED = (
@@ -171,3 +172,15 @@ def test_one_rank_and_several_contradict_before_anything_starts(tmp_path, capsys
     line = "train: error: parallel.ranks=2: parallel=none is one rank; use parallel=ddp\n"
     assert capsys.readouterr().err == line
     assert not folder.exists()
+
+
+@pytest.mark.usefixtures("own_folder")
+def test_copies_of_a_users_own_model_in_shards_take_the_step_of_one_rank():
+    own = f"model._target_={TOYS}.DoubleNet accum=auto steps=3"
+    alone = go(own)
+    for ranks, shard in ((2, 1), (4, 2)):
+        run = go(f"{own} parallel=hsdp parallel.ranks={ranks} parallel.shard={shard}")
+        for name in ("loss", "grad_norm"):
+            assert curve(run, name) == pytest.approx(curve(alone, name), rel=1e-12)
+        for name, value in state(alone).items():
+            torch.testing.assert_close(state(run)[name], value, rtol=1e-9, atol=1e-12)

@@ -20,6 +20,7 @@ from trainer.build.checks import check_parts, check_sums
 from trainer.build.packing import unpacked
 from trainer.build.parallel import planned_device, rank_memory
 from trainer.build.parts import Parts, bind_run
+from trainer.build.trials import Trials
 from trainer.config.messages import clip
 from trainer.core.errors import DataError, NoCheckpointError, TrainError
 from trainer.core.micro_batch import Fields
@@ -36,9 +37,8 @@ from trainer.plan.traffic import MOST_OF_MEMORY, Work
 from trainer.training.batches import PREFETCH_LIMIT_BYTES
 from trainer.tune.cache import TuningCache, describe
 from trainer.tune.flops import ModelFlops, model_flops, peak_flops
-from trainer.tune.lookups import lookup_limits
 from trainer.tune.memory_limit import MemoryLimit, begin_peak
-from trainer.tune.predict import Predictor, mark_output_layer
+from trainer.tune.predict import Predictor
 from trainer.tune.speed import meter_for
 from trainer.tune.tensors import MemoryEstimate
 from trainer.tune.tuner import tune
@@ -63,6 +63,7 @@ class Prepared:
         how: how the cap was found, or why it is as it is.
         is_here: whether the plan is for this machine; time is unknown for any other.
         warnings: what showed when the user's own model and objective ran.
+        trials: what the model showed on fake tensors.
     """
 
     parts: Parts
@@ -75,6 +76,7 @@ class Prepared:
     how: str
     is_here: bool
     warnings: tuple[str, ...]
+    trials: Trials
 
     @property
     def step_seconds(self) -> float | None:
@@ -89,10 +91,10 @@ def prepare_on_main(parts: Parts, saved: Mapping[str, Any] | None = None) -> Pre
 
     def find() -> dict[str, Any]:
         found.append(prepare(parts, saved))
-        return describe_cut(found[0])
+        return {"cut": describe_cut(found[0]), "trials": asdict(found[0].trials)}
 
     answer = parts.world.on_main(find)
-    return found[0] if found else prepare(parts, answer)
+    return found[0] if found else prepare(parts, answer["cut"], Trials(**answer["trials"]))
 
 
 def choose_sync(prepared: Prepared, saved: Mapping[str, Any] | None = None) -> Prepared:
@@ -125,11 +127,14 @@ def choose_sync(prepared: Prepared, saved: Mapping[str, Any] | None = None) -> P
     return replace(prepared, parts=changed)
 
 
-def prepare(parts: Parts, saved: Mapping[str, Any] | None = None) -> Prepared:
+def prepare(
+    parts: Parts, saved: Mapping[str, Any] | None = None, trials: Trials | None = None
+) -> Prepared:
     """Find the cut of a run.
 
     `saved` is `describe_cut` of a run that is resumed; it counts while `accum` is unchanged, so
-    that a resumed `auto` cuts as before, and every evaluation sums in the same order.
+    that a resumed `auto` cuts as before, and every evaluation sums in the same order. `trials` are
+    those of the main rank; without them they run here.
 
     Raises:
         Preempted: a signal ended the tuning.
@@ -137,8 +142,8 @@ def prepare(parts: Parts, saved: Mapping[str, Any] | None = None) -> Prepared:
     """
     check_parts(parts)
     work = _workload(parts)
-    _limit_lookups(parts, work)
-    mark_output_layer(work)
+    trials = trials or Trials.run(parts, work)
+    trials.apply(parts)
     limit, is_here = _limit_of(parts, work.resident_bytes)
     batches, known = _sampled(parts), _restored(parts, saved)
     cut, tuning, how = parts.cut, None, f"{type(parts.cut).__name__}, as typed"
@@ -176,6 +181,7 @@ def prepare(parts: Parts, saved: Mapping[str, Any] | None = None) -> Prepared:
         how=how,
         is_here=is_here,
         warnings=tuple(warnings),
+        trials=trials,
     )
 
 
@@ -262,15 +268,6 @@ def _tiled(parts: Parts) -> Tiled:
 
     some = lengths.sample()
     return Tiled(example, longest, look(lengths[some], lambda place: load(int(some[place]))))
-
-
-def _limit_lookups(parts: Parts, work: Workload) -> None:
-    """Have the loaders compare with the rows of the model's tables what is looked up in them."""
-    loader, lengths = parts.source.loader, parts.source.lengths
-    if limits := lookup_limits(work, lengths.max(), loader.limits):
-        for each in [loader, *([parts.held_out.loader] if parts.held_out else [])]:
-            each.limit(limits)
-        loader.load(Request((lengths.argmax(),), 0, lengths.max()))  # the example was without
 
 
 def _count_flops(parts: Parts, work: Workload) -> ModelFlops | None:

@@ -147,7 +147,8 @@ def joined(config: RunConfig, member: Membership, board: Board) -> Iterator[Worl
         gc.collect()
         world.barrier()
     finally:
-        with suppress(RuntimeError):
+        # Whatever it raises would hide how the command ended.
+        with suppress(Exception):
             dist.destroy_process_group()
 
 

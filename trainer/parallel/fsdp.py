@@ -310,7 +310,7 @@ def make_mesh(world: World, replicas: int = 1) -> DeviceMesh:
 def fake_mesh(size: int, replicas: int, device_type: str = "cpu") -> Iterator[DeviceMesh]:
     """Give the mesh of a sharded model over ranks that are not there, as its first rank sees it.
 
-    May be entered by one rank of a real run while the others wait.
+    May be entered by the main rank of a real run while the others wait.
 
     Yields:
         The mesh; collectives allocate as they would, and send nothing.
@@ -321,6 +321,7 @@ def fake_mesh(size: int, replicas: int, device_type: str = "cpu") -> Iterator[De
     is_alone = not dist.is_initialized()
     if is_alone:
         dist.init_process_group("fake", rank=0, world_size=size)
+    assert dist.get_rank() == 0, "only the main rank is in the groups below"
     ranks, names = torch.arange(size).view(replicas, -1), ("fake replicate", "fake shard")
     start = int(replicas == 1)  # one copy has no dimension of its own
     # Of this process's own: the other ranks hear nothing of them.

@@ -7,6 +7,7 @@ compared with these limits on the host. A fake forward finds them for models of 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, final
 
 import torch.nn.functional as F
@@ -45,7 +46,8 @@ def lookup_limits(work: Workload, length: int, known: Mapping[str, int]) -> dict
     if not open_fields:
         return {}
     try:
-        micro_batch = fake_micro_batch(work, Shape(2, length))
+        # What is looked up is the same on every rank.
+        micro_batch = fake_micro_batch(replace(work, fake_ranks=None), Shape(2, length))
         with micro_batch as (theirs, fields, _), _Lookups(fields) as lookups:
             if axis is None:
                 theirs.objective.sums(theirs.call, fields)

@@ -1,13 +1,16 @@
-"""Which GPU a rank takes, and that no two ranks take the same."""
+"""Which GPU a rank takes, that no two take the same, and what is said of a command's end."""
 
 from __future__ import annotations
 
 import pytest
+import torch.distributed as dist
 from torch.distributed import HashStore
 
+from tests.reliability import lab
 from trainer.core.errors import ConfigError
+from trainer.core.rank_progress import Board
 from trainer.launch.membership import Membership
-from trainer.launch.session import claim_card, gpu_index, refuse_shared_cards
+from trainer.launch.session import claim_card, gpu_index, joined, refuse_shared_cards
 
 THREE = ("GPU-8a56a4bc", "GPU-1d9c2f00", "GPU-77e0b1aa")
 
@@ -35,3 +38,16 @@ def test_two_ranks_on_one_gpu_are_named_to_every_rank():
     for _ in range(2):
         with pytest.raises(ConfigError, match="ranks 1 and 3 have the same GPU: start one rank"):
             refuse_shared_cards(store)
+
+
+def test_a_fault_of_parting_from_the_other_ranks_does_not_hide_how_the_command_ended(tmp_path):
+    config, address = lab.config("deterministic=layout"), str(tmp_path / "store")
+    member = Membership(rank=0, size=1, local_rank=0, local_size=1, address=address)
+
+    def fail() -> None:
+        with joined(config, member, Board()):
+            dist.destroy_process_group()
+            raise ValueError("the first")
+
+    with pytest.raises(ValueError, match="the first"):
+        fail()
