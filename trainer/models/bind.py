@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import Fields
@@ -56,21 +58,70 @@ def bind(
                 f"({', '.join(fields) or 'none'}; labels go only to the objective): rename the "
                 "argument, or give it a default"
             )
-        # Fresh for each call, since one is not re-entrant. It forgets casts, but in `casting_once`.
-        with torch.autocast(device_type, autocast) if autocast else nullcontext():
+        if autocast is None:
+            return module(**arguments)
+        if (casts := _CASTS.get()) is not None:
+            casts.renew()
+        # Fresh for each call, since one is not re-entrant. It forgets casts, but in `Casts.once`.
+        with torch.autocast(device_type, autocast):
             return module(**arguments)
 
     return ModelRun(call, written, is_gpt(written))
 
 
-def casting_once(module: nn.Module, device_type: str) -> AbstractContextManager[Any]:
-    """Let autocast cast a weight once inside the block, and not in every call of a bound module.
+@final
+class Casts:
+    """Lets autocast cast a weight once inside a block, and again after it was written to.
 
     PyTorch forgets casts where the outermost context ends, here one that is off: objective and
     backward compute as without. Casts made under `no_grad` have a graph too (torch >= 2.11,
     #165068), so reentrant checkpointing and two passes lose no gradient. They take half of the
-    weights' bytes, and would be old where weights change: a table with `max_norm` scales its own.
+    weights' bytes. Before each call of a bound module PyTorch's counts of writes are compared,
+    some 10 us for 150 weights; within one call autocast keeps a cast, as in any program.
+
+    Args:
+        module: whose weights are cast.
+        by_value: compare values in the first block, too. Weights that are written to there without
+            being counted, as through `.data`, are then cast in every call of all blocks.
     """
-    tables = (m for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
-    changes = any(table.max_norm is not None for table in tables)
-    return nullcontext() if changes else torch.autocast(device_type, enabled=False)
+
+    def __init__(self, module: nn.Module, *, by_value: bool = False) -> None:
+        self._module, self._by_value, self._is_counted = module, by_value, True
+        self._weights: list[nn.Parameter] = []
+        self._versions: list[int] = []
+        self._bits: list[int] = []
+
+    @contextmanager
+    def once(self, device_type: str) -> Iterator[None]:
+        """Keep casts inside the block."""
+        token = _CASTS.set(self)
+        try:
+            with torch.autocast(device_type, enabled=False):
+                yield
+        finally:
+            _CASTS.reset(token)
+            if self._weights:
+                self._weights, self._by_value = [], False  # shards come and go
+
+    def renew(self) -> None:
+        """Forget casts that are older than their weights."""
+        is_first = not self._weights
+        if is_first:
+            trained = (p for p in self._module.parameters() if p.requires_grad)
+            self._weights = [p for p in trained if p.dtype == torch.float32]  # all that it keeps
+        versions = [p._version for p in self._weights]
+        bits = _sums_of_bits(self._weights) if self._by_value else []
+        is_same = versions == self._versions
+        self._is_counted &= is_first or not is_same or bits == self._bits
+        if not (is_first or (is_same and self._is_counted)):
+            torch.clear_autocast_cache()
+        self._versions, self._bits = versions, bits
+
+
+_CASTS: ContextVar[Casts | None] = ContextVar("casts", default=None)  # of the block one is in
+
+
+def _sums_of_bits(weights: Sequence[Tensor]) -> list[int]:
+    """Add up the bits of each tensor in fp32, which any write to it changes."""
+    sums = [weight.detach().view(torch.int32).sum() for weight in weights]
+    return [int(total) for total in torch.stack(sums).tolist()] if sums else []

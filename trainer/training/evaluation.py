@@ -19,7 +19,7 @@ from trainer.core.micro_batch import to_device
 from trainer.core.out_of_memory import AllocationGuard, release_memory
 from trainer.core.world import World
 from trainer.data.loader import Loader, Request
-from trainer.models.bind import casting_once
+from trainer.models.bind import Casts
 from trainer.objectives.base import Objective, sums_of, weights_of
 from trainer.parallel.base import Parallel
 from trainer.plan.cut import Layout
@@ -148,7 +148,7 @@ def _attempt(
     loader, (requests, ahead) = held_out.loader, tee(held_out.requests(world.rank))
     model.gather()
     guard, stream = AllocationGuard(), closing(loader.stream(ahead))
-    mode, casts = evaluating(model.module), casting_once(model.module, world.device.type)
+    mode, casts = evaluating(model.module), Casts(model.module).once(world.device.type)
     with guard, mode, casts, torch.no_grad(), closing(loader), stream as loaded:
         for request, fields in zip(requests, loaded, strict=False):
             counted = weights_of(objective, fields)

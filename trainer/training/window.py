@@ -26,7 +26,7 @@ from trainer.core.errors import ConfigError, DoesNotFitError
 from trainer.core.micro_batch import MicroBatch
 from trainer.core.out_of_memory import AllocationGuard, fatal, release_memory
 from trainer.core.world import World
-from trainer.models.bind import casting_once
+from trainer.models.bind import Casts
 from trainer.models.check import batch_statistics
 from trainer.objectives.base import Objective
 from trainer.optim.schedules import Schedule
@@ -52,6 +52,7 @@ class Kit:
         on_out_of_memory: called with the global batch and the error, before memory is freed.
         snapshot: of the declared state that forwards write, as it was before the step.
         model_state: what forwards write and checkpoints save, the same on all ranks after a step.
+        casts: of weights, which autocast keeps over the micro-batches of a step.
     """
 
     model: Parallel
@@ -73,12 +74,14 @@ class Kit:
 
     snapshot: Snapshot = field(init=False)
     model_state: ModelState = field(init=False)
+    casts: Casts = field(init=False)
 
     def __post_init__(self) -> None:
         is_ordered = isinstance(self.sync, Exact)
         state = ModelState(self.model.module, self.world, is_ordered=is_ordered)
         object.__setattr__(self, "snapshot", Snapshot(self.model.module, self.objective))
         object.__setattr__(self, "model_state", state)
+        object.__setattr__(self, "casts", Casts(self.model.module, by_value=True))
 
     @property
     def losses(self) -> list[str]:
@@ -125,7 +128,7 @@ def compute(kit: Kit, batch: PlannedBatch, parts: Sequence[Divisors]) -> Outcome
     with AllocationGuard(kit.on_out_of_memory and partial(kit.on_out_of_memory, batch)):
         kit.model_state.watch()
         # In lockstep a block's weights may leave once they are used, and their casts would stay.
-        casts = nullcontext() if kit.sync.lockstep else casting_once(model.module, device.type)
+        casts = nullcontext() if kit.sync.lockstep else kit.casts.once(device.type)
         with casts:
             share = kit.strategy.backward(model, kit.objective, micro_batches, parts, kit.sync)
         given: object = share  # whatever a strategy of the user's own returns

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from trainer.core.out_of_memory import AllocationGuard
-from trainer.models.bind import casting_once
+from trainer.models.bind import Casts
 from trainer.models.compilation import with_compilation
 from trainer.plan.cut import Cost, FloatArray, Plan
 from trainer.plan.memory import Shape
@@ -121,7 +121,7 @@ def rehearsal(
             known.add(shape)
         return run
 
-    once = casting_once(work.model, work.device.type)
+    once = Casts(work.model).once(work.device.type)
     with work.live(recompute=recompute), compilation, once:
         yield prepare
 

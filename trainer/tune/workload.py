@@ -25,7 +25,7 @@ from trainer.core.micro_batch import Fields, to_device
 from trainer.core.world import World
 from trainer.data.collate import PACKING
 from trainer.data.samples import preserve_generators
-from trainer.models.bind import bind, casting_once
+from trainer.models.bind import Casts, bind
 from trainer.models.check import refuse_sparse_gradients
 from trainer.models.meta_start import Weights, drawn
 from trainer.models.recompute import with_checkpointing
@@ -195,7 +195,7 @@ def fullest_steps(work: Workload, model: Parallel, fields: Fields | None = None)
                     parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
             peak.assign("gradients", gradients(module))
             if fields is not None:
-                casts = nullcontext() if sync.lockstep else casting_once(module, work.device.type)
+                casts = nullcontext() if sync.lockstep else Casts(module).once(work.device.type)
                 with casts, sync.micro_batch(model, is_last=True):
                     work.backward(fields)
                 peak.assign("gradients", gradients(module))

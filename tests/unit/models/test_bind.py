@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from tests.lib.support import VOCABULARY, Bench
 from trainer.accumulate.sum import Sum
 from trainer.models.bind import bind
+from trainer.objectives.base import Sums
+from trainer.objectives.next_token import NextToken
 from trainer.parallel.base import Replicated
 from trainer.plan.cuts import Fixed
 
@@ -85,7 +88,83 @@ class TwoPasses(Sum):
         return super().backward(model, objective, micro_batches, *rest)
 
 
-class Casts(TorchDispatchMode):
+class Each(Sum):
+    """Casts in every call: the outermost context ends with each, as without `Casts.once`."""
+
+    def backward(self, model: Any, *rest: Any) -> Tensor:
+        call = model.call
+
+        def alone(fields: Any) -> Any:
+            torch.clear_autocast_cache()
+            found = call(fields)
+            torch.clear_autocast_cache()
+            return found
+
+        alone.module = model.module  # type: ignore[attr-defined]
+        model.call = alone
+        share = super().backward(model, *rest)
+        model.call = call
+        return share
+
+
+class Rescaled(Plain):
+    """Writes a weight in every forward, before it is used, as data-dependent scales are."""
+
+    @torch.no_grad()
+    def write(self, weight: Tensor, factor: Tensor) -> None:
+        weight.mul_(factor)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        self.write(self.head.weight, 1 + input_ids.float().mean() / VOCABULARY)
+        return super().forward(input_ids)
+
+
+class RescaledUncounted(Rescaled):
+    def write(self, weight: Tensor, factor: Tensor) -> None:
+        weight.data.mul_(factor)
+
+
+class Sharpness(Sum):
+    """Walks every micro-batch twice, the second time from weights moved up the gradient (SAM)."""
+
+    def moved(self, weight: Tensor, by: Tensor) -> None:
+        with torch.no_grad():
+            weight += by
+
+    def backward(self, model: Any, objective: Any, *rest: Any) -> Tensor:
+        super().backward(model, objective, *rest)
+        moves = [p.grad for p in model.parameters]
+        for weight, move in zip(model.parameters, moves, strict=True):
+            self.moved(weight, move)
+            weight.grad = None
+        share = super().backward(model, objective, *rest)
+        for weight, move in zip(model.parameters, moves, strict=True):
+            self.moved(weight, -move)
+        return share
+
+
+class SharpnessUncounted(Sharpness):
+    def moved(self, weight: Tensor, by: Tensor) -> None:
+        weight.data += by
+
+
+class EachSharpness(Sharpness, Each):
+    """The same with casts in every call."""
+
+
+class Perturbing(NextToken):
+    """Adds the loss of weights that are moved between two forwards."""
+
+    def sums(self, model: Any, fields: Any) -> Sums:
+        plain, weight = super().sums(model, fields), model.module.head.weight
+        with torch.no_grad():
+            weight.mul_(1.5)
+        moved = super().sums(model, fields)
+        total = {name: loss + moved.losses[name] for name, loss in plain.losses.items()}
+        return replace(plain, losses=total)
+
+
+class Counts(TorchDispatchMode):
     """Counts conversions of a weight to bfloat16."""
 
     def __init__(self, weight: Tensor) -> None:
@@ -99,40 +178,32 @@ class Casts(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-class Each(Sum):
-    """Casts in every call: the outermost context ends with each, as without `casting_once`."""
-
-    def backward(self, model: Any, *rest: Any) -> Tensor:
-        call = model.call
-
-        def alone(fields: Any) -> Any:
-            torch.clear_autocast_cache()
-            found = call(fields)
-            torch.clear_autocast_cache()
-            return found
-
-        model.call = alone
-        share = super().backward(model, *rest)
-        model.call = call
-        return share
-
-
-def bench(model: Any, strategy: Any) -> Bench:
+def bench(model: Any, strategy: Any, **others: Any) -> Bench:
     def lay_out(module: nn.Module, world: Any) -> Replicated:
         call = bind(module, autocast=torch.bfloat16)
         return Replicated(module, call, [*module.parameters()], world)
 
-    return Bench(Fixed(micro=4), torch.float32, model=model, strategy=strategy, lay_out=lay_out)
+    settings = {"model": model, "strategy": strategy, "lay_out": lay_out, **others}
+    return Bench(Fixed(micro=4), torch.float32, **settings)
 
 
 def test_a_weight_is_cast_once_a_step_and_again_after_the_update():
     for strategy, count in ((Sum(), 1), (TwoPasses(), 1), (Each(), 4)):
         made = bench(Plain, strategy)
-        with Casts(made.module.inner.weight) as casts:
+        with Counts(made.module.inner.weight) as casts:
             made.step()
             assert casts.count == count
             made.step()
             assert casts.count == 2 * count
+
+
+def assert_as_in_every_call(once: Bench, each: Bench) -> None:
+    for _ in range(2):  # the second with other weights
+        found, expected = once.gradient_and_loss(), each.gradient_and_loss()
+        assert found[1] == expected[1]
+        assert found[0].keys() == expected[0].keys()
+        assert all(torch.equal(found[0][n], expected[0][n]) for n in expected[0])
+        assert all(gradient.any() for gradient in found[0].values())
 
 
 @pytest.mark.parametrize(
@@ -144,10 +215,27 @@ def test_a_weight_is_cast_once_a_step_and_again_after_the_update():
     ],
 )
 def test_gradients_are_those_of_casting_in_every_call(model, strategy):
-    once, each = bench(model, strategy), bench(model, Each())
-    for _ in range(2):  # the second with other weights
-        found, expected = once.gradient_and_loss(), each.gradient_and_loss()
-        assert found[1] == expected[1]
-        assert found[0].keys() == expected[0].keys()
-        assert all(torch.equal(found[0][n], expected[0][n]) for n in expected[0])
-        assert all(gradient.any() for gradient in found[0].values())
+    assert_as_in_every_call(bench(model, strategy), bench(model, Each()))
+
+
+@pytest.mark.parametrize("model", [Rescaled, RescaledUncounted])
+def test_a_weight_that_a_forward_writes_is_cast_again(model):
+    assert_as_in_every_call(bench(model, Sum()), bench(model, Each()))
+
+
+@pytest.mark.parametrize("strategy", [Sharpness, SharpnessUncounted])
+def test_weights_that_a_strategy_moves_between_two_walks_are_cast_again(strategy):
+    assert_as_in_every_call(bench(Plain, strategy()), bench(Plain, EachSharpness()))
+
+
+def test_a_weight_that_an_objective_moves_between_two_forwards_is_cast_again():
+    own = {"objective": Perturbing()}
+    assert_as_in_every_call(bench(Plain, Sum(), **own), bench(Plain, Each(), **own))
+
+
+def test_a_weight_that_is_written_without_a_count_is_cast_in_every_call_of_all_steps():
+    made = bench(RescaledUncounted, Sum())
+    for _ in range(2):
+        with Counts(made.module.head.weight) as casts:
+            made.step()
+        assert casts.count == 4

@@ -21,8 +21,10 @@ from trainer.core.errors import DoesNotFitError
 from trainer.core.micro_batch import Fields
 from trainer.core.world import World
 from trainer.data.loader import AHEAD, Loader
+from trainer.models.bind import bind
 from trainer.objectives.base import IGNORED, Sums
 from trainer.objectives.next_token import NextToken, shifted_labels
+from trainer.parallel.base import Replicated
 from trainer.plan.cut import Layout
 from trainer.plan.cuts import Budget
 from trainer.plan.lengths import Lengths
@@ -219,6 +221,30 @@ def test_modes_generators_buffers_and_gradients_are_left_as_found():
     before = found()
     evaluated(bench, held_out(60))
     assert found() == before
+
+
+class Counting(TinyLM):
+    """Writes a weight in every forward, in evaluations too."""
+
+    @torch.no_grad()
+    def forward(self, input_ids: Tensor) -> Tensor:
+        self.head.weight.mul_(1.1)
+        return super().forward(input_ids)
+
+
+def test_a_weight_that_a_forward_writes_is_cast_again():
+    def lay_out(module: nn.Module, world: World) -> Replicated:
+        call = bind(module, autocast=torch.bfloat16)
+        return Replicated(module, call, [*module.parameters()], world)
+
+    losses = []
+    for forgets in (False, True):
+        bench = Bench(Budget(max_tokens=100), torch.float32, model=Counting, lay_out=lay_out)
+        call = bench.kit.model.call
+        forget = torch.clear_autocast_cache if forgets else int
+        bench.kit.model.call = lambda fields, call=call, forget=forget: (forget(), call(fields))[1]
+        losses.append(evaluated(bench, held_out(24))["loss"])
+    assert losses[0] == losses[1]
 
 
 class Memory(nn.Module):
