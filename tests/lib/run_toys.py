@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -21,6 +22,8 @@ from tests.lib.tune_support import FullAt
 from trainer.accumulate.base import GradientStrategy, divided, seed_draws
 from trainer.core.micro_batch import Fields
 from trainer.objectives.base import Objective, Sums, logits_of
+from trainer.parallel.base import Parallel
+from trainer.parallel.sync import SyncPolicy
 from trainer.plan.cut import Cut, IntArray, Layout, Plan
 from trainer.tune.tensors import PeakBytes
 
@@ -326,3 +329,36 @@ class Many:
     def __getitem__(self, index: int) -> Mapping[str, Tensor]:
         ids = (torch.arange(4) * index) % VOCABULARY
         return {"input_ids": ids, "labels": ids}
+
+
+class Halves(SyncPolicy):
+    """Reduces in every second micro-batch, as `extending.md` once let one write."""
+
+    name = "halves"
+    lockstep = True
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def micro_batch(self, model: Parallel, *, is_last: bool) -> AbstractContextManager[None]:
+        self.count += 1
+        return nullcontext() if self.count % 2 else model.reducing(across=True)
+
+
+class Forgets(SyncPolicy):
+    """Leaves every rank its own share."""
+
+    name = "forgets"
+
+    def reduce(self, model: Parallel, used: Sequence[bool]) -> None:
+        pass
+
+
+class Averages(SyncPolicy):
+    """Divides by the number of ranks, as PyTorch's DDP does."""
+
+    name = "averages"
+
+    def reduce(self, model: Parallel, used: Sequence[bool]) -> None:
+        model.reduce(used)
+        model.scale_gradients(torch.tensor(1 / model.world.size))

@@ -21,10 +21,11 @@ from pydantic import BaseModel, Field
 from torch import nn
 
 from trainer.accumulate.loss_scale import LossScale
+from trainer.build.parallel import ParallelSetup
 from trainer.build.parts import Parts
 from trainer.checkpoint.codec import decode
 from trainer.checkpoint.store import Loaded
-from trainer.config.run_config import contract, contract_diff
+from trainer.config.run_config import RunConfig, contract, contract_diff
 from trainer.core.errors import ConfigError, DataError, NoCheckpointError
 from trainer.core.micro_batch import to_device
 from trainer.core.tensors import bits_of
@@ -35,6 +36,7 @@ from trainer.models.check import batch_statistics
 from trainer.models.meta_start import Weights
 from trainer.objectives.base import Objective, sums_of, weights_of
 from trainer.objectives.model_loss import REDUCTIONS, ModelLoss
+from trainer.parallel.trial import WrongSum, find_wrong_sum
 from trainer.plan.cut import Cost, IntArray
 from trainer.plan.cuts import Budget
 from trainer.plan.traffic import Network
@@ -154,6 +156,14 @@ def _sum(parts: Parts, objective: Objective, ids: IntArray, pad_to: int) -> floa
     weights = weights_of(objective, fields)
     found = sums_of(objective, parts.call, to_device(fields, parts.world.device), weights)
     return float(sum(map(float, found.losses.values())))
+
+
+def wrong_sum(config: RunConfig, setup: ParallelSetup, world: World) -> WrongSum | None:
+    """Try a sync policy that was typed on the ranks there are. Collective."""
+    if config.sync.name == "auto":
+        return None
+    setup = replace(setup, dtype=None)  # in float64
+    return find_wrong_sum(setup.sync, lambda m, call: setup.lay_out(m, call, world), world)
 
 
 def check_consistency(

@@ -7,14 +7,17 @@ named.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trainer.build.checks import check_consistency, read_run_state
+from torch import nn
+
+from trainer.build.checks import check_consistency, read_run_state, wrong_sum
 from trainer.build.instantiate import look_up
+from trainer.build.parallel import parallel_mode, parallel_setup
 from trainer.build.parts import Parts, assemble
 from trainer.build.prepare import Prepared, prepare, prepare_on_main
 from trainer.checkpoint.state import load_model
@@ -24,8 +27,10 @@ from trainer.config.run_config import RunConfig
 from trainer.core.durable import write_record
 from trainer.core.errors import ConfigError, DataError, NotExactError
 from trainer.core.world import World
+from trainer.parallel.trial import LIMIT, SHAPES
 from trainer.report.blocks import verify_block
 from trainer.report.console import Screen
+from trainer.report.records import VerifyReport
 from trainer.training.batches import Feed, PlannedBatch
 from trainer.training.evaluation import evaluate
 from trainer.training.window import Kit
@@ -126,22 +131,15 @@ def verify_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
     Raises:
         NotExactError: they differ, or cannot be compared; verify.json names the culprits.
     """
+    if world.size == 1:
+        verify_sync(config, folder, world, stop)
     loaded, extra = open_resumed(config)
     parts = assemble(config, world, extra.get("contract"))
     prepared = prepare(parts, extra.get("cut"))
     batch, feed = _of_all_ranks(prepared)
     with feed.naming_samples(batch):
         report = verify(_kit(parts, loaded), batch, feed, whole_fits=_whole_fits(prepared))
-    asides = []
-    if world.size > 1:
-        together = f"the micro-batches of all {world.size} ranks were computed one after another"
-        asides.append(f"{together}: how gradients are sent between ranks is not checked here")
-    if config.compile:
-        asides.append("compile=true compiles the run's own step, which is not checked here")
-    if parts.precision != "fp32":
-        rounding = f"precision={parts.precision} adds rounding to the run's own step"
-        asides.append(f"{rounding}, which is not checked here")
-    report = replace(report, notes=(*asides, *report.notes))
+    report = replace(report, notes=(*_asides(parts), *report.notes))
     write_record(folder / VERIFY_FILE, report.to_json())
     screen = Screen(folder)
     screen.show(verify_block(report))
@@ -157,6 +155,51 @@ def verify_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
             f"{report.max_relative_error:.2g}, caused by {culprits}; see {folder / VERIFY_FILE}"
         )
     return 0
+
+
+def _asides(parts: Parts) -> Iterator[str]:
+    """Say what of the run's own step is not computed here."""
+    config, world = parts.config, parts.world
+    if world.size > 1:
+        sync = "how gradients are sent between ranks is not checked here"
+        if config.sync.name != "auto":
+            sync = f"sync={parts.parallel.sync.name} was tried on two, with a small model"
+        together = f"the micro-batches of all {world.size} ranks were computed one after another"
+        yield f"{together}: {sync}"
+    if config.compile:
+        yield "compile=true compiles the run's own step, which is not checked here"
+    if parts.precision != "fp32":
+        rounding = f"precision={parts.precision} adds rounding to the run's own step"
+        yield f"{rounding}, which is not checked here"
+
+
+def verify_sync(config: RunConfig, folder: Path, world: World, stop: Callable[[], bool]) -> int:
+    """Try how a sync policy that was typed reduces, on the ranks there are. Collective.
+
+    Raises:
+        NotExactError: it leaves no sum; verify.json names it.
+    """
+    mode = parallel_mode(config, world)
+    wrong = wrong_sum(config, parallel_setup(config, world, nn.Linear(1, 1), mode, None), world)
+    if wrong is None:
+        return 0
+    report = VerifyReport(
+        verdict="not_exact",
+        max_relative_error=wrong.error,
+        reference="the sum over micro-batches and ranks, of a small model",
+        dtype="float64",
+        num_parameters=len(SHAPES),
+        micro_batches=wrong.count * world.size,
+        global_batch=wrong.count * world.size,
+        limit=LIMIT,
+        culprits=(("sync", wrong.text),),
+    )
+    if world.is_main:
+        write_record(folder / VERIFY_FILE, report.to_json())
+        screen = Screen(folder)
+        screen.show(verify_block(report))
+        screen.close()
+    raise NotExactError(f"the planned step is not the whole-batch step: sync: {wrong.text}")
 
 
 def _kit(parts: Parts, loaded: Loaded | None) -> Kit:

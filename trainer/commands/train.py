@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from trainer.build.checks import check_consistency, read_run_state, terms_of
+from trainer.build.checks import check_consistency, read_run_state, terms_of, wrong_sum
 from trainer.build.instantiate import construct
 from trainer.build.parts import Parts, assemble
 from trainer.build.prepare import Prepared, choose_sync, describe_cut, prepare, prepare_on_main
@@ -22,7 +22,7 @@ from trainer.commands.reading import open_resumed
 from trainer.config.rules import parse_time
 from trainer.config.run_config import RunConfig, config_hash, contract_diff, to_plain
 from trainer.core.durable import write_record
-from trainer.core.errors import Preempted
+from trainer.core.errors import ConfigError, Preempted
 from trainer.core.format import shown_path
 from trainer.core.signals import UNBEGUN
 from trainer.core.world import World
@@ -137,6 +137,8 @@ def _assemble(config: RunConfig, world: World, extra: Mapping[str, Any], *, begi
     _end_if_stopped(world, not parts)
     found = parts[0]
     check_consistency(world, found.data_views, found.module, found.weights, begins=begins)
+    if (wrong := wrong_sum(config, found.parallel, world)) is not None:
+        raise ConfigError(f"sync: {wrong.text}")
     return found
 
 

@@ -26,6 +26,7 @@ from trainer.core.rank_progress import Board
 from trainer.core.signals import stop_signals
 from trainer.launch.ends import STACKS_SIGNAL, Ended, Records, describe_end
 from trainer.launch.membership import Membership
+from trainer.launch.start import VERIFY_SYNC
 from trainer.report.run_status import rank_log
 from trainer.report.wandb import is_hanging
 
@@ -84,7 +85,10 @@ def _work(
                 if not member.is_ours:
                     _redirect(rank_log(config, folder, member.rank))
                     _share(records, folder, world)
-                return {"code": run_rank(config, folder, world, stop)}
+                # One process verifies; ranks of ours are there for what it cannot try.
+                is_trial = member.is_ours and config.command == "verify"
+                command = VERIFY_SYNC if is_trial else config.command
+                return {"code": run_rank(config, folder, world, stop, command)}
     except BaseException as error:
         return describe_end(error, folder, member.rank)
 

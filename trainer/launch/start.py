@@ -17,6 +17,7 @@ from trainer.launch.membership import Membership, membership
 SEVERAL = ("train", "evaluate")  # commands that run on several ranks, the others in one process
 # By which PyTorch's allocator of GPU memory is set; the later names are older
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+VERIFY_SYNC = "verify sync"  # what two ranks of `verify` do
 READING = ("evaluate", "export")  # commands that read another run and leave its status alone
 
 
@@ -37,8 +38,12 @@ def run(config: RunConfig, folder: Path) -> int:
             from trainer.launch.supervise import supervise  # noqa: PLC0415 - only where used
 
             return supervise(config, folder, members, stop)
-        from trainer.launch.session import run_alone  # noqa: PLC0415 - imports torch
+        from trainer.launch.session import local_ranks, run_alone  # noqa: PLC0415 - imports torch
 
+        # A policy that was typed may be anyone's, and reduces nothing on one rank.
+        is_typed = config.command == "verify" and config.sync.name != "auto"
+        if is_typed and config.deterministic != "layout" and local_ranks(config) > 1:
+            _verify_sync(config, folder, stop)
         return run_alone(config, folder, stop)
 
 
@@ -61,6 +66,17 @@ def listening(config: RunConfig) -> AbstractContextManager[StopFlag]:
     Any other command ends at once, and leaves nothing half done.
     """
     return stop_signals() if config.command == "train" else nullcontext(StopFlag())
+
+
+def _verify_sync(config: RunConfig, folder: Path, stop: StopFlag) -> None:
+    """Have two ranks on the CPU try how the policy reduces; `NotExactError` where it is wrong."""
+    from trainer.launch.supervise import supervise  # noqa: PLC0415 - only where used
+
+    copies = {"shard": 1, "replicate": 2} if config.parallel.mode == "hsdp" else {}
+    parallel = config.parallel.model_copy(update={"ranks": 2, **copies})
+    two = config.model_copy(update={"device": "cpu", "parallel": parallel})
+    places = [Membership(rank=r, size=2, local_rank=r, local_size=2) for r in range(2)]
+    supervise(two, folder, places, stop)
 
 
 def _members(config: RunConfig) -> list[Membership]:
