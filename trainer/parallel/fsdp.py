@@ -29,7 +29,7 @@ from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import Fields
 from trainer.core.world import World
 from trainer.parallel import fsdp_calls
-from trainer.parallel.base import Parallel, drop_unused, reduce_scatter
+from trainer.parallel.base import Parallel, drop_unused, norm_in_double, reduce_scatter
 from trainer.parallel.block_order import BlockOrder, close_object, open_object
 
 
@@ -217,6 +217,11 @@ class Sharded(Parallel):
 
     def gradient_norm(self) -> Tensor:
         """See the base class."""
+        if self.world.device.type == "cpu":
+            here = [g.to_local() if isinstance(g, DTensor) else g for g in self.gradients()]
+            square = norm_in_double(here).square()
+            dist.all_reduce(square, group=self._sharing)
+            return square.sqrt()
         norm = super().gradient_norm()
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 

@@ -31,7 +31,8 @@ class _Linear(nn.Module):
         self.weights = nn.ParameterDict({n: nn.Parameter(zeros(s)) for n, s in SHAPES.items()})
 
     def forward(self, first: Tensor, second: Tensor) -> Tensor:
-        return (self.weights["first"] * first).sum() + (self.weights["second"] * second).sum()
+        first, second = self.weights["first"] * first, self.weights["second"] * second
+        return first.sum() + second.sum()
 
 
 @final
