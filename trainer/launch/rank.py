@@ -22,6 +22,7 @@ from trainer.config.run_config import RunConfig, digests, to_plain
 from trainer.config.secrets import mask_logs
 from trainer.core import durable
 from trainer.core.errors import ConfigError
+from trainer.core.own_code import OWN_CODE
 from trainer.core.rank_progress import Board
 from trainer.core.signals import stop_signals
 from trainer.launch.ends import STACKS_SIGNAL, Ended, Records, describe_end
@@ -43,7 +44,7 @@ def main(arguments: list[str]) -> NoReturn:
         ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != job["supervisor"]:
         os._exit(1)
-    sys.path[:] = job["path"]
+    sys.path[:], OWN_CODE.folder = job["path"], Path(job["own_code"])
     stacks = records.stacks(rank).open("w")
     faulthandler.register(STACKS_SIGNAL, file=stacks)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {STACKS_SIGNAL})
