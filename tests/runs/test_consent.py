@@ -82,6 +82,24 @@ def test_what_the_user_did_not_sign_asks_as_a_strangers_run(
     assert asks(other, capsys, "resume={} steps=2")
 
 
+def test_a_run_is_signed_with_the_code_of_its_classes(
+    config_home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("net.py").write_text(f"import beside\n{OWN_CLASSES}")
+    Path("beside.py").write_text("")
+    run = go("steps=1 model._target_=net.Net")
+    line = f"evaluate run={run.folder}"
+    assert shell(line) == 0
+    for name in ("net.py", "beside.py"):
+        before = Path(name).read_text()
+        Path(name).write_text(f"{before}\nraise RuntimeError('ran')\n")
+        capsys.readouterr()
+        assert shell(line) == 2, name
+        assert "to trust it, type 'trust=[net" in capsys.readouterr().err
+        Path(name).write_text(before)
+    assert shell(line) == 0
+
+
 def test_without_a_key_runs_have_to_be_trusted(
     config_home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,6 +14,7 @@ import os
 import secrets
 import stat
 from collections.abc import Collection, Mapping
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +26,26 @@ from trainer.config.components import COMPONENTS, targets_in
 from trainer.config.messages import ancestors, clip, line, lookup
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import NoCheckpointError
+from trainer.core.own_code import OWN_CODE
 
 KEY_BYTES = 32
 WANDB_LINK = "debug-core.log"
 """W&B leaves a link of this name to its own log, outside; nothing is ever written through it."""
 
 
-def sign(config: object, overrides: object) -> str | None:
-    """Give the HMAC-SHA256 of what a run's config.yaml and .hydra hold; None without a key."""
+def sign(config: Mapping[str, Any], overrides: object) -> str | None:
+    """Give the HMAC-SHA256 of what a run's config.yaml and .hydra hold; None without a key.
+
+    The files of the current folder that its classes come from count too: a name is no code.
+    """
     if (key := _user_key()) is None:
         return None
-    content = json.dumps([config, overrides], sort_keys=True, default=str)
+    targets = sorted({t for name, value in config.items() for _, t in targets_in(name, value)})
+    try:
+        files = [sha256(path.read_bytes()).hexdigest() for path in OWN_CODE.files(targets)]
+    except OSError:
+        return None
+    content = json.dumps([config, overrides, files], sort_keys=True, default=str)
     return hmac.new(key, content.encode(errors="surrogateescape"), "sha256").hexdigest()
 
 
