@@ -31,6 +31,7 @@ from trainer.cli.compose import Composer, Job
 from trainer.cli.exit_messages import print_error, print_out
 from trainer.cli.overrides import classify, expand, parse, quote, without, word_of
 from trainer.cli.start import must_stage, run_and_report, write_config
+from trainer.cli.trust import refuse_odd_targets
 from trainer.config.messages import line
 from trainer.core.durable import read_json, write_file_atomic
 from trainer.core.errors import INTERRUPTED, ConfigError, Preempted, TrainError
@@ -92,6 +93,7 @@ def prepare_sweep(overrides: Sequence[Override], faults: list[str], composer: Co
 
     Raises:
         ConfigError: one line per fault, of whichever job.
+        NoCheckpointError: something in the folder of the sweep leads elsewhere.
     """
     resume, command = word_of(overrides, "resume"), word_of(overrides, "command")
     if resume not in (None, saved_runs.AUTO):
@@ -117,6 +119,7 @@ def prepare_sweep(overrides: Sequence[Override], faults: list[str], composer: Co
     if resume:
         outputs = Path(first.config.outputs).absolute()
         folder = saved_runs.newest_sweep(outputs, parts.lines) or folder
+    refuse_odd_targets(folder, *(path.name for path in folder.glob("[0-9]*")))
     own = [each for each in parts.hydra if not each.startswith("hydra.sweep.dir=")]
     own += [f"hydra.sweep.dir={quote(folder)}"]
     goes_on = resume is not None and folder.exists()

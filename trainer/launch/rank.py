@@ -51,7 +51,7 @@ def main(arguments: list[str]) -> NoReturn:
     # Collectives abort the process when they find messages they did not expect.
     faulthandler.enable(file=stacks)
     logging.basicConfig(
-        filename=Path(job["folder"]) / "train.log" if rank == 0 else None,
+        stream=durable.open_log(Path(job["folder"]) / "train.log") if rank == 0 else None,
         format="[%(asctime)s][%(name)s][%(levelname)s] - %(message)s",
         level=logging.INFO,
     )
@@ -94,7 +94,7 @@ def _redirect(log: Path | None) -> None:
     """Send what this process and those it starts print to a file; None is the screen."""
     if log is not None:
         durable.make_folders(log.parent)
-        with log.open("ab") as file:
+        with durable.open_log(log) as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -281,7 +280,8 @@ class Watch:
             collectives = self.records.collectives(child.rank)
             if collectives.exists() and folder.is_dir():
                 durable.make_folders(folder / "errors")
-                shutil.copy(collectives, folder / "errors")
+                dumped_to = folder / "errors" / collectives.name
+                durable.write_file_atomic(dumped_to, collectives.read_bytes())
             # A first rank that ended may have taken its folder back.
             if dumped and not is_explained and folder.is_dir():
                 # Before its traceback, if it left one: what it was at before that.
