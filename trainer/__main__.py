@@ -1,11 +1,19 @@
 """`python -m trainer` is `train`."""
 
+import os
 import sys
 
 # `-m` puts the current folder first, where a file that lies there would be taken for an installed
-# package, or for a module of Python's own. It comes back last, as with `train`: for one's own code.
+# package, or for a module of Python's own; `core/own_code.py` finds what may be found there.
 if __name__ == "__main__" and not sys.flags.safe_path:
     del sys.path[0]
+
+# So does an empty entry, which `PYTHONPATH=$PYTHONPATH:lib` leaves where nothing was set; a folder
+# that is named there is meant. Processes that are started from here inherit the variable.
+if "" in (_paths := os.environ.get("PYTHONPATH", "").split(os.pathsep)) and len(_paths) > 1:
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, _paths))
+    if {os.curdir, os.getcwd()}.isdisjoint(_paths) and os.getcwd() in sys.path:  # noqa: PTH109
+        sys.path.remove(os.getcwd())  # noqa: PTH109
 
 import signal
 

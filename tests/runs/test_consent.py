@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.lib.cli_support import CHECKOUT, OWN_CLASSES, OWN_RUN, python
 from tests.lib.run_support import go, read_json, shell
 from trainer.cli.main import FinishedRun
 
@@ -81,6 +82,24 @@ def test_what_the_user_did_not_sign_asks_as_a_strangers_run(
     assert asks(other, capsys, "resume={} steps=2")
 
 
+def test_a_run_is_signed_with_the_code_of_its_classes(
+    config_home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("net.py").write_text(f"import beside\n{OWN_CLASSES}")
+    Path("beside.py").write_text("")
+    run = go("steps=1 model._target_=net.Net")
+    line = f"evaluate run={run.folder}"
+    assert shell(line) == 0
+    for name in ("net.py", "beside.py"):
+        before = Path(name).read_text()
+        Path(name).write_text(f"{before}\nraise RuntimeError('ran')\n")
+        capsys.readouterr()
+        assert shell(line) == 2, name
+        assert "to trust it, type 'trust=[net" in capsys.readouterr().err
+        Path(name).write_text(before)
+    assert shell(line) == 0
+
+
 def test_without_a_key_runs_have_to_be_trusted(
     config_home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -89,3 +108,56 @@ def test_without_a_key_runs_have_to_be_trusted(
     assert "'trust=[tests]'" in capsys.readouterr().out
     assert asks(run, capsys)
     assert shell(f"evaluate run={run.folder} trust=[tests]") == 0
+
+
+TRAP = """
+from pathlib import Path
+with (Path(__file__).parents[{up}] / "ran").open("a") as file:
+    file.write(__name__)
+"""
+
+
+@pytest.fixture
+def trapped(tmp_path: Path) -> Path:
+    """A folder of a stranger's with modules that Hydra and PyTorch would look for."""
+    folder = tmp_path / "trapped"
+    (folder / "hydra_plugins" / "x").mkdir(parents=True)
+    (folder / "hydra_plugins" / "x" / "__init__.py").write_text("")
+    (folder / "hydra_plugins" / "x" / "e.py").write_text(TRAP.format(up=2))
+    for name in ("triton", "yaml", "dataclasses", "torchao"):
+        (folder / f"{name}.py").write_text(TRAP.format(up=0))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("line", "code"), [("batch.golbal=1", 2), ("evaluate run=.", 4), ("--info plugins", 0)]
+)
+@pytest.mark.parametrize("path", [f"{CHECKOUT}", f":{CHECKOUT}"], ids=["plain", "empty entry"])
+def test_nothing_in_the_current_folder_runs_for_a_command_that_names_no_class_there(
+    line: str, code: int, path: str, trapped: Path
+) -> None:
+    done = python(f"-m trainer {line}", trapped, PYTHONPATH=path)
+    assert done.returncode == code, done.stderr
+    assert not (trapped / "ran").exists()
+
+
+@pytest.mark.parametrize("more", ["", "parallel.ranks=2 num_workers=1"])
+def test_a_class_of_the_current_folder_brings_no_other_module_of_it(
+    more: str, trapped: Path
+) -> None:
+    (trapped / "net.py").write_text(OWN_CLASSES)
+    done = python(f"-m trainer {OWN_RUN} {more}", trapped)
+    assert done.returncode == 0, done.stderr
+    assert not (trapped / "ran").exists()
+
+
+def test_a_class_whose_name_is_taken_is_one_line_with_the_file_to_rename(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Path("json.py").write_text("class Net: ...\n")
+    assert shell("model._target_=json.Net data._target_=tests.lib.run_toys.Rows") == 2
+    err = capsys.readouterr().err
+    assert "model._target_=json.Net: module 'json' has no attribute 'Net'" in err
+    assert "the name json is taken by " in err
+    assert err.rstrip().endswith("json.py")
+    assert err.count("\n") == 1

@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 import json
+import os
+from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
 from safetensors import safe_open
 
-from tests.lib.run_support import TOYS, curve, entries, go, on, only_run, read_json, steps
+from tests.lib.run_support import (
+    TOYS,
+    curve,
+    entries,
+    go,
+    on,
+    only_run,
+    overrides,
+    read_json,
+    shell,
+    steps,
+)
 from tests.lib.run_toys import Rows, Watch
 from tests.lib.support import PLAN_KEYS, STEP_KEYS
 from trainer.cli.main import FinishedRun
+from trainer.core.durable import open_log
+from trainer.core.errors import SaveError
 from trainer.data.view import split_by_seed
 from trainer.optim.schedules import Cosine
 from trainer.plan.order import Order
+from trainer.report.console import Screen
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
@@ -146,3 +162,52 @@ def test_hooks_see_copies_and_stop_nothing(capsys: pytest.CaptureFixture[str]) -
     given = [entry for name, entry in Watch.seen if name == "step"]
     assert [entry["loss"] for entry in given] == curve(run, "loss")
     assert capsys.readouterr().out.count("a watcher's own fault") == 2
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["train.log", ".hydra", "checkpoints", "errors", "metrics.jsonl", ".hydra/overrides.yaml"],
+)
+def test_nothing_is_written_through_a_link_that_lies_in_the_run_folder(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    link = Path("run") / name
+    link.parent.mkdir(parents=True)
+    link.symlink_to(outside / "file" if link.suffix else outside)
+    Path("run/mine").symlink_to(outside)  # what no run writes to is the user's own matter
+    assert shell(" ".join(overrides("steps=1 hydra.run.dir=run"))) == 4
+    assert f"{name}: a link that leads out of the folder" in capsys.readouterr().err
+    assert not list(outside.iterdir())
+
+
+@pytest.mark.parametrize("name", ["multirun.yaml", "1"])
+def test_a_sweep_writes_through_no_link_either(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("sweep").mkdir()
+    Path("sweep", name).symlink_to(tmp_path)
+    assert shell(" ".join(["-m", *overrides("seed=1,2 steps=1 hydra.sweep.dir=sweep")])) == 4
+    assert f"sweep/{name}: a link that leads out of the folder" in capsys.readouterr().err
+
+
+def test_a_run_that_is_found_and_not_named_is_looked_through_for_links_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = go("steps=2 checkpoint.every=1").folder
+    (run / "train.log").unlink()
+    (run / "train.log").symlink_to(tmp_path / "outside")
+    for line in ("resume=auto steps=3", "evaluate run=auto"):
+        assert shell(line) == 4
+        assert "train.log: a link that leads out of the folder" in capsys.readouterr().err
+    assert not (tmp_path / "outside").exists()
+
+
+def test_a_log_is_opened_neither_through_a_link_nor_a_pipe(tmp_path: Path) -> None:
+    (tmp_path / "train.log").symlink_to(tmp_path / "outside")
+    with pytest.raises(SaveError, match=r"train\.log: could not be written"):
+        Screen(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="No such device"):
+        open_log(tmp_path / "pipe")

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 from trainer.config.components import LIBRARIES, LIBRARY_ROOTS, Component
 from trainer.core.errors import ConfigError, TrainError
+from trainer.core.own_code import OWN_CODE
 
 Built = TypeVar("Built")
 
@@ -48,11 +49,13 @@ def look_up(
             f"{typed}: comes from a recipe or a saved run: pass it on the command line, or trust "
             f"its package with trust=[{root}]"
         )
+    if component.typed_target or root in trusted:
+        OWN_CODE.permit(component.target)
     try:
         found = _find(component.target)
         base = object if is_trusted else _find(f"{module_name}.{base_name}")
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{typed}: {error}") from error
+        raise ConfigError(f"{typed}: {error}{OWN_CODE.why_hidden(component.target)}") from error
     is_factory = inspect.isfunction(found) or inspect.ismethod(found)
     is_native = getattr(found, "__module__", "").partition(".")[0] == root
     if not is_native or not (inspect.isclass(found) or is_factory):

@@ -29,12 +29,13 @@ from omegaconf.errors import OmegaConfBaseException
 from trainer.cli.overrides import TARGET, Classified, classify, dotted, no_such_option, values_in
 from trainer.cli.trust import consented_components, refuse_odd_files, trust_faults
 from trainer.config import recipes
-from trainer.config.components import COMPONENTS, GROUPS, OWN, SHARED
+from trainer.config.components import COMPONENTS, GROUPS, OWN, SHARED, targets_in
 from trainer.config.keys import KEYS, data_dir
 from trainer.config.messages import clip, lookup
 from trainer.config.run_config import RunConfig
 from trainer.config.validate import validate
 from trainer.core.errors import ConfigError, DataError, NoCheckpointError
+from trainer.core.own_code import OWN_CODE
 
 CONFIG_NAME = "config"
 
@@ -193,6 +194,9 @@ class Composer:
         if faults:
             raise ConfigError(*dict.fromkeys(faults))
         _refuse_missing(config)
+        # Hydra instantiates what stands there, which neither a recipe nor a run folder may give.
+        for _, target in targets_in("hydra", OmegaConf.to_container(full.hydra, resolve=False)):
+            OWN_CODE.permit(target)
         return Job(
             config=config,
             composed=full,

@@ -19,6 +19,7 @@ from trainer.cli.exit_messages import flush_std_streams, piped, print_crash, pri
 from trainer.config.messages import clip
 from trainer.core.durable import read_json
 from trainer.core.errors import INTERRUPTED, ConfigError, TrainError
+from trainer.core.own_code import OWN_CODE
 from trainer.core.signals import raise_on_interrupt
 from trainer.launch.membership import global_rank
 
@@ -133,6 +134,18 @@ def _run(argv: Sequence[str]) -> int:
     return start(job, composer)
 
 
+def current_folder() -> Path:
+    """Name the current folder.
+
+    Raises:
+        ConfigError: it was deleted.
+    """
+    try:
+        return Path.cwd()
+    except FileNotFoundError:
+        raise ConfigError("the current folder was deleted; change to one that exists") from None
+
+
 def _show(flags: Mapping[str, str], lines: Sequence[str], composer: Composer) -> int:
     """Let Hydra show what it knows: the config, itself, or how a shell completes a line."""
     from argparse import Namespace  # noqa: PLC0415
@@ -154,13 +167,11 @@ def _show(flags: Mapping[str, str], lines: Sequence[str], composer: Composer) ->
 
 
 def composer_of(flags: Mapping[str, str]) -> Composer:
-    """Give the search path that Hydra's flags name, and let `_target_` name a module found here."""
+    """Give the search path that Hydra's flags name; `_target_` may name a module found here."""
+    OWN_CODE.folder = current_folder()
     from trainer.cli.compose import CONFIG_NAME, Composer  # noqa: PLC0415
     from trainer.config.keys import data_dir  # noqa: PLC0415
 
-    if str(Path.cwd()) not in sys.path:
-        # Last, so that a file named like an installed package is not taken for it.
-        sys.path.append(str(Path.cwd()))
     own, path = flags.get("--config-dir"), flags.get("--config-path")
     return Composer(
         config_folder=Path(path).absolute() if path else data_dir("conf"),

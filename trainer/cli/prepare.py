@@ -17,6 +17,7 @@ from omegaconf import open_dict
 from trainer.cli import saved_runs
 from trainer.cli.compose import Composer, Job
 from trainer.cli.overrides import classify, parse, quote, read, without, word_of
+from trainer.cli.trust import refuse_odd_files, refuse_odd_targets
 from trainer.config.messages import clip
 from trainer.config.messages import line as fault
 from trainer.core.errors import ConfigError, NoCheckpointError
@@ -94,8 +95,12 @@ def _find(overrides: Sequence[Override], typed: str, key: str, composer: Compose
         if (run := saved_runs.newest(outputs, name, is_read=True)) is None:
             called = "run" if name is None else f"run named {name}"
             raise NoCheckpointError(f"run=auto: no {called} below {outputs} has a checkpoint")
+        refuse_odd_files(run)
         return run
-    return folder if saved_runs.can_go_on(folder) else saved_runs.newest(outputs, name)
+    found = folder if saved_runs.can_go_on(folder) else saved_runs.newest(outputs, name)
+    if found is not None:
+        refuse_odd_files(found)
+    return found
 
 
 def _check_over(
@@ -131,6 +136,7 @@ def _go_on(run: Path, job: Job) -> Job:
 def _place(job: Job, folder: Path, subfolder: str | None = saved_runs.SUBFOLDER) -> Job:
     """Fix for Hydra the folder, which holds the time of day, and where its records go."""
     hydra = job.composed.hydra
+    refuse_odd_targets(folder, f"{hydra.job.name}.log")
     with open_dict(hydra):
         hydra.mode = RunMode.RUN
         hydra.run.dir = str(folder)

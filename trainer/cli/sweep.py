@@ -31,9 +31,11 @@ from trainer.cli.compose import Composer, Job
 from trainer.cli.exit_messages import print_error, print_out
 from trainer.cli.overrides import classify, expand, parse, quote, without, word_of
 from trainer.cli.start import must_stage, run_and_report, write_config
+from trainer.cli.trust import refuse_odd_targets
 from trainer.config.messages import line
 from trainer.core.durable import read_json, write_file_atomic
 from trainer.core.errors import INTERRUPTED, ConfigError, Preempted, TrainError
+from trainer.core.own_code import OWN_CODE
 from trainer.core.signals import raise_on_interrupt
 from trainer.launch.start import READING
 from trainer.report.run_status import staged
@@ -59,7 +61,11 @@ def run_sweep(lines: Sequence[str], composer: Composer) -> int:
         sweep = prepare_sweep(overrides, faults, composer)
         raise_on_interrupt()
         try:
-            hydra.multirun(composer.config_name, _task_of(sweep, composer, codes), [*sweep.lines])
+            # Launchers start Python with `-m`, which has the current folder first.
+            safe = {"PYTHONSAFEPATH": "1"}
+            task = _task_of(sweep, composer, codes)
+            with env_override(safe) if "PYTHONSAFEPATH" not in os.environ else nullcontext():
+                hydra.multirun(composer.config_name, task, [*sweep.lines])
         except KeyboardInterrupt:
             interrupted = True
         finally:
@@ -87,6 +93,7 @@ def prepare_sweep(overrides: Sequence[Override], faults: list[str], composer: Co
 
     Raises:
         ConfigError: one line per fault, of whichever job.
+        NoCheckpointError: something in the folder of the sweep leads elsewhere.
     """
     resume, command = word_of(overrides, "resume"), word_of(overrides, "command")
     if resume not in (None, saved_runs.AUTO):
@@ -112,6 +119,7 @@ def prepare_sweep(overrides: Sequence[Override], faults: list[str], composer: Co
     if resume:
         outputs = Path(first.config.outputs).absolute()
         folder = saved_runs.newest_sweep(outputs, parts.lines) or folder
+    refuse_odd_targets(folder, *(path.name for path in folder.glob("[0-9]*")))
     own = [each for each in parts.hydra if not each.startswith("hydra.sweep.dir=")]
     own += [f"hydra.sweep.dir={quote(folder)}"]
     goes_on = resume is not None and folder.exists()
@@ -129,8 +137,12 @@ def prepare_sweep(overrides: Sequence[Override], faults: list[str], composer: Co
 def _task_of(sweep: Sweep, composer: Composer, codes: list[int]) -> Callable[[Any], float]:
     """Make Hydra's task of a job; it gives the held-out loss, which sweepers minimise, or inf."""
     common = set.intersection(*map(set, sweep.jobs)) if len(sweep.jobs) > 1 else set()
+    here, safe = OWN_CODE.folder, os.environ.get("PYTHONSAFEPATH")
 
     def task(_: object) -> float:
+        OWN_CODE.folder = here  # a launcher may have started another process
+        if safe is None:  # what the user's code starts is their own matter
+            os.environ["PYTHONSAFEPATH"] = ""  # off
         record = HydraConfig.get()
         folder = Path(record.runtime.output_dir)
         number = f"{record.job.num} of {len(sweep.jobs)}" if sweep.jobs else record.job.num

@@ -14,6 +14,7 @@ import os
 import secrets
 import stat
 from collections.abc import Collection, Mapping
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +26,30 @@ from trainer.config.components import COMPONENTS, targets_in
 from trainer.config.messages import ancestors, clip, line, lookup
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import NoCheckpointError
+from trainer.core.own_code import OWN_CODE
 
 KEY_BYTES = 32
 WANDB_LINK = "debug-core.log"
 """W&B leaves a link of this name to its own log, outside; nothing is ever written through it."""
 
+WRITTEN = [".hydra", "checkpoints", "errors", "ranks", "profile", "wandb", "multirun.yaml"]
+WRITTEN += ["metrics.jsonl", "samples.jsonl"]
+"""What a run or sweep writes in place, or into, in its folder; other files are renamed there."""
 
-def sign(config: object, overrides: object) -> str | None:
-    """Give the HMAC-SHA256 of what a run's config.yaml and .hydra hold; None without a key."""
+
+def sign(config: Mapping[str, Any], overrides: object) -> str | None:
+    """Give the HMAC-SHA256 of what a run's config.yaml and .hydra hold; None without a key.
+
+    The files of the current folder that its classes come from count too: a name is no code.
+    """
     if (key := _user_key()) is None:
         return None
-    content = json.dumps([config, overrides], sort_keys=True, default=str)
+    targets = sorted({t for name, value in config.items() for _, t in targets_in(name, value)})
+    try:
+        files = [sha256(path.read_bytes()).hexdigest() for path in OWN_CODE.files(targets)]
+    except OSError:
+        return None
+    content = json.dumps([config, overrides, files], sort_keys=True, default=str)
     return hmac.new(key, content.encode(errors="surrogateescape"), "sha256").hexdigest()
 
 
@@ -123,9 +137,28 @@ def refuse_odd_files(folder: Path, *, links: bool = True) -> None:
     home = folder.resolve()
     for parent, folders, files in os.walk(folder):
         for path in (Path(parent, name) for name in (*folders, *files)):
-            if path.is_symlink():
-                is_foreign = not path.resolve().is_relative_to(home)
-                if links and is_foreign and path.name != WANDB_LINK:
-                    raise NoCheckpointError(clip(f"{path}: a link that leads out of the folder"))
-            elif stat.S_IFMT(path.lstat().st_mode) not in (stat.S_IFREG, stat.S_IFDIR):
-                raise NoCheckpointError(clip(f"{path}: neither a file nor a folder"))
+            if links or not path.is_symlink():
+                _refuse_odd(path, home)
+
+
+def refuse_odd_targets(folder: Path, *names: str) -> None:
+    """Refuse a folder where what a run or sweep writes, more names among it, would go elsewhere.
+
+    Other links are the user's own matter: the folder may be one with more in it than a run.
+
+    Raises:
+        NoCheckpointError: as for `refuse_odd_files`.
+    """
+    for path in (folder / name for name in (*WRITTEN, *names)):
+        if os.path.lexists(path):
+            _refuse_odd(path, folder.resolve())
+        if path.is_dir():
+            refuse_odd_files(path)
+
+
+def _refuse_odd(path: Path, home: Path) -> None:
+    if path.is_symlink():
+        if not path.resolve().is_relative_to(home) and path.name != WANDB_LINK:
+            raise NoCheckpointError(clip(f"{path}: a link that leads out of the folder"))
+    elif stat.S_IFMT(path.lstat().st_mode) not in (stat.S_IFREG, stat.S_IFDIR):
+        raise NoCheckpointError(clip(f"{path}: neither a file nor a folder"))

@@ -18,7 +18,7 @@ import stat
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from trainer.core.errors import SaveError
 from trainer.core.format import size as shown_size
@@ -194,6 +194,16 @@ def append(path: Path, data: bytes, *, durable: bool = False) -> None:
             disk.sync(handle)
     finally:
         disk.close(handle)
+
+
+def open_log(path: Path) -> TextIO:
+    """Open a text file, new or not, to add lines; never a link's target, nor a pipe.
+
+    Raises:
+        OSError: it is one of them, or the disk refused.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
+    return os.fdopen(os.open(path, flags, 0o666), "a", encoding="utf-8", errors="backslashreplace")
 
 
 def make_folder(path: Path) -> None:

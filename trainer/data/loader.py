@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, final
 
@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from trainer.core.errors import DataError, TrainError
 from trainer.core.micro_batch import Fields
 from trainer.core.out_of_memory import is_out_of_memory
+from trainer.core.own_code import OWN_CODE, OwnCode
 from trainer.core.world import rng_key
 from trainer.data.collate import (
     ATTENTION_MASK,
@@ -226,6 +227,8 @@ class Loader:
 class _Assembler(Dataset[Any]):
     """Reads and collates the samples of a request, by which workers index it in place of ids."""
 
+    # First, since a loading process that is not forked unpickles the user's classes behind it.
+    own_code: OwnCode = field(init=False, compare=False, default_factory=lambda: OWN_CODE)
     dataset: DataView
     seed: int
     limits: Limits

@@ -22,6 +22,7 @@ from trainer.config.run_config import RunConfig, digests, to_plain
 from trainer.config.secrets import mask_logs
 from trainer.core import durable
 from trainer.core.errors import ConfigError
+from trainer.core.own_code import OWN_CODE
 from trainer.core.rank_progress import Board
 from trainer.core.signals import stop_signals
 from trainer.launch.ends import STACKS_SIGNAL, Ended, Records, describe_end
@@ -44,14 +45,14 @@ def main(arguments: list[str]) -> NoReturn:
         ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != job["supervisor"]:
         os._exit(1)
-    sys.path[:] = job["path"]
+    sys.path[:], OWN_CODE.folder = job["path"], Path(job["own_code"])
     stacks = records.stacks(rank).open("w")
     faulthandler.register(STACKS_SIGNAL, file=stacks)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {STACKS_SIGNAL})
     # Collectives abort the process when they find messages they did not expect.
     faulthandler.enable(file=stacks)
     logging.basicConfig(
-        filename=Path(job["folder"]) / "train.log" if rank == 0 else None,
+        stream=durable.open_log(Path(job["folder"]) / "train.log") if rank == 0 else None,
         format="[%(asctime)s][%(name)s][%(levelname)s] - %(message)s",
         level=logging.INFO,
     )
@@ -97,7 +98,7 @@ def _redirect(log: Path | None) -> None:
     """Send what this process and those it starts print to a file; None is the screen."""
     if log is not None:
         durable.make_folders(log.parent)
-        with log.open("ab") as file:
+        with durable.open_log(log) as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from trainer.checkpoint import lock
 from trainer.config.run_config import RunConfig
 from trainer.core import durable, signals
 from trainer.core.errors import Preempted, RankFailedError
+from trainer.core.own_code import OWN_CODE
 from trainer.core.rank_progress import Board, Place
 from trainer.launch.ends import STACKS_SIGNAL, Ended, Records, conclude, verdict
 from trainer.launch.membership import Membership
@@ -90,7 +90,8 @@ def _attempt(
         job = {
             "config": config.model_dump(mode="json", by_alias=True),
             "folder": str(folder),  # that of the first rank counts
-            "path": sys.path,  # where Python looks for modules
+            "path": [path for path in sys.path if path],  # where Python looks for modules
+            "own_code": str(OWN_CODE.folder or Path.cwd()),
             "supervisor": os.getpid(),
             "members": {each.rank: asdict(each) for each in members},
         }
@@ -142,8 +143,9 @@ def start(records: Records, member: Membership) -> Child:
         environment = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", **environment}
         environment |= {"RANK": rank, "LOCAL_RANK": rank}
         environment |= {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    paths = [str(Path(__file__).parents[2]), *filter(None, [environment.get("PYTHONPATH")])]
-    environment["PYTHONPATH"] = os.pathsep.join(paths)
+    # An empty entry would be the current folder.
+    paths = [str(Path(__file__).parents[2]), *environment.get("PYTHONPATH", "").split(os.pathsep)]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     # What a rank cannot handle yet is blocked until it can.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*signals.SIGNALS, STACKS_SIGNAL})
     try:
@@ -278,7 +280,8 @@ class Watch:
             collectives = self.records.collectives(child.rank)
             if collectives.exists() and folder.is_dir():
                 durable.make_folders(folder / "errors")
-                shutil.copy(collectives, folder / "errors")
+                dumped_to = folder / "errors" / collectives.name
+                durable.write_file_atomic(dumped_to, collectives.read_bytes())
             # A first rank that ended may have taken its folder back.
             if dumped and not is_explained and folder.is_dir():
                 # Before its traceback, if it left one: what it was at before that.

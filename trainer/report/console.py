@@ -18,6 +18,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
 from trainer.config.secrets import without_secrets
+from trainer.core.durable import as_save_error, open_log
 from trainer.core.format import clock, lead_nowhere, loss, percent, printable_lines, rate, short
 from trainer.objectives.base import STEP_KEYS
 from trainer.report.journal import Entry
@@ -47,7 +48,8 @@ class Screen:
             self._console.file.reconfigure(errors="backslashreplace")
         self._consoles = [self._console]  # and the log, while it is open
         if folder is not None:
-            log = (folder / LOG_FILE).open("a", encoding="utf-8", errors="backslashreplace")
+            with as_save_error(folder / LOG_FILE):
+                log = open_log(folder / LOG_FILE)
             plain = _AS_IT_IS | {"color_system": None, "force_terminal": False}
             self._consoles.append(Console(file=log, width=LOG_WIDTH, **plain))
         self._live: Live | None = None

@@ -25,6 +25,13 @@ Noun = Literal["token", "sample"]
 Verdict = Literal["exact", "exact_without_dropout", "not_exact", "not_proven"]
 
 GIT_TIMEOUT_S = 2.0
+# What a repository may set, perhaps a stranger's, without `git status` starting a program: a
+# monitor of files, a filter of their contents, a transport to fetch what is missing.
+_HARMLESS = re.compile(
+    r"core\.(repositoryformatversion|filemode|bare|logallrefupdates|ignorecase|precomposeunicode"
+    r"|symlinks|autocrlf|eol|longpaths)|(user|branch|pull|push|color|commit|submodule)\..*"
+    r"|remote\..*\.(url|fetch|push|pushurl)|init\.defaultbranch"
+)
 PACKAGES = ("torch", "hydra-core", "omegaconf", "numpy", "safetensors", "wandb")
 
 
@@ -101,11 +108,17 @@ def git_revision(folder: Path) -> dict[str, Any] | None:
     """Name the commit checked out in a folder.
 
     Returns:
-        `commit`, and `dirty`: whether tracked files differ (None if that took too long); None
+        `commit`, and `dirty`: whether tracked files differ, those of submodules aside; None if
+        that took too long, or where the repository's own settings may start programs. None
         outside a repository, in one without a commit, or without git.
     """
-    commit = _git(folder, "rev-parse", "HEAD")
-    changes = commit and _git(folder, "status", "--porcelain", "--untracked-files=no")
+    commit = _git(folder, "rev-parse", "HEAD")  # starts nothing
+    settings = commit and _git(folder, "config", "--list", "--name-only", "--show-scope")
+    named = [line.split("\t", 1) for line in (settings or "").splitlines()]
+    own = [name for scope, name in named if scope not in ("system", "global", "command")]
+    is_harmless = all(map(_HARMLESS.fullmatch, own))
+    flags = ("--porcelain", "--untracked-files=no", "--ignore-submodules=all")
+    changes = _git(folder, "status", *flags) if settings and is_harmless else None
     dirty = None if changes is None else bool(changes)
     return None if commit is None else {"commit": commit, "dirty": dirty}
 
@@ -136,7 +149,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
     """Ask git, which may be missing, may hang on a network drive, and must ask nobody."""
     try:
         answer = subprocess.run(
-            ["git", "-C", str(folder), *arguments],
+            ["git", "-c", "core.fsmonitor=false", "-C", str(folder), *arguments],
             check=False,
             capture_output=True,
             stdin=subprocess.DEVNULL,

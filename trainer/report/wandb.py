@@ -112,6 +112,8 @@ class WandbMirror:
             if self._mode != "online":
                 # Error reports are the only thing an offline run would send.
                 os.environ["WANDB_ERROR_REPORTING"] = "false"
+            # `git status` would start what the repository of the current folder, anyone's, names.
+            os.environ["WANDB_DISABLE_GIT"] = "true"
             wandb = importlib.import_module("wandb")
             self._is_imported.set()
             run = self._begin(wandb)

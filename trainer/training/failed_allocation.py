@@ -9,7 +9,7 @@ from typing import final
 
 import torch
 
-from trainer.core.durable import make_folders
+from trainer.core.durable import make_folders, write_file_atomic
 from trainer.core.format import size
 from trainer.core.world import World
 from trainer.training.batches import PlannedBatch
@@ -54,10 +54,10 @@ class FailedAllocation:
         ]
         with suppress(Exception):  # the step that follows matters more
             make_folders(path.parent)
-            path.write_text("\n".join([*lines, ""]))
+            if device.type == "cuda":
+                lines.append(torch.cuda.memory_summary(device))
+            write_file_atomic(path, "\n".join([*lines, ""]).encode())
             if device.type == "cuda":  # the snapshot is for https://pytorch.org/memory_viz
-                with path.open("a") as file:
-                    file.write(torch.cuda.memory_summary(device))
                 torch.cuda.memory._dump_snapshot(  # type: ignore[no-untyped-call] # untyped in torch
                     str(path.with_suffix(".pickle"))
                 )

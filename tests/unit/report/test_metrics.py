@@ -128,6 +128,25 @@ def git(folder, *arguments):
     subprocess.run(["git", "-C", str(folder), *identity, *arguments], check=True, timeout=30)
 
 
+def test_a_revision_is_read_without_what_a_strangers_repository_would_start(tmp_path):
+    git(tmp_path, "init", "-q")
+    (tmp_path / "code.py").write_text("a")
+    (tmp_path / ".gitattributes").write_text("* filter=x\n")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-qm", "first")
+    trap = tmp_path / "trap"
+    trap.write_text(f"#!/bin/sh\ntouch {tmp_path / 'ran'}\ncat\n")
+    trap.chmod(0o755)
+    (tmp_path / "code.py").write_text("b")
+    assert records.git_revision(tmp_path)["dirty"] is True
+    for key in ("core.fsmonitor", "filter.x.clean"):
+        git(tmp_path, "config", key, str(trap))
+        found = records.git_revision(tmp_path)
+        assert (len(found["commit"]), found["dirty"]) == (40, None), key
+        assert not (tmp_path / "ran").exists(), key
+        git(tmp_path, "config", "--unset", key)
+
+
 def test_a_run_records_versions_hardware_and_a_revision_that_tells_changed_files_from_unchanged(
     tmp_path, monkeypatch
 ):

@@ -147,7 +147,11 @@ def test_without_a_way_online_a_run_is_recorded_offline_or_not_with_one_warning(
     assert {path.name for path in mirror.folder.iterdir()} == expected
 
 
-def test_the_real_package_records_a_run_offline(tmp_path):
+def test_the_real_package_records_a_run_offline_and_asks_git_for_no_contents(tmp_path):
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    (tools / "git").write_text(f'#!/bin/sh\necho "$@" >> {tools}/asked\npwd\n')
+    (tools / "git").chmod(0o755)
     program = (
         "import sys; from pathlib import Path; from trainer.report.wandb import WandbMirror\n"
         "folder = Path(sys.argv[1]); mirror = WandbMirror('offline', folder, {}, print)\n"
@@ -155,12 +159,19 @@ def test_the_real_package_records_a_run_offline(tmp_path):
         "mirror.close({'loss': 1.0}); sys.exit(3)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=False
+        [sys.executable, "-c", program, str(tmp_path)],
+        env={**os.environ, "PATH": f"{tools}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert (done.returncode, done.stdout, done.stderr) == (3, "", "")
     run_id = (tmp_path / "wandb" / "id").read_text()
     (record,) = tmp_path.glob(f"wandb/offline-run-*-{run_id}/run-{run_id}.wandb")
     assert b"train/loss" in record.read_bytes()
+    # Where the repository begins starts no program that it names; its status would.
+    asked = (tools / "asked").read_text().split("\n") if (tools / "asked").exists() else []
+    assert set(asked) <= {"rev-parse --show-toplevel", ""}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,66 @@
+"""The user's code is found for what they consented to, and for no library."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainer.core.own_code import OwnCode
+
+NAMES = ("own_a", "own_b", "own_probed", "own_package", "own_library")
+
+
+@pytest.fixture
+def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OwnCode:
+    """A folder of the user's, and a library elsewhere that looks for what is not installed."""
+    folder, site = tmp_path / "here", tmp_path / "site"
+    (folder / "own_package").mkdir(parents=True)
+    site.mkdir()
+    (folder / "own_a.py").write_text("import own_b\n\ndef late():\n    import own_package.c\n")
+    (folder / "own_b.py").write_text("")
+    (folder / "own_probed.py").write_text("raise RuntimeError('ran')\n")
+    (folder / "own_package" / "__init__.py").write_text("")
+    (folder / "own_package" / "c.py").write_text("from own_b import __name__ as name\n")
+    (site / "own_library.py").write_text("def probe():\n    import own_probed\n")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(site)])
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    for name in (*NAMES, "own_package.c"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    made = OwnCode()
+    made.folder = folder
+    return made
+
+
+def test_a_permitted_module_is_found_with_what_it_imports_and_nothing_else(code: OwnCode) -> None:
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("own_a")
+    code.permit("own_a.Net")
+    module = importlib.import_module("own_a")
+    module.late()
+    assert {"own_b", "own_package", "own_package.c"} <= sys.modules.keys()
+    with pytest.raises(ModuleNotFoundError, match="own_probed"):
+        importlib.import_module("own_probed")
+    code.permit("own_library.Net")  # installed, so that its code is not the user's
+    with pytest.raises(ModuleNotFoundError, match="own_probed"):
+        importlib.import_module("own_library").probe()
+
+
+def test_a_name_that_is_taken_is_named_with_the_file_to_rename(code: OwnCode) -> None:
+    assert code.folder is not None
+    assert code.why_hidden("json.Net") == ""
+    (code.folder / "json.py").write_text("")
+    assert code.why_hidden("json.Net").endswith(f": rename {code.folder / 'json.py'}")
+    assert "the name json is taken by" in code.why_hidden("json.Net")
+    assert code.why_hidden("own_a.Net") == ""
+
+
+def test_files_behind_a_class_are_those_that_its_import_would_run(code: OwnCode) -> None:
+    assert code.folder is not None
+    names = [str(path.relative_to(code.folder)) for path in code.files(["own_a.Net.make"])]
+    assert names == ["own_a.py", "own_b.py", "own_package/__init__.py", "own_package/c.py"]
+    assert code.files(["torch.nn.Linear", "nothing.here", "..odd", "own"]) == []
+    (code.folder / "own_a.py").write_text("not Python")
+    assert code.files(["own_a.Net"]) == [code.folder / "own_a.py"]
