@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from trainer.core.errors import DataError, TrainError
 from trainer.core.micro_batch import Fields
 from trainer.core.out_of_memory import is_out_of_memory
-from trainer.core.world import rng_key
 from trainer.data.collate import (
     ATTENTION_MASK,
     IGNORED_LABEL,
@@ -26,6 +25,7 @@ from trainer.data.collate import (
     Limits,
     aligned_fields,
     limits_of,
+    num_rows,
     pack,
     pad,
     value_out_of_range,
@@ -37,10 +37,10 @@ from trainer.data.samples import (
     as_tensors,
     faults_of,
     num_tokens,
-    seed_draws,
 )
 from trainer.data.view import DataView
 
+PROBED = 8  # samples that show which fields have one entry per token
 AHEAD = 2  # requests that a worker, or the thread, loads at least before they are asked for
 
 
@@ -240,10 +240,10 @@ class _Assembler(Dataset[Any]):
 
         with data.isolated_rng():
             samples = data.read_each(ids, seed=self.seed, epoch=request.epoch)
+            data.check_lengths(ids, samples, self.aligned)
             if data.collate is not None:
                 fields = self._collated(data.collate, samples, request)
             else:
-                data.check_lengths(ids, [self._counts(sample) for sample in samples])
                 join = pack if request.packed else pad
                 fields = join(samples, self.aligned, request.pad_to, name)
         if fault := value_out_of_range(fields, self.limits):
@@ -261,13 +261,6 @@ class _Assembler(Dataset[Any]):
                 return error
             raise
 
-    def _counts(self, sample: Sample) -> list[int]:
-        tokens = num_tokens(sample)
-        if INPUT_IDS in sample:
-            return [] if tokens is None else [tokens]
-        fields = (sample[name] for name in self.aligned if name in sample)
-        return [field.size(0) for field in fields if field.dim()]
-
     def _blank(self, request: Request) -> Fields:
         """Make fields of zero weight, like those of the first sample in all else."""
         fields = self(replace(request, ids=(0,), pad_to=int(self.dataset.lengths[0])))
@@ -277,16 +270,18 @@ class _Assembler(Dataset[Any]):
 
     @cached_property
     def aligned(self) -> frozenset[str]:
-        """The fields with one entry per token, as the shortest and the longest sample show."""
+        """The fields with one entry per token, as the shortest, the longest and others show."""
         data, lengths = self.dataset, self.dataset.lengths
         if len(lengths) == 0 or data.collate is not None:
             return frozenset()
-        ids = [int(lengths.argmin()), int(lengths.argmax())]
+        ids = [lengths.argmin(), lengths.argmax()]
         with data.isolated_rng():
             samples = [data.read(i, seed=self.seed, epoch=0) for i in ids]
+            if lengths.max() == 1 and None in map(num_tokens, samples):
+                return frozenset()
+            others = dict(data.probe(PROBED, seed=self.seed))
+        ids, samples = [*ids, *others], [*samples, *others.values()]
         counts = [num_tokens(sample) for sample in samples]
-        if None in counts and lengths.max() == 1:
-            return frozenset()
         pairs = zip(ids, counts, strict=True)
         return aligned_fields(samples, [int(lengths[i]) if n is None else n for i, n in pairs])
 
@@ -295,7 +290,7 @@ class _Assembler(Dataset[Any]):
     ) -> Fields:
         data = self.dataset
         if data.draws_randomness:
-            seed_draws(rng_key(self.seed, request.epoch, "collate", *request.ids))
+            data.seed_draws(self.seed, request.epoch, "collate", *request.ids)
         place = f"`collate` of {data.kind}"
         ids = ", ".join(map(str, data.original_ids(request.ids[:3])))
         with faults_of(f"{place}, on {len(samples)} samples ({ids}, ...)"):
@@ -304,6 +299,12 @@ class _Assembler(Dataset[Any]):
             isinstance(field, Tensor) for field in fields.values()
         ):
             raise DataError(f"data: {place} must return a mapping from names to tensors")
+        rows, count = num_rows(fields, samples), len(samples)
+        if rows < count:
+            raise DataError(
+                f"data: {place} gives {rows} rows for {count} samples ({ids}, ...): give one for "
+                "each, or all of them end to end in one row"
+            )
         return as_tensors(fields, lambda: place)
 
 
