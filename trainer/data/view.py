@@ -295,14 +295,19 @@ class DataView:
         digest.update(once if once == again else b"")
         return digest.hexdigest()
 
+    def spaced(self, count: int) -> list[int]:
+        """Give the positions of up to `count` samples, at even distances."""
+        last, count = len(self) - 1, min(count, len(self))
+        positions: list[int] = np.unique(np.linspace(0, last, count, dtype=np.int64)).tolist()
+        return positions
+
     def probe(self, count: int, *, seed: int) -> Iterator[tuple[int, dict[str, Tensor]]]:
         """Read samples at even distances; what cannot be read ends the run where it is used.
 
         Yields:
             The position and the sample of each.
         """
-        count = min(count, len(self))
-        for i in np.unique(np.linspace(0, len(self) - 1, count, dtype=np.int64)).tolist():
+        for i in self.spaced(count):
             try:
                 sample = self.read(i, seed=seed, epoch=0)
             except TrainError:
