@@ -6,9 +6,10 @@ import signal
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from multiprocessing.connection import wait
 from typing import Any, final
 
 import torch
@@ -35,12 +36,14 @@ from trainer.data.samples import (
     Sample,
     Samples,
     as_tensors,
+    described,
     faults_of,
     num_tokens,
 )
 from trainer.data.view import DataView
 
 PROBED = 8  # samples that show which fields have one entry per token
+DYING_S = 1.0  # until a process whose pipe has closed is known to be dead
 AHEAD = 2  # requests that a worker, or the thread, loads at least before they are asked for
 
 
@@ -156,24 +159,44 @@ class Loader:
 
         Raises:
             DataError: a sample cannot be read or joined with the others, or a worker died.
-            RuntimeError: PyTorch's loader failed for another reason.
+            Exception: PyTorch's loader failed for another reason.
         """
         if self.num_workers == 0:
             yield from (self._ahead if self.loads_in_thread else partial(map, self.load))(requests)
             return
         self._sampler.requests = requests
         try:
-            for fields in self._started(ahead):
+            with _kept_handler(signal.SIGCHLD):
+                loaded = iter(self._started(ahead))
+            for fields in loaded:
                 if isinstance(fields, Exception):
                     raise fields  # raised in a worker it would arrive as a long traceback
                 yield fields
-        except RuntimeError as error:
-            if "DataLoader worker" not in str(error):
+        except Exception as error:
+            if isinstance(error, TrainError) or not self._has_lost_worker(error):
                 raise
             raise DataError(
-                f"data: a DataLoader worker died: {' '.join(str(error).split())}; num_workers=0 "
-                "loads in the main process"
+                f"data: a DataLoader worker died: {self._deaths() or described(error)}; "
+                "num_workers=0 loads in the main process"
             ) from error
+
+    def _has_lost_worker(self, error: Exception) -> bool:
+        """Whether PyTorch's loader says so, or a pipe or a process is gone."""
+        is_gone = isinstance(error, OSError | EOFError) or "DataLoader worker" in str(error)
+        return is_gone or bool(self._deaths())
+
+    def _deaths(self) -> str:
+        """Say how loading processes ended that were to go on."""
+        running = self._running
+        processes = () if running is None else running._workers
+        ended = wait([worker.sentinel for worker in processes], DYING_S)
+        dead = [worker for worker in processes if worker.sentinel in ended]
+        for worker in dead:
+            worker.join()
+        codes = [worker.exitcode for worker in dead]
+        if -signal.SIGKILL in codes:
+            return "it was killed (SIGKILL), as happens when the host's memory runs out"
+        return f"it ended with exit code {codes[0]}" if codes else ""
 
     def _ahead(self, requests: Iterator[Request]) -> Iterator[Fields]:
         """Load in a thread."""
@@ -189,13 +212,17 @@ class Loader:
             finally:
                 thread.shutdown(wait=False, cancel_futures=True)
 
+    @property
+    def _running(self) -> Any:  # noqa: ANN401 - a class of PyTorch's own
+        """Give what owns the workers; PyTorch has no public way to stop persistent ones."""
+        return None if self._workers is None else self._workers._iterator
+
     def close(self) -> None:
         """Stop the workers. A later stream starts them again."""
-        # PyTorch has no public way to stop persistent workers.
-        running: Any = None if self._workers is None else self._workers._iterator
-        self._workers = None
+        running, self._workers = self._running, None
         if running is not None:
-            running._shutdown_workers()
+            with suppress(OSError, EOFError, RuntimeError):  # of one that has died
+                running._shutdown_workers()
             for worker in running._workers:
                 if worker.is_alive():
                     # It ignores SIGTERM, and a data set may hang.
@@ -316,6 +343,19 @@ class _RequestSampler(Sampler[Any]):
 
     def __iter__(self) -> Iterator[Request]:
         return self.requests
+
+
+@contextmanager
+def _kept_handler(number: signal.Signals) -> Iterator[None]:
+    """Put a signal's handler back: PyTorch's raises wherever the main thread is.
+
+    A worker that died is then noticed where its data are awaited (within 5 s), and not within an
+    update of the weights.
+    """
+    before = signal.getsignal(number)
+    yield
+    if before is not None and signal.getsignal(number) is not before:
+        signal.signal(number, before)
 
 
 def _ignore_signals(_: int) -> None:

@@ -242,6 +242,35 @@ def test_a_worker_that_dies_is_a_data_error(loader_of):
         list(loader_of(Failing(lambda: os._exit(3)), 1).stream(iter([request(4)])))
 
 
+class Heavy(Ragged):
+    """Fields large enough to travel by shared memory, whose owner may be gone."""
+
+    def __getitem__(self, i):
+        return super().__getitem__(i) | {"image": torch.zeros(3000, 8), "pid": os.getpid()}
+
+
+@pytest.mark.parametrize("at", [0, 1, 2, 5, 9])
+def test_a_worker_that_is_killed_at_any_moment_is_a_data_error_and_raises_nothing_elsewhere(
+    loader_of, at
+):
+    handler = signal.getsignal(signal.SIGCHLD)
+    loader = loader_of(Heavy(), 2)
+    stream = loader.stream(iter([request(i % 10) for i in range(40)]))
+
+    def kill_and_go_on():
+        for k, fields in enumerate(stream):
+            if k == at:
+                os.kill(int(fields["pid"][0]), signal.SIGKILL)
+
+    with pytest.raises(DataError, match=r"a DataLoader worker died: .*SIGKILL.*num_workers=0"):
+        kill_and_go_on()
+    loader.close()
+    assert signal.getsignal(signal.SIGCHLD) is handler, "which PyTorch's would raise through"
+    stream = loader.stream(iter([request(0)] * 4))
+    os.kill(int(next(stream)["pid"][0]), signal.SIGKILL)
+    loader.close()
+
+
 @dataclass
 class Listed:
     """A data set from a list; neither hashable nor a torch Dataset, as users write them."""
