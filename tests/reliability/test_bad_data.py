@@ -25,9 +25,10 @@ from trainer.cli import main as cli
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import DataError
 from trainer.core.world import World
+from trainer.data.bad_samples import readable
 from trainer.data.loader import Loader, Request
 from trainer.data.text import Text
-from trainer.data.view import DataView, readable
+from trainer.data.view import DataView
 
 TEXT = (
     *("data=text", "data.max_length=24", "model._target_=tests.reliability.toys.Net"),

@@ -8,18 +8,14 @@ flag put back without the hooks that it stands for would have the next forward r
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Callable, Iterator
-from functools import cache, partial
 from typing import Any, final
 
-import numpy as np
 import torch
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 
+from trainer.core.generators import is_generator, undo_of
 from trainer.core.tensors import is_sharded
-
-GENERATORS = (Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
 @final
@@ -50,7 +46,7 @@ class Snapshot:
             if isinstance(table, nn.Embedding | nn.EmbeddingBag) and table.max_norm is not None:
                 tensors += [] if is_sharded(table.weight) else [table.weight]
         self._copy(tensors)
-        self._undo = [_undo_of(generator) for generator in own_generators(*self._roots)]
+        self._undo = [undo_of(generator) for generator in own_generators(*self._roots)]
         for module in modules:
             if type(module).get_extra_state is not nn.Module.get_extra_state:
                 self._undo.append(_undo_extra(module))
@@ -94,23 +90,7 @@ def _parts(*roots: object) -> Iterator[object]:
 def own_generators(*roots: object) -> Iterator[Any]:
     """Find the random generators among the attributes of modules and of other objects."""
     attributes = (getattr(part, "__dict__", {}).values() for part in _parts(*roots))
-    return (each for values in attributes for each in values if _is_generator(each.__class__))
-
-
-@cache
-def _is_generator(kind: Any) -> bool:  # noqa: ANN401 - a class, which mypy calls unhashable
-    """Whether a class is a random generator's; to ask PyTorch's own each time takes 0.5 us."""
-    return issubclass(kind, GENERATORS)
-
-
-def _undo_of(generator: Any) -> Callable[[], object]:  # noqa: ANN401 - of any kind
-    """Remember the state of a random generator."""
-    if isinstance(generator, np.random.Generator):
-        bits = generator.bit_generator
-        return partial(setattr, bits, "state", bits.state)
-    if isinstance(generator, random.Random):
-        return partial(generator.setstate, generator.getstate())
-    return partial(generator.set_state, generator.get_state())
+    return (each for values in attributes for each in values if is_generator(each.__class__))
 
 
 def _undo_extra(module: nn.Module) -> Callable[[], object]:

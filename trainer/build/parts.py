@@ -29,10 +29,11 @@ from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError, DataError
 from trainer.core.micro_batch import Fields
 from trainer.core.world import World, rng_key
+from trainer.data.bad_samples import readable
 from trainer.data.collate import LABELS
 from trainer.data.loader import Loader, Request
 from trainer.data.samples import INPUT_IDS, faults_of, preserve_generators
-from trainer.data.view import DataView, readable, split_by_seed
+from trainer.data.view import DataView, split_by_seed
 from trainer.models.attention import choose_flash
 from trainer.models.bind import AUTOCAST, bind
 from trainer.models.check import refuse_lazy, vocabulary_of

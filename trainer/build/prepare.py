@@ -16,7 +16,7 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from trainer.accumulate.sum import Sum
-from trainer.build.checks import check_parts, check_sums
+from trainer.build.checks import check_parts, trial_warnings
 from trainer.build.packing import unpacked
 from trainer.build.parallel import planned_device, rank_memory
 from trainer.build.parts import Parts, bind_run
@@ -165,7 +165,7 @@ def prepare(
     if parts.world.is_main and tuning is None:
         predicted = _predicted(parts, work, plans, warnings)
     if parts.world.is_main:
-        warnings += check_sums(parts)
+        warnings += trial_warnings(parts)
     begin_peak(parts.world.device)
     return Prepared(
         # Held-out data have a cap of their own: what training's largest micro-batch fits in.

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from trainer.core.errors import DataError
-from trainer.data.samples import INPUT_IDS, Sample
+from trainer.data.samples import INPUT_IDS, Sample, num_tokens
 
 NameOf = Callable[[int], str]
 """Names the sample at a position of the micro-batch, for messages."""
@@ -30,15 +30,26 @@ IGNORED_LABEL = -100
 
 
 def aligned_fields(samples: Sequence[Sample], lengths: Sequence[int]) -> frozenset[str]:
-    """Find the fields with one entry per token; of unlike lengths none fits by chance."""
-    return frozenset(
-        name
-        for name in samples[0]
-        if all(
+    """Find the fields with one entry per token; of unlike lengths none fits by chance.
+
+    Args:
+        samples: the shortest, the longest, and some others.
+        lengths: their tokens.
+    """
+
+    def is_aligned(name: str) -> bool:
+        fits = [
             name in sample and sample[name].dim() > 0 and len(sample[name]) == length
             for sample, length in zip(samples, lengths, strict=True)
-        )
-    )
+        ]
+        is_rule = 2 * sum(fits) > len(fits)
+        if len(set(lengths)) == 1:
+            return is_rule
+        # One that fits most samples is faulty in the others, also in the shortest.
+        fitting = {length for length, is_fit in zip(lengths, fits, strict=True) if is_fit}
+        return len(fitting) > 1 and (is_rule or all(fits[:2]))
+
+    return frozenset(filter(is_aligned, samples[0]))
 
 
 def pad(
@@ -180,6 +191,20 @@ def _grow(field: Tensor, length: int, fill: int) -> Tensor:
 
 def _too_long(what: str, pad_to: int) -> str:
     return f"data: {what} cannot be padded to {pad_to} tokens; `lengths` must be token counts"
+
+
+def num_rows(fields: Mapping[str, Tensor], samples: Sequence[Sample]) -> int:
+    """Count the rows that a `collate` made of samples: those of the field with the most.
+
+    Samples that lie end to end count each: in one row that has room for all their tokens, or in
+    several with the positions of their tokens.
+    """
+    shapes = [field.shape for field in fields.values() if field.dim()]
+    rows = max((shape[0] for shape in shapes), default=0)
+    tokens = sum(num_tokens(sample) or 0 for sample in samples)
+    in_one_row = any(shape[0] == 1 and len(shape) > 1 and shape[1] >= tokens for shape in shapes)
+    is_packed = PACKING[0] in fields or (tokens > 0 and in_one_row)
+    return max(rows, len(samples)) if is_packed else rows
 
 
 def value_out_of_range(fields: Mapping[str, Tensor], limits: Limits) -> str | None:

@@ -6,9 +6,10 @@ import signal
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from multiprocessing.connection import wait
 from typing import Any, final
 
 import torch
@@ -19,7 +20,6 @@ from trainer.core.errors import DataError, TrainError
 from trainer.core.micro_batch import Fields
 from trainer.core.out_of_memory import is_out_of_memory
 from trainer.core.own_code import OWN_CODE, OwnCode
-from trainer.core.world import rng_key
 from trainer.data.collate import (
     ATTENTION_MASK,
     IGNORED_LABEL,
@@ -27,6 +27,7 @@ from trainer.data.collate import (
     Limits,
     aligned_fields,
     limits_of,
+    num_rows,
     pack,
     pad,
     value_out_of_range,
@@ -36,12 +37,14 @@ from trainer.data.samples import (
     Sample,
     Samples,
     as_tensors,
+    described,
     faults_of,
     num_tokens,
-    seed_draws,
 )
 from trainer.data.view import DataView
 
+PROBED = 8  # samples that show which fields have one entry per token
+DYING_S = 1.0  # until a process whose pipe has closed is known to be dead
 AHEAD = 2  # requests that a worker, or the thread, loads at least before they are asked for
 
 
@@ -157,24 +160,44 @@ class Loader:
 
         Raises:
             DataError: a sample cannot be read or joined with the others, or a worker died.
-            RuntimeError: PyTorch's loader failed for another reason.
+            Exception: PyTorch's loader failed for another reason.
         """
         if self.num_workers == 0:
             yield from (self._ahead if self.loads_in_thread else partial(map, self.load))(requests)
             return
         self._sampler.requests = requests
         try:
-            for fields in self._started(ahead):
+            with _kept_handler(signal.SIGCHLD):
+                loaded = iter(self._started(ahead))
+            for fields in loaded:
                 if isinstance(fields, Exception):
                     raise fields  # raised in a worker it would arrive as a long traceback
                 yield fields
-        except RuntimeError as error:
-            if "DataLoader worker" not in str(error):
+        except Exception as error:
+            if isinstance(error, TrainError) or not self._has_lost_worker(error):
                 raise
             raise DataError(
-                f"data: a DataLoader worker died: {' '.join(str(error).split())}; num_workers=0 "
-                "loads in the main process"
+                f"data: a DataLoader worker died: {self._deaths() or described(error)}; "
+                "num_workers=0 loads in the main process"
             ) from error
+
+    def _has_lost_worker(self, error: Exception) -> bool:
+        """Whether PyTorch's loader says so, or a pipe or a process is gone."""
+        is_gone = isinstance(error, OSError | EOFError) or "DataLoader worker" in str(error)
+        return is_gone or bool(self._deaths())
+
+    def _deaths(self) -> str:
+        """Say how loading processes ended that were to go on."""
+        running = self._running
+        processes = () if running is None else running._workers
+        ended = wait([worker.sentinel for worker in processes], DYING_S)
+        dead = [worker for worker in processes if worker.sentinel in ended]
+        for worker in dead:
+            worker.join()
+        codes = [worker.exitcode for worker in dead]
+        if -signal.SIGKILL in codes:
+            return "it was killed (SIGKILL), as happens when the host's memory runs out"
+        return f"it ended with exit code {codes[0]}" if codes else ""
 
     def _ahead(self, requests: Iterator[Request]) -> Iterator[Fields]:
         """Load in a thread."""
@@ -190,13 +213,17 @@ class Loader:
             finally:
                 thread.shutdown(wait=False, cancel_futures=True)
 
+    @property
+    def _running(self) -> Any:  # noqa: ANN401 - a class of PyTorch's own
+        """Give what owns the workers; PyTorch has no public way to stop persistent ones."""
+        return None if self._workers is None else self._workers._iterator
+
     def close(self) -> None:
         """Stop the workers. A later stream starts them again."""
-        # PyTorch has no public way to stop persistent workers.
-        running: Any = None if self._workers is None else self._workers._iterator
-        self._workers = None
+        running, self._workers = self._running, None
         if running is not None:
-            running._shutdown_workers()
+            with suppress(OSError, EOFError, RuntimeError):  # of one that has died
+                running._shutdown_workers()
             for worker in running._workers:
                 if worker.is_alive():
                     # It ignores SIGTERM, and a data set may hang.
@@ -243,10 +270,10 @@ class _Assembler(Dataset[Any]):
 
         with data.isolated_rng():
             samples = data.read_each(ids, seed=self.seed, epoch=request.epoch)
+            data.check_lengths(ids, samples, self.aligned)
             if data.collate is not None:
                 fields = self._collated(data.collate, samples, request)
             else:
-                data.check_lengths(ids, [self._counts(sample) for sample in samples])
                 join = pack if request.packed else pad
                 fields = join(samples, self.aligned, request.pad_to, name)
         if fault := value_out_of_range(fields, self.limits):
@@ -264,13 +291,6 @@ class _Assembler(Dataset[Any]):
                 return error
             raise
 
-    def _counts(self, sample: Sample) -> list[int]:
-        tokens = num_tokens(sample)
-        if INPUT_IDS in sample:
-            return [] if tokens is None else [tokens]
-        fields = (sample[name] for name in self.aligned if name in sample)
-        return [field.size(0) for field in fields if field.dim()]
-
     def _blank(self, request: Request) -> Fields:
         """Make fields of zero weight, like those of the first sample in all else."""
         fields = self(replace(request, ids=(0,), pad_to=int(self.dataset.lengths[0])))
@@ -280,16 +300,18 @@ class _Assembler(Dataset[Any]):
 
     @cached_property
     def aligned(self) -> frozenset[str]:
-        """The fields with one entry per token, as the shortest and the longest sample show."""
+        """The fields with one entry per token, as the shortest, the longest and others show."""
         data, lengths = self.dataset, self.dataset.lengths
         if len(lengths) == 0 or data.collate is not None:
             return frozenset()
-        ids = [int(lengths.argmin()), int(lengths.argmax())]
+        ids = [lengths.argmin(), lengths.argmax()]
         with data.isolated_rng():
             samples = [data.read(i, seed=self.seed, epoch=0) for i in ids]
+            if lengths.max() == 1 and None in map(num_tokens, samples):
+                return frozenset()
+            others = dict(data.probe(PROBED, seed=self.seed))
+        ids, samples = [*ids, *others], [*samples, *others.values()]
         counts = [num_tokens(sample) for sample in samples]
-        if None in counts and lengths.max() == 1:
-            return frozenset()
         pairs = zip(ids, counts, strict=True)
         return aligned_fields(samples, [int(lengths[i]) if n is None else n for i, n in pairs])
 
@@ -298,7 +320,7 @@ class _Assembler(Dataset[Any]):
     ) -> Fields:
         data = self.dataset
         if data.draws_randomness:
-            seed_draws(rng_key(self.seed, request.epoch, "collate", *request.ids))
+            data.seed_draws(self.seed, request.epoch, "collate", *request.ids)
         place = f"`collate` of {data.kind}"
         ids = ", ".join(map(str, data.original_ids(request.ids[:3])))
         with faults_of(f"{place}, on {len(samples)} samples ({ids}, ...)"):
@@ -307,6 +329,12 @@ class _Assembler(Dataset[Any]):
             isinstance(field, Tensor) for field in fields.values()
         ):
             raise DataError(f"data: {place} must return a mapping from names to tensors")
+        rows, count = num_rows(fields, samples), len(samples)
+        if rows < count:
+            raise DataError(
+                f"data: {place} gives {rows} rows for {count} samples ({ids}, ...): give one for "
+                "each, or all of them end to end in one row"
+            )
         return as_tensors(fields, lambda: place)
 
 
@@ -318,6 +346,19 @@ class _RequestSampler(Sampler[Any]):
 
     def __iter__(self) -> Iterator[Request]:
         return self.requests
+
+
+@contextmanager
+def _kept_handler(number: signal.Signals) -> Iterator[None]:
+    """Put a signal's handler back: PyTorch's raises wherever the main thread is.
+
+    A worker that died is then noticed where its data are awaited (within 5 s), and not within an
+    update of the weights.
+    """
+    before = signal.getsignal(number)
+    yield
+    if before is not None and signal.getsignal(number) is not before:
+        signal.signal(number, before)
 
 
 def _ignore_signals(_: int) -> None:

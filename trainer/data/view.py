@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property, partial
 from typing import Any, final
@@ -13,11 +13,10 @@ import numpy.typing as npt
 from torch import Tensor
 
 from trainer.core.errors import DataError, TrainError
+from trainer.core.generators import generators_in, reseed
 from trainer.core.tensors import bits_of
-from trainer.core.world import World, rng_key
-from trainer.data.collate import pad
+from trainer.core.world import rng_key
 from trainer.data.files import progress
-from trainer.data.index import LISTED_SKIPS, SKIP_CAP
 from trainer.data.samples import (
     HELD_OUT,
     Sample,
@@ -75,6 +74,7 @@ class DataView:
     ) -> None:
         whole = self._whole = dataset if isinstance(dataset, DataView) else None
         self._settings, self._ids_of = settings, ids_of
+        self._generators: Mapping[str, Any] = {}
         self.version: int = version if whole is None else whole.version
         self.dataset: Samples = dataset.dataset if isinstance(dataset, DataView) else dataset
         self.kind = type(self.dataset).__name__
@@ -165,17 +165,42 @@ class DataView:
                     advance()
         return lengths
 
-    def check_lengths(self, positions: Sequence[int], counts: Sequence[Sequence[int]]) -> None:
-        """Refuse a sample none of whose `counts` is the length that the data set states."""
-        if not self.states_lengths:
-            return
-        stated = self.lengths[np.array(positions)].tolist()
-        for i, length, each in zip(positions, stated, counts, strict=True):
-            if each and length not in each:
-                raise DataError(
-                    f"data: {self.name_of(i)} has {each[0]} tokens, but `lengths` of the data set "
-                    f"says {length}; it must be token counts"
-                )
+    def check_lengths(
+        self, positions: Sequence[int], samples: Sequence[Sample], aligned: Collection[str] = ()
+    ) -> None:
+        """Compare samples, as they were read, with the lengths that planning counts.
+
+        Args:
+            positions: of the samples.
+            samples: as they were read.
+            aligned: the fields with one entry per token.
+
+        Raises:
+            DataError: a sample, or a field of it that is aligned, has another length.
+        """
+        if self.states_lengths and self.collate is not None:
+            return  # which may add or cut tokens
+        planned = self.lengths[np.array(positions)].tolist()
+        for i, length, sample in zip(positions, planned, samples, strict=True):
+            tokens = num_tokens(sample)
+            if tokens is not None and tokens != length:
+                raise DataError(f"data: {self.name_of(i)} has {tokens} tokens, {self._why(length)}")
+            for name in aligned:
+                size = sample[name].shape[:1] if name in sample else ()
+                if size and size[0] != length:
+                    raise DataError(
+                        f"data: field {name!r} has {size[0]} entries in {self.name_of(i)} of "
+                        f"{length} tokens: give one for each token (in labels -100 is no loss "
+                        "term), or give the data set a `collate`"
+                    )
+
+    def _why(self, length: int) -> str:
+        if self.states_lengths:
+            return f"but `lengths` of the data set says {length}; it must be token counts"
+        return (
+            f"but had {length} when it was measured: it changes from read to read; crop to one "
+            "length, or give the data set `lengths` and a `collate` that pads"
+        )
 
     def read_each(
         self, positions: Sequence[int], *, seed: int, epoch: int
@@ -187,8 +212,7 @@ class DataView:
     def read(self, i: int, *, seed: int, epoch: int) -> dict[str, Tensor]:
         """Read one sample, whose draws depend on (seed, epoch, position) alone.
 
-        Seeds PyTorch's CPU generator, NumPy's legacy one and Python's; callers that must not lose
-        the state of those read inside `isolated_rng`.
+        Seeds what it may draw from, as `seed_draws`; callers read inside `isolated_rng`.
 
         Raises:
             DataError: the data set failed, or the sample is no mapping from names to tensors;
@@ -198,7 +222,7 @@ class DataView:
 
     def _read(self, i: int, own: int, seed: int, epoch: int) -> dict[str, Tensor]:
         if self.draws_randomness:
-            seed_draws(rng_key(seed, epoch, i))
+            self.seed_draws(seed, epoch, i)
         try:
             sample: Any = self.dataset[own]
             fields = dict(sample.items()) if isinstance(sample, Mapping) else None
@@ -211,9 +235,23 @@ class DataView:
             )
         return as_tensors(fields, partial(self.name_of, i))
 
+    def seed_draws(self, *parts: int | str) -> None:
+        """Tie the draws that follow to a key's parts.
+
+        Of PyTorch's CPU generator, NumPy's legacy one and Python's, and of those of the data set.
+        """
+        seed_draws(key := rng_key(*parts))
+        for path, generator in self._generators.items():
+            reseed(generator, rng_key(key, path))
+
     @contextmanager
     def isolated_rng(self) -> Iterator[None]:
-        """Restore the global generators at the end; costs nothing for data that draw nothing."""
+        """Find the data set's generators, and restore the global ones at the end.
+
+        Costs nothing for data that draw nothing.
+        """
+        if self.draws_randomness:  # some data sets make one as they are first read
+            self._generators = generators_in(self.dataset)
         with preserve_generators() if self.draws_randomness else nullcontext():
             yield
 
@@ -257,15 +295,28 @@ class DataView:
         digest.update(once if once == again else b"")
         return digest.hexdigest()
 
-    def _contents(self, seed: int) -> bytes:
-        """Digest samples at even distances; what cannot be read ends the run where it is used."""
-        digest = hashlib.sha256()
-        count = min(PROBES, len(self))
-        for i in np.unique(np.linspace(0, len(self) - 1, count, dtype=np.int64)).tolist():
+    def spaced(self, count: int) -> list[int]:
+        """Give the positions of up to `count` samples, at even distances."""
+        last, count = len(self) - 1, min(count, len(self))
+        positions: list[int] = np.unique(np.linspace(0, last, count, dtype=np.int64)).tolist()
+        return positions
+
+    def probe(self, count: int, *, seed: int) -> Iterator[tuple[int, dict[str, Tensor]]]:
+        """Read samples at even distances; what cannot be read ends the run where it is used.
+
+        Yields:
+            The position and the sample of each.
+        """
+        for i in self.spaced(count):
             try:
                 sample = self.read(i, seed=seed, epoch=0)
             except TrainError:
                 continue
+            yield i, sample
+
+    def _contents(self, seed: int) -> bytes:
+        digest = hashlib.sha256()
+        for i, sample in self.probe(PROBES, seed=seed):
             for name, tensor in sorted(sample.items()):
                 digest.update(f"{i}|{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
                 digest.update(bits_of(tensor.cpu()).numpy().data)
@@ -296,84 +347,3 @@ def split_by_seed(dataset: Samples | DataView, split: str, holdout: float, seed:
         mask = held_out_mask(np.arange(len(whole), dtype=np.uint64), holdout, seed)
         ids_of = partial(picked, np.flatnonzero(mask if split == HELD_OUT else ~mask))
     return DataView(whole, count if split == HELD_OUT else len(whole) - count, ids_of, settings)
-
-
-def readable(datasets: Sequence[DataView], seed: int, world: World) -> list[DataView]:
-    """Leave out of data sets the samples that cannot be read: `data.on_bad=skip`. Collective.
-
-    The main rank reads every sample once before the first step, and what cannot be read is no
-    sample: order, lengths, plan and normalizer are those of a data set without it, on every rank
-    and in every replay. A sample that is sound then and cannot be read later ends the run: steps
-    that leave it out would not be those of a resumed run.
-
-    Bad is a sample that raises, is no mapping to tensors, is empty or of another length than
-    `lengths` says, or has other fields, dtypes or dimensions than the first sound one.
-
-    Args:
-        datasets: all of the training data, and what else there is.
-        seed: the run's; what samples draw here is what they draw in the first epoch.
-        world: all ranks.
-
-    Returns:
-        A view of each; the first one counts what was left out of all of them.
-
-    Raises:
-        DataError: more than `SKIP_CAP` of a data set is bad; one sample is always allowed.
-    """
-    found = world.on_main(lambda: [_read_all(dataset, seed) for dataset in datasets])
-    views = [_sound(dataset, *read) for dataset, read in zip(datasets, found, strict=True)]
-    bad = [fault for faults, _ in found for _, fault in faults]
-    # What a data set itself passes over, its other split counts as well.
-    views[0].num_skipped = datasets[0].num_skipped + len(bad)
-    views[0].skipped = [*bad, *datasets[0].skipped][:LISTED_SKIPS]
-    return views
-
-
-def _sound(dataset: DataView, bad: Sequence[tuple[int, str]], lengths: Sequence[int]) -> DataView:
-    """Leave bad samples, given by position, out of a view, which takes the measured lengths."""
-    if not dataset.states_lengths:
-        dataset.lengths = Lengths(np.array(lengths, dtype=np.int64))
-    if not bad:
-        return dataset
-    positions = [i for i, _ in bad]
-    sound = np.delete(np.arange(len(dataset)), positions)
-    return DataView(dataset, len(sound), partial(picked, sound), f"without {positions}")
-
-
-def _read_all(dataset: DataView, seed: int) -> tuple[list[tuple[int, str]], list[int]]:
-    """Read every sample once; gives what is bad, by position, and all lengths."""
-    bad: list[tuple[int, str]] = []
-    lengths = [1] * len(dataset)
-    first: tuple[int, Sample] | None = None
-    most = max(1, int(SKIP_CAP * len(dataset)))
-    label = f"reading {len(dataset)} samples of {dataset.kind} once (data.on_bad=skip)"
-    with dataset.isolated_rng(), progress(label) as advance:
-        for i in range(len(dataset)):
-            try:
-                sample = dataset.read(i, seed=seed, epoch=0)
-                lengths[i] = _checked_length(dataset, i, sample, first)
-                first = first or (i, sample)
-            except DataError as error:
-                bad.append((i, str(error).removeprefix("data: ")))
-            if len(bad) > most:
-                raise DataError(
-                    f"data: {len(bad)} of the first {i + 1} samples are bad, more than the "
-                    f"{SKIP_CAP:.0%} of {len(dataset)} that data.on_bad=skip allows; "
-                    f"the first: {bad[0][1]}"
-                )
-            advance()
-    return bad, lengths
-
-
-def _checked_length(
-    dataset: DataView, i: int, sample: Sample, first: tuple[int, Sample] | None
-) -> int:
-    """Count the tokens of a sample, 1 where it has none; a DataError where it cannot be used."""
-    count = num_tokens(sample)
-    if count == 0:
-        raise DataError(f"{dataset.name_of(i)} is empty")
-    if dataset.collate is None:
-        dataset.check_lengths([i], [[] if count is None else [count]])
-        if first is not None:
-            pad((first[1], sample), (), 0, lambda k: dataset.name_of((first[0], i)[k]))
-    return count or 1

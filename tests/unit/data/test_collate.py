@@ -68,6 +68,17 @@ def test_a_field_that_happens_to_be_as_long_as_one_sample_is_not_taken_for_token
     more = {"classes": torch.ones(3), "id": torch.tensor(1)}
     samples = [{"input_ids": torch.arange(n), "types": torch.arange(n), **more} for n in (3, 7)]
     assert aligned_fields(samples, [3, 7]) == {"input_ids", "types"}
+    # Most documents fill `max_length`, which is as long as a field of fixed size.
+    full = [{"input_ids": torch.arange(n), "classes": torch.ones(7)} for n in (3, 7, 7, 7)]
+    assert aligned_fields(full, [3, 7, 7, 7]) == {"input_ids"}
+    boxes = [{"input_ids": torch.arange(4), "boxes": torch.ones(n, 4)} for n in (4, 4, 2, 3, 5)]
+    assert aligned_fields(boxes, [4] * 5) == {"input_ids"}
+
+
+def test_a_field_that_lacks_an_entry_in_the_shortest_sample_still_belongs_to_tokens():
+    rows = [(1, 0), (7, 7), (3, 3), (4, 4)]
+    samples = [{"input_ids": torch.arange(n), "labels": torch.arange(m)} for n, m in rows]
+    assert aligned_fields(samples, [1, 7, 3, 4]) == {"input_ids", "labels"}
 
 
 @pytest.mark.parametrize(

@@ -122,6 +122,52 @@ def test_a_sample_s_draws_belong_to_seed_epoch_and_id_and_to_nothing_else(loader
     assert all((noise[0] != other).all() for other in others)
 
 
+class Flip:
+    """A transform with a generator of its own, as augmentation libraries have them."""
+
+    def __init__(self, seed):
+        self.rng, self.legacy = np.random.default_rng(seed), np.random.RandomState(seed)
+
+    def __call__(self):
+        return [self.rng.random(), self.legacy.normal()]
+
+
+class OwnGenerators(Ragged):
+    """Draws from generators among its attributes, and deeper; one is made at the first read."""
+
+    draws_randomness = True
+
+    def __init__(self):
+        self.python, self.torch = random.Random(0), torch.Generator().manual_seed(0)
+        self.late = None
+        self.transforms = [("flips", Flip(0)), Flip(0)]
+
+    def draws(self):
+        self.late = self.late or np.random.default_rng(0)
+        flips = [number for name, flip in [self.transforms[0]] for number in flip()]
+        own = [self.python.random(), float(torch.rand((), generator=self.torch))]
+        return torch.tensor([*own, self.late.random(), *flips, *self.transforms[1]()])
+
+    def __getitem__(self, i):
+        return super().__getitem__(i) | {"noise": self.draws()}
+
+
+def test_draws_from_generators_of_the_data_set_belong_to_seed_epoch_and_id_too(loader_of):
+    requests = [request(0, 1), request(5), request(0, 5, epoch=1), request(0, 1)]
+    dataset = OwnGenerators()
+    dataset.draws()  # makes the late one
+    loader = loader_of(dataset)
+    once = list(loader.stream(iter(requests)))
+    assert torch.equal(once[0]["noise"], once[3]["noise"])
+    drawn = torch.cat([once[0]["noise"], once[1]["noise"], once[2]["noise"]]).flatten()
+    assert len(set(drawn.tolist())) == drawn.numel(), "no draw comes twice"
+    for num_workers in (1, 2):
+        streamed = list(loader_of(dataset, num_workers).stream(iter(requests)))
+        assert all(map(same, once, streamed))
+    resumed = list(loader_of(OwnGenerators()).stream(iter(requests)))[2:]
+    assert all(map(same, once[2:], resumed)), "as in a process that read other samples before"
+
+
 def test_packed_padded_and_empty_requests_hold_their_tokens_and_no_others(loader_of):
     loader = loader_of(Ragged())
     padded = loader.load(request(0, 5, 1))
@@ -194,6 +240,35 @@ def test_an_error_in_the_data_set_names_sample_cause_and_place_in_one_line(loade
 def test_a_worker_that_dies_is_a_data_error(loader_of):
     with pytest.raises(DataError, match=r"a DataLoader worker died.*num_workers=0"):
         list(loader_of(Failing(lambda: os._exit(3)), 1).stream(iter([request(4)])))
+
+
+class Heavy(Ragged):
+    """Fields large enough to travel by shared memory, whose owner may be gone."""
+
+    def __getitem__(self, i):
+        return super().__getitem__(i) | {"image": torch.zeros(3000, 8), "pid": os.getpid()}
+
+
+@pytest.mark.parametrize("at", [0, 1, 2, 5, 9])
+def test_a_worker_that_is_killed_at_any_moment_is_a_data_error_and_raises_nothing_elsewhere(
+    loader_of, at
+):
+    handler = signal.getsignal(signal.SIGCHLD)
+    loader = loader_of(Heavy(), 2)
+    stream = loader.stream(iter([request(i % 10) for i in range(40)]))
+
+    def kill_and_go_on():
+        for k, fields in enumerate(stream):
+            if k == at:
+                os.kill(int(fields["pid"][0]), signal.SIGKILL)
+
+    with pytest.raises(DataError, match=r"a DataLoader worker died: .*SIGKILL.*num_workers=0"):
+        kill_and_go_on()
+    loader.close()
+    assert signal.getsignal(signal.SIGCHLD) is handler, "which PyTorch's would raise through"
+    stream = loader.stream(iter([request(0)] * 4))
+    os.kill(int(next(stream)["pid"][0]), signal.SIGKILL)
+    loader.close()
 
 
 @dataclass
@@ -288,7 +363,82 @@ def test_a_collate_of_the_data_set_s_own_is_used_and_drawn_for_reproducibly(load
     assert len({tuple(fields["noise"].tolist()) for fields in expected}) == 3
 
 
+class FewRows(Ragged):
+    def __init__(self, collate):
+        self.collate = collate
+
+
+def stacked(samples):
+    return {"size": torch.tensor([len(s["labels"]) for s in samples])}
+
+
+def laid_end_to_end(samples):
+    row = torch.cat([s["input_ids"] for s in samples])[None]
+    return {"input_ids": row, "labels": row}
+
+
+def in_rows_with_positions(samples):
+    rows = torch.stack([laid_end_to_end(samples)["input_ids"][0][:2]] * 2)
+    return {"input_ids": rows, "labels": rows, "position_ids": rows}
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_collate_that_loses_samples_is_refused_and_one_that_packs_them_is_not(
+    loader_of, num_workers
+):
+    for collate in (stacked, laid_end_to_end, in_rows_with_positions):
+        loaded = loader_of(FewRows(collate), num_workers).stream(iter([request(0, 5, 1)]))
+        assert same(next(loaded), collate([Ragged()[i] for i in (0, 5, 1)]))
+    for collate in (lambda s: stacked(s[1:]), lambda s: laid_end_to_end(s[1:])):
+        loader = loader_of(FewRows(collate), num_workers)
+        text = r"`collate` of FewRows gives \d rows for 3 samples \(0, 5, 1, \.\.\.\): give one"
+        with pytest.raises(DataError, match=text):
+            list(loader.stream(iter([request(0, 5, 1)])))
+
+
 # Lengths
+
+
+class Cropping(Listed):
+    """Crops at random, so that its samples have other lengths in other epochs."""
+
+    def __getitem__(self, i):
+        return {"input_ids": torch.arange(random.randint(1, 40))}
+
+
+@pytest.mark.parametrize("collates", [False, True])
+def test_a_sample_that_changes_its_length_is_called_that(loader_of, collates):
+    dataset = Cropping([None] * 3, draws_randomness=True)
+    if collates:
+        dataset.collate = lambda samples: {"size": torch.tensor([len(s) for s in samples])}
+    view = DataView(dataset)
+    planned = view.lengths[:].tolist()
+    loader = loader_of(view)
+    loader.load(Request((0, 1, 2), 0, 40))  # as it was measured
+    text = rf"sample 1 of Cropping has \d+ tokens, but had {planned[1]} when it was measured: it ch"
+    with pytest.raises(DataError, match=text):
+        loader.load(Request((1,), 1, 40))
+    if collates:
+        dataset.lengths = [40] * 3  # at most: what `collate` makes of them is its own
+        loader_of(dataset).load(Request((1,), 1, 40))
+
+
+def with_short_labels(at):
+    rows = [{"input_ids": list(range(n)), "labels": list(range(n))} for n in LENGTHS]
+    del rows[at]["labels"][-1:]
+    return rows
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("at", [LENGTHS.index(n) for n in (3, 5, 9, 4)])
+def test_labels_that_are_shorter_than_tokens_are_refused_in_whatever_sample(loader_of, at, packed):
+    loader = loader_of(Listed(with_short_labels(at)))
+    others = [i for i in range(len(LENGTHS)) if i != at]
+    loader.load(request(*others, packed=packed))
+    size, tokens = LENGTHS[at] - 1, LENGTHS[at]
+    text = f"field 'labels' has {size} entries in sample {at} of Listed of {tokens} tokens"
+    with pytest.raises(DataError, match=text):
+        loader.load(request(at, *others, packed=packed))
 
 
 def test_lengths_are_measured_once_where_a_data_set_has_none():

@@ -1,0 +1,123 @@
+"""Observe, before the first step, what a run reads of its samples, and whether they change.
+
+Nothing here is collective, and the declared state of the model is put back.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from trainer.build.parts import Parts
+from trainer.config.messages import first_of
+from trainer.core.micro_batch import to_device
+from trainer.core.tensors import bits_of
+from trainer.data.loader import Request
+from trainer.data.samples import INPUT_IDS
+from trainer.models.bind import OMITTED
+from trainer.objectives.base import sums_of, weights_of
+from trainer.tune.workload import restoring
+
+PROBED = 8
+"""Samples that are read again: of draws as rare as a coin's head, 1 in 256 runs sees none."""
+
+
+def check_reads(parts: Parts) -> list[str]:
+    """Warn of fields that nothing reads, and of draws that no seed governs.
+
+    Raises:
+        DataError: a sample cannot be read again, or has another length in another epoch.
+    """
+    return [*_unread_fields(parts), *_untied_draws(parts)]
+
+
+def _untied_draws(parts: Parts) -> list[str]:
+    """Read samples twice under the same seed, and once as in the second epoch."""
+    data, loader, lengths = parts.train_set, parts.source.loader, parts.source.lengths
+    for i in data.spaced(PROBED):
+        first, again, _ = (
+            loader.load(Request((i,), epoch, int(lengths[i]), parts.layout.packed))
+            for epoch in (0, 0, 1)
+        )
+        if changed := [name for name in first if not _is_same(first[name], again[name])]:
+            remedy = "keep its generator as an attribute, or draw with torch, np.random or random"
+            if not data.draws_randomness:
+                remedy = "leave out draws_randomness=False"
+            return [
+                f"data: {data.name_of(i)} differs between two reads with the same seed "
+                f"({first_of(changed)}), so a resumed run, or one with other num_workers, sees "
+                f"other samples: {remedy}"
+            ]
+    return []
+
+
+def _is_same(first: Tensor, again: Tensor) -> bool:
+    return first.shape == again.shape and torch.equal(bits_of(first), bits_of(again))
+
+
+def _unread_fields(parts: Parts) -> list[str]:
+    """Find what the samples bring, and neither the model's forward nor the objective reads."""
+    data, example = parts.train_set, parts.example
+    with data.isolated_rng():
+        brought = example if data.collate else data.read(0, seed=parts.config.seed, epoch=0)
+    omitted = vars(parts.module).get(OMITTED, ())
+    named = inspect.signature(parts.module.forward).parameters.keys() - set(omitted)
+    # `input_ids` are counted, also where nothing else reads them.
+    unread = [n for n in brought if n in example and n not in named and n != INPUT_IDS]
+    unread = unread and _unread_in_trials(parts, unread)
+    if not unread:
+        return []
+    kinds = f"forward of {type(parts.module).__name__} nor {type(parts.objective).__name__}"
+    return [
+        f"data: {first_of(unread)} of the samples is read by neither {kinds}, and changes "
+        "nothing: leave it out, or use a model or an objective that reads it"
+    ]
+
+
+def _unread_in_trials(parts: Parts, names: Collection[str]) -> list[str]:
+    """Run the objective, in evaluation and in training; nothing is unread where that fails."""
+    fields, device = parts.example, parts.world.device
+    remote = to_device(fields, device if parts.weights is None else torch.device("meta"))
+    reads = _Reads({id(each[name]): name for each in (fields, remote) for name in names})
+
+    def run(*, trains: bool) -> None:
+        with restoring(parts.module, parts.objective), torch.set_grad_enabled(trains), reads:
+            parts.module.train(trains)
+            sums_of(parts.objective, parts.call, remote, weights)
+
+    with suppress(Exception):  # it fails again, in full, in the step
+        with reads:
+            weights = weights_of(parts.objective, fields)
+        run(trains=False)
+        with suppress(Exception):  # BatchNorm takes no single sample
+            run(trains=True)
+        return [name for name in names if name not in reads.seen]
+    return []
+
+
+@final
+class _Reads(TorchFunctionMode):
+    """Notes which tensors, by identity, any function or attribute of PyTorch is asked for."""
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+        self._names = names
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,  # noqa: ANN401 - PyTorch's
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - whatever the function gives
+        found = (self._names.get(id(value)) for value in tree_leaves((args, kwargs)))
+        self.seen.update(filter(None, found))
+        return func(*args, **(kwargs or {}))
