@@ -199,6 +199,7 @@ class Data(Component):
     """The samples."""
 
     on_bad: Literal["stop", "skip"]
+    split_seed: Seed
 
 
 COMPONENTS: Mapping[str, type[Component]] = {
