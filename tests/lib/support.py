@@ -230,6 +230,6 @@ def relative_error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) 
 
 
 def documents_of(dataset: Any) -> list[str]:
-    """The samples of a data set of bytes as text, without what begins and ends them."""
-    samples = [dataset[i]["input_ids"].tolist() for i in range(len(dataset))]
+    """The samples of a data set of bytes as text, without context and what begins and ends them."""
+    samples = [dataset[i]["input_ids"].tolist()[1:] for i in range(len(dataset))]
     return [bytes(i for i in ids if i < BOS).decode("utf-8", "replace") for ids in samples]

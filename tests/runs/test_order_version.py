@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.lib.run_support import TOYS, entries, go, meta, on
+from tests.lib.run_support import TOYS, entries, go, meta, on, read_json
 from tests.lib.run_toys import Many
 from trainer.cli.main import FinishedRun
 from trainer.core.errors import ConfigError
@@ -51,8 +51,8 @@ def test_a_run_whose_records_name_no_order_goes_on_with_the_ids_of_version_1() -
     run = go(f"{MANY} order=1 steps=2")
     assert "order" not in meta(run)["extra"]["contract"]
     forget_order(run.folder)
-    with pytest.raises(ConfigError, match=r"order=2: the run has 1; to change it"):
-        on(run, "order=2 steps=4")
+    with pytest.raises(ConfigError, match=r"order=3: the run has 1; to change it"):
+        on(run, "order=3 steps=4")
     on(run, "steps=3")
     assert "order" not in meta(run)["extra"]["contract"]
     on(run, "steps=4")
@@ -60,11 +60,27 @@ def test_a_run_whose_records_name_no_order_goes_on_with_the_ids_of_version_1() -
     assert yaml.safe_load((run.folder / "config.yaml").read_text())["order"] == 1
 
 
-def test_a_new_run_has_version_2_and_keeps_it() -> None:
+def test_a_new_run_has_version_3_and_keeps_it() -> None:
     run = go(f"{MANY} steps=2")
-    assert meta(run)["extra"]["contract"]["order"] == 2
+    assert meta(run)["extra"]["contract"]["order"] == 3
     with pytest.raises(ConfigError) as raised:
         on(run, "order=1 steps=4")
-    assert str(raised.value) == "order=1: the run has 2; to change it, resume_allow=[order]"
+    assert str(raised.value) == "order=1: the run has 3; to change it, resume_allow=[order]"
     on(run, "steps=4")
-    assert ids_of(run) == ids_by(2, 4)
+    assert ids_of(run) == ids_by(3, 4) == ids_by(2, 4)
+
+
+@pytest.mark.parametrize("order", [2, 3])
+def test_what_is_held_out_follows_the_seed_up_to_version_2_and_then_a_key_of_its_own(
+    order: int,
+) -> None:
+    typed = f"order={order} steps=1 checkpoint.every=1 data.holdout=0.2"
+    runs = [go(f"{typed} seed={seed}") for seed in (0, 1)]
+    runs.append(go(f"{typed} data.split_seed=1"))
+    first, second, third = (read_json(run.folder / "splits.json")["held_out"] for run in runs)
+    assert (first == second) is (order == 3)
+    assert (first == third) is (order == 2)
+    assert ids_of(runs[0]) != ids_of(runs[1])
+    if order == 3:
+        with pytest.raises(ConfigError, match=r"data\.split_seed=2: the run has 1; to change it"):
+            on(runs[2], "data.split_seed=2 steps=2")

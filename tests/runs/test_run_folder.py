@@ -54,6 +54,7 @@ def test_a_run_makes_one_folder_with_what_the_interface_lists(
         "plan.json",
         "result.json",
         "samples.jsonl",
+        "splits.json",
         "status.json",
         "train.log",
     }

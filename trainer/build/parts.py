@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -12,6 +12,7 @@ from torch import nn
 
 from trainer.accumulate.base import GradientStrategy, seed_draws
 from trainer.accumulate.loss_scale import LossScale
+from trainer.build.data_sets import build_data
 from trainer.build.instantiate import arguments_of, check_names, construct, look_up
 from trainer.build.packing import leave_out_mask, needs_mask, packing_fault
 from trainer.build.parallel import (
@@ -23,17 +24,16 @@ from trainer.build.parallel import (
     planned_device,
 )
 from trainer.build.precision import resolve_precision, set_matmul_precision
-from trainer.config.messages import show
 from trainer.config.rules import cadence_steps
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError, DataError
 from trainer.core.micro_batch import Fields
 from trainer.core.world import World, rng_key
-from trainer.data.bad_samples import readable
 from trainer.data.collate import LABELS
 from trainer.data.loader import Loader, Request
-from trainer.data.samples import INPUT_IDS, faults_of, preserve_generators
-from trainer.data.view import DataView, split_by_seed
+from trainer.data.samples import INPUT_IDS, preserve_generators
+from trainer.data.split import Split
+from trainer.data.view import DataView
 from trainer.models.attention import choose_flash
 from trainer.models.bind import AUTOCAST, bind
 from trainer.models.check import refuse_lazy, vocabulary_of
@@ -54,7 +54,6 @@ from trainer.tune.layout import COMPILED_SHAPES, has_kernel, layout_for, packs
 from trainer.verify.case import hooked
 
 NUM_WORKERS = {"cpu": 0, "cuda": 4}  # loading processes per rank where nobody says
-SPLITS = ("train", "held_out")
 
 
 @final
@@ -64,6 +63,7 @@ class Parts:
 
     Attributes:
         train_set: the samples that are trained on.
+        split: how they and the held-out ones were parted.
         source: the same as steps take them: in order, with their lengths, collated.
         held_out: None where the data leave nothing to evaluate on.
         module: the model on its device, neither compiled nor wrapped. To be sharded, its
@@ -84,6 +84,7 @@ class Parts:
     config: RunConfig
     world: World
     train_set: DataView
+    split: Split
     source: Source
     held_out: HeldOut | None
     module: nn.Module
@@ -187,7 +188,7 @@ def assemble(config: RunConfig, world: World, recorded: Mapping[str, Any] | None
     # Reading data may take minutes: a class that is not there is named before.
     look_up(config.model, "model", trust)
     objective, spec = construct(config.objective, "objective", Objective, trust), _optimizer(config)
-    train_set, eval_set = _data_sets(config, world)
+    train_set, eval_set, split = build_data(config, world)
     lengths = train_set.lengths
     assert batch.global_batch is not None  # given by accum.micro and accum.steps where it is null
     order = Order(
@@ -222,6 +223,7 @@ def assemble(config: RunConfig, world: World, recorded: Mapping[str, Any] | None
         config=config,
         world=world,
         train_set=train_set,
+        split=split,
         source=Source(order=order, lengths=lengths, loader=loader, objective=objective),
         held_out=None if eval_set is None else _held_out(config, eval_set, loader, layout),
         module=module,
@@ -238,33 +240,6 @@ def assemble(config: RunConfig, world: World, recorded: Mapping[str, Any] | None
         total_steps=config.steps or order.num_steps(config.total_epochs or 1),
         example=example,
     )
-
-
-def _data_sets(config: RunConfig, world: World) -> tuple[DataView, DataView | None]:
-    """Build the training and held-out data; what their class does not split, we do. Collective."""
-    taken = inspect.signature(look_up(config.data, "data", config.trust)).parameters
-    params = dict(config.data.params)
-    holdout = params.get("holdout") if "holdout" in taken else params.pop("holdout", 0.05)
-    is_share = isinstance(holdout, int | float) and 0 <= holdout < 1
-    if "holdout" not in taken and not is_share:
-        raise ConfigError(
-            f"data.holdout={show(holdout)}: must be at least 0 and below 1, or 0 for none"
-        )
-    component = config.data.model_copy(update={"params": params})
-    given = {"on_bad": config.data.on_bad, "seed": config.seed}
-    built: list[DataView] = []
-    for split in SPLITS if "split" in taken else ("",):
-        with faults_of(component.target):
-            dataset: Any = construct(
-                component, "data", Sized, config.trust, {**given, "split": split}
-            )
-        built.append(DataView(dataset, version=config.order))
-    if config.data.on_bad == "skip" and "on_bad" not in taken:
-        built = readable(built, config.seed, world)
-    if "split" not in taken:
-        built = [split_by_seed(built[0], each, holdout, config.seed) for each in SPLITS]  # type: ignore[arg-type]
-    train, rest = built
-    return train, rest if len(rest) else None
 
 
 def _held_out(config: RunConfig, data: DataView, loader: Loader, layout: Layout) -> HeldOut:

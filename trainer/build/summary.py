@@ -125,7 +125,8 @@ def summarize(prepared: Prepared) -> dict[str, Any]:
 
 def _warnings(prepared: Prepared) -> list[str]:
     """Name what makes the step another one than a user may think it is."""
-    parts, unit, warnings = prepared.parts, prepared.parts.config.batch.unit, [*prepared.warnings]
+    parts, unit = prepared.parts, prepared.parts.config.batch.unit
+    warnings = [*parts.split.warnings, *prepared.warnings]
     lengths, asked = parts.source.lengths, parts.source.order.global_batch
     if parts.config.batch.normalizer == "micro_batches":
         warnings.append(

@@ -46,6 +46,7 @@ from trainer.tune.network import network_of
 _log = logging.getLogger(__name__)
 
 PLAN_FILE = "plan.json"
+SPLITS_FILE = "splits.json"
 RESULT_FILE = "result.json"
 
 BUILT_WHOLE = (
@@ -105,7 +106,7 @@ def _train(config: RunConfig, folder: Path, world: World, stop: Callable[[], boo
         limit_bytes=plan["memory_limit_bytes"],
     )
     kit = _kit(parts, loaded, extra, contract, failed)
-    world.on_main(lambda: _record_begin(folder, plan))
+    world.on_main(lambda: _record_begin(folder, plan, parts))
     reporter = _reporter(config, folder, loaded, extra) if world.is_main else SilentReporter()
     with closing(reporter), ExitStack() as opened:
         run = _run(prepared, kit, store, reporter, stop, extra, contract)
@@ -142,10 +143,12 @@ def _assemble(config: RunConfig, world: World, extra: Mapping[str, Any], *, begi
     return found
 
 
-def _record_begin(folder: Path, plan: Record) -> None:
+def _record_begin(folder: Path, plan: Record, parts: Parts) -> None:
     """Record how the run goes on, now that nothing refuses it."""
+    held_out = None if parts.held_out is None else parts.held_out.loader.dataset
     publish(folder)
     write_record(folder / PLAN_FILE, plan)
+    write_record(folder / SPLITS_FILE, parts.split.to_json(parts.train_set, held_out))
 
 
 def _kit(

@@ -159,7 +159,7 @@ ARGUMENTS: Mapping[str, Any] = {
     "norm": Literal["rms", "layer"],
     "mlp": Literal["swiglu", "gelu"],
     "positions": Literal["rotary", "learned"],
-    "field": Text,
+    "field": Text | None,
     "dtype": Literal["auto", "uint16", "uint32"],
     "class_weights": Weights | None,
     "reduction": Literal["sum", "mean"],
@@ -199,6 +199,7 @@ class Data(Component):
     """The samples."""
 
     on_bad: Literal["stop", "skip"]
+    split_seed: Seed
 
 
 COMPONENTS: Mapping[str, type[Component]] = {

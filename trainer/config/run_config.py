@@ -43,8 +43,9 @@ from trainer.config.rules import complete_sizes
 # What the optimizer step is made of, beside `steps` and `epochs`; the rest is execution.
 _STEP_KEYS: tuple[str, ...] = ("batch", "seed", "data", "model", "objective", "optimizer")
 _STEP_KEYS += ("scheduler", "clip_norm", "precision", "batchnorm")
-# What a run was made with whose records lack a key; a contract does not list it.
+# What a run was made with whose records lack a key; a contract does not list these values.
 FIRST: dict[str, Any] = {"order": 1}
+_UNLISTED: dict[str, Any] = {**FIRST, "data.split_seed": 0}
 
 
 class Batch(Section):
@@ -139,7 +140,7 @@ class RunConfig(Section):
     steps: Count | None
     epochs: Count | None
     seed: Seed
-    order: Literal[1, 2]
+    order: Literal[1, 2, 3]
     clip_norm: Positive | None
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"]
     device: Literal["auto", "cpu", "cuda"]
@@ -259,13 +260,14 @@ def contract(
     plain = to_plain(config)
     tree = {key: plain[key] for key in _STEP_KEYS}
     tree |= {"steps": config.steps, "epochs": config.total_epochs}
-    tree |= {key: plain[key] for key, first in FIRST.items() if plain[key] != first}
+    tree |= {key: plain[key] for key in FIRST}
     is_micro = config.batchnorm == "micro" or config.batch.normalizer == "micro_batches"
     if has_batch_statistics or is_micro:
         own = extra_keys("accum")
         tree["accum"] = {key: value for key, value in plain["accum"].items() if key not in own}
         tree |= {} if ranks is None else {"parallel": {"ranks": ranks}}
-    return {key: value for key, value in flat(tree).items() if key != "data.on_bad"}
+    pairs = ((key, value) for key, value in flat(tree).items() if key != "data.on_bad")
+    return {key: value for key, value in pairs if (key, value) not in _UNLISTED.items()}
 
 
 def config_hash(terms: Mapping[str, Any]) -> str:
@@ -283,7 +285,7 @@ def contract_diff(
     """
     faults = []
     for key in sorted(old.keys() | new.keys()):
-        before, now = (terms.get(key, FIRST.get(key)) for terms in (old, new))
+        before, now = (terms.get(key, _UNLISTED.get(key)) for terms in (old, new))
         is_clock = key in ("steps", "epochs") and isinstance(before, int) and isinstance(now, int)
         grows = is_clock and (now or 0) > (before or 0)
         is_open = key == "precision" and "auto" in (before, now)

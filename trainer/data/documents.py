@@ -21,7 +21,7 @@ BOS = 256
 EOS = 257
 VOCAB_SIZE = 258
 Overlong = Literal["chunk", "cut", "drop"]
-"""What becomes of a document longer than `max_length`: samples end to end, its head, nothing."""
+"""What becomes of a document longer than `max_length`: several samples, its head, nothing."""
 
 _BLOCK_TOKENS = 2**22
 """Tokens counted at a time: bounds the memory of a count over a large corpus."""
@@ -55,8 +55,10 @@ class ByteDocuments(Dataset[dict[str, Tensor]]):
         max_length: most tokens of a sample, BOS and EOS counted; at least 2.
         holdout: share of the index's groups that is held out, at least one.
         seed: selects which.
-        overlong: what becomes of a document longer than `max_length`. `chunk`: several samples
-            that hold each of its tokens once; `cut`: one, without the rest; `drop`: none.
+        overlong: what becomes of a document longer than `max_length`. `chunk`: several samples,
+            each of which begins with the last token of the one before as context, so that every
+            token but the document's first is predicted once; `cut`: one, without the rest;
+            `drop`: none.
 
     Attributes:
         lengths: `(samples,)`, tokens of each sample.
@@ -71,6 +73,7 @@ class ByteDocuments(Dataset[dict[str, Tensor]]):
 
     vocab_size = VOCAB_SIZE
     draws_randomness = False
+    split_rule = "whole documents, copies of one together, drawn by data.split_seed"
 
     def __init__(
         self,
@@ -83,8 +86,9 @@ class ByteDocuments(Dataset[dict[str, Tensor]]):
     ) -> None:
         self._index = index
         self.num_skipped, self.skipped = index.num_skipped, index.skipped
-        # Before there was a choice, documents were cut: such checkpoints know no word for it.
-        word = "" if overlong == "cut" else f"|{overlong}"
+        self.holdout = holdout
+        # Other samples than those of a word, under the same settings, need another word.
+        word = {"cut": "", "chunk": "|chunk with context", "drop": "|drop"}[overlong]
         self._settings = f"{split}|{max_length}|{holdout!r}|{seed}{word}"
         whole = np.diff(index.offsets) + 2
         self._documents, self._begins, self._lengths = _divide(whole, max_length, overlong)
@@ -94,7 +98,8 @@ class ByteDocuments(Dataset[dict[str, Tensor]]):
         self.original_ids: IntArray = self._ids[split]
         self.lengths: IntArray = self._lengths[self.original_ids]
         in_split = held_out if split == HELD_OUT else ~held_out
-        self.num_cut = int(whole[in_split].sum() - self.lengths.sum())
+        num_context = int(np.count_nonzero(self._begins[self.original_ids]))
+        self.num_cut = int(whole[in_split].sum() - self.lengths.sum()) + num_context
         if split == TRAIN and not len(self):
             raise DataError(
                 f"data.overlong={overlong}: every document is longer than data.max_length="
@@ -168,15 +173,12 @@ def _divide(
     whole: IntArray, max_length: int, overlong: Overlong
 ) -> tuple[IntArray, IntArray, IntArray]:
     """Divide documents into samples: of each its document, first token there, length."""
-    counts = np.ones_like(whole)
+    counts, stride = np.ones_like(whole), max_length - 1
     if overlong == "chunk":
-        counts = -(-whole // max_length)
+        counts = -(-(whole - 1) // stride)
     elif overlong == "drop":
         counts = (whole <= max_length).astype(np.int64)
     documents = np.repeat(np.arange(len(whole)), counts)
     numbers = np.arange(len(documents)) - (np.cumsum(counts) - counts)[documents]
-    # One token alone predicts nothing, so the last chunk takes a second from the one before.
-    begins = np.minimum(numbers * max_length, whole[documents] - 2)
-    is_last = numbers == counts[documents] - 1
-    ends = np.where(is_last, whole[documents], np.roll(begins, -1))
-    return documents, begins, np.minimum(ends - begins, max_length)
+    begins = numbers * stride
+    return documents, begins, np.minimum(whole[documents] - begins, max_length)

@@ -41,6 +41,8 @@ class Samples(Protocol):
     * `draws_randomness`: False where reading draws no random numbers, which saves seeding.
     * `original_ids`: `(samples,)`, the ids that a person reads, of data that split themselves.
     * `num_skipped`, `skipped`: how many records were bad and left out, and why the first were.
+    * `split_rule`, `holdout`: of data that split themselves: by what, in words, and the share that
+      was asked to be held out.
     * `num_cut`: tokens that `max_length` left out.
     * `byte_entropies`: what the held-out loss of a run is compared with, a data class of floats.
     """

@@ -48,6 +48,8 @@ class StdlibText(ByteDocuments):
         DataError: this Python ships without source, or no document is left to train on.
     """
 
+    split_rule = "whole modules, drawn by data.split_seed"
+
     def __init__(
         self,
         split: str = "train",

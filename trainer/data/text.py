@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from itertools import chain, groupby
 from pathlib import Path
 from typing import Literal, final
@@ -13,7 +13,9 @@ from trainer.data.documents import ByteDocuments, Overlong
 from trainer.data.files import files_at, progress, reading
 from trainer.data.index import SKIP_CAP, Add, Index, cached_index
 
-_JSON_LINES = frozenset({".jsonl", ".ndjson"})
+_JSON_LINES = frozenset({".jsonl", ".ndjson", ".jsonlines"})
+_JSON = ".json"
+_FIELD = "text"
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -21,7 +23,9 @@ _BOM = b"\xef\xbb\xbf"
 class Text(ByteDocuments):
     """Documents of a file or folder, in UTF-8.
 
-    * `.jsonl`, `.ndjson`: one document per line, the string under `field`; blank lines are none.
+    * JSON lines: one document per line, the string under `field`; blank lines are none. All files
+      are that where `field` is given, else `.jsonl`, `.jsonlines` and `.ndjson`, and any file whose
+      lines are JSON objects (one line alone counts only where all files are such).
     * any other single file: one document per paragraph, that is, per run of non-blank lines.
     * a folder: all its files in order of their names, subfolders included, hidden ones left out;
       one document per file, but per record in JSON lines.
@@ -33,7 +37,7 @@ class Text(ByteDocuments):
 
     Args:
         path: file or folder.
-        field: name of the text in JSON lines.
+        field: name of the text in JSON lines; None is `text`.
         split: `train` or `held_out`.
         max_length: most tokens of a sample, BOS and EOS counted.
         holdout: share of the distinct documents that is held out.
@@ -50,7 +54,7 @@ class Text(ByteDocuments):
     def __init__(
         self,
         path: str,
-        field: str = "text",
+        field: str | None = None,
         split: str = "train",
         max_length: int = 256,
         holdout: float = 0.05,
@@ -58,14 +62,11 @@ class Text(ByteDocuments):
         overlong: Overlong = "chunk",
         on_bad: Literal["stop", "skip"] = "stop",
     ) -> None:
-        place = Path(path).expanduser().absolute()
-        if place.suffix == ".json" and place.is_file():
-            raise DataError(f"data.path={path}: JSON is read line by line, from a .jsonl file")
-        index = _text_index(place, field, on_bad == "skip")
+        index = _text_index(Path(path).expanduser().absolute(), field, on_bad == "skip")
         super().__init__(index, split, max_length, holdout, seed, overlong)
 
 
-def _text_index(path: Path, name: str, skips: bool) -> Index:
+def _text_index(path: Path, field: str | None, skips: bool) -> Index:
     with reading(path):
         files = files_at(path)
         states = {str(file): file.stat() for file in files}
@@ -74,11 +75,12 @@ def _text_index(path: Path, name: str, skips: bool) -> Index:
     def build(add: Add) -> list[str]:
         total, bad = 0, list[str]()
         with progress(f"indexing {path}, {size:,} bytes") as advance:
-            for file, number, record in _records(path, files):
+            in_lines = _json_lines(files, field, advance)
+            for file, number, record in _records(path, files, in_lines):
                 advance()
                 total += 1
                 try:
-                    document = _document(file, record, name)
+                    document = _document(record, field or _FIELD, is_json=file in in_lines)
                 except ValueError as error:
                     bad.append(_fault(file, number, error))
                     if not skips:
@@ -95,28 +97,70 @@ def _text_index(path: Path, name: str, skips: bool) -> Index:
             raise DataError(f"data.path={path}: holds no documents")
         return bad
 
-    return cached_index("text", f"{path}|{name}|{skips}", states, build)
+    return cached_index("text", f"{path}|{field}|{skips}", states, build, reader="2")
 
 
-def _records(path: Path, files: list[Path]) -> Iterator[tuple[Path, int, bytes]]:
+def _json_lines(
+    files: Sequence[Path], field: str | None, advance: Callable[[], None]
+) -> frozenset[Path]:
+    """Find the files that are JSON lines; refuse JSON that is no object a line."""
+    others = [file for file in files if file.suffix.lower() not in _JSON_LINES]
+    only_json = all(file.suffix.lower() == _JSON for file in others)
+    if field is not None and not only_json:
+        return frozenset(files)
+    counts = {file: _count_objects(file, advance) for file in others}
+    if all(counts.values()):
+        return frozenset(files)
+    if only_json:
+        odd = next(file for file in others if not counts[file])
+        raise DataError(
+            f"data: {odd}: JSON is read line by line, an object a line; write one a line, from a "
+            "list too, into a .jsonl file"
+        )
+    return frozenset(file for file in files if counts.get(file, 2) > 1)
+
+
+def _count_objects(file: Path, advance: Callable[[], None]) -> int:
+    """Count the lines of a file that are JSON objects; 0 where more than a few others are not."""
+    count = total = 0
+    with reading(file), file.open("rb") as stream:
+        for line in (each.removeprefix(_BOM).strip() for each in stream):
+            advance()
+            total += bool(line)
+            count += line.startswith(b"{") and _is_object(line)
+            if total and not count:  # the first line tells text
+                return 0
+    return count if total - count <= SKIP_CAP * total else 0
+
+
+def _is_object(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _records(
+    path: Path, files: Sequence[Path], in_lines: Container[Path]
+) -> Iterator[tuple[Path, int, bytes]]:
     """Divide files into records; yields file, number of the first line, and bytes."""
     for file in files:
         with reading(file), file.open("rb") as stream:
-            if file.suffix not in _JSON_LINES and file != path:
+            if file not in in_lines and file != path:
                 yield file, 1, stream.read().removeprefix(_BOM)
                 continue
             lines = enumerate(chain([stream.readline().removeprefix(_BOM)], stream), start=1)
             for is_blank, run in groupby(lines, lambda line: not line[1].strip()):
-                if not is_blank and file.suffix in _JSON_LINES:
+                if not is_blank and file in in_lines:
                     yield from ((file, number, line) for number, line in run)
                 elif not is_blank:
                     numbers, paragraph = zip(*run, strict=True)
                     yield file, numbers[0], b"".join(paragraph)
 
 
-def _document(file: Path, record: bytes, name: str) -> bytes:
+def _document(record: bytes, name: str, *, is_json: bool) -> bytes:
     """Take the text out of a record, in UTF-8; a ValueError says what is bad."""
-    if file.suffix not in _JSON_LINES:
+    if not is_json:
         record.decode()
         if not record.strip():
             raise ValueError("the document is empty")

@@ -28,12 +28,14 @@ _FEWEST_INSPECTED = 64
 
 @final
 class TokenWindows(Dataset[dict[str, Tensor]]):
-    """Consecutive windows of `max_length` tokens; the last one of a file may be shorter.
+    """Windows of `max_length` tokens; the last one of a file may be shorter.
 
-    A file is raw little-endian unsigned integers without a header. Of a folder all `.bin` files
-    but hidden ones are read in order of their names; no window crosses from one into the next.
-    Held out are the last windows; but a folder with files named `train*` and `val*` brings its own
-    split, and `holdout` is not used. `labels` are `input_ids`; the objective shifts.
+    A later window begins with the last token of the one before as context, so that every token
+    but a file's first is predicted once. A file is raw little-endian unsigned integers without a
+    header. Of a folder all `.bin` files but hidden ones are read in order of their names; no window
+    crosses from one into the next. Held out are the last windows; but a folder with files named
+    `train*` and `val*` brings its own split, and `holdout` is not used. `labels` are `input_ids`;
+    the objective shifts.
 
     Args:
         path: file, or folder of `.bin` files.
@@ -71,23 +73,28 @@ class TokenWindows(Dataset[dict[str, Tensor]]):
             HELD_OUT: [path for path in paths if path.name.startswith("val")],
         }
         named = by_name[split] if all(by_name.values()) else []  # else names do not tell
-        self.max_length = max_length
-        self.vocab_size = vocab_size
+        self.split_rule = "files named train* and val*" if named else "the last windows"
+        self.holdout = None if named else holdout
+        self.max_length, self.vocab_size, stride = max_length, vocab_size, max_length - 1
         suffixes = [_SUFFIXES[suffix] for suffix in paths[0].suffixes if suffix in _SUFFIXES]
         guess = suffixes[-1] if suffixes else "uint16"
         self._dtype = _DTYPES[guess if dtype == "auto" else dtype]
         self._paths = named or paths
         self._sizes = [_num_tokens(file, self._dtype) for file in self._paths]
         self._maps: dict[int, npt.NDArray[Any]] = {}
-        self._ends = np.cumsum([-(-size // max_length) for size in self._sizes])
+        # One token alone is a window too, which predicts nothing.
+        counts = [max(1, -(-(size - 1) // stride)) for size in self._sizes]
+        self._ends = np.cumsum(counts)
         lengths = np.full(int(self._ends[-1]), max_length, dtype=np.int64)
-        lengths[self._ends - 1] -= [-size % max_length for size in self._sizes]
+        last = [s - (n - 1) * stride for s, n in zip(self._sizes, counts, strict=True)]
+        lengths[self._ends - 1] = last
         boundary = len(lengths) - held_out_count(len(lengths), holdout)
         sides = {TRAIN: slice(boundary), HELD_OUT: slice(boundary, None)}
         side = slice(None) if named else sides[split]
         self.lengths: IntArray = lengths[side]
         self.original_ids: IntArray = np.arange(len(lengths))[side]
-        self._settings = f"{split}|{max_length}|{self._dtype}|{holdout!r}|{vocab_size}"
+        settings = split, max_length, self._dtype, repr(holdout), vocab_size, "with context"
+        self._settings = "|".join(map(str, settings))
         head = self._mapped(0)[:_INSPECTED_TOKENS]
         is_guessed = dtype == "auto" and not suffixes and len(head) >= _FEWEST_INSPECTED
         if is_guessed and head.any() and not head[1::2].any():
@@ -108,7 +115,7 @@ class TokenWindows(Dataset[dict[str, Tensor]]):
         window = int(self.original_ids[i])
         number = int(np.searchsorted(self._ends, window, side="right"))
         first = int(self._ends[number - 1]) if number else 0
-        begin = (window - first) * self.max_length
+        begin = (window - first) * (self.max_length - 1)
         tokens = self._mapped(number)[begin : begin + self.max_length].astype(np.int64)
         if self.vocab_size is not None and tokens.max() >= self.vocab_size:
             position = int(tokens.argmax())

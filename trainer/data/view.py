@@ -317,10 +317,15 @@ class DataView:
     def _contents(self, seed: int) -> bytes:
         digest = hashlib.sha256()
         for i, sample in self.probe(PROBES, seed=seed):
-            for name, tensor in sorted(sample.items()):
-                digest.update(f"{i}|{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
-                digest.update(bits_of(tensor.cpu()).numpy().data)
+            feed_sample(digest.update, sample, f"{i}|")
         return digest.digest()
+
+
+def feed_sample(update: Callable[[Any], object], sample: Sample, label: str = "") -> None:
+    """Give a hash the names, forms and bits of a sample's fields, after a label of each."""
+    for name, tensor in sorted(sample.items()):
+        update(f"{label}{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
+        update(bits_of(tensor.cpu()).numpy().data)
 
 
 def split_by_seed(dataset: Samples | DataView, split: str, holdout: float, seed: int) -> DataView:
@@ -330,7 +335,7 @@ def split_by_seed(dataset: Samples | DataView, split: str, holdout: float, seed:
 
     Returns:
         A view in the data set's own order; both sides of one view share its measured lengths.
-        Beyond `DRAWN_WHOLE` samples, in version 2, a formula says what is in it, and no list.
+        Beyond `DRAWN_WHOLE` samples, since version 2, a formula says what is in it, and no list.
 
     Raises:
         DataError: there is no sample.

@@ -18,7 +18,7 @@ from trainer.plan.cut import IntArray
 from trainer.plan.lengths import CHUNK, Lengths
 from trainer.plan.permutation import DRAWN_WHOLE, Bijection, drawn_whole
 
-VERSION = 2
+VERSION = 3
 FIRST_LOOK = 1024  # samples whose tokens are summed at first, where a step counts tokens
 
 
@@ -48,8 +48,8 @@ class GlobalBatch:
 class Order:
     """Cuts the permutation of every epoch into global batches.
 
-    Epoch `e` is permuted by the key `(seed, e)`. In version 2 a step costs its own samples, in time
-    and in memory, wherever in an epoch it is: beyond `DRAWN_WHOLE` samples a `Bijection` gives
+    Epoch `e` is permuted by the key `(seed, e)`. Since version 2 a step costs its own samples, in
+    time and in memory, wherever in an epoch it is: beyond `DRAWN_WHOLE` samples a `Bijection` gives
     their ids. Up to there, and in version 1 always, the permutation is drawn whole: 8 bytes a
     sample, and a sort an epoch. A global batch never crosses an epoch.
 
@@ -61,7 +61,7 @@ class Order:
             makes the sum reach it.
         tail: what becomes of an epoch's last samples that do not fill a global batch.
         lengths: `(num_samples,)`, tokens of each sample; needed under `unit="tokens"` only.
-        version: of the permutation, 1 or 2; a run keeps the one that it began with.
+        version: of the permutation, 1 to 3; a run keeps the one that it began with.
 
     Raises:
         ConfigError: `global_batch` is below 1.

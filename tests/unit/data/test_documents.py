@@ -85,7 +85,7 @@ def test_source_segments_are_exact_under_every_line_end_and_encoding(source, doc
 
 
 @pytest.mark.parametrize("max_length", [2, 3, 31, 10_000])
-def test_tokens_are_bos_bytes_eos_cut_at_max_length_or_in_chunks(library, max_length):
+def test_tokens_are_bos_bytes_eos_cut_or_in_chunks_that_predict_each_once(library, max_length):
     settings = {"holdout": 0.0, "root": str(library)}
     whole = StdlibText("train", 10_000, **settings)
     cut = StdlibText("train", max_length, overlong="cut", **settings)
@@ -94,12 +94,17 @@ def test_tokens_are_bos_bytes_eos_cut_at_max_length_or_in_chunks(library, max_le
         assert cut[i]["input_ids"].tolist() == cut[i]["labels"].tolist() == expected
         assert cut.lengths[i] == len(expected)
     chunked = StdlibText("train", max_length, **settings)
-    tokens = np.concatenate([sample["input_ids"] for sample in chunked])
-    assert (tokens == np.concatenate([sample["input_ids"] for sample in whole])).all()
+    samples, last = [sample["input_ids"].tolist() for sample in chunked], None
+    for ids in samples:
+        assert ids[0] == (BOS if last in (None, EOS) else last), "the context is the token before"
+        last = ids[-1]
+    # What the objective's shift predicts, of the chunks and of the whole documents.
+    predicted = [token for ids in samples for token in ids[1:]]
+    assert predicted == [t for sample in whole for t in sample["input_ids"].tolist()[1:]]
     lengths = [len(sample["input_ids"]) for sample in chunked]
     assert chunked.lengths.tolist() == lengths
     assert max(lengths) <= max_length
-    assert min(lengths) >= (2 if max_length > 2 else 1), "one token predicts nothing"
+    assert min(lengths) >= 2, "one token predicts nothing"
     assert chunked.num_cut == 0
 
 
@@ -110,7 +115,10 @@ def test_what_is_cut_off_or_dropped_is_counted_and_the_rest_is_as_it_was(library
     }
     whole = StdlibText("train", 10_000, 0.3, root=str(library))
     for word, dataset in by_word.items():
-        assert dataset.num_cut + dataset.lengths.sum() == whole.lengths.sum()
+        samples = [sample["input_ids"].tolist() for sample in dataset]
+        num_predicted = sum(len(ids) - 1 for ids in samples)
+        num_first = sum(ids[0] == BOS for ids in samples)
+        assert dataset.num_cut + num_predicted + num_first == whole.lengths.sum()
         assert (dataset.num_cut == 0) == (word == "chunk")
     short = [text for text in documents_of(whole) if len(text.encode()) + 2 <= 40]
     assert documents_of(by_word["drop"]) == short

@@ -49,6 +49,55 @@ def test_a_folder_gives_one_document_per_file_in_order_and_json_lines_one_per_re
     assert texts(file, field="body") == ["ä\n\nb", "c"]
 
 
+def objects(*names: str) -> str:
+    return "".join(json.dumps({"text": name, "body": name.upper()}) + "\n" for name in names)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder without the cache in it."""
+    (tmp_path / "corpus").mkdir()
+    return tmp_path / "corpus"
+
+
+@pytest.mark.parametrize("name", ["a.JSONL", "a.jsonlines", "a.ndjson", "a.txt", "a.json", "a"])
+def test_json_lines_are_known_by_any_suffix_or_by_their_contents(folder, name):
+    file = folder / name
+    file.write_text("\n" + objects("one", "two"))
+    assert texts(file) == ["one", "two"]
+    assert texts(file, field="body") == ["ONE", "TWO"]
+    file.write_text(objects("one"))
+    assert texts(folder) == ["one"]
+    file.write_text("\ufeff" + objects("one") * 120 + '{"text": \n')
+    with pytest.raises(DataError, match=rf"{name}:121: not JSON"):
+        Text(str(file))
+
+
+def test_a_typed_field_settles_that_a_file_is_json_lines(folder):
+    file = folder / "a.txt"
+    file.write_text("just text\n" + objects("one"))
+    assert texts(file) == [f"just text\n{objects('one').rstrip()}"]
+    with pytest.raises(DataError, match=r"a\.txt:1: not JSON"):
+        Text(str(file), field="body")
+    (folder / "b.md").write_text(objects("two"))
+    file.write_text(objects("one"))
+    assert texts(folder, field="body") == ["ONE", "TWO"]
+
+
+def test_of_a_folder_json_is_an_object_a_line_and_beside_text_what_has_several(folder):
+    for number, name in enumerate(("one", "two")):
+        (folder / f"{number}.json").write_text(objects(name))
+    assert texts(folder) == ["one", "two"]
+    (folder / "1.json").write_text('{\n"text": "two"\n}\n')
+    for settings in ({}, {"field": "text"}):
+        with pytest.raises(DataError, match=r"1\.json: JSON is read line by line, an object a li"):
+            Text(str(folder), **settings)
+    (folder / "code.py").write_text("def main(): ...")
+    (folder / "rows.txt").write_text(objects("three", "four"))
+    whole = [(folder / f"{number}.json").read_text().rstrip() for number in (0, 1)]
+    assert texts(folder) == [*whole, "def main(): ...", "three", "four"]
+
+
 BAD = [
     (b'{"text": "\xff"}', "not UTF-8 (byte 0xff)"),
     (b'{"text": "x"', "not JSON"),
@@ -114,7 +163,7 @@ def test_data_that_hold_nothing_are_not_there_or_vanish_are_a_data_error(tmp_pat
     for name, fault in {
         "blank.txt": "holds no documents",
         "empty.jsonl": "holds no documents",
-        "array.json": r"from a \.jsonl file",
+        "array.json": r"an object a line; .*a \.jsonl file",
         "folder": "holds no files",
         "missing": "no such file or folder",
     }.items():

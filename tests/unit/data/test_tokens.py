@@ -22,21 +22,23 @@ def windows_of(path, **more):
 
 def test_windows_follow_each_other_within_a_file_and_the_last_of_each_may_be_short(tmp_path):
     file = write(tmp_path / "data.bin", range(1, 11))
-    assert windows_of(file) == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10]]
+    assert windows_of(file) == [[1, 2, 3, 4], [4, 5, 6, 7], [7, 8, 9, 10]]
+    file = write(tmp_path / "data.bin", range(1, 10))
     dataset = TokenWindows(str(file), max_length=4, holdout=0.0)
-    assert dataset.lengths.tolist() == [4, 4, 2]
-    assert dataset[2]["labels"].tolist() == [9, 10]
+    assert dataset.lengths.tolist() == [4, 4, 3]
+    assert dataset[2]["labels"].tolist() == [7, 8, 9]
     with pytest.raises(IndexError):
         dataset[3]
     folder = tmp_path / "folder"
     write(folder / "b" / "0.bin", [7, 8, 9, 10, 11])
     write(folder / "a.bin", [1, 2, 3, 4])
     (folder / "meta.json").write_text("{}")
-    assert windows_of(folder) == [[1, 2, 3, 4], [7, 8, 9, 10], [11]]
+    assert windows_of(folder) == [[1, 2, 3, 4], [7, 8, 9, 10], [10, 11]]
     write(folder / "b" / "train.bin", range(10))
     write(folder / "val.bin", range(100, 106))
-    assert windows_of(folder, holdout=0.5) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]], "named splits"
-    assert windows_of(folder, holdout=0.5, split="held_out") == [[100, 101, 102, 103], [104, 105]]
+    named = [[0, 1, 2, 3], [3, 4, 5, 6], [6, 7, 8, 9]], [[100, 101, 102, 103], [103, 104, 105]]
+    for split, windows in zip(("train", "held_out"), named, strict=True):
+        assert windows_of(folder, holdout=0.5, split=split) == windows
 
 
 @settings(max_examples=30)
@@ -45,19 +47,22 @@ def test_windows_follow_each_other_within_a_file_and_the_last_of_each_may_be_sho
     max_length=st.integers(2, 12),
     holdout=st.floats(0, 0.9),
 )
-def test_both_splits_together_hold_every_token_once(tmp_path_factory, sizes, max_length, holdout):
+def test_both_splits_predict_every_token_but_a_files_first_once(
+    tmp_path_factory, sizes, max_length, holdout
+):
     folder = tmp_path_factory.mktemp("tokens")
     tokens = np.arange(sum(sizes))
     for number, part in enumerate(np.split(tokens, np.cumsum(sizes)[:-1])):
         write(folder / f"{number}.bin", part)
-    seen = []
+    predicted, begins = [], np.cumsum([0, *sizes[:-1]]).tolist()
     for split in ("train", "held_out"):
         dataset = TokenWindows(str(folder), split, max_length, holdout=holdout)
         samples = [sample["input_ids"] for sample in dataset]
         assert dataset.lengths.tolist() == [len(sample) for sample in samples]
         assert dataset.lengths.dtype == np.int64
-        seen += [token for sample in samples for token in sample.tolist()]
-    assert seen == tokens.tolist()
+        assert all(len(sample) <= max_length for sample in samples)
+        predicted += [token for sample in samples for token in sample.tolist()[1:]]
+    assert predicted == [token for token in tokens.tolist() if token not in begins]
 
 
 def test_the_dtype_is_typed_or_that_of_the_suffix_and_a_wrong_guess_is_noticed(tmp_path):
@@ -73,12 +78,12 @@ def test_the_dtype_is_typed_or_that_of_the_suffix_and_a_wrong_guess_is_noticed(t
     file = write(tmp_path / "data.bin", range(1, 100), "<u4")
     with pytest.raises(DataError, match=r"as if the tokens were uint32; set data\.dtype"):
         TokenWindows(str(file))
-    assert len(windows_of(file, dtype="uint16")) == 50
+    assert len(windows_of(file, dtype="uint16", max_length=5)) == 50
 
 
 def test_a_token_beyond_the_vocabulary_names_file_and_position(tmp_path):
     file = write(tmp_path / "data.bin", [1, 2, 3, 4, 5, 300])
-    assert windows_of(file, vocab_size=301)[1] == [5, 300]
+    assert windows_of(file, vocab_size=301)[1] == [4, 5, 300]
     with pytest.raises(DataError, match=r"data\.bin: token 300 at position 5 .*vocab_size=300"):
         windows_of(file, vocab_size=300)
 

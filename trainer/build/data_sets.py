@@ -1,0 +1,124 @@
+"""Build the training and held-out data; what their class does not part, we do."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sized
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any
+
+from trainer.build.instantiate import construct, look_up
+from trainer.config.components import Component
+from trainer.config.messages import show
+from trainer.config.run_config import RunConfig
+from trainer.core.errors import ConfigError, DataError
+from trainer.core.world import World
+from trainer.data.bad_samples import readable
+from trainer.data.samples import HELD_OUT, TRAIN, faults_of
+from trainer.data.split import Overlap, Split, find_overlap, have_equal_contents, split_warnings
+from trainer.data.view import DataView, split_by_seed
+
+HOLDOUT = 0.05
+"""Share that is held out where nobody says."""
+
+HELD_OUT_NAMES = (HELD_OUT, "validation", "val", "valid", "dev", "eval", "test")
+"""What a held-out part may be called, the first one first, beside one called `train`."""
+
+LABELLING_LIBRARY = "datasets"
+"""Its factories take `split` as a label of what they give, or as the name of a part in a file."""
+
+
+def build_data(config: RunConfig, world: World) -> tuple[DataView, DataView | None, Split]:
+    """Build the training and held-out data, and say how they were parted. Collective.
+
+    A class whose constructor takes `split` parts itself, as does one that gives a mapping of parts.
+    Of one data set, or of two with equal contents, `data.holdout` is held out here.
+
+    Raises:
+        ConfigError: an argument of the data set is wrong, or its share is.
+        TrainError: the data cannot be built or read.
+    """
+    taken = inspect.signature(look_up(config.data, "data", config.trust)).parameters
+    params = dict(config.data.params)
+    share = params.get("holdout", HOLDOUT)
+    if "holdout" not in taken:
+        params.pop("holdout", None)
+    is_share = isinstance(share, int | float) and 0 <= share < 1
+    if "holdout" not in taken and not is_share:
+        raise ConfigError(
+            f"data.holdout={show(share)}: must be at least 0 and below 1, or 0 for none"
+        )
+    # Before version 3 what was held out followed the run's seed.
+    seed = config.data.split_seed if config.order > 2 else config.seed  # noqa: PLR2004
+    component = config.data.model_copy(update={"params": params})
+    built, rule = _parts(config, component, seed)
+    warnings: list[str] = []
+    if len(built) > 1 and world.on_main(partial(have_equal_contents, *built)):
+        warnings.append(
+            f"data: both parts of {component.target} are the same {len(built[0])} samples, so "
+            f"data.holdout={share:g} of them is held out; for none, type data.holdout=0"
+        )
+        built = built[:1]
+    if config.data.on_bad == "skip" and "on_bad" not in taken:
+        built = readable(built, config.seed, world)
+    asked = built[0].optional("holdout")
+    asked = asked if isinstance(asked, int | float) else None
+    if len(built) == 1:
+        share = share if is_share else HOLDOUT
+        built = [split_by_seed(built[0], each, share, seed) for each in (TRAIN, HELD_OUT)]
+        rule, asked = "samples drawn by data.split_seed", share
+    train, rest = built
+    split = Split(rule=rule, holdout=asked, seed=seed, warnings=tuple(warnings))
+    if not len(rest):
+        return train, None, split
+    if config.command in {"train", "plan"}:  # which show what is found
+        found = world.on_main(lambda: asdict(find_overlap(train, rest)))
+        split = replace(split, overlap=Overlap(**found))
+    return train, rest, replace(split, warnings=(*warnings, *split_warnings(split, train, rest)))
+
+
+def _parts(config: RunConfig, component: Component, seed: int) -> tuple[list[DataView], str]:
+    """Build all parts that a data set brings, or the one it is; say by what they are parted."""
+    target = look_up(component, "data", config.trust)
+    taken = inspect.signature(target).parameters
+    is_label = target.__module__.partition(".")[0] == LABELLING_LIBRARY
+    # A seed of its own makes other data of a data set, or other parts; `seed` does neither.
+    given = {"on_bad": config.data.on_bad, "seed": seed, "split_seed": seed}
+
+    def build(**more: str) -> Any:  # noqa: ANN401 - whatever it makes
+        with faults_of(component.target):
+            return construct(component, "data", Sized, config.trust, {**given, **more})
+
+    if "split" in taken and component.params.get("split") is None and not is_label:
+        built = [build(split=TRAIN)]
+        try:
+            built.append(build(split=HELD_OUT))
+        except ConfigError as error:
+            hint = "to hold out a share of one part, type data.split=NAME"
+            raise ConfigError(*(f"{fault}; {hint}" for fault in error.faults)) from error
+        rule = "parts of the data set itself"
+    else:
+        built, rule = _named_parts(build(), component.target)
+    views = [DataView(each, version=config.order) for each in built]
+    return views, views[0].optional("split_rule") or rule
+
+
+def _named_parts(built: Any, target: str) -> tuple[list[Any], str]:  # noqa: ANN401 - any data set
+    """Take the parts for training and evaluation out of a mapping, such as a `DatasetDict`."""
+    if not isinstance(built, Mapping) or not all(isinstance(name, str) for name in built):
+        return [built], ""
+    names = [TRAIN, *(name for name in HELD_OUT_NAMES if name in built)][:2]
+    if len(built) == 1:
+        names = [*built]
+    elif TRAIN not in built:
+        raise DataError(
+            f"data: {target} gives the parts {', '.join(built) or 'none'}: call one of them train, "
+            "or type which to take: data.split=NAME, where it takes `split`"
+        )
+    if odd := [name for name in names if not isinstance(built[name], Sized)]:
+        raise DataError(
+            f"data: {target}: part {odd[0]!r} is a {type(built[odd[0]]).__name__}, which has no "
+            "length; load it whole, without streaming=True"
+        )
+    return [built[name] for name in names], f"parts {' and '.join(names)} of the data set"

@@ -1,0 +1,168 @@
+"""Say how training and held-out samples were parted, and find what is in both.
+
+Nothing here chooses samples: `view.split_by_seed` does, or the data set itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any, final
+
+import numpy as np
+
+from trainer.core.errors import TrainError
+from trainer.core.format import plural
+from trainer.data.files import progress
+from trainer.data.view import DataView, feed_sample
+from trainer.plan.cut import IntArray
+
+LISTED_IDS = 100_000
+"""Most held-out ids that are listed."""
+
+COMPARED = 512
+"""Most held-out samples that are looked for in training; of those three times as many are read."""
+
+COMPARED_BYTES = 2**26
+"""About what is read of samples to compare them: fewer of large ones, and eight at least."""
+
+SHARED_SHARE = 0.1
+"""Share of held-out samples that may be trained on, too, before it is a warning."""
+
+FAR = 0.05
+"""How far the share held out may be from the one asked for, beyond a factor of two."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Overlap:
+    """What comparing samples of both parts by their contents found.
+
+    Attributes:
+        held_out: samples of the held-out part that were looked for.
+        training: samples of the training part that they were looked for among.
+        found: how many of the former are there; all of them, if all samples were compared.
+    """
+
+    held_out: int
+    training: int
+    found: int
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """How training and held-out samples were parted.
+
+    Attributes:
+        rule: in words.
+        holdout: share that was asked for; None where the data bring their own parts.
+        seed: `data.split_seed`.
+        overlap: of the contents; None where they were not compared.
+        warnings: what a person must know about it.
+    """
+
+    rule: str
+    holdout: float | None
+    seed: int
+    overlap: Overlap | None = None
+    warnings: tuple[str, ...] = ()
+
+    def to_json(self, train: DataView, held_out: DataView | None) -> dict[str, Any]:
+        """Give splits.json: the rule, the counts, and the held-out ids up to `LISTED_IDS`."""
+        count = 0 if held_out is None else len(held_out)
+        places = np.arange(min(count, LISTED_IDS))
+        ids: list[int] = [] if held_out is None else held_out.original_ids(places).tolist()
+        return {
+            "rule": self.rule,
+            "holdout": self.holdout,
+            "split_seed": self.seed,
+            "num_training": len(train),
+            "num_held_out": count,
+            "num_listed": len(ids),
+            "held_out": ids,
+            "overlap": self.overlap and asdict(self.overlap),
+        }
+
+
+def have_equal_contents(first: DataView, second: DataView) -> bool:
+    """Whether two data sets have as many samples, and equal ones wherever they are compared."""
+    if len(first) != len(second) or len(first) == 0:
+        return False
+    places = _evenly(len(first), _affordable(first))
+    hashes = _hashes(first, places)
+    return bool(hashes) and hashes == _hashes(second, places)
+
+
+def find_overlap(train: DataView, held_out: DataView) -> Overlap:
+    """Look for held-out samples in training, by their contents.
+
+    Costs the reading of at most four times `COMPARED` samples, and of about `COMPARED_BYTES`.
+    Beyond, samples at even distances are compared, which finds parts that share much. Of data that
+    draw at random only what is at the same place in both can be recognised.
+    """
+    count = _affordable(held_out)
+    places = _evenly(len(held_out), count)
+    wanted = _hashes(held_out, places)
+    # A part that is the beginning of the other one lies at the same places.
+    among = np.union1d(places[places < len(train)], _evenly(len(train), 3 * count))
+    there = set(_hashes(train, among.tolist()).values())
+    found = sum(each in there for each in wanted.values())
+    return Overlap(held_out=len(wanted), training=len(among), found=found)
+
+
+def split_warnings(split: Split, train: DataView, held_out: DataView) -> Iterable[str]:
+    """Warn of samples on both sides, and of a share far from the one asked for."""
+    shared = split.overlap
+    if shared is not None and shared.found > SHARED_SHARE * shared.held_out:
+        yield (
+            f"data: {shared.found:,} of {plural(shared.held_out, 'held-out sample')} that were "
+            f"compared are trained on too (among {shared.training:,} of {len(train):,}), so the "
+            "held-out loss is too good; see splits.json"
+        )
+    if asked := split.holdout:
+        sizes = {"tokens": (train.lengths.sum(), held_out.lengths.sum())}
+        sizes["samples"] = len(train), len(held_out)
+        shares = {unit: out / (rest + out) for unit, (rest, out) in sizes.items()}
+        far = [unit for unit, share in shares.items() if abs(share - asked) > FAR]
+        for unit in [u for u in far if not asked / 2 <= shares[u] <= 2 * asked][:1]:
+            yield (
+                f"data.holdout={asked:g}: {shares[unit]:.0%} of the {unit} are held out "
+                f"({split.rule}); divide the data into more and smaller pieces, or set another "
+                "share"
+            )
+
+
+def _affordable(data: DataView) -> int:
+    """Count the samples that may be compared, by the size of the first."""
+    with data.isolated_rng():
+        try:
+            sample = data.read(0, seed=0, epoch=0)
+        except TrainError:  # which ends the run where it is used
+            return COMPARED
+    size = sum(tensor.numel() * tensor.element_size() for tensor in sample.values())
+    return min(COMPARED, max(8, COMPARED_BYTES // (4 * max(1, size))))
+
+
+def _evenly(count: int, most: int) -> IntArray:
+    """Give places at even distances: all of a few."""
+    places: IntArray = np.unique(np.linspace(0, count - 1, min(count, most), dtype=np.int64))
+    return places
+
+
+def _hashes(data: DataView, places: Iterable[int]) -> dict[int, bytes]:
+    """Hash samples by place; what cannot be read ends the run where it is used."""
+    hashes = {}
+    label = f"comparing training and held-out samples of {data.kind}"
+    with data.isolated_rng(), progress(label) as advance:
+        for i in places:
+            advance()
+            try:
+                sample = data.read(int(i), seed=0, epoch=0)
+            except TrainError:
+                continue
+            digest = hashlib.blake2b(digest_size=16)
+            feed_sample(digest.update, sample)
+            hashes[int(i)] = digest.digest()
+    return hashes
