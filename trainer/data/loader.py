@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from trainer.core.errors import DataError, TrainError
 from trainer.core.micro_batch import Fields
 from trainer.core.out_of_memory import is_out_of_memory
+from trainer.core.signals import SIGNALS
 from trainer.core.world import rng_key
 from trainer.data.collate import (
     ATTENTION_MASK,
@@ -318,6 +319,6 @@ class _RequestSampler(Sampler[Any]):
 
 
 def _ignore_signals(_: int) -> None:
-    """Leave it to the main process to stop: Ctrl-C reaches the whole process group."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    """Leave it to the main process to stop: a terminal's signals reach the whole process group."""
+    for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
