@@ -23,6 +23,7 @@ from trainer.build.parallel import (
     planned_device,
 )
 from trainer.build.precision import resolve_precision, set_matmul_precision
+from trainer.build.whole_data import SPLITS, whole_data
 from trainer.config.messages import show
 from trainer.config.rules import cadence_steps
 from trainer.config.run_config import RunConfig
@@ -53,7 +54,6 @@ from trainer.tune.layout import COMPILED_SHAPES, has_kernel, layout_for, packs
 from trainer.verify.case import hooked
 
 NUM_WORKERS = {"cpu": 0, "cuda": 4}  # loading processes per rank where nobody says
-SPLITS = ("train", "held_out")
 
 
 @final
@@ -78,6 +78,7 @@ class Parts:
         layout: what hardware, model and data ask of every cut.
         total_steps: of the whole run, those before a resumption included.
         example: one collated micro-batch of a single sample, the longest; packed under packing.
+        given: what the model's constructor may take from the data, such as their vocabulary.
     """
 
     config: RunConfig
@@ -98,6 +99,7 @@ class Parts:
     layout: Layout
     total_steps: int
     example: Fields
+    given: Mapping[str, Any]
 
     @property
     def is_sharded(self) -> bool:
@@ -174,15 +176,15 @@ class Parts:
         )
 
 
-def assemble(config: RunConfig, world: World, recorded: Mapping[str, Any] | None = None) -> Parts:
+def assemble(config: RunConfig, world: World, state: Mapping[str, Any] | None = None) -> Parts:
     """Build everything a run is made of. Collective.
 
-    `recorded` is the contract of the checkpoint that is read, where there is one.
+    `state` is that of the checkpoint that is read, where there is one; see `read_run_state`.
 
     Raises:
         TrainError: parts do not fit together, or the data cannot be read or do not fill a step.
     """
-    batch, trust = config.batch, config.trust
+    batch, trust, state = config.batch, config.trust, state or {}
     # Reading data may take minutes: a class that is not there is named before.
     look_up(config.model, "model", trust)
     objective, spec = construct(config.objective, "objective", Objective, trust), _optimizer(config)
@@ -194,15 +196,16 @@ def assemble(config: RunConfig, world: World, recorded: Mapping[str, Any] | None
     )
     mode, why = parallel_mode(config, world), None
     may_shard = mode in {"auto", *SHARDED} and config.command in {"train", "plan"}
-    module, weights = _model(config, world, train_set, on_meta=may_shard)
+    given = _given(config, train_set, state)
+    module, weights = build_model(config, world, given, on_meta=may_shard)
     spec.freeze(module)
     if mode == "auto":
         mode, why = world.on_main(lambda: auto_mode(config, world, module))
         if mode == "ddp" and weights is not None:
             # A copy needs the weights themselves, not shards of them.
-            module, weights = _model(config, world, train_set)
+            module, weights = build_model(config, world, given)
             spec.freeze(module)
-    precision = resolve_precision(config, world, module, recorded)
+    precision = resolve_precision(config, world, module, state.get("contract"))
     set_matmul_precision(precision, world.device)
     auto_workers = NUM_WORKERS[planned_device(config, world).type]
     # Labels of an objective of the user's own mean anything.
@@ -236,11 +239,15 @@ def assemble(config: RunConfig, world: World, recorded: Mapping[str, Any] | None
         layout=replace(layout, lockstep=setup.sync.lockstep and world.size > 1),
         total_steps=config.steps or order.num_steps(config.total_epochs or 1),
         example=example,
+        given=given,
     )
 
 
 def _data_sets(config: RunConfig, world: World) -> tuple[DataView, DataView | None]:
     """Build the training and held-out data; what their class does not split, we do. Collective."""
+    if config.evaluates_all:
+        every = whole_data(config, world)
+        return every, every if len(every) else None
     taken = inspect.signature(look_up(config.data, "data", config.trust)).parameters
     params = dict(config.data.params)
     holdout = params.get("holdout") if "holdout" in taken else params.pop("holdout", 0.05)
@@ -278,18 +285,33 @@ def _held_out(config: RunConfig, data: DataView, loader: Loader, layout: Layout)
     )
 
 
-def _model(
-    config: RunConfig, world: World, data: DataView, *, on_meta: bool = False
-) -> tuple[nn.Module, Weights | None]:
-    """Build the model from the seed; with `on_meta`, a model of ours with its weights beside it."""
+def _given(config: RunConfig, data: DataView, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Give what a model may take from the data; of a run that is read, what it took there."""
     known, typed = data.optional("vocab_size"), config.model.params.get("vocab_size")
+    if recorded := state.get("given"):
+        size = typed or recorded.get("vocab_size")
+        if known and size and size < known:
+            raise DataError(f"data: hold {known} different tokens; the run's model has {size}")
+        return dict(recorded)
     if known and typed and typed < known:
         text = f"the data hold {known} different tokens; the smallest valid value is {known}"
         raise ConfigError(f"model.vocab_size={typed}: {text}")
     if known is None and "vocab_size" in config.model.params and typed is None:
         text = "the data do not state a vocabulary size; set it, e.g. model.vocab_size=50257"
         raise ConfigError(f"model.vocab_size: {text}")
-    given = {"vocab_size": known, "max_length": config.data.params.get("max_length")}
+    return {"vocab_size": known, "max_length": config.data.params.get("max_length")}
+
+
+def build_model(
+    config: RunConfig, world: World, given: Mapping[str, Any], *, on_meta: bool = False
+) -> tuple[nn.Module, Weights | None]:
+    """Build the model from the seed; with `on_meta`, a model of ours with its weights beside it.
+
+    `given` are arguments that its constructor may take and the config leaves out; see `Parts`.
+
+    Raises:
+        ConfigError: it has no blocks to recompute, or as its constructor raises.
+    """
 
     def build() -> nn.Module:
         seed_draws(rng_key(config.seed, "weights"), world.device)

@@ -21,7 +21,7 @@ from trainer.cli.trust import refuse_odd_files, sign
 from trainer.config.components import targets_in
 from trainer.config.messages import clip
 from trainer.config.recipes import ONLY_TYPED, asked
-from trainer.config.run_config import FIRST, RunConfig, contract, step_faults
+from trainer.config.run_config import FIRST, RunConfig, contract, reading_faults, step_faults
 from trainer.config.validate import from_plain
 from trainer.core.durable import read_json
 from trainer.core.errors import ConfigError, NoCheckpointError
@@ -242,14 +242,27 @@ def refuse_another_step(run: Path, config: RunConfig) -> None:
     Raises:
         ConfigError: one line per key that differs, old and new.
     """
+    if faults := step_faults(config, _saved_contract(run)):
+        raise ConfigError(*faults)
+
+
+def refuse_other_source(run: Path, config: RunConfig) -> None:
+    """Compare the model and data of a run with those that it is to be read with now.
+
+    Raises:
+        ConfigError: one line per key that differs, old and new.
+    """
+    if faults := reading_faults(config, _saved_contract(run)):
+        raise ConfigError(*faults)
+
+
+def _saved_contract(run: Path) -> dict[str, Any]:
     try:
-        old = contract(from_plain(saved_config(run)))
+        return contract(from_plain(saved_config(run)))
     except ConfigError as error:
         hint = f"to go on from its weights, init={run}"
         lines = (clip(f"{run / 'config.yaml'}: {fault}; {hint}") for fault in error.faults)
         raise ConfigError(*lines) from None
-    if faults := step_faults(config, old):
-        raise ConfigError(*faults)
 
 
 def refuse_other_weights(run: Path, config: RunConfig) -> None:
