@@ -110,6 +110,128 @@ def check_from_python(run: FinishedRun, typed: list[str]) -> None:
     assert "\n" not in str(raised.value)
 
 
+GPT = "model=gpt_tiny model.width=16 model.num_heads=2 model.num_layers=1"
+TEXT = f"{GPT} data=text data.path=d.jsonl data.max_length=32 data.holdout=0.2 steps=2"
+
+
+def write_texts(file: str, count: int) -> None:
+    """Write a file of so many documents, each of one sample."""
+    records = (json.dumps({"text": f"{file}, document {number}"}) for number in range(count))
+    Path(file).write_text("".join(f"{record}\n" for record in records))
+
+
+def test_an_evaluation_is_of_what_the_run_held_out_and_of_nothing_else(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write_texts("d.jsonl", 40)
+    write_texts("other.jsonl", 30)
+    run = go(TEXT)
+    held_out = read_json(run.folder / "plan.json")["num_held_out"]
+    asked = f"evaluate run={run.folder}"
+    for typed, text in (
+        ("data.holdout=0.5", "data.holdout=0.5: the run has 0.2; leave it out; all of other data"),
+        ("seed=5", "seed=5: the run has 0; leave it out"),
+        ("data.path=other.jsonl", "data.path=other.jsonl: the run has d.jsonl"),
+        ("model.width=32", "model.width=32: the run has 16"),
+    ):
+        assert shell(f"{asked} {typed}") == 2
+        (fault,) = capsys.readouterr().err.splitlines()
+        assert text in fault
+    assert shell(asked) == 0
+    found = read_json(run.folder / "evaluate.json")
+    assert (found["step"], found["samples"]) == (2, held_out)
+    assert (found["data"]["path"], found["data"]["holdout"]) == ("d.jsonl", 0.2)
+    assert found["eval_loss"] == pytest.approx(run.result["eval_loss"], rel=1e-6)
+    with Path("d.jsonl").open("a") as file:
+        file.write('{"text": "appended"}\n')
+    for command in ("evaluate", "verify", "plan"):
+        key = "resume" if command == "plan" else "run"
+        assert shell(f"{command} {key}={run.folder}") == 3, command
+        (fault,) = capsys.readouterr().err.splitlines()
+        assert "data: changed since the checkpoint was written" in fault
+    assert read_json(run.folder / "evaluate.json") == found
+
+
+def test_other_data_are_evaluated_whole_into_a_file_of_their_own_without_those_of_the_run(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write_texts("d.jsonl", 40)
+    write_texts("other.jsonl", 30)
+    run = go(f"{TEXT} eval.samples=3 batch.tail=drop")
+    asked = f"evaluate run={run.folder} data.holdout=all"
+    assert shell(asked) == 0
+    assert "all 40 samples of the run's own data, those it trained on among" in screen_of(capsys)
+    Path("d.jsonl").unlink()
+    assert shell(f"{asked} data.path=other.jsonl batch.global=64") == 0
+    assert "all 30 samples of other data, other.jsonl: loss" in screen_of(capsys)
+    again = train([*asked.split(), "data.path=other.jsonl", "eval.samples=4"]).result
+    assert "4 of 30 samples of other data" in screen_of(capsys)
+    assert (again["samples"], again["data"]["path"]) == (4, "other.jsonl")
+    assert not (run.folder / "evaluate.json").exists()
+    assert len([*run.folder.glob("evaluate-*.json")]) == 2
+    for command in ("", "plan", "verify", f"export run={run.folder} export.to=weights"):
+        assert shell(f"{command} data.holdout=all") == 2
+        (fault,) = capsys.readouterr().err.splitlines()
+        assert "data.holdout=all: only to evaluate a run on other data" in fault
+
+
+@pytest.mark.parametrize("model", [GPT, "transformers"])
+def test_an_export_needs_neither_the_data_nor_the_gpu_of_the_run(model: str) -> None:
+    if model == "transformers":
+        pytest.importorskip(model)
+        model = "model._target_=transformers.GPT2LMHeadModel "
+        model += "model.n_embd=8 model.n_head=2 model.n_layer=1"
+    write_texts("d.jsonl", 40)
+    run = go(f"{TEXT.replace(GPT, model)}")
+    Path("d.jsonl").unlink()
+    assert shell(f"export run={run.folder} export.to=weights device=cuda") == 0
+    saved, weights = state(run), load_file("weights/model.safetensors")
+    assert all(weights[name].equal(saved[f"model.{name}"]) for name in weights)
+    assert sum(tensor.numel() for tensor in weights.values()) > 0
+    layers = "model.n_layer=2" if "GPT2" in model else "model.num_layers=2"
+    with pytest.raises(ConfigError, match=f"{layers}: the run has 1; leave it out"):
+        train(["export", f"run={run.folder}", "export.to=more", layers])
+
+
+def test_a_command_that_reads_an_older_checkpoint_says_which(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = go("checkpoint.every=2 steps=4")
+    newest = run.folder / "checkpoints" / "step-00000004"
+    asked = f"{run.folder} trust=[tests]"
+    for damaged in (False, True):
+        if damaged:
+            file = newest / "model.safetensors"
+            file.write_bytes(file.read_bytes()[:-1] + b"!")
+        step = 2 if damaged else 4
+        for line in (f"verify run={asked}", f"plan resume={asked}", f"evaluate run={asked}"):
+            assert shell(line) == 0
+            screen = screen_of(capsys)
+            assert f"reading step {step}, " in screen, line
+            assert (f"warning: {newest}: damaged" in screen) == damaged
+        go(f"init={run.folder} steps=1")
+        screen = screen_of(capsys)
+        assert f"init: weights of step {step}, " in screen
+        assert (f"warning: {newest}: damaged" in screen) == damaged
+    assert newest.is_dir(), "a mere reader sets nothing aside"
+
+
+def test_weights_taken_into_another_model_or_split_of_the_data_are_warned_of(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = go("steps=1 model.dropout=0.1")
+    for more, texts in (
+        ("model.dropout=0.1", ()),
+        ("", ("init: the model has other settings: model.dropout=null (there 0.1)",)),
+        ("model.dropout=0.1 data.holdout=0.3", ("on another part of these data",)),
+    ):
+        capsys.readouterr()
+        go(f"init={run.folder} steps=1 {more}")
+        screen = screen_of(capsys)
+        assert screen.count("warning: init:") == len(texts)
+        assert all(text in screen for text in texts)
+
+
 def test_figures_that_find_no_room_are_printed_and_the_old_ones_stay(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import yaml
 from tests.lib.cli_support import faults, make_own_folder, prepared
 from tests.lib.run_support import shell
 from trainer.cli.compose import Job
-from trainer.cli.saved_runs import newest
+from trainer.cli.saved_runs import STARTED, newest, newest_sweep, record_start
 from trainer.config.run_config import to_plain
 from trainer.core.errors import ConfigError, NoCheckpointError
 
@@ -160,6 +161,44 @@ def test_auto_takes_the_newest_training_run_of_the_name() -> None:
     assert newest(Path("outputs").absolute(), None) == other
     assert newest(Path("outputs").absolute(), "nobody") is None
     assert prepared("resume=auto name=mine").folder == mine[1]
+
+
+def test_auto_goes_by_when_runs_began_and_by_file_times_where_nothing_says_it(
+    tmp_path: Path,
+) -> None:
+    outputs, line = Path("outputs").absolute(), "accum=fixed accum.micro=8 name=mine"
+    old, new, undated = (make_run(line, began=t) for t in (30.0, 10.0, 20.0))
+    record_start(old, outputs)
+    # A clock was set back meanwhile: the second one is not dated before the first.
+    (old / STARTED).write_text(json.dumps({"started": 4e9}))
+    record_start(new, outputs)
+    before = (new / STARTED).read_bytes()
+    record_start(new, outputs)
+    assert (new / STARTED).read_bytes() == before, "a run begins once"
+    assert newest(outputs, "mine") == new
+    shutil.copytree(outputs, tmp_path / "copied")
+    for path in sorted((tmp_path / "copied").rglob("overrides.yaml"), reverse=True):
+        os.utime(path, (50.0, 50.0))
+    assert newest(tmp_path / "copied", "mine") == tmp_path / "copied" / new.relative_to(outputs)
+    for run in (old, new):
+        (run / STARTED).write_text('{"started": "now"}')
+    assert newest(outputs, "mine") == old
+    assert undated.is_dir()
+
+
+def test_a_sweep_that_auto_goes_on_with_is_the_one_whose_first_job_began_last(
+    tmp_path: Path,
+) -> None:
+    outputs, begun = tmp_path / "outputs", []
+    for number in range(2):
+        sweep = outputs / "multirun" / "today" / str(number)
+        (sweep / "0" / ".hydra").mkdir(parents=True)
+        record_start(sweep / "0", outputs)
+        typed = {"hydra": {"overrides": {"task": ["seed=1,2"]}}}
+        (sweep / "multirun.yaml").write_text(yaml.safe_dump(typed))
+        os.utime(sweep / "multirun.yaml", (10.0 - number, 10.0 - number))
+        begun.append(sweep)
+    assert newest_sweep(outputs, ["seed=1,2"]) == begun[-1]
 
 
 def test_auto_goes_on_in_the_folder_that_is_typed() -> None:

@@ -46,6 +46,26 @@ def test_a_signal_before_there_is_a_run_ends_without_a_word_or_a_trace(number, t
     assert not Path("outputs").exists()
 
 
+@pytest.mark.parametrize("typed", ["num_workers=1", nightly("parallel=ddp parallel.ranks=2")])
+def test_a_closed_terminal_saves_but_where_the_hang_up_is_ignored_as_under_nohup(typed):
+    """A terminal's signals reach its whole process group, loading processes too."""
+    words = overrides(f"{LINE} {typed}")
+    for disposition in (signal.SIG_IGN, signal.SIG_DFL):
+        folder = Path(disposition.name).absolute()
+        before = signal.signal(signal.SIGHUP, disposition)
+        command = Command.start(Path.cwd(), [*words, f"hydra.run.dir={folder}"])
+        signal.signal(signal.SIGHUP, before)
+        taken = command.wait_for(f"{folder.name}/metrics.jsonl", 3).read_bytes().count(b"\n")
+        os.killpg(command.process.pid, signal.SIGHUP)
+        if disposition == signal.SIG_IGN:
+            command.wait_for(f"{folder.name}/metrics.jsonl", taken + 5)
+            command.process.send_signal(signal.SIGTERM)
+        assert command.end().code == 75
+        status = read_json(folder / "status.json")
+        assert (status["state"], status["step"]) == ("preempted", len(steps(folder)))
+        assert (folder / "checkpoints" / f"step-{status['step']:08d}").is_dir()
+
+
 def test_ctrl_c_before_the_first_step_ends_in_a_run_that_begins_again(monkeypatch, capsys):
     """While the samples of data without lengths are measured."""
     read, left = Plain.__getitem__, [signal.SIGINT]

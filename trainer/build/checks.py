@@ -275,6 +275,8 @@ class _RunState(BaseModel):
     network: Network | None = None
     wandb: Annotated[str, Field(pattern=r"\A[A-Za-z0-9_-]{1,256}\z")] | None = None
     cut: _Prepared
+    held_out: str | None = None
+    given: dict[str, Any] = {}
 
 
 def read_run_state(loaded: Loaded) -> dict[str, Any]:
@@ -325,4 +327,23 @@ def terms_of(parts: Parts, loaded: Loaded | None, state: Mapping[str, Any]) -> d
         )
     if loaded is not None and (faults := contract_diff(state["contract"], now, allow)):
         raise ConfigError(*faults)
-    return {"contract": now, "fingerprint": fingerprint}
+    return {"contract": now, **_fingerprints(parts), "given": dict(parts.given)}
+
+
+def refuse_changed_data(parts: Parts, state: Mapping[str, Any]) -> None:
+    """Refuse to evaluate on data that are not those of the run any more.
+
+    Raises:
+        DataError: what it trained on, or held out, was other data.
+    """
+    changed = any(state.get(name) != found for name, found in _fingerprints(parts).items())
+    if changed and "data" not in parts.config.resume_allow:
+        raise DataError(
+            "data: changed since the checkpoint was written, so that samples it trained on may be "
+            "held out: restore the data, or evaluate all of other data with data.holdout=all"
+        )
+
+
+def _fingerprints(parts: Parts) -> dict[str, str | None]:
+    held_out = parts.held_out and parts.held_out.loader.dataset.fingerprint
+    return {"fingerprint": parts.train_set.fingerprint, "held_out": held_out}

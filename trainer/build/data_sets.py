@@ -9,12 +9,12 @@ from functools import partial
 from typing import Any
 
 from trainer.build.instantiate import construct, look_up
-from trainer.config.components import Component
 from trainer.config.messages import show
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError, DataError
 from trainer.core.world import World
 from trainer.data.bad_samples import readable
+from trainer.data.joined import Joined
 from trainer.data.samples import HELD_OUT, TRAIN, faults_of
 from trainer.data.split import Overlap, Split, find_overlap, have_equal_contents, split_warnings
 from trainer.data.view import DataView, split_by_seed
@@ -39,11 +39,8 @@ def build_data(config: RunConfig, world: World) -> tuple[DataView, DataView | No
         ConfigError: an argument of the data set is wrong, or its share is.
         TrainError: the data cannot be built or read.
     """
-    taken = inspect.signature(look_up(config.data, "data", config.trust)).parameters
-    params = dict(config.data.params)
+    params, taken = dict(config.data.params), _arguments(config)
     share = params.get("holdout", HOLDOUT)
-    if "holdout" not in taken:
-        params.pop("holdout", None)
     is_share = isinstance(share, int | float) and 0 <= share < 1
     if "holdout" not in taken and not is_share:
         raise ConfigError(
@@ -51,17 +48,15 @@ def build_data(config: RunConfig, world: World) -> tuple[DataView, DataView | No
         )
     # Before version 3 what was held out followed the run's seed.
     seed = config.data.split_seed if config.order > 2 else config.seed  # noqa: PLR2004
-    component = config.data.model_copy(update={"params": params})
-    built, rule = _parts(config, component, seed)
+    built, rule = _parts(config, params, seed)
     warnings: list[str] = []
     if len(built) > 1 and world.on_main(partial(have_equal_contents, *built)):
         warnings.append(
-            f"data: both parts of {component.target} are the same {len(built[0])} samples, so "
+            f"data: both parts of {config.data.target} are the same {len(built[0])} samples, so "
             f"data.holdout={share:g} of them is held out; for none, type data.holdout=0"
         )
         built = built[:1]
-    if config.data.on_bad == "skip" and "on_bad" not in taken:
-        built = readable(built, config.seed, world)
+    built = _readable(built, config, world)
     asked = built[0].optional("holdout")
     asked = asked if isinstance(asked, int | float) else None
     if len(built) == 1:
@@ -78,10 +73,37 @@ def build_data(config: RunConfig, world: World) -> tuple[DataView, DataView | No
     return train, rest, replace(split, warnings=(*warnings, *split_warnings(split, train, rest)))
 
 
-def _parts(config: RunConfig, component: Component, seed: int) -> tuple[list[DataView], str]:
+def all_data(config: RunConfig, world: World) -> tuple[DataView, DataView | None, Split]:
+    """Build every sample of the data to be evaluated on: `data.holdout=all`. Collective.
+
+    Of data that bring their own parts these are all of them, in turn. Raises as `build_data`.
+    """
+    seed = config.data.split_seed
+    parts, _ = _parts(config, {**config.data.params, "holdout": 0}, seed)
+    parts = [part for part in parts if len(part)] or parts[:1]
+    if len(parts) > 1 and world.on_main(partial(have_equal_contents, *parts)):
+        parts = parts[:1]
+    parts = _readable(parts, config, world)
+    every = parts[0] if len(parts) == 1 else DataView(Joined(parts), version=config.order)
+    return every, every if len(every) else None, Split(rule="all of them", holdout=None, seed=seed)
+
+
+def _arguments(config: RunConfig) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(look_up(config.data, "data", config.trust)).parameters
+
+
+def _readable(parts: list[DataView], config: RunConfig, world: World) -> list[DataView]:
+    """Leave out what cannot be read where that was asked for, unless the data set does."""
+    if config.data.on_bad == "stop" or "on_bad" in _arguments(config):
+        return parts
+    return readable(parts, config.seed, world)
+
+
+def _parts(config: RunConfig, params: Mapping[str, Any], seed: int) -> tuple[list[DataView], str]:
     """Build all parts that a data set brings, or the one it is; say by what they are parted."""
-    target = look_up(component, "data", config.trust)
-    taken = inspect.signature(target).parameters
+    target, taken = look_up(config.data, "data", config.trust), _arguments(config)
+    params = {k: v for k, v in params.items() if k != "holdout" or k in taken}
+    component = config.data.model_copy(update={"params": params})
     is_label = target.__module__.partition(".")[0] == LABELLING_LIBRARY
     # A seed of its own makes other data of a data set, or other parts; `seed` does neither.
     given = {"on_bad": config.data.on_bad, "seed": seed, "split_seed": seed}
@@ -90,7 +112,7 @@ def _parts(config: RunConfig, component: Component, seed: int) -> tuple[list[Dat
         with faults_of(component.target):
             return construct(component, "data", Sized, config.trust, {**given, **more})
 
-    if "split" in taken and component.params.get("split") is None and not is_label:
+    if "split" in taken and params.get("split") is None and not is_label:
         built = [build(split=TRAIN)]
         try:
             built.append(build(split=HELD_OUT))

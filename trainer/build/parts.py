@@ -12,7 +12,7 @@ from torch import nn
 
 from trainer.accumulate.base import GradientStrategy, seed_draws
 from trainer.accumulate.loss_scale import LossScale
-from trainer.build.data_sets import build_data
+from trainer.build.data_sets import all_data, build_data
 from trainer.build.instantiate import arguments_of, check_names, construct, look_up
 from trainer.build.packing import leave_out_mask, needs_mask, packing_fault
 from trainer.build.parallel import (
@@ -79,6 +79,7 @@ class Parts:
         layout: what hardware, model and data ask of every cut.
         total_steps: of the whole run, those before a resumption included.
         example: one collated micro-batch of a single sample, the longest; packed under packing.
+        given: what the model's constructor may take from the data, such as their vocabulary.
     """
 
     config: RunConfig
@@ -100,6 +101,7 @@ class Parts:
     layout: Layout
     total_steps: int
     example: Fields
+    given: Mapping[str, Any]
 
     @property
     def is_sharded(self) -> bool:
@@ -176,19 +178,19 @@ class Parts:
         )
 
 
-def assemble(config: RunConfig, world: World, recorded: Mapping[str, Any] | None = None) -> Parts:
+def assemble(config: RunConfig, world: World, state: Mapping[str, Any] | None = None) -> Parts:
     """Build everything a run is made of. Collective.
 
-    `recorded` is the contract of the checkpoint that is read, where there is one.
+    `state` is that of the checkpoint that is read, where there is one; see `read_run_state`.
 
     Raises:
         TrainError: parts do not fit together, or the data cannot be read or do not fill a step.
     """
-    batch, trust = config.batch, config.trust
+    batch, trust, state = config.batch, config.trust, state or {}
     # Reading data may take minutes: a class that is not there is named before.
     look_up(config.model, "model", trust)
     objective, spec = construct(config.objective, "objective", Objective, trust), _optimizer(config)
-    train_set, eval_set, split = build_data(config, world)
+    train_set, eval_set, split = (all_data if config.evaluates_all else build_data)(config, world)
     lengths = train_set.lengths
     assert batch.global_batch is not None  # given by accum.micro and accum.steps where it is null
     order = Order(
@@ -196,15 +198,16 @@ def assemble(config: RunConfig, world: World, recorded: Mapping[str, Any] | None
     )
     mode, why = parallel_mode(config, world), None
     may_shard = mode in {"auto", *SHARDED} and config.command in {"train", "plan"}
-    module, weights = _model(config, world, train_set, on_meta=may_shard)
+    given = _given(config, train_set, state)
+    module, weights = build_model(config, world, given, on_meta=may_shard)
     spec.freeze(module)
     if mode == "auto":
         mode, why = world.on_main(lambda: auto_mode(config, world, module))
         if mode == "ddp" and weights is not None:
             # A copy needs the weights themselves, not shards of them.
-            module, weights = _model(config, world, train_set)
+            module, weights = build_model(config, world, given)
             spec.freeze(module)
-    precision = resolve_precision(config, world, module, recorded)
+    precision = resolve_precision(config, world, module, state.get("contract"))
     set_matmul_precision(precision, world.device)
     auto_workers = NUM_WORKERS[planned_device(config, world).type]
     # Labels of an objective of the user's own mean anything.
@@ -239,6 +242,7 @@ def assemble(config: RunConfig, world: World, recorded: Mapping[str, Any] | None
         layout=replace(layout, lockstep=setup.sync.lockstep and world.size > 1),
         total_steps=config.steps or order.num_steps(config.total_epochs or 1),
         example=example,
+        given=given,
     )
 
 
@@ -254,18 +258,33 @@ def _held_out(config: RunConfig, data: DataView, loader: Loader, layout: Layout)
     )
 
 
-def _model(
-    config: RunConfig, world: World, data: DataView, *, on_meta: bool = False
-) -> tuple[nn.Module, Weights | None]:
-    """Build the model from the seed; with `on_meta`, a model of ours with its weights beside it."""
+def _given(config: RunConfig, data: DataView, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Give what a model may take from the data; of a run that is read, what it took there."""
     known, typed = data.optional("vocab_size"), config.model.params.get("vocab_size")
+    if recorded := state.get("given"):
+        size = typed or recorded.get("vocab_size")
+        if known and size and size < known:
+            raise DataError(f"data: hold {known} different tokens; the run's model has {size}")
+        return dict(recorded)
     if known and typed and typed < known:
         text = f"the data hold {known} different tokens; the smallest valid value is {known}"
         raise ConfigError(f"model.vocab_size={typed}: {text}")
     if known is None and "vocab_size" in config.model.params and typed is None:
         text = "the data do not state a vocabulary size; set it, e.g. model.vocab_size=50257"
         raise ConfigError(f"model.vocab_size: {text}")
-    given = {"vocab_size": known, "max_length": config.data.params.get("max_length")}
+    return {"vocab_size": known, "max_length": config.data.params.get("max_length")}
+
+
+def build_model(
+    config: RunConfig, world: World, given: Mapping[str, Any], *, on_meta: bool = False
+) -> tuple[nn.Module, Weights | None]:
+    """Build the model from the seed; with `on_meta`, a model of ours with its weights beside it.
+
+    `given` are arguments that its constructor may take and the config leaves out; see `Parts`.
+
+    Raises:
+        ConfigError: it has no blocks to recompute, or as its constructor raises.
+    """
 
     def build() -> nn.Module:
         seed_draws(rng_key(config.seed, "weights"), world.device)

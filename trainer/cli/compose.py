@@ -223,10 +223,10 @@ class Composer:
 
 
 def _refuse_missing(config: RunConfig) -> None:
-    """Refuse a run whose data or weights are not there."""
+    """Refuse a run whose data or weights are not there; an export reads a checkpoint alone."""
     path, init = config.data.params.get("path"), config.init
     is_ours = config.data.target.startswith("trainer.") and isinstance(path, str)
-    if is_ours and not _exists(str(path)):
+    if is_ours and config.command != "export" and not _exists(str(path)):
         raise DataError(clip(f"data.path={path}: no such file or folder"))
     if init is not None:
         if not _exists(init):

@@ -30,9 +30,8 @@ RECORDS: Mapping[str, str] = {
     "train": "result.json",
     "plan": "plan.json",
     "verify": "verify.json",
-    "evaluate": "evaluate.json",
 }
-"""What each command writes its findings into, in the run folder."""
+"""What each command writes its findings into, in the run folder; see `evaluation_file` as well."""
 
 
 @final
@@ -86,6 +85,7 @@ def train(config: Mapping[str, Any] | Sequence[str] = (), **hydra_flags: str) ->
     from trainer.cli.prepare import prepare_run  # noqa: PLC0415
     from trainer.cli.python_api import overrides_of  # noqa: PLC0415
     from trainer.cli.start import start  # noqa: PLC0415
+    from trainer.config.run_config import evaluation_file  # noqa: PLC0415
 
     flags = {f"--{name.replace('_', '-')}": value for name, value in hydra_flags.items()}
     composer = composer_of(flags)
@@ -94,6 +94,8 @@ def train(config: Mapping[str, Any] | Sequence[str] = (), **hydra_flags: str) ->
     if job.done is None:
         code = start(job, composer, is_python=True)
     record = RECORDS.get(job.config.command)
+    if job.config.command == "evaluate":
+        record = evaluation_file(job.config)
     result = {} if record is None else read_json(job.folder / record)
     return FinishedRun(folder=job.folder, exit_code=code, result=result)
 

@@ -55,6 +55,7 @@ def prepare_run(lines: Sequence[str], composer: Composer) -> Job:
             return _begin(composer.check(rest), begins_again=True)
         if key == "run" and command in READING:
             job = _check_over(run, rest, composer, key)
+            saved_runs.refuse_other_source(run, job.config)
             return replace(_place(job, run, None), makes_folder=False)
         goes_on = saved_runs.has_checkpoint(run)
         # The same command as before, with `resume=auto`, may name the weights the run began with.
@@ -112,6 +113,8 @@ def _check_over(
     for size, other in (("accum.micro", "accum.steps"), ("accum.steps", "accum.micro")):
         if word_of(typed, size) is not None and word_of(saved, size) is None:
             saved = without(saved, other)  # batch.global gives it
+    if word_of(typed, "data.holdout") == "all":  # of other data
+        saved = without(saved, "eval.samples")
     merged = saved_runs.merge(saved, typed, composer.groups)
     merged = saved_runs.with_first(run, merged)
     return composer.check(

@@ -7,6 +7,8 @@ setting of Hydra, no trust, no class that the user did not name themselves.
 from __future__ import annotations
 
 import hmac
+import math
+import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -21,9 +23,9 @@ from trainer.cli.trust import refuse_odd_files, sign
 from trainer.config.components import targets_in
 from trainer.config.messages import clip
 from trainer.config.recipes import ONLY_TYPED, asked
-from trainer.config.run_config import FIRST, RunConfig, contract, step_faults
+from trainer.config.run_config import FIRST, RunConfig, contract, reading_faults, step_faults
 from trainer.config.validate import from_plain
-from trainer.core.durable import read_json
+from trainer.core.durable import make_folders, read_json, write_json
 from trainer.core.errors import ConfigError, NoCheckpointError
 from trainer.report.run_status import CONSENT_FILE
 
@@ -31,6 +33,7 @@ AUTO = "auto"
 COMPLETED = "completed"
 PREEMPTED = "preempted"
 SUBFOLDER = ".hydra"
+STARTED = f"{SUBFOLDER}/started.json"
 RESUMED = f"{SUBFOLDER}/resumed"  # Hydra's records of the last time a run went on
 
 _UNREADABLE = (OSError, ValueError, RecursionError, yaml.YAMLError, KeyError, TypeError)
@@ -38,6 +41,7 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C it takes 3 ms a 
 _MAX_RECORD = 1 << 20
 """Characters of a file beyond which it is no record of a run."""
 
+_DEPTHS = ("*", "*/*", "multirun/*/*/*")  # of runs, and of the jobs of sweeps, below `outputs`
 _CLOCKS = frozenset({"steps", "epochs"})
 
 
@@ -101,11 +105,35 @@ def newest_sweep(outputs: Path, overrides: Sequence[str]) -> Path | None:
     return max(found, key=_began, default=None)
 
 
-def _began(folder: Path) -> tuple[float, str]:
-    """When a run or sweep began: its first record is never written again."""
+def record_start(run: Path, outputs: Path) -> None:
+    """Record once when a run begins: later than any below `outputs`, though a clock was set back.
+
+    File times do not tell: a copy of a run has those of the copying.
+    """
+    path = run / STARTED
+    if not path.exists():
+        others = (each for depth in _DEPTHS for each in outputs.glob(f"{depth}/{STARTED}"))
+        newest = max((_seconds(each) or 0.0 for each in others), default=0.0)
+        make_folders(path.parent)
+        write_json(path, {"started": max(time.time(), newest + 1e-6)})
+
+
+def _seconds(record: Path) -> float | None:
+    """Read when a run began, in seconds since the epoch; None where nothing says it."""
+    found = read_json(record).get("started")
+    return float(found) if isinstance(found, int | float) and math.isfinite(found) else None
+
+
+def _began(folder: Path) -> tuple[float, float, str]:
+    """When a run, or the first job of a sweep, began: by its own record, or else by file times.
+
+    Of copies of one run the file times decide.
+    """
     records = (folder / SUBFOLDER / "overrides.yaml", folder / "multirun.yaml")
     times = [record.stat().st_mtime for record in records if record.is_file()]
-    return min(times, default=0.0), str(folder)
+    at = min(times, default=0.0)  # of records that are never written again
+    own = map(_seconds, (folder / STARTED, *folder.glob(f"*/{STARTED}")))
+    return min((start for start in own if start is not None), default=at), at, str(folder)
 
 
 def can_go_on(run: Path) -> bool:
@@ -242,14 +270,27 @@ def refuse_another_step(run: Path, config: RunConfig) -> None:
     Raises:
         ConfigError: one line per key that differs, old and new.
     """
+    if faults := step_faults(config, _saved_contract(run)):
+        raise ConfigError(*faults)
+
+
+def refuse_other_source(run: Path, config: RunConfig) -> None:
+    """Compare the model and data of a run with those that it is to be read with now.
+
+    Raises:
+        ConfigError: one line per key that differs, old and new.
+    """
+    if faults := reading_faults(config, _saved_contract(run)):
+        raise ConfigError(*faults)
+
+
+def _saved_contract(run: Path) -> dict[str, Any]:
     try:
-        old = contract(from_plain(saved_config(run)))
+        return contract(from_plain(saved_config(run)))
     except ConfigError as error:
         hint = f"to go on from its weights, init={run}"
         lines = (clip(f"{run / 'config.yaml'}: {fault}; {hint}") for fault in error.faults)
         raise ConfigError(*lines) from None
-    if faults := step_faults(config, old):
-        raise ConfigError(*faults)
 
 
 def refuse_other_weights(run: Path, config: RunConfig) -> None:

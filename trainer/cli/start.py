@@ -113,5 +113,6 @@ def write_config(config: RunConfig, folder: Path, run: Path) -> None:
         durable.make_folders(folder)
         durable.write_file_atomic(path, content)
         if config.command == "train":
+            saved_runs.record_start(run, Path(config.outputs))
             signature = saved_runs.sign_run(run, folder)
             durable.write_json(folder / CONSENT_FILE, {"hmac_sha256": signature})

@@ -7,7 +7,7 @@ named.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -15,15 +15,22 @@ from typing import Any
 
 from torch import nn
 
-from trainer.build.checks import check_consistency, read_run_state, wrong_sum
+from trainer.build.checks import (
+    check_consistency,
+    read_run_state,
+    refuse_changed_data,
+    terms_of,
+    wrong_sum,
+)
 from trainer.build.instantiate import look_up
 from trainer.build.parallel import parallel_mode, parallel_setup
-from trainer.build.parts import Parts, assemble
+from trainer.build.parts import Parts, assemble, build_model
 from trainer.build.prepare import Prepared, prepare, prepare_on_main
 from trainer.checkpoint.state import load_model
 from trainer.checkpoint.store import CHECKPOINTS, CheckpointStore, Loaded
-from trainer.checkpoint.weights import export, load_weights
-from trainer.config.run_config import RunConfig
+from trainer.checkpoint.weights import Source, export, load_weights
+from trainer.config.messages import flat
+from trainer.config.run_config import RunConfig, evaluation_file, to_plain
 from trainer.core.durable import write_record
 from trainer.core.errors import ConfigError, DataError, NotExactError
 from trainer.core.world import World
@@ -32,27 +39,32 @@ from trainer.report.blocks import verify_block
 from trainer.report.console import Screen
 from trainer.report.records import VerifyReport
 from trainer.training.batches import Feed, PlannedBatch
-from trainer.training.evaluation import evaluate
+from trainer.training.evaluation import HeldOut, evaluate
 from trainer.training.window import Kit
 from trainer.verify.proof import verify
 
-EVALUATE_FILE = "evaluate.json"
 VERIFY_FILE = "verify.json"
 DOUBLE = 2  # the comparison is in float64: twice the bytes of fp32
 
 
 def evaluate_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], bool]) -> int:
-    """Evaluate a checkpoint on the held-out data, print, and write evaluate.json into the run.
+    """Evaluate a checkpoint on the run's held-out data, or on all of other data.
 
-    The config is the run's own with what was typed now on top, so other data may be given.
+    Prints, and writes what `evaluation_file` names into the run. The config is the run's own with
+    what was typed now on top.
 
     Raises:
-        DataError: the data hold nothing out.
+        DataError: nothing is held out, or the run's own data changed.
         SaveError: the figures, which are printed, cannot be written.
     """
     store = CheckpointStore(folder / CHECKPOINTS)
     loaded = store.load(config.checkpoint_step, set_aside=False, world=world)
-    parts = assemble(config, world, read_run_state(loaded)["contract"])
+    state = read_run_state(loaded)
+    if config.evaluates_all:
+        config = _for_any_data(config, state)
+    parts = assemble(config, world, state)
+    if not config.evaluates_all:
+        refuse_changed_data(parts, state)
     check_consistency(world, parts.data_views, parts.module, parts.weights, begins=False)
     load_model(parts.module, loaded.weights, loaded.path)
     data = prepare_on_main(parts).parts.held_out
@@ -61,19 +73,51 @@ def evaluate_run(config: RunConfig, folder: Path, world: World, stop: Callable[[
     metrics = evaluate(parts.kit().model, parts.objective, data, world)
 
     def report() -> None:
+        file = folder / evaluation_file(config)
+        what, record = _described(config, state, data)
         figures = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-        _show(loaded, f"held out ({data.num_samples} samples): {figures}")
+        more = f" (written to {file.name})" if config.evaluates_all else ""
+        _show(Source.of(loaded), f"{what}: {figures}{more}")
         names = {f"eval_{name}": value for name, value in metrics.items()}
-        write_record(folder / EVALUATE_FILE, {"step": loaded.step, **names})
+        write_record(file, {"step": loaded.step, **names, **record})
 
     world.on_main(report)
     return 0
 
 
+def _for_any_data(config: RunConfig, state: Mapping[str, Any]) -> RunConfig:
+    """Let data of any size be enough: they are cut and evaluated, and no step is taken."""
+    batch = config.batch.model_copy(update={"tail": "keep"})
+    steps = state.get("total_steps") or config.steps
+    return config.model_copy(update={"batch": batch, "steps": steps, "epochs": None})
+
+
+def _described(
+    config: RunConfig, state: Mapping[str, Any], data: HeldOut
+) -> tuple[str, dict[str, Any]]:
+    """Say which samples are evaluated, for the screen and for the record."""
+    section = to_plain(config)["data"]
+    contract = state["contract"]
+    is_own = all(
+        contract.get(f"data.{key}") == value
+        for key, value in flat(section).items()
+        if key not in ("holdout", "on_bad")
+    )
+    count, most = data.num_samples, len(data.lengths)
+    what = f"held out ({count} samples)"
+    if config.evaluates_all:
+        place = f"other data, {section.get('path') or section['_target_']}"
+        whose = "the run's own data, those it trained on among them" if is_own else place
+        what = f"{f'all {most}' if count == most else f'{count} of {most}'} samples of {whose}"
+    fingerprint = data.loader.dataset.fingerprint
+    return what, {"samples": count, "data": {**section, "fingerprint": fingerprint}}
+
+
 def export_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], bool]) -> int:
     """Write a checkpoint's weights as safetensors; those of transformers as it loads them.
 
-    One process does it, whatever the number of ranks that saved; shards become whole tensors.
+    One process does it, whatever the number of ranks that saved; shards become whole tensors. It
+    reads config and checkpoint: neither data nor a GPU need be there.
 
     Raises:
         ConfigError: nowhere to write to.
@@ -86,7 +130,7 @@ def export_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
         "step": loaded.step,
     }
     to = export(loaded, Path(config.export.to), description, _hugging_face(config, loaded, world))
-    _show(loaded, f"weights written to {to}")
+    _show(Source.of(loaded), f"weights written to {to}")
     return 0
 
 
@@ -95,31 +139,44 @@ def _hugging_face(config: RunConfig, loaded: Loaded, world: World) -> Any:  # no
     look_up(config.model, "model", config.trust)  # imports what makes it
     if "transformers" not in sys.modules:
         return None
-    # What the run computed in may need a GPU; weights do not.
-    module = assemble(config.model_copy(update={"precision": "fp32"}), world).module
+    module, _ = build_model(config, world, read_run_state(loaded).get("given", {}))
     if not hasattr(module, "save_pretrained"):
         return None
     load_model(module, loaded.weights, loaded.path)
     return module
 
 
-def _show(loaded: Loaded, text: str) -> None:
-    """Print what was done with a checkpoint, after what reading it warned of."""
+def _show(source: Source, text: str) -> None:
+    """Print what was done with a checkpoint, and which it was."""
     screen = Screen()
-    for message in loaded.messages:
-        screen.warn(message)
-    screen.line(f"reading {loaded.path}")
-    screen.line(f"step {loaded.step}: {text}")
+    name_source(screen, source)
+    screen.line(f"step {source.step}: {text}")
     screen.close()
 
 
-def open_resumed(config: RunConfig) -> tuple[Loaded | None, dict[str, Any]]:
-    """Open the checkpoint that `resume` names, as it is, and read the state of its run."""
+def name_source(screen: Screen, source: Source | None) -> None:
+    """Print what weights were read, where any were, after what reading them warned of."""
+    if source is not None:
+        for message in source.messages:
+            screen.warn(message)
+        screen.line(f"reading {source}")
+
+
+def assemble_resumed(
+    config: RunConfig, world: World
+) -> tuple[Parts, Loaded | None, dict[str, Any]]:
+    """Build a run as it begins, or goes on from the checkpoint that `resume` names.
+
+    Gives its parts, that checkpoint, as it is, and its state; what a resumption refuses is refused.
+    """
     if config.resume is None:
-        return None, {}
+        return assemble(config, world), None, {}
     store = CheckpointStore(Path(config.resume) / CHECKPOINTS)
     loaded = store.load(config.checkpoint_step, set_aside=False)
-    return loaded, read_run_state(loaded)
+    extra = read_run_state(loaded)
+    parts = assemble(config, world, extra)
+    terms_of(parts, loaded, extra)
+    return parts, loaded, extra
 
 
 def verify_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], bool]) -> int:
@@ -133,15 +190,16 @@ def verify_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
     """
     if world.size == 1:
         verify_sync(config, folder, world, stop)
-    loaded, extra = open_resumed(config)
-    parts = assemble(config, world, extra.get("contract"))
+    parts, loaded, extra = assemble_resumed(config, world)
     prepared = prepare(parts, extra.get("cut"))
     batch, feed = _of_all_ranks(prepared)
     with feed.naming_samples(batch):
-        report = verify(_kit(parts, loaded), batch, feed, whole_fits=_whole_fits(prepared))
+        kit, source = _kit(parts, loaded)
+        report = verify(kit, batch, feed, whole_fits=_whole_fits(prepared))
     report = replace(report, notes=(*_asides(parts), *report.notes))
     write_record(folder / VERIFY_FILE, report.to_json())
     screen = Screen(folder)
+    name_source(screen, source)
     screen.show(verify_block(report))
     screen.close()
     culprits = ", ".join(dict.fromkeys(name for name, _ in report.culprits))
@@ -202,15 +260,16 @@ def verify_sync(config: RunConfig, folder: Path, world: World, stop: Callable[[]
     raise NotExactError(f"the planned step is not the whole-batch step: sync: {wrong.text}")
 
 
-def _kit(parts: Parts, loaded: Loaded | None) -> Kit:
-    """Compose the step with the weights that the run begins, or goes on, with."""
+def _kit(parts: Parts, loaded: Loaded | None) -> tuple[Kit, Source | None]:
+    """Compose the step with the weights that the run begins, or goes on, with, and name those."""
     config, here = parts.config, World(device=parts.world.device)  # one process holds all ranks
     kit = parts.kit(is_fresh=config.init is None and loaded is None)
+    source = None if loaded is None else Source.of(loaded)
     if loaded is not None:
         load_model(parts.module, loaded.weights, loaded.path)
     elif config.init is not None:
-        load_weights(parts.module, Path(config.init), here, config.checkpoint_step)
-    return kit
+        source = load_weights(parts.module, Path(config.init), here, config.checkpoint_step)
+    return kit, source
 
 
 def _of_all_ranks(prepared: Prepared) -> tuple[PlannedBatch, Feed]:

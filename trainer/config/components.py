@@ -138,7 +138,11 @@ SHARED: Mapping[str, Mapping[str, Any]] = {
         **dict.fromkeys(("micro", "steps", "max_tokens"), Count | None),
         "memory": Bytes | None,
     },
-    "data": {"max_length": Pair, "overlong": Literal["chunk", "cut", "drop"], "holdout": Share},
+    "data": {
+        "max_length": Pair,
+        "overlong": Literal["chunk", "cut", "drop"],
+        "holdout": Share | Literal["all"],
+    },
     "optimizer": {"lr": NonNegative, "weight_decay": NonNegative, "groups": ParameterGroups},
     "scheduler": {
         "warmup": Warmup,

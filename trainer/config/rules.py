@@ -40,6 +40,9 @@ _REFERENCE = "needs scheduler.reference_batch, the global batch that optimizer.l
 _WHOLE = "needs parallel=ddp, without deterministic=layout; type sync=auto"
 _TF32 = "needs a GPU; type precision=fp32"
 _IS_READ = "read by evaluate, export and verify; to go on with a run: resume="
+_ALL = (
+    "only to evaluate a run on other data: train evaluate run=RUN data.path=OTHER data.holdout=all"
+)
 _IS_WRITTEN = "used only by train export run=RUN; leave it out"
 
 _CONFLICTS: tuple[tuple[str, object, str, object, str], ...] = (
@@ -60,6 +63,7 @@ _CONFLICTS: tuple[tuple[str, object, str, object, str], ...] = (
     ("command", ("evaluate", "export"), "run", (None,), "needs run=outputs/... or run=auto"),
     ("command", ("export",), "export.to", (None,), "needs a folder to write into: export.to=DIR"),
     ("run", ..., "command", _STARTING, _IS_READ),
+    ("data.holdout", ("all",), "command", (*_STARTING, "export"), _ALL),
     ("export.to", ..., "command", (*_STARTING, "evaluate"), _IS_WRITTEN),
     ("init", ..., "resume", ..., "starts a new run; resume= goes on with an old one"),
 )
@@ -111,7 +115,8 @@ def _place_faults(view: Tree) -> Iterator[str]:
         yield "sync=hierarchical: needs copies of the model; use parallel=hsdp"
     # A plan computes nothing; only the size of the memory has to be known.
     is_planned = command == "plan" and view.get("accum.memory", True) is not None
-    if view["device"] == "cuda" and not is_planned and not _may_have_gpu():
+    needs_gpu = view["device"] == "cuda" and not is_planned and command != "export"
+    if needs_gpu and not _may_have_gpu():
         yield NO_GPU
     has_run = view["init"] or view["run"] or (command == "verify" and view["resume"])
     if view["step"] != "last" and not has_run:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from operator import attrgetter
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field
@@ -43,6 +44,9 @@ from trainer.config.rules import complete_sizes
 # What the optimizer step is made of, beside `steps` and `epochs`; the rest is execution.
 _STEP_KEYS: tuple[str, ...] = ("batch", "seed", "data", "model", "objective", "optimizer")
 _STEP_KEYS += ("scheduler", "clip_norm", "precision", "batchnorm")
+# Of them, what an evaluation depends on: always, and on the run's own held-out data besides.
+_EVALUATED: tuple[str, ...] = ("model", "objective")
+_HELD_OUT: tuple[str, ...] = ("data", "seed", "order")
 # What a run was made with whose records lack a key; a contract does not list these values.
 FIRST: dict[str, Any] = {"order": 1}
 _UNLISTED: dict[str, Any] = {**FIRST, "data.split_seed": 0}
@@ -179,6 +183,11 @@ class RunConfig(Section):
         """Which checkpoint of `run=` or `init=` is read; None for the newest that is intact."""
         return None if self.step == "last" else self.step
 
+    @property
+    def evaluates_all(self) -> bool:
+        """Whether every sample of the data is evaluated, as those of other data than the run's."""
+        return self.data.params.get("holdout") == "all"
+
     def own_classes(self, *, typed: bool = True) -> list[tuple[str, str]]:
         """List classes beyond this program and the model libraries, with their dotted keys.
 
@@ -270,6 +279,16 @@ def contract(
     return {key: value for key, value in pairs if (key, value) not in _UNLISTED.items()}
 
 
+def evaluation_file(config: RunConfig) -> str:
+    """Name what `train evaluate` writes: evaluate.json, or of other data a file of their own."""
+    if not config.evaluates_all:
+        return "evaluate.json"
+    data = _plain(config.data)
+    if isinstance(path := data.get("path"), str) and Path(path).expanduser().exists():
+        data["path"] = str(Path(path).expanduser().absolute())
+    return f"evaluate-{config_hash(data)[:8]}.json"
+
+
 def config_hash(terms: Mapping[str, Any]) -> str:
     """Give the SHA-256 of a contract: equal for runs that take the same steps, however executed."""
     return hashlib.sha256(json.dumps(terms, sort_keys=True).encode()).hexdigest()
@@ -284,15 +303,44 @@ def contract_diff(
     `precision=auto` is what the checkpoint says that it became.
     """
     faults = []
-    for key in sorted(old.keys() | new.keys()):
-        before, now = (terms.get(key, _UNLISTED.get(key)) for terms in (old, new))
+    for key, before, now in _changes(old, new, allow):
         is_clock = key in ("steps", "epochs") and isinstance(before, int) and isinstance(now, int)
-        grows = is_clock and (now or 0) > (before or 0)
         is_open = key == "precision" and "auto" in (before, now)
-        if before != now and not (grows or is_open) and {key, *ancestors(key)}.isdisjoint(allow):
+        if not (is_open or (is_clock and (now or 0) > (before or 0))):
             change = "it may grow; to make it less" if is_clock else "to change it"
             text = f"the run has {show(before)}; {change}, resume_allow=[{key}]"
             faults.append(line(key, now, text))
+    return faults
+
+
+def _changes(
+    old: Mapping[str, Any], new: Mapping[str, Any], allow: Collection[str]
+) -> Iterator[tuple[str, Any, Any]]:
+    """Give each key of two contracts that differs, with both values, unless it may."""
+    for key in sorted(old.keys() | new.keys()):
+        before, now = (terms.get(key, _UNLISTED.get(key)) for terms in (old, new))
+        if before != now and {key, *ancestors(key)}.isdisjoint(allow):
+            yield key, before, now
+
+
+def reading_faults(config: RunConfig, old: Mapping[str, Any]) -> list[str]:
+    """Name what a config to read a run with changes of what the run's figures depend on.
+
+    That is the model, under `evaluate` the objective, and the data, unless all of other data is
+    evaluated.
+    """
+    is_export, roots = config.command == "export", {*_EVALUATED}
+    roots |= set() if config.evaluates_all or is_export else {*_HELD_OUT}
+    roots -= {"objective"} if is_export else set()
+    faults = []
+    for key, before, now in _changes(old, contract(config), config.resume_allow):
+        remedy = "leave it out"
+        if key.startswith("data."):
+            remedy += "; all of other data: data.path=OTHER data.holdout=all"
+        if key == "data.path":
+            remedy += "; the same data in another place: resume_allow=[data.path]"
+        if key.partition(".")[0] in roots:
+            faults.append(line(key, now, f"the run has {show(before)}; {remedy}"))
     return faults
 
 

@@ -19,7 +19,7 @@ from typing import final
 
 from trainer.core.errors import Preempted
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 TOGETHER_S = 0.2
 """Signals that come this close are one: a terminal, a scheduler or torchrun reaches a process
@@ -49,9 +49,15 @@ class StopFlag:
         return self.is_set
 
 
+def caught() -> list[signal.Signals]:
+    """List the signals that stop a run: SIGHUP only where nobody, as nohup does, has it ignored."""
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [each for each in SIGNALS if each != signal.SIGHUP or not ignored]
+
+
 @contextmanager
 def stop_signals(*, ends_at_second: bool = True) -> Iterator[StopFlag]:
-    """Let the first SIGINT, SIGTERM or SIGUSR1 set a flag, and the second one end the process.
+    """Let the first of `SIGNALS` set a flag, and the second one end the process.
 
     Within another such context its flag is given. Signals reach the main thread only; elsewhere
     the flag stays as it is. A rank is ended by its supervisor (`ends_at_second=False`).
@@ -73,7 +79,7 @@ def stop_signals(*, ends_at_second: bool = True) -> Iterator[StopFlag]:
             if ends_at_second:
                 _end_at_next()
 
-    before = {each: signal.signal(each, on_signal) for each in SIGNALS}
+    before = {each: signal.signal(each, on_signal) for each in caught()}
     _listening.append(flag)
     try:
         # A supervisor starts its ranks with signals blocked; one that came waits until here.
@@ -89,7 +95,7 @@ def stop_signals(*, ends_at_second: bool = True) -> Iterator[StopFlag]:
 def ignore_further() -> None:
     """Ignore signals while listening: all is saved, and how the run ended is about to be shown."""
     if _listening and threading.current_thread() is threading.main_thread():
-        for each in SIGNALS:
+        for each in caught():
             signal.signal(each, signal.SIG_IGN)
 
 
@@ -99,7 +105,7 @@ def _end_at_next() -> None:
         # Not through the stream, which may be in the midst of writing.
         os.write(sys.stderr.fileno(), STOPPING)
     time.sleep(TOGETHER_S)
-    for each in SIGNALS:
+    for each in caught():
         signal.signal(each, signal.SIG_DFL)
 
 

@@ -20,6 +20,7 @@ from trainer.core.errors import DataError, TrainError
 from trainer.core.micro_batch import Fields
 from trainer.core.out_of_memory import is_out_of_memory
 from trainer.core.own_code import OWN_CODE, OwnCode
+from trainer.core.signals import SIGNALS
 from trainer.data.collate import (
     ATTENTION_MASK,
     IGNORED_LABEL,
@@ -362,6 +363,6 @@ def _kept_handler(number: signal.Signals) -> Iterator[None]:
 
 
 def _ignore_signals(_: int) -> None:
-    """Leave it to the main process to stop: Ctrl-C reaches the whole process group."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    """Leave it to the main process to stop: a terminal's signals reach the whole process group."""
+    for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)

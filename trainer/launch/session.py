@@ -53,11 +53,13 @@ _CONNECT_S = 10.0  # that one attempt to connect may take
 
 def choose_device(config: RunConfig, local_rank: int = 0) -> torch.device:
     """Resolve `device`; `ConfigError` where there is no GPU for this rank."""
-    found = 0 if config.device == "cpu" else torch.cuda.device_count()
+    # Weights are exported in main memory, also where the run had a GPU and this machine has none.
+    is_cpu = config.device == "cpu" or config.command == "export"
+    found = 0 if is_cpu else torch.cuda.device_count()
     if not found:
         # A plan for a machine that is not here computes nothing: shapes run fake.
         is_fake = config.command == "plan" and config.accum.params.get("memory", True)
-        if config.device == "cuda" and not is_fake:
+        if config.device == "cuda" and not (is_fake or config.command == "export"):
             raise ConfigError(NO_GPU)
         return torch.device("cpu")
     if local_rank >= found:

@@ -222,7 +222,7 @@ class Watch:
         """Ask the ranks to stop, and let the next signal end them; do not wait till they begin."""
         if self.stopped_at is None:
             self.stopped_at = time.monotonic()
-            for each in signals.SIGNALS:
+            for each in signals.caught():
                 signal.signal(each, signal.default_int_handler)
             for child in running:
                 child.process.send_signal(signal.SIGTERM)

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from trainer.core.errors import DataError
+from trainer.core.signals import SIGNALS
 from trainer.data.collate import limits_of
 from trainer.data.loader import Loader, Request
 from trainer.data.view import DataView, split_by_seed
@@ -196,7 +197,7 @@ def test_a_new_stream_starts_cleanly_after_one_that_was_left(loader_of):
 
 class Signals(Ragged):
     def __getitem__(self, i):
-        ignored = [signal.getsignal(s) == signal.SIG_IGN for s in (signal.SIGINT, signal.SIGTERM)]
+        ignored = [signal.getsignal(s) == signal.SIG_IGN for s in SIGNALS]
         return {"ignored": torch.tensor(ignored), "pid": torch.tensor(os.getpid())}
 
 
@@ -207,6 +208,7 @@ def test_workers_ignore_the_signals_that_ask_the_run_to_stop(loader_of):
     assert fields["ignored"].all()
     os.kill(int(fields["pid"][0]), signal.SIGTERM)
     os.kill(int(fields["pid"][0]), signal.SIGINT)
+    os.kill(int(fields["pid"][0]), signal.SIGHUP)
     assert {int(fields["pid"][0]) for fields in stream} == {int(fields["pid"][0])}
 
 
