@@ -289,11 +289,17 @@ def test_a_failed_job_does_not_stop_a_sweep_and_ctrl_c_ends_it_with_its_table(
     assert [row["model._target_"] for row in rows] == ["net.broken", "net.Net"]
     assert "seed" not in rows[0]
     assert float(rows[1]["eval_loss"]) > 0
+    ended = json.loads((sweep / "1" / "result.json").read_text())
+    assert float(rows[1]["eval_accuracy"]) == ended["metrics"]["accuracy"]
+    assert rows[0]["eval_accuracy"] == ""
     out = capsys.readouterr().out
     assert "held-out" in out
     assert "net.broken" in out.splitlines()[-3]
     assert "…" not in out, "folded where the terminal is narrow, never cut"
     assert "job 1 of 2: model._target_=net.Net" in out
+    assert "job 0: exit code 1\n" in out
+    assert f"job 1: exit code 0, held-out loss {ended['eval_loss']:.4f}\n" in out
+    assert "accuracy" in out
     assert (sweep / "sweep.png").read_bytes().startswith(b"\x89PNG")
     config = yaml.safe_load((sweep / "1" / "config.yaml").read_text())
     assert (config["seed"], config["wandb"]["group"]) == (1, sweep.name)

@@ -276,6 +276,7 @@ class _RunState(BaseModel):
     wandb: Annotated[str, Field(pattern=r"\A[A-Za-z0-9_-]{1,256}\z")] | None = None
     cut: _Prepared
     held_out: str | None = None
+    ledger_from: Annotated[_Count, Field(ge=1)] | None = None
     given: dict[str, Any] = {}
 
 

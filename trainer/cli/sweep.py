@@ -43,7 +43,8 @@ from trainer.report.run_status import staged
 _BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 _LOGGING = "hydra/hydra_logging"
 _MEASURED = ("step", "loss", "eval_loss", "tokens_per_second", "seconds")
-_TITLES = {"eval_loss": "held-out\nloss", "tokens_per_second": "tokens/s"}
+_LOSSES = 3  # of them come before the other metrics
+_TITLES = {"tokens_per_second": "tokens/s"}
 
 
 def run_sweep(lines: Sequence[str], composer: Composer) -> int:
@@ -151,7 +152,8 @@ def _task_of(sweep: Sweep, composer: Composer, codes: list[int]) -> Callable[[An
         code = _run_job(record.overrides.task, folder, composer, goes_on=sweep.goes_on)
         loss = _loss(read_json(folder / "result.json")) if code == 0 else math.inf
         shown = f", held-out loss {loss:.4f}" if math.isfinite(loss) else ""
-        print_out(f"  exit code {code}{shown}\n")
+        # Those of jobs that run at once come in any order.
+        print_out(f"job {record.job.num}: exit code {code}{shown}\n")
         codes.append(code)
         if code == Preempted.exit_code:
             raise KeyboardInterrupt
@@ -203,8 +205,13 @@ def report(folder: Path, planned: Sequence[Sequence[str]], console: Console) -> 
     # The keys that differ between jobs, in the order they were typed.
     keys = list(dict.fromkeys(key for each in typed for key in each))
     keys = [key for key in keys if len({each.get(key) for each in typed}) > 1]
+    metrics = [_metrics(found.get(n)) for n in range(count)]
+    names = dict.fromkeys(name for each in metrics for name in each)
     rows = [
-        {"job": n, **{key: each.get(key, "") for key in keys}, **_ended(found.get(n))}
+        {
+            **{"job": n, **{key: each.get(key, "") for key in keys}},
+            **_ended(found.get(n), {name: metrics[n].get(name) for name in names}),
+        }
         for n, each in enumerate(typed)
     ]
     if rows:
@@ -215,8 +222,8 @@ def report(folder: Path, planned: Sequence[Sequence[str]], console: Console) -> 
         writer.writeheader()
         writer.writerows(rows)
         write_file_atomic(folder / "sweep.csv", text.getvalue().encode())
-        names = "sweep.csv and sweep.png" if _plot(folder, rows, keys) else "sweep.csv"
-        console.print(f"[dim]{names} in[/] {folder}", soft_wrap=True)
+        files = "sweep.csv and sweep.png" if _plot(folder, rows, keys) else "sweep.csv"
+        console.print(f"[dim]{files} in[/] {folder}", soft_wrap=True)
     return all(row["state"] == saved_runs.COMPLETED for row in rows)
 
 
@@ -228,7 +235,15 @@ def _overrides(folder: Path | None, planned: Sequence[str]) -> dict[str, str]:
     return {key.replace("/", "."): value for key, _, value in pairs}
 
 
-def _ended(folder: Path | None) -> dict[str, Any]:
+def _metrics(folder: Path | None) -> dict[str, float]:
+    """Read the held-out metrics of a job beside its loss, named as metrics.jsonl has them."""
+    found = {} if folder is None else read_json(folder / "result.json").get("metrics")
+    pairs = found.items() if isinstance(found, dict) else ()
+    named = {f"eval_{name.removeprefix('eval_')}": value for name, value in pairs}
+    return {n: v for n, v in named.items() if n != "eval_loss" and isinstance(v, int | float)}
+
+
+def _ended(folder: Path | None, metrics: Mapping[str, float | None]) -> dict[str, Any]:
     """Give how a job ended by its records; a `None` folder is of a job that never started."""
     status = {"state": "not started"} if folder is None else read_status(folder)
     result = {} if folder is None else read_json(folder / "result.json")
@@ -236,7 +251,9 @@ def _ended(folder: Path | None) -> dict[str, Any]:
     return {
         "state": str(status.get("state", "failed")),
         "exit_code": status.get("exit_code"),
-        **{name: figures.get(name) for name in _MEASURED},
+        **{name: figures.get(name) for name in _MEASURED[:_LOSSES]},
+        **metrics,
+        **{name: figures.get(name) for name in _MEASURED[_LOSSES:]},
         "folder": folder,
     }
 
@@ -245,7 +262,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
     table = Table(title="sweep", title_justify="left", box=None, pad_edge=False)
     shown = [name for name in rows[0] if name not in ("exit_code", "folder")]
     for name in shown:
-        title = _TITLES.get(name, name).replace(".", ".\n")
+        title = _TITLES.get(name, name).replace(".", ".\n").replace("eval_", "held-out\n")
         table.add_column(title, justify="left" if name == "state" else "right", overflow="fold")
     best = min(map(_loss, rows))
     for row in rows:

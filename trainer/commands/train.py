@@ -228,6 +228,7 @@ def _reporter(
         log_every=config.log.every,
         resumed_step=None if loaded is None else loaded.step,
         keep_samples=config.log.samples,
+        ledger_from=extra.get("ledger_from"),
         hooks=hooks,
         wandb=wandb,
     )
@@ -252,6 +253,7 @@ def _run(
         "config_hash": config_hash(contract["contract"]),
         "environment": environment(),
         "total_steps": kit.total_steps,
+        "ledger_from": extra.get("ledger_from") or cursor.step + 1 if config.log.samples else None,
         "network": network and asdict(network),
         # While W&B is off, too, for a resumption that turns it on again.
         "wandb": reporter.wandb_id or extra.get("wandb"),

@@ -47,6 +47,7 @@ class RunReporter:
         log_every: optimizer steps from one printed line to the next.
         resumed_step: step of the checkpoint this process goes on from; None in a fresh run.
         keep_samples: whether to write samples.jsonl.
+        ledger_from: first step that samples.jsonl has until then; None where none was written.
         hooks: by the name the user gave them.
         wandb: the mirror; None mirrors nothing.
     """
@@ -59,6 +60,7 @@ class RunReporter:
         log_every: int = 1,
         resumed_step: int | None = None,
         keep_samples: bool = False,
+        ledger_from: int | None = None,
         hooks: Mapping[str, object] | None = None,
         wandb: WandbMirror | None = None,
     ) -> None:
@@ -68,7 +70,11 @@ class RunReporter:
         self._plan: Record = {}
         self._summary: Record | None = None
         self._metrics = MetricsLog(
-            folder, screen.warn, resumed_step=resumed_step, keep_samples=keep_samples
+            folder,
+            screen.warn,
+            resumed_step=resumed_step,
+            keep_samples=keep_samples,
+            ledger_from=ledger_from,
         )
         self._wandb = wandb or WandbMirror("disabled", folder, {}, screen.warn)
         self._wandb.start()
