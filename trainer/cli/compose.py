@@ -27,6 +27,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer.cli.overrides import TARGET, Classified, classify, dotted, no_such_option, values_in
+from trainer.cli.paths import absolute_paths, exists
 from trainer.cli.trust import consented_components, refuse_odd_files, trust_faults
 from trainer.config import recipes
 from trainer.config.components import COMPONENTS, GROUPS, OWN, SHARED, targets_in
@@ -197,10 +198,12 @@ class Composer:
         # Hydra instantiates what stands there, which neither a recipe nor a run folder may give.
         for _, target in targets_in("hydra", OmegaConf.to_container(full.hydra, resolve=False)):
             OWN_CODE.permit(target)
+        config, paths = absolute_paths(config, keys)
+        lines = [line for line in parts.lines if line.partition("=")[0].lstrip("+") not in paths]
         return Job(
             config=config,
             composed=full,
-            lines=(*parts.hydra, *parts.lines),
+            lines=(*parts.hydra, *lines, *(f"++{key}={text}" for key, text in paths.items())),
             folder=Path(str(full.hydra.run.dir)).absolute(),
         )
 
@@ -226,17 +229,18 @@ def _refuse_missing(config: RunConfig) -> None:
     """Refuse a run whose data or weights are not there; an export reads a checkpoint alone."""
     path, init = config.data.params.get("path"), config.init
     is_ours = config.data.target.startswith("trainer.") and isinstance(path, str)
-    if is_ours and config.command != "export" and not _exists(str(path)):
-        raise DataError(clip(f"data.path={path}: no such file or folder"))
+    if is_ours and config.command != "export" and not exists(str(path)):
+        raise DataError(clip(f"data.path={path}: no such file or folder{_below(str(path))}"))
     if init is not None:
-        if not _exists(init):
-            raise NoCheckpointError(clip(f"init={init}: no such file or folder"))
+        if not exists(init):
+            raise NoCheckpointError(clip(f"init={init}: no such file or folder{_below(init)}"))
         source = Path(init).expanduser()
         refuse_odd_files(source, links=(source / "config.yaml").exists())
 
 
-def _exists(path: str) -> bool:
-    return os.path.exists(os.path.expanduser(path))  # noqa: PTH110, PTH111 - of pathlib some raise
+def _below(path: str) -> str:
+    """Name the folder that a relative path was looked for in."""
+    return "" if path.startswith(("~", os.sep)) else f" in {Path.cwd()}"
 
 
 def explain(error: BaseException) -> list[str]:

@@ -29,7 +29,7 @@ from trainer.checkpoint.status import read_status
 from trainer.cli import saved_runs
 from trainer.cli.compose import Composer, Job
 from trainer.cli.exit_messages import print_error, print_out
-from trainer.cli.overrides import classify, expand, parse, quote, without, word_of
+from trainer.cli.overrides import classify, expand, parse, quote, read, without, word_of
 from trainer.cli.start import must_stage, run_and_report, write_config
 from trainer.cli.trust import refuse_odd_targets
 from trainer.config.messages import line
@@ -113,13 +113,14 @@ def prepare_sweep(overrides: Sequence[Override], faults: list[str], composer: Co
     if faults:
         raise ConfigError(*dict.fromkeys(faults))
     first = checked[0]
+    lines = _as_checked(parts.lines, first)
     folder = Path(str(first.composed.hydra.sweep.dir)).absolute()
     is_planned = first.composed.hydra.sweeper._target_ == _BASIC_SWEEPER
     if resume and not is_planned:
         raise ConfigError("resume=auto: this sweeper chooses its jobs anew; leave resume out")
     if resume:
         outputs = Path(first.config.outputs).absolute()
-        folder = saved_runs.newest_sweep(outputs, parts.lines) or folder
+        folder = saved_runs.newest_sweep(outputs, lines) or folder
     refuse_odd_targets(folder, *(path.name for path in folder.glob("[0-9]*")))
     own = [each for each in parts.hydra if not each.startswith("hydra.sweep.dir=")]
     own += [f"hydra.sweep.dir={quote(folder)}"]
@@ -128,11 +129,20 @@ def prepare_sweep(overrides: Sequence[Override], faults: list[str], composer: Co
     own += [] if any(_LOGGING in each for each in own) else [f"{_LOGGING}=none"]
     return Sweep(
         command=first.config.command,
-        jobs=jobs if is_planned else (),
-        lines=(*own, *parts.lines),
+        jobs=expand(lines) if is_planned else (),
+        lines=(*own, *lines),
         folder=folder,
         goes_on=resume is not None,
     )
+
+
+def _as_checked(lines: Sequence[str], job: Job) -> list[str]:
+    """Take what is not swept from a checked job, whose paths are absolute."""
+    checked = {line.partition("=")[0]: line for line in job.lines}
+    return [
+        line if read(line).is_sweep_override() else checked.get(line.partition("=")[0], line)
+        for line in lines
+    ]
 
 
 def _task_of(sweep: Sweep, composer: Composer, codes: list[int]) -> Callable[[Any], float]:

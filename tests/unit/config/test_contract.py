@@ -17,7 +17,7 @@ EXECUTION = {
 STEP = {
     **{"batch.global": 64, "batch.tail": "drop", "clip_norm": None, "data.max_length": 128},
     **{"model.width": 48, "objective.z_loss": 0.1, "optimizer.lr": 0.1, "precision": "bf16"},
-    **{"scheduler.warmup": 2, "seed": 1},
+    **{"scheduler.warmup": 2, "seed": 1, "data.split_seed": 1},
 }
 
 

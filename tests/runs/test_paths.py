@@ -1,0 +1,92 @@
+"""A run goes on from any folder with the files that it began with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.lib.run_support import go, meta, on, shell
+from trainer.core.errors import DataError, NoCheckpointError
+
+pytestmark = pytest.mark.usefixtures("own_folder")
+
+SHAPE = "model=gpt_tiny model.width=16 model.num_heads=2 model.num_layers=1 batch.global=8"
+TINY = f"{SHAPE} accum=fixed accum.micro=4 steps=2"
+TEXT = f"{TINY} data=text data.max_length=32 eval.samples=8"
+
+
+@pytest.fixture(autouse=True)
+def corpus(own_folder: Path) -> Path:
+    Path("corpus").mkdir()
+    for number in range(40):
+        Path("corpus", f"{number}.txt").write_text(f"document {number}")
+    Path("elsewhere").mkdir()
+    return Path("corpus").absolute()
+
+
+@pytest.mark.parametrize("is_from_recipe", [False, True])
+def test_a_relative_path_means_the_same_when_the_run_goes_on_from_another_folder(
+    corpus: Path, is_from_recipe: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    typed = "data.path=corpus"
+    if is_from_recipe:
+        Path("mine.yaml").write_text("data:\n  path: corpus\n")
+        typed = "recipe=mine.yaml"
+    run = go(f"{TEXT} {typed}")
+    saved = yaml.safe_load((run.folder / "config.yaml").read_text())
+    assert saved["data"]["path"] == meta(run)["extra"]["contract"]["data.path"] == str(corpus)
+    assert on(run, f"{typed} steps=3").result["step"] == 3
+    monkeypatch.chdir("elsewhere")
+    assert on(run, "steps=4").result["step"] == 4
+    assert shell(f"evaluate run={run.folder} trust=[tests]") == 0
+    with pytest.raises(
+        DataError, match=rf"data\.path=corpus: no such file or folder in {Path.cwd()}"
+    ):
+        go(f"{TEXT} data.path=corpus")
+    with pytest.raises(NoCheckpointError, match=rf"init=w: no such file or folder in {Path.cwd()}"):
+        go(f"{TEXT} data.path={corpus} init=w")
+
+
+def test_so_does_a_path_of_any_class_but_the_name_of_a_format(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", Path("hf").absolute())
+    rows = [{"input_ids": [i, i + 1, i + 2], "labels": [i, i + 1, i + 2]} for i in range(20)]
+    Path("tok.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    datasets.Dataset.from_list(rows).save_to_disk("disk")
+    Path("json").mkdir()
+    tiny = f"{TINY} model.vocab_size=32 model.max_length=8"
+    runs = [
+        go(f"{tiny} data._target_=datasets.load_from_disk data.dataset_path=disk"),
+        go(
+            f"{tiny} data._target_=datasets.load_dataset data.path=json data.data_files=[tok.jsonl]"
+        ),
+    ]
+    monkeypatch.chdir("elsewhere")
+    for run in runs:
+        assert shell(f"resume={run.folder} steps=3") == 0
+
+
+def test_a_job_of_a_sweep_goes_on_alone_from_another_folder(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    quiet = "wandb.mode=disabled device=cpu precision=fp32"
+    assert shell(f"-m {TEXT} {quiet} data.path=corpus optimizer.lr=1e-3,1e-2") == 0
+    (first, _) = sorted(path.parent for path in Path().glob("outputs/multirun/*/*/*/config.yaml"))
+    run = first.absolute()
+    monkeypatch.chdir("elsewhere")
+    assert shell(f"resume={run} steps=3") == 0
+
+
+def test_a_run_that_was_stopped_begins_again_with_the_weights_it_began_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first = go(f"{TEXT} data.path=corpus outputs=first")
+    assert shell(f"export run={first.folder} export.to=weights") == 0
+    run = go(f"{TEXT} data.path=corpus init=weights")
+    saved = yaml.safe_load((run.folder / "config.yaml").read_text())
+    assert saved["init"] == str(Path("weights").absolute())
