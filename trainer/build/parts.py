@@ -12,7 +12,13 @@ from torch import nn
 
 from trainer.accumulate.base import GradientStrategy, seed_draws
 from trainer.accumulate.loss_scale import LossScale
-from trainer.build.instantiate import arguments_of, check_names, construct, look_up
+from trainer.build.instantiate import (
+    arguments_of,
+    check_components,
+    check_names,
+    construct,
+    look_up,
+)
 from trainer.build.packing import leave_out_mask, needs_mask, packing_fault
 from trainer.build.parallel import (
     SHARDED,
@@ -183,9 +189,14 @@ def assemble(config: RunConfig, world: World, recorded: Mapping[str, Any] | None
         TrainError: parts do not fit together, or the data cannot be read or do not fill a step.
     """
     batch, trust = config.batch, config.trust
-    # Reading data may take minutes: a class that is not there is named before.
-    look_up(config.model, "model", trust)
+    # Reading data may take minutes: what can be refused without them is refused before.
+    check_components(config)
     objective, spec = construct(config.objective, "objective", Objective, trust), _optimizer(config)
+    schedule, strategy, cut = (
+        construct(config.scheduler, "scheduler", Schedule, trust),
+        construct(config.accum.gradient, "accum.gradient", GradientStrategy, trust),
+        _cut(config),
+    )
     train_set, eval_set = _data_sets(config, world)
     lengths = train_set.lengths
     assert batch.global_batch is not None  # given by accum.micro and accum.steps where it is null
@@ -229,10 +240,10 @@ def assemble(config: RunConfig, world: World, recorded: Mapping[str, Any] | None
         call=bind_run(module, precision, world),
         objective=objective,
         spec=spec,
-        schedule=construct(config.scheduler, "scheduler", Schedule, trust),
-        strategy=construct(config.accum.gradient, "accum.gradient", GradientStrategy, trust),
+        schedule=schedule,
+        strategy=strategy,
         parallel=replace(setup, why_mode=why),
-        cut=_cut(config),
+        cut=cut,
         layout=replace(layout, lockstep=setup.sync.lockstep and world.size > 1),
         total_steps=config.steps or order.num_steps(config.total_epochs or 1),
         example=example,
