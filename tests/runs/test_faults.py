@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.lib.run_support import TOYS, go
+from tests.lib.run_support import TOYS, go, overrides, shell
+from trainer import train
 from trainer.core.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("own_folder")
@@ -38,3 +40,129 @@ def test_what_does_not_fit_together_is_refused_by_key(line, words):
     for word in words:
         assert word in str(raised.value), str(raised.value)
     assert not list(Path().glob("outputs/*/*/metrics.jsonl"))
+
+
+FAULTS = """
+import torch
+from torch import nn
+
+from tests.lib.run_toys import Net, Rows
+
+
+class Builds(Net):
+    def __init__(self, width=8):
+        super().__init__(width)
+        table = None
+        self.table = table["width"]
+
+
+class Chains(Net):
+    def __init__(self, width=8):
+        super().__init__(width)
+        try:
+            {}["table"]
+        except KeyError as error:
+            raise ValueError("no table") from error
+
+
+class Computes(Net):
+    def __init__(self, width=8):
+        super().__init__(width)
+        self.odd = nn.Linear(3, 4)
+
+    def forward(self, input_ids):
+        wide = input_ids.float()[..., :1]
+        return self.odd(wide)
+
+
+class Reads(Rows):
+    def __getitem__(self, i):
+        return super().__getitem__(i)["nothing"]
+
+
+class Absent(Rows):
+    def __init__(self):
+        raise AssertionError("data were read")
+
+
+class Watches:
+    def on_step(self, entry):
+        entry["nothing"]
+"""
+
+
+@pytest.fixture
+def own_faults(own_folder: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("own_faults.py").write_text(FAULTS)
+    monkeypatch.delitem(sys.modules, "own_faults", raising=False)
+
+
+def line_of(text: str) -> int:
+    return 1 + next(n for n, line in enumerate(FAULTS.splitlines()) if text in line)
+
+
+@pytest.mark.usefixtures("own_faults")
+def test_a_fault_in_a_constructor_names_the_users_line_and_what_caused_it() -> None:
+    with pytest.raises(ConfigError) as caught:
+        go("model._target_=own_faults.Builds")
+    place = f"(own_faults.py:{line_of('self.table')})"
+    assert str(caught.value).startswith("model: own_faults.Builds: TypeError: 'NoneType' object")
+    assert str(caught.value).endswith(place)
+    with pytest.raises(ConfigError) as caught:
+        go("model._target_=own_faults.Chains")
+    cause = f"caused by KeyError: 'table' (own_faults.py:{line_of('{}[')})"
+    assert str(caught.value).endswith(cause)
+    run = go("steps=1").folder
+    with pytest.raises(ConfigError):
+        train([f"resume={run}", "steps=2", "hooks=[own_faults.Builds]"])
+    assert 'self.table = table["width"]' in (run / "errors" / "rank0.txt").read_text()
+
+
+@pytest.mark.usefixtures("own_faults")
+def test_a_fault_in_a_forward_shows_the_users_line_with_shapes_and_keeps_the_whole(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    line = " ".join(overrides("model._target_=own_faults.Computes hydra.run.dir=run"))
+    assert shell(line) == 1
+    err = capsys.readouterr().err
+    place = f'own_faults.py", line {line_of("return self.odd")}, in forward\n'
+    assert f"{place}    return self.odd(wide)\n  with input_ids (" in err
+    assert ", wide (" in err
+    assert "torch/nn" not in err
+    assert "torch/nn" in Path("run/errors/rank0.txt").read_text()
+
+
+@pytest.mark.usefixtures("own_faults")
+def test_a_fault_in_data_or_a_hook_names_the_users_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    line = " ".join(overrides("data._target_=own_faults.Reads hydra.run.dir=run"))
+    assert shell(line) == 3
+    assert f"(own_faults.py:{line_of('super().__getitem__')})" in capsys.readouterr().err
+    assert "own_faults.py" in Path("run/errors/rank0.txt").read_text()
+    go("hooks=[own_faults.Watches] steps=1")
+    words = f"failed (reported once): KeyError: 'nothing' (own_faults.py:{line_of('entry[')})"
+    assert words in capsys.readouterr().out
+
+
+NOT_THERE = {
+    "model.wdith=8": "model.wdith: Net takes no such argument. Did you mean model.width?",
+    "hooks=[tests.lib.run_toys.No]": "hooks[0]._target_=tests.lib.run_toys.No: module",
+    "sync._target_=tests.lib.run_toys.No": "sync._target_=tests.lib.run_toys.No: module",
+    "accum._target_=tests.lib.run_toys.No": "accum._target_=tests.lib.run_toys.No: module",
+    "accum.gradient._target_=torch.no.No": "accum.gradient._target_=torch.no.No: module",
+    "scheduler._target_=trainer.optim.schedules.Cosine scheduler.x=1": "scheduler.x: Cosine takes",
+    "'model.extra={a: [{_target_: torch.nn.No}]}'": "model.extra.a._target_=torch.nn.No: module",
+    "'optimizer.extra=1' optimizer._target_=torch.optim.SGD": "optimizer.extra: SGD takes no",
+}
+
+
+@pytest.mark.usefixtures("own_faults")
+def test_all_that_can_be_looked_up_is_looked_up_before_data_are_read() -> None:
+    for line, fault in NOT_THERE.items():
+        with pytest.raises(ConfigError) as caught:
+            go(f"{line} data._target_=own_faults.Absent")
+        assert any(each.startswith(fault) for each in caught.value.faults), caught.value.faults
+    with pytest.raises(ConfigError) as caught:
+        go("model.wdith=8 hooks=[tests.lib.run_toys.No] sync._target_=torch.No")
+    assert len(caught.value.faults) == 3, "all at once"

@@ -19,9 +19,11 @@ from inspect import Parameter
 from operator import attrgetter
 from typing import Any, TypeVar
 
-from trainer.config.components import LIBRARIES, LIBRARY_ROOTS, Component
+from trainer.config.components import COMPONENTS, LIBRARIES, LIBRARY_ROOTS, SHARED, Component
+from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError, TrainError
 from trainer.core.own_code import OWN_CODE
+from trainer.core.user_code import described, place_of
 
 Built = TypeVar("Built")
 
@@ -54,8 +56,9 @@ def look_up(
     try:
         found = _find(component.target)
         base = object if is_trusted else _find(f"{module_name}.{base_name}")
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{typed}: {error}{OWN_CODE.why_hidden(component.target)}") from error
+    except (ImportError, AttributeError, SyntaxError) as error:
+        why = place_of(error) or OWN_CODE.why_hidden(component.target)
+        raise ConfigError(f"{typed}: {error}{why}") from error
     is_factory = inspect.isfunction(found) or inspect.ismethod(found)
     is_native = getattr(found, "__module__", "").partition(".")[0] == root
     if not is_native or not (inspect.isclass(found) or is_factory):
@@ -116,6 +119,47 @@ def construct(
     return built
 
 
+def check_components(config: RunConfig) -> None:
+    """Look the classes of a run up, and the names of their arguments, at any depth; build nothing.
+
+    Raises:
+        ConfigError: one line per fault of all of them.
+    """
+    faults: list[str] = []
+    waiting = [(path, attrgetter(path)(config), False) for path in COMPONENTS]
+    if config.command not in {"evaluate", "export"}:  # which hooks do not see
+        waiting += [(f"hooks[{i}]", hook, False) for i, hook in enumerate(config.hooks)]
+    for key, component, inner in waiting:
+        try:
+            target = look_up(component, key, config.trust, inner=inner)
+            # Not all shared ones reach a class of the user's own, or an optimizer of PyTorch's.
+            given = {"optimizer": SHARED["optimizer"], "data": {"holdout"}}.get(key, ())
+            names = [name for name in component.params if name not in ("_partial_", *given)]
+            check_names(target if "config" in names else _described(target), key, names)
+        except ConfigError as error:
+            faults += error.faults
+        for name, value in component.params.items():
+            waiting += [(*each, True) for each in _inner(value, component, f"{key}.{name}")]
+    if faults:
+        raise ConfigError(*faults)
+
+
+def _inner(value: object, owner: Component, key: str) -> list[tuple[str, Component]]:
+    """List the classes that an argument names, with dotted keys, but not those within them."""
+    if isinstance(value, list):
+        return [each for item in value for each in _inner(item, owner, key)]
+    if not isinstance(value, Mapping):
+        return []
+    if "_target_" in value:
+        return [(key, _component_of(value, owner))]
+    return [each for k, item in value.items() for each in _inner(item, owner, f"{key}.{k}")]
+
+
+def _component_of(value: Mapping[str, Any], owner: Component) -> Component:
+    params = {name: each for name, each in value.items() if name != "_target_"}
+    return Component(target=value["_target_"], params=params, typed_target=owner.typed_target)
+
+
 def arguments_of(component: Component, key: str, trusted: tuple[str, ...]) -> dict[str, Any]:
     """Give the arguments of a component; those that name a class with `_target_` are built."""
     return {
@@ -131,8 +175,7 @@ def _argument(value: Any, owner: Component, key: str, trusted: tuple[str, ...]) 
         return value
     if "_target_" not in value:
         return {k: _argument(each, owner, f"{key}.{k}", trusted) for k, each in value.items()}
-    params = {name: each for name, each in value.items() if name != "_target_"}
-    component = Component(target=value["_target_"], params=params, typed_target=owner.typed_target)
+    component = _component_of(value, owner)
     return _call(look_up(component, key, trusted, inner=True), component, key, trusted, {})
 
 
@@ -161,7 +204,8 @@ def _call(
     except TrainError:
         raise
     except refusals as error:
-        raise ConfigError(f"{key}: {component.target}: {' '.join(str(error).split())}") from error
+        text = described(error) if place_of(error) else " ".join(str(error).split())
+        raise ConfigError(f"{key}: {component.target}: {text}") from error
 
 
 def _described(target: Callable[..., Any]) -> Callable[..., Any]:
@@ -202,7 +246,7 @@ def check_names(target: Callable[..., Any], key: str, names: Collection[str]) ->
     for name in names:
         if name not in parameters:
             near = difflib.get_close_matches(name, parameters, n=1)
-            hint = f"It takes {', '.join(parameters)}."
+            hint = f"It takes {', '.join(parameters) or 'none'}."
             hint = f"Did you mean {key}.{near[0]}?" if near else hint
             faults.append(f"{key}.{name}: {target.__name__} takes no such argument. {hint}")
     if faults:

@@ -13,7 +13,13 @@ from torch import nn
 from trainer.accumulate.base import GradientStrategy, seed_draws
 from trainer.accumulate.loss_scale import LossScale
 from trainer.build.data_sets import all_data, build_data
-from trainer.build.instantiate import arguments_of, check_names, construct, look_up
+from trainer.build.instantiate import (
+    arguments_of,
+    check_components,
+    check_names,
+    construct,
+    look_up,
+)
 from trainer.build.packing import leave_out_mask, needs_mask, packing_fault
 from trainer.build.parallel import (
     SHARDED,
@@ -187,9 +193,14 @@ def assemble(config: RunConfig, world: World, state: Mapping[str, Any] | None = 
         TrainError: parts do not fit together, or the data cannot be read or do not fill a step.
     """
     batch, trust, state = config.batch, config.trust, state or {}
-    # Reading data may take minutes: a class that is not there is named before.
-    look_up(config.model, "model", trust)
+    # Reading data may take minutes: what can be refused without them is refused before.
+    check_components(config)
     objective, spec = construct(config.objective, "objective", Objective, trust), _optimizer(config)
+    schedule, strategy, cut = (
+        construct(config.scheduler, "scheduler", Schedule, trust),
+        construct(config.accum.gradient, "accum.gradient", GradientStrategy, trust),
+        _cut(config),
+    )
     train_set, eval_set, split = (all_data if config.evaluates_all else build_data)(config, world)
     lengths = train_set.lengths
     assert batch.global_batch is not None  # given by accum.micro and accum.steps where it is null
@@ -235,10 +246,10 @@ def assemble(config: RunConfig, world: World, state: Mapping[str, Any] | None = 
         call=bind_run(module, precision, world),
         objective=objective,
         spec=spec,
-        schedule=construct(config.scheduler, "scheduler", Schedule, trust),
-        strategy=construct(config.accum.gradient, "accum.gradient", GradientStrategy, trust),
+        schedule=schedule,
+        strategy=strategy,
         parallel=replace(setup, why_mode=why),
-        cut=_cut(config),
+        cut=cut,
         layout=replace(layout, lockstep=setup.sync.lockstep and world.size > 1),
         total_steps=config.steps or order.num_steps(config.total_epochs or 1),
         example=example,

@@ -13,6 +13,7 @@ from pathlib import Path
 from trainer.config.secrets import without_secrets
 from trainer.core.errors import Preempted, TrainError
 from trainer.core.format import lead_nowhere, printable_lines
+from trainer.core.user_code import excerpt
 from trainer.launch.membership import global_rank
 
 _SHOWN_FRAMES = 3
@@ -35,7 +36,8 @@ def print_crash(error: Exception, folder: Path | None = None) -> int:
     is_begun = folder and folder.is_dir()
     path = keep_traceback(error, folder, global_rank()) if folder and is_begun else None
     frames = traceback.format_tb(error.__traceback__)[-_SHOWN_FRAMES if path else 0 :]
-    _print(f"train: error: {type(error).__name__}: {error}\n{''.join(frames)}")
+    shown = excerpt(error) if path else ""
+    _print(f"train: error: {type(error).__name__}: {error}\n{shown or ''.join(frames)}")
     if path is not None:
         _print(f"train: error: the whole traceback is in {path}\n")
     return 1

@@ -19,8 +19,10 @@ from trainer.config.run_config import RunConfig, to_plain
 from trainer.config.secrets import mask_logs
 from trainer.core import durable
 from trainer.core.errors import ConfigError, TrainError
+from trainer.core.user_code import excerpt
 from trainer.launch import start as launch
-from trainer.report.run_status import CONSENT_FILE, staged
+from trainer.launch.membership import global_rank
+from trainer.report.run_status import CONSENT_FILE, keep_traceback, staged
 
 
 def run_and_report(config: RunConfig, folder: Path) -> int:
@@ -34,6 +36,8 @@ def run_and_report(config: RunConfig, folder: Path) -> int:
     except ConfigError:
         raise
     except TrainError as error:
+        if excerpt(error) and folder.is_dir():
+            keep_traceback(error, folder, global_rank())
         return print_error(error)
     except Exception as error:
         return print_crash(error, folder)
@@ -86,6 +90,7 @@ def start(job: Job, composer: Composer, *, is_python: bool = False) -> int:
     result = ended._return_value  # `return_value` prints what it raises
     if isinstance(result, ConfigError):
         _take_back(made)
+        _keep_cause(result, folder)
     if isinstance(result, Exception):
         raise result
     return int(result)
@@ -98,6 +103,12 @@ def _take_back(made: Sequence[Path]) -> None:
         with suppress(OSError):
             for parent in made[1:]:
                 parent.rmdir()
+
+
+def _keep_cause(error: ConfigError, folder: Path) -> None:
+    """Keep the traceback of what a class raised, in a run that was there before."""
+    if folder.is_dir() and error.__cause__ is not None:
+        keep_traceback(error, folder, 0)
 
 
 def must_stage(config: RunConfig, folder: Path) -> bool:

@@ -122,9 +122,9 @@ def prepare_sweep(overrides: Sequence[Override], faults: list[str], composer: Co
         outputs = Path(first.config.outputs).absolute()
         folder = saved_runs.newest_sweep(outputs, lines) or folder
     refuse_odd_targets(folder, *(path.name for path in folder.glob("[0-9]*")))
+    goes_on = resume is not None and folder.exists()
     own = [each for each in parts.hydra if not each.startswith("hydra.sweep.dir=")]
     own += [f"hydra.sweep.dir={quote(folder)}"]
-    goes_on = resume is not None and folder.exists()
     own += [f"hydra.output_subdir={saved_runs.RESUMED if goes_on else saved_runs.SUBFOLDER}"]
     own += [] if any(_LOGGING in each for each in own) else [f"{_LOGGING}=none"]
     return Sweep(

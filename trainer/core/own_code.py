@@ -7,12 +7,14 @@ gives its modules where their name was permitted, or where code of the folder im
 
 from __future__ import annotations
 
+import ast
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import invalidate_caches
 from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec, PathFinder, all_suffixes
+from itertools import takewhile
 from pathlib import Path
 from types import ModuleType
 from typing import Any, final
@@ -68,16 +70,17 @@ class OwnCode(MetaPathFinder):
 
         Imports that a file makes by name, and no statement, are not seen.
         """
-        from modulefinder import ModuleFinder  # noqa: PLC0415 - for runs with own classes alone
-
-        finder = ModuleFinder(path=[str(self.folder or Path.cwd())], excludes=["trainer"])
-        for target in targets:
-            names = target.split(".")[:-1]
-            for end in range(1, len(names) + 1):  # its last names may be classes
-                with suppress(ImportError, SyntaxError, ValueError, OSError, RecursionError):
-                    finder.import_hook(".".join(names[:end]))
-        found = (getattr(module, "__file__", None) for module in finder.modules.values())
-        return sorted({Path(file) for file in found if file})
+        folder, found, waiting = self.folder or Path.cwd(), set[Path](), [*targets]
+        while waiting:
+            parts = [*takewhile(str.isidentifier, waiting.pop().split("."))]
+            for end in range(1, len(parts) + 1):  # the last ones may be classes
+                place = folder.joinpath(*parts[:end])
+                files = [place.with_name(f"{place.name}{suffix}") for suffix in all_suffixes()]
+                for path in (*files, place / "__init__.py"):
+                    if parts[0] != "trainer" and path not in found and path.is_file():
+                        found.add(path)
+                        waiting += _imports(path, parts[: end - (path in files)])
+        return sorted(found)
 
     def why_hidden(self, target: str) -> str:
         """Say that a module of the folder has a name that is taken; empty where it is not so."""
@@ -101,6 +104,25 @@ def _restored(folder: Path | None, permitted: set[str], found: set[str]) -> OwnC
         OWN_CODE.permit(name)
     OWN_CODE.found |= found
     return OWN_CODE
+
+
+def _imports(path: Path, package: Sequence[str]) -> list[str]:
+    """List the dotted names that a module imports by statements; none where it is not Python.
+
+    `package` is what relative ones are relative to.
+    """
+    found: list[str] = []
+    tree: ast.AST = ast.Module([], [])
+    with suppress(SyntaxError, ValueError, OSError, RecursionError, MemoryError):
+        tree = ast.parse(path.read_bytes())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) + 1 - node.level] if node.level else ()
+            names = [*base, *([node.module] if node.module else [])]
+            found += [".".join([*names, alias.name]) for alias in node.names]
+    return found
 
 
 def _importer() -> str:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import random
-import sysconfig
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 import numpy as np
@@ -17,6 +14,7 @@ from torch import Tensor
 
 from trainer.core.errors import DataError, DoesNotFitError, TrainError
 from trainer.core.out_of_memory import is_out_of_memory
+from trainer.core.user_code import described
 from trainer.core.world import rng_key
 from trainer.plan.cut import IntArray
 from trainer.plan.permutation import below, mixed
@@ -124,15 +122,6 @@ def raise_fault(place: str, error: BaseException) -> NoReturn:
             "batch.global"
         ) from error
     raise DataError(text + described(error)) from error
-
-
-def described(error: BaseException) -> str:
-    """Put an exception on one line, with the last place outside of installed packages."""
-    frames = traceback.extract_tb(error.__traceback__)
-    installed = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
-    frame = ([f for f in frames if not f.filename.startswith(installed)] or frames)[-1]
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text} ({Path(frame.filename).name}:{frame.lineno})"
 
 
 def held_out_count(count: int, holdout: float) -> int:

@@ -31,6 +31,7 @@ from trainer.core.errors import (
     error_to_dict,
 )
 from trainer.core.rank_progress import Place
+from trainer.core.user_code import described, excerpt
 from trainer.report.run_status import keep_traceback
 
 STACKS_SIGNAL = signal.SIGUSR2
@@ -154,13 +155,14 @@ def describe_end(error: BaseException, folder: Path, rank: int) -> dict[str, Any
         error = DataError(f"data: a loading process died: {text:.200}")
     is_crash = not isinstance(error, TrainError)
     is_users = isinstance(error, ConfigError) and error.__cause__ is not None
+    keeps = is_crash or is_users or excerpt(error) != ""
     # Ranks on other machines know the folder when they have met.
-    path = keep_traceback(error, folder, rank) if is_crash | is_users and folder.is_dir() else None
+    path = keep_traceback(error, folder, rank) if keeps and folder.is_dir() else None
     where = "" if path is None else f"; its traceback is in {path}"
     if isinstance(error, TrainError):
-        described = error_to_dict(error)
-        return {**described, "text": described["text"] + where}
-    text = without_secrets(f"{type(error).__name__}: {text}", os.environ)[:300]
+        report = error_to_dict(error)
+        return {**report, "text": report["text"] + where}
+    text = without_secrets(described(error), os.environ)[:300]
     if is_peer_failure(error):
         return {"peer": text, "code": 1}
     return {"crash": text + where, "code": 1}

@@ -30,8 +30,8 @@ from trainer.core.out_of_memory import is_out_of_memory
 from trainer.core.phases import PhaseTimes, stream_mark
 from trainer.core.rank_progress import FIRST_STEP, Board
 from trainer.core.signals import StopFlag, check
+from trainer.core.user_code import described
 from trainer.core.world import LONG_TIMEOUT, World
-from trainer.data.samples import described
 from trainer.launch.membership import START_TIMEOUT, Membership
 from trainer.launch.start import READING, VERIFY_SYNC
 from trainer.report.records import num_cores

@@ -13,6 +13,7 @@ from trainer.checkpoint.status import write_status
 from trainer.config.secrets import without_secrets
 from trainer.core.errors import SaveError
 from trainer.core.format import duration, plural
+from trainer.core.user_code import described
 from trainer.report.blocks import end_block, noun_of, start_block
 from trainer.report.console import Screen, step_of
 from trainer.report.journal import Entry
@@ -180,8 +181,7 @@ class RunReporter:
                     getattr(hook, event)(dict(values))
             except Exception as error:  # a watcher never stops what it watches
                 if call not in self._failed_hooks:
-                    reason = f"{type(error).__name__}: {error}"
-                    self.warn(f"hook {call} failed (reported once): {reason}")
+                    self.warn(f"hook {call} failed (reported once): {described(error)}")
                 self._failed_hooks.add(call)
 
 

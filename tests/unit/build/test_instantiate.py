@@ -106,7 +106,11 @@ def test_an_argument_that_nobody_typed_names_no_class(target: str) -> None:
             Sized,
             [f"data: {HERE}: Sized.__init__() missing 1 required positional argument: 'size'"],
         ),
-        (component(HERE, typed=True, size=0), Sized, [f"data: {HERE}: size: 0 is below 1"]),
+        (
+            component(HERE, typed=True, size=0),
+            Sized,
+            [f"data: {HERE}: ValueError: size: 0 is below 1 (test_instantiate.py:34)"],
+        ),
         (
             component(f"{__name__}.make_nothing", typed=True),
             nn.Module,

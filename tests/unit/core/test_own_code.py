@@ -62,5 +62,10 @@ def test_files_behind_a_class_are_those_that_its_import_would_run(code: OwnCode)
     names = [str(path.relative_to(code.folder)) for path in code.files(["own_a.Net.make"])]
     assert names == ["own_a.py", "own_b.py", "own_package/__init__.py", "own_package/c.py"]
     assert code.files(["torch.nn.Linear", "nothing.here", "..odd", "own"]) == []
+    (code.folder / "own_space").mkdir()  # a package without `__init__.py`
+    (code.folder / "own_space" / "d.py").write_text("from . import e\nfrom ..own_space import e")
+    (code.folder / "own_space" / "e.py").write_text("import own_space.d, trainer.cli")
+    names = [str(path.relative_to(code.folder)) for path in code.files(["own_space.d.Net"])]
+    assert names == ["own_space/d.py", "own_space/e.py"]
     (code.folder / "own_a.py").write_text("not Python")
     assert code.files(["own_a.Net"]) == [code.folder / "own_a.py"]
