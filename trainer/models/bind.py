@@ -12,6 +12,7 @@ from torch import nn
 from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import Fields
 from trainer.models.boundaries import with_boundaries
+from trainer.models.check import refuse_dtypes
 from trainer.models.output_layer import ModelRun, is_gpt
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -57,8 +58,12 @@ def bind(
                 "argument, or give it a default"
             )
         # Fresh for each call, since one is not re-entrant. It forgets casts, but in `casting_once`.
-        with torch.autocast(device_type, autocast) if autocast else nullcontext():
-            return module(**arguments)
+        try:
+            with torch.autocast(device_type, autocast) if autocast else nullcontext():
+                return module(**arguments)
+        except (RuntimeError, ValueError) as error:
+            refuse_dtypes(error, written, arguments)
+            raise
 
     return ModelRun(call, written, is_gpt(written))
 
