@@ -36,6 +36,9 @@ CONFIGURATIONS = {
     "written behind, an optimizer by hand": (
         f"checkpoint.asynchronous=true optimizer._target_={TOYS}.Descent optimizer.weight_decay=0.1"
     ),
+    "augmented by generators of their own in loading processes": (
+        "data._target_=tests.reliability.toys.OwnDrawnRows num_workers=2"
+    ),
     "memory that runs out, steps that are not finite": (
         "data.faults=['5:oom','3:loss:nan','11:gradient:inf'] model.dropout=0.3"
     ),

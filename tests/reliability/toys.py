@@ -88,6 +88,20 @@ class DrawnRows(Rows):
         return sample | {"input_ids": ids, "labels": ids}
 
 
+class OwnDrawnRows(DrawnRows):
+    """Rows that are augmented by generators of their own, as libraries do."""
+
+    def __init__(self, split: str = "train") -> None:
+        super().__init__(split=split)
+        self.transforms = [{"rng": np.random.default_rng(0)}]
+
+    def __getitem__(self, index: int) -> Mapping[str, Tensor]:
+        sample = dict(super().__getitem__(index))
+        ids = sample["input_ids"].clone()
+        ids[-1] = int(self.transforms[0]["rng"].integers(VOCABULARY))
+        return sample | {"input_ids": ids, "labels": ids}
+
+
 class Net(nn.Module):
     """A small language model with a buffer that counts its calls."""
 

@@ -19,6 +19,8 @@ from inspect import Parameter
 from operator import attrgetter
 from typing import Any, TypeVar
 
+import torch
+
 from trainer.config.components import COMPONENTS, LIBRARIES, LIBRARY_ROOTS, SHARED, Component
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError, TrainError
@@ -200,7 +202,8 @@ def _call(
     # What a stranger's recipe asks of a class may break it anywhere.
     refusals = (TypeError, ValueError) if component.typed_target else (Exception,)
     try:
-        return target(**arguments)
+        with torch.set_grad_enabled(torch.is_grad_enabled()):  # whatever the constructor leaves
+            return target(**arguments)
     except TrainError:
         raise
     except refusals as error:

@@ -220,17 +220,7 @@ def assemble(config: RunConfig, world: World, state: Mapping[str, Any] | None = 
             spec.freeze(module)
     precision = resolve_precision(config, world, module, state.get("contract"))
     set_matmul_precision(precision, world.device)
-    auto_workers = NUM_WORKERS[planned_device(config, world).type]
-    # Labels of an objective of the user's own mean anything.
-    tokens, labels = vocabulary_of(module)
-    is_ours = type(objective).__module__.startswith("trainer.")
-    known = {INPUT_IDS: tokens, LABELS: labels if is_ours else None}
-    limits = {name: limit for name, limit in known.items() if limit is not None}
-    num_workers = auto_workers if config.num_workers == "auto" else config.num_workers
-    is_gpu = world.device.type == "cuda"
-    loader = Loader(
-        train_set, num_workers=num_workers, seed=config.seed, pin_memory=is_gpu, limits=limits
-    )
+    loader = _loader(config, world, train_set, module, objective)
     layout, example = _layout(config, world, loader, objective, module, precision)
     setup = parallel_setup(config, world, module, mode, AUTOCAST.get(precision))
     return Parts(
@@ -255,6 +245,21 @@ def assemble(config: RunConfig, world: World, state: Mapping[str, Any] | None = 
         example=example,
         given=given,
     )
+
+
+def _loader(
+    config: RunConfig, world: World, data: DataView, module: nn.Module, objective: Objective
+) -> Loader:
+    """Load what the model can look up."""
+    auto_workers = NUM_WORKERS[planned_device(config, world).type]
+    # Labels of an objective of the user's own mean anything.
+    tokens, labels = vocabulary_of(module)
+    is_ours = type(objective).__module__.startswith("trainer.")
+    known = {INPUT_IDS: tokens, LABELS: labels if is_ours else None}
+    limits = {name: limit for name, limit in known.items() if limit is not None}
+    num_workers = auto_workers if config.num_workers == "auto" else config.num_workers
+    is_gpu = world.device.type == "cuda"
+    return Loader(data, num_workers=num_workers, seed=config.seed, pin_memory=is_gpu, limits=limits)
 
 
 def _held_out(config: RunConfig, data: DataView, loader: Loader, layout: Layout) -> HeldOut:

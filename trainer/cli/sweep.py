@@ -116,15 +116,17 @@ def prepare_sweep(overrides: Sequence[Override], faults: list[str], composer: Co
     lines = _as_checked(parts.lines, first)
     folder = Path(str(first.composed.hydra.sweep.dir)).absolute()
     is_planned = first.composed.hydra.sweeper._target_ == _BASIC_SWEEPER
-    if resume and not is_planned:
-        raise ConfigError("resume=auto: this sweeper chooses its jobs anew; leave resume out")
     if resume:
+        if not is_planned:
+            raise ConfigError("resume=auto: this sweeper chooses its jobs anew; leave resume out")
         outputs = Path(first.config.outputs).absolute()
         folder = saved_runs.newest_sweep(outputs, lines) or folder
     refuse_odd_targets(folder, *(path.name for path in folder.glob("[0-9]*")))
     goes_on = resume is not None and folder.exists()
-    own = [each for each in parts.hydra if not each.startswith("hydra.sweep.dir=")]
-    own += [f"hydra.sweep.dir={quote(folder)}"]
+    own = [
+        *(each for each in parts.hydra if not each.startswith("hydra.sweep.dir=")),
+        f"hydra.sweep.dir={quote(folder)}",
+    ]
     own += [f"hydra.output_subdir={saved_runs.RESUMED if goes_on else saved_runs.SUBFOLDER}"]
     own += [] if any(_LOGGING in each for each in own) else [f"{_LOGGING}=none"]
     return Sweep(

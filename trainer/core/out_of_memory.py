@@ -18,7 +18,10 @@ _FAILED = re.compile(
     r"(\[enforce fail.*\] .*)?DefaultCPUAllocator: (can't allocate|not enough) memory"
     r"|(CUDA|HIP) (error: )?out of memory"
     r"|(CUDA|HIP|cuDNN|MIOpen) error: \w*ALLOC(ATION)?_?FAILED"
-    r"|std::bad_alloc$",
+    r"|std::bad_alloc$"
+    r"|could not create a (primitive|memory object|memory)$"  # oneDNN
+    # More bytes, or numbers, than an address has bits for.
+    r"|Storage size calculation overflowed|numel: integer multiplication overflow",
     re.IGNORECASE,
 )
 _FROM_WORKER = re.compile(r"Caught \w+ in DataLoader worker process")

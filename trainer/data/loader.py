@@ -357,9 +357,11 @@ def _kept_handler(number: signal.Signals) -> Iterator[None]:
     update of the weights.
     """
     before = signal.getsignal(number)
-    yield
-    if before is not None and signal.getsignal(number) is not before:
-        signal.signal(number, before)
+    try:
+        yield
+    finally:
+        if before is not None and signal.getsignal(number) is not before:
+            signal.signal(number, before)
 
 
 def _ignore_signals(_: int) -> None:

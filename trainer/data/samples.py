@@ -60,25 +60,29 @@ def as_tensors(fields: Mapping[Any, Any], place: Callable[[], str]) -> dict[str,
     """Turn fields into dense tensors; arrays, numbers and lists of numbers are converted."""
     tensors = {}
     for name, value in fields.items():
-        tensor = value if isinstance(value, Tensor) else _converted(value)
+        tensor, why = (value, "") if isinstance(value, Tensor) else _converted(value)
         if tensor is None or tensor.is_meta or tensor.is_nested or tensor.layout != torch.strided:
             raise DataError(
                 f"data: {place()}: field {name!r} is a {type(value).__name__}, which cannot "
-                "become a dense tensor; return a dense tensor, or leave it out"
+                f"become a dense tensor{why}; return a dense tensor, or leave it out"
             )
         tensors[str(name)] = tensor
     return tensors
 
 
-def _converted(value: object) -> Tensor | None:
-    if not isinstance(value, int | float | list | tuple | np.ndarray | np.generic):
-        return None
-    if isinstance(value, np.ndarray) and not value.flags.writeable:
-        value = value.copy()  # PyTorch has no read-only tensors, and warns
+def _converted(value: object) -> tuple[Tensor | None, str]:
+    """Make a tensor of a value, or say why not."""
+    if not isinstance(value, int | float | complex | list | tuple | np.ndarray | np.generic):
+        return None, ""
+    if isinstance(value, np.ndarray):
+        if not value.dtype.isnative or min(value.strides, default=0) < 0:
+            value = np.array(value, dtype=value.dtype.newbyteorder("="), order="C")
+        elif not value.flags.writeable:
+            value = value.copy()  # PyTorch has no read-only tensors, and warns
     try:
-        return torch.as_tensor(value)
-    except (TypeError, ValueError, RuntimeError):
-        return None
+        return torch.as_tensor(value), ""
+    except (TypeError, ValueError, RuntimeError) as error:
+        return None, f" ({' '.join(str(error).split()):.99})"
 
 
 def seed_draws(key: int) -> None:

@@ -10,6 +10,7 @@ from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from trainer.core.errors import DataError, TrainError
@@ -37,6 +38,8 @@ from trainer.plan.lengths import IdsOf, Lengths, picked
 from trainer.plan.order import VERSION
 from trainer.plan.permutation import DRAWN_WHOLE
 
+MOST_SAMPLES = 2**32
+"""What the permutation of an epoch takes."""
 PROBES = 64
 """Samples that stand for the contents of a data set in its fingerprint."""
 
@@ -80,6 +83,11 @@ class DataView:
         self.kind = type(self.dataset).__name__
         with faults_of(f"`__len__` of {self.kind}"):
             self._count = len(dataset) if count is None else count
+        if self._count > MOST_SAMPLES:
+            raise DataError(
+                f"data: `__len__` of {self.kind} gives {self._count}, and a data set has at most "
+                f"{MOST_SAMPLES} samples: streams without a length are not supported"
+            )
         self.num_skipped: int = int(self.optional("num_skipped") or 0)
         self.skipped: Sequence[str] = self.optional("skipped") or ()
         if whole is not None:
@@ -246,13 +254,14 @@ class DataView:
 
     @contextmanager
     def isolated_rng(self) -> Iterator[None]:
-        """Find the data set's generators, and restore the global ones at the end.
+        """Find the data set's generators; at the end restore the global ones, and gradient mode.
 
-        Costs nothing for data that draw nothing.
+        Generators cost nothing for data that draw nothing.
         """
         if self.draws_randomness:  # some data sets make one as they are first read
             self._generators = generators_in(self.dataset)
-        with preserve_generators() if self.draws_randomness else nullcontext():
+        preserved = preserve_generators() if self.draws_randomness else nullcontext()
+        with preserved, torch.set_grad_enabled(torch.is_grad_enabled()):
             yield
 
     def original_ids(self, positions: npt.ArrayLike) -> IntArray:
@@ -289,7 +298,7 @@ class DataView:
             self.lengths.feed(digest.update)
         else:
             digest.update(self.lengths.digest.encode())
-        with preserve_generators():
+        with preserve_generators(), torch.set_grad_enabled(torch.is_grad_enabled()):
             once, again = self._contents(seed=0), self._contents(seed=1)
         # Two readings that differ draw at random, also where the data set says that they do not.
         digest.update(once if once == again else b"")

@@ -22,7 +22,6 @@ from trainer.config.secrets import without_secrets
 from trainer.core import signals
 from trainer.core.errors import (
     ConfigError,
-    DataError,
     DoesNotFitError,
     Preempted,
     RankFailedError,
@@ -150,9 +149,6 @@ def describe_end(error: BaseException, folder: Path, rank: int) -> dict[str, Any
     text = " ".join(str(error).split())
     if is_out_of_memory(error):  # before the command began
         error = DoesNotFitError(f"out of memory while the ranks joined: {text:.200}")
-    elif isinstance(error, RuntimeError) and "DataLoader worker" in text:
-        # PyTorch's handler of SIGCHLD raises wherever the rank is at that moment.
-        error = DataError(f"data: a loading process died: {text:.200}")
     is_crash = not isinstance(error, TrainError)
     is_users = isinstance(error, ConfigError) and error.__cause__ is not None
     keeps = is_crash or is_users or excerpt(error) != ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, final
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import Fields
 from trainer.models.boundaries import with_boundaries
+from trainer.models.check import refuse_dtypes
 from trainer.models.output_layer import ModelRun, is_gpt
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -58,13 +59,15 @@ def bind(
                 f"({', '.join(fields) or 'none'}; labels go only to the objective): rename the "
                 "argument, or give it a default"
             )
-        if autocast is None:
-            return module(**arguments)
-        if (casts := _CASTS.get()) is not None:
+        if autocast is not None and (casts := _CASTS.get()) is not None:
             casts.renew()
         # Fresh for each call, since one is not re-entrant. It forgets casts, but in `Casts.once`.
-        with torch.autocast(device_type, autocast):
-            return module(**arguments)
+        try:
+            with torch.autocast(device_type, autocast) if autocast else nullcontext():
+                return module(**arguments)
+        except (RuntimeError, ValueError) as error:
+            refuse_dtypes(error, written, arguments)
+            raise
 
     return ModelRun(call, written, is_gpt(written))
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
-from trainer.core.errors import ConfigError
+from trainer.core.errors import ConfigError, DataError
 from trainer.models.gpt import GPT
 
 _HEADS = ("SequenceClassification", "TokenClassification", "ImageClassification")
@@ -37,6 +39,45 @@ def refuse_sparse_gradients(model: nn.Module) -> None:
                 f"model: {name} gets sparse gradients, which are not clipped, reduced or saved "
                 "here: build its embedding with sparse=False, whose gradient is the same"
             )
+
+
+_DTYPE_WORDS = {
+    torch.float64: "Double|double|float64",
+    torch.float16: "Half|float16",
+    torch.uint8: "Byte|unsigned char|uint8",
+    torch.int64: "Long|long int|int64",
+    torch.int32: r"Int\b|\bint\b|int32",
+    torch.bool: "Bool|bool",
+}
+"""How PyTorch's errors call what arrays hold, where weights are of another dtype."""
+
+
+def refuse_dtypes(error: Exception, model: nn.Module, fields: Mapping[str, Any]) -> None:
+    """Name the field whose dtype is not that of the weights, where a forward failed over it.
+
+    Nothing is cast unasked: an image's scale, and what a float64 is rounded to, are the user's.
+
+    Raises:
+        DataError: it did.
+    """
+    text = " ".join(str(error).split())
+    weights = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    dtypes = {n: f.dtype for n, f in fields.items() if isinstance(f, Tensor)}
+    odd = [
+        (name, dtype)
+        for name, dtype in dtypes.items()
+        if dtype not in weights and re.search(_DTYPE_WORDS.get(dtype, "^$"), text)
+    ]
+    if not odd or not weights or "indices" in text or not re.search("type|implemented", text):
+        return
+    name, dtype = odd[0]
+    wanted = min(weights, key=str)
+    scaled = "" if dtype.is_floating_point else f", or an image's {name}.to({wanted}) / 255"
+    raise DataError(
+        f"data: field {name} is {dtype}, and the weights of {type(model).__name__} are {wanted} "
+        f"({text:.99}): convert it in the data set, e.g. "
+        f"{name}.to({wanted}), of an array {name}.astype(np.{str(wanted)[6:]}){scaled}"
+    ) from error
 
 
 def batch_statistics(model: nn.Module) -> str | None:

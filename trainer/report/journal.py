@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -77,7 +78,7 @@ class Journal:
 
 def read(path: Path) -> list[Entry]:
     """Read every whole entry of a journal; a torn line, or a stranger's, is passed over."""
-    return _entries(path.read_bytes()) if path.exists() else []
+    return _entries(path.read_bytes()) if path.is_file() else []
 
 
 @final
@@ -99,7 +100,13 @@ class Follower:
 
 
 def truncate_after(path: Path, step: float = math.inf) -> None:
-    """Cut entries beyond a checkpoint's step, and mend a line torn by a crash. Atomic."""
+    """Cut entries beyond a checkpoint's step, and mend a line torn by a crash. Atomic.
+
+    Raises:
+        OSError: what has the name is no file, or cannot be read.
+    """
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "it is no regular file; move it away")
     content = path.read_bytes() if path.exists() else b""
     whole = b"".join(
         line.rstrip(b"\n") + b"\n"

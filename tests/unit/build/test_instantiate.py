@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from tests.lib.run_toys import Net
@@ -40,7 +41,23 @@ class Open:
         self.anything = anything
 
 
+class GradientsOff:
+    def __init__(self) -> None:
+        torch.set_grad_enabled(False)
+
+    def __len__(self) -> int:
+        return 1
+
+
 HERE = f"{__name__}.Sized"
+
+
+def test_a_constructor_that_leaves_gradients_off_changes_no_training() -> None:
+    try:
+        construct(component(f"{__name__}.GradientsOff", typed=True), "data", GradientsOff)
+        assert torch.is_grad_enabled()
+    finally:
+        torch.set_grad_enabled(True)
 
 
 def test_a_hugging_face_model_is_described_by_the_settings_of_its_config() -> None:

@@ -28,6 +28,10 @@ FAILED: tuple[Exception | str, ...] = (
     "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
     "MIOpen error: miopenStatusAllocFailed",
     "std::bad_alloc",
+    "could not create a primitive",
+    "could not create a memory object",
+    "Storage size calculation overflowed with sizes=[1000000000000000000, 6]",
+    "numel: integer multiplication overflow",
 )
 OTHERS: tuple[BaseException | str, ...] = (
     "the model keeps its memory in a buffer, which ran out of memory slots",
@@ -36,6 +40,7 @@ OTHERS: tuple[BaseException | str, ...] = (
     "CUDA error: an illegal memory access was encountered",
     "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm(...)`",
     "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED",
+    "could not create a primitive descriptor for a matmul primitive",
     "out of resource: shared memory, Required: 262144, Hardware limit: 101376",
     "NCCL error: unhandled cuda error, Cuda failure 2 'out of memory'",
     ValueError("CUDA out of memory"),

@@ -302,6 +302,62 @@ def test_numbers_arrays_and_lists_become_tensors(loader_of):
         loader_of(Listed([{"x": [[1], [2, 3]]}])).load(Request((0,), 0, 1))
 
 
+def test_arrays_of_any_stride_and_byte_order_are_copied_and_others_say_why(loader_of):
+    row = np.arange(6, dtype=np.float32)
+    odd = {
+        "flipped": row[::-1],
+        "turned": row.reshape(2, 3)[:, ::-1],
+        "foreign": row.astype(">f4"),
+        "number": np.array(3, dtype=">i8"),
+        "flipped_foreign": row.astype(">f8")[::-1],
+    }
+    fields = loader_of(Listed([odd])).load(Request((0,), 0, 1))
+    for name, value in odd.items():
+        assert fields[name][0].tolist() == value.tolist()
+    for value, why in ((np.array(["a"]), "numpy.str_"), ([[1], [2, 3]], "length"), (2**70, "")):
+        text = rf"field 'x' is a .*, which cannot become a dense tensor \(.*{why}.*\); return"
+        with pytest.raises(DataError, match=text):
+            loader_of(Listed([{"x": value}])).load(Request((0,), 0, 1))
+
+
+def test_complex_numbers_are_compared_with_no_range(loader_of):
+    loader = loader_of(Listed([{"labels": 1j, "x": [1.0]}]), limits={"labels": 3})
+    assert loader.load(Request((0,), 0, 1))["labels"].tolist() == [1j]
+
+
+def test_a_length_that_no_order_can_take_is_refused():
+    class Endless(Ragged):
+        def __len__(self):
+            return 2**62
+
+    with pytest.raises(DataError, match=f"`__len__` of Endless gives {2**62}, and a .* {2**32} s"):
+        DataView(Endless())
+
+
+class GradientsOff(Ragged):
+    def __getitem__(self, i):
+        torch.set_grad_enabled(False)
+        return super().__getitem__(i)
+
+    def collate(self, samples):
+        torch.set_grad_enabled(False)
+        return {"size": torch.tensor([len(s) for s in samples])}
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_a_data_set_that_leaves_gradients_off_changes_no_training(loader_of, draws):
+    dataset = GradientsOff()
+    dataset.draws_randomness = draws
+    try:
+        view = DataView(dataset)
+        assert view.lengths.max() == 9
+        assert view.fingerprint
+        loader_of(view).load(request(0))
+        assert torch.is_grad_enabled()
+    finally:
+        torch.set_grad_enabled(True)
+
+
 # Numbers that a model cannot look up
 
 

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.lib.support import VOCABULARY, Bench
 from trainer.accumulate.sum import Sum
+from trainer.core.errors import DataError
 from trainer.models.bind import bind
 from trainer.objectives.base import Sums
 from trainer.objectives.next_token import NextToken
@@ -239,3 +240,54 @@ def test_a_weight_that_is_written_without_a_count_is_cast_in_every_call_of_all_s
         with Counts(made.module.head.weight) as casts:
             made.step()
         assert casts.count == 4
+
+
+class Takes(nn.Module):
+    """Computes with one field, beside token ids."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.embed, self.layer = nn.Embedding(4, 4), layer
+
+    def forward(self, input_ids: Tensor, x: Tensor) -> Any:
+        self.embed(input_ids)
+        return self.layer(x)
+
+
+class Times(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.uint8, torch.int64])
+@pytest.mark.parametrize(
+    "layer",
+    [nn.Linear(4, 4), nn.Conv1d(3, 4, 1), nn.GRU(4, 4), Times()],
+    ids=lambda m: type(m).__name__,
+)
+def test_a_field_of_another_dtype_than_the_weights_is_named_with_what_to_do(layer, dtype):
+    fields = {"input_ids": torch.tensor([1]), "x": torch.ones(2, 3, 4, dtype=dtype)}
+    named = "field input_ids|field x" if dtype == torch.int64 else "field x"
+    for autocast in (None, torch.bfloat16):
+        call = bind(Takes(layer), autocast=autocast)
+        text = rf"data: ({named}) is {dtype}, and the weights of Takes are torch.float32 .* in the"
+        with pytest.raises(DataError, match=text) as caught:
+            call(fields)
+        assert ("/ 255" in str(caught.value)) == (dtype != torch.float64)
+    float64 = bind(Takes(layer).double())
+    if dtype == torch.float64:
+        float64(fields)
+    layer.float()
+
+
+def test_other_errors_about_dtypes_blame_no_field():
+    mixed = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).double())
+    fields = {"input_ids": torch.tensor([1]), "x": torch.ones(2, 4)}
+    with pytest.raises(RuntimeError, match="must have the same dtype"):
+        bind(Takes(mixed))(fields)
+    with pytest.raises(RuntimeError, match="Long, Int"):
+        bind(Takes(nn.Embedding(4, 4)))({**fields, "x": torch.ones(2)})

@@ -111,6 +111,15 @@ def test_mending_keeps_whole_lines_up_to_the_step_and_nothing_else(
     assert [p.name for p in path.parent.iterdir()] == [METRICS_FILE]
 
 
+def test_a_folder_in_place_of_a_log_is_one_clear_line(tmp_path):
+    for name in (METRICS_FILE, SAMPLES_FILE):
+        (tmp_path / name).mkdir()
+        with pytest.raises(SaveError, match=f"{name}: could not be .*: it is no regular file; mo"):
+            MetricsLog(tmp_path, print, resumed_step=3)
+        assert read(tmp_path / name) == [], "as where the end of such a run is recorded"
+        (tmp_path / name).rmdir()
+
+
 def test_a_full_disk_stops_nothing_is_told_once_and_loses_no_line(tmp_path):
     warnings: list[str] = []
     log, disk = MetricsLog(tmp_path, warnings.append), Full(room=450)
