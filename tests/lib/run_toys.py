@@ -76,6 +76,14 @@ class DoubleNet(Net):
         self.double()
 
 
+class LowNet(Net):
+    """Has its weights in bf16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bfloat16()
+
+
 class Hungry(Net):
     """Holds 256 MiB more on the second rank."""
 
