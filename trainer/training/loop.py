@@ -227,7 +227,7 @@ def record_of(
     `tokens` are those consumed from the start of the run.
     """
     batch = report.batch
-    entry = {
+    entry: dict[str, Any] = {
         "step": batch.step,
         "epoch": order.fractional_epoch(batch.samples.after),
         "samples": batch.samples.after.samples,
@@ -242,6 +242,7 @@ def record_of(
         "tokens_per_second": batch.num_tokens / seconds if seconds else None,
     }
     entry |= flops.speed(batch.plan.lengths, seconds) if flops and seconds else {}
-    entry |= {} if report.skipped is None else {"skipped": report.skipped}
+    if report.skipped is not None:
+        entry["skipped"] = report.skipped
     entry |= {"replays": report.replays} if report.replays else {}
     return {**entry, **report.metrics}

@@ -171,8 +171,10 @@ def agree(kit: Kit, mine: Outcome, weights: Divisors) -> Outcome:
     if world.size > 1:
         # A rank without micro-batches does not know which metrics the others were given.
         flags = [*mine.used, *mine.moved, *(n in mine.metrics for n in names)]
-        flags += [each == world.rank and peak_bytes(world.device) for each in range(world.size)]
-        failures, *ranks = world.sum_numbers([float(mine.loss is None), *map(float, flags)])
+        peaks = [0] * world.size  # each rank's own
+        peaks[world.rank] = peak_bytes(world.device)
+        given = [float(mine.loss is None), *map(float, flags), *map(float, peaks)]
+        failures, *ranks = world.sum_numbers(given)
         if failures:
             return replace(mine, loss=None)
         counts = iter([count > 0 for count in ranks])
