@@ -76,6 +76,22 @@ class DoubleNet(Net):
         self.double()
 
 
+class LowNet(Net):
+    """Has its weights in bf16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bfloat16()
+
+
+class Hungry(Net):
+    """Holds 256 MiB more on the second rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ballast = torch.ones(2**26 * (os.environ.get("RANK") == "1"))
+
+
 class LossNet(DoubleNet):
     """Computes its own loss, as Hugging Face heads do."""
 

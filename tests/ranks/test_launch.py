@@ -184,3 +184,12 @@ def test_copies_of_a_users_own_model_in_shards_take_the_step_of_one_rank():
             assert curve(run, name) == pytest.approx(curve(alone, name), rel=1e-12)
         for name, value in state(alone).items():
             torch.testing.assert_close(state(run)[name], value, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.usefixtures("own_folder")
+def test_memory_is_that_of_the_rank_that_needs_most():
+    line = "steps=2 parallel.ranks=2"
+    plain, run = go(line), go(f"{line} model._target_={TOYS}.Hungry")
+    least, most = max(curve(plain, "memory_bytes")), min(curve(run, "memory_bytes"))
+    assert most > least + 2**27
+    assert run.result["peak_bytes"] >= most

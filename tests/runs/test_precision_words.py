@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.lib.run_support import curve, go, meta, on, read_json, state, steps
+from tests.lib.run_support import TOYS, curve, go, meta, on, overrides, read_json, state, steps
 from trainer import train
 from trainer.build.precision import has_fast_bf16
 from trainer.core.errors import ConfigError
@@ -78,3 +78,13 @@ def test_fp16_searches_its_loss_scale_without_failing_and_resumes_bit_for_bit():
     assert curve(whole, "loss")[0] == pytest.approx(
         curve(go(f"{line} precision=fp32 steps=1"), "loss")[0], rel=1e-2
     )
+
+
+@pytest.mark.parametrize(("micro", "is_warned"), [(2, True), (8, False)])
+def test_low_precision_weights_whose_gradients_add_up_are_warned_of_once(micro, is_warned, capsys):
+    line = f"model._target_={TOYS}.LowNet accum.micro={micro}"
+    found = read_json(train(["plan", *overrides(line)]).folder / "plan.json")["warnings"]
+    text = "model: bfloat16 weights: their gradients lose bits as 4 micro-batches are added up"
+    assert sum(text in warning for warning in found) == is_warned
+    screen = " ".join(capsys.readouterr().out.split())
+    assert screen.count(text) == is_warned

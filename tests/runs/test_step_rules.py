@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tests.lib.nightly import nightly
-from tests.lib.run_support import TOYS, curve, entries, go, read_json, state, steps
+from tests.lib.run_support import TOYS, curve, entries, go, only_run, read_json, state, steps
 from trainer.cli.main import FinishedRun
-from trainer.core.errors import ConfigError
+from trainer.core.errors import ConfigError, DataError
 
 LINE = "steps=8 eval.every=3 checkpoint.every=5 scheduler.warmup=3 checkpoint.keep=9"
 
@@ -124,7 +124,7 @@ def test_a_batch_of_tokens_closes_with_the_sample_that_reaches_it_for_every_spli
     assert entries(run, "samples.jsonl") == entries(other, "samples.jsonl")
 
 
-def test_one_step_without_a_loss_term_leaves_the_others_as_they_are():
+def test_one_step_without_a_loss_term_leaves_the_others_as_they_are(capsys):
     """The ids of the ledger are the ones that the data set's own argument takes."""
     line = "steps=4 batch.global=4 data.holdout=0.3 checkpoint.every=1 checkpoint.keep=9"
     plain = go(line)
@@ -134,9 +134,29 @@ def test_one_step_without_a_loss_term_leaves_the_others_as_they_are():
     assert curve(run, "loss")[:2] == curve(plain, "loss")[:2]
     assert curve(run, "lr") == curve(plain, "lr")
     assert run.result["skipped_steps"] == 1
+    assert [curve(run, name)[2] for name in ("loss", "grad_norm")] == [None, None]
+    assert "step 3/4  loss        -  " in capsys.readouterr().out
     found, expected = state(run, 3), state(plain, 2)
     assert found.keys() == expected.keys()
     assert not [name for name in expected if not torch.equal(found[name], expected[name])]
+
+
+@pytest.mark.parametrize("line", ["steps=3 batch.global=4", "steps=9"])
+def test_a_run_or_a_first_epoch_without_any_loss_term_is_a_fault_of_the_data(line):
+    labelled = f"data.unlabelled={[*range(44)]}".replace(" ", "")
+    match = "data: no sample of the first [36] steps has a loss term"
+    with pytest.raises(DataError, match=match):
+        go(f"{line} {labelled}")
+    status = read_json(only_run() / "status.json")
+    assert (status["state"], status["exit_code"]) == ("failed", 3)
+
+
+def test_the_last_step_alone_without_a_loss_term_has_no_loss_in_the_result():
+    line = "steps=2 batch.global=4 data.holdout=0.3"
+    ids = entries(go(line), "samples.jsonl")[1]["ids"]
+    run = go(f"'data.unlabelled={ids}' {line}")
+    assert run.result["loss"] is None
+    assert run.exit_code == 0
 
 
 def test_bf16_keeps_fp32_weights_and_learns():

@@ -17,6 +17,7 @@ from trainer.core.format import plural
 from trainer.models.check import batch_statistics
 from trainer.optim.optimizers import match_groups
 from trainer.plan.cuts import Auto
+from trainer.verify.diagnose import low_precision
 
 MEMORY_PARTS = ("parameters", "gradients", "optimizer_state", "activations", "buffers")
 
@@ -143,6 +144,13 @@ def _warnings(prepared: Prepared) -> list[str]:
         warnings.append(
             f"batch.global={asked} is more than the {there} {unit} of an epoch, so each step uses "
             f"the whole epoch; set batch.global={there}"
+        )
+    low, pieces = low_precision(parts.module), max(p.num_micro_batches for p in prepared.plans)
+    if low is not None and pieces > 1:
+        warnings.append(
+            f"model: {low} weights: their gradients lose bits as {pieces} micro-batches are added "
+            "up, some percent over hundreds, and small updates are lost; keep weights in fp32, as "
+            "model.dtype=float32 does where the class takes it, and type precision=bf16"
         )
     norm = batch_statistics(parts.module)
     if norm is not None and parts.config.batchnorm != "micro":

@@ -311,6 +311,7 @@ def _end(parts: Parts, run: Run, trained: Trained, plan: Record, folder: Path, a
     """Write result.json, and show what a person wants to know at the end. Collective."""
     parts.world.note("end")
     spendings = parts.world.collect(parts.world.times.spending())  # of the steps' phases, by rank
+    peaks = parts.world.collect(peak_bytes(parts.world.device))
     if not parts.world.is_main:
         return
     config, device = parts.config, parts.world.device
@@ -335,7 +336,7 @@ def _end(parts: Parts, run: Run, trained: Trained, plan: Record, folder: Path, a
         "seconds": round(time.perf_counter() - at, 3),
         "metrics": dict(metrics),
         "baselines": simple,
-        "peak_bytes": peak_bytes(device),
+        "peak_bytes": max(peaks),
         "skipped_steps": trained.skipped_steps,
         "replays": trained.replays,
         "time": table,

@@ -47,8 +47,12 @@ NonNegative = Annotated[float, Field(ge=0, description="a number, 0 or more")]
 Share = Annotated[float, Field(ge=0, lt=1, description="a fraction of at least 0 and below 1")]
 Part = Annotated[float, Field(ge=0, le=1, description="a fraction from 0 to 1")]
 Cadence = Count | Annotated[float, Field(gt=0, lt=1, description="a fraction of the run below 1")]
-Time = Annotated[
-    str, Field(pattern=r"^\d+(\.\d+)? ?(s|min|h)$", description="a time such as 10min")
+Time = Annotated[  # above 0
+    str,
+    Field(
+        pattern=r"^(\d*[1-9]\d*(\.\d+)?|\d+\.\d*[1-9]\d*) ?(s|min|h)$",
+        description="a time such as 10min",
+    ),
 ]
 Warmup = Natural | Share
 Betas = Annotated[

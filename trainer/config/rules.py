@@ -251,7 +251,7 @@ def cadence_steps(every: float, total_steps: int) -> int:
     A share of 0.1 comes due ten times at most, the last time at the end or close to it.
     """
     # 0.1 * 30 is above 3 by the last bit.
-    return math.ceil(round(every * total_steps, 6)) if every < 1 else int(every)
+    return max(1, math.ceil(round(every * total_steps, 6))) if every < 1 else int(every)
 
 
 def complete_sizes(

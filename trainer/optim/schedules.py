@@ -112,10 +112,9 @@ class WSD(Schedule):
         warmup, decay_steps = schedule_steps(total_steps, self.warmup, self.decay)
         if step < warmup:
             return (step + 1) / warmup
-        remaining = total_steps - step
-        if remaining >= decay_steps:
-            return 1.0
-        return self.floor + (1.0 - self.floor) * remaining / decay_steps
+        # As the warm-up reaches 1 with its last step, the decay leaves it with its first.
+        share = min(1.0, (total_steps - step) / (decay_steps + 1))
+        return self.floor + (1.0 - self.floor) * share
 
 
 def apply_factor(optimizer: Optimizer, base_lrs: Sequence[float], factor: float) -> None:

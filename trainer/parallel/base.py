@@ -262,7 +262,7 @@ def norm_in_double(grads: Sequence[Tensor]) -> Tensor:
     Piece by piece, since a copy of the whole in fp64 takes 15 times as long.
     """
     real = (torch.view_as_real(g.resolve_conj()) if g.is_complex() else g for g in grads)
-    pieces = [piece for grad in real for piece in grad.reshape(-1).split(NORM_PIECE)]
+    pieces = [piece for grad in real for piece in torch.split(grad.reshape(-1), NORM_PIECE)]
     norm: Tensor = torch.linalg.vector_norm(
         torch.stack([torch.linalg.vector_norm(piece.double()) for piece in pieces])
     )

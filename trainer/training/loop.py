@@ -10,14 +10,15 @@ from typing import Any, NoReturn, final
 from torch import Tensor
 
 from trainer.config.messages import first_of
-from trainer.core.errors import NonFiniteError, Preempted, TrainError
+from trainer.core.errors import DataError, NonFiniteError, Preempted, TrainError
+from trainer.core.format import plural
 from trainer.core.signals import ignore_further
 from trainer.plan.order import Order
 from trainer.report.reporter import Reporter
 from trainer.training.batches import Feed
 from trainer.training.checkpointing import Checkpointer
 from trainer.training.evaluation import HeldOut, evaluate
-from trainer.training.step import NOT_FINITE, StepReport, train_step
+from trainer.training.step import NO_LOSS_TERMS, NOT_FINITE, StepReport, train_step
 from trainer.training.window import Kit
 from trainer.tune.flops import ModelFlops
 from trainer.tune.memory_limit import peak_bytes
@@ -58,13 +59,15 @@ class Trained:
         total_tokens: real input positions consumed, from the start of the run.
         tokens: likewise, in this process.
         seconds: spent on steps in this process; evaluation and saving do not count.
-        loss: of the last step, 0-d.
+        loss: of the last step, 0-d; None where it had no loss term.
         evaluation: the last one's metrics by name, made at step `evaluated_at`.
         saved_at: step of the newest checkpoint.
         skipped_steps: steps without an update.
         replays: times a step ran out of memory and was computed again.
         failures: steps in a row, up to the last one, that were not finite.
         taken: optimizer steps taken in this process.
+        has_terms: whether a step had a loss term; taken for granted of steps of other processes.
+        peak_bytes: the most memory that any rank has had in this process.
     """
 
     step: int
@@ -79,6 +82,11 @@ class Trained:
     replays: int = 0
     failures: int = 0
     taken: int = 0
+    has_terms: bool = False
+    peak_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        self.has_terms |= self.step > 0
 
     def add(self, report: StepReport, seconds: float) -> None:
         """Count a step."""
@@ -91,6 +99,7 @@ class Trained:
         self.replays += report.replays
         self.failures = self.failures + 1 if report.skipped == NOT_FINITE else 0
         self.taken += 1
+        self.has_terms |= report.skipped != NO_LOSS_TERMS
 
 
 def train(run: Run, progress: Trained) -> None:
@@ -107,6 +116,7 @@ def train(run: Run, progress: Trained) -> None:
         _evaluate(run, progress)
     while progress.step < run.kit.total_steps:
         _take_step(run, progress)
+        _refuse_no_terms(run, progress)
         _stop_if_not_finite(run, progress)
         _stop_if_asked(run, progress)
         _evaluate_if_due(run, progress)
@@ -130,14 +140,26 @@ def _take_step(run: Run, progress: Trained) -> None:
     run.kit.world.note("report")
     seconds = time.perf_counter() - started
     progress.add(report, seconds)
-    order, tokens = run.feed.source.order, progress.total_tokens
-    record = record_of(order, report, tokens, seconds, run.flops)
+    here, tokens = peak_bytes(run.kit.world.device), progress.total_tokens
+    progress.peak_bytes = max(progress.peak_bytes, report.peak_bytes, here)
+    record = record_of(run.feed.source.order, report, tokens, seconds, run.flops)
+    record["memory_bytes"] = progress.peak_bytes
     ids = batch.sample_ids
     run.reporter.step(record, ids, skipped_ids=() if report.skipped is None else ids)
     if names := run.kit.model_state.news():
         run.reporter.warn(
             f"forward updates {first_of(names)} by the samples of its own rank; after every step "
             "all ranks take the values of rank 0"
+        )
+
+
+def _refuse_no_terms(run: Run, progress: Trained) -> None:
+    """Refuse data of which an epoch, or all steps, have no loss term."""
+    is_over = progress.step == run.kit.total_steps or run.feed.cursor.epoch > 0
+    if is_over and not progress.has_terms:
+        raise DataError(
+            f"data: no sample of the first {plural(progress.step, 'step')} has a loss term, so "
+            "nothing was trained: give labels other than -100, or see `weights` of the objective"
         )
 
 
@@ -205,7 +227,7 @@ def record_of(
     `tokens` are those consumed from the start of the run.
     """
     batch = report.batch
-    entry = {
+    entry: dict[str, Any] = {
         "step": batch.step,
         "epoch": order.fractional_epoch(batch.samples.after),
         "samples": batch.samples.after.samples,
@@ -218,9 +240,9 @@ def record_of(
         "padding": batch.plan.padding,
         "seconds": seconds,
         "tokens_per_second": batch.num_tokens / seconds if seconds else None,
-        "memory_bytes": peak_bytes(report.loss.device),
     }
     entry |= flops.speed(batch.plan.lengths, seconds) if flops and seconds else {}
-    entry |= {} if report.skipped is None else {"skipped": report.skipped}
+    if report.skipped is not None:
+        entry["skipped"] = report.skipped
     entry |= {"replays": report.replays} if report.replays else {}
     return {**entry, **report.metrics}

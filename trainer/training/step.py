@@ -39,21 +39,23 @@ class StepReport:
 
     Attributes:
         batch: the global batch, as it was cut in the end.
-        loss: of the whole global batch, as optimized; 0-d.
-        grad_norm: before clipping; 0-d.
+        loss: of the whole global batch, as optimized; 0-d. None without a single loss term.
+        grad_norm: before clipping; 0-d. None likewise.
         lr: of parameters in no group of their own.
         skipped: why nothing was updated, or None.
         replays: how often memory ran out before the step succeeded.
         metrics: of the whole global batch by name, 0-d: those that the objective gave in training.
+        peak_bytes: the most memory that any rank had had when ranks agreed; 0 for one rank.
     """
 
     batch: PlannedBatch
-    loss: Tensor
-    grad_norm: Tensor
+    loss: Tensor | None = None
+    grad_norm: Tensor | None = None
     lr: float
     skipped: str | None = None
     replays: int = 0
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
+    peak_bytes: int = 0
 
 
 def train_step(kit: Kit, batch: PlannedBatch, feed: Feed) -> StepReport:
@@ -79,8 +81,7 @@ def train_step(kit: Kit, batch: PlannedBatch, feed: Feed) -> StepReport:
         totals, by_micro_batch = divisors(kit.normalizer, kit.terms, batch.micro_batches, kit.world)
         report = partial(StepReport, batch=batch, lr=kit.lr * factor, replays=replays)
         if not any(totals[name] for name in kit.losses):
-            nothing = torch.zeros((), device=kit.world.device)
-            return report(loss=nothing, grad_norm=nothing, skipped=NO_LOSS_TERMS)
+            return report(skipped=NO_LOSS_TERMS)
         gather(kit, batch.step)
         agreed = agree(kit, compute(kit, batch, by_micro_batch), totals)
         if agreed.loss is not None:
@@ -91,6 +92,7 @@ def train_step(kit: Kit, batch: PlannedBatch, feed: Feed) -> StepReport:
     kit.world.note("update")
     norm = kit.model.gradient_norm()
     report = partial(report, loss=agreed.loss, metrics=agreed.metrics, grad_norm=norm)
+    report = partial(report, peak_bytes=agreed.peak_bytes)
     feed.load_next(last_step=kit.total_steps)
     # The step's only host sync: no update before its gradient is known to be good.
     if not bool(torch.isfinite(agreed.loss + norm)):

@@ -33,6 +33,7 @@ from trainer.optim.schedules import Schedule
 from trainer.parallel.base import Parallel
 from trainer.parallel.sync import Exact, SyncPolicy
 from trainer.training.batches import PlannedBatch
+from trainer.tune.memory_limit import peak_bytes
 
 AT_BEGINNING = "where the step begins: set a smaller accum.micro=N"
 
@@ -99,12 +100,14 @@ class Outcome:
         used: which parameters have a gradient.
         moved: which of the model state forwards wrote.
         metrics: by name, 0-d: sums over this rank's micro-batches, or means over the step.
+        peak_bytes: the most memory that any of several ranks has had, once agreed on.
     """
 
     loss: Tensor | None
     used: Sequence[bool]
     moved: Sequence[bool]
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
+    peak_bytes: int = 0
 
 
 def gather(kit: Kit, step: int) -> None:
@@ -168,7 +171,10 @@ def agree(kit: Kit, mine: Outcome, weights: Divisors) -> Outcome:
     if world.size > 1:
         # A rank without micro-batches does not know which metrics the others were given.
         flags = [*mine.used, *mine.moved, *(n in mine.metrics for n in names)]
-        failures, *ranks = world.sum_numbers([float(mine.loss is None), *map(float, flags)])
+        peaks = [0] * world.size  # each rank's own
+        peaks[world.rank] = peak_bytes(world.device)
+        given = [float(mine.loss is None), *map(float, flags), *map(float, peaks)]
+        failures, *ranks = world.sum_numbers(given)
         if failures:
             return replace(mine, loss=None)
         counts = iter([count > 0 for count in ranks])
@@ -179,7 +185,7 @@ def agree(kit: Kit, mine: Outcome, weights: Divisors) -> Outcome:
                 numbers[place] = number
         world.sum(numbers)
         sums = {name: numbers[1 + place] for place, name in enumerate(names) if next(counts)}
-        mine = Outcome(numbers[0], used, moved, sums)
+        mine = Outcome(numbers[0], used, moved, sums, int(max(ranks[-world.size :])))
     means = {n: mine.metrics[n] / (weights[n] or nan) for n in names if n in mine.metrics}
     return replace(mine, metrics=means)
 

@@ -9,6 +9,7 @@ import math
 
 import numpy as np
 import torch
+from torch import nn
 
 from trainer.accumulate.normalizer import Kind
 from trainer.accumulate.sum import Sum
@@ -28,9 +29,9 @@ def short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def low_precision(kit: Kit) -> str | None:
+def low_precision(module: nn.Module) -> str | None:
     """Name the dtype of trained parameters that accumulate in fewer bits than fp32, if any."""
-    dtypes = {p.dtype for p in kit.model.module.parameters() if p.requires_grad}
+    dtypes = {p.dtype for p in module.parameters() if p.requires_grad}
     return next((short(dtype) for dtype in LOW if dtype in dtypes), None)
 
 
@@ -49,7 +50,7 @@ def diagnose(
     """
     errors, culprits, drawing = case.errors(planned, expected), Culprits(), Culprits()
     kind: Kind = "tokens" if kit.normalizer == "micro_batches" else kit.normalizer
-    if (low := low_precision(kit)) is not None:
+    if (low := low_precision(kit.model.module)) is not None:
         text = (
             f"{low} weights: their gradients lose bits as micro-batches accumulate (the plan in "
             f"{short(case.limit_dtype)}: {errors.largest:.0e}); keep fp32 weights and use "

@@ -62,7 +62,7 @@ def _verify(kit: Kit, batch: PlannedBatch, feed: Feed, *, whole_fits: bool) -> V
     uncopied, whole = [*_uncopied(kit)], replace(case, size=case.num_samples)
     is_one_piece = case.batch.plan.num_micro_batches == 1
     case, expected = _refer(case, whole_first=whole_fits and not is_one_piece)
-    errors, low = case.errors(planned, expected), low_precision(kit)
+    errors, low = case.errors(planned, expected), low_precision(kit.model.module)
     whole_errors, why = errors, list[str]()
     if is_one_piece and case.size < case.num_samples:
         why = ["the plan is one micro-batch, so it is compared with smaller ones, a stronger check"]
@@ -118,7 +118,7 @@ def _plan(kit: Kit, batch: PlannedBatch, feed: Feed) -> tuple[Case, Gradient, li
                 "error beyond the model's own rounding, which was measured"
             )
     low = ", ".join(short(cast) for cast in LOW if cast in case.undone)
-    if low and low_precision(kit) is None:
+    if low and low_precision(kit.model.module) is None:
         notes.append(f"casts to {low} by hand in the model are undone in float64")
     asked, used = batch.plan.num_micro_batches, case.batch.plan.num_micro_batches
     if used != asked:

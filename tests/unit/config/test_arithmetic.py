@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.config.rules import complete_sizes, num_replicas
+from trainer.config.rules import cadence_steps, complete_sizes, num_replicas
 from trainer.core.errors import ConfigError
 
 SIZES, RANKS = st.integers(1, 600), st.integers(1, 9)
@@ -59,3 +59,8 @@ def test_copies_of_the_model_are_the_ranks_or_the_nearest_are_named(world_size, 
     except ConfigError as error:
         part, copies = re.findall(r"=(\d+)", str(error))[-2:]
         assert num_replicas(world_size, 1, int(part), int(copies)) == int(copies)
+
+
+def test_the_smallest_share_of_a_run_is_every_step():
+    assert cadence_steps(1e-9, 32) == cadence_steps(1 / 32, 32) == 1
+    assert cadence_steps(0.1, 30) == 3

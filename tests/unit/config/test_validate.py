@@ -40,6 +40,8 @@ FAULTS = {
     "eval.every=nan": "eval.every=NaN: must be a whole number of at least 1, a fraction of the run",
     "checkpoint.every=soon": ": must be a whole number of at least 1, a fraction of the run below "
     "1, a time such as 10min or null, e.g. ",
+    "checkpoint.every=0s": ": must be a whole number of at least 1, a fraction of the run below 1",
+    "checkpoint.every=00.0min": "checkpoint.every=00.0min: must be a whole number of at least 1",
     'optimizer.groups={"a":{"rl":3}}': ": must be a mapping of name",
     "optimizer._target_=trainer.optim.optimizers.SGD optimizer.lr=-1": "optimizer.lr=-1: must be "
     "a number, 0 or more",

@@ -51,8 +51,10 @@ def test_a_cosine_starts_at_one_passes_the_middle_and_would_reach_the_floor_next
 
 def test_a_wsd_schedule_is_flat_until_its_last_share_decays_linearly():
     assert curve(WSD(warmup=2, decay=0.4, floor=0.2), 10) == pytest.approx(
-        [0.5, 1, 1, 1, 1, 1, 1.0, 0.8, 0.6, 0.4], abs=1e-12
+        [0.5, 1, 1, 1, 1, 1, 0.84, 0.68, 0.52, 0.36], abs=1e-12
     )
+    assert curve(WSD(decay=0.2), 10)[7:] == pytest.approx([1, 2 / 3, 1 / 3], abs=1e-12)
+    assert curve(WSD(decay=0.0), 10) == [1.0] * 10
 
 
 @pytest.mark.parametrize(("share", "steps"), [(0.25, 10), (0.03, 1), (0.01, 0)])
