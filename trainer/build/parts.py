@@ -10,9 +10,10 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from trainer.accumulate.base import GradientStrategy, seed_draws
+from trainer.accumulate.base import GradientStrategy
 from trainer.accumulate.loss_scale import LossScale
 from trainer.build.instantiate import arguments_of, check_names, construct, look_up
+from trainer.build.model import build_model
 from trainer.build.packing import leave_out_mask, needs_mask, packing_fault
 from trainer.build.parallel import (
     SHARDED,
@@ -28,18 +29,17 @@ from trainer.config.rules import cadence_steps
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError, DataError
 from trainer.core.micro_batch import Fields
-from trainer.core.world import World, rng_key
+from trainer.core.world import World
 from trainer.data.collate import LABELS
 from trainer.data.loader import Loader, Request
-from trainer.data.samples import INPUT_IDS, faults_of, preserve_generators
+from trainer.data.samples import INPUT_IDS, faults_of
 from trainer.data.view import DataView, readable, split_by_seed
 from trainer.models.attention import choose_flash
 from trainer.models.bind import AUTOCAST, bind
-from trainer.models.check import refuse_lazy, vocabulary_of
+from trainer.models.check import vocabulary_of
 from trainer.models.compilation import compile_model
 from trainer.models.gpt import GPT
-from trainer.models.meta_start import Weights, build_on_meta
-from trainer.models.recompute import checkpoint_blocks
+from trainer.models.meta_start import Weights
 from trainer.objectives.base import ModelCall, Objective, weights_of
 from trainer.optim.optimizers import OptimizerSpec, OwnOptimizer
 from trainer.optim.schedules import Schedule
@@ -174,10 +174,17 @@ class Parts:
         )
 
 
-def assemble(config: RunConfig, world: World, recorded: Mapping[str, Any] | None = None) -> Parts:
+def assemble(
+    config: RunConfig,
+    world: World,
+    recorded: Mapping[str, Any] | None = None,
+    *,
+    with_values: bool = False,
+) -> Parts:
     """Build everything a run is made of. Collective.
 
-    `recorded` is the contract of the checkpoint that is read, where there is one.
+    `recorded` is the contract of the checkpoint that is read, where there is one. A plan for a
+    machine that is not here builds the model without weights, unless `with_values`.
 
     Raises:
         TrainError: parts do not fit together, or the data cannot be read or do not fill a step.
@@ -194,14 +201,13 @@ def assemble(config: RunConfig, world: World, recorded: Mapping[str, Any] | None
     )
     mode, why = parallel_mode(config, world), None
     may_shard = mode in {"auto", *SHARDED} and config.command in {"train", "plan"}
-    module, weights = _model(config, world, train_set, on_meta=may_shard)
-    spec.freeze(module)
+    made_of = config, world, train_set, objective, spec
+    module, weights = build_model(*made_of, in_shards=may_shard, with_values=with_values)
     if mode == "auto":
         mode, why = world.on_main(lambda: auto_mode(config, world, module))
         if mode == "ddp" and weights is not None:
             # A copy needs the weights themselves, not shards of them.
-            module, weights = _model(config, world, train_set)
-            spec.freeze(module)
+            module, weights = build_model(*made_of, with_values=with_values)
     precision = resolve_precision(config, world, module, recorded)
     set_matmul_precision(precision, world.device)
     auto_workers = NUM_WORKERS[planned_device(config, world).type]
@@ -276,36 +282,6 @@ def _held_out(config: RunConfig, data: DataView, loader: Loader, layout: Layout)
         most=config.eval.samples,
         is_ordered=config.deterministic == "layout",
     )
-
-
-def _model(
-    config: RunConfig, world: World, data: DataView, *, on_meta: bool = False
-) -> tuple[nn.Module, Weights | None]:
-    """Build the model from the seed; with `on_meta`, a model of ours with its weights beside it."""
-    known, typed = data.optional("vocab_size"), config.model.params.get("vocab_size")
-    if known and typed and typed < known:
-        text = f"the data hold {known} different tokens; the smallest valid value is {known}"
-        raise ConfigError(f"model.vocab_size={typed}: {text}")
-    if known is None and "vocab_size" in config.model.params and typed is None:
-        text = "the data do not state a vocabulary size; set it, e.g. model.vocab_size=50257"
-        raise ConfigError(f"model.vocab_size: {text}")
-    given = {"vocab_size": known, "max_length": config.data.params.get("max_length")}
-
-    def build() -> nn.Module:
-        seed_draws(rng_key(config.seed, "weights"), world.device)
-        return refuse_lazy(construct(config.model, "model", nn.Module, config.trust, given))
-
-    with preserve_generators():
-        if on_meta and config.model.target.startswith("trainer."):
-            module, weights = build_on_meta(build)
-        else:
-            module, weights = build(), None
-    module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(world.device))  # type: ignore[no-untyped-call] # untyped in torch
-    module.train()
-    if config.activation_checkpointing is True and not checkpoint_blocks(module):
-        text = "this model has no list of blocks (nn.ModuleList) to recompute; use false"
-        raise ConfigError(f"activation_checkpointing=true: {text}")
-    return module, weights
 
 
 def bind_run(module: nn.Module, precision: str, world: World) -> ModelCall:

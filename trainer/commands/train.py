@@ -42,6 +42,7 @@ from trainer.training.tracing import tracing
 from trainer.training.window import Kit
 from trainer.tune.memory_limit import peak_bytes
 from trainer.tune.network import network_of
+from trainer.tune.predict import CannotRunFake
 
 _log = logging.getLogger(__name__)
 
@@ -49,8 +50,8 @@ PLAN_FILE = "plan.json"
 RESULT_FILE = "result.json"
 
 BUILT_WHOLE = (
-    "the model is built whole on every rank before it is sharded: only models of this package "
-    "are built sharded"
+    "the model is built whole on every rank before it is sharded: only classes that declare "
+    "draws_on_meta are built in shards"
 )
 
 
@@ -75,8 +76,12 @@ def plan_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], b
     Of ranks that are not there this process works out what the first would do.
     """
     _, extra = open_resumed(config)
-    prepared = prepare(assemble(config, world, extra.get("contract")), extra.get("cut"))
-    plan = summarize(choose_sync(prepared, extra.get("cut")))
+    contract, cut = extra.get("contract"), extra.get("cut")
+    try:
+        prepared = prepare(assemble(config, world, contract), cut)
+    except CannotRunFake:  # shapes do not do
+        prepared = prepare(assemble(config, world, contract, with_values=True), cut)
+    plan = summarize(choose_sync(prepared, cut))
     write_record(folder / PLAN_FILE, plan)
     screen = Screen(folder)
     screen.show(plan_block(plan, folder / PLAN_FILE))

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
+from trainer.config.cards import CARDS
 from trainer.config.components import FIXED_CUT, GPT, TOKENS
 from trainer.config.messages import clip, flat, line, lookup
 from trainer.core.errors import ConfigError
@@ -23,7 +24,11 @@ DEFAULT_GLOBAL = 512
 
 NO_GPU = (
     "device=cuda: no GPU is usable here; use device=cpu or device=auto, or plan for one that is "
-    "not here: train plan device=cuda accum.memory=80GiB"
+    "not here: train plan device=h100"
+)
+NO_MEMORY = (
+    "device=cuda: no GPU is here, so its memory is not known; name a card to plan for, e.g. "
+    "device=h100, or type accum.memory=80GiB"
 )
 
 _TIME = re.compile(r"(\d+(?:\.\d+)?) ?(s|min|h)")
@@ -110,9 +115,13 @@ def _place_faults(view: Tree) -> Iterator[str]:
     if view["sync"] == "hierarchical" and mode != "hsdp" and (_known_ranks(view) or 1) > 1:
         yield "sync=hierarchical: needs copies of the model; use parallel=hsdp"
     # A plan computes nothing; only the size of the memory has to be known.
-    is_planned = command == "plan" and view.get("accum.memory", True) is not None
-    if view["device"] == "cuda" and not is_planned and not _may_have_gpu():
+    is_planned, device = command == "plan", view["device"]
+    if device == "cuda" and not _may_have_gpu() and not is_planned:
         yield NO_GPU
+    elif device == "cuda" and not _may_have_gpu() and view.get("accum.memory", True) is None:
+        yield NO_MEMORY
+    if device in CARDS and not is_planned:
+        yield line("device", device, "names a card for train plan; a run takes device=cuda or auto")
     has_run = view["init"] or view["run"] or (command == "verify" and view["resume"])
     if view["step"] != "last" and not has_run:
         text = "picks a checkpoint of run=RUN or init=RUN; for the length of a run type steps="

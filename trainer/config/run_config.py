@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field
 
+from trainer.config.cards import CardName
 from trainer.config.components import (
     COMPONENTS,
     FIXED_CUT,
@@ -142,7 +143,7 @@ class RunConfig(Section):
     order: Literal[1, 2]
     clip_norm: Positive | None
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"]
-    device: Literal["auto", "cpu", "cuda"]
+    device: Literal["auto", "cpu", "cuda"] | CardName
     compile: bool
     deterministic: bool | Literal["layout"]
     activation_checkpointing: bool | Auto
