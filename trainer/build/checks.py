@@ -34,7 +34,7 @@ from trainer.core.world import World
 from trainer.data.loader import Request
 from trainer.data.view import DataView
 from trainer.models.check import batch_statistics
-from trainer.models.meta_start import Weights
+from trainer.models.meta_start import Weights, is_on_meta
 from trainer.objectives.base import Objective, sums_of, weights_of
 from trainer.objectives.model_loss import REDUCTIONS, ModelLoss
 from trainer.parallel.trial import WrongSum, find_wrong_sum
@@ -98,7 +98,7 @@ def check_sums(parts: Parts) -> list[str]:
     objective, ids = parts.objective, parts.source.order.next(parts.source.order.start).ids
     is_tested = type(objective).__module__.startswith("trainer.")
     is_coupled = objective.scope != "sample" or objective.group_size > 1
-    is_here = parts.weights is None and parts.config.command != "verify"
+    is_here = not is_on_meta(parts.module) and parts.config.command != "verify"
     if (is_tested and not isinstance(objective, ModelLoss)) or is_coupled or not is_here:
         return []
     lengths = parts.source.lengths[ids]
@@ -249,6 +249,7 @@ class _CutState(BaseModel):
 
 class _Prepared(BaseModel):
     accum: dict[str, Any]
+    cost: Cost | None = None
     state: _CutState
     tuning: dict[str, Any] | None
     evaluation_tokens: Annotated[_Count, Field(ge=1)]

@@ -13,6 +13,7 @@ from trainer.data.collate import ATTENTION_MASK, PACKING
 from trainer.data.loader import Loader, Request
 from trainer.models.bind import OMITTED, bind
 from trainer.models.boundaries import uses_flash
+from trainer.models.meta_start import is_on_meta
 from trainer.objectives.base import ModelCall, logits_from
 from trainer.tune.workload import restoring
 
@@ -28,6 +29,8 @@ def packing_fault(loader: Loader, module: nn.Module, call: ModelCall) -> str | N
     kernel. Run in the precision of the weights, unless the kernel needs that of the run's `call`.
     """
     name = type(module).__name__
+    if is_on_meta(module):  # a plan of shapes, which says nothing of values
+        return None
     ids, lengths = _tried(loader)
     row = loader.load(Request(ids, 0, sum(lengths), packed=True))
     each = [loader.load(Request((i,), 0, n)) for i, n in zip(ids, lengths, strict=True)]
@@ -64,6 +67,8 @@ def needs_mask(loader: Loader, module: nn.Module, call: ModelCall) -> bool:
     # A loss that balances experts leaves padding out by the mask.
     if not is_known or getattr(module.config, "output_router_logits", False):
         return True
+    if is_on_meta(module):  # a fake mask could not be read, and takes next to no memory
+        return False
     ids, lengths = _tried(loader)
     call = call if uses_flash(module) else bind(module)
     try:

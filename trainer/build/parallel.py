@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from trainer.build.instantiate import construct
+from trainer.config.cards import card_of
 from trainer.config.rules import num_replicas
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError
@@ -25,7 +26,7 @@ from trainer.parallel.deterministic import Ordered
 from trainer.parallel.sync import POLICIES, Deferred, Exact, SyncPolicy
 from trainer.plan import traffic
 from trainer.plan.traffic import Bulk, Network, Traffic, Work
-from trainer.tune.memory_limit import MemoryLimit, memory_limit
+from trainer.tune.memory_limit import MEBI, MemoryLimit, memory_limit
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -260,8 +261,9 @@ def auto_mode(config: RunConfig, world: World, module: nn.Module) -> tuple[str, 
 
 def planned_device(config: RunConfig, world: World) -> torch.device:
     """Give where the plan is to run: `train plan` may ask for a GPU that is not here."""
-    typed = config.device != "auto"
-    return torch.device(config.device) if typed and config.command == "plan" else world.device
+    if config.command != "plan" or config.device == "auto":
+        return world.device
+    return torch.device("cpu" if config.device == "cpu" else "cuda")
 
 
 def rank_memory(
@@ -269,11 +271,16 @@ def rank_memory(
 ) -> tuple[MemoryLimit | None, bool]:
     """Find the memory of one rank, if anyone knows it, and whether it is that of this machine.
 
-    `train plan` takes `accum.memory` at its word, for a machine that is not here too. A run cannot
-    have more than there is. `resident_bytes` are the model's tensors, which are there already.
+    `train plan` takes `accum.memory` at its word, for a machine that is not here too; else a card
+    that `device` names has what its driver reports. A run cannot have more than there is.
+    `resident_bytes` are the model's tensors, which are there already.
     """
     device, asked = planned_device(config, world), config.accum.params.get("memory")
     typed = None if asked is None else memory_limit(device, asked=asked)
+    if typed is None and (card := card_of(config.device)) is not None:
+        typed = memory_limit(
+            device, asked=card.memory_mib * MEBI, source=f"memory of {config.device}"
+        )
     if device.type != world.device.type:
         return typed, False
     there = memory_limit(device, resident_bytes=resident_bytes, local_ranks=world.local_size)

@@ -10,7 +10,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from trainer.accumulate.base import GradientStrategy, seed_draws
+from trainer.accumulate.base import GradientStrategy
 from trainer.accumulate.loss_scale import LossScale
 from trainer.build.data_sets import all_data, build_data
 from trainer.build.instantiate import (
@@ -20,6 +20,7 @@ from trainer.build.instantiate import (
     construct,
     look_up,
 )
+from trainer.build.model import arguments_from_data, build_model
 from trainer.build.packing import leave_out_mask, needs_mask, packing_fault
 from trainer.build.parallel import (
     SHARDED,
@@ -34,19 +35,18 @@ from trainer.config.rules import cadence_steps
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError, DataError
 from trainer.core.micro_batch import Fields
-from trainer.core.world import World, rng_key
+from trainer.core.world import World
 from trainer.data.collate import LABELS
 from trainer.data.loader import Loader, Request
-from trainer.data.samples import INPUT_IDS, preserve_generators
+from trainer.data.samples import INPUT_IDS
 from trainer.data.split import Split
 from trainer.data.view import DataView
 from trainer.models.attention import choose_flash
 from trainer.models.bind import AUTOCAST, bind
-from trainer.models.check import refuse_lazy, vocabulary_of
+from trainer.models.check import vocabulary_of
 from trainer.models.compilation import compile_model
 from trainer.models.gpt import GPT
-from trainer.models.meta_start import Weights, build_on_meta
-from trainer.models.recompute import checkpoint_blocks
+from trainer.models.meta_start import Weights
 from trainer.objectives.base import ModelCall, Objective, weights_of
 from trainer.optim.optimizers import OptimizerSpec, OwnOptimizer
 from trainer.optim.schedules import Schedule
@@ -184,10 +184,17 @@ class Parts:
         )
 
 
-def assemble(config: RunConfig, world: World, state: Mapping[str, Any] | None = None) -> Parts:
+def assemble(
+    config: RunConfig,
+    world: World,
+    state: Mapping[str, Any] | None = None,
+    *,
+    with_values: bool = False,
+) -> Parts:
     """Build everything a run is made of. Collective.
 
-    `state` is that of the checkpoint that is read, where there is one; see `read_run_state`.
+    `state` is that of the checkpoint that is read, where there is one; see `read_run_state`. A plan
+    for a machine that is not here builds the model without weights, unless `with_values`.
 
     Raises:
         TrainError: parts do not fit together, or the data cannot be read or do not fill a step.
@@ -209,15 +216,14 @@ def assemble(config: RunConfig, world: World, state: Mapping[str, Any] | None = 
     )
     mode, why = parallel_mode(config, world), None
     may_shard = mode in {"auto", *SHARDED} and config.command in {"train", "plan"}
-    given = _given(config, train_set, state)
-    module, weights = build_model(config, world, given, on_meta=may_shard)
-    spec.freeze(module)
+    given = arguments_from_data(config, train_set, state)
+    made_of = config, world, given, (objective, spec)
+    module, weights = build_model(*made_of, in_shards=may_shard, with_values=with_values)
     if mode == "auto":
         mode, why = world.on_main(lambda: auto_mode(config, world, module))
         if mode == "ddp" and weights is not None:
             # A copy needs the weights themselves, not shards of them.
-            module, weights = build_model(config, world, given)
-            spec.freeze(module)
+            module, weights = build_model(*made_of, with_values=with_values)
     precision = resolve_precision(config, world, module, state.get("contract"))
     set_matmul_precision(precision, world.device)
     loader = _loader(config, world, train_set, module, objective)
@@ -272,51 +278,6 @@ def _held_out(config: RunConfig, data: DataView, loader: Loader, layout: Layout)
         most=config.eval.samples,
         is_ordered=config.deterministic == "layout",
     )
-
-
-def _given(config: RunConfig, data: DataView, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Give what a model may take from the data; of a run that is read, what it took there."""
-    known, typed = data.optional("vocab_size"), config.model.params.get("vocab_size")
-    if recorded := state.get("given"):
-        size = typed or recorded.get("vocab_size")
-        if known and size and size < known:
-            raise DataError(f"data: hold {known} different tokens; the run's model has {size}")
-        return dict(recorded)
-    if known and typed and typed < known:
-        text = f"the data hold {known} different tokens; the smallest valid value is {known}"
-        raise ConfigError(f"model.vocab_size={typed}: {text}")
-    if known is None and "vocab_size" in config.model.params and typed is None:
-        text = "the data do not state a vocabulary size; set it, e.g. model.vocab_size=50257"
-        raise ConfigError(f"model.vocab_size: {text}")
-    return {"vocab_size": known, "max_length": config.data.params.get("max_length")}
-
-
-def build_model(
-    config: RunConfig, world: World, given: Mapping[str, Any], *, on_meta: bool = False
-) -> tuple[nn.Module, Weights | None]:
-    """Build the model from the seed; with `on_meta`, a model of ours with its weights beside it.
-
-    `given` are arguments that its constructor may take and the config leaves out; see `Parts`.
-
-    Raises:
-        ConfigError: it has no blocks to recompute, or as its constructor raises.
-    """
-
-    def build() -> nn.Module:
-        seed_draws(rng_key(config.seed, "weights"), world.device)
-        return refuse_lazy(construct(config.model, "model", nn.Module, config.trust, given))
-
-    with preserve_generators():
-        if on_meta and config.model.target.startswith("trainer."):
-            module, weights = build_on_meta(build)
-        else:
-            module, weights = build(), None
-    module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(world.device))  # type: ignore[no-untyped-call] # untyped in torch
-    module.train()
-    if config.activation_checkpointing is True and not checkpoint_blocks(module):
-        text = "this model has no list of blocks (nn.ModuleList) to recompute; use false"
-        raise ConfigError(f"activation_checkpointing=true: {text}")
-    return module, weights
 
 
 def bind_run(module: nn.Module, precision: str, world: World) -> ModelCall:

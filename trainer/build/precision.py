@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from trainer.build.parallel import planned_device
+from trainer.config.cards import card_of
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError
 from trainer.core.world import World
@@ -33,7 +34,9 @@ def resolve_precision(
         word: str = config.precision
         if word == "auto":
             has_fp32 = any(p.dtype == torch.float32 for p in module.parameters())
-            word = begun or ("bf16" if has_fp32 and has_fast_bf16(device) else "fp32")
+            card = card_of(config.device)
+            has_bf16 = has_fast_bf16(device) if card is None else card.has_bf16
+            word = begun or ("bf16" if has_fp32 and has_bf16 else "fp32")
         if word == "tf32" and device.type != "cuda":
             remedy = " resume_allow=[precision]" * (begun is not None)
             raise ConfigError(f"precision=tf32: needs a GPU; type precision=fp32{remedy}")

@@ -13,6 +13,7 @@ from statistics import fmean
 from typing import Any, final
 
 import numpy as np
+import torch
 from pydantic import TypeAdapter
 
 from trainer.accumulate.sum import Sum
@@ -21,25 +22,28 @@ from trainer.build.packing import unpacked
 from trainer.build.parallel import planned_device, rank_memory
 from trainer.build.parts import Parts, bind_run
 from trainer.build.trials import Trials
+from trainer.config.cards import CARDS, card_of, reported_as
 from trainer.config.messages import clip
 from trainer.core.errors import DataError, NoCheckpointError, TrainError
 from trainer.core.micro_batch import Fields
 from trainer.core.signals import check
 from trainer.data.loader import Request
 from trainer.models.boundaries import BOUNDARIES
+from trainer.models.meta_start import is_on_meta
 from trainer.models.recompute import blocks_of, checkpoint_blocks
 from trainer.parallel.sync import POLICIES
 from trainer.plan.cut import Cost, Cut, IntArray, Plan
-from trainer.plan.cuts import Auto, Budget, Fixed, LayoutInvariant
-from trainer.plan.memory import Shape, corner_shapes
+from trainer.plan.cuts import Auto, Fixed, LayoutInvariant
+from trainer.plan.memory import Shape, largest_shapes
 from trainer.plan.partition import pad
 from trainer.plan.traffic import MOST_OF_MEMORY, Work
 from trainer.training.batches import PREFETCH_LIMIT_BYTES
 from trainer.tune.cache import TuningCache, describe
 from trainer.tune.flops import ModelFlops, model_flops, peak_flops
+from trainer.tune.forward import Forward, card_cost
 from trainer.tune.memory_limit import MemoryLimit, begin_peak
 from trainer.tune.predict import Predictor
-from trainer.tune.speed import meter_for
+from trainer.tune.speed import meter_for, speed_of
 from trainer.tune.tensors import MemoryEstimate
 from trainer.tune.tuner import tune
 from trainer.tune.tuning import NEAR_BEST_TOKENS, Question, Tuning
@@ -80,7 +84,11 @@ class Prepared:
 
     @property
     def step_seconds(self) -> float | None:
-        """The time that tuning predicts for a step; None where nothing was timed."""
+        """The time of a step that tuning, or a card's data sheet, predicts; None where neither."""
+        layout = self.parts.layout
+        if not self.is_here and layout.cost.seconds_per_token is not None:
+            speed = speed_of(layout.cost)
+            return fmean(speed.step_seconds(p, lockstep=layout.lockstep) for p in self.plans)
         rows = () if self.tuning is None else self.tuning.candidates
         return next((row.seconds_per_step for row in rows if row.chosen), None)
 
@@ -94,7 +102,7 @@ def prepare_on_main(parts: Parts, saved: Mapping[str, Any] | None = None) -> Pre
         return {"cut": describe_cut(found[0]), "trials": asdict(found[0].trials)}
 
     answer = parts.world.on_main(find)
-    return found[0] if found else prepare(parts, answer["cut"], Trials(**answer["trials"]))
+    return found[0] if found else prepare(parts, answer["cut"], Trials.from_dict(answer["trials"]))
 
 
 def choose_sync(prepared: Prepared, saved: Mapping[str, Any] | None = None) -> Prepared:
@@ -137,6 +145,7 @@ def prepare(
     those of the main rank; without them they run here.
 
     Raises:
+        CannotRunFake: the model was built without weights, and needs more than shapes.
         Preempted: a signal ended the tuning.
         TrainError: a part of the run does not do what it must, or nothing fits in memory.
     """
@@ -144,6 +153,8 @@ def prepare(
     work = _workload(parts)
     trials = trials or Trials.run(parts, work)
     trials.apply(parts)
+    forward = trials.forward
+    parts = _with_cost(parts, forward, saved)
     limit, is_here = _limit_of(parts, work.resident_bytes)
     batches, known = _sampled(parts), _restored(parts, saved)
     cut, tuning, how = parts.cut, None, f"{type(parts.cut).__name__}, as typed"
@@ -151,7 +162,7 @@ def prepare(
         cut, tuning, how = *known, "as before, from the checkpoint"
     elif isinstance(cut, Auto):
         assert limit is not None  # a machine that is not here has what accum.memory says
-        tuning = _tune(parts, cut, work, limit, batches, is_here=is_here)
+        tuning = _tune(parts, cut, work, forward, limit, batches, is_here=is_here)
         cut, how = cut.tuned(tuning.max_tokens, tuning.cost, tuning.alone), tuning.method
     if tuning is not None and tuning.activation_checkpointing:
         checkpoint_blocks(parts.module)  # again where it was typed, which changes nothing
@@ -162,9 +173,9 @@ def prepare(
     if known is not None and saved is not None:
         tokens = saved["evaluation_tokens"]
     predicted, warnings = tuning and tuning.predicted, list[str]()
-    if parts.world.is_main and tuning is None:
-        predicted = _predicted(parts, work, plans, warnings)
     if parts.world.is_main:
+        if tuning is None:
+            predicted = _predicted(parts, work, forward, plans, warnings)
         warnings += trial_warnings(parts)
     begin_peak(parts.world.device)
     return Prepared(
@@ -185,11 +196,31 @@ def prepare(
     )
 
 
+def _with_cost(parts: Parts, forward: Forward | None, saved: Mapping[str, Any] | None) -> Parts:
+    """Give every cut the time model of the device: what the run began with, or by arithmetic.
+
+    On a CPU it is a constant; `accum=auto` times its own where it can.
+    """
+    if saved is not None and saved["accum"] == parts.config.accum.model_dump(include=_CUT_BY):
+        known = saved.get("cost")
+        cost = parts.layout.cost if known is None else Cost(**known)
+    elif (device := planned_device(parts.config, parts.world)).type == "cuda":
+        card, is_named = card_of(parts.config.device), parts.config.device in CARDS
+        if device.type == parts.world.device.type:
+            card = reported_as(torch.cuda.get_device_name(parts.world.device))
+        cost = card_cost(forward, card, parts.precision)
+        cost = cost if is_named else replace(cost, seconds_per_token=None)
+    else:
+        return parts
+    return replace(parts, layout=replace(parts.layout, cost=cost))
+
+
 def describe_cut(prepared: Prepared) -> dict[str, Any]:
     """Give what a resumed run needs to cut and to reduce as this one does, as JSON."""
     parts, setup = prepared.parts, prepared.parts.parallel
     return {
         "accum": parts.config.accum.model_dump(include=_CUT_BY),
+        "cost": asdict(parts.layout.cost),
         "state": asdict(prepared.cut),
         "tuning": prepared.tuning and asdict(prepared.tuning),
         "evaluation_tokens": parts.held_out.max_tokens if parts.held_out else 1,
@@ -250,7 +281,7 @@ def _tiled(parts: Parts) -> Tiled:
     example, lengths, longest = parts.example, parts.source.lengths, parts.source.lengths.max()
     is_away = planned_device(parts.config, parts.world).type != parts.world.device.type
     # Without that kernel boundaries are looked at, and a model on the meta device runs fake alone.
-    has_kernel = not is_away and (parts.weights is None or parts.world.device.type == "cuda")
+    has_kernel = not is_away and (not is_on_meta(parts.module) or parts.world.device.type == "cuda")
     boundaries = inspect.signature(parts.module.forward).parameters.get(BOUNDARIES)
     is_optional = boundaries is None or boundaries.default is not boundaries.empty
     if not has_kernel and is_optional and BOUNDARIES in example:
@@ -297,7 +328,7 @@ def _limit_of(parts: Parts, resident_bytes: int) -> tuple[MemoryLimit | None, bo
     return replace(limit, bytes=max(0, limit.bytes - inputs), inputs=inputs), is_here
 
 
-def _open_cache(parts: Parts, work: Workload) -> TuningCache:
+def _open_cache(parts: Parts, work: Workload, forward: Forward | None) -> TuningCache:
     """Open the cache for everything that measurements and predictions depend on."""
     model, setup = parts.config.model, parts.parallel
     situation = {
@@ -305,7 +336,7 @@ def _open_cache(parts: Parts, work: Workload) -> TuningCache:
         "component": [model.target, repr(sorted(model.params.items()))],
         "ranks": [parts.world.size, setup.replicas, work.sync.name, setup.buckets(work.device)],
     }
-    described = describe(work, parts.source.lengths.max(), parts.precision)
+    described = describe(work, parts.source.lengths.max(), parts.precision, forward)
     return TuningCache.open(described | situation)
 
 
@@ -313,6 +344,7 @@ def _tune(
     parts: Parts,
     cut: Auto,
     work: Workload,
+    forward: Forward | None,
     limit: MemoryLimit,
     batches: list[IntArray],
     *,
@@ -336,12 +368,14 @@ def _tune(
         most_samples=min(parts.source.order.most_samples, cut.micro or sys.maxsize),
         recompute=parts.config.activation_checkpointing,
         timed=is_here and fits and not parts.config.deterministic,
+        as_needed=not is_here and device == "cuda",
         fixed_cap=NEAR_BEST_TOKENS[device] if parts.config.deterministic else None,
         num_steps=parts.total_steps,
         longest_id=int(parts.train_set.original_ids([longest])[0]),
     )
     with parts.source.loader.naming_samples(Request((longest,), 0, lengths.max())):
-        return tune(question, _open_cache(parts, work), _clock, meter_for(work.device))
+        cache = _open_cache(parts, work, forward)
+        return tune(question, cache, _clock, meter_for(work.device))
 
 
 def _clock() -> float:
@@ -351,12 +385,16 @@ def _clock() -> float:
 
 
 def _predicted(
-    parts: Parts, work: Workload, plans: tuple[Plan, ...], warnings: list[str]
+    parts: Parts,
+    work: Workload,
+    forward: Forward | None,
+    plans: tuple[Plan, ...],
+    warnings: list[str],
 ) -> MemoryEstimate | None:
     """Predict the peak of the dearest micro-batch of any step; None where that cannot be."""
     shapes, recompute = _dearest(parts, plans), parts.config.activation_checkpointing is True
     try:
-        cache = _open_cache(parts, work)
+        cache = _open_cache(parts, work, forward)
         facts = cache.facts[recompute]
         if unknown := [shape for shape in shapes if shape not in facts.peaks]:
             # One that the run has, not one sample alone: BatchNorm of single values needs two.
@@ -375,23 +413,15 @@ def _predicted(
 
 
 def _dearest(parts: Parts, plans: tuple[Plan, ...]) -> tuple[Shape, ...]:
-    """Name shapes of which one needs the most memory of all steps, sampled or not.
+    """Name shapes of which one needs the most memory of the sampled steps.
 
-    The longest sample of the data comes with a whole micro-batch of others under a fixed cut, and
-    under a cap with as many as it allows. Of packed rows, and of a cut of the user's own, only the
-    sampled plans are known; a row counts as documents of their mean length, rounded up.
+    Under a fixed cut it is that of all steps: the longest sample of the data may come with a whole
+    micro-batch of others.
     """
-    cut, lengths, layout = parts.cut, parts.source.lengths, parts.layout
-    shortest, longest = map(int, pad(np.array([lengths.min(), lengths.max()]), layout))
-    sizes = [
-        (plan.positions(rank, slot), max(1, len(plan.ranks[rank][slot])))
-        for plan in plans
-        for rank, slot in plan.slots()
-    ]
-    if isinstance(cut, Budget) and not layout.packed:
-        most = min(parts.source.order.most_samples, cut.micro or cut.max_tokens)
-        return corner_shapes(cut.max_tokens, longest, shortest, most)
-    if isinstance(cut, Fixed | LayoutInvariant) and not layout.packed:
-        return (Shape(max(count for _, count in sizes), longest),)
-    positions, count = max(sizes)
-    return (Shape(count, -(-positions // count)),)
+    shapes = largest_shapes(plans)
+    if isinstance(parts.cut, Fixed | LayoutInvariant) and not parts.layout.packed:
+        longest = pad(np.array([parts.source.lengths.max()]), parts.layout)
+        return (
+            Shape(max(len(ids) for p in plans for own in p.ranks for ids in own), int(longest[0])),
+        )
+    return shapes

@@ -10,6 +10,7 @@ from trainer.build.parallel import planned_device
 from trainer.build.parts import Parts
 from trainer.build.precision import has_fast_bf16
 from trainer.build.prepare import Prepared
+from trainer.config.cards import card_of
 from trainer.config.messages import flat, show
 from trainer.config.rules import warmup_steps
 from trainer.config.run_config import RunConfig, to_plain
@@ -17,6 +18,7 @@ from trainer.core.format import plural
 from trainer.models.check import batch_statistics
 from trainer.optim.optimizers import match_groups
 from trainer.plan.cuts import Auto
+from trainer.tune.forward import PEAK_SHARE
 from trainer.verify.diagnose import low_precision
 
 MEMORY_PARTS = ("parameters", "gradients", "optimizer_state", "activations", "buffers")
@@ -33,7 +35,6 @@ def summarize(prepared: Prepared) -> dict[str, Any]:
     lengths, parallel, every = parts.source.lengths, parts.parallel, config.checkpoint.every
     planned, device = planned_device(config, parts.world), parts.world.device
     predicted, limit, tuning = prepared.predicted, prepared.limit_bytes, prepared.tuning
-    unknown = "unknown" + ": nothing can be timed for another machine" * (not prepared.is_here)
     sizes = [(p.requires_grad, p.numel()) for p in parts.module.parameters()]
     num_held_out = 0 if parts.held_out is None else len(parts.held_out.loader.dataset)
     return {
@@ -69,7 +70,7 @@ def summarize(prepared: Prepared) -> dict[str, Any]:
         "lr": parts.spec.lr * parts.lr_scale,
         "scheduler": config.scheduler.name or config.scheduler.target,
         "warmup_steps": warmup_steps(getattr(parts.schedule, "warmup", 0) or 0, parts.total_steps),
-        "device": f"{planned.type} (not here)" if planned.type != device.type else str(device),
+        "device": f"{_named(config)} (not here)" if planned.type != device.type else str(device),
         "precision": parts.precision,
         "num_workers": parts.source.loader.num_workers,
         "shapes": [
@@ -109,7 +110,7 @@ def summarize(prepared: Prepared) -> dict[str, Any]:
         ],
         "cap_source": prepared.how,
         "step_seconds": prepared.step_seconds,
-        "time_note": None if tuning is None or prepared.step_seconds else unknown,
+        "time_note": _time_note(prepared),
         "cadences": {
             "log": config.log.every,
             **({"evaluate": parts.every(config.eval.every)} if num_held_out else {}),
@@ -122,6 +123,23 @@ def summarize(prepared: Prepared) -> dict[str, Any]:
         "sync_table": [asdict(row) for row in parallel.rows],
         "network": parallel.network and asdict(parallel.network),
     }
+
+
+def _named(config: RunConfig) -> str:
+    """Name the device that is planned for."""
+    return "cuda" if config.device == "auto" else config.device
+
+
+def _time_note(prepared: Prepared) -> str | None:
+    """Say how the time of a step is known, or why it is not; None where it was timed."""
+    config, card = prepared.parts.config, card_of(prepared.parts.config.device)
+    if card is not None and prepared.step_seconds:
+        peak = card.peak(prepared.parts.precision) / 1e12
+        return f"estimated at {PEAK_SHARE:.0%} of the {peak:,.0f} TFLOP/s of {config.device}"
+    if prepared.tuning is None or prepared.step_seconds:
+        return None
+    remedy = ": nothing can be timed for another machine; device=h100 estimates it"
+    return "unknown" + remedy * (not prepared.is_here)
 
 
 def _warnings(prepared: Prepared) -> list[str]:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Self, final
+from typing import Any, Self, final
 
 from trainer.build.parts import Parts
 from trainer.data.loader import Request
+from trainer.models.meta_start import is_on_meta
 from trainer.models.output_layer import IS_LAST, candidate
+from trainer.plan.memory import Shape
+from trainer.tune.forward import Forward, count_forward
 from trainer.tune.lookups import lookup_limits
-from trainer.tune.predict import mark_output_layer
+from trainer.tune.predict import CannotRunFake
 from trainer.tune.workload import Workload
 
 
@@ -22,18 +25,33 @@ class Trials:
     Attributes:
         limits: what whole numbers of a field must be below: the rows of the table they look up.
         gives_logits: whether the output layer's outputs are the logits, and nothing else.
+        forward: what one of the greatest length computes; None where the model cannot run fake.
     """
 
     limits: Mapping[str, int]
     gives_logits: bool
+    forward: Forward | None
 
     @classmethod
     def run(cls, parts: Parts, work: Workload) -> Self:
-        """Try the model; not collective."""
-        limits = lookup_limits(work, parts.source.lengths.max(), parts.source.loader.limits)
-        mark_output_layer(work)
+        """Try the model; not collective.
+
+        Raises:
+            CannotRunFake: the model was built without weights, and needs more than shapes.
+        """
+        longest = parts.source.lengths.max()
+        limits = lookup_limits(work, longest, parts.source.loader.limits)
+        forward = count_forward(work, Shape(2, longest))
+        if forward is None and is_on_meta(parts.module) and parts.weights is None:
+            raise CannotRunFake("the model was built without weights")
         layer = candidate(parts.module)
-        return cls(limits, layer is not None and IS_LAST in vars(layer))
+        return cls(limits, layer is not None and IS_LAST in vars(layer), forward)
+
+    @classmethod
+    def from_dict(cls, state: Mapping[str, Any]) -> Self:
+        """Read what `asdict` gave on another rank."""
+        forward = state["forward"] and Forward(**state["forward"])
+        return cls(state["limits"], state["gives_logits"], forward)
 
     def apply(self, parts: Parts) -> None:
         """Have the loaders compare numbers with the limits, and losses know the output layer."""

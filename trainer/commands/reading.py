@@ -23,8 +23,9 @@ from trainer.build.checks import (
     wrong_sum,
 )
 from trainer.build.instantiate import look_up
+from trainer.build.model import build_model
 from trainer.build.parallel import parallel_mode, parallel_setup
-from trainer.build.parts import Parts, assemble, build_model
+from trainer.build.parts import Parts, assemble
 from trainer.build.prepare import Prepared, prepare, prepare_on_main
 from trainer.checkpoint.state import load_model
 from trainer.checkpoint.store import CHECKPOINTS, CheckpointStore, Loaded
@@ -163,18 +164,19 @@ def name_source(screen: Screen, source: Source | None) -> None:
 
 
 def assemble_resumed(
-    config: RunConfig, world: World
+    config: RunConfig, world: World, *, with_values: bool = False
 ) -> tuple[Parts, Loaded | None, dict[str, Any]]:
     """Build a run as it begins, or goes on from the checkpoint that `resume` names.
 
     Gives its parts, that checkpoint, as it is, and its state; what a resumption refuses is refused.
+    `with_values` is as for `assemble`.
     """
     if config.resume is None:
-        return assemble(config, world), None, {}
+        return assemble(config, world, with_values=with_values), None, {}
     store = CheckpointStore(Path(config.resume) / CHECKPOINTS)
     loaded = store.load(config.checkpoint_step, set_aside=False)
     extra = read_run_state(loaded)
-    parts = assemble(config, world, extra)
+    parts = assemble(config, world, extra, with_values=with_values)
     terms_of(parts, loaded, extra)
     return parts, loaded, extra
 

@@ -44,6 +44,7 @@ from trainer.training.tracing import tracing
 from trainer.training.window import Kit
 from trainer.tune.memory_limit import peak_bytes
 from trainer.tune.network import network_of
+from trainer.tune.predict import CannotRunFake
 
 _log = logging.getLogger(__name__)
 
@@ -52,8 +53,8 @@ SPLITS_FILE = "splits.json"
 RESULT_FILE = "result.json"
 
 BUILT_WHOLE = (
-    "the model is built whole on every rank before it is sharded: only models of this package "
-    "are built sharded"
+    "the model is built whole on every rank before it is sharded: only classes that declare "
+    "draws_on_meta are built in shards"
 )
 
 
@@ -77,8 +78,13 @@ def plan_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], b
 
     Of ranks that are not there this process works out what the first would do.
     """
-    parts, loaded, extra = assemble_resumed(config, world)
-    plan = summarize(choose_sync(prepare(parts, extra.get("cut")), extra.get("cut")))
+    try:
+        parts, loaded, extra = assemble_resumed(config, world)
+        prepared = prepare(parts, extra.get("cut"))
+    except CannotRunFake:  # shapes do not do
+        parts, loaded, extra = assemble_resumed(config, world, with_values=True)
+        prepared = prepare(parts, extra.get("cut"))
+    plan = summarize(choose_sync(prepared, extra.get("cut")))
     write_record(folder / PLAN_FILE, plan)
     screen = Screen(folder)
     name_source(screen, loaded and Source.of(loaded))

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
+from trainer.config.cards import CARDS
 from trainer.config.components import FIXED_CUT, GPT, TOKENS
 from trainer.config.messages import clip, flat, line, lookup
 from trainer.core.errors import ConfigError
@@ -23,7 +24,11 @@ DEFAULT_GLOBAL = 512
 
 NO_GPU = (
     "device=cuda: no GPU is usable here; use device=cpu or device=auto, or plan for one that is "
-    "not here: train plan device=cuda accum.memory=80GiB"
+    "not here: train plan device=h100"
+)
+NO_MEMORY = (
+    "device=cuda: no GPU is here, so its memory is not known; name a card to plan for, e.g. "
+    "device=h100, or type accum.memory=80GiB"
 )
 
 _TIME = re.compile(r"(\d+(?:\.\d+)?) ?(s|min|h)")
@@ -113,11 +118,7 @@ def _place_faults(view: Tree) -> Iterator[str]:
         yield line("parallel.ranks", ranks, "parallel=none is one rank; use parallel=ddp")
     if view["sync"] == "hierarchical" and mode != "hsdp" and (_known_ranks(view) or 1) > 1:
         yield "sync=hierarchical: needs copies of the model; use parallel=hsdp"
-    # A plan computes nothing; only the size of the memory has to be known.
-    is_planned = command == "plan" and view.get("accum.memory", True) is not None
-    needs_gpu = view["device"] == "cuda" and not is_planned and command != "export"
-    if needs_gpu and not _may_have_gpu():
-        yield NO_GPU
+    yield from _device_faults(view)
     has_run = view["init"] or view["run"] or (command == "verify" and view["resume"])
     if view["step"] != "last" and not has_run:
         text = "picks a checkpoint of run=RUN or init=RUN; for the length of a run type steps="
@@ -125,6 +126,19 @@ def _place_faults(view: Tree) -> Iterator[str]:
     outputs = str(view["outputs"])
     if ".." in PurePath(outputs).parts or outputs.startswith("~"):
         yield line("outputs", outputs, "must not lead upwards with .., or begin with ~")
+
+
+def _device_faults(view: Tree) -> Iterator[str]:
+    """Name a device that is not here; a plan needs no more of it than the size of its memory."""
+    device, command = view["device"], view["command"]
+    if device in CARDS and command != "plan":
+        yield line("device", device, "names a card for train plan; a run takes device=cuda or auto")
+    if device != "cuda" or command == "export" or _may_have_gpu():
+        return
+    if command != "plan":
+        yield NO_GPU
+    elif view.get("accum.memory", True) is None:
+        yield NO_MEMORY
 
 
 def _known_ranks(view: Tree) -> int | None:

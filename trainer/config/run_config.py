@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field
 
+from trainer.config.cards import CardName
 from trainer.config.components import (
     COMPONENTS,
     FIXED_CUT,
@@ -147,7 +148,7 @@ class RunConfig(Section):
     order: Literal[1, 2, 3]
     clip_norm: Positive | None
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"]
-    device: Literal["auto", "cpu", "cuda"]
+    device: Literal["auto", "cpu", "cuda"] | CardName
     compile: bool
     deterministic: bool | Literal["layout"]
     activation_checkpointing: bool | Auto

@@ -21,6 +21,7 @@ from trainer.core.micro_batch import Fields
 from trainer.core.out_of_memory import is_out_of_memory
 from trainer.core.own_code import OWN_CODE, OwnCode
 from trainer.core.signals import SIGNALS
+from trainer.core.user_code import described
 from trainer.data.collate import (
     ATTENTION_MASK,
     IGNORED_LABEL,
@@ -38,7 +39,6 @@ from trainer.data.samples import (
     Sample,
     Samples,
     as_tensors,
-    described,
     faults_of,
     num_tokens,
 )

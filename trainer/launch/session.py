@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 from trainer.checkpoint.lock import hold
 from trainer.commands.reading import evaluate_run, export_run, verify_run, verify_sync
 from trainer.commands.train import plan_run, train_run
-from trainer.config.rules import NO_GPU
+from trainer.config.rules import NO_GPU, NO_MEMORY
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError, DoesNotFitError, RankFailedError, TrainError
 from trainer.core.out_of_memory import is_out_of_memory
@@ -54,13 +54,14 @@ _CONNECT_S = 10.0  # that one attempt to connect may take
 def choose_device(config: RunConfig, local_rank: int = 0) -> torch.device:
     """Resolve `device`; `ConfigError` where there is no GPU for this rank."""
     # Weights are exported in main memory, also where the run had a GPU and this machine has none.
-    is_cpu = config.device == "cpu" or config.command == "export"
-    found = 0 if is_cpu else torch.cuda.device_count()
+    is_export, is_planned = config.command == "export", config.command == "plan"
+    is_gpu = config.device in {"auto", "cuda"} and not is_export
+    found = torch.cuda.device_count() if is_gpu else 0
     if not found:
         # A plan for a machine that is not here computes nothing: shapes run fake.
-        is_fake = config.command == "plan" and config.accum.params.get("memory", True)
-        if config.device == "cuda" and not (is_fake or config.command == "export"):
-            raise ConfigError(NO_GPU)
+        is_fake = is_planned and config.accum.params.get("memory", True)
+        if config.device == "cuda" and not (is_fake or is_export):
+            raise ConfigError(NO_MEMORY if is_planned else NO_GPU)
         return torch.device("cpu")
     if local_rank >= found:
         raise ConfigError(
@@ -94,7 +95,7 @@ def local_ranks(config: RunConfig) -> int:
     """Resolve `parallel.ranks` on this machine: one per GPU, else one."""
     if config.parallel.ranks != "auto":
         return config.parallel.ranks
-    is_single = config.device == "cpu" or config.parallel.mode == "none"
+    is_single = config.device not in {"auto", "cuda"} or config.parallel.mode == "none"
     return 1 if is_single else max(1, torch.cuda.device_count())
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Literal, final
+from typing import ClassVar, Literal, final
 
 import torch
 import torch.nn.functional as F
@@ -51,6 +51,9 @@ class GPT(nn.Module):
     Raises:
         ConfigError: the heads do not share the width.
     """
+
+    draws_on_meta: ClassVar[bool] = True
+    """Whether the constructor draws on the meta device what it draws on the CPU."""
 
     def __init__(  # noqa: PLR0913 - the shape of a transformer has this many numbers
         self,

@@ -1,4 +1,4 @@
-"""Build a model of ours on the meta device, and compute its first weights one at a time.
+"""Build a model on the meta device, and compute its first weights one at a time.
 
 The constructor runs under `torch.device("meta")`, where tensors have no memory. What fills a
 parameter is recorded; where it draws random numbers it is also run on memory that is dropped at
@@ -6,8 +6,8 @@ once, so that the generator moves as it does on the CPU. A weight is computed la
 operations again from the states of the generator that were found, and so has the bits of a model
 that is built on the CPU.
 
-Only for the models of this package: other classes may do something else on the meta device than on
-the CPU (transformers leaves weights undrawn there).
+Only for classes that declare `draws_on_meta`: their constructors draw on the meta device what they
+draw on the CPU. Others may do something else there (transformers leaves weights undrawn).
 """
 
 from __future__ import annotations
@@ -65,13 +65,18 @@ class Weights:
 
 
 def build_on_meta(build: Callable[[], nn.Module]) -> tuple[nn.Module, Weights]:
-    """Build a model of this package on the meta device; the generator moves as on the CPU."""
+    """Build a model that `draws_on_meta` there; the generator moves as on the CPU."""
     recorder = _FillRecorder()
     with recorder, torch.device("meta"):
         module = build()
     named = dict(module.named_parameters(remove_duplicate=False))
     fills = {name: recorder.fills[_key(parameter)] for name, parameter in named.items()}
     return module, Weights(fills, named)
+
+
+def is_on_meta(module: nn.Module) -> bool:
+    """Whether parameters of a model have no memory."""
+    return any(parameter.is_meta for parameter in module.parameters())
 
 
 @contextmanager

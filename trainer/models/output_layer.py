@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, final
 
-import torch
 from torch import Tensor, nn
 
 from trainer.core.micro_batch import Fields
@@ -78,15 +77,20 @@ def candidate(module: nn.Module) -> nn.Linear | TiedHead | None:
     return layer if is_plain and not is_hooked else None
 
 
-@torch.no_grad()
-def is_last(call: Callable[[Fields], Any], layer: nn.Module, fields: Fields) -> bool:
-    """Run a copy of a model, and tell whether its logits are the very tensor that a layer gave."""
+def watch_last(model: nn.Module, layer: nn.Module) -> Callable[[], bool]:
+    """Watch a copy of a model, and tell whether its logits were the very tensor of a layer."""
     given: list[tuple[Tensor, int]] = []
+    outputs: list[tuple[Tensor, int]] = []
     layer.register_forward_hook(lambda _, __, out: given.append((out, out._version)))
-    output = call(fields)
-    logits = getattr(output, "logits", output)
-    # Written into, a tensor has a later version.
-    return [(id(out), version) for out, version in given] == [(id(logits), logits._version)]
+
+    def note(_: nn.Module, __: object, output: Any) -> None:  # noqa: ANN401
+        logits = getattr(output, "logits", output)
+        outputs.append(
+            (logits, getattr(logits, "_version", -1))
+        )  # later, where it was written into
+
+    model.register_forward_hook(note)
+    return lambda: [(id(t), v) for t, v in given] == [(id(t), v) for t, v in outputs] != []
 
 
 def _pass(x: Tensor) -> Tensor:

@@ -22,11 +22,11 @@ from trainer.core import durable
 from trainer.data.index import cache_folder
 from trainer.plan.memory import Shape
 from trainer.report.records import cpu_model
-from trainer.tune.predict import operators_of
+from trainer.tune.forward import Forward
 from trainer.tune.tensors import MemoryEstimate
 from trainer.tune.workload import Workload
 
-FORMAT = 9  # raised when what a fact means changes; files of another format are not read
+FORMAT = 10  # raised when what a fact means changes; files of another format are not read
 # Settings of an optimizer that change neither time nor memory
 RATES = {"params", "lr", "initial_lr", "weight_decay", "name"}
 
@@ -106,11 +106,13 @@ class TuningCache:
                 durable.write_json(self.path, {"facts": [each.to_dict() for each in self.facts]})
 
 
-def describe(work: Workload, length: int, precision: str) -> dict[str, Any]:
+def describe(
+    work: Workload, length: int, precision: str, forward: Forward | None
+) -> dict[str, Any]:
     """List everything a measurement depends on.
 
-    What a class computes shows in the operators of a fake forward; an edit that changes none of
-    them changes no measurement.
+    What a class computes shows in the operators of a fake `forward` of that length; an edit that
+    changes none of them changes no measurement.
     """
     device, optimizer = work.device, work.make_optimizer(work.model)
     parts = (*work.model.modules(), work.objective, optimizer)
@@ -123,7 +125,7 @@ def describe(work: Workload, length: int, precision: str) -> dict[str, Any]:
             for package in [sys.modules.get(kind.__module__.partition(".")[0])]
         ),
         "tensors": [f"{n} {t.dtype} {tuple(t.shape)} {t.requires_grad}" for n, t in tensors],
-        "operators": operators_of(work, Shape(2, length)),
+        "operators": forward and forward.operators,
         "optimizer": str([{k: v for k, v in group.items() if k not in RATES} for group in groups]),
         "length": length,
         "precision": precision,

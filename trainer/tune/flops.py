@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from trainer.config.cards import reported_as
 from trainer.models.recompute import recompute_nothing
 from trainer.plan.cut import IntArray
 from trainer.plan.memory import Shape
@@ -25,25 +26,6 @@ from trainer.tune.predict import CannotRunFake, fake_micro_batch
 from trainer.tune.workload import Workload
 
 PAIR = 2  # samples of a fake run; BatchNorm of single values needs two
-
-# Dense bf16 and fp32 outside of tensor cores, in 10^12 FLOP/s, as the data sheets have them. A name
-# that is part of another stands behind it. TF32 is half of bf16 on all of them.
-PEAKS = {
-    "B200": (2250.0, 75.0),
-    "H200 NVL": (836.0, 60.0),
-    "H200": (989.5, 67.0),
-    "H100 NVL": (836.0, 60.0),
-    "H100 PCIe": (756.0, 51.0),
-    "H100": (989.5, 67.0),
-    "A100": (312.0, 19.5),
-    "A10G": (70.0, 35.0),
-    "A10": (125.0, 31.2),
-    "L40S": (362.0, 91.6),
-    "L4": (121.0, 30.3),
-    "RTX 4090": (165.2, 82.6),
-    "RTX 3090": (71.0, 35.6),
-    "MI300X": (1307.4, 163.4),
-}
 
 
 @final
@@ -123,9 +105,6 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 
 
 def peak_of(name: str, precision: str) -> float | None:
-    """Look a device up by its name."""
-    found = next((numbers for part, numbers in PEAKS.items() if part in name), None)
-    if found is None:
-        return None
-    half, single = found
-    return 1e12 * {"fp32": single, "tf32": half / 2}.get(precision, half)
+    """Look a device up by the name that its driver reports."""
+    card = reported_as(name)
+    return None if card is None else card.peak(precision)

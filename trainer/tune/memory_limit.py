@@ -51,6 +51,7 @@ def memory_limit(
     *,
     resident_bytes: int = 0,
     asked: int | None = None,
+    source: str = ASKED,
     local_ranks: int = 1,
     root: Path = Path("/"),
 ) -> MemoryLimit:
@@ -59,12 +60,13 @@ def memory_limit(
     Args:
         device: where it computes; on a CPU the ranks of a machine share its memory.
         resident_bytes: the model's tensors, which are part of what is used already.
-        asked: `accum.memory` in bytes: plan for this much instead of looking.
+        asked: plan for so many bytes instead of looking.
+        source: who asked, for a person to read.
         local_ranks: ranks on this machine.
         root: of the file system, where Linux shows its limits.
     """
     if asked is not None:
-        left, source, resident_bytes = asked, ASKED, 0
+        left, resident_bytes = asked, 0
     elif device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         # What the allocator holds without using is free to this process alone.

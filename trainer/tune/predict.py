@@ -23,8 +23,7 @@ from trainer.accumulate.rollback import Snapshot
 from trainer.config.messages import clip
 from trainer.models.compilation import compile_model
 from trainer.models.duplicate import duplicate
-from trainer.models.output_layer import IS_LAST, candidate, is_gpt, is_last
-from trainer.objectives.next_token import NextToken
+from trainer.models.meta_start import is_on_meta
 from trainer.parallel.sync import Deferred
 from trainer.plan.memory import Shape
 from trainer.tune.layout import COMPILED_SHAPES
@@ -76,7 +75,11 @@ def fake_copy(work: Workload) -> Iterator[tuple[FakeTensorMode, Workload, LayOut
     was_disabled, log.disabled = log.disabled, True
     try:
         with restoring(nn.Module()), ranks as lay_out:
-            model, objective = duplicate((work.model, work.objective), memo, mode.from_tensor)
+
+            def fake(tensor: Tensor) -> Tensor:  # among the attributes of the model
+                return _fake_of(tensor, mode, work.device if tensor.is_meta else tensor.device)
+
+            model, objective = duplicate((work.model, work.objective), memo, fake)
             for parameter in model.parameters():
                 parameter.grad = None
             with mode:
@@ -136,35 +139,6 @@ def predict_peak(work: Workload, shape: Shape, *, recompute: bool = False) -> Me
     return min(found, key=lambda estimate: estimate.peak_bytes)
 
 
-def operators_of(work: Workload, shape: Shape) -> str | None:
-    """Hash a micro-batch's forward: its operators and what each of them allocates.
-
-    None where the model cannot run fake.
-    """
-    peak = PeakBytes()
-    try:
-        with fake_micro_batch(replace(work, fake_ranks=None), shape) as (theirs, fields, _), peak:
-            theirs.objective.sums(theirs.call, fields)
-    except CannotRunFake:
-        return None
-    return peak.operators.hexdigest()
-
-
-def mark_output_layer(work: Workload) -> None:
-    """Find out, by a fake run, whether the logits of a model are what its output layer gives.
-
-    An objective may then ask for what goes into that layer.
-    """
-    layer = candidate(work.model) if isinstance(work.objective, NextToken) else None
-    if layer is None or is_gpt(work.model):
-        return
-    alone = replace(work, fake_ranks=None)
-    with suppress(CannotRunFake), fake_micro_batch(alone, Shape(1, 1)) as (theirs, fields, _):
-        fake = candidate(theirs.model)
-        if fake is not None and is_last(theirs.call, fake, fields):
-            setattr(layer, IS_LAST, True)
-
-
 @final
 class Predictor:
     """Predicts the peak of a step by the shape of its largest micro-batch.
@@ -200,7 +174,7 @@ class Predictor:
                 self._work, self._predict = replace(work, compiled=False), None
                 self.method = f"memory predicted with fake tensors, uncompiled ({answer})"
                 return self(shape)
-            if _is_meta(work):
+            if is_on_meta(work.model):
                 raise
             self.method = f"memory by real probes of small shapes ({answer})"
             self._predict = probe_peak(work, smallest, recompute=recompute)
@@ -209,7 +183,7 @@ class Predictor:
 
 def _compare(work: Workload, smallest: Shape, *, recompute: bool) -> None:
     """Compare the bytes of a small forward, run for real, with its fake's: both must be close."""
-    if _is_meta(work):
+    if is_on_meta(work.model):
         return
     # BatchNorm of single values needs two samples.
     shape, real = Shape(min(2, smallest.num_samples), min(smallest.length, COMPARED_TOKENS)), 0
@@ -224,10 +198,6 @@ def _compare(work: Workload, smallest: Shape, *, recompute: bool) -> None:
         raise CannotRunFake(f"a fake forward holds {fake / real:.0%} of what a real one does")
 
 
-def _is_meta(work: Workload) -> bool:
-    return any(p.is_meta for p in work.model.parameters())
-
-
 def probe_peak(work: Workload, smallest: Shape, *, recompute: bool = False) -> Predict:
     """Fit the activations of real forward and backward passes on small shapes.
 
@@ -240,12 +210,12 @@ def probe_peak(work: Workload, smallest: Shape, *, recompute: bool = False) -> P
         count = min(2, smallest.num_samples)  # BatchNorm of single values needs two
         shapes = [Shape(n * count, length) for length in lengths for n in (1, 2, 4)]
         measured = {shape: _activations(work, shape) for shape in shapes}
-    resting, coefficients = _resting(work), fit_shapes(measured)
+    rest, coefficients = resting(work), fit_shapes(measured)
 
     def predict(shape: Shape) -> MemoryEstimate:
-        activations = max(resting.activations, int(np.dot(coefficients, terms(shape))))
-        peak = resting.peak_bytes - resting.activations + activations
-        return replace(resting, peak_bytes=peak, activations=activations)
+        activations = max(rest.activations, int(np.dot(coefficients, terms(shape))))
+        peak = rest.peak_bytes - rest.activations + activations
+        return replace(rest, peak_bytes=peak, activations=activations)
 
     return predict
 
@@ -263,8 +233,8 @@ def _activations(work: Workload, shape: Shape) -> float:
     return float(peak.estimate.activations)
 
 
-def _resting(work: Workload) -> MemoryEstimate:
-    """Count what any shape needs; the optimizer runs fake even where the model does not."""
+def resting(work: Workload) -> MemoryEstimate:
+    """Count what a step needs without a sample; the optimizer runs fake if the model cannot."""
     try:
         with fake_copy(work) as (_, theirs, lay_out):
             # Without a window a rank in shards has no more than in one.

@@ -287,6 +287,12 @@ class SpeedModel:
         return float(sum(map(max, zip(*ranks, strict=True)))) if lockstep else max(map(sum, ranks))
 
 
+def speed_of(cost: Cost) -> SpeedModel:
+    """Give the times of a plan's time model; in tokens where it knows no seconds."""
+    terms = np.array([1.0, cost.fixed, cost.quadratic])
+    return SpeedModel(coefficients=terms * (cost.seconds_per_token or 1.0))
+
+
 def fit_speed(sizes: Mapping[Shape, float], others: Mapping[Shape, float]) -> SpeedModel:
     """Fit the line where it holds, and note how far the larger sizes lie above it.
 

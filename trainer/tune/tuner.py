@@ -18,8 +18,15 @@ from trainer.core import signals
 from trainer.core.errors import ConfigError, DoesNotFitError
 from trainer.core.format import plural, size
 from trainer.models.recompute import can_recompute
-from trainer.plan.cut import Cost
-from trainer.plan.memory import Shape, candidate_caps, corner_shapes, largest_cap
+from trainer.plan.cut import Cost, Plan
+from trainer.plan.memory import (
+    Shape,
+    candidate_caps,
+    corner_shapes,
+    largest_cap,
+    largest_cap_by_lines,
+    largest_shapes,
+)
 from trainer.tune.cache import Facts, TuningCache
 from trainer.tune.memory_limit import ASKED, MEBI, resident_growth, resident_ratio
 from trainer.tune.predict import CannotRunFake, Predictor
@@ -34,6 +41,7 @@ from trainer.tune.speed import (
     measure,
     positions,
     rehearsal,
+    speed_of,
 )
 from trainer.tune.tensors import MemoryEstimate
 from trainer.tune.tuning import NEAR_BEST_TOKENS, Candidate, Question, Tuning
@@ -87,10 +95,10 @@ def tune(
     if not found:
         raise variants[-1].refusal()
     best, row = _best(found)
-    # The chosen shape itself is run, whatever the rows of the table were interpolated from.
-    predicted = best.peak_under(row.max_tokens)
+    # The chosen shapes themselves are run, whatever the rows of the table were interpolated from.
+    chosen = replace(row, predicted_bytes=best.peak_under(row.max_tokens).peak_bytes, chosen=True)
+    predicted = best.peak_of(best.question.plans_under(row.max_tokens, best.cost))
     cache.save()
-    chosen = replace(row, predicted_bytes=predicted.peak_bytes, chosen=True)
     return Tuning(
         max_tokens=row.max_tokens,
         alone=question.alone,
@@ -192,20 +200,18 @@ class Variant:
         """Find the caps that fit, and what a step takes under each."""
         question, layout = self.question, self.question.layout
         self.cost = layout.cost
-        speed = SpeedModel(coefficients=np.array([1.0, self.cost.fixed, self.cost.quadratic]))
+        speed, is_known = speed_of(self.cost), self.cost.seconds_per_token is not None
         fits = self.largest_fit()
         if fits is not None and question.timed:
             speed = self.timed_speed(fits)
             self.cost = speed.cost
             fits = self.largest_fit()
-        layout = replace(layout, cost=self.cost)
         # Where nothing is timed, recomputing costs what arithmetic says.
         factor = RECOMPUTED if self.recompute and not question.timed else 1.0
         # As long as the same corner is the worst, peaks are affine in the cap.
         caps, peaks = zip(*sorted(self.caps_run.items()), strict=True)
         for cap in () if fits is None else _doublings(question.smallest_cap, fits):
-            cut = question.cut_at(cap, self.cost, question.alone)
-            plans = [cut.cut(lengths, layout) for lengths in question.batches]
+            plans = question.plans_under(cap, self.cost)
             seconds = [speed.step_seconds(plan, lockstep=layout.lockstep) for plan in plans]
             self.times[cap] = factor * fmean(seconds)
             computed = sum(plan.num_positions for plan in plans)
@@ -214,7 +220,7 @@ class Variant:
                 Candidate(
                     max_tokens=cap,
                     predicted_bytes=int(np.interp(cap, caps, peaks)),
-                    seconds_per_step=self.times[cap] if question.timed else None,
+                    seconds_per_step=self.times[cap] if is_known or question.timed else None,
                     padding=1.0 - tokens / computed if computed else 0.0,
                     micro_batches=fmean(plan.num_micro_batches for plan in plans),
                     activation_checkpointing=self.recompute,
@@ -224,25 +230,61 @@ class Variant:
     def largest_fit(self) -> int | None:
         """Find the largest cap that fits; None when not even one sample does."""
         question, limit = self.question, self.limit_bytes
-
-        def predict(cap: int) -> int:
-            return self.peak_under(cap).peak_bytes
-
-        single = self.peak(question.single).peak_bytes
-        fits = largest_cap(predict, limit, candidate_caps(question.smallest_cap, question.top))
-        if fits is None and single <= limit:
+        caps = candidate_caps(question.smallest_cap, question.top)
+        if question.as_needed:
+            most = self.peak_under(question.top)
+            self.caps_run[0] = most.peak_bytes - most.activations
+            fits = largest_cap_by_lines(self._bytes_under, self.caps_run, limit, caps)
+            if fits is not None:
+                return fits
+        fits = self._search(caps)
+        if fits is None and self.peak(question.single).peak_bytes <= limit:
             # Many short samples may take more than the longest one, which is alone then.
             least = question.padded(question.shortest)
-            fits = largest_cap(predict, limit, candidate_caps(least, question.smallest_cap))
+            fits = self._search(candidate_caps(least, question.smallest_cap))
         return fits
+
+    def _search(self, candidates: Sequence[int]) -> int | None:
+        """Find the largest of some caps that fits, most often by four predictions."""
+        for cap in (candidates[0], candidates[-1]):  # the longest samples need most, as a rule
+            self.caps_run.setdefault(cap, self.peak(self.corners(cap)[0]).peak_bytes)
+        known = {cap: self.caps_run[cap] for cap in (candidates[0], candidates[-1])}
+        fits = largest_cap_by_lines(self._bytes_under, known, self.limit_bytes, candidates)
+        for cap in candidates[candidates.index(fits) + 1 :] if fits is not None else ():
+            if self._bytes_under(cap) > self.limit_bytes:  # else the line was a little too high
+                break
+            fits = cap
+        return fits
+
+    def _bytes_under(self, cap: int) -> int:
+        return self.peak_under(cap).peak_bytes
 
     def peak_under(self, cap: int) -> MemoryEstimate:
         """Predict the peak of a step under a cap: that of its worst corner."""
-        q = self.question
-        shapes = corner_shapes(cap, q.padded(q.longest), q.padded(q.shortest), q.most_samples)
-        worst = max((self.peak(shape) for shape in shapes), key=lambda peak: peak.peak_bytes)
+        worst = max(map(self.peak, self.corners(cap)), key=lambda peak: peak.peak_bytes)
         self.caps_run[cap] = worst.peak_bytes
         return worst
+
+    def corners(self, cap: int) -> tuple[Shape, ...]:
+        """Name the shapes that can be worst under a cap; the first has the longest samples."""
+        q = self.question
+        shapes = corner_shapes(cap, q.padded(q.longest), q.padded(q.shortest), q.most_samples)
+        # What is not run here is estimated: models whose short samples need more are few.
+        return shapes[:1] if q.as_needed else shapes
+
+    def peak_of(self, plans: Sequence[Plan]) -> MemoryEstimate:
+        """Predict the highest peak of steps that are cut so.
+
+        For a machine that is not here it lies on the line through the peaks that are known.
+        """
+        shapes = largest_shapes(plans)
+        if not self.question.as_needed:
+            return max(map(self.peak, shapes), key=lambda peak: peak.peak_bytes)
+        caps, peaks = zip(*sorted(self.caps_run.items()), strict=True)
+        under = self.peak(self.corners(max(caps))[0])
+        found = int(np.interp(positions(shapes[0]), caps, peaks))
+        activations = under.activations - (under.peak_bytes - found)
+        return replace(under, peak_bytes=found, activations=max(0, activations))
 
     def peak(self, shape: Shape) -> MemoryEstimate:
         """Predict the peak of a step whose largest micro-batch has this shape.

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Literal, final
 
 import numpy as np
 
-from trainer.plan.cut import Cost, Cut, IntArray, Layout
+from trainer.plan.cut import Cost, Cut, IntArray, Layout, Plan
 from trainer.plan.memory import Shape
 from trainer.plan.partition import pad
 from trainer.tune.memory_limit import MemoryLimit
@@ -32,7 +32,7 @@ class Candidate:
 
     max_tokens: int  # cap on the padded tokens of a micro-batch
     predicted_bytes: int  # peak of tensors
-    # Forward and backward, until the slowest rank is done; None where nothing was timed
+    # Forward and backward, until the slowest rank is done; None where nobody knows
     seconds_per_step: float | None
     padding: float  # share of computed positions that hold no token
     micro_batches: float  # per step, over all ranks, the mean of the sampled global batches
@@ -49,7 +49,7 @@ class Tuning:
     alone: int  # what a longer sample may take in a micro-batch of its own
     activation_checkpointing: bool
     cost: Cost  # the time model of the cuts
-    predicted: MemoryEstimate  # the peak of a step under the cap
+    predicted: MemoryEstimate  # the peak of the sampled steps, no higher than the cap allows
     limit_bytes: int  # what tensors may take
     method: str  # how all this is known, for a person to read
     candidates: tuple[Candidate, ...]  # the caps that were considered, ascending
@@ -71,6 +71,8 @@ class Question:
     most_samples: int  # of any micro-batch, as `accum.micro` and the steps of the run allow
     recompute: bool | Literal["auto"] = False  # activation checkpointing: off, on, or to be weighed
     timed: bool = True  # False for a machine that is not this one, and under `deterministic`
+    # Whether the cap is no larger than what the layout's cost has a use for in these batches
+    as_needed: bool = False
     # The cap wherever it fits, whatever would be faster; None: the fastest, or the largest
     fixed_cap: int | None = None
     num_steps: int = 1000  # of the run, for the time that tuning may take
@@ -110,7 +112,14 @@ class Question:
         share = -(-max(len(lengths) for lengths in self.batches) // self.layout.world_size)
         whole = min(share, self.most_samples) * self.padded(self.longest)
         bound = LARGEST_TIMED[self.work.device.type] if self.timed else self.fixed_cap
+        if self.as_needed:
+            bound = max(plan.max_positions for plan in self.plans_under(whole, self.layout.cost))
         return max(self.alone, min(whole, bound or whole))
+
+    def plans_under(self, cap: int, cost: Cost) -> list[Plan]:
+        """Cut the sampled batches under a cap, at the least cost."""
+        cut, layout = self.cut_at(cap, cost, self.alone), replace(self.layout, cost=cost)
+        return [cut.cut(lengths, layout) for lengths in self.batches]
 
     @property
     def typical(self) -> int:

@@ -27,7 +27,7 @@ from trainer.data.collate import PACKING
 from trainer.data.samples import preserve_generators
 from trainer.models.bind import Casts, bind
 from trainer.models.check import refuse_sparse_gradients
-from trainer.models.meta_start import Weights, drawn
+from trainer.models.meta_start import Weights, drawn, is_on_meta
 from trainer.models.recompute import with_checkpointing
 from trainer.objectives.base import ModelCall, Objective, sums_of
 from trainer.parallel.base import Parallel, Replicated
@@ -104,7 +104,7 @@ class Workload:
 
     def filled(self) -> AbstractContextManager[None]:
         """Have the model whole inside the block, wherever its parameters are outside of it."""
-        if self.weights is not None and any(p.is_meta for p in self.model.parameters()):
+        if self.weights is not None and is_on_meta(self.model):
             return drawn(self.model, self.weights, self.device)
         return nullcontext()
 
@@ -176,15 +176,17 @@ def fullest_steps(work: Workload, model: Parallel, fields: Fields | None = None)
     """Take two steps on one rank, from gathering to the update, and give the second's peak.
 
     Once the first has made the optimizer's state, and an earlier micro-batch the gradients, no
-    later moment needs more than one more micro-batch and the update after it. Changes the weights,
-    so it is for fake tensors or copies, laid out. Without `fields` it updates alone.
+    later moment needs more than one more micro-batch and the update after it. In the first,
+    gradients of zero make that state, unless a policy reduces within micro-batches. Changes the
+    weights, so it is for fake tensors or copies, laid out. Without `fields` it updates alone.
     """
     module, sync = model.module, Deferred() if work.fake_ranks is None else work.sync
     work, peak = replace(work, model=module, bind=lambda _: model.call), PeakBytes()
     with peak:
         work.count(peak, fields or {})
         optimizer, snapshot = work.make_optimizer(module), Snapshot(module)
-        for has_gradients in (fields is None, True):
+        first = fields if sync.lockstep else None
+        for given, has_gradients in ((first, first is None), (fields, True)):
             peak.reset()
             snapshot.take()
             sync.gather(model)
@@ -194,10 +196,10 @@ def fullest_steps(work: Workload, model: Parallel, fields: Fields | None = None)
                 if has_gradients and parameter.requires_grad and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
             peak.assign("gradients", gradients(module))
-            if fields is not None:
+            if given is not None:
                 casts = nullcontext() if sync.lockstep else Casts(module).once(work.device.type)
                 with casts, sync.micro_batch(model, is_last=True):
-                    work.backward(fields)
+                    work.backward(given)
                 peak.assign("gradients", gradients(module))
             used = model.used()
             model.make_room()

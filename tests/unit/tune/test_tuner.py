@@ -24,6 +24,7 @@ from trainer.plan.cuts import Auto
 from trainer.plan.memory import Shape
 from trainer.tune import tuner
 from trainer.tune.cache import Facts, TuningCache, describe
+from trainer.tune.forward import count_forward
 from trainer.tune.memory_limit import MemoryLimit
 from trainer.tune.predict import predict_peak
 from trainer.tune.speed import Stopwatch
@@ -181,7 +182,7 @@ def test_noise_does_not_choose_between_caps(seed):
 def test_a_cap_as_fast_as_any_is_chosen_and_a_second_run_finds_it_in_the_cache(tmp_path):
     model = Paced(best=256)
     asked = question(model, timed=True, num_steps=10**6)
-    facts = describe(asked.work, asked.longest, "fp32")
+    facts = describe(asked.work, asked.longest, "fp32", None)
     found = tune(asked, TuningCache.open(facts, tmp_path), clock=model.clock)
     assert found.max_tokens <= 512
     chosen = [row for row in found.candidates if row.chosen]
@@ -402,7 +403,7 @@ def test_the_cache_is_of_one_precision_optimizer_and_model_whoever_says_what_it_
     def key(model: nn.Module | None = None, precision="fp32", length=8, **changes) -> str:
         torch.manual_seed(1)
         work = replace(workload(model or Encoder()), **changes)
-        return json.dumps(describe(work, length, precision))
+        return json.dumps(describe(work, length, precision, count_forward(work, Shape(2, length))))
 
     def other_rate(module: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(module.parameters(), lr=9.0, fused=True)

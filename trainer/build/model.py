@@ -1,0 +1,194 @@
+"""Build the model: with its weights, or on the meta device, where it takes no memory.
+
+A plan for a machine that is not here needs shapes alone. For any other command a model that turns
+out to be large is counted on the meta device before it takes its memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trainer.accumulate.base import seed_draws
+from trainer.build.instantiate import construct, look_up
+from trainer.build.parallel import SHARDED, parallel_mode, planned_device, rank_memory
+from trainer.config.run_config import RunConfig
+from trainer.core.errors import ConfigError, DataError, DoesNotFitError
+from trainer.core.format import plural, size
+from trainer.core.world import World, rng_key
+from trainer.data.samples import preserve_generators
+from trainer.data.view import DataView
+from trainer.models.check import refuse_lazy
+from trainer.models.meta_start import Weights, build_on_meta, is_on_meta
+from trainer.models.recompute import checkpoint_blocks
+from trainer.objectives.base import Objective
+from trainer.optim.optimizers import OptimizerSpec
+from trainer.tune.memory_limit import MemoryLimit, memory_limit
+from trainer.tune.predict import resting
+from trainer.tune.workload import Workload
+
+LARGE_BYTES = 2**30  # that a constructor may fill before the model is counted first
+STATE = 4  # weights, gradients and two moments: what training needs at the most, as a rule
+
+
+def arguments_from_data(
+    config: RunConfig, data: DataView, state: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """Give what a model may take from the data; of a run that is read, what it took there."""
+    known, typed = data.optional("vocab_size"), config.model.params.get("vocab_size")
+    if recorded := state.get("given"):
+        size = typed or recorded.get("vocab_size")
+        if known and size and size < known:
+            raise DataError(f"data: hold {known} different tokens; the run's model has {size}")
+        return dict(recorded)
+    if known and typed and typed < known:
+        text = f"the data hold {known} different tokens; the smallest valid value is {known}"
+        raise ConfigError(f"model.vocab_size={typed}: {text}")
+    if known is None and "vocab_size" in config.model.params and typed is None:
+        text = "the data do not state a vocabulary size; set it, e.g. model.vocab_size=50257"
+        raise ConfigError(f"model.vocab_size: {text}")
+    return {"vocab_size": known, "max_length": config.data.params.get("max_length")}
+
+
+def build_model(
+    config: RunConfig,
+    world: World,
+    given: Mapping[str, Any],
+    trained: tuple[Objective, OptimizerSpec] | None = None,
+    *,
+    in_shards: bool = False,
+    with_values: bool = False,
+) -> tuple[nn.Module, Weights | None]:
+    """Build the model from the seed, and freeze what its optimizer does not train.
+
+    Args:
+        config: of the run.
+        world: the ranks.
+        given: arguments that the constructor may take and the config leaves out.
+        trained: what the model is trained with, for the memory that takes; None where it is not.
+        in_shards: whether each rank may hold a part alone. A class that declares `draws_on_meta`
+            is then built on the meta device, with its weights beside it.
+        with_values: whether a plan needs more than shapes.
+
+    Raises:
+        ConfigError: the class, or what it is given, does not fit.
+        DoesNotFitError: what training keeps, without a sample, exceeds the memory.
+    """
+
+    def build() -> nn.Module:
+        seed_draws(rng_key(config.seed, "weights"), world.device)
+        return refuse_lazy(construct(config.model, "model", nn.Module, config.trust, given))
+
+    def freeze(module: nn.Module) -> None:
+        if trained is not None:
+            trained[1].freeze(module)
+
+    def check(module: nn.Module) -> None:
+        freeze(module)
+        _refuse_too_large(config, world, module, trained)
+
+    kind = look_up(config.model, "model", config.trust)
+    is_away = planned_device(config, world).type != world.device.type
+    module: nn.Module | None = None
+    weights: Weights | None = None
+    with preserve_generators():
+        if in_shards and getattr(kind, "draws_on_meta", False):
+            module, weights = build_on_meta(build)
+        elif is_away and not with_values:
+            module = _counted(build, check)
+        module = _built(build, check) if module is None else module
+    freeze(module)
+    module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(world.device))  # type: ignore[no-untyped-call] # untyped in torch
+    module.train()
+    if config.activation_checkpointing is True and not checkpoint_blocks(module):
+        text = "this model has no list of blocks (nn.ModuleList) to recompute; use false"
+        raise ConfigError(f"activation_checkpointing=true: {text}")
+    return module, weights
+
+
+def _counted(
+    build: Callable[[], nn.Module], check: Callable[[nn.Module], None]
+) -> nn.Module | None:
+    """Build a model on the meta device and check its size; None where its class cannot be."""
+    module = None
+    # A fault of the constructor's own shows again, in full, off the meta device.
+    with suppress(Exception), torch.device("meta"):
+        module = build()
+    if module is None or not is_on_meta(module):
+        return None
+    check(module)
+    return module
+
+
+def _built(build: Callable[[], nn.Module], check: Callable[[nn.Module], None]) -> nn.Module:
+    """Build a model with its values; one that turns out to be large is counted first."""
+    with suppress(_IsLarge), _Filled():
+        return build()
+    _counted(build, check)
+    return build()
+
+
+class _IsLarge(BaseException):
+    """A constructor has filled `LARGE_BYTES`; no `except Exception` of its own takes it."""
+
+
+@final
+class _Filled(TorchDispatchMode):  # type: ignore[no-untyped-call] # untyped in torch
+    """Ends a constructor that makes more than `LARGE_BYTES` of tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call] # untyped in torch
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+        """Run an operator, and count what it makes out of nothing."""
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, Tensor) and not types and not found.is_meta:
+            self.total += found.nbytes
+            if self.total > LARGE_BYTES:
+                raise _IsLarge
+        return found
+
+
+def _refuse_too_large(
+    config: RunConfig,
+    world: World,
+    module: nn.Module,
+    trained: tuple[Objective, OptimizerSpec] | None,
+) -> None:
+    """Refuse a model on the meta device whose weights, or what training adds, exceed the memory."""
+    weights = sum(t.nbytes for t in (*module.parameters(), *module.buffers()))
+    is_trained = trained is not None and config.command in {"train", "plan"}
+    mode, (limit, is_here) = parallel_mode(config, world), rank_memory(config, world)
+    ranks = world.size if mode in {"auto", *SHARDED} and is_trained else 1
+    needed, what = weights, "weights need"
+    is_large = limit is not None and STATE * weights > limit.bytes * ranks
+    if trained is not None and is_trained and is_large:
+        objective, spec = trained
+        work = Workload(
+            model=module,
+            objective=objective,
+            make_optimizer=spec.build,
+            make_fields=lambda *_: {},
+            device=world.device,
+        )
+        needed, what = resting(work).peak_bytes, "weights, gradients and optimizer state need"
+    if limit is not None and needed > limit.bytes * ranks:
+        raise _refusal(module, f"{what} {size(needed)}", limit, ranks)
+    host = memory_limit(torch.device("cpu"), local_ranks=world.local_size)
+    if is_here and weights > host.bytes:
+        raise _refusal(module, f"weights need {size(weights)} to be built", host, 1)
+
+
+def _refusal(module: nn.Module, what: str, limit: MemoryLimit, ranks: int) -> DoesNotFitError:
+    count = plural(sum(p.numel() for p in module.parameters()), "parameter")
+    there = f"{size(limit.bytes)} are available{' on each rank' * (ranks > 1)} ({limit.source})"
+    return DoesNotFitError(
+        f"model: {type(module).__name__} has {count}, whose {what}, and {there}: use a smaller "
+        "model, or more memory; train plan device=h100 parallel.ranks=8 shows what fits elsewhere"
+    )

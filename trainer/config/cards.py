@@ -1,0 +1,88 @@
+"""List the GPUs that a plan may be made for, with what their data sheets say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, final
+
+CardName = Literal[
+    "b200",
+    "h200-nvl",
+    "h200",
+    "h100-nvl",
+    "h100-pcie",
+    "h100",
+    "a100",
+    "a100-40gb",
+    "a10g",
+    "a10",
+    "l40s",
+    "l40",
+    "l4",
+    "t4",
+    "rtx4090",
+    "rtx3090",
+    "mi300x",
+]
+"""What `device` takes under `train plan`, beside the kinds of devices."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Card:
+    """One GPU.
+
+    Attributes:
+        reported: part of the name that its driver reports.
+        memory_mib: as its driver reports it.
+        half: dense bf16 (fp16 where it has no bf16) in 10^12 FLOP/s. TF32 is half of it.
+        single: fp32 outside of tensor cores, likewise.
+        has_bf16: whether its tensor cores take bf16.
+    """
+
+    reported: str
+    memory_mib: int
+    half: float
+    single: float
+    has_bf16: bool = True
+
+    def peak(self, precision: str) -> float:
+        """Give the dense FLOP/s of a precision."""
+        half = self.half if self.has_bf16 or precision != "bf16" else self.single
+        return 1e12 * {"fp32": self.single, "tf32": half / 2}.get(precision, half)
+
+
+CARDS: Mapping[CardName, Card] = {
+    "b200": Card("B200", 183_359, 2250.0, 75.0),
+    "h200-nvl": Card("H200 NVL", 143_771, 836.0, 60.0),
+    "h200": Card("H200", 143_771, 989.5, 67.0),
+    "h100-nvl": Card("H100 NVL", 95_830, 836.0, 60.0),
+    "h100-pcie": Card("H100 PCIe", 81_559, 756.0, 51.0),
+    "h100": Card("H100", 81_559, 989.5, 67.0),
+    "a100": Card("A100", 81_251, 312.0, 19.5),
+    "a100-40gb": Card("A100", 40_536, 312.0, 19.5),
+    "a10g": Card("A10G", 23_028, 70.0, 35.0),
+    "a10": Card("A10", 23_028, 125.0, 31.2),
+    "l40s": Card("L40S", 46_068, 362.0, 91.6),
+    "l40": Card("L40", 46_068, 181.0, 90.5),
+    "l4": Card("L4", 23_034, 121.0, 30.3),
+    "t4": Card("Tesla T4", 15_360, 65.0, 8.1, has_bf16=False),
+    "rtx4090": Card("RTX 4090", 24_564, 165.2, 82.6),
+    "rtx3090": Card("RTX 3090", 24_576, 71.0, 35.6),
+    "mi300x": Card("MI300X", 196_592, 1307.4, 163.4),
+}
+"""A reported name that is part of another stands behind it."""
+
+USUAL: CardName = "a100"
+"""What a GPU that is not here is taken for where nobody names it."""
+
+
+def card_of(device: str) -> Card | None:
+    """Give the card that `device` names; None for a kind of devices."""
+    return next((card for name, card in CARDS.items() if name == device), None)
+
+
+def reported_as(name: str) -> Card | None:
+    """Find a card by the name that its driver reports."""
+    return next((card for card in CARDS.values() if card.reported in name), None)
