@@ -15,12 +15,15 @@ import importlib
 import importlib.util
 import inspect
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from importlib import metadata
 from inspect import Parameter
 from operator import attrgetter
 from typing import Any, TypeVar
 
 from trainer.config.components import LIBRARIES, LIBRARY_ROOTS, Component
 from trainer.core.errors import ConfigError, TrainError
+from trainer.models.hf import described, with_dtype
 
 Built = TypeVar("Built")
 
@@ -52,7 +55,7 @@ def look_up(
         found = _find(component.target)
         base = object if is_trusted else _find(f"{module_name}.{base_name}")
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{typed}: {error}") from error
+        raise ConfigError(f"{typed}: {_cause(error)}") from error
     is_factory = inspect.isfunction(found) or inspect.ismethod(found)
     is_native = getattr(found, "__module__", "").partition(".")[0] == root
     if not is_native or not (inspect.isclass(found) or is_factory):
@@ -65,6 +68,20 @@ def look_up(
     if inspect.isclass(found) and not issubclass(found, base):
         raise ConfigError(f"{typed}: not a {module_name}.{base_name}")
     return found  # type: ignore[no-any-return] # a class, or what makes an instance
+
+
+def _cause(error: BaseException) -> str:
+    """Say why a class cannot be imported, with the error behind it that a library wraps."""
+    first = last = error
+    while (inner := last.__cause__ or last.__context__) is not None:
+        last = inner
+    text = f"{first} ({last})" if last is not first and str(last) not in str(first) else str(first)
+    if "torchvision" in str(last):
+        with suppress(metadata.PackageNotFoundError):
+            vision, torch = metadata.version("torchvision"), metadata.version("torch")
+            pair = f"torchvision {vision} does not fit torch {torch}"
+            text += f"; {pair}: install the one that was built for it, or remove it"
+    return " ".join(text.split())
 
 
 def _find(target: str) -> Any:  # noqa: ANN401 - whatever has the name
@@ -143,7 +160,11 @@ def _call(
     """Call what a component names with its arguments, or bind them with `_partial_`."""
     arguments = arguments_of(component, key, trusted)
     is_partial = arguments.pop("_partial_", False)
-    target = target if "config" in arguments else _described(target)
+    if hasattr(target, "config_class") and isinstance(arguments.get("config"), Mapping):
+        arguments |= arguments.pop("config")  # settings, and no object yet
+    if "config" not in arguments:
+        target = described(target, arguments, typed=component.typed_target)
+    arguments = with_dtype(target, arguments)
     parameters = inspect.signature(target).parameters
     for name, value in given.items():
         if name in parameters and value is not None and arguments.get(name) is None:
@@ -159,27 +180,6 @@ def _call(
         raise
     except refusals as error:
         raise ConfigError(f"{key}: {component.target}: {' '.join(str(error).split())}") from error
-
-
-def _described(target: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a Hugging Face model, which takes a config object, be described by its config's settings.
-
-    Only settings with a name of their own count: what a config class passes on to its base may
-    name code to fetch from the network.
-    """
-    kind = getattr(target, "config_class", None)
-    if not inspect.isclass(kind) or [*inspect.signature(target).parameters][:1] != ["config"]:
-        return target
-
-    def make(**settings: Any) -> Any:  # noqa: ANN401 - any model
-        return target(kind(**settings))
-
-    make.__name__ = target.__name__
-    names = inspect.signature(kind).parameters.values()
-    own = [p for p in names if p.kind is not Parameter.VAR_KEYWORD]
-    own = [p for p in own if p.name not in getattr(kind, "sub_configs", ())]
-    make.__signature__ = inspect.Signature(own)  # type: ignore[attr-defined] # read by inspect
-    return make
 
 
 def check_names(target: Callable[..., Any], key: str, names: Collection[str]) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 from trainer.accumulate.base import GradientStrategy, seed_draws
 from trainer.accumulate.loss_scale import LossScale
 from trainer.build.instantiate import arguments_of, check_names, construct, look_up
+from trainer.build.objective import Chosen, fitting_objective, limits_of, typed_objective
 from trainer.build.packing import leave_out_mask, needs_mask, packing_fault
 from trainer.build.parallel import (
     SHARDED,
@@ -29,13 +30,12 @@ from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError, DataError
 from trainer.core.micro_batch import Fields
 from trainer.core.world import World, rng_key
-from trainer.data.collate import LABELS
 from trainer.data.loader import Loader, Request
 from trainer.data.samples import INPUT_IDS, faults_of, preserve_generators
 from trainer.data.view import DataView, readable, split_by_seed
 from trainer.models.attention import choose_flash
 from trainer.models.bind import AUTOCAST, bind
-from trainer.models.check import refuse_lazy, vocabulary_of
+from trainer.models.check import batch_statistics, refuse_lazy
 from trainer.models.compilation import compile_model
 from trainer.models.gpt import GPT
 from trainer.models.meta_start import Weights, build_on_meta
@@ -70,6 +70,7 @@ class Parts:
         weights: what parameters on the meta device begin with.
         precision: the word that `precision` became.
         call: the module, bound to that precision.
+        chosen: the objective, as it was typed or as the model is made for.
         spec: builds the optimizer, once the model is laid out.
         schedule: factor of every learning rate, by step.
         strategy: how the gradients of micro-batches become the step's.
@@ -89,7 +90,7 @@ class Parts:
     weights: Weights | None
     precision: str
     call: ModelCall
-    objective: Objective
+    chosen: Chosen
     spec: OptimizerSpec
     schedule: Schedule
     strategy: GradientStrategy
@@ -98,6 +99,11 @@ class Parts:
     layout: Layout
     total_steps: int
     example: Fields
+
+    @property
+    def objective(self) -> Objective:
+        """What turns the model's outputs into loss sums."""
+        return self.chosen.objective
 
     @property
     def is_sharded(self) -> bool:
@@ -185,7 +191,7 @@ def assemble(config: RunConfig, world: World, recorded: Mapping[str, Any] | None
     batch, trust = config.batch, config.trust
     # Reading data may take minutes: a class that is not there is named before.
     look_up(config.model, "model", trust)
-    objective, spec = construct(config.objective, "objective", Objective, trust), _optimizer(config)
+    typed, spec = typed_objective(config), _optimizer(config)
     train_set, eval_set = _data_sets(config, world)
     lengths = train_set.lengths
     assert batch.global_batch is not None  # given by accum.micro and accum.steps where it is null
@@ -205,16 +211,12 @@ def assemble(config: RunConfig, world: World, recorded: Mapping[str, Any] | None
     precision = resolve_precision(config, world, module, recorded)
     set_matmul_precision(precision, world.device)
     auto_workers = NUM_WORKERS[planned_device(config, world).type]
-    # Labels of an objective of the user's own mean anything.
-    tokens, labels = vocabulary_of(module)
-    is_ours = type(objective).__module__.startswith("trainer.")
-    known = {INPUT_IDS: tokens, LABELS: labels if is_ours else None}
-    limits = {name: limit for name, limit in known.items() if limit is not None}
     num_workers = auto_workers if config.num_workers == "auto" else config.num_workers
     is_gpu = world.device.type == "cuda"
-    loader = Loader(
-        train_set, num_workers=num_workers, seed=config.seed, pin_memory=is_gpu, limits=limits
-    )
+    loader = Loader(train_set, num_workers=num_workers, seed=config.seed, pin_memory=is_gpu)
+    chosen = typed or fitting_objective(config, module, loader.load(_longest(train_set)))
+    objective = chosen.objective
+    loader.limit(limits_of(module, objective))
     layout, example = _layout(config, world, loader, objective, module, precision)
     setup = parallel_setup(config, world, module, mode, AUTOCAST.get(precision))
     return Parts(
@@ -227,12 +229,12 @@ def assemble(config: RunConfig, world: World, recorded: Mapping[str, Any] | None
         weights=weights,
         precision=precision,
         call=bind_run(module, precision, world),
-        objective=objective,
+        chosen=chosen,
         spec=spec,
         schedule=construct(config.scheduler, "scheduler", Schedule, trust),
         strategy=construct(config.accum.gradient, "accum.gradient", GradientStrategy, trust),
         parallel=replace(setup, why_mode=why),
-        cut=_cut(config),
+        cut=_cut(config, world, module),
         layout=replace(layout, lockstep=setup.sync.lockstep and world.size > 1),
         total_steps=config.steps or order.num_steps(config.total_epochs or 1),
         example=example,
@@ -313,6 +315,10 @@ def bind_run(module: nn.Module, precision: str, world: World) -> ModelCall:
     return bind(module, autocast=AUTOCAST.get(precision), device_type=world.device.type)
 
 
+def _longest(data: DataView) -> Request:
+    return Request(ids=(data.lengths.argmax(),), epoch=0, pad_to=data.lengths.max())
+
+
 def _layout(
     config: RunConfig,
     world: World,
@@ -323,8 +329,7 @@ def _layout(
 ) -> tuple[Layout, Fields]:
     """Find what hardware, model and data ask of every cut, and one micro-batch as it asks."""
     data, device = loader.dataset, planned_device(config, world)
-    longest = data.lengths.argmax()
-    request = Request(ids=(longest,), epoch=0, pad_to=data.lengths.max())
+    request = _longest(data)
     example = row = loader.load(request)
     unfit = None
     if data.collate is not None or objective.scope != "sample" or INPUT_IDS not in example:
@@ -368,9 +373,20 @@ def _optimizer(config: RunConfig) -> OptimizerSpec:
     return construct(config.optimizer, "optimizer", OptimizerSpec, config.trust)
 
 
-def _cut(config: RunConfig) -> Cut:
-    """Build the cut; that of `deterministic=layout` is fixed, the same for all numbers of ranks."""
+def _cut(config: RunConfig, world: World, module: nn.Module) -> Cut:
+    """Build the cut; that of `deterministic=layout` is fixed, the same for all numbers of ranks.
+
+    With BatchNorm, which no cut but the whole batch leaves as it is, a bound of the size of the
+    step is taken for that cut.
+
+    Raises:
+        ConfigError: `deterministic=layout` with another cut.
+    """
     cut = construct(config.accum, "accum", Cut, config.trust)
+    micro, whole = config.accum.params.get("micro"), config.batch.global_batch or 0
+    is_whole = config.batch.unit == "samples" and world.size == 1 and (micro or 0) >= whole
+    if is_whole and not cut.keeps_order and batch_statistics(module) is not None:
+        return Fixed(micro=micro)
     if config.deterministic != "layout":
         return cut
     if not isinstance(cut, Fixed) or cut.micro is None:

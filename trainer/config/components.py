@@ -131,6 +131,7 @@ LIBRARY_ROOTS = {module.partition(".")[0] for each in LIBRARIES.values() for mod
 
 GPT = "trainer.models.gpt.GPT"
 TOKENS = "trainer.data.tokens.TokenWindows"
+AUTO_OBJECTIVE = "trainer.build.objective.ByModel"
 FIXED_CUT = "trainer.plan.cuts.Fixed"
 
 SHARED: Mapping[str, Mapping[str, Any]] = {
@@ -162,6 +163,8 @@ ARGUMENTS: Mapping[str, Any] = {
     "field": Text,
     "dtype": Literal["auto", "uint16", "uint32"],
     "class_weights": Weights | None,
+    "class_axis": Whole,
+    "causal": bool,
     "reduction": Literal["sum", "mean"],
     "betas": Betas,
 }
