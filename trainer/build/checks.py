@@ -70,7 +70,8 @@ def check_parts(parts: Parts) -> None:
         raise ConfigError(
             f"model: {norm} is BatchNorm, whose result depends on the micro-batch size, and "
             f"accum={parts.config.accum.name or parts.config.accum.target} chooses that size: set "
-            "accum=fixed accum.micro=N batchnorm=micro to fix it, or use GroupNorm"
+            "accum=fixed accum.micro=N batchnorm=micro to fix it "
+            f"(N={parts.source.order.global_batch} is the whole step at once), or use GroupNorm"
         )
     if parts.config.batch.normalizer == "micro_batches" and not cut.keeps_order:
         raise ConfigError("batch.normalizer=micro_batches: needs accum=fixed accum.micro=N")
@@ -319,7 +320,8 @@ def terms_of(parts: Parts, loaded: Loaded | None, state: Mapping[str, Any]) -> d
         ConfigError: the run was begun with other steps, and may not; one line per key.
     """
     statistics, ranks = batch_statistics(parts.module) is not None, parts.world.size
-    config = parts.config.model_copy(update={"precision": parts.precision})
+    found = {"precision": parts.precision, "objective": parts.chosen.component}
+    config = parts.config.model_copy(update=found)
     now = contract(config, has_batch_statistics=statistics, ranks=ranks)
     fingerprint, allow = parts.train_set.fingerprint, config.resume_allow
     if loaded is not None and state["fingerprint"] != fingerprint and "data" not in allow:

@@ -15,6 +15,8 @@ import importlib
 import importlib.util
 import inspect
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from importlib import metadata
 from inspect import Parameter
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -26,6 +28,7 @@ from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError, TrainError
 from trainer.core.own_code import OWN_CODE
 from trainer.core.user_code import described, place_of
+from trainer.models import hf
 
 Built = TypeVar("Built")
 
@@ -60,7 +63,7 @@ def look_up(
         base = object if is_trusted else _find(f"{module_name}.{base_name}")
     except (ImportError, AttributeError, SyntaxError) as error:
         why = place_of(error) or OWN_CODE.why_hidden(component.target)
-        raise ConfigError(f"{typed}: {error}{why}") from error
+        raise ConfigError(f"{typed}: {_cause(error)}{why}") from error
     is_factory = inspect.isfunction(found) or inspect.ismethod(found)
     is_native = getattr(found, "__module__", "").partition(".")[0] == root
     if not is_native or not (inspect.isclass(found) or is_factory):
@@ -73,6 +76,20 @@ def look_up(
     if inspect.isclass(found) and not issubclass(found, base):
         raise ConfigError(f"{typed}: not a {module_name}.{base_name}")
     return found  # type: ignore[no-any-return] # a class, or what makes an instance
+
+
+def _cause(error: BaseException) -> str:
+    """Say why a class cannot be imported, with the error behind it that a library wraps."""
+    first = last = error
+    while (inner := last.__cause__ or last.__context__) is not None:
+        last = inner
+    text = f"{first} ({last})" if last is not first and str(last) not in str(first) else str(first)
+    if "torchvision" in str(last):
+        with suppress(metadata.PackageNotFoundError):
+            vision, torch = metadata.version("torchvision"), metadata.version("torch")
+            pair = f"torchvision {vision} does not fit torch {torch}"
+            text += f"; {pair}: install the one that was built for it, or remove it"
+    return " ".join(text.split())
 
 
 def _find(target: str) -> Any:  # noqa: ANN401 - whatever has the name
@@ -136,8 +153,9 @@ def check_components(config: RunConfig) -> None:
             target = look_up(component, key, config.trust, inner=inner)
             # Not all shared ones reach a class of the user's own, or an optimizer of PyTorch's.
             given = {"optimizer": SHARED["optimizer"], "data": {"holdout"}}.get(key, ())
-            names = [name for name in component.params if name not in ("_partial_", *given)]
-            check_names(target if "config" in names else _described(target), key, names)
+            target, arguments = _by_settings(target, component.params, typed=component.typed_target)
+            names = [name for name in arguments if name not in ("_partial_", *given)]
+            check_names(target, key, names)
         except ConfigError as error:
             faults += error.faults
         for name, value in component.params.items():
@@ -191,7 +209,8 @@ def _call(
     """Call what a component names with its arguments, or bind them with `_partial_`."""
     arguments = arguments_of(component, key, trusted)
     is_partial = arguments.pop("_partial_", False)
-    target = target if "config" in arguments else _described(target)
+    target, arguments = _by_settings(target, arguments, typed=component.typed_target)
+    arguments = hf.with_dtype(target, arguments)
     parameters = inspect.signature(target).parameters
     for name, value in given.items():
         if name in parameters and value is not None and arguments.get(name) is None:
@@ -211,25 +230,17 @@ def _call(
         raise ConfigError(f"{key}: {component.target}: {text}") from error
 
 
-def _described(target: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a Hugging Face model, which takes a config object, be described by its config's settings.
-
-    Only settings with a name of their own count: what a config class passes on to its base may
-    name code to fetch from the network.
-    """
-    kind = getattr(target, "config_class", None)
-    if not inspect.isclass(kind) or [*inspect.signature(target).parameters][:1] != ["config"]:
-        return target
-
-    def make(**settings: Any) -> Any:  # noqa: ANN401 - any model
-        return target(kind(**settings))
-
-    make.__name__ = target.__name__
-    names = inspect.signature(kind).parameters.values()
-    own = [p for p in names if p.kind is not Parameter.VAR_KEYWORD]
-    own = [p for p in own if p.name not in getattr(kind, "sub_configs", ())]
-    make.__signature__ = inspect.Signature(own)  # type: ignore[attr-defined] # read by inspect
-    return make
+def _by_settings(
+    target: Callable[..., Any], arguments: Mapping[str, Any], *, typed: bool
+) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """Let the settings of a config object stand for it among the arguments of a model."""
+    config, arguments = arguments.get("config"), dict(arguments)
+    is_model = hasattr(target, "config_class")
+    if is_model and isinstance(config, Mapping) and "_target_" not in config:
+        arguments |= arguments.pop("config")
+    if "config" not in arguments:
+        target = hf.described(target, arguments, typed=typed)
+    return target, arguments
 
 
 def check_names(target: Callable[..., Any], key: str, names: Collection[str]) -> None:

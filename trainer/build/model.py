@@ -26,7 +26,7 @@ from trainer.data.view import DataView
 from trainer.models.check import refuse_lazy
 from trainer.models.meta_start import Weights, build_on_meta, is_on_meta
 from trainer.models.recompute import checkpoint_blocks
-from trainer.objectives.base import Objective
+from trainer.objectives.next_token import NextToken
 from trainer.optim.optimizers import OptimizerSpec
 from trainer.tune.memory_limit import MemoryLimit, memory_limit
 from trainer.tune.predict import resting
@@ -59,7 +59,7 @@ def build_model(
     config: RunConfig,
     world: World,
     given: Mapping[str, Any],
-    trained: tuple[Objective, OptimizerSpec] | None = None,
+    spec: OptimizerSpec | None = None,
     *,
     in_shards: bool = False,
     with_values: bool = False,
@@ -70,7 +70,7 @@ def build_model(
         config: of the run.
         world: the ranks.
         given: arguments that the constructor may take and the config leaves out.
-        trained: what the model is trained with, for the memory that takes; None where it is not.
+        spec: of its optimizer; None where it is not trained.
         in_shards: whether each rank may hold a part alone. A class that declares `draws_on_meta`
             is then built on the meta device, with its weights beside it.
         with_values: whether a plan needs more than shapes.
@@ -85,12 +85,12 @@ def build_model(
         return refuse_lazy(construct(config.model, "model", nn.Module, config.trust, given))
 
     def freeze(module: nn.Module) -> None:
-        if trained is not None:
-            trained[1].freeze(module)
+        if spec is not None:
+            spec.freeze(module)
 
     def check(module: nn.Module) -> None:
         freeze(module)
-        _refuse_too_large(config, world, module, trained)
+        _refuse_too_large(config, world, module, spec)
 
     kind = look_up(config.model, "model", config.trust)
     is_away = planned_device(config, world).type != world.device.type
@@ -156,23 +156,19 @@ class _Filled(TorchDispatchMode):  # type: ignore[no-untyped-call] # untyped in 
 
 
 def _refuse_too_large(
-    config: RunConfig,
-    world: World,
-    module: nn.Module,
-    trained: tuple[Objective, OptimizerSpec] | None,
+    config: RunConfig, world: World, module: nn.Module, spec: OptimizerSpec | None
 ) -> None:
     """Refuse a model on the meta device whose weights, or what training adds, exceed the memory."""
     weights = sum(t.nbytes for t in (*module.parameters(), *module.buffers()))
-    is_trained = trained is not None and config.command in {"train", "plan"}
+    is_trained = spec is not None and config.command in {"train", "plan"}
     mode, (limit, is_here) = parallel_mode(config, world), rank_memory(config, world)
     ranks = world.size if mode in {"auto", *SHARDED} and is_trained else 1
     needed, what = weights, "weights need"
     is_large = limit is not None and STATE * weights > limit.bytes * ranks
-    if trained is not None and is_trained and is_large:
-        objective, spec = trained
+    if spec is not None and is_trained and is_large:
         work = Workload(
             model=module,
-            objective=objective,
+            objective=NextToken(),  # any: no sample is computed
             make_optimizer=spec.build,
             make_fields=lambda *_: {},
             device=world.device,

@@ -21,6 +21,7 @@ from trainer.build.instantiate import (
     look_up,
 )
 from trainer.build.model import arguments_from_data, build_model
+from trainer.build.objective import Chosen, fitting_objective, limits_of, typed_objective
 from trainer.build.packing import leave_out_mask, needs_mask, packing_fault
 from trainer.build.parallel import (
     SHARDED,
@@ -36,14 +37,13 @@ from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError, DataError
 from trainer.core.micro_batch import Fields
 from trainer.core.world import World
-from trainer.data.collate import LABELS
 from trainer.data.loader import Loader, Request
 from trainer.data.samples import INPUT_IDS
 from trainer.data.split import Split
 from trainer.data.view import DataView
 from trainer.models.attention import choose_flash
 from trainer.models.bind import AUTOCAST, bind
-from trainer.models.check import vocabulary_of
+from trainer.models.check import batch_statistics
 from trainer.models.compilation import compile_model
 from trainer.models.gpt import GPT
 from trainer.models.meta_start import Weights
@@ -77,6 +77,7 @@ class Parts:
         weights: what parameters on the meta device begin with.
         precision: the word that `precision` became.
         call: the module, bound to that precision.
+        chosen: the objective, as it was typed or as the model is made for.
         spec: builds the optimizer, once the model is laid out.
         schedule: factor of every learning rate, by step.
         strategy: how the gradients of micro-batches become the step's.
@@ -98,7 +99,7 @@ class Parts:
     weights: Weights | None
     precision: str
     call: ModelCall
-    objective: Objective
+    chosen: Chosen
     spec: OptimizerSpec
     schedule: Schedule
     strategy: GradientStrategy
@@ -108,6 +109,11 @@ class Parts:
     total_steps: int
     example: Fields
     given: Mapping[str, Any]
+
+    @property
+    def objective(self) -> Objective:
+        """What turns the model's outputs into loss sums."""
+        return self.chosen.objective
 
     @property
     def is_sharded(self) -> bool:
@@ -202,7 +208,7 @@ def assemble(
     batch, trust, state = config.batch, config.trust, state or {}
     # Reading data may take minutes: what can be refused without them is refused before.
     check_components(config)
-    objective, spec = construct(config.objective, "objective", Objective, trust), _optimizer(config)
+    typed, spec = typed_objective(config), _optimizer(config)
     schedule, strategy, cut = (
         construct(config.scheduler, "scheduler", Schedule, trust),
         construct(config.accum.gradient, "accum.gradient", GradientStrategy, trust),
@@ -217,7 +223,7 @@ def assemble(
     mode, why = parallel_mode(config, world), None
     may_shard = mode in {"auto", *SHARDED} and config.command in {"train", "plan"}
     given = arguments_from_data(config, train_set, state)
-    made_of = config, world, given, (objective, spec)
+    made_of = config, world, given, spec
     module, weights = build_model(*made_of, in_shards=may_shard, with_values=with_values)
     if mode == "auto":
         mode, why = world.on_main(lambda: auto_mode(config, world, module))
@@ -226,7 +232,10 @@ def assemble(
             module, weights = build_model(*made_of, with_values=with_values)
     precision = resolve_precision(config, world, module, state.get("contract"))
     set_matmul_precision(precision, world.device)
-    loader = _loader(config, world, train_set, module, objective)
+    loader = _loader(config, world, train_set)
+    chosen = typed or fitting_objective(config, module, loader.load(_longest(train_set)))
+    objective = chosen.objective
+    loader.limit(limits_of(module, objective))
     layout, example = _layout(config, world, loader, objective, module, precision)
     setup = parallel_setup(config, world, module, mode, AUTOCAST.get(precision))
     return Parts(
@@ -240,12 +249,12 @@ def assemble(
         weights=weights,
         precision=precision,
         call=bind_run(module, precision, world),
-        objective=objective,
+        chosen=chosen,
         spec=spec,
         schedule=schedule,
         strategy=strategy,
         parallel=replace(setup, why_mode=why),
-        cut=cut,
+        cut=_whole(cut, config, world, module),
         layout=replace(layout, lockstep=setup.sync.lockstep and world.size > 1),
         total_steps=config.steps or order.num_steps(config.total_epochs or 1),
         example=example,
@@ -253,19 +262,11 @@ def assemble(
     )
 
 
-def _loader(
-    config: RunConfig, world: World, data: DataView, module: nn.Module, objective: Objective
-) -> Loader:
-    """Load what the model can look up."""
+def _loader(config: RunConfig, world: World, data: DataView) -> Loader:
     auto_workers = NUM_WORKERS[planned_device(config, world).type]
-    # Labels of an objective of the user's own mean anything.
-    tokens, labels = vocabulary_of(module)
-    is_ours = type(objective).__module__.startswith("trainer.")
-    known = {INPUT_IDS: tokens, LABELS: labels if is_ours else None}
-    limits = {name: limit for name, limit in known.items() if limit is not None}
     num_workers = auto_workers if config.num_workers == "auto" else config.num_workers
     is_gpu = world.device.type == "cuda"
-    return Loader(data, num_workers=num_workers, seed=config.seed, pin_memory=is_gpu, limits=limits)
+    return Loader(data, num_workers=num_workers, seed=config.seed, pin_memory=is_gpu)
 
 
 def _held_out(config: RunConfig, data: DataView, loader: Loader, layout: Layout) -> HeldOut:
@@ -285,6 +286,10 @@ def bind_run(module: nn.Module, precision: str, world: World) -> ModelCall:
     return bind(module, autocast=AUTOCAST.get(precision), device_type=world.device.type)
 
 
+def _longest(data: DataView) -> Request:
+    return Request(ids=(data.lengths.argmax(),), epoch=0, pad_to=data.lengths.max())
+
+
 def _layout(
     config: RunConfig,
     world: World,
@@ -295,8 +300,7 @@ def _layout(
 ) -> tuple[Layout, Fields]:
     """Find what hardware, model and data ask of every cut, and one micro-batch as it asks."""
     data, device = loader.dataset, planned_device(config, world)
-    longest = data.lengths.argmax()
-    request = Request(ids=(longest,), epoch=0, pad_to=data.lengths.max())
+    request = _longest(data)
     example = row = loader.load(request)
     unfit = None
     if data.collate is not None or objective.scope != "sample" or INPUT_IDS not in example:
@@ -341,10 +345,23 @@ def _optimizer(config: RunConfig) -> OptimizerSpec:
 
 
 def _cut(config: RunConfig) -> Cut:
-    """Build the cut; that of `deterministic=layout` is fixed, the same for all numbers of ranks."""
+    """Build the cut; that of `deterministic=layout` is fixed, the same for all numbers of ranks.
+
+    Raises:
+        ConfigError: `deterministic=layout` with another cut.
+    """
     cut = construct(config.accum, "accum", Cut, config.trust)
     if config.deterministic != "layout":
         return cut
     if not isinstance(cut, Fixed) or cut.micro is None:
         raise ConfigError("deterministic=layout: needs accum=fixed accum.micro=N")
     return LayoutInvariant(micro=cut.micro)
+
+
+def _whole(cut: Cut, config: RunConfig, world: World, module: nn.Module) -> Cut:
+    """Take a bound of the size of the step for the cut that leaves it whole, with BatchNorm."""
+    micro, whole = config.accum.params.get("micro"), config.batch.global_batch or 0
+    is_whole = config.batch.unit == "samples" and world.size == 1 and (micro or 0) >= whole
+    if is_whole and not cut.keeps_order and batch_statistics(module) is not None:
+        return Fixed(micro=micro)
+    return cut

@@ -6,6 +6,8 @@ from dataclasses import asdict
 from statistics import fmean
 from typing import Any
 
+import torch
+
 from trainer.build.parallel import planned_device
 from trainer.build.parts import Parts
 from trainer.build.precision import has_fast_bf16
@@ -15,12 +17,19 @@ from trainer.config.messages import flat, show
 from trainer.config.rules import warmup_steps
 from trainer.config.run_config import RunConfig, to_plain
 from trainer.core.format import plural
-from trainer.models.check import batch_statistics
+from trainer.models.check import batch_statistics, vocabulary_of
+from trainer.models.hf import pretrained_of, stored_dtypes
 from trainer.optim.optimizers import match_groups
 from trainer.plan.cuts import Auto
 from trainer.tune.forward import PEAK_SHARE
 from trainer.verify.diagnose import low_precision
 
+SHORT = {
+    torch.float64: "fp64",
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+}
 MEMORY_PARTS = ("parameters", "gradients", "optimizer_state", "activations", "buffers")
 
 
@@ -58,9 +67,12 @@ def summarize(prepared: Prepared) -> dict[str, Any]:
         "tail_size": 0 if config.batch.unit == "tokens" else len(lengths) % order.global_batch,
         "epochs": parts.total_steps / order.steps_per_epoch,
         "model": config.model.name or config.model.target,
+        "init": _init(config),
+        "dtypes": _dtypes(parts),
         "num_parameters": sum(count for is_trained, count in sizes if is_trained),
         "num_frozen": sum(count for is_trained, count in sizes if not is_trained),
         "groups": _groups(parts),
+        "objective": parts.chosen.text,
         "data": config.data.name or config.data.target,
         "num_samples": len(lengths),
         "num_held_out": num_held_out,
@@ -171,13 +183,45 @@ def _warnings(prepared: Prepared) -> list[str]:
             "model.dtype=float32 does where the class takes it, and type precision=bf16"
         )
     norm = batch_statistics(parts.module)
-    if norm is not None and parts.config.batchnorm != "micro":
+    is_whole = all(plan.num_micro_batches == 1 for plan in prepared.plans)
+    if norm is not None and parts.config.batchnorm != "micro" and not is_whole:
         ranks = " of each rank, whose running statistics are its own" * (parts.world.size > 1)
         warnings.append(
             f"{norm} is BatchNorm, normalised over each micro-batch{ranks}, so the step depends "
             "on the micro-batch size; to accept this, set batchnorm=micro"
         )
+    known, rows = parts.train_set.optional("vocab_size"), vocabulary_of(parts.module)[0]
+    is_loaded = pretrained_of(parts.config.model.params) is not None
+    # Tables are padded, but not to the double.
+    if is_loaded and known and rows and rows >= 2 * known:
+        warnings.append(
+            f"data: {known} different ids, such as bytes, but the model was loaded with a "
+            f"vocabulary of {rows}, in which they mean something else: give ids of the model's "
+            "own tokenizer, e.g. data._target_=datasets.load_from_disk"
+        )
     return warnings
+
+
+def _init(config: RunConfig) -> str:
+    """Say where the first weights come from."""
+    if config.init is not None:
+        step = "" if config.checkpoint_step is None else f", step {config.checkpoint_step}"
+        return f"weights of {config.init}{step}"
+    loaded = pretrained_of(config.model.params)
+    return f"weights of {loaded}" if loaded else f"as the model is built, seed {config.seed}"
+
+
+def _dtypes(parts: Parts) -> dict[str, str | None]:
+    """Name the dtypes of weights in their files and in memory, and of matrix products."""
+    weights = [p for p in parts.module.parameters() if p.is_floating_point()]
+    memory = ", ".join(sorted({SHORT.get(p.dtype, str(p.dtype)) for p in weights}))
+    follows = memory not in {"", "fp32"} and parts.precision in {"fp32", "tf32"}
+    return {
+        "disk": ", ".join(stored_dtypes(parts.config.model.params)) or None,
+        "memory": memory,
+        # Without autocast products are computed in what the weights are in.
+        "compute": memory if follows else parts.precision,
+    }
 
 
 def _defaults(config: RunConfig) -> list[str]:

@@ -135,6 +135,7 @@ LIBRARY_ROOTS = {module.partition(".")[0] for each in LIBRARIES.values() for mod
 
 GPT = "trainer.models.gpt.GPT"
 TOKENS = "trainer.data.tokens.TokenWindows"
+AUTO_OBJECTIVE = "trainer.build.objective.ByModel"
 FIXED_CUT = "trainer.plan.cuts.Fixed"
 
 SHARED: Mapping[str, Mapping[str, Any]] = {
@@ -170,6 +171,8 @@ ARGUMENTS: Mapping[str, Any] = {
     "field": Text | None,
     "dtype": Literal["auto", "uint16", "uint32"],
     "class_weights": Weights | None,
+    "class_axis": Whole,
+    "causal": bool,
     "reduction": Literal["sum", "mean"],
     "betas": Betas,
 }

@@ -39,6 +39,8 @@ _PLANNED, _NOT_AUTO = ("auto", "budget"), ("budget", "fixed", "own")
 _NOT_HSDP, _STARTING = ("auto", "none", "ddp", "fsdp"), ("train", "plan", "verify")
 _FIXED = "type accum=fixed accum.micro=8"
 _BY_SIZE = f"depends on the micro-batch size; {_FIXED}"
+_WHOLE_STEP = "depends on the micro-batch size; type accum=fixed accum.micro=N, where N is "
+_WHOLE_STEP += "batch.global for the whole step at once"
 _HSDP = "has an effect only with parallel=hsdp"
 _MOMENTUM = "needs a momentum; type optimizer.momentum=0.9"
 _REFERENCE = "needs scheduler.reference_batch, the global batch that optimizer.lr was tuned for"
@@ -53,7 +55,7 @@ _IS_WRITTEN = "used only by train export run=RUN; leave it out"
 _CONFLICTS: tuple[tuple[str, object, str, object, str], ...] = (
     ("steps", ..., "epochs", ..., "epochs is set too; at most one, type epochs=null"),
     ("batch.normalizer", ("micro_batches",), "accum", _PLANNED, _BY_SIZE),
-    ("batchnorm", ("micro",), "accum", _PLANNED, _BY_SIZE),
+    ("batchnorm", ("micro",), "accum", _PLANNED, _WHOLE_STEP),
     ("deterministic", ("layout",), "accum", _PLANNED, f"needs fixed micro-batches; {_FIXED}"),
     ("deterministic", ("layout",), "accum.micro", (None,), f"needs a fixed size; {_FIXED}"),
     ("deterministic", ("layout",), "parallel.mode", ("fsdp", "hsdp"), "needs parallel=ddp"),

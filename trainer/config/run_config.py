@@ -19,6 +19,7 @@ from pydantic import Field
 
 from trainer.config.cards import CardName
 from trainer.config.components import (
+    AUTO_OBJECTIVE,
     COMPONENTS,
     FIXED_CUT,
     LIBRARIES,
@@ -301,12 +302,14 @@ def contract_diff(
     """Name what a resumed run would change about its step, one line per key.
 
     Keys and whole sections that `allow` names may change; `steps` and `epochs` may grow anyway.
-    `precision=auto` is what the checkpoint says that it became.
+    `precision=auto` and `objective=auto` are what the checkpoint says that they became.
     """
     faults = []
+    are_open = [terms.get("objective._target_") == AUTO_OBJECTIVE for terms in (old, new)]
     for key, before, now in _changes(old, new, allow):
         is_clock = key in ("steps", "epochs") and isinstance(before, int) and isinstance(now, int)
         is_open = key == "precision" and "auto" in (before, now)
+        is_open |= key.startswith("objective.") and are_open[0] != are_open[1]
         if not (is_open or (is_clock and (now or 0) > (before or 0))):
             change = "it may grow; to make it less" if is_clock else "to change it"
             text = f"the run has {show(before)}; {change}, resume_allow=[{key}]"

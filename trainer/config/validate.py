@@ -186,6 +186,7 @@ def _unknown(key: str, value: object, known: Tree, choices: Tree) -> str:
     """Say what is meant by a key that is none."""
     owner, name = owner_of(key), key.rpartition(".")[2]
     others = [o for o, keys in options_of(owner).items() if name in keys] if owner else []
+    others.sort(key="auto".__eq__)  # which leaves more open than the rest
     if owner and others and key != owner:
         better = f"{owner}={others[0]} {key}={show(value)}"
         return line(key, value, f"not a setting of {_choice(owner, choices)}; type {better}")

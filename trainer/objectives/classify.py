@@ -1,4 +1,4 @@
-"""Classify whole samples (images, rows), or every pixel."""
+"""Classify whole samples (images, rows), every pixel, or every token."""
 
 from __future__ import annotations
 
@@ -31,12 +31,14 @@ class Classify(Objective):
     mean, and not their count. A label of -100 is no loss term.
 
     Attributes:
+        class_axis: where the classes are in the logits: 1, or -1 for a class per token.
         class_weights: one number per class; None weighs all alike.
         label_smoothing: share of the target spread over the classes, in [0, 1).
     """
 
     metric_names = ("accuracy",)
 
+    class_axis: int = 1
     class_weights: Sequence[float] | None = None
     label_smoothing: float = 0.0
 
@@ -63,7 +65,8 @@ class Classify(Objective):
         """Sum over the batch; the sums are at least float32.
 
         Args:
-            model: gives logits, `(batch, classes)` or `(batch, classes, ...)`.
+            model: gives logits, `(batch, classes)`, or `(batch, classes, ...)` with the classes at
+                `class_axis`.
             fields: `labels`, `(batch,)` or `(batch, ...)`, and what the model needs.
 
         Returns:
@@ -74,12 +77,16 @@ class Classify(Objective):
         """
         labels = labels_of(fields).long()
         logits = at_least_single(logits_from(model, fields))
-        if (logits.shape[0], *logits.shape[2:]) != labels.shape:
+        axis = self.class_axis % logits.ndim
+        if logits.shape[:axis] + logits.shape[axis + 1 :] != labels.shape:
+            each, other = "(batch, classes)", "a class per token type objective=token_classify"
+            if axis > 1:
+                each, other = "(batch, time, classes)", "one per sample type objective=classify"
             raise ConfigError(
                 f"model: logits of shape {tuple(logits.shape)} do not match labels of shape "
-                f"{tuple(labels.shape)}; classify needs (batch, classes), and for a label per "
-                "token there is objective=next_token"
+                f"{tuple(labels.shape)}; it needs {each}, and for {other}"
             )
+        logits = logits.movedim(axis, 1)
         given = self.class_weights
         weight = None
         if given is not None:

@@ -83,9 +83,13 @@ def verify_block(report: VerifyReport) -> RenderableType:
     tensors = plural(report.num_parameters, "parameter tensor")
     worst = f" ({report.worst[0][0]})" if report.worst else ""
     largest = f"{report.max_relative_error:.2e}, the largest of any parameter{worst}, relative"
+    limit = f"up to {report.limit:.0e} is rounding"
+    if report.error_without_draws is not None:
+        off = f"{report.error_without_draws:.2e} without random draws, the largest of any parameter"
+        largest, limit = f"{off}, relative; {limit}", f"with them {report.max_relative_error:.2e}"
     rows: list[Row] = [
         ("verdict", Text(VERDICTS[report.verdict], "bold green" if is_exact else "bold red")),
-        ("error", f"{largest}; up to {report.limit:.0e} is rounding"),
+        ("error", f"{largest}; {limit}"),
         ("compared", f"{step} ({plural(report.global_batch, 'sample')}) with: {report.reference}"),
         ("over", f"the gradient of {tensors}, in {dtype}"),
         *(("note", note) for note in report.notes),
@@ -145,7 +149,7 @@ def _arithmetic(plan: Record) -> list[Row]:
     model = _joined(
         plan["model"], plural(count + frozen, "parameter"), frozen and f"{number(frozen)} frozen"
     )
-    cut = plan["num_cut_tokens"]
+    (disk, memory), cut = (plan["dtypes"][k] for k in ("disk", "memory")), plan["num_cut_tokens"]
     data = _joined(
         plural(plan["num_samples"], "sample"),
         noun == "token" and f"{short(plan['num_tokens'])} tokens",
@@ -162,8 +166,10 @@ def _arithmetic(plan: Record) -> list[Row]:
         ("batch", batch_equation(plan)),
         ("cap", f"{plural(cap, padded)} per micro-batch" if cap else None),
         ("" if cap else "cut", Text(source, "dim" if cap else "") if source else None),
+        ("objective", plan["objective"]),
         ("loss", loss),
         ("model", model),
+        ("init", _joined(plan["init"], disk and f"{disk} on disk", f"{memory} in memory")),
         *zip(["groups", *[""] * len(plan["groups"])], plan["groups"], strict=False),
         ("data", f"{plan['data']}: {data}"),
         ("memory", _memory(plan)),
@@ -171,7 +177,7 @@ def _arithmetic(plan: Record) -> list[Row]:
         ("lr", _joined(f"{plan['lr']:g}", plan["optimizer"], plan["scheduler"], first)),
         ("defaults", _joined(*plan["defaults"])),
         ("time", _joined(time, plan["time_note"])),
-        ("compute", _joined(plan["device"], plan["precision"], workers and loading)),
+        ("compute", _joined(plan["device"], plan["dtypes"]["compute"], workers and loading)),
     ]
 
 

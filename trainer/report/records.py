@@ -45,6 +45,7 @@ class VerifyReport:
             float32 where the model runs in nothing else, and every loss is a sum over samples;
             `exact_without_dropout`; `not_exact`; `not_proven` where something cannot be compared.
         max_relative_error: over parameters, of max absolute difference / max absolute reference.
+        error_without_draws: the same with random draws held, where that is what passes; else None.
         reference: `whole batch`, or `sample by sample, summed` where the whole does not fit.
         dtype: both were computed in, e.g. `float64`.
         num_parameters: tensors compared.
@@ -65,6 +66,7 @@ class VerifyReport:
     micro_batches: int
     global_batch: int
     limit: float
+    error_without_draws: float | None = None
     worst: tuple[tuple[str, float], ...] = ()
     culprits: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = ()

@@ -14,6 +14,7 @@ from torch import nn
 from trainer.accumulate.normalizer import Kind
 from trainer.accumulate.sum import Sum
 from trainer.core.out_of_memory import AllocationGuard
+from trainer.report.records import Verdict
 from trainer.training.window import Kit
 from trainer.verify.case import Case
 from trainer.verify.comparison import EXACT, MARGIN, Errors, Gradient
@@ -37,8 +38,10 @@ def low_precision(module: nn.Module) -> str | None:
 
 def diagnose(
     case: Case, kit: Kit, found: Found, planned: Gradient, expected: Gradient, *, traces_whole: bool
-) -> Culprits:
-    """Name the culprits of a step that is not exact.
+) -> tuple[Culprits, Errors]:
+    """Name the culprits of a step that is not exact, first what random draws do not explain.
+
+    Also gives the errors that are left with the draws held, and without a mean of means.
 
     Args:
         case: with its draws held, by `examine`, which gave `found`.
@@ -67,40 +70,51 @@ def diagnose(
         errors = case.errors(case.gradient(kind=kind), expected)
         drawing = _drawing(case, found, errors)
     if errors.is_exact:
-        return [*culprits, *drawing, *found.sums]
+        return [*culprits, *drawing, *found.sums], errors
     if hidden := _not_finite(planned, expected) or _amplified(case, errors):
-        return [*culprits, *drawing, *hidden, *found.sums]
+        return [*culprits, *hidden, *found.sums, *drawing], errors
     named = [*found.modules, *found.sums]
     if not (named or found.loud):
         is_sum = kit.objective.scope not in Sum.scopes or isinstance(kit.strategy, Sum)
         if not is_sum and case.errors(case.gradient(kind=kind, strategy=Sum()), expected).is_exact:
             name = type(kit.strategy).__name__
             text = f"{name} does not sum the micro-batches' gradients; their sum would be exact"
-            return [*culprits, *drawing, ("accum.gradient", Reason(text))]
+            return [*culprits, ("accum.gradient", Reason(text)), *drawing], errors
         named = _search_step(case, errors, traces_whole=traces_whole)
     causes = [*culprits, *(culprit for culprit in named if culprit not in culprits)]
-    return [*causes, *(culprit for culprit in drawing if culprit not in causes)]
+    return [*causes, *(culprit for culprit in drawing if culprit not in causes)], errors
 
 
 def _drawing(case: Case, found: Found, errors: Errors) -> Culprits:
     """Name what draws at random; `errors` are with the draws held."""
     draws = "draws at random anew for every micro-batch"
-    outcome = f"not exact with it off either (error {errors.largest:.0e})"
+    outcome = f"; with it off the step still differs (error {errors.largest:.0e}), see above"
     if errors.is_exact:
-        outcome = f"exact with it off (error {errors.largest:.0e}); set its rate to 0, or accept it"
-    quiet = Reason(
-        f"{draws}, so it depends on the micro-batches: the step is {outcome}",
-        verdict="exact_without_dropout" if errors.is_exact else "not_proven",
-    )
-    loud = Reason(
-        f"{draws}, in evaluation mode too or by other means than PyTorch's, so that the rest of "
-        "the step cannot be checked without it; draw with PyTorch where `self.training` is true",
-        verdict="not_proven",
-    )
-    reasons = dict.fromkeys(found.quiet, quiet) | dict.fromkeys(found.loud, loud)
+        off = f"exact with it off (error {errors.largest:.0e})"
+        outcome = f", so it depends on the micro-batches: the step is {off}; set its rate to 0, or "
+        outcome += "accept it"
+    verdict: Verdict = "exact_without_dropout" if errors.is_exact else "not_proven"
+    modules = dict(case.module.named_modules())
+    reasons = {name: _loud(modules.get(name), draws) for name in found.loud}
+    reasons |= dict.fromkeys(found.quiet, Reason(f"{draws}{outcome}", verdict))
     outside = reasons.pop(OUTSIDE, None)
-    culprits = describe(dict(case.module.named_modules()), reasons)
-    return culprits + ([(case.objective_name, outside)] if outside else [])
+    first = [(case.objective_name, outside)] if outside else []
+    return [*first, *describe(modules, reasons)]
+
+
+def _loud(module: nn.Module | None, draws: str) -> Reason:
+    """Say how a module draws that cannot be held, and the setting that ends it where one does."""
+    remedy = "draw with PyTorch where `self.training` is true"
+    if getattr(getattr(module, "config", None), "apply_spec_augment", False):
+        remedy = (
+            "its masks (SpecAugment) are NumPy's: set model.config.apply_spec_augment=false, or "
+            "model.apply_spec_augment=false for from_pretrained"
+        )
+    text = (
+        f"{draws}, in evaluation mode too or by other means than PyTorch's, so that the rest of "
+        f"the step cannot be checked without it; {remedy}"
+    )
+    return Reason(text, verdict="not_proven")
 
 
 def _not_finite(*gradients: Gradient) -> Culprits:

@@ -78,14 +78,16 @@ def _verify(kit: Kit, batch: PlannedBatch, feed: Feed, *, whole_fits: bool) -> V
     case, found = examine(case)
     if whole_errors.is_exact and low is None and not (errors.is_exact or found.sums):
         case, errors, why = replace(case, size=case.num_samples), whole_errors, []
-    culprits = found.sums
+    culprits, rest = found.sums, errors
     if not errors.is_exact:
-        culprits = diagnose(case, kit, found, planned, expected, traces_whole=whole_fits)
+        culprits, rest = diagnose(case, kit, found, planned, expected, traces_whole=whole_fits)
     notes += [*why, *_asides(case, errors, found, culprits)]
     culprits = [*culprits, *uncopied]
     verdicts = {reason.verdict for _, reason in culprits}
+    verdict: Verdict = next((v for v in WORST_FIRST if v in verdicts), "exact")
     return VerifyReport(
-        verdict=next((verdict for verdict in WORST_FIRST if verdict in verdicts), "exact"),
+        verdict=verdict,
+        error_without_draws=rest.largest if verdict == "exact_without_dropout" else None,
         max_relative_error=errors.largest,
         reference=case.reference,
         dtype=short(case.limit_dtype),
@@ -94,7 +96,7 @@ def _verify(kit: Kit, batch: PlannedBatch, feed: Feed, *, whole_fits: bool) -> V
         num_parameters=len(errors.by_name),
         micro_batches=case.batch.plan.num_micro_batches,
         global_batch=case.num_samples,
-        limit=errors.limit,
+        limit=rest.limit if verdict == "exact_without_dropout" else errors.limit,
         notes=tuple(notes),
     )
 

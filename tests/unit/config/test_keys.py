@@ -38,7 +38,7 @@ OPTIONS = {
         "batch": "samples tokens",
         "data": "own stdlib text tokens",
         "model": "gpt2 gpt_small gpt_tiny own",
-        "objective": "classify model_loss next_token own",
+        "objective": "auto classify model_loss next_token own token_classify",
         "optimizer": "adamw own sgd",
         "parallel": "auto ddp fsdp hsdp none",
         "preset": "gpt_tiny_stdlib gpt_tiny_stdlib_adamw",

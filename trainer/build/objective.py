@@ -1,0 +1,205 @@
+"""Choose the objective that a model is made for, where none was typed."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from trainer.build.instantiate import construct
+from trainer.config.components import AUTO_OBJECTIVE, Component
+from trainer.config.keys import options_of
+from trainer.config.messages import show
+from trainer.config.run_config import RunConfig
+from trainer.core.errors import ConfigError
+from trainer.core.micro_batch import Fields, to_device
+from trainer.data.collate import LABELS
+from trainer.data.samples import INPUT_IDS
+from trainer.models.bind import bind
+from trainer.models.check import vocabulary_of
+from trainer.models.task import Task, task_of
+from trainer.objectives.base import IGNORED, Objective, sums_of, weights_of
+from trainer.objectives.model_loss import ModelLoss
+from trainer.tune.workload import restoring
+
+_OWN_LOSS: Mapping[str, Any] = {"reduction": "mean", "causal": False}
+_BY_TASK: Mapping[Task, tuple[str, Mapping[str, Any]]] = {
+    "causal_lm": ("next_token", {}),
+    "masked_lm": ("token_classify", {}),
+    "token_classification": ("token_classify", {}),
+    "sequence_classification": ("classify", {}),
+    "image_classification": ("classify", {}),
+    "multiple_choice": ("classify", {}),
+    # The inputs of a decoder, a mask over a prompt, are made from the labels within the model.
+    "seq2seq_lm": ("model_loss", _OWN_LOSS),
+    "question_answering": ("model_loss", _OWN_LOSS),
+    "image_text_to_text": ("model_loss", {"reduction": "mean", "causal": True}),
+}
+_CLASSIFIES: tuple[Task, ...] = ("sequence_classification", "image_classification")
+_TO_TYPE = (
+    "type objective=next_token (predicts the next token; shifts labels itself), token_classify (a "
+    "class per token), classify (one label per sample), or model_loss objective.reduction=mean "
+    "objective.causal=false (a mean that the model computes itself, from labels as they are)"
+)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """The objective of a run.
+
+    Attributes:
+        component: its class and all of its arguments, as if they had been typed.
+        text: its name, with the settings that are no defaults and the reason, for a person.
+    """
+
+    objective: Objective
+    component: Component
+    text: str
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ByModel:
+    """Stands for the objective that a model is made for; what is None is left to that objective."""
+
+    label_smoothing: float | None = None
+    z_loss: float | None = None
+    class_weights: Sequence[float] | None = None
+    reduction: str | None = None
+    causal: bool | None = None
+
+    def choose(self, module: nn.Module, fields: Fields) -> tuple[str, dict[str, Any], str]:
+        """Name the option for a model and a collated micro-batch: its settings, and why it is.
+
+        Raises:
+            ConfigError: neither the model nor its labels say what it learns.
+        """
+        task, name = task_of(module), type(module).__name__
+        if task is None:
+            option, why = _by_labels(name, fields)
+            settings: Mapping[str, Any] = {}
+        else:
+            (option, settings), why = _BY_TASK[task], f"as {name} is made for {task}"
+        if task in _CLASSIFIES and not _has_classes(module, fields):
+            option, settings, why = "model_loss", _OWN_LOSS, f"as {name} has no single class"
+        typed = {key: value for key, value in vars(self).items() if value is not None}
+        return option, {**settings, **typed}, why
+
+
+def typed_objective(config: RunConfig) -> Chosen | None:
+    """Build the objective of a config; None where the model is to say which one it is."""
+    component = config.objective
+    if component.target == AUTO_OBJECTIVE:
+        return None
+    return _chosen(construct(component, "objective", Objective, config.trust), component)
+
+
+def fitting_objective(config: RunConfig, module: nn.Module, fields: Fields) -> Chosen:
+    """Build the objective that a model is made for.
+
+    Args:
+        config: with an objective that stands for any.
+        module: the model.
+        fields: a collated micro-batch.
+
+    Raises:
+        ConfigError: nothing says which objective it is, it lacks a setting that was typed, or it
+            is not the loss that the model itself computes.
+    """
+    template = construct(config.objective, "objective", ByModel)
+    option, settings, why = template.choose(module, fields)
+    defaults = options_of("objective")[option]
+    target, params = defaults.pop("_target_"), {**defaults, **settings}
+    component = Component(target=target, params=params, name=option)
+    # A setting that was typed for another objective is refused, and not left out.
+    chosen = _chosen(construct(component, "objective", Objective), component, why)
+    if template == ByModel() and not isinstance(chosen.objective, ModelLoss):
+        _compare(chosen.objective, option, module, fields)
+    return chosen
+
+
+def _compare(objective: Objective, option: str, module: nn.Module, fields: Fields) -> None:
+    """Refuse an objective that gives another loss than the model, which knows its labels best.
+
+    Those of Bart as a causal model, for one, are not shifted; a router adds to its loss.
+
+    Raises:
+        ConfigError: with the two losses, and what to type for either.
+    """
+    parameter = next(module.parameters(), None)
+    names = inspect.signature(module.forward).parameters
+    if parameter is None or parameter.is_meta or LABELS not in names:
+        return
+    given, call = to_device(fields, parameter.device), bind(module)
+    own = ours = math.nan
+    # What fails here fails again, in full, where it is needed.
+    with suppress(Exception), restoring(module, objective), torch.no_grad():
+        module.eval()
+        own = float(call(given).loss)
+        weights = weights_of(objective, given)
+        losses = sums_of(objective, call, given, weights).losses
+        ours = sum(float(loss) / weights[name] for name, loss in losses.items())
+    # Heads of transformers turn logits into float32, whatever the weights are.
+    eps = max(torch.finfo(dtype).eps for dtype in (parameter.dtype, torch.float32))
+    if abs(own - ours) > math.sqrt(eps) * abs(own):
+        raise ConfigError(
+            f"objective: {type(module).__name__} computes a loss of {own:.5g} for the longest "
+            f"sample, {option} one of {ours:.5g}: type objective=model_loss for the model's own, "
+            f"or objective={option}"
+        )
+
+
+def _chosen(objective: Objective, component: Component, why: str = "") -> Chosen:
+    name = component.name or component.target
+    defaults = options_of("objective").get(name, {})
+    changed = [f"{k}={show(v)}" for k, v in component.params.items() if defaults.get(k) != v]
+    text = ", ".join(filter(None, (" ".join([name, *changed]), why)))
+    return Chosen(objective=objective, component=component, text=text)
+
+
+def _by_labels(name: str, fields: Fields) -> tuple[str, str]:
+    """Name the option for a model that does not say what it is made for, and why it is that."""
+    labels, ids = fields.get(LABELS), fields.get(INPUT_IDS)
+    if labels is None:
+        fault = f"the data give no field named labels (they give: {', '.join(fields)})"
+    elif labels.is_floating_point() or labels.is_complex():
+        fault = f"labels are {labels.dtype}"
+    elif labels.dim() == 1:
+        return "classify", "as the data give one label per sample"
+    elif labels.dim() > 2:  # noqa: PLR2004 - (batch, time)
+        return "classify", "as the data give a label per pixel"
+    elif ids is not None and ids.shape == labels.shape and _are_tokens(labels, ids):
+        return "next_token", "as the labels are the tokens themselves"
+    else:
+        fault = "labels are sequences, but not the input_ids themselves"
+    raise ConfigError(
+        f"objective: {fault}, and {name} does not say what it is made for: {_TO_TYPE}"
+    )
+
+
+def _are_tokens(labels: Tensor, ids: Tensor) -> bool:
+    return bool(((labels == ids) | (labels == IGNORED)).all())
+
+
+def _has_classes(module: nn.Module, fields: Fields) -> bool:
+    """Whether a classifier of transformers chooses one class, and is not made for real numbers."""
+    config, labels = getattr(module, "config", None), fields.get(LABELS)
+    problem = getattr(config, "problem_type", None)
+    is_real = labels is not None and labels.is_floating_point()
+    is_number = problem is None and getattr(config, "num_labels", None) == 1
+    return not (is_real or is_number or problem in {"regression", "multi_label_classification"})
+
+
+def limits_of(module: nn.Module, objective: Objective) -> dict[str, int]:
+    """Say what token ids and labels must be below; labels of a user's objective mean anything."""
+    tokens, labels = vocabulary_of(module)
+    is_ours = type(objective).__module__.startswith("trainer.")
+    known = {INPUT_IDS: tokens, LABELS: labels if is_ours else None}
+    return {name: limit for name, limit in known.items() if limit is not None}

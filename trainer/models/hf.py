@@ -1,0 +1,118 @@
+"""Know what classes of transformers take, and what their files hold; imports it only with them."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
+from inspect import Parameter
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+_LOADERS = {"from_pretrained", "from_config", "_from_config"}
+_DTYPES = ("dtype", "torch_dtype")
+PRETRAINED = "pretrained_model_name_or_path"
+"""Argument of what loads a model: a folder, or a name on the hub."""
+
+_SHORT = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F64": "fp64"}
+
+
+def with_dtype(target: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Have a model of transformers loaded, or built, with fp32 weights unless a dtype is typed.
+
+    Left alone, its weights have the dtype of the file or of the config, mostly bf16, in which small
+    updates are rounded away.
+    """
+    owner = getattr(target, "__self__", None)
+    is_model = hasattr(owner, "config_class") or hasattr(owner, "_model_mapping")
+    if not is_model or target.__name__ not in _LOADERS:
+        return dict(arguments)
+    parameters = inspect.signature(target).parameters.values()
+    takes = any(p.name == "dtype" or p.kind is Parameter.VAR_KEYWORD for p in parameters)
+    is_typed = any(arguments.get(name) is not None for name in _DTYPES)
+    return dict(arguments) if is_typed or not takes else {**arguments, "dtype": "float32"}
+
+
+def described(
+    target: Callable[..., Any], names: Collection[str], *, typed: bool
+) -> Callable[..., Any]:
+    """Let a model that takes a config object be described by its config's settings.
+
+    Args:
+        target: a model of transformers, or a config; anything else is given back.
+        names: of the arguments; those that the config knows, though its constructor does not name
+            them, become arguments.
+        typed: whether the user named the class. If not, settings that name code to fetch from the
+            network, as those of an inner config or of a kernel may, are left out.
+    """
+    is_config = inspect.isclass(target) and hasattr(target, "attribute_map")
+    kind: Any = target if is_config else getattr(target, "config_class", None)
+    is_model = inspect.isclass(kind) and [*inspect.signature(target).parameters][:1] == ["config"]
+    if not (is_config or is_model):
+        return target
+
+    def make(**settings: Any) -> Any:  # noqa: ANN401 - any model or config
+        return kind(**settings) if is_config else target(kind(**settings))
+
+    make.__name__ = target.__name__
+    own = [p for p in inspect.signature(kind).parameters.values() if p.kind in _NAMED]
+    if not typed:
+        own = [p for p in own if p.name not in getattr(kind, "sub_configs", ())]
+    known = {p.name for p in own}
+    more = [n for n in _settable(kind, typed=typed) if n in names and n not in known]
+    more += [n for n in names if n.endswith("_token_id") and n not in {*known, *more}]
+    own += [Parameter(name, Parameter.KEYWORD_ONLY) for name in more]
+    make.__signature__ = inspect.Signature(own)  # type: ignore[attr-defined] # read by inspect
+    return make
+
+
+_NAMED = {Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY}
+_CODE = {"attn_implementation", "experts_implementation"}  # may name a kernel on the hub
+
+
+def _settable(kind: Any, *, typed: bool) -> Iterator[str]:  # noqa: ANN401 - a config class
+    """List what a config has beside the arguments of its constructor: `num_labels`, other names."""
+    yield from kind.attribute_map
+    for base in kind.__mro__:
+        found = [n for n, value in vars(base).items() if isinstance(value, property) and value.fset]
+        yield from (n for n in found if not n.startswith("_") and n != "name_or_path")
+    if typed:
+        yield from _CODE
+
+
+def stored_dtypes(params: Mapping[str, Any]) -> list[str]:
+    """Name the dtypes of the floating-point weights in the files that a model was loaded from.
+
+    Args:
+        params: arguments of the model, in which a folder, or a name on the hub, is looked for.
+
+    Returns:
+        Such as `["bf16"]`; empty where the files are not known or not safetensors.
+    """
+    name = pretrained_of(params)
+    hub: Any = sys.modules.get("transformers.utils.hub")
+    if name is None or hub is None:
+        return []
+    try:
+        file = hub.cached_file(name, "config.json", local_files_only=True)
+        return sorted(
+            {d for each in Path(file).parent.glob("*.safetensors") for d in _dtypes(each)}
+        )
+    except (OSError, TypeError, ValueError, SafetensorError):
+        return []
+
+
+def pretrained_of(params: Mapping[str, Any]) -> str | None:
+    """Find what a model is loaded from among its arguments, at any depth."""
+    if isinstance(name := params.get(PRETRAINED), str):
+        return name
+    inner = (pretrained_of(value) for value in params.values() if isinstance(value, Mapping))
+    return next(filter(None, inner), None)
+
+
+def _dtypes(file: Path) -> Iterator[str]:
+    with safe_open(str(file), "pt") as tensors:
+        kinds = {tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
+    yield from (_SHORT.get(kind, kind.lower()) for kind in kinds if kind.startswith(("F", "BF")))
