@@ -55,6 +55,7 @@ class Job:
     config: RunConfig
     composed: DictConfig  # the same with Hydra's own node
     lines: tuple[str, ...]  # its overrides as Hydra takes them
+    recorded: tuple[str, ...]  # the same without Hydra's own, and with paths that are absolute
     folder: Path  # where the run goes; absolute
     makes_folder: bool = True  # it writes a config of its own; not so where a run is only read
     done: str | None = None  # why there is nothing to do
@@ -203,7 +204,8 @@ class Composer:
         return Job(
             config=config,
             composed=full,
-            lines=(*parts.hydra, *lines, *(f"++{key}={text}" for key, text in paths.items())),
+            lines=(*parts.hydra, *parts.lines),
+            recorded=(*lines, *(f"++{key}={text}" for key, text in paths.items())),
             folder=Path(str(full.hydra.run.dir)).absolute(),
         )
 

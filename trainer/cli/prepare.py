@@ -143,8 +143,7 @@ def _place(job: Job, folder: Path, subfolder: str | None = saved_runs.SUBFOLDER)
     with open_dict(hydra):
         hydra.mode = RunMode.RUN
         hydra.run.dir = str(folder)
-        lines = [line for line in job.lines if not read(line).is_hydra_override()]
-        hydra.overrides.task = [line.lstrip("+") for line in lines]
+        hydra.overrides.task = [line.lstrip("+") for line in job.recorded]
         if subfolder != saved_runs.SUBFOLDER:
             hydra.output_subdir = subfolder
     return replace(job, folder=folder)

@@ -140,7 +140,7 @@ def prepare_sweep(overrides: Sequence[Override], faults: list[str], composer: Co
 
 def _as_checked(lines: Sequence[str], job: Job) -> list[str]:
     """Take what is not swept from a checked job, whose paths are absolute."""
-    checked = {line.partition("=")[0]: line for line in job.lines}
+    checked = {line.partition("=")[0]: line for line in job.recorded}
     return [
         line if read(line).is_sweep_override() else checked.get(line.partition("=")[0], line)
         for line in lines
