@@ -258,7 +258,7 @@ def _data_sets(config: RunConfig, world: World) -> tuple[DataView, DataView | No
             dataset: Any = construct(
                 component, "data", Sized, config.trust, {**given, "split": split}
             )
-        built.append(DataView(dataset, version=config.order))
+        built.append(DataView(dataset, version=config.order, timeout_s=config.parallel.timeout_s))
     if config.data.on_bad == "skip" and "on_bad" not in taken:
         built = readable(built, config.seed, world)
     if "split" not in taken:
