@@ -84,8 +84,12 @@ def all_data(config: RunConfig, world: World) -> tuple[DataView, DataView | None
     if len(parts) > 1 and world.on_main(partial(have_equal_contents, *parts)):
         parts = parts[:1]
     parts = _readable(parts, config, world)
-    every = parts[0] if len(parts) == 1 else DataView(Joined(parts), version=config.order)
+    every = parts[0] if len(parts) == 1 else _view(Joined(parts), config)
     return every, every if len(every) else None, Split(rule="all of them", holdout=None, seed=seed)
+
+
+def _view(dataset: Any, config: RunConfig) -> DataView:  # noqa: ANN401 - any data set
+    return DataView(dataset, version=config.order, timeout_s=config.parallel.timeout_s)
 
 
 def _arguments(config: RunConfig) -> Mapping[str, inspect.Parameter]:
@@ -122,7 +126,7 @@ def _parts(config: RunConfig, params: Mapping[str, Any], seed: int) -> tuple[lis
         rule = "parts of the data set itself"
     else:
         built, rule = _named_parts(build(), component.target)
-    views = [DataView(each, version=config.order) for each in built]
+    views = [_view(each, config) for each in built]
     return views, views[0].optional("split_rule") or rule
 
 

@@ -42,6 +42,7 @@ from trainer.data.samples import (
     faults_of,
     num_tokens,
 )
+from trainer.data.slow_reads import begin_read, end_read
 from trainer.data.view import DataView
 
 PROBED = 8  # samples that show which fields have one entry per token
@@ -324,8 +325,13 @@ class _Assembler(Dataset[Any]):
             data.seed_draws(self.seed, request.epoch, "collate", *request.ids)
         place = f"`collate` of {data.kind}"
         ids = ", ".join(map(str, data.original_ids(request.ids[:3])))
-        with faults_of(f"{place}, on {len(samples)} samples ({ids}, ...)"):
-            fields = collate(samples)
+        call = f"{place}, on {len(samples)} samples ({ids}, ...)"
+        begin_read(lambda: call, data.timeout_s)
+        try:
+            with faults_of(call):
+                fields = collate(samples)
+        finally:
+            end_read()
         if not isinstance(fields, Mapping) or not all(
             isinstance(field, Tensor) for field in fields.values()
         ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property, partial
@@ -33,6 +34,7 @@ from trainer.data.samples import (
     seed_draws,
     train_ids,
 )
+from trainer.data.slow_reads import begin_read, end_read
 from trainer.plan.cut import IntArray
 from trainer.plan.lengths import IdsOf, Lengths, picked
 from trainer.plan.order import VERSION
@@ -56,6 +58,7 @@ class DataView:
         ids_of: gives their positions in `dataset`; they are the same by default.
         settings: what selected them, for the fingerprint.
         version: of the rules by which data are split and recognised; a part has its whole's.
+        timeout_s: after which a read that has not ended is named; a part has its whole's.
 
     Attributes:
         dataset: as the user wrote it.
@@ -74,11 +77,13 @@ class DataView:
         ids_of: IdsOf | None = None,
         settings: str = "",
         version: int = VERSION,
+        timeout_s: float = math.inf,
     ) -> None:
         whole = self._whole = dataset if isinstance(dataset, DataView) else None
         self._settings, self._ids_of = settings, ids_of
         self._generators: Mapping[str, Any] = {}
         self.version: int = version if whole is None else whole.version
+        self.timeout_s: float = timeout_s if whole is None else whole.timeout_s
         self.dataset: Samples = dataset.dataset if isinstance(dataset, DataView) else dataset
         self.kind = type(self.dataset).__name__
         with faults_of(f"`__len__` of {self.kind}"):
@@ -231,11 +236,14 @@ class DataView:
     def _read(self, i: int, own: int, seed: int, epoch: int) -> dict[str, Tensor]:
         if self.draws_randomness:
             self.seed_draws(seed, epoch, i)
+        begin_read(partial(self.name_of, i), self.timeout_s)
         try:
             sample: Any = self.dataset[own]
             fields = dict(sample.items()) if isinstance(sample, Mapping) else None
         except BaseException as error:
             raise_fault(self.name_of(i), error)
+        finally:
+            end_read()
         if fields is None:
             raise DataError(
                 f"data: {self.name_of(i)} is a {type(sample).__name__}; "
