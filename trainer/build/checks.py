@@ -29,6 +29,7 @@ from trainer.checkpoint.store import Loaded
 from trainer.config.run_config import RunConfig, contract, contract_diff
 from trainer.core.errors import ConfigError, DataError, NoCheckpointError
 from trainer.core.micro_batch import to_device
+from trainer.core.phases import PhaseTimes
 from trainer.core.tensors import bits_of
 from trainer.core.world import World
 from trainer.data.loader import Request
@@ -173,7 +174,7 @@ def wrong_sum(config: RunConfig, setup: ParallelSetup, world: World) -> WrongSum
     """Try a sync policy that was typed on the ranks there are. Collective."""
     if config.sync.name == "auto":
         return None
-    setup = replace(setup, dtype=None)  # in float64
+    setup, world = replace(setup, dtype=None), replace(world, times=PhaseTimes())  # in float64
     return find_wrong_sum(setup.sync, lambda m, call: setup.lay_out(m, call, world), world)
 
 

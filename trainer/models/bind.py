@@ -126,5 +126,6 @@ _CASTS: ContextVar[Casts | None] = ContextVar("casts", default=None)  # of the b
 
 def _sums_of_bits(weights: Sequence[Tensor]) -> list[int]:
     """Add up the bits of each tensor in fp32, which any write to it changes."""
-    sums = [weight.detach().view(torch.int32).sum() for weight in weights]
+    plain = [weight.data for weight in weights if type(weight.data) is Tensor]
+    sums = [weight.view(torch.int32).sum() for weight in plain]
     return [int(total) for total in torch.stack(sums).tolist()] if sums else []
