@@ -145,11 +145,13 @@ def saved_overrides(run: Path) -> list[Override]:
     """
     path = _newest_overrides(run)
     try:
-        lines = _read_yaml(path) or []
+        lines = _read_yaml(path)
     except _UNREADABLE:
         lines = None
     if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
-        raise ConfigError(f"{path}: cannot be read as a list of overrides")
+        what = "is empty" if path.is_file() and not path.stat().st_size else "cannot be read"
+        remedy = f"restore it, or begin a new run from these weights with init={run}"
+        raise ConfigError(f"{path}: {what}; it holds a list of overrides, `[]` for none: {remedy}")
     overrides, faults = parse(lines)
     for line, key in ((o.input_line or "", dotted(o)) for o in overrides):
         if key.partition(".")[0] == "hydra":
