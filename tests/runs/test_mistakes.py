@@ -12,6 +12,9 @@ import pytest
 
 from tests.lib.cli_support import faults, make_own_folder, prepared, python
 from tests.lib.run_support import overrides, shell
+from trainer.cli.main import run
+from trainer.core.errors import TrainError
+from trainer.data.index import cached_index
 
 CUTS = "Choices: auto, budget, fixed"
 
@@ -193,6 +196,41 @@ def test_a_file_here_is_not_taken_for_an_installed_package(tmp_path: Path) -> No
     ended = python("-m trainer -m stepz=1", tmp_path)
     assert ended.returncode == 2, ended.stderr
     assert "stepz" in ended.stderr
+
+
+@pytest.mark.parametrize("odd", ["~nosuch/x", LONG, "x/" * 4000], ids=["nobody", "long", "deep"])
+def test_a_path_that_cannot_be_is_not_there_and_no_traceback(
+    odd: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = {
+        f"recipe='\"{odd}.yaml\"'": 2,
+        f"resume='\"{odd}\"'": 4,
+        f"evaluate run='\"{odd}\"'": 4,
+        f"init='\"{odd}\"'": 4,
+        f"data=text data.path='\"{odd}\"'": 3,
+        f"--config-dir={odd} steps=1": 2,
+    }
+    for line, code in lines.items():
+        assert shell(line) == code, line[:20]
+        (fault,) = faults(capsys.readouterr().err)
+        assert "no such" in fault, fault
+    monkeypatch.setenv("TRAIN_RECIPES", odd)
+    assert shell("--help") == 0
+    assert shell("batch.golbal=1") == 2
+    assert "batch.golbal: unknown setting" in capsys.readouterr().err
+    monkeypatch.setenv("TRAIN_CACHE", odd)
+    with pytest.raises(TrainError, match="TRAIN_CACHE"):
+        cached_index("text", "", {}, lambda add: [])
+
+
+def test_a_nul_character_is_named_with_its_key(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("odd.yaml").write_text('data: {path: "a\\0b"}\n')
+    assert run(["recipe=./odd.yaml", "data=text"]) == 2
+    assert "data.path: holds a NUL character" in capsys.readouterr().err
+    assert run(["data.path=a\0b"]) == 2
+    assert "holds a NUL character" in capsys.readouterr().err
 
 
 def test_a_deleted_folder_is_one_line(

@@ -35,6 +35,7 @@ from trainer.config.messages import clip, lookup
 from trainer.config.run_config import RunConfig
 from trainer.config.validate import validate
 from trainer.core.errors import ConfigError, DataError, NoCheckpointError
+from trainer.core.format import expanded
 from trainer.core.own_code import OWN_CODE
 
 CONFIG_NAME = "config"
@@ -95,8 +96,8 @@ class Composer:
             ConfigError: a folder of the search path does not exist.
         """
         for flag, folder in (("path", self.config_folder), ("dir", self.own_folder)):
-            if folder is not None and not folder.is_dir():
-                raise ConfigError(f"--config-{flag}={folder}: no such folder")
+            if folder is not None and not os.path.isdir(folder):  # noqa: PTH112 - see `_exists`
+                raise ConfigError(clip(f"--config-{flag}={folder}: no such folder"))
         version.setbase("1.3")
         recipes.register()
         path = create_config_search_path(str(self.config_folder))
@@ -231,12 +232,12 @@ def _refuse_missing(config: RunConfig) -> None:
     if init is not None:
         if not _exists(init):
             raise NoCheckpointError(clip(f"init={init}: no such file or folder"))
-        source = Path(init).expanduser()
+        source = expanded(init)
         refuse_odd_files(source, links=(source / "config.yaml").exists())
 
 
 def _exists(path: str) -> bool:
-    return os.path.exists(os.path.expanduser(path))  # noqa: PTH110, PTH111 - of pathlib some raise
+    return os.path.exists(expanded(path))  # noqa: PTH110 - of pathlib it raises for long names
 
 
 def explain(error: BaseException) -> list[str]:

@@ -7,6 +7,7 @@ setting of Hydra, no trust, no class that the user did not name themselves.
 from __future__ import annotations
 
 import hmac
+import os
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -25,6 +26,7 @@ from trainer.config.run_config import FIRST, RunConfig, contract, step_faults
 from trainer.config.validate import from_plain
 from trainer.core.durable import read_json
 from trainer.core.errors import ConfigError, NoCheckpointError
+from trainer.core.format import expanded
 from trainer.report.run_status import CONSENT_FILE
 
 AUTO = "auto"
@@ -52,9 +54,10 @@ def find(folder: str, key: str, *, to_train: bool) -> Path:
     Raises:
         NoCheckpointError: there is none, or it leads elsewhere.
     """
-    path = Path(folder).expanduser().absolute()
-    if not path.is_dir():
-        raise NoCheckpointError(f"{key}={folder}: no such folder; {key}=auto takes the newest run")
+    path = expanded(folder).absolute()
+    if not os.path.isdir(path):  # noqa: PTH112 - of pathlib it raises for long names
+        fault = clip(f"{key}={folder}: no such folder")
+        raise NoCheckpointError(f"{fault}; {key}=auto takes the newest run")
     if not (path / "config.yaml").is_file() or not (path / SUBFOLDER).is_dir():
         raise NoCheckpointError(f"{key}={folder}: not a run folder (no config.yaml, .hydra/ in it)")
     refuse_odd_files(path)

@@ -23,6 +23,7 @@ from trainer.checkpoint.weights import export, load_weights
 from trainer.config.run_config import RunConfig
 from trainer.core.durable import write_record
 from trainer.core.errors import ConfigError, DataError, NotExactError
+from trainer.core.format import expanded
 from trainer.core.world import World
 from trainer.report.blocks import verify_block
 from trainer.report.console import Screen
@@ -80,7 +81,9 @@ def export_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
         "model": {"_target_": config.model.target, **config.model.params},
         "step": loaded.step,
     }
-    to = export(loaded, Path(config.export.to), description, _hugging_face(config, loaded, world))
+    to = export(
+        loaded, expanded(config.export.to), description, _hugging_face(config, loaded, world)
+    )
     _show(loaded, f"weights written to {to}")
     return 0
 
@@ -166,7 +169,7 @@ def _kit(parts: Parts, loaded: Loaded | None) -> Kit:
     if loaded is not None:
         load_model(parts.module, loaded.weights, loaded.path)
     elif config.init is not None:
-        load_weights(parts.module, Path(config.init), here, config.checkpoint_step)
+        load_weights(parts.module, expanded(config.init), here, config.checkpoint_step)
     return kit
 
 

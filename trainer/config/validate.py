@@ -146,6 +146,8 @@ def _leaf_faults(
     elif isinstance(value, list | tuple):
         for inner in value:
             yield from _leaf_faults(key, inner, choices, environ)
+    elif isinstance(value, str) and "\0" in value:
+        yield clip(f"{key}: holds a NUL character; leave it out")
     elif value == MISSING:
         yield clip(f"{key}: {_choice(owner_of(key) or key, choices)} needs it, {key}=...")
     elif fault := secret_fault(key, value, environ):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal, final
 
 from trainer.core.errors import DataError
+from trainer.core.format import expanded
 from trainer.data.documents import ByteDocuments, Overlong
 from trainer.data.files import files_at, progress, reading
 from trainer.data.index import SKIP_CAP, Add, Index, cached_index
@@ -58,7 +59,7 @@ class Text(ByteDocuments):
         overlong: Overlong = "chunk",
         on_bad: Literal["stop", "skip"] = "stop",
     ) -> None:
-        place = Path(path).expanduser().absolute()
+        place = expanded(path).absolute()
         if place.suffix == ".json" and place.is_file():
             raise DataError(f"data.path={path}: JSON is read line by line, from a .jsonl file")
         index = _text_index(place, field, on_bad == "skip")
