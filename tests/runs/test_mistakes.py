@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 
 from tests.lib.cli_support import faults, make_own_folder, prepared, python
-from tests.lib.run_support import shell
+from tests.lib.run_support import overrides, shell
+from trainer.cli.main import run
+from trainer.core.errors import TrainError
+from trainer.data.index import cached_index
 
 CUTS = "Choices: auto, budget, fixed"
 
@@ -43,6 +46,13 @@ MISTAKES = {
     "plan verify": "verify: the command is already plan",
     "--multirn": "--multirn: unknown flag. Did you mean --multirun?",
     "--batch.global 3": "--batch.global: unknown flag. Settings are key=value",
+    "--stpes 5": "--stpes: unknown flag. Settings are key=value. Did you mean steps=5?",
+    "--num-train-epochs 5": "Settings are key=value. Did you mean epochs=5?",
+    "steps= 5": "steps= 5: a setting has no spaces. Did you mean steps=5?",
+    "steps =5": "steps =5: a setting has no spaces. Did you mean steps=5?",
+    "steps = -5": "steps = -5: a setting has no spaces. Did you mean steps=-5?",
+    "steps= plan": "steps=: must be a whole number",
+    "--qqq": "--qqq: unknown flag. Settings are key=value; see train --help",
     "--config-name nothing": "Cannot find primary config 'nothing'",
     "--cfg jbo": "--cfg=jbo: no such view. Did you mean job?",
     "--cfg": "--cfg: needs a value",
@@ -55,6 +65,8 @@ MISTAKES = {
     "-m 'accum=glob(z*)'": f"accum=z*: no such option. {CUTS}",
     "evaluate -m run=a,b": "-m: a sweep can only train",
 }
+
+ONE_LINE = ("--stpes 5", "steps= 5", "steps = -5")
 
 LONG = "x" * 5000
 ABSURD = [
@@ -85,6 +97,7 @@ def test_a_mistake_is_one_line_with_the_remedy_and_starts_nothing(
     lines = faults(capsys.readouterr().err)
     assert any(text in fault for fault in lines), lines
     assert all(len(fault) <= 200 for fault in lines)
+    assert len(lines) == 1 or line not in ONE_LINE
     assert not list(tmp_path.iterdir())
 
 
@@ -183,3 +196,63 @@ def test_a_file_here_is_not_taken_for_an_installed_package(tmp_path: Path) -> No
     ended = python("-m trainer -m stepz=1", tmp_path)
     assert ended.returncode == 2, ended.stderr
     assert "stepz" in ended.stderr
+
+
+@pytest.mark.parametrize("odd", ["~nosuch/x", LONG, "x/" * 4000], ids=["nobody", "long", "deep"])
+def test_a_path_that_cannot_be_is_not_there_and_no_traceback(
+    odd: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = {
+        f"recipe='\"{odd}.yaml\"'": 2,
+        f"resume='\"{odd}\"'": 4,
+        f"evaluate run='\"{odd}\"'": 4,
+        f"init='\"{odd}\"'": 4,
+        f"data=text data.path='\"{odd}\"'": 3,
+        f"--config-dir={odd} steps=1": 2,
+    }
+    for line, code in lines.items():
+        assert shell(line) == code, line[:20]
+        (fault,) = faults(capsys.readouterr().err)
+        assert "no such" in fault, fault
+    monkeypatch.setenv("TRAIN_RECIPES", odd)
+    assert shell("--help") == 0
+    assert shell("batch.golbal=1") == 2
+    assert "batch.golbal: unknown setting" in capsys.readouterr().err
+    monkeypatch.setenv("TRAIN_CACHE", odd)
+    with pytest.raises(TrainError, match="TRAIN_CACHE"):
+        cached_index("text", "", {}, lambda add: [])
+
+
+def test_a_nul_character_is_named_with_its_key(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("odd.yaml").write_text('data: {path: "a\\0b"}\n')
+    assert run(["recipe=./odd.yaml", "data=text"]) == 2
+    assert "data.path: holds a NUL character" in capsys.readouterr().err
+    assert run(["data.path=a\0b"]) == 2
+    assert "holds a NUL character" in capsys.readouterr().err
+
+
+def test_a_deleted_folder_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert shell("steps=3") == 2
+    (fault,) = faults(capsys.readouterr().err)
+    assert fault == "the current folder was deleted; change to one that exists"
+
+
+@pytest.mark.parametrize("content", ["", "not: a list"])
+def test_a_run_without_its_overrides_says_what_holds_them(
+    content: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert shell(f"{' '.join(overrides('steps=1'))} hydra.run.dir=run") == 0
+    Path("run/.hydra/overrides.yaml").write_text(content)
+    capsys.readouterr()
+    for line in ("resume=run steps=2", "evaluate run=run"):
+        assert shell(line) == 2
+        (fault,) = faults(capsys.readouterr().err)
+        assert "overrides.yaml: " in fault
+        assert "it holds a list of overrides, `[]` for none" in fault

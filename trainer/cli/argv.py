@@ -6,6 +6,7 @@ stand anywhere.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
@@ -34,6 +35,8 @@ _WORDS: Mapping[str, Sequence[str]] = {
     "--cfg": ("job", "hydra", "all"),
 }
 """What some flags take."""
+
+_NO_VALUE = re.compile(r"~|--?[A-Za-z]|.*=")
 
 
 @final
@@ -73,15 +76,16 @@ def split(argv: Sequence[str]) -> CommandLine:
     waiting = list(reversed(argv))
     while waiting:
         token = waiting.pop()
+        if behind := _words_behind(token, waiting):
+            faults.append(_typed_apart([token, *behind]))
+            continue
         name, equals, value = token.partition("=")
         flag = _SHORT.get(name, name)
         if flag in _VALUED or (flag in _SWITCHES and not equals):
             faults += _take_flag(flag, value, waiting, flags)
-        elif equals:
+        elif equals or token.startswith("~"):
             key = name.lstrip("-").replace("-", "_") if name.startswith("-") else name
-            overrides.append(f"{key}={value}")
-        elif token.startswith("~"):
-            overrides.append(token)
+            overrides.append(f"{key}{equals}{value}")
         elif token in COMMANDS and words:
             faults.append(f"{token}: the command is already {words[0]}; give only one command")
         elif token in COMMANDS:
@@ -91,6 +95,35 @@ def split(argv: Sequence[str]) -> CommandLine:
     if faults:
         raise ConfigError(*faults)
     return CommandLine(command=words[0] if words else None, flags=flags, overrides=tuple(overrides))
+
+
+def _words_behind(token: str, waiting: list[str]) -> list[str]:
+    """Take the words behind a token that are one setting with it: `a= 5`, `a =5`, `a = 5`, `--a 5`.
+
+    None where the token stands for itself.
+    """
+    after = waiting[-1] if waiting else "--"
+    name, equals, value = token.partition("=")
+    is_unknown = name.startswith("-") and _SHORT.get(name, name) not in {*_SWITCHES, *_VALUED}
+    is_value = after not in COMMANDS and not _NO_VALUE.match(after)
+    count = 0
+    if not equals and after.startswith("=") and token not in COMMANDS:
+        count = 2 if after == "=" and len(waiting) > 1 else 1
+    elif waiting and is_value and not value and (equals or is_unknown):
+        count = 1
+    return [waiting.pop() for _ in range(count)]
+
+
+def _typed_apart(words: Sequence[str]) -> str:
+    """Say how a setting is typed that came in several words, and which one may be meant."""
+    from trainer.config.keys import KEYS  # noqa: PLC0415 - where it is needed
+    from trainer.config.validate import hint_for  # noqa: PLC0415
+
+    key, value = words[0].rstrip("=").lstrip("-").replace("-", "_"), words[-1].removeprefix("=")
+    hint = hint_for(key, KEYS).replace("?", f"={value}?")
+    if words[0].startswith("-") and not words[0].endswith("="):
+        return clip(f"{words[0]}: unknown flag. Settings are key=value.{hint or ' See --help'}")
+    return clip(f"{' '.join(words)}: a setting has no spaces.{hint or f' Type {key}={value}'}")
 
 
 def _take_flag(flag: str, value: str, waiting: list[str], flags: dict[str, str]) -> list[str]:

@@ -36,6 +36,7 @@ from trainer.config.messages import clip, lookup
 from trainer.config.run_config import RunConfig
 from trainer.config.validate import validate
 from trainer.core.errors import ConfigError, DataError, NoCheckpointError
+from trainer.core.format import expanded
 from trainer.core.own_code import OWN_CODE
 
 CONFIG_NAME = "config"
@@ -97,8 +98,8 @@ class Composer:
             ConfigError: a folder of the search path does not exist.
         """
         for flag, folder in (("path", self.config_folder), ("dir", self.own_folder)):
-            if folder is not None and not folder.is_dir():
-                raise ConfigError(f"--config-{flag}={folder}: no such folder")
+            if folder is not None and not os.path.isdir(folder):  # noqa: PTH112 - see `_exists`
+                raise ConfigError(clip(f"--config-{flag}={folder}: no such folder"))
         version.setbase("1.3")
         recipes.register()
         path = create_config_search_path(str(self.config_folder))
@@ -236,7 +237,7 @@ def _refuse_missing(config: RunConfig) -> None:
     if init is not None:
         if not exists(init):
             raise NoCheckpointError(clip(f"init={init}: no such file or folder{_below(init)}"))
-        source = Path(init).expanduser()
+        source = expanded(init)
         refuse_odd_files(source, links=(source / "config.yaml").exists())
 
 

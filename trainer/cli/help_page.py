@@ -20,6 +20,7 @@ from trainer.config.components import GROUPS, OWN
 from trainer.config.keys import KEYS, data_dir, default_options
 from trainer.config.messages import show as show_value
 from trainer.config.recipes import GROUP, available
+from trainer.core.format import expanded
 
 _WIDTH = 100  # of a file or a pipe
 _RUN = "keys (in brackets: the default|other choices)"
@@ -46,7 +47,7 @@ def show(own_folder: str | None = None) -> None:
     """Print the page, with the options of the user's `--config-dir`."""
     is_wide = sys.stdout.isatty() or "COLUMNS" in os.environ
     console = Console(highlight=False, markup=False, width=None if is_wide else _WIDTH)
-    folders = [data_dir("conf"), *([Path(own_folder)] if own_folder is not None else [])]
+    folders = [data_dir("conf"), *([expanded(own_folder)] if own_folder is not None else [])]
     console.print(
         "train: a PyTorch trainer; state the global batch, get exactly that step at least cost\n"
         "usage: train [COMMAND] [GROUP=OPTION ...] [KEY=VALUE ...] [FLAG ...]\n"

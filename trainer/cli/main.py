@@ -19,6 +19,7 @@ from trainer.cli.exit_messages import flush_std_streams, piped, print_crash, pri
 from trainer.config.messages import clip
 from trainer.core.durable import read_json
 from trainer.core.errors import INTERRUPTED, ConfigError, TrainError
+from trainer.core.format import expanded
 from trainer.core.own_code import OWN_CODE
 from trainer.core.signals import raise_on_interrupt
 from trainer.launch.membership import global_rank
@@ -176,7 +177,7 @@ def composer_of(flags: Mapping[str, str]) -> Composer:
 
     own, path = flags.get("--config-dir"), flags.get("--config-path")
     return Composer(
-        config_folder=Path(path).absolute() if path else data_dir("conf"),
+        config_folder=expanded(path).absolute() if path else data_dir("conf"),
         config_name=flags.get("--config-name", CONFIG_NAME),
-        own_folder=Path(own).absolute() if own else None,
+        own_folder=expanded(own).absolute() if own else None,
     )

@@ -98,6 +98,8 @@ def _read_typed(line: str) -> Override:
         path = recipes.locate(name)
         return word[0] if path == name else quote(path)
 
+    if "\0" in line:
+        raise ConfigError(clip(f"{line}: holds a NUL character; leave it out"))
     key, equals, value = line.partition("=")
     if key.lstrip("+") == recipes.GROUP:
         line = f"{key}{equals}{_WORD.sub(place, value)}"

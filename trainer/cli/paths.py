@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Collection
-from pathlib import Path
 from typing import Any
 
 from trainer.cli.overrides import quote
 from trainer.config.components import COMPONENTS
 from trainer.config.run_config import RunConfig
+from trainer.core.format import expanded
 
 _IS_PATH = re.compile(r"(^|[._])(path|paths|file|files|dir|folder|root)($|[._])")
 """Keys that may name a file or folder, by a word in them: `data.path`, `data.data_files`."""
@@ -21,7 +21,7 @@ _NAMES_FORMATS = "datasets."
 
 def exists(path: str) -> bool:
     """Whether a path as typed leads anywhere; one that no system takes does not."""
-    return os.path.exists(os.path.expanduser(path))  # noqa: PTH110, PTH111 - of pathlib some raise
+    return os.path.exists(expanded(path))  # noqa: PTH110 - of pathlib it raises for long names
 
 
 def absolute_paths(config: RunConfig, typed: Collection[str]) -> tuple[RunConfig, dict[str, str]]:
@@ -77,7 +77,7 @@ def _absolute(value: Any) -> Any:  # noqa: ANN401 - any setting
     if isinstance(value, list):
         return [_absolute(each) for each in value]
     is_there = isinstance(value, str) and exists(value)
-    return str(Path(value).expanduser().absolute()) if is_there else value
+    return str(expanded(value).absolute()) if is_there else value
 
 
 def _text(value: object) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hmac
 import math
+import os
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -27,6 +28,7 @@ from trainer.config.run_config import FIRST, RunConfig, contract, reading_faults
 from trainer.config.validate import from_plain
 from trainer.core.durable import make_folders, read_json, write_json
 from trainer.core.errors import ConfigError, NoCheckpointError
+from trainer.core.format import expanded
 from trainer.report.run_status import CONSENT_FILE
 
 AUTO = "auto"
@@ -56,9 +58,10 @@ def find(folder: str, key: str, *, to_train: bool) -> Path:
     Raises:
         NoCheckpointError: there is none, or it leads elsewhere.
     """
-    path = Path(folder).expanduser().absolute()
-    if not path.is_dir():
-        raise NoCheckpointError(f"{key}={folder}: no such folder; {key}=auto takes the newest run")
+    path = expanded(folder).absolute()
+    if not os.path.isdir(path):  # noqa: PTH112 - of pathlib it raises for long names
+        fault = clip(f"{key}={folder}: no such folder")
+        raise NoCheckpointError(f"{fault}; {key}=auto takes the newest run")
     if not (path / "config.yaml").is_file() or not (path / SUBFOLDER).is_dir():
         raise NoCheckpointError(f"{key}={folder}: not a run folder (no config.yaml, .hydra/ in it)")
     refuse_odd_files(path)
@@ -173,11 +176,13 @@ def saved_overrides(run: Path) -> list[Override]:
     """
     path = _newest_overrides(run)
     try:
-        lines = _read_yaml(path) or []
+        lines = _read_yaml(path)
     except _UNREADABLE:
         lines = None
     if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
-        raise ConfigError(f"{path}: cannot be read as a list of overrides")
+        what = "is empty" if path.is_file() and not path.stat().st_size else "cannot be read"
+        remedy = f"restore it, or begin a new run from these weights with init={run}"
+        raise ConfigError(f"{path}: {what}; it holds a list of overrides, `[]` for none: {remedy}")
     overrides, faults = parse(lines)
     for line, key in ((o.input_line or "", dotted(o)) for o in overrides):
         if key.partition(".")[0] == "hydra":

@@ -34,6 +34,7 @@ from trainer.config.messages import flat
 from trainer.config.run_config import RunConfig, evaluation_file, to_plain
 from trainer.core.durable import write_record
 from trainer.core.errors import ConfigError, DataError, NotExactError
+from trainer.core.format import expanded
 from trainer.core.world import World
 from trainer.parallel.trial import LIMIT, SHAPES
 from trainer.report.blocks import verify_block
@@ -130,7 +131,8 @@ def export_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
         "model": {"_target_": config.model.target, **config.model.params},
         "step": loaded.step,
     }
-    to = export(loaded, Path(config.export.to), description, _hugging_face(config, loaded, world))
+    hugging_face = _hugging_face(config, loaded, world)
+    to = export(loaded, expanded(config.export.to), description, hugging_face)
     _show(Source.of(loaded), f"weights written to {to}")
     return 0
 
@@ -270,7 +272,7 @@ def _kit(parts: Parts, loaded: Loaded | None) -> tuple[Kit, Source | None]:
     if loaded is not None:
         load_model(parts.module, loaded.weights, loaded.path)
     elif config.init is not None:
-        source = load_weights(parts.module, Path(config.init), here, config.checkpoint_step)
+        source = load_weights(parts.module, expanded(config.init), here, config.checkpoint_step)
     return kit, source
 
 

@@ -25,7 +25,7 @@ from trainer.config.run_config import RunConfig, config_hash, contract_diff, to_
 from trainer.config.run_config import contract as contract_of
 from trainer.core.durable import write_record
 from trainer.core.errors import ConfigError, Preempted
-from trainer.core.format import shown_path
+from trainer.core.format import expanded, shown_path
 from trainer.core.signals import UNBEGUN
 from trainer.core.world import World
 from trainer.plan.order import Cursor
@@ -173,7 +173,8 @@ def _kit(
     scale = extra.get("loss_scale")
     kit = parts.kit(is_fresh=is_fresh, on_out_of_memory=failed, loss_scale=scale)
     if config.init is not None and loaded is None:
-        source = load_weights(parts.module, Path(config.init), parts.world, config.checkpoint_step)
+        init = expanded(config.init)
+        source = load_weights(parts.module, init, parts.world, config.checkpoint_step)
     if loaded is not None:
         # More steps change no setting of the optimizer, and its groups may hold state.
         lengths = ("steps", "epochs")

@@ -28,6 +28,7 @@ from trainer.config.components import COMPONENTS, GROUPS, OWN
 from trainer.config.keys import data_dir
 from trainer.config.messages import ancestors, clip, flat, lookup, show
 from trainer.core.errors import ConfigError
+from trainer.core.format import expanded
 
 GROUP = "recipe"
 SCHEME = "recipes"
@@ -64,7 +65,8 @@ _OPTION = re.compile(r"(?!hydra(?:/|$))(?!.*\.\.)\w[\w.-]*(/\w[\w.-]*)*")
 def folders() -> list[Path]:
     """List the folders that recipes are looked for in, first one first."""
     typed = os.environ.get(FOLDERS_VARIABLE, "").split(os.pathsep)
-    own = (Path(folder).expanduser().absolute() for folder in typed if folder)
+    own = (expanded(folder).absolute() for folder in typed if folder)
+    own = (folder for folder in own if os.path.isdir(folder))  # noqa: PTH112 - see `locate`
     return [*own, data_dir("recipes")]
 
 
@@ -84,9 +86,10 @@ def locate(typed: str) -> str:
     """
     if not typed.endswith((".yaml", ".yml")) and os.sep not in typed:
         return typed
-    path = Path(typed).expanduser().absolute()
+    path = expanded(typed).absolute()
     path = path if path.suffix else path.with_suffix(".yaml")
-    if path.suffix != ".yaml" or not path.is_file():
+    # A name that is too long raises in pathlib.
+    if path.suffix != ".yaml" or not os.path.isfile(path):  # noqa: PTH113
         raise ConfigError(clip(f"recipe={typed}: no such file whose name ends in .yaml"))
     return str(path)
 

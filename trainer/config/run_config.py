@@ -12,7 +12,6 @@ import hashlib
 import json
 from collections.abc import Collection, Iterator, Mapping
 from operator import attrgetter
-from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field
@@ -286,8 +285,8 @@ def evaluation_file(config: RunConfig) -> str:
     if not config.evaluates_all:
         return "evaluate.json"
     data = _plain(config.data)
-    if isinstance(path := data.get("path"), str) and Path(path).expanduser().exists():
-        data["path"] = str(Path(path).expanduser().absolute())
+    if isinstance(path := data.get("path"), str) and expanded(path).exists():
+        data["path"] = str(expanded(path).absolute())
     return f"evaluate-{config_hash(data)[:8]}.json"
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -146,6 +146,8 @@ def _leaf_faults(
     elif isinstance(value, list | tuple):
         for inner in value:
             yield from _leaf_faults(key, inner, choices, environ)
+    elif isinstance(value, str) and "\0" in value:
+        yield clip(f"{key}: holds a NUL character; leave it out")
     elif value == MISSING:
         yield clip(f"{key}: {_choice(owner_of(key) or key, choices)} needs it, {key}=...")
     elif fault := secret_fault(key, value, environ):
@@ -175,11 +177,42 @@ def _argument_faults(tree: Tree, base: Tree, choices: Tree) -> Iterator[str]:
                     yield value_fault(key, types[name], value, default)
 
 
-_ELSEWHERE = {  # what other trainers call it
-    **dict.fromkeys(("batch_size", "global_batch_size", "train_batch_size"), "batch.global"),
-    **dict.fromkeys(("micro_batch_size", "per_device_train_batch_size"), "accum.micro"),
-    **{"gradient_accumulation_steps": "accum.steps", "learning_rate": "optimizer.lr"},
+_ELSEWHERE: Mapping[str, Sequence[str]] = {
+    "accum.micro": ["micro_batch_size", "per_device_train_batch_size"],
+    "accum.steps": ["gradient_accumulation_steps", "accumulate_grad_batches"],
+    "activation_checkpointing": ["gradient_checkpointing"],
+    "batch.global": ["batch_size", "global_batch_size", "train_batch_size"],
+    "checkpoint.every": ["save_steps", "save_interval"],
+    "checkpoint.keep": ["save_total_limit", "save_top_k"],
+    "clip_norm": ["max_grad_norm", "gradient_clip_val", "grad_clip"],
+    "compile": ["torch_compile"],
+    "data.max_length": ["max_seq_length", "max_length", "block_size", "seq_len"],
+    "device": ["accelerator"],
+    "epochs": ["num_train_epochs", "max_epochs", "num_epochs"],
+    "eval.every": ["eval_steps", "val_check_interval", "check_val_every_n_epoch"],
+    "log.every": ["logging_steps", "log_every_n_steps"],
+    "name": ["run_name"],
+    "num_workers": ["dataloader_num_workers"],
+    "objective.label_smoothing": ["label_smoothing_factor"],
+    "optimizer": ["optim"],
+    "optimizer.lr": ["learning_rate"],
+    "outputs": ["output_dir", "default_root_dir"],
+    "parallel": ["strategy"],
+    "parallel.ranks": ["devices", "num_gpus", "nproc_per_node", "num_processes"],
+    "precision": ["bf16", "fp16", "mixed_precision"],
+    "resume": ["resume_from_checkpoint", "ckpt_path"],
+    "scheduler": ["lr_scheduler", "lr_scheduler_type"],
+    "scheduler.warmup": ["warmup_ratio", "warmup_steps", "num_warmup_steps"],
+    "steps": ["max_steps", "num_steps"],
 }
+"""What other trainers call a setting."""
+
+
+def hint_for(key: str, offers: Collection[str]) -> str:
+    """Offer what is meant by a key that is none: as other trainers have it, or spelt like it."""
+    name = key.rpartition(".")[2]
+    meant = next((ours for ours, names in _ELSEWHERE.items() if name in names), None)
+    return f" Did you mean {meant}?" if meant else did_you_mean(key, offers)
 
 
 def _unknown(key: str, value: object, known: Tree, choices: Tree) -> str:
@@ -191,8 +224,7 @@ def _unknown(key: str, value: object, known: Tree, choices: Tree) -> str:
         better = f"{owner}={others[0]} {key}={show(value)}"
         return line(key, value, f"not a setting of {_choice(owner, choices)}; type {better}")
     offers = [k for k in (*flat(known), *KEYS) if not k.endswith("_target_")]
-    meant = _ELSEWHERE.get(name)
-    hint = f" Did you mean {meant}?" if meant else did_you_mean(key, offers)
+    hint = hint_for(key, offers)
     if not hint and owner:
         names = [k for k in lookup(known, owner) if f"{owner}.{k}" in offers]
         hint = f" {_choice(owner, choices)} has {', '.join(names) or 'none'}"

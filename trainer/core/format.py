@@ -111,6 +111,11 @@ def lead_nowhere(file: TextIO) -> None:
         os.dup2(nothing.fileno(), file.fileno())
 
 
+def expanded(typed: str) -> Path:
+    """Read a path as one types it; a `~name` of nobody stays, so that it is not found."""
+    return Path(os.path.expanduser(typed))  # noqa: PTH111 - of pathlib it raises
+
+
 def shown_path(path: Path) -> str:
     """Write a path as one would type it from here: relative below the current folder, quoted."""
     with suppress(ValueError, OSError):

@@ -25,7 +25,8 @@ from typing import Any, final
 import numpy as np
 import numpy.typing as npt
 
-from trainer.core.errors import DataError
+from trainer.core.errors import ConfigError, DataError
+from trainer.core.format import expanded
 from trainer.data.samples import KeyArray
 from trainer.plan.cut import IntArray
 
@@ -100,7 +101,7 @@ def cached_index(
         hashed.update(f"|{file}|{status.st_size}|{status.st_mtime_ns}".encode())
     key = hashed.hexdigest()
     path = cache_folder() / f"{name}-{key[:16]}"
-    if path.is_dir():
+    if os.path.isdir(path):  # noqa: PTH112 - of pathlib it raises for long names
         try:
             return _open(path, key)
         except DataError as error:
@@ -119,11 +120,17 @@ def cached_index(
 
 
 def cache_folder() -> Path:
-    """Name the user's cache folder: `TRAIN_CACHE`, or `step-trainer` below the system's."""
+    """Name the user's cache folder: `TRAIN_CACHE`, or `step-trainer` below the system's.
+
+    Raises:
+        ConfigError: it begins with the home of a user that there is not.
+    """
     if typed := os.environ.get("TRAIN_CACHE"):
-        return Path(typed).expanduser().absolute()
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111 - never raises
-    return Path(base) / "step-trainer"
+        path = expanded(typed)
+        if path.parts[0].startswith("~"):
+            raise ConfigError(f"TRAIN_CACHE={typed}: no such user; name a folder")
+        return path.absolute()
+    return expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "step-trainer"
 
 
 def _write(path: Path, key: str, build: Build) -> None:

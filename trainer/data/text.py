@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal, final
 
 from trainer.core.errors import DataError
+from trainer.core.format import expanded
 from trainer.data.documents import ByteDocuments, Overlong
 from trainer.data.files import files_at, progress, reading
 from trainer.data.index import SKIP_CAP, Add, Index, cached_index
@@ -62,7 +63,7 @@ class Text(ByteDocuments):
         overlong: Overlong = "chunk",
         on_bad: Literal["stop", "skip"] = "stop",
     ) -> None:
-        index = _text_index(Path(path).expanduser().absolute(), field, on_bad == "skip")
+        index = _text_index(expanded(path).absolute(), field, on_bad == "skip")
         super().__init__(index, split, max_length, holdout, seed, overlong)
 
 

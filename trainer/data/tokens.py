@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from trainer.core.errors import DataError
+from trainer.core.format import expanded
 from trainer.data.files import files_at, reading
 from trainer.data.samples import HELD_OUT, TRAIN, held_out_count
 from trainer.plan.cut import IntArray
@@ -65,7 +66,7 @@ class TokenWindows(Dataset[dict[str, Tensor]]):
         holdout: float = 0.05,
         vocab_size: int | None = None,
     ) -> None:
-        place = Path(path).expanduser().absolute()
+        place = expanded(path).absolute()
         with reading(place):
             paths = files_at(place, ".bin")
         by_name = {

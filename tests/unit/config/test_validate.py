@@ -8,10 +8,11 @@ import json
 import pytest
 
 from tests.lib.config_support import checked, faults_of, options, put
-from trainer.config.components import parse_bytes
+from trainer.config.components import GROUPS, parse_bytes
+from trainer.config.keys import KEYS, options_of
 from trainer.config.messages import lookup
 from trainer.config.run_config import to_plain
-from trainer.config.validate import from_plain, validate
+from trainer.config.validate import _ELSEWHERE, from_plain, validate
 from trainer.core.errors import ConfigError
 
 
@@ -197,3 +198,29 @@ def test_consent_is_no_part_of_a_file_and_a_file_of_another_version_is_refused_b
     plain["batch"]["golbal"] = 3
     with pytest.raises(ConfigError, match=r"batch\.golbal: unknown setting\. Did you mean"):
         from_plain(plain)
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    {
+        "num_train_epochs": "epochs",
+        "max_steps": "steps",
+        "warmup_ratio": "scheduler.warmup",
+        "devices": "parallel.ranks",
+        "trainer.max_epochs": "epochs",
+        "per_device_train_batch_size": "accum.micro",
+        "gradient_clip_val": "clip_norm",
+    }.items(),
+)
+def test_settings_of_other_trainers_are_answered_with_ours(typed, meant):
+    assert faults_of(f"{typed}=3") == [f"{typed}: unknown setting. Did you mean {meant}?"]
+
+
+def test_every_setting_that_is_meant_is_one():
+    known = {
+        *KEYS,
+        *GROUPS,
+        *(f"{o}.{k}" for o in GROUPS for ks in options_of(o).values() for k in ks),
+    }
+    names = [name for theirs in _ELSEWHERE.values() for name in theirs]
+    assert (_ELSEWHERE.keys() - known, len(names)) == (set(), len({*names}))
