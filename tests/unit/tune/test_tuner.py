@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import time
 import warnings
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from functools import partial
 
@@ -384,6 +386,49 @@ def test_a_damaged_cache_is_an_empty_one(tmp_path, monkeypatch, damage):
     assert TuningCache.open({}, tmp_path).facts == book.facts
     book.path.write_text(damage)
     assert TuningCache.open({}, tmp_path).facts == (Facts(), Facts())
+
+
+def damaged_facts() -> Iterator[object]:
+    """Give what a cache may hold after somebody altered one value."""
+    facts = Facts(peaks={Shape(2, 8): MemoryEstimate(peak_bytes=30, activations=30)})
+    facts.add_timings({Shape(2, 8): 0.5}, noise=0.1)
+    good = json.loads(json.dumps(facts.to_dict()))
+    peak = good["peaks"][0][2]
+    odd = {
+        "peaks": [7, [[2, 8, {**peak, "peak_bytes": 10**15}]], [[2, 8, {"peak_bytes": 3}]]],
+        "seconds": [[[2, 8, -1.0]], [[2, 8, "fast"]], [[0, 8, 1.0]], {"2": 1}],
+        "noise": ["much", -1.0],
+        "method": [None],
+        "compiled_time": [True, -0.5],
+        "compile_s": [10**9],
+        "ratio": [0.0, None, 10**9],
+    }
+    odd["peaks"] += [[[2.5, 8, peak]], [[2, 8, {**peak, "buffers": -1}]]]
+    for key, values in odd.items():
+        for value in values:
+            yield {"facts": [{**good, key: value}, good]}
+    yield from ({"facts": [good]}, {"facts": [{**good, "new": 1}, good]}, [good, good])
+    yield {"facts": [{k: v for k, v in good.items() if k != "ratio"}, good]}
+
+
+def test_every_altered_value_of_a_cache_is_found_and_said_and_nothing_of_it_is_believed(
+    tmp_path, caplog
+):
+    path = TuningCache.open({}, tmp_path / "tune").path
+    TuningCache(path).save()
+    assert (path.parent.stat().st_mode & 0o777) == 0o700
+    for content in damaged_facts():
+        caplog.clear()
+        path.write_text(json.dumps(content))
+        assert TuningCache.open({}, tmp_path / "tune").facts == (Facts(), Facts()), content
+        assert "not used, and measured again" in caplog.text, content
+
+
+def test_a_pipe_in_place_of_a_cache_is_passed_over(tmp_path, caplog):
+    path = TuningCache.open({}, tmp_path).path
+    os.mkfifo(path)
+    assert TuningCache.open({}, tmp_path).facts == (Facts(), Facts())
+    assert "not used" in caplog.text
 
 
 class Repeated(Encoder):
