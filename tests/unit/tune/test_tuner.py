@@ -388,6 +388,30 @@ def test_a_damaged_cache_is_an_empty_one(tmp_path, monkeypatch, damage):
     assert TuningCache.open({}, tmp_path).facts == (Facts(), Facts())
 
 
+def test_a_row_that_is_not_the_fastest_is_taken_with_its_reason():
+    sizes = {Shape(n, 512): 1e-5 * n * 512 * (1.3 if n <= 4 else 1.0) for n in (1, 2, 4, 8, 16, 32)}
+    batches = {"longest": 512, "shortest": 512, "batches": [np.full(64, 512)], "num_steps": 1}
+    asked = question(Paced(), timed=True, **batches)
+    reasons = {0.0: None, 0.4: "are noisy, so that up to 40%", math.inf: "could not be repeated"}
+    for noise, reason in reasons.items():
+        book = TuningCache(facts=(Facts(seconds={**sizes}, noise=noise), Facts()))
+        found = tune(asked, book)
+        (row,) = [row for row in found.candidates if row.chosen]
+        slower = row.seconds_per_step / min(row.seconds_per_step for row in found.candidates) - 1
+        assert (slower > 0.1) == (reason is not None)
+        assert ("fastest row" in found.method) == (reason is not None)
+        if reason is not None:
+            assert f"{slower:.0%} above the fastest row" in found.method
+            assert reason in found.method
+
+
+def test_a_group_that_does_not_fit_is_what_the_message_names(book):
+    layout = Layout(group_size=4)
+    limit = predicted(book, Shape(2, 32))
+    with pytest.raises(DoesNotFitError, match=r"^a group of 4 samples.*as long as sample 17 of 32"):
+        tune(question(limit=limit, longest_id=17, layout=layout), book)
+
+
 def damaged_facts() -> Iterator[object]:
     """Give what a cache may hold after somebody altered one value."""
     facts = Facts(peaks={Shape(2, 8): MemoryEstimate(peak_bytes=30, activations=30)})
