@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from tests.lib.tune_support import Encoder, Stubborn, gpt, text, workload
+from tests.lib.tune_support import VOCABULARY, Encoder, Stubborn, gpt, text, workload
 from trainer.config.cards import CARDS, CardName, card_of
+from trainer.core.errors import ConfigError
+from trainer.models.gpt import GPT
 from trainer.plan.memory import Shape
 from trainer.tune.flops import model_flops
 from trainer.tune.forward import LAUNCH_S, PEAK_SHARE, USUAL_FIXED, card_cost, count_forward
@@ -43,6 +45,13 @@ def test_a_launch_is_thousands_of_tokens_on_a_large_card_and_fewer_on_a_small_on
 def test_a_model_that_needs_values_costs_what_is_usual():
     assert count_forward(workload(Stubborn()), Shape(2, 8)) is None
     assert card_cost(None, card_of("h100"), "bf16").fixed == USUAL_FIXED
+
+
+def test_what_a_model_says_of_a_sample_that_is_too_long_is_said_at_once():
+    """Not taken for an inability to run fake, after which minutes of real probes would follow."""
+    model = GPT(vocab_size=VOCABULARY, width=8, num_layers=1, num_heads=2, max_length=16)
+    with pytest.raises(ConfigError, match=r"^model\.max_length: 16 is less than the 64 tokens"):
+        count_forward(workload(model, text(64)), Shape(2, 64))
 
 
 def test_the_words_of_device_are_the_cards():
