@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.lib.run_support import TOYS, go, read_json
+from tests.lib.run_toys import Net
 from trainer.core.errors import ConfigError, NotExactError
 
 OWN = "tests.lib.objective_toys"
@@ -91,6 +93,58 @@ def test_a_plan_for_eight_gpus_that_are_not_here_is_that_of_the_machine_it_is_fo
         mine, of = plan["memory_parts"][part], whole["memory_parts"][part]
         assert mine == pytest.approx(share * of, abs=32), "counters are whole"
     assert not any(shape["packed"] for shape in planned(f"{model} precision=bf16")["shapes"])
+
+
+CARD = "device=h100 precision=bf16 batch.global=40"
+
+
+@pytest.mark.parametrize("accum", ["accum=auto", "accum=budget accum.max_tokens=480"])
+def test_a_card_stands_for_memory_peak_and_launches_and_gives_a_time(accum, capsys):
+    """A launch is dearer than any micro-batch of a toy, so that one holds the whole step."""
+    plan = planned(f"{CARD} {accum}")
+    assert plan["micro_batches"] == 1
+    assert 70 * 2**30 < plan["memory_limit_bytes"] < 80 * 2**30
+    assert 0 < plan["step_seconds"] < 1
+    assert "estimated at 40% of the 990 TFLOP/s of h100" in " ".join(
+        capsys.readouterr().out.split()
+    )
+    other = planned(f"{CARD} {accum} device=l4")
+    assert other["step_seconds"] > plan["step_seconds"] / 2
+    assert other["memory_limit_bytes"] < 24 * 2**30
+
+
+@pytest.mark.parametrize("accum", ["accum=auto", "accum=budget accum.max_tokens=10000"])
+def test_the_predicted_peak_is_that_of_the_plans_own_largest_micro_batch(accum):
+    plan = planned(f"{CARD} {accum}")
+    largest = max(shape["num_samples"] for shape in plan["shapes"])
+    longest = max(shape["length"] for shape in plan["shapes"])
+    alone = planned(f"{CARD} accum=fixed accum.micro={largest}")
+    assert (largest, longest) == (40, 12)
+    assert plan["predicted_peak_bytes"] <= 1.01 * alone["predicted_peak_bytes"]
+    assert plan["predicted_peak_bytes"] >= 0.9 * alone["predicted_peak_bytes"]
+
+
+class Valued(Net):
+    """Looks at a value, so that it can be built on the meta device, and not run there."""
+
+    def forward(self, input_ids):
+        assert int(input_ids.max()) >= 0
+        return super().forward(input_ids)
+
+
+@pytest.mark.parametrize("kind", ["Valued", "Numbered"])
+def test_a_model_that_cannot_be_planned_without_its_values_gets_them(kind):
+    plan = planned(f"{CARD} accum=auto model._target_={__name__}.{kind}")
+    assert plan["micro_batches"] == 1
+    assert plan["predicted_peak_bytes"] > 0
+
+
+class Numbered(Net):
+    """Draws with NumPy, which the meta device knows nothing of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = float(np.asarray(self.head.weight.detach()).std())
 
 
 def test_a_stated_cut_is_planned_for_a_gpu_that_is_not_here_without_knowing_its_memory(capsys):

@@ -12,7 +12,6 @@ from functools import partial
 from statistics import fmean
 from typing import Any, final
 
-import numpy as np
 import torch
 from pydantic import TypeAdapter
 
@@ -21,10 +20,10 @@ from trainer.build.checks import check_parts, trial_warnings
 from trainer.build.packing import unpacked
 from trainer.build.parallel import planned_device, rank_memory
 from trainer.build.parts import Parts, bind_run
+from trainer.build.peak import open_cache, predict_sampled
 from trainer.build.trials import Trials
 from trainer.config.cards import CARDS, card_of, reported_as
-from trainer.config.messages import clip
-from trainer.core.errors import DataError, NoCheckpointError, TrainError
+from trainer.core.errors import DataError, NoCheckpointError
 from trainer.core.micro_batch import Fields
 from trainer.core.signals import check
 from trainer.data.loader import Request
@@ -33,21 +32,17 @@ from trainer.models.meta_start import is_on_meta
 from trainer.models.recompute import blocks_of, checkpoint_blocks
 from trainer.parallel.sync import POLICIES
 from trainer.plan.cut import Cost, Cut, IntArray, Plan
-from trainer.plan.cuts import Auto, Fixed, LayoutInvariant
-from trainer.plan.memory import Shape, largest_shapes
-from trainer.plan.partition import pad
+from trainer.plan.cuts import Auto
 from trainer.plan.traffic import MOST_OF_MEMORY, Work
 from trainer.training.batches import PREFETCH_LIMIT_BYTES
-from trainer.tune.cache import TuningCache, describe
 from trainer.tune.flops import ModelFlops, model_flops, peak_flops
 from trainer.tune.forward import Forward, card_cost
 from trainer.tune.memory_limit import MemoryLimit, begin_peak
-from trainer.tune.predict import Predictor
 from trainer.tune.speed import meter_for, speed_of
 from trainer.tune.tensors import MemoryEstimate
 from trainer.tune.tuner import tune
 from trainer.tune.tuning import NEAR_BEST_TOKENS, Question, Tuning
-from trainer.tune.workload import Tiled, Workload, look, restoring
+from trainer.tune.workload import Tiled, Workload, look
 
 _CUT_BY = {"target", "params"}  # what of `accum` a checkpoint's cut belongs to
 SAMPLED_STEPS = 8  # global batches of the first epoch, for tuning and the plan's means
@@ -175,7 +170,7 @@ def prepare(
     predicted, warnings = tuning and tuning.predicted, list[str]()
     if parts.world.is_main:
         if tuning is None:
-            predicted = _predicted(parts, work, forward, plans, warnings)
+            predicted = predict_sampled(parts, work, forward, plans, warnings)
         warnings += trial_warnings(parts)
     begin_peak(parts.world.device)
     return Prepared(
@@ -328,18 +323,6 @@ def _limit_of(parts: Parts, resident_bytes: int) -> tuple[MemoryLimit | None, bo
     return replace(limit, bytes=max(0, limit.bytes - inputs), inputs=inputs), is_here
 
 
-def _open_cache(parts: Parts, work: Workload, forward: Forward | None) -> TuningCache:
-    """Open the cache for everything that measurements and predictions depend on."""
-    model, setup = parts.config.model, parts.parallel
-    situation = {
-        "own lengths": repr(getattr(work.make_fields, "dims", None)),
-        "component": [model.target, repr(sorted(model.params.items()))],
-        "ranks": [parts.world.size, setup.replicas, work.sync.name, setup.buckets(work.device)],
-    }
-    described = describe(work, parts.source.lengths.max(), parts.precision, forward)
-    return TuningCache.open(described | situation)
-
-
 def _tune(
     parts: Parts,
     cut: Auto,
@@ -374,7 +357,7 @@ def _tune(
         longest_id=int(parts.train_set.original_ids([longest])[0]),
     )
     with parts.source.loader.naming_samples(Request((longest,), 0, lengths.max())):
-        cache = _open_cache(parts, work, forward)
+        cache = open_cache(parts, work, forward)
         return tune(question, cache, _clock, meter_for(work.device))
 
 
@@ -382,46 +365,3 @@ def _clock() -> float:
     """Read the clock, between two timings, where a signal may end them all."""
     check()
     return time.perf_counter()
-
-
-def _predicted(
-    parts: Parts,
-    work: Workload,
-    forward: Forward | None,
-    plans: tuple[Plan, ...],
-    warnings: list[str],
-) -> MemoryEstimate | None:
-    """Predict the peak of the dearest micro-batch of any step; None where that cannot be."""
-    shapes, recompute = _dearest(parts, plans), parts.config.activation_checkpointing is True
-    try:
-        cache = _open_cache(parts, work, forward)
-        facts = cache.facts[recompute]
-        if unknown := [shape for shape in shapes if shape not in facts.peaks]:
-            # One that the run has, not one sample alone: BatchNorm of single values needs two.
-            smallest = min(shapes, key=lambda shape: shape.num_samples)
-            with restoring(parts.module, parts.objective):
-                predictor = Predictor(work, smallest, recompute=recompute)
-                facts.peaks.update({shape: predictor(shape) for shape in unknown})
-            cache.save()
-        return max((facts.peaks[shape] for shape in shapes), key=lambda peak: peak.peak_bytes)
-    except TrainError:
-        raise
-    except Exception as error:
-        # A fault of the model's own shows again, in full, in the step that follows.
-        warnings.append(clip(f"memory not predicted: {type(error).__name__}: {error}"))
-        return None
-
-
-def _dearest(parts: Parts, plans: tuple[Plan, ...]) -> tuple[Shape, ...]:
-    """Name shapes of which one needs the most memory of the sampled steps.
-
-    Under a fixed cut it is that of all steps: the longest sample of the data may come with a whole
-    micro-batch of others.
-    """
-    shapes = largest_shapes(plans)
-    if isinstance(parts.cut, Fixed | LayoutInvariant) and not parts.layout.packed:
-        longest = pad(np.array([parts.source.lengths.max()]), parts.layout)
-        return (
-            Shape(max(len(ids) for p in plans for own in p.ranks for ids in own), int(longest[0])),
-        )
-    return shapes

@@ -21,6 +21,18 @@ def whole(value: object) -> object:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+LEAST_BARE = 1024
+"""Numbers below it lack their unit: no memory is as small."""
+
+
+def _with_unit(value: object) -> object:
+    """Refuse a number that was typed for so many GiB."""
+    number = whole(value)
+    if isinstance(number, int) and number < LEAST_BARE:
+        raise ValueError("a size needs a unit")
+    return value
+
+
 def parse_bytes(value: object) -> object:
     """Turn `"80GiB"`, `"512 MB"` or `"100B"` into bytes; leave all else alone."""
     match = _BYTES.fullmatch(value) if isinstance(value, str) else None
@@ -61,7 +73,10 @@ Betas = Annotated[
 ]
 Weights = Annotated[list[NonNegative], Field(description="a list of numbers, one per class")]
 Bytes = Annotated[
-    int, BeforeValidator(parse_bytes), Field(ge=1, description="a size such as 80GiB")
+    int,
+    BeforeValidator(parse_bytes),
+    BeforeValidator(_with_unit),
+    Field(ge=1, description="a size such as 80GiB"),
 ]
 Text = Annotated[str, Field(min_length=1, description="text")]
 Word = Annotated[

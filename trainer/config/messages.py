@@ -19,6 +19,14 @@ MISSING = "???"
 NEAR = 0.65
 """Common letters of words that may be meant: a swap leaves 2/3, `depth` and `width` share 0.6."""
 
+_ALSO_CALLED = {
+    "gpu": "cuda",
+    "nvidia": "cuda",
+    **{"bfloat16": "bf16", "float32": "fp32", "float16": "fp16", "half": "fp16"},
+}
+"""Words that other programs have for ours."""
+
+_UNFINISHED_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?)i?")
 _VALUE_LIMIT = 60
 _FEW = 3
 
@@ -41,7 +49,11 @@ def value_fault(key: str, annotation: object, value: object, example: object = N
     choices = [word for word, is_typed in words.items() if is_typed]
     has_example = not isinstance(example, bool) and example not in (None, [], *choices)
     instance = f", e.g. {show(example)}" if has_example and "e.g." not in either(words) else ""
+    meant, size = _ALSO_CALLED.get(str(value).lower()), _UNFINISHED_SIZE.fullmatch(str(value))
     near = did_you_mean(value, choices) if isinstance(value, str) else ""
+    near = f" Did you mean {meant}?" if meant in choices else near
+    if size and "GiB" in either(words):
+        near = f" Did you mean {size[1]}{size[2] or 'G'}iB?"
     return line(key, value, f"must be {either(words)}{instance}{near and f'.{near}'}")
 
 

@@ -41,6 +41,7 @@ from trainer.config.components import (
 )
 from trainer.config.messages import ancestors, did_you_mean, flat, line, show
 from trainer.config.rules import complete_sizes
+from trainer.core.format import expanded
 
 # What the optimizer step is made of, beside `steps` and `epochs`; the rest is execution.
 _STEP_KEYS: tuple[str, ...] = ("batch", "seed", "data", "model", "objective", "optimizer")

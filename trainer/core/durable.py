@@ -229,6 +229,17 @@ def make_folders(path: Path) -> None:
     disk.sync_folder(path.parent)
 
 
+def make_own_folder(path: Path) -> None:
+    """Make a folder that its owner alone may enter, where it is missing, and its parents.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    if not path.is_dir():
+        make_folders(path)
+        path.chmod(0o700)
+
+
 def publish(unfinished: Path, final_path: Path) -> None:
     """Give a folder whose files are durable its final name, in the same parent, durably.
 

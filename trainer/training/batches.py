@@ -159,8 +159,10 @@ class Feed:
             plan = self.cut.cut(self.source.lengths[samples.ids], self.layout)
         except SampleTooLongError as error:
             (sample,) = self.source.loader.dataset.original_ids(samples.ids[[error.position]])
+            group = self.layout.group_size
+            within = f", in a group of {group} which no cut divides," if group > 1 else ""
             raise DoesNotFitError(
-                f"sample {sample} of {error.length} tokens does not fit: memory allows "
+                f"sample {sample} of {error.length} tokens{within} does not fit: memory allows "
                 f"{error.cap} in one micro-batch; lower data.max_length"
             ) from error
         plan.check(self.layout)

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Self, final
+from typing import Annotated, Any, Self, final
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trainer.core import durable
 from trainer.data.index import cache_folder
@@ -25,6 +27,8 @@ from trainer.report.records import cpu_model
 from trainer.tune.forward import Forward
 from trainer.tune.tensors import MemoryEstimate
 from trainer.tune.workload import Workload
+
+_log = logging.getLogger(__name__)
 
 FORMAT = 10  # raised when what a fact means changes; files of another format are not read
 # Settings of an optimizer that change neither time nor memory
@@ -66,12 +70,60 @@ class Facts:
         }
 
     @classmethod
-    def from_dict(cls, saved: Mapping[str, Any]) -> Self:
-        """Read what `to_dict` gave; of anything else a LookupError, TypeError or ValueError."""
-        peaks = {Shape(n, length): MemoryEstimate(**peak) for n, length, peak in saved["peaks"]}
-        seconds = {Shape(n, length): quickest for n, length, quickest in saved["seconds"]}
-        noise = math.inf if saved["noise"] is None else saved["noise"]
-        return cls(**{**saved, "peaks": peaks, "seconds": seconds, "noise": noise})
+    def from_dict(cls, saved: _SavedFacts) -> Self:
+        """Read what `to_dict` gave, once types and ranges are checked."""
+        return cls(
+            peaks={
+                Shape(n, length): MemoryEstimate(**dict(peak)) for n, length, peak in saved.peaks
+            },
+            seconds={Shape(n, length): quickest for n, length, quickest in saved.seconds},
+            noise=math.inf if saved.noise is None else saved.noise,
+            method=saved.method,
+            compiled_time=saved.compiled_time,
+            compile_s=saved.compile_s,
+            ratio=saved.ratio,
+        )
+
+
+MOST_BYTES, MOST_SECONDS = 2**48, 1e6  # no micro-batch takes as much
+_STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+_Bytes = Annotated[int, Field(ge=0, le=MOST_BYTES)]
+_Size = Annotated[int, Field(ge=1, lt=2**63)]
+_Seconds = Annotated[float, Field(ge=0, le=MOST_SECONDS)]
+_Duration = Annotated[float, Field(gt=0, le=MOST_SECONDS)]
+_Ratio = Annotated[float, Field(ge=1, le=1e6)]
+_Text = Annotated[str, Field(max_length=1000)]
+
+
+class _SavedPeak(BaseModel):
+    model_config = _STRICT
+
+    peak_bytes: _Bytes
+    parameters: _Bytes
+    gradients: _Bytes
+    optimizer_state: _Bytes
+    activations: _Bytes
+    buffers: _Bytes
+
+
+class _SavedFacts(BaseModel):
+    """What `Facts.to_dict` gives, read from a file that anyone may have written."""
+
+    model_config = _STRICT
+
+    peaks: list[Annotated[tuple[_Size, _Size, _SavedPeak], Field(strict=False)]]
+    seconds: list[Annotated[tuple[_Size, _Size, _Duration], Field(strict=False)]]
+    noise: _Seconds | None
+    method: _Text
+    compiled_time: _Seconds
+    compile_s: _Seconds
+    ratio: _Ratio
+
+
+class _SavedCache(BaseModel):
+    model_config = _STRICT
+
+    facts: Annotated[tuple[_SavedFacts, _SavedFacts], Field(strict=False)]
 
 
 @final
@@ -89,20 +141,30 @@ class TuningCache:
 
     @classmethod
     def open(cls, situation: Mapping[str, Any], folder: Path | None = None) -> Self:
-        """Open the cache of what `describe` gives; an empty one if none is there, or damaged."""
+        """Open the cache of what `describe` gives; an empty one if none is there.
+
+        A file that is damaged, or no file of ours, is passed over with a warning.
+        """
         text = json.dumps({"format": FORMAT, **situation}, sort_keys=True)
         name = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
         path = (folder or cache_folder() / "tune") / f"{name}.json"
-        with suppress(OSError, ValueError, LookupError, TypeError):
-            plain, recomputed = map(Facts.from_dict, json.loads(path.read_text())["facts"])
-            return cls(path, (plain, recomputed))
-        return cls(path)
+        if not path.exists():
+            return cls(path)
+        try:
+            saved = _SavedCache.model_validate(durable.read_json(path))
+        except ValidationError as error:
+            fault = error.errors(include_url=False)[0]
+            where = ".".join(map(str, fault["loc"]))
+            _log.warning("%s: not used, and measured again: %s: %s", path, where, fault["msg"])
+            return cls(path)
+        plain, recomputed = map(Facts.from_dict, saved.facts)
+        return cls(path, (plain, recomputed))
 
     def save(self) -> None:
         """Write the file, whole or not at all. A cache that cannot be written is no failure."""
         if self.path is not None:
             with suppress(OSError):
-                durable.make_folders(self.path.parent)
+                durable.make_own_folder(self.path.parent)
                 durable.write_json(self.path, {"facts": [each.to_dict() for each in self.facts]})
 
 

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainer.accumulate.rollback import Snapshot
 from trainer.config.messages import clip
+from trainer.core.errors import TrainError
 from trainer.models.compilation import compile_model
 from trainer.models.duplicate import duplicate
 from trainer.models.meta_start import is_on_meta
@@ -64,6 +65,7 @@ def fake_copy(work: Workload) -> Iterator[tuple[FakeTensorMode, Workload, LayOut
 
     Raises:
         CannotRunFake: the model cannot be copied, or the block asked for a value.
+        TrainError: as raised by the model or the objective.
     """
     mode = FakeTensorMode()
     tensors = [*work.model.parameters(), *work.model.buffers()]
@@ -84,6 +86,8 @@ def fake_copy(work: Workload) -> Iterator[tuple[FakeTensorMode, Workload, LayOut
                 parameter.grad = None
             with mode:
                 yield mode, replace(work, model=model, objective=objective), lay_out
+    except TrainError:
+        raise  # what the model, or the objective, says to the user
     except Exception as error:
         # Fake runs stop with many types (data-dependent, unsupported, assertions, plain
         # RuntimeErrors). A fault of the model's own shows again in the real run that follows.

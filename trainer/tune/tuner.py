@@ -15,20 +15,20 @@ from typing import final
 import numpy as np
 
 from trainer.core import signals
-from trainer.core.errors import ConfigError, DoesNotFitError
-from trainer.core.format import plural, size
+from trainer.core.errors import ConfigError
+from trainer.core.format import plural
 from trainer.models.recompute import can_recompute
 from trainer.plan.cut import Cost, Plan
 from trainer.plan.memory import (
     Shape,
     candidate_caps,
     corner_shapes,
-    largest_cap,
     largest_cap_by_lines,
     largest_shapes,
 )
 from trainer.tune.cache import Facts, TuningCache
-from trainer.tune.memory_limit import ASKED, MEBI, resident_growth, resident_ratio
+from trainer.tune.explain import NEAR_BEST, describe_choice, refuse
+from trainer.tune.memory_limit import resident_growth, resident_ratio
 from trainer.tune.predict import CannotRunFake, Predictor
 from trainer.tune.speed import (
     COMPARED_SIZES,
@@ -51,11 +51,9 @@ from trainer.tune.workload import Workload
 VARIANTS = {False: (False,), True: (True,), "auto": (False, True)}
 # Time of forward, forward again and backward (twice a forward) over forward and backward
 RECOMPUTED = 4 / 3
-NEAR_BEST = 0.03  # steps that differ by less count as equally fast
 # Taken for the noise of timings that could not be repeated: beside another program a size seemed up
 # to 1.44 times as slow as another that was slower.
 UNKNOWN_NOISE = 0.5
-WORTHWHILE = 0.97  # of the time, that a compiled micro-batch must take less than
 TINY = 16  # parts of a typical sample; two (of one, a graph more is compiled) are all fixed cost
 QUADRATIC_TOKENS = 2048  # size at which further lengths are timed, to tell attention's share
 # What timing may take: a share of the run, within bounds in seconds
@@ -93,8 +91,9 @@ def tune(
             variants[-1].explore()
     found = [variant for variant in variants if variant.rows]
     if not found:
-        raise variants[-1].refusal()
+        refuse(variants[-1])
     best, row = _best(found)
+    fastest_s = min(min(variant.times.values()) for variant in found)
     # The chosen shapes themselves are run, whatever the rows of the table were interpolated from.
     chosen = replace(row, predicted_bytes=best.peak_under(row.max_tokens).peak_bytes, chosen=True)
     predicted = best.peak_of(best.question.plans_under(row.max_tokens, best.cost))
@@ -106,7 +105,7 @@ def tune(
         cost=best.cost,
         predicted=predicted,
         limit_bytes=best.limit_bytes,
-        method=_method(best, row),
+        method=describe_choice(best, row, fastest_s),
         candidates=tuple(
             chosen if each is row else each for variant in variants for each in variant.rows
         ),
@@ -140,24 +139,6 @@ def _best(variants: Sequence[Variant]) -> tuple[Variant, Candidate]:
         [(variant, row) for variant, row in pool if variant.times[row.max_tokens] <= enough],
         key=lambda at: (at[0].recompute, abs(math.log2(at[1].max_tokens / usual))),
     )
-
-
-def _method(best: Variant, row: Candidate) -> str:
-    """Say how the choice is known, for a person to read."""
-    question = best.question
-    how = best.how if question.fixed_cap is None else "not timed: deterministic"
-    if math.isinf(best.margin) and len(best.rows) > 1:
-        how += f", one size only, too slow for more: a cap of {row.max_tokens:,} is a guess"
-    method = [best.facts.method, how, question.limit.source]
-    if (share := best.facts.compiled_time) and question.work.compiled and question.timed:
-        lengths = max(len(question.layout.shapes), question.layout.max_shapes or 1)
-        gained_s = best.times[row.max_tokens] * question.num_steps * (1 / share - 1)
-        if share > WORTHWHILE or gained_s < lengths * best.facts.compile_s:
-            words = f"compiled, a micro-batch takes {share:.0%} of its time without"
-            method.append(f"{words}, and every length compiles: compile=false ends sooner")
-    if row.max_tokens < question.alone:
-        method.insert(0, f"longer samples, up to {question.alone:,}, get a micro-batch each")
-    return "; ".join(method)
 
 
 def _doublings(smallest: int, largest: int) -> tuple[int, ...]:
@@ -324,7 +305,7 @@ class Variant:
         of_sizes = {shape: known[shape] for shape in sizes if shape in known}
         of_others = {shape: known[shape] for shape in others if shape in known}
         if not of_sizes:
-            raise self.refusal()
+            refuse(self)
         noise = UNKNOWN_NOISE if math.isinf(facts.noise) else facts.noise
         self.margin = max(NEAR_BEST, noise)
         timed = set(map(positions, of_sizes | of_others))
@@ -408,31 +389,3 @@ class Variant:
         if work.compiled:
             self.facts.compile_s = stopwatch.stopped_s / max(1, len(timings.seconds))
         return timings, max(growth, default=0)
-
-    def refusal(self) -> DoesNotFitError:
-        """Say what does not fit, and what would, within 4 %."""
-        question, limit, there = self.question, self.question.limit, self.limit_bytes
-        count, longest = question.single
-        needed = self.peak(question.single).peak_bytes
-        fits = largest_cap(
-            lambda length: self.peak(Shape(count, length)).peak_bytes,
-            there,
-            candidate_caps(1, longest),
-        )
-        remedies = []
-        if limit.source.startswith(ASKED):
-            resident = question.work.resident_bytes
-            grown = max(0, needed - resident) * self.ratio
-            enough = (resident + grown + limit.inputs) / (1 - limit.reserve)
-            # What is left is rounded down to a byte.
-            remedies.append(f"type accum.memory={math.ceil((enough + 1) / MEBI)}MiB or more")
-        if fits is not None and fits > 1:
-            remedies.append(f"shorten it, data.max_length={fits} being the longest that fits")
-        if question.recompute is False:
-            remedies.append("try activation_checkpointing=true")
-        inputs = f", {size(limit.inputs)} for inputs" if limit.inputs else ""
-        return DoesNotFitError(
-            f"sample {question.longest_id} of {question.longest} tokens does not fit, even alone: "
-            f"a step with it needs {size(needed)} of tensors, and {size(there)} are available "
-            f"({limit.source}{inputs}): {', or '.join([*remedies, 'use a smaller model'])}"
-        )

@@ -61,7 +61,10 @@ FAULTS = {
     "accum=fixed accum.micro=8 activation_checkpointing=auto": "activation_checkpointing=auto: "
     "needs accum=auto",
     "device=cuda": ": no GPU is usable here; use device=cpu or device=auto, or plan for one that "
-    "is not here: train plan device=cuda accum.memory=80GiB",
+    "is not here: train plan device=h100",
+    "command=plan device=cuda": "device=cuda: no GPU is here, so its memory is not known; name a "
+    "card to plan for, e.g. device=h100, or type accum.memory=80GiB",
+    "device=h100": ": names a card for train plan; a run takes device=cuda or auto",
     "parallel.ranks=2 sync=hierarchical": "sync=hierarchical: needs copies of the model; use "
     "parallel=hsdp",
     "deterministic=layout accum=fixed accum.micro=8 parallel=fsdp": "deterministic=layout: needs "
@@ -142,6 +145,21 @@ def test_sizes_of_memory_are_read_and_all_else_stays_what_it_is():
     sizes = {"1B": 1, "2 KB": 2000, "1.5MiB": 3 * 2**19, "80GiB": 80 * 2**30, "1TB": 10**12}
     sizes |= {text: text for text in ("80", "80G", "GiB", "-1GiB", "1iB", "1 024KB")}
     assert {text: parse_bytes(text) for text in sizes} == sizes
+
+
+@pytest.mark.parametrize(
+    ("line", "meant"),
+    {
+        "device=gpu": "cuda",
+        "precision=bfloat16": "bf16",
+        "accum.memory=80": "80GiB",
+        "accum.memory=80G": "80GiB",
+        "accum.memory=512M": "512MiB",
+    }.items(),
+)
+def test_what_other_programs_call_it_is_what_is_offered(line, meant):
+    (fault,) = faults_of(line)
+    assert fault.endswith(f" Did you mean {meant}?"), fault
 
 
 def test_a_class_of_ones_own_takes_whatever_its_constructor_knows():

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import time
 import warnings
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from functools import partial
 
@@ -384,6 +386,73 @@ def test_a_damaged_cache_is_an_empty_one(tmp_path, monkeypatch, damage):
     assert TuningCache.open({}, tmp_path).facts == book.facts
     book.path.write_text(damage)
     assert TuningCache.open({}, tmp_path).facts == (Facts(), Facts())
+
+
+def test_a_row_that_is_not_the_fastest_is_taken_with_its_reason():
+    sizes = {Shape(n, 512): 1e-5 * n * 512 * (1.3 if n <= 4 else 1.0) for n in (1, 2, 4, 8, 16, 32)}
+    batches = {"longest": 512, "shortest": 512, "batches": [np.full(64, 512)], "num_steps": 1}
+    asked = question(Paced(), timed=True, **batches)
+    reasons = {0.0: None, 0.4: "are noisy, so that up to 40%", math.inf: "could not be repeated"}
+    for noise, reason in reasons.items():
+        book = TuningCache(facts=(Facts(seconds={**sizes}, noise=noise), Facts()))
+        found = tune(asked, book)
+        (row,) = [row for row in found.candidates if row.chosen]
+        slower = row.seconds_per_step / min(row.seconds_per_step for row in found.candidates) - 1
+        assert (slower > 0.1) == (reason is not None)
+        assert ("fastest row" in found.method) == (reason is not None)
+        if reason is not None:
+            assert f"{slower:.0%} above the fastest row" in found.method
+            assert reason in found.method
+
+
+def test_a_group_that_does_not_fit_is_what_the_message_names(book):
+    layout = Layout(group_size=4)
+    limit = predicted(book, Shape(2, 32))
+    with pytest.raises(DoesNotFitError, match=r"^a group of 4 samples.*as long as sample 17 of 32"):
+        tune(question(limit=limit, longest_id=17, layout=layout), book)
+
+
+def damaged_facts() -> Iterator[object]:
+    """Give what a cache may hold after somebody altered one value."""
+    facts = Facts(peaks={Shape(2, 8): MemoryEstimate(peak_bytes=30, activations=30)})
+    facts.add_timings({Shape(2, 8): 0.5}, noise=0.1)
+    good = json.loads(json.dumps(facts.to_dict()))
+    peak = good["peaks"][0][2]
+    odd = {
+        "peaks": [7, [[2, 8, {**peak, "peak_bytes": 10**15}]], [[2, 8, {"peak_bytes": 3}]]],
+        "seconds": [[[2, 8, -1.0]], [[2, 8, "fast"]], [[0, 8, 1.0]], {"2": 1}],
+        "noise": ["much", -1.0],
+        "method": [None],
+        "compiled_time": [True, -0.5],
+        "compile_s": [10**9],
+        "ratio": [0.0, None, 10**9],
+    }
+    odd["peaks"] += [[[2.5, 8, peak]], [[2, 8, {**peak, "buffers": -1}]]]
+    for key, values in odd.items():
+        for value in values:
+            yield {"facts": [{**good, key: value}, good]}
+    yield from ({"facts": [good]}, {"facts": [{**good, "new": 1}, good]}, [good, good])
+    yield {"facts": [{k: v for k, v in good.items() if k != "ratio"}, good]}
+
+
+def test_every_altered_value_of_a_cache_is_found_and_said_and_nothing_of_it_is_believed(
+    tmp_path, caplog
+):
+    path = TuningCache.open({}, tmp_path / "tune").path
+    TuningCache(path).save()
+    assert (path.parent.stat().st_mode & 0o777) == 0o700
+    for content in damaged_facts():
+        caplog.clear()
+        path.write_text(json.dumps(content))
+        assert TuningCache.open({}, tmp_path / "tune").facts == (Facts(), Facts()), content
+        assert "not used, and measured again" in caplog.text, content
+
+
+def test_a_pipe_in_place_of_a_cache_is_passed_over(tmp_path, caplog):
+    path = TuningCache.open({}, tmp_path).path
+    os.mkfifo(path)
+    assert TuningCache.open({}, tmp_path).facts == (Facts(), Facts())
+    assert "not used" in caplog.text
 
 
 class Repeated(Encoder):

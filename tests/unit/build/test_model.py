@@ -1,0 +1,67 @@
+"""A model is counted before it takes memory that is not there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tests.lib.run_support import go
+from trainer.build import model
+from trainer.core.errors import DoesNotFitError
+from trainer.models.gpt import GPT
+
+pytestmark = pytest.mark.usefixtures("own_folder")
+
+built: list[str] = []
+
+
+class Wide(nn.Module):
+    """Has 4 TB of weights, which are asked for in one piece of 4 GB after the other."""
+
+    def __init__(self, num_layers: int = 1000) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, 4)
+        self.layers = nn.ModuleList(nn.Linear(2**15, 2**15) for _ in range(num_layers))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.embedding(input_ids)
+
+
+class Known(GPT):  # type: ignore[misc] # final
+    """Is what the built-in model is, in a folder of the user's."""
+
+    def __init__(self, **settings: int) -> None:
+        super().__init__(vocab_size=16, width=8, num_layers=1, num_heads=2)
+        built.append(str(self.embedding.weight.device))
+
+
+@pytest.mark.parametrize("command", ["train", "plan", "plan device=h100", "verify"])
+def test_a_model_that_cannot_fit_is_refused_before_it_takes_the_memory(command):
+    line = f"command={command} model._target_={__name__}.Wide accum=auto"
+    with pytest.raises(
+        DoesNotFitError, match=r"Wide has 1,073,7.* available .*: use a smaller"
+    ) as e:
+        go(line)
+    assert "\n" not in str(e.value)
+
+
+def test_a_small_model_is_built_once_and_a_large_one_is_counted_first(monkeypatch):
+    line = f"model._target_={__name__}.Known steps=1"
+    built.clear()
+    go(line)
+    assert built == ["cpu"]
+    monkeypatch.setattr(model, "LARGE_BYTES", 100)
+    built.clear()
+    go(line)
+    assert built == ["meta", "cpu"]
+    built.clear()
+    go(f"command=plan device=h100 accum=auto {line}")
+    assert built == ["meta"]
+
+
+def test_a_copy_of_the_built_in_model_is_built_in_shards_as_it_is():
+    built.clear()
+    line = f"command=plan device=h100 accum=auto parallel=fsdp parallel.ranks=2 {__name__}"
+    go(line.replace(__name__, f"model._target_={__name__}.Known"))
+    assert built == ["meta"]
