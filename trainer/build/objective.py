@@ -144,9 +144,11 @@ def _compare(objective: Objective, option: str, module: nn.Module, fields: Field
     # What fails here fails again, in full, where it is needed.
     with suppress(Exception), restoring(module, objective), torch.no_grad():
         module.eval()
-        own = float(call(given).loss)
-        weights = weights_of(objective, given)
-        losses = sums_of(objective, call, given, weights).losses
+        output, weights = call(given), weights_of(objective, given)
+        own, losses = (
+            float(output.loss),
+            sums_of(objective, lambda _: output, given, weights).losses,
+        )
         ours = sum(float(loss) / weights[name] for name, loss in losses.items())
     logging.disable(logging.NOTSET)
     # Heads of transformers turn logits into float32, whatever the weights are.
