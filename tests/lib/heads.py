@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import torch
 import transformers
@@ -137,3 +139,17 @@ def classifier() -> nn.Module:
 def classified() -> Examples:
     """Give data for it."""
     return Examples("class")
+
+
+def save_causal_model(folder: Path) -> None:
+    """Save a model whose file holds bf16, as most on the hub do."""
+    torch.manual_seed(0)
+    model = Head("GPT2LMHeadModel", "GPT2Config", "causal").build()
+    model.to(torch.bfloat16).save_pretrained(folder)
+
+
+def save_tokens(folder: Path, kind: str = "causal") -> None:
+    """Save samples as the library `datasets` does, in columns of numbers."""
+    examples = Examples(kind)
+    rows = [{n: v.tolist() for n, v in examples[i].items()} for i in range(len(examples))]
+    datasets.Dataset.from_list(rows).save_to_disk(folder)

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.lib.cli_support import CHECKOUT
+from tests.lib.heads import save_causal_model, save_tokens
 from tests.lib.run_support import shell
 
 README = (CHECKOUT / "README.md").read_text()
@@ -69,6 +70,7 @@ def test_the_loop_in_the_readme_is_the_source():
     assert loop in source or textwrap.indent(loop, " " * 8) in source
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:datasets")
 @pytest.mark.usefixtures("own_folder")
 def test_the_commands_of_the_readme_run_one_after_the_other(monkeypatch):
     monkeypatch.syspath_prepend(str(Path.cwd()))
@@ -86,8 +88,10 @@ def test_the_commands_of_the_readme_run_one_after_the_other(monkeypatch):
     (own,) = (block for block in blocks(README, "python") if "# mine.py" in block)
     ast.parse(own)
     Path("mine.py").write_text(own)
+    save_causal_model(Path("gpt"))
+    save_tokens(Path("tokens"))
     typed = [line for line in commands(README) if line]
-    assert len(typed) >= 7
+    assert len(typed) >= 8
     for line in typed:
         assert shell(shlex.join(shortened(line))) == 0, line
     assert shell("export run=auto export.to=weights") == 0

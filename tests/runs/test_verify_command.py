@@ -91,7 +91,11 @@ def test_a_culprit_stands_in_the_file_on_the_screen_and_in_the_last_line(
     assert (found["module"], bool(found["reason"])) == (culprit, True)
     screen, error = capsys.readouterr()
     shown = verdict.replace("_", " ")
-    assert f"verdict {shown}" in " ".join(screen.split())
+    words = " ".join(screen.split())
+    assert f"verdict {shown}" in words
+    off = report["error_without_draws"]
+    assert (off is not None and off <= 1e-10) == (verdict == "exact_without_dropout")
+    assert (f"error {off:.2e} without random draws" in words) if off is not None else off is None
     assert ("culprits" in screen) == (last is not None)
     if last is not None:
         text, _, file = error.splitlines()[-1].partition("; see ")

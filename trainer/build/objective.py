@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -139,13 +140,17 @@ def _compare(objective: Objective, option: str, module: nn.Module, fields: Field
         return
     given, call = to_device(fields, parameter.device), bind(module)
     own = ours = math.nan
+    logging.disable(logging.WARNING)  # transformers' words about the losses that heads declare
     # What fails here fails again, in full, where it is needed.
     with suppress(Exception), restoring(module, objective), torch.no_grad():
         module.eval()
-        own = float(call(given).loss)
-        weights = weights_of(objective, given)
-        losses = sums_of(objective, call, given, weights).losses
+        output, weights = call(given), weights_of(objective, given)
+        own, losses = (
+            float(output.loss),
+            sums_of(objective, lambda _: output, given, weights).losses,
+        )
         ours = sum(float(loss) / weights[name] for name, loss in losses.items())
+    logging.disable(logging.NOTSET)
     # Heads of transformers turn logits into float32, whatever the weights are.
     eps = max(torch.finfo(dtype).eps for dtype in (parameter.dtype, torch.float32))
     if abs(own - ours) > math.sqrt(eps) * abs(own):

@@ -42,8 +42,8 @@ def described(
 
     Args:
         target: a model of transformers, or a config; anything else is given back.
-        names: of the arguments; those that the config knows, though its constructor does not name
-            them, become arguments.
+        names: of the arguments. Of these, ids of special tokens are taken; beside what the
+            constructor names, so is what the config knows.
         typed: whether the user named the class. If not, settings that name code to fetch from the
             network, as those of an inner config or of a kernel may, are left out.
     """
@@ -61,9 +61,8 @@ def described(
     if not typed:
         own = [p for p in own if p.name not in getattr(kind, "sub_configs", ())]
     known = {p.name for p in own}
-    more = [n for n in _settable(kind, typed=typed) if n in names and n not in known]
-    more += [n for n in names if n.endswith("_token_id") and n not in {*known, *more}]
-    own += [Parameter(name, Parameter.KEYWORD_ONLY) for name in more]
+    more = [*_settable(kind, typed=typed), *(n for n in names if n.endswith("_token_id"))]
+    own += [Parameter(n, Parameter.KEYWORD_ONLY) for n in dict.fromkeys(more) if n not in known]
     make.__signature__ = inspect.Signature(own)  # type: ignore[attr-defined] # read by inspect
     return make
 

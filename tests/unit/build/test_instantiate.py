@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -157,3 +158,20 @@ def test_values_from_elsewhere_fill_what_is_left_out_and_no_more() -> None:
     assert built({"vocab_size": 7}, vocab_size=5).vocab_size == 5
     assert built({"vocab_size": 7}, vocab_size=None).vocab_size == 7
     assert built({"vocab_size": None}).vocab_size == 3, "nothing known leaves the default"
+
+
+def test_a_class_that_cannot_be_imported_names_the_error_behind_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As transformers does where torchvision was built for another torch."""
+    (tmp_path / "torchvision-0.0.1.dist-info").mkdir()
+    found = "Metadata-Version: 2.1\nName: torchvision\nVersion: 0.0.1\n"
+    (tmp_path / "torchvision-0.0.1.dist-info" / "METADATA").write_text(found)
+    (tmp_path / "wraps.py").write_text(
+        "try:\n    raise RuntimeError('operator torchvision::nms does not exist')\n"
+        "except RuntimeError as error:\n    raise ImportError('Could not import') from error\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    pair = r"torchvision 0\.0\.1 does not fit torch \d"
+    with pytest.raises(ConfigError, match=rf"Could not import \(operator .*exist\); {pair}"):
+        construct(component("wraps.Net", typed=True), "model", nn.Module)
