@@ -54,6 +54,7 @@ RECOMPUTED = 4 / 3
 # Taken for the noise of timings that could not be repeated: beside another program a size seemed up
 # to 1.44 times as slow as another that was slower.
 UNKNOWN_NOISE = 0.5
+EXTRAPOLATED = 4096, 8192  # positions of the runs that tell of larger ones, for another machine
 TINY = 16  # parts of a typical sample; two (of one, a graph more is compiled) are all fixed cost
 QUADRATIC_TOKENS = 2048  # size at which further lengths are timed, to tell attention's share
 # What timing may take: a share of the run, within bounds in seconds
@@ -274,6 +275,14 @@ class Variant:
             ConfigError: the model is to be sharded and needs values.
         """
         question, peaks = self.question, self.facts.peaks
+        few, many = (Shape(n // shape.length, shape.length) for n in EXTRAPOLATED)
+        if question.as_needed and 0 < few.num_samples < many.num_samples < shape.num_samples:
+            # A loss in chunks runs as many operators as there are positions: two runs, and a line.
+            one, two = self.peak(few), self.peak(many)
+            slope = (two.activations - one.activations) / (many.num_samples - few.num_samples)
+            more = int(slope * (shape.num_samples - many.num_samples))
+            grown = two.activations + more
+            return replace(two, peak_bytes=two.peak_bytes + more, activations=grown)
         if shape not in peaks:
             signals.check()
             if self.predictor is None:
