@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.lib.cli_support import CHECKOUT
 from tests.lib.nightly import nightly
 from tests.lib.processes import Command
 from tests.lib.run_support import TOYS, only_run, overrides, read_json, shell, steps
@@ -36,7 +37,8 @@ def test_a_signal_before_there_is_a_run_ends_without_a_word_or_a_trace(number, t
     """Hydra imports its plugins before anything is composed, so that one can hold it there."""
     (tmp_path / "hydra_plugins" / "slow").mkdir(parents=True)
     (tmp_path / "hydra_plugins" / "slow" / "__init__.py").write_text(WAITS)
-    command = Command.start(Path.cwd(), overrides(LINE))
+    paths = os.pathsep.join([str(CHECKOUT), str(tmp_path)])  # plugins here are not looked for
+    command = Command.start(Path.cwd(), overrides(LINE), PYTHONPATH=paths)
     command.wait_for("here")
     process = command.process
     process.send_signal(number)

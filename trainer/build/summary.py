@@ -206,9 +206,9 @@ def _init(config: RunConfig) -> str:
     """Say where the first weights come from."""
     if config.init is not None:
         step = "" if config.checkpoint_step is None else f", step {config.checkpoint_step}"
-        return f"weights of {config.init}{step}"
+        return f"weights of {show(config.init)}{step}"
     loaded = pretrained_of(config.model.params)
-    return f"weights of {loaded}" if loaded else f"as the model is built, seed {config.seed}"
+    return f"weights of {show(loaded)}" if loaded else f"as the model is built, seed {config.seed}"
 
 
 def _dtypes(parts: Parts) -> dict[str, str | None]:

@@ -22,6 +22,7 @@ from trainer.checkpoint.store import CHECKPOINTS, CheckpointStore, Loaded, open_
 from trainer.checkpoint.tensor_files import StoredTensor, open_tensors, write_tensors
 from trainer.core import durable
 from trainer.core.errors import ConfigError, NoCheckpointError, SaveError
+from trainer.core.format import shown_path
 from trainer.core.world import World
 
 WEIGHTS_FILE = "model.safetensors"
@@ -145,5 +146,6 @@ def _open_weights(path: Path, world: World) -> tuple[Source, dict[str, StoredTen
     except OSError as error:
         raise NoCheckpointError(f"init={path}: cannot be read: {error.strerror}") from error
     raise NoCheckpointError(
-        f"init={path}: no weights here: name a run, a checkpoint, an export or a safetensors file"
+        f"init={shown_path(path)}: no weights here: name a run, a checkpoint, an export or a "
+        "safetensors file"
     )

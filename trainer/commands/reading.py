@@ -31,7 +31,7 @@ from trainer.checkpoint.state import load_model
 from trainer.checkpoint.store import CHECKPOINTS, CheckpointStore, Loaded
 from trainer.checkpoint.weights import Source, export, load_weights
 from trainer.config.messages import flat
-from trainer.config.run_config import RunConfig, evaluation_file, to_plain
+from trainer.config.run_config import RunConfig, contract_diff, evaluation_file, to_plain
 from trainer.core.durable import write_record
 from trainer.core.errors import ConfigError, DataError, NotExactError
 from trainer.core.format import expanded
@@ -100,11 +100,9 @@ def _described(
     """Say which samples are evaluated, for the screen and for the record."""
     section = to_plain(config)["data"]
     contract = state["contract"]
-    is_own = all(
-        contract.get(f"data.{key}") == value
-        for key, value in flat(section).items()
-        if key not in ("holdout", "on_bad")
-    )
+    typed = {f"data.{key}": value for key, value in flat(section).items() if key != "on_bad"}
+    recorded = {key: value for key, value in contract.items() if key.startswith("data.")}
+    is_own = not contract_diff(recorded, typed, allow=["data.holdout"])
     count, most = data.num_samples, len(data.lengths)
     what = f"held out ({count} samples)"
     if config.evaluates_all:
