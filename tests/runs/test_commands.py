@@ -140,7 +140,8 @@ def test_an_evaluation_is_of_what_the_run_held_out_and_of_nothing_else(
     assert shell(asked) == 0
     found = read_json(run.folder / "evaluate.json")
     assert (found["step"], found["samples"]) == (2, held_out)
-    assert (found["data"]["path"], found["data"]["holdout"]) == ("d.jsonl", 0.2)
+    path = str(Path("d.jsonl").absolute())
+    assert (found["data"]["path"], found["data"]["holdout"]) == (path, 0.2)
     assert found["eval_loss"] == pytest.approx(run.result["eval_loss"], rel=1e-6)
     with Path("d.jsonl").open("a") as file:
         file.write('{"text": "appended"}\n')
@@ -166,7 +167,8 @@ def test_other_data_are_evaluated_whole_into_a_file_of_their_own_without_those_o
     assert "all 30 samples of other data, other.jsonl: loss" in screen_of(capsys)
     again = train([*asked.split(), "data.path=other.jsonl", "eval.samples=4"]).result
     assert "4 of 30 samples of other data" in screen_of(capsys)
-    assert (again["samples"], again["data"]["path"]) == (4, "other.jsonl")
+    other = str(Path("other.jsonl").absolute())
+    assert (again["samples"], again["data"]["path"]) == (4, other)
     assert not (run.folder / "evaluate.json").exists()
     assert len([*run.folder.glob("evaluate-*.json")]) == 2
     for command in ("", "plan", "verify", f"export run={run.folder} export.to=weights"):

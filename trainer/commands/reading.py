@@ -30,7 +30,7 @@ from trainer.build.prepare import Prepared, prepare, prepare_on_main
 from trainer.checkpoint.state import load_model
 from trainer.checkpoint.store import CHECKPOINTS, CheckpointStore, Loaded
 from trainer.checkpoint.weights import Source, export, load_weights
-from trainer.config.messages import flat
+from trainer.config.messages import flat, show
 from trainer.config.run_config import RunConfig, contract_diff, evaluation_file, to_plain
 from trainer.core.durable import write_record
 from trainer.core.errors import ConfigError, DataError, NotExactError
@@ -106,7 +106,7 @@ def _described(
     count, most = data.num_samples, len(data.lengths)
     what = f"held out ({count} samples)"
     if config.evaluates_all:
-        place = f"other data, {section.get('path') or section['_target_']}"
+        place = f"other data, {show(section.get('path') or section['_target_'])}"
         whose = "the run's own data, those it trained on among them" if is_own else place
         what = f"{f'all {most}' if count == most else f'{count} of {most}'} samples of {whose}"
     fingerprint = data.loader.dataset.fingerprint

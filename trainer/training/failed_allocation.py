@@ -54,10 +54,10 @@ class FailedAllocation:
         ]
         with suppress(Exception):  # the step that follows matters more
             make_folders(path.parent)
-            if device.type == "cuda":
-                lines.append(torch.cuda.memory_summary(device))
-            write_file_atomic(path, "\n".join([*lines, ""]).encode())
+            text = "\n".join([*lines, ""])
+            write_file_atomic(path, text.encode())  # at once: an allocator may not answer
             if device.type == "cuda":  # the snapshot is for https://pytorch.org/memory_viz
+                write_file_atomic(path, (text + torch.cuda.memory_summary(device)).encode())
                 torch.cuda.memory._dump_snapshot(  # type: ignore[no-untyped-call] # untyped in torch
                     str(path.with_suffix(".pickle"))
                 )
