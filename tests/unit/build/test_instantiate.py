@@ -127,7 +127,7 @@ def test_an_argument_that_nobody_typed_names_no_class(target: str) -> None:
         (
             component(HERE, typed=True, size=0),
             Sized,
-            [f"data: {HERE}: ValueError: size: 0 is below 1 (test_instantiate.py:34)"],
+            [f"data: {HERE}: ValueError: size: 0 is below 1 (test_instantiate.py:36)"],
         ),
         (
             component(f"{__name__}.make_nothing", typed=True),
