@@ -42,7 +42,7 @@ from trainer.data.samples import (
     faults_of,
     num_tokens,
 )
-from trainer.data.slow_reads import begin_read, end_read
+from trainer.data.slow_reads import named_if_slow
 from trainer.data.view import DataView
 
 PROBED = 8  # samples that show which fields have one entry per token
@@ -311,7 +311,7 @@ class _Assembler(Dataset[Any]):
             samples = [data.read(i, seed=self.seed, epoch=0) for i in ids]
             if lengths.max() == 1 and None in map(num_tokens, samples):
                 return frozenset()
-            others = dict(data.probe(PROBED, seed=self.seed))
+            others = dict(data.probe(data.spaced(PROBED), seed=self.seed))
         ids, samples = [*ids, *others], [*samples, *others.values()]
         counts = [num_tokens(sample) for sample in samples]
         pairs = zip(ids, counts, strict=True)
@@ -326,12 +326,8 @@ class _Assembler(Dataset[Any]):
         place = f"`collate` of {data.kind}"
         ids = ", ".join(map(str, data.original_ids(request.ids[:3])))
         call = f"{place}, on {len(samples)} samples ({ids}, ...)"
-        begin_read(lambda: call, data.timeout_s)
-        try:
-            with faults_of(call):
-                fields = collate(samples)
-        finally:
-            end_read()
+        with named_if_slow(lambda: call, data.timeout_s), faults_of(call):
+            fields = collate(samples)
         if not isinstance(fields, Mapping) or not all(
             isinstance(field, Tensor) for field in fields.values()
         ):
