@@ -170,7 +170,7 @@ def _chosen(objective: Objective, component: Component, why: str = "") -> Chosen
     name = component.name or component.target
     defaults = options_of("objective").get(name, {})
     changed = [f"{k}={show(v)}" for k, v in component.params.items() if defaults.get(k) != v]
-    text = ", ".join(filter(None, (" ".join([name, *changed]), why)))
+    text = " ".join([name, *changed]) + (why and f", {why}")
     return Chosen(objective=objective, component=component, text=text)
 
 

@@ -23,7 +23,7 @@ from trainer.build.parts import Parts, bind_run
 from trainer.build.peak import open_cache, predict_sampled
 from trainer.build.reads import check_reads
 from trainer.build.trials import Trials
-from trainer.config.cards import CARDS, card_of, reported_as
+from trainer.config.cards import card_of, reported_as
 from trainer.core.errors import DataError, NoCheckpointError
 from trainer.core.micro_batch import Fields
 from trainer.core.signals import check
@@ -203,12 +203,11 @@ def _with_cost(parts: Parts, forward: Forward | None, saved: Mapping[str, Any] |
     if saved is not None and saved["accum"] == parts.config.accum.model_dump(include=_CUT_BY):
         known = saved.get("cost")
         cost = parts.layout.cost if known is None else Cost(**known)
-    elif (device := planned_device(parts.config, parts.world)).type == "cuda":
-        card, is_named = card_of(parts.config.device), parts.config.device in CARDS
-        if device.type == parts.world.device.type:
-            card = reported_as(torch.cuda.get_device_name(parts.world.device))
+    elif planned_device(parts.config, parts.world).type == "cuda":
+        here, named = parts.world.device, card_of(parts.config.device)
+        card = reported_as(torch.cuda.get_device_name(here)) if here.type == "cuda" else named
         cost = card_cost(forward, card, parts.precision)
-        cost = cost if is_named else replace(cost, seconds_per_token=None)
+        cost = cost if named else replace(cost, seconds_per_token=None)
     else:
         return parts
     return replace(parts, layout=replace(parts.layout, cost=cost))

@@ -169,31 +169,29 @@ class Loader:
             return
         self._sampler.requests = requests
         try:
-            with _kept_handler(signal.SIGCHLD):
-                loaded = iter(self._started(ahead))
+            before = signal.getsignal(signal.SIGCHLD)
+            loaded = iter(self._started(ahead))
+            if signal.getsignal(signal.SIGCHLD) is not before:
+                # PyTorch's raises wherever the main thread is, as within an update of the weights.
+                signal.signal(signal.SIGCHLD, before)
             for fields in loaded:
                 if isinstance(fields, Exception):
                     raise fields  # raised in a worker it would arrive as a long traceback
                 yield fields
         except Exception as error:
-            if isinstance(error, TrainError) or not self._has_lost_worker(error):
+            is_gone = isinstance(error, OSError | EOFError) or "DataLoader worker" in str(error)
+            if isinstance(error, TrainError) or not (is_gone or self._deaths()):
                 raise
             raise DataError(
                 f"data: a DataLoader worker died: {self._deaths() or described(error)}; "
                 "num_workers=0 loads in the main process"
             ) from error
 
-    def _has_lost_worker(self, error: Exception) -> bool:
-        """Whether PyTorch's loader says so, or a pipe or a process is gone."""
-        is_gone = isinstance(error, OSError | EOFError) or "DataLoader worker" in str(error)
-        return is_gone or bool(self._deaths())
-
     def _deaths(self) -> str:
         """Say how loading processes ended that were to go on."""
         running = self._running
-        processes = () if running is None else running._workers
-        ended = wait([worker.sentinel for worker in processes], DYING_S)
-        dead = [worker for worker in processes if worker.sentinel in ended]
+        sentinels = {} if running is None else {w.sentinel: w for w in running._workers}
+        dead = [sentinels[each] for each in wait([*sentinels], DYING_S)]
         for worker in dead:
             worker.join()
         codes = [worker.exitcode for worker in dead]
@@ -349,21 +347,6 @@ class _RequestSampler(Sampler[Any]):
 
     def __iter__(self) -> Iterator[Request]:
         return self.requests
-
-
-@contextmanager
-def _kept_handler(number: signal.Signals) -> Iterator[None]:
-    """Put a signal's handler back: PyTorch's raises wherever the main thread is.
-
-    A worker that died is then noticed where its data are awaited (within 5 s), and not within an
-    update of the weights.
-    """
-    before = signal.getsignal(number)
-    try:
-        yield
-    finally:
-        if before is not None and signal.getsignal(number) is not before:
-            signal.signal(number, before)
 
 
 def _ignore_signals(_: int) -> None:

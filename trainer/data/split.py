@@ -119,16 +119,19 @@ def split_warnings(split: Split, train: DataView, held_out: DataView) -> Iterabl
             "held-out loss is too good; see splits.json"
         )
     if asked := split.holdout:
-        sizes = {"tokens": (train.lengths.sum(), held_out.lengths.sum())}
-        sizes["samples"] = len(train), len(held_out)
-        shares = {unit: out / (rest + out) for unit, (rest, out) in sizes.items()}
-        far = [unit for unit, share in shares.items() if abs(share - asked) > FAR]
-        for unit in [u for u in far if not asked / 2 <= shares[u] <= 2 * asked][:1]:
-            yield (
-                f"data.holdout={asked:g}: {shares[unit]:.0%} of the {unit} are held out "
-                f"({split.rule}); divide the data into more and smaller pieces, or set another "
-                "share"
-            )
+        parts = {
+            "tokens": (held_out.lengths.sum(), train.lengths.sum()),
+            "samples": (len(held_out), len(train)),
+        }
+        for unit, (out, rest) in parts.items():
+            share = out / (out + rest)
+            if abs(share - asked) > FAR and not asked / 2 <= share <= 2 * asked:
+                yield (
+                    f"data.holdout={asked:g}: {share:.0%} of the {unit} are held out "
+                    f"({split.rule}); divide the data into more and smaller pieces, or set another "
+                    "share"
+                )
+                return
 
 
 def _affordable(data: DataView) -> int:

@@ -54,10 +54,10 @@ class FailedAllocation:
         ]
         with suppress(Exception):  # the step that follows matters more
             make_folders(path.parent)
-            if device.type == "cuda":
-                lines.append(torch.cuda.memory_summary(device))
             write_file_atomic(path, "\n".join([*lines, ""]).encode())
             if device.type == "cuda":  # the snapshot is for https://pytorch.org/memory_viz
+                lines.append(torch.cuda.memory_summary(device))
+                write_file_atomic(path, "\n".join([*lines, ""]).encode())
                 torch.cuda.memory._dump_snapshot(  # type: ignore[no-untyped-call] # untyped in torch
                     str(path.with_suffix(".pickle"))
                 )

@@ -245,16 +245,13 @@ class Variant:
     def peak_of(self, plans: Sequence[Plan]) -> MemoryEstimate:
         """Predict the highest peak of steps that are cut so.
 
-        For a machine that is not here it lies on the line through the peaks that are known.
+        For a machine that is not here that of as many positions, in samples of the greatest length.
         """
         shapes = largest_shapes(plans)
         if not self.question.as_needed:
             return max(map(self.peak, shapes), key=lambda peak: peak.peak_bytes)
-        caps, peaks = zip(*sorted(self.caps_run.items()), strict=True)
-        under = self.peak(self.corners(max(caps))[0])
-        found = int(np.interp(positions(shapes[0]), caps, peaks))
-        activations = under.activations - (under.peak_bytes - found)
-        return replace(under, peak_bytes=found, activations=max(0, activations))
+        longest = self.question.padded(self.question.longest)
+        return self.peak(Shape(-(-positions(shapes[0]) // longest), longest))
 
     def peak(self, shape: Shape) -> MemoryEstimate:
         """Predict the peak of a step whose largest micro-batch has this shape.
