@@ -23,7 +23,6 @@ from torch import nn
 from trainer.accumulate.loss_scale import LossScale
 from trainer.build.parallel import ParallelSetup
 from trainer.build.parts import Parts
-from trainer.build.reads import check_reads
 from trainer.checkpoint.codec import decode
 from trainer.checkpoint.store import Loaded
 from trainer.config.run_config import RunConfig, contract, contract_diff
@@ -76,15 +75,6 @@ def check_parts(parts: Parts) -> None:
         )
     if parts.config.batch.normalizer == "micro_batches" and not cut.keeps_order:
         raise ConfigError("batch.normalizer=micro_batches: needs accum=fixed accum.micro=N")
-
-
-def trial_warnings(parts: Parts) -> list[str]:
-    """Try samples, model and objective, and say what shows. Not collective.
-
-    Raises:
-        TrainError: a part of the run does not do what it must.
-    """
-    return [*check_sums(parts), *check_reads(parts)]
 
 
 def check_sums(parts: Parts) -> list[str]:

@@ -48,15 +48,13 @@ def build_data(config: RunConfig, world: World) -> tuple[DataView, DataView | No
         )
     # Before version 3 what was held out followed the run's seed.
     seed = config.data.split_seed if config.order > 2 else config.seed  # noqa: PLR2004
-    built, rule = _parts(config, params, seed)
+    built, rule, is_twice = _parts(config, params, seed, world)
     warnings: list[str] = []
-    if len(built) > 1 and world.on_main(partial(have_equal_contents, *built)):
+    if is_twice:
         warnings.append(
             f"data: both parts of {config.data.target} are the same {len(built[0])} samples, so "
             f"data.holdout={share:g} of them is held out; for none, type data.holdout=0"
         )
-        built = built[:1]
-    built = _readable(built, config, world)
     asked = built[0].optional("holdout")
     asked = asked if isinstance(asked, int | float) else None
     if len(built) == 1:
@@ -79,11 +77,8 @@ def all_data(config: RunConfig, world: World) -> tuple[DataView, DataView | None
     Of data that bring their own parts these are all of them, in turn. Raises as `build_data`.
     """
     seed = config.data.split_seed
-    parts, _ = _parts(config, {**config.data.params, "holdout": 0}, seed)
+    parts, _, _ = _parts(config, {**config.data.params, "holdout": 0}, seed, world)
     parts = [part for part in parts if len(part)] or parts[:1]
-    if len(parts) > 1 and world.on_main(partial(have_equal_contents, *parts)):
-        parts = parts[:1]
-    parts = _readable(parts, config, world)
     every = parts[0] if len(parts) == 1 else _view(Joined(parts), config)
     return every, every if len(every) else None, Split(rule="all of them", holdout=None, seed=seed)
 
@@ -96,15 +91,17 @@ def _arguments(config: RunConfig) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(look_up(config.data, "data", config.trust)).parameters
 
 
-def _readable(parts: list[DataView], config: RunConfig, world: World) -> list[DataView]:
-    """Leave out what cannot be read where that was asked for, unless the data set does."""
-    if config.data.on_bad == "stop" or "on_bad" in _arguments(config):
-        return parts
-    return readable(parts, config.seed, world)
+def _parts(
+    config: RunConfig, params: Mapping[str, Any], seed: int, world: World
+) -> tuple[list[DataView], str, bool]:
+    """Build all parts that a data set brings, or the one it is, without what cannot be read.
 
+    Returns:
+        The parts, by what they are parted, and whether they were one data set, given twice.
 
-def _parts(config: RunConfig, params: Mapping[str, Any], seed: int) -> tuple[list[DataView], str]:
-    """Build all parts that a data set brings, or the one it is; say by what they are parted."""
+    Raises:
+        ConfigError: the data set does not know the name of a part.
+    """
     target, taken = look_up(config.data, "data", config.trust), _arguments(config)
     params = {k: v for k, v in params.items() if k != "holdout" or k in taken}
     component = config.data.model_copy(update={"params": params})
@@ -127,7 +124,12 @@ def _parts(config: RunConfig, params: Mapping[str, Any], seed: int) -> tuple[lis
     else:
         built, rule = _named_parts(build(), component.target)
     views = [_view(each, config) for each in built]
-    return views, views[0].optional("split_rule") or rule
+    rule = views[0].optional("split_rule") or rule
+    is_twice = len(views) > 1 and world.on_main(partial(have_equal_contents, *views))
+    views = views[:1] if is_twice else views
+    if config.data.on_bad != "stop" and "on_bad" not in taken:  # else the data set does it
+        views = readable(views, config.seed, world)
+    return views, rule, is_twice
 
 
 def _named_parts(built: Any, target: str) -> tuple[list[Any], str]:  # noqa: ANN401 - any data set

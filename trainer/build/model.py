@@ -84,12 +84,9 @@ def build_model(
         seed_draws(rng_key(config.seed, "weights"), world.device)
         return refuse_lazy(construct(config.model, "model", nn.Module, config.trust, given))
 
-    def freeze(module: nn.Module) -> None:
+    def check(module: nn.Module) -> None:
         if spec is not None:
             spec.freeze(module)
-
-    def check(module: nn.Module) -> None:
-        freeze(module)
         _refuse_too_large(config, world, module, spec)
 
     kind = look_up(config.model, "model", config.trust)
@@ -102,7 +99,8 @@ def build_model(
         elif is_away and not with_values:
             module = _counted(build, check)
         module = _built(build, check) if module is None else module
-    freeze(module)
+    if spec is not None:
+        spec.freeze(module)
     module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(world.device))  # type: ignore[no-untyped-call] # untyped in torch
     module.train()
     if config.activation_checkpointing is True and not checkpoint_blocks(module):

@@ -43,6 +43,7 @@ _BY_TASK: Mapping[Task, tuple[str, Mapping[str, Any]]] = {
     "image_text_to_text": ("model_loss", {"reduction": "mean", "causal": True}),
 }
 _CLASSIFIES: tuple[Task, ...] = ("sequence_classification", "image_classification")
+_ONE, _MANY = "one label per sample", "a label per pixel"
 _TO_TYPE = (
     "type objective=next_token (predicts the next token; shifts labels itself), token_classify (a "
     "class per token), classify (one label per sample), or model_loss objective.reduction=mean "
@@ -76,23 +77,6 @@ class ByModel:
     reduction: str | None = None
     causal: bool | None = None
 
-    def choose(self, module: nn.Module, fields: Fields) -> tuple[str, dict[str, Any], str]:
-        """Name the option for a model and a collated micro-batch: its settings, and why it is.
-
-        Raises:
-            ConfigError: neither the model nor its labels say what it learns.
-        """
-        task, name = task_of(module), type(module).__name__
-        if task is None:
-            option, why = _by_labels(name, fields)
-            settings: Mapping[str, Any] = {}
-        else:
-            (option, settings), why = _BY_TASK[task], f"as {name} is made for {task}"
-        if task in _CLASSIFIES and not _has_classes(module, fields):
-            option, settings, why = "model_loss", _OWN_LOSS, f"as {name} has no single class"
-        typed = {key: value for key, value in vars(self).items() if value is not None}
-        return option, {**settings, **typed}, why
-
 
 def typed_objective(config: RunConfig) -> Chosen | None:
     """Build the objective of a config; None where the model is to say which one it is."""
@@ -115,15 +99,38 @@ def fitting_objective(config: RunConfig, module: nn.Module, fields: Fields) -> C
             is not the loss that the model itself computes.
     """
     template = construct(config.objective, "objective", ByModel)
-    option, settings, why = template.choose(module, fields)
-    defaults = options_of("objective")[option]
-    target, params = defaults.pop("_target_"), {**defaults, **settings}
-    component = Component(target=target, params=params, name=option)
+    typed = {key: value for key, value in vars(template).items() if value is not None}
+    (option, settings), why = _by_model(module, fields)
+    params = {**options_of("objective")[option], **settings, **typed}
+    component = Component(target=params.pop("_target_"), params=params, name=option)
     # A setting that was typed for another objective is refused, and not left out.
     chosen = _chosen(construct(component, "objective", Objective), component, why)
-    if template == ByModel() and not isinstance(chosen.objective, ModelLoss):
+    if not typed and not isinstance(chosen.objective, ModelLoss):
         _compare(chosen.objective, option, module, fields)
     return chosen
+
+
+def _by_model(module: nn.Module, fields: Fields) -> tuple[tuple[str, Mapping[str, Any]], str]:
+    """Name the option for a model, or for its labels, with its settings, and why it is that."""
+    task, name = task_of(module), type(module).__name__
+    if task in _CLASSIFIES and not _has_classes(module, fields):
+        return ("model_loss", _OWN_LOSS), f"as {name} has no single class"
+    if task is not None:
+        return _BY_TASK[task], f"as {name} is made for {task}"
+    labels, ids = fields.get(LABELS), fields.get(INPUT_IDS)
+    if labels is None:
+        fault = f"the data give no field named labels (they give: {', '.join(fields)})"
+    elif labels.is_floating_point() or labels.is_complex():
+        fault = f"labels are {labels.dtype}"
+    elif labels.dim() != 2:  # noqa: PLR2004 - (batch, time)
+        return ("classify", {}), f"as the data give {_ONE if labels.dim() == 1 else _MANY}"
+    elif ids is not None and ids.shape == labels.shape and _are_tokens(labels, ids):
+        return ("next_token", {}), "as the labels are the tokens themselves"
+    else:
+        fault = "labels are sequences, but not the input_ids themselves"
+    raise ConfigError(
+        f"objective: {fault}, and {name} does not say what it is made for: {_TO_TYPE}"
+    )
 
 
 def _compare(objective: Objective, option: str, module: nn.Module, fields: Fields) -> None:
@@ -138,17 +145,15 @@ def _compare(objective: Objective, option: str, module: nn.Module, fields: Field
     names = inspect.signature(module.forward).parameters
     if parameter is None or parameter.is_meta or LABELS not in names:
         return
-    given, call = to_device(fields, parameter.device), bind(module)
+    given = to_device(fields, parameter.device)
     own = ours = math.nan
     logging.disable(logging.WARNING)  # transformers' words about the losses that heads declare
     # What fails here fails again, in full, where it is needed.
     with suppress(Exception), restoring(module, objective), torch.no_grad():
         module.eval()
-        output, weights = call(given), weights_of(objective, given)
-        own, losses = (
-            float(output.loss),
-            sums_of(objective, lambda _: output, given, weights).losses,
-        )
+        output, weights = bind(module)(given), weights_of(objective, given)
+        own = float(output.loss)
+        losses = sums_of(objective, lambda _: output, given, weights).losses
         ours = sum(float(loss) / weights[name] for name, loss in losses.items())
     logging.disable(logging.NOTSET)
     # Heads of transformers turn logits into float32, whatever the weights are.
@@ -165,28 +170,8 @@ def _chosen(objective: Objective, component: Component, why: str = "") -> Chosen
     name = component.name or component.target
     defaults = options_of("objective").get(name, {})
     changed = [f"{k}={show(v)}" for k, v in component.params.items() if defaults.get(k) != v]
-    text = ", ".join(filter(None, (" ".join([name, *changed]), why)))
+    text = " ".join([name, *changed]) + (why and f", {why}")
     return Chosen(objective=objective, component=component, text=text)
-
-
-def _by_labels(name: str, fields: Fields) -> tuple[str, str]:
-    """Name the option for a model that does not say what it is made for, and why it is that."""
-    labels, ids = fields.get(LABELS), fields.get(INPUT_IDS)
-    if labels is None:
-        fault = f"the data give no field named labels (they give: {', '.join(fields)})"
-    elif labels.is_floating_point() or labels.is_complex():
-        fault = f"labels are {labels.dtype}"
-    elif labels.dim() == 1:
-        return "classify", "as the data give one label per sample"
-    elif labels.dim() > 2:  # noqa: PLR2004 - (batch, time)
-        return "classify", "as the data give a label per pixel"
-    elif ids is not None and ids.shape == labels.shape and _are_tokens(labels, ids):
-        return "next_token", "as the labels are the tokens themselves"
-    else:
-        fault = "labels are sequences, but not the input_ids themselves"
-    raise ConfigError(
-        f"objective: {fault}, and {name} does not say what it is made for: {_TO_TYPE}"
-    )
 
 
 def _are_tokens(labels: Tensor, ids: Tensor) -> bool:

@@ -16,13 +16,14 @@ import torch
 from pydantic import TypeAdapter
 
 from trainer.accumulate.sum import Sum
-from trainer.build.checks import check_parts, trial_warnings
+from trainer.build.checks import check_parts, check_sums
 from trainer.build.packing import unpacked
 from trainer.build.parallel import planned_device, rank_memory
 from trainer.build.parts import Parts, bind_run
 from trainer.build.peak import open_cache, predict_sampled
+from trainer.build.reads import check_reads
 from trainer.build.trials import Trials
-from trainer.config.cards import CARDS, card_of, reported_as
+from trainer.config.cards import card_of, reported_as
 from trainer.core.errors import DataError, NoCheckpointError
 from trainer.core.micro_batch import Fields
 from trainer.core.signals import check
@@ -94,10 +95,13 @@ def prepare_on_main(parts: Parts, saved: Mapping[str, Any] | None = None) -> Pre
 
     def find() -> dict[str, Any]:
         found.append(prepare(parts, saved))
-        return {"cut": describe_cut(found[0]), "trials": asdict(found[0].trials)}
+        return {
+            "cut": describe_cut(found[0]),
+            "trials": asdict(replace(found[0].trials, forward=None)),
+        }
 
     answer = parts.world.on_main(find)
-    return found[0] if found else prepare(parts, answer["cut"], Trials.from_dict(answer["trials"]))
+    return found[0] if found else prepare(parts, answer["cut"], Trials(**answer["trials"]))
 
 
 def choose_sync(prepared: Prepared, saved: Mapping[str, Any] | None = None) -> Prepared:
@@ -171,7 +175,7 @@ def prepare(
     if parts.world.is_main:
         if tuning is None:
             predicted = predict_sampled(parts, work, forward, plans, warnings)
-        warnings += trial_warnings(parts)
+        warnings += [*check_sums(parts), *check_reads(parts)]
     begin_peak(parts.world.device)
     return Prepared(
         # Held-out data have a cap of their own: what training's largest micro-batch fits in.
@@ -199,12 +203,11 @@ def _with_cost(parts: Parts, forward: Forward | None, saved: Mapping[str, Any] |
     if saved is not None and saved["accum"] == parts.config.accum.model_dump(include=_CUT_BY):
         known = saved.get("cost")
         cost = parts.layout.cost if known is None else Cost(**known)
-    elif (device := planned_device(parts.config, parts.world)).type == "cuda":
-        card, is_named = card_of(parts.config.device), parts.config.device in CARDS
-        if device.type == parts.world.device.type:
-            card = reported_as(torch.cuda.get_device_name(parts.world.device))
+    elif planned_device(parts.config, parts.world).type == "cuda":
+        here, named = parts.world.device, card_of(parts.config.device)
+        card = reported_as(torch.cuda.get_device_name(here)) if here.type == "cuda" else named
         cost = card_cost(forward, card, parts.precision)
-        cost = cost if is_named else replace(cost, seconds_per_token=None)
+        cost = cost if named else replace(cost, seconds_per_token=None)
     else:
         return parts
     return replace(parts, layout=replace(parts.layout, cost=cost))

@@ -46,7 +46,7 @@ def _untied_draws(parts: Parts) -> list[str]:
             loader.load(Request((i,), epoch, int(lengths[i]), parts.layout.packed))
             for epoch in (0, 0, 1)
         )
-        if changed := [name for name in first if not _is_same(first[name], again[name])]:
+        if changed := [n for n in first if n not in again or not _is_same(first[n], again[n])]:
             remedy = "keep its generator as an attribute, or draw with torch, np.random or random"
             if not data.draws_randomness:
                 remedy = "leave out draws_randomness=False"
@@ -59,7 +59,7 @@ def _untied_draws(parts: Parts) -> list[str]:
 
 
 def _is_same(first: Tensor, again: Tensor) -> bool:
-    return first.shape == again.shape and torch.equal(bits_of(first), bits_of(again))
+    return first.dtype == again.dtype and torch.equal(bits_of(first), bits_of(again))
 
 
 def _unread_fields(parts: Parts) -> list[str]:

@@ -82,7 +82,7 @@ def summarize(prepared: Prepared) -> dict[str, Any]:
         "lr": parts.spec.lr * parts.lr_scale,
         "scheduler": config.scheduler.name or config.scheduler.target,
         "warmup_steps": warmup_steps(getattr(parts.schedule, "warmup", 0) or 0, parts.total_steps),
-        "device": f"{_named(config)} (not here)" if planned.type != device.type else str(device),
+        "device": f"{config.device} (not here)" if planned.type != device.type else str(device),
         "precision": parts.precision,
         "num_workers": parts.source.loader.num_workers,
         "shapes": [
@@ -135,11 +135,6 @@ def summarize(prepared: Prepared) -> dict[str, Any]:
         "sync_table": [asdict(row) for row in parallel.rows],
         "network": parallel.network and asdict(parallel.network),
     }
-
-
-def _named(config: RunConfig) -> str:
-    """Name the device that is planned for."""
-    return "cuda" if config.device == "auto" else config.device
 
 
 def _time_note(prepared: Prepared) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self, final
+from typing import Self, final
 
 from trainer.build.parts import Parts
 from trainer.data.loader import Request
@@ -25,12 +25,13 @@ class Trials:
     Attributes:
         limits: what whole numbers of a field must be below: the rows of the table they look up.
         gives_logits: whether the output layer's outputs are the logits, and nothing else.
-        forward: what one of the greatest length computes; None where the model cannot run fake.
+        forward: what one of the greatest length computes; None where the model cannot run fake,
+            and on other ranks, which go by the cost that the main rank found.
     """
 
     limits: Mapping[str, int]
     gives_logits: bool
-    forward: Forward | None
+    forward: Forward | None = None
 
     @classmethod
     def run(cls, parts: Parts, work: Workload) -> Self:
@@ -46,12 +47,6 @@ class Trials:
             raise CannotRunFake("the model was built without weights")
         layer = candidate(parts.module)
         return cls(limits, layer is not None and IS_LAST in vars(layer), forward)
-
-    @classmethod
-    def from_dict(cls, state: Mapping[str, Any]) -> Self:
-        """Read what `asdict` gave on another rank."""
-        forward = state["forward"] and Forward(**state["forward"])
-        return cls(state["limits"], state["gives_logits"], forward)
 
     def apply(self, parts: Parts) -> None:
         """Have the loaders compare numbers with the limits, and losses know the output layer."""

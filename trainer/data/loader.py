@@ -42,7 +42,7 @@ from trainer.data.samples import (
     faults_of,
     num_tokens,
 )
-from trainer.data.slow_reads import begin_read, end_read
+from trainer.data.slow_reads import named_if_slow
 from trainer.data.view import DataView
 
 PROBED = 8  # samples that show which fields have one entry per token
@@ -169,31 +169,29 @@ class Loader:
             return
         self._sampler.requests = requests
         try:
-            with _kept_handler(signal.SIGCHLD):
-                loaded = iter(self._started(ahead))
+            before = signal.getsignal(signal.SIGCHLD)
+            loaded = iter(self._started(ahead))
+            if signal.getsignal(signal.SIGCHLD) is not before:
+                # PyTorch's raises wherever the main thread is, as within an update of the weights.
+                signal.signal(signal.SIGCHLD, before)
             for fields in loaded:
                 if isinstance(fields, Exception):
                     raise fields  # raised in a worker it would arrive as a long traceback
                 yield fields
         except Exception as error:
-            if isinstance(error, TrainError) or not self._has_lost_worker(error):
+            is_gone = isinstance(error, OSError | EOFError) or "DataLoader worker" in str(error)
+            if isinstance(error, TrainError) or not (is_gone or self._deaths()):
                 raise
             raise DataError(
                 f"data: a DataLoader worker died: {self._deaths() or described(error)}; "
                 "num_workers=0 loads in the main process"
             ) from error
 
-    def _has_lost_worker(self, error: Exception) -> bool:
-        """Whether PyTorch's loader says so, or a pipe or a process is gone."""
-        is_gone = isinstance(error, OSError | EOFError) or "DataLoader worker" in str(error)
-        return is_gone or bool(self._deaths())
-
     def _deaths(self) -> str:
         """Say how loading processes ended that were to go on."""
         running = self._running
-        processes = () if running is None else running._workers
-        ended = wait([worker.sentinel for worker in processes], DYING_S)
-        dead = [worker for worker in processes if worker.sentinel in ended]
+        sentinels = {} if running is None else {w.sentinel: w for w in running._workers}
+        dead = [sentinels[each] for each in wait([*sentinels], DYING_S)]
         for worker in dead:
             worker.join()
         codes = [worker.exitcode for worker in dead]
@@ -311,7 +309,7 @@ class _Assembler(Dataset[Any]):
             samples = [data.read(i, seed=self.seed, epoch=0) for i in ids]
             if lengths.max() == 1 and None in map(num_tokens, samples):
                 return frozenset()
-            others = dict(data.probe(PROBED, seed=self.seed))
+            others = dict(data.probe(data.spaced(PROBED), seed=self.seed))
         ids, samples = [*ids, *others], [*samples, *others.values()]
         counts = [num_tokens(sample) for sample in samples]
         pairs = zip(ids, counts, strict=True)
@@ -326,12 +324,8 @@ class _Assembler(Dataset[Any]):
         place = f"`collate` of {data.kind}"
         ids = ", ".join(map(str, data.original_ids(request.ids[:3])))
         call = f"{place}, on {len(samples)} samples ({ids}, ...)"
-        begin_read(lambda: call, data.timeout_s)
-        try:
-            with faults_of(call):
-                fields = collate(samples)
-        finally:
-            end_read()
+        with named_if_slow(lambda: call, data.timeout_s), faults_of(call):
+            fields = collate(samples)
         if not isinstance(fields, Mapping) or not all(
             isinstance(field, Tensor) for field in fields.values()
         ):
@@ -353,21 +347,6 @@ class _RequestSampler(Sampler[Any]):
 
     def __iter__(self) -> Iterator[Request]:
         return self.requests
-
-
-@contextmanager
-def _kept_handler(number: signal.Signals) -> Iterator[None]:
-    """Put a signal's handler back: PyTorch's raises wherever the main thread is.
-
-    A worker that died is then noticed where its data are awaited (within 5 s), and not within an
-    update of the weights.
-    """
-    before = signal.getsignal(number)
-    try:
-        yield
-    finally:
-        if before is not None and signal.getsignal(number) is not before:
-            signal.signal(number, before)
 
 
 def _ignore_signals(_: int) -> None:

@@ -12,11 +12,9 @@ from typing import Any, final
 
 import numpy as np
 
-from trainer.core.errors import TrainError
 from trainer.core.format import plural
 from trainer.data.files import progress
 from trainer.data.view import DataView, feed_sample
-from trainer.plan.cut import IntArray
 
 LISTED_IDS = 100_000
 """Most held-out ids that are listed."""
@@ -90,7 +88,7 @@ def have_equal_contents(first: DataView, second: DataView) -> bool:
     """Whether two data sets have as many samples, and equal ones wherever they are compared."""
     if len(first) != len(second) or len(first) == 0:
         return False
-    places = _evenly(len(first), _affordable(first))
+    places = first.spaced(_affordable(first))
     hashes = _hashes(first, places)
     return bool(hashes) and hashes == _hashes(second, places)
 
@@ -103,11 +101,10 @@ def find_overlap(train: DataView, held_out: DataView) -> Overlap:
     draw at random only what is at the same place in both can be recognised.
     """
     count = _affordable(held_out)
-    places = _evenly(len(held_out), count)
-    wanted = _hashes(held_out, places)
+    wanted = _hashes(held_out, held_out.spaced(count))
     # A part that is the beginning of the other one lies at the same places.
-    among = np.union1d(places[places < len(train)], _evenly(len(train), 3 * count))
-    there = set(_hashes(train, among.tolist()).values())
+    among = {*train.spaced(3 * count), *(i for i in wanted if i < len(train))}
+    there = set(_hashes(train, among).values())
     found = sum(each in there for each in wanted.values())
     return Overlap(held_out=len(wanted), training=len(among), found=found)
 
@@ -122,47 +119,36 @@ def split_warnings(split: Split, train: DataView, held_out: DataView) -> Iterabl
             "held-out loss is too good; see splits.json"
         )
     if asked := split.holdout:
-        sizes = {"tokens": (train.lengths.sum(), held_out.lengths.sum())}
-        sizes["samples"] = len(train), len(held_out)
-        shares = {unit: out / (rest + out) for unit, (rest, out) in sizes.items()}
-        far = [unit for unit, share in shares.items() if abs(share - asked) > FAR]
-        for unit in [u for u in far if not asked / 2 <= shares[u] <= 2 * asked][:1]:
-            yield (
-                f"data.holdout={asked:g}: {shares[unit]:.0%} of the {unit} are held out "
-                f"({split.rule}); divide the data into more and smaller pieces, or set another "
-                "share"
-            )
+        parts = {
+            "tokens": (held_out.lengths.sum(), train.lengths.sum()),
+            "samples": (len(held_out), len(train)),
+        }
+        for unit, (out, rest) in parts.items():
+            share = out / (out + rest)
+            if abs(share - asked) > FAR and not asked / 2 <= share <= 2 * asked:
+                yield (
+                    f"data.holdout={asked:g}: {share:.0%} of the {unit} are held out "
+                    f"({split.rule}); divide the data into more and smaller pieces, or set another "
+                    "share"
+                )
+                return
 
 
 def _affordable(data: DataView) -> int:
     """Count the samples that may be compared, by the size of the first."""
     with data.isolated_rng():
-        try:
-            sample = data.read(0, seed=0, epoch=0)
-        except TrainError:  # which ends the run where it is used
-            return COMPARED
+        sample = dict(next(data.probe([0], seed=0), (0, {}))[1])
     size = sum(tensor.numel() * tensor.element_size() for tensor in sample.values())
     return min(COMPARED, max(8, COMPARED_BYTES // (4 * max(1, size))))
 
 
-def _evenly(count: int, most: int) -> IntArray:
-    """Give places at even distances: all of a few."""
-    places: IntArray = np.unique(np.linspace(0, count - 1, min(count, most), dtype=np.int64))
-    return places
-
-
 def _hashes(data: DataView, places: Iterable[int]) -> dict[int, bytes]:
-    """Hash samples by place; what cannot be read ends the run where it is used."""
     hashes = {}
     label = f"comparing training and held-out samples of {data.kind}"
     with data.isolated_rng(), progress(label) as advance:
-        for i in places:
+        for i, sample in data.probe(sorted(places), seed=0):
             advance()
-            try:
-                sample = data.read(int(i), seed=0, epoch=0)
-            except TrainError:
-                continue
             digest = hashlib.blake2b(digest_size=16)
             feed_sample(digest.update, sample)
-            hashes[int(i)] = digest.digest()
+            hashes[i] = digest.digest()
     return hashes

@@ -110,33 +110,31 @@ def _json_lines(
     if field is not None and not only_json:
         return frozenset(files)
     counts = {file: _count_objects(file, advance) for file in others}
-    if all(counts.values()):
-        return frozenset(files)
-    if only_json:
-        odd = next(file for file in others if not counts[file])
+    odd = [file for file in others if not counts[file]]
+    if odd and only_json:
         raise DataError(
-            f"data: {odd}: JSON is read line by line, an object a line; write one a line, from a "
-            "list too, into a .jsonl file"
+            f"data: {odd[0]}: JSON is read line by line, an object a line; write one a line, from "
+            "a list too, into a .jsonl file"
         )
-    return frozenset(file for file in files if counts.get(file, 2) > 1)
+    return frozenset(file for file in files if not odd or counts.get(file, 2) > 1)
 
 
 def _count_objects(file: Path, advance: Callable[[], None]) -> int:
     """Count the lines of a file that are JSON objects; 0 where more than a few others are not."""
     count = total = 0
     with reading(file), file.open("rb") as stream:
-        for line in (each.removeprefix(_BOM).strip() for each in stream):
+        for line in filter(None, (each.removeprefix(_BOM).strip() for each in stream)):
             advance()
-            total += bool(line)
-            count += line.startswith(b"{") and _is_object(line)
-            if total and not count:  # the first line tells text
+            total += 1
+            count += _is_object(line)
+            if not count:  # the first line tells text
                 return 0
     return count if total - count <= SKIP_CAP * total else 0
 
 
 def _is_object(line: bytes) -> bool:
     try:
-        return isinstance(json.loads(line), dict)
+        return line.startswith(b"{") and isinstance(json.loads(line), dict)
     except (ValueError, RecursionError):
         return False
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cached_property, partial
 from typing import Any, final
 
@@ -34,7 +34,7 @@ from trainer.data.samples import (
     seed_draws,
     train_ids,
 )
-from trainer.data.slow_reads import begin_read, end_read
+from trainer.data.slow_reads import named_if_slow
 from trainer.plan.cut import IntArray
 from trainer.plan.lengths import IdsOf, Lengths, picked
 from trainer.plan.order import VERSION
@@ -236,14 +236,12 @@ class DataView:
     def _read(self, i: int, own: int, seed: int, epoch: int) -> dict[str, Tensor]:
         if self.draws_randomness:
             self.seed_draws(seed, epoch, i)
-        begin_read(partial(self.name_of, i), self.timeout_s)
         try:
-            sample: Any = self.dataset[own]
+            with named_if_slow(partial(self.name_of, i), self.timeout_s):
+                sample: Any = self.dataset[own]
             fields = dict(sample.items()) if isinstance(sample, Mapping) else None
         except BaseException as error:
             raise_fault(self.name_of(i), error)
-        finally:
-            end_read()
         if fields is None:
             raise DataError(
                 f"data: {self.name_of(i)} is a {type(sample).__name__}; "
@@ -318,22 +316,21 @@ class DataView:
         positions: list[int] = np.unique(np.linspace(0, last, count, dtype=np.int64)).tolist()
         return positions
 
-    def probe(self, count: int, *, seed: int) -> Iterator[tuple[int, dict[str, Tensor]]]:
-        """Read samples at even distances; what cannot be read ends the run where it is used.
+    def probe(
+        self, positions: Iterable[int], *, seed: int
+    ) -> Iterator[tuple[int, dict[str, Tensor]]]:
+        """Read some samples, but those that cannot be, which end the run where they are used.
 
         Yields:
             The position and the sample of each.
         """
-        for i in self.spaced(count):
-            try:
-                sample = self.read(i, seed=seed, epoch=0)
-            except TrainError:
-                continue
-            yield i, sample
+        for i in positions:
+            with suppress(TrainError):
+                yield i, self.read(i, seed=seed, epoch=0)
 
     def _contents(self, seed: int) -> bytes:
         digest = hashlib.sha256()
-        for i, sample in self.probe(PROBES, seed=seed):
+        for i, sample in self.probe(self.spaced(PROBES), seed=seed):
             feed_sample(digest.update, sample, f"{i}|")
         return digest.digest()
 

@@ -76,6 +76,12 @@ class Layout:
     group_size: int = 1
     cost: Cost = field(default_factory=Cost)
 
+    @property
+    def group_note(self) -> str:
+        """Name the group of a sample that does not fit, for a message."""
+        size = self.group_size
+        return f", in a group of {size} which no cut divides," if size > 1 else ""
+
 
 @final
 @dataclass(frozen=True, kw_only=True)

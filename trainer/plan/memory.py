@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, final
-
-import numpy as np
 
 from trainer.plan.cut import Plan
 
@@ -50,7 +47,6 @@ def candidate_caps(longest: int, total: int, ratio: float = 1.04) -> tuple[int, 
 
 
 MANY = 9 / 8  # what a corner must have of another's samples to be a shape of its own
-CHECKED_LINES = 4  # before the line through known peaks is given up
 LINE_STEPS = 4  # predictions placed by interpolation before plain bisection takes over
 
 
@@ -103,33 +99,3 @@ def largest_cap(
         else:
             high, most = middle, peak
     return candidates[low]
-
-
-def largest_cap_by_lines(
-    predict: Callable[[int], int],
-    known: Mapping[int, int],
-    limit_bytes: int,
-    candidates: Sequence[int],
-) -> int | None:
-    """Find the largest candidate cap whose predicted peak fits, by few and dear predictions.
-
-    A line through known peaks says which cap to try, and its prediction checks the line. Where
-    `CHECKED_LINES` of them are wrong, each cap that `largest_cap` asks about is predicted.
-
-    Args:
-        predict: gives bytes by cap.
-        known: bytes by cap, of two at least, none above what `predict` gives.
-        limit_bytes: what there is.
-        candidates: ascending; the last may be far too large.
-    """
-    known = {**known}
-    for _ in range(CHECKED_LINES):
-        line = partial(np.interp, xp=sorted(known), fp=[known[cap] for cap in sorted(known)])
-        found = largest_cap(lambda cap, line=line: int(line(cap)), limit_bytes, candidates)  # type: ignore[misc] # mypy infers no lambda with a default
-        if found is None:
-            return None
-        peak = predict(found)
-        if known.get(found) == peak:
-            return found
-        known[found] = peak
-    return largest_cap(predict, limit_bytes, candidates)

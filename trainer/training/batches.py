@@ -159,11 +159,9 @@ class Feed:
             plan = self.cut.cut(self.source.lengths[samples.ids], self.layout)
         except SampleTooLongError as error:
             (sample,) = self.source.loader.dataset.original_ids(samples.ids[[error.position]])
-            group = self.layout.group_size
-            within = f", in a group of {group} which no cut divides," if group > 1 else ""
             raise DoesNotFitError(
-                f"sample {sample} of {error.length} tokens{within} does not fit: memory allows "
-                f"{error.cap} in one micro-batch; lower data.max_length"
+                f"sample {sample} of {error.length} tokens{self.layout.group_note} does not fit: "
+                f"memory allows {error.cap} in one micro-batch; lower data.max_length"
             ) from error
         plan.check(self.layout)
         return samples, plan

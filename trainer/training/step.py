@@ -145,10 +145,8 @@ def _cut_for_replay(kit: Kit, batch: PlannedBatch, feed: Feed, replays: int) -> 
     finer = feed.smaller(batch)
     if finer is None:
         sample, length = batch.largest_sample()
-        group = feed.layout.group_size
-        within = f", in a group of {group} which no cut divides," if group > 1 else ""
         raise DoesNotFitError(
-            f"sample {sample} of {length} tokens{within} does not fit into memory, even alone: "
-            "shorten it (data.max_length), or try activation_checkpointing=true"
+            f"sample {sample} of {length} tokens{feed.layout.group_note} does not fit into "
+            "memory, even alone: shorten it (data.max_length), or try activation_checkpointing=true"
         )
     return finer

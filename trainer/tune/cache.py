@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Annotated, Any, Self, final
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BeforeValidator, Field, TypeAdapter
 
+from trainer.config.messages import clip
 from trainer.core import durable
 from trainer.data.index import cache_folder
 from trainer.plan.memory import Shape
@@ -35,20 +36,38 @@ FORMAT = 10  # raised when what a fact means changes; files of another format ar
 RATES = {"params", "lr", "initial_lr", "weight_decay", "name"}
 
 
+def _by_shape(rows: Any) -> dict[Shape, Any]:  # noqa: ANN401 - of a file that anyone may have written
+    found = {Shape(count, length): value for count, length, value in rows}
+    if any(min(shape) < 1 for shape in found):
+        raise ValueError("a shape has no positions")
+    return found
+
+
+def _no_infinity(value: Any) -> Any:  # noqa: ANN401
+    return math.inf if value is None else value
+
+
+_ByShape = BeforeValidator(_by_shape)
+_Seconds = Annotated[float, Field(ge=0, le=1e6)]
+_Duration = Annotated[float, Field(gt=0, le=1e6)]
+
+
 @final
 @dataclass
 class Facts:
     """What is known of one model, with or without activation checkpointing."""
 
     # Predicted peak of a step whose largest micro-batch has the shape
-    peaks: dict[Shape, MemoryEstimate] = field(default_factory=dict)
+    peaks: Annotated[dict[Shape, MemoryEstimate], _ByShape] = field(default_factory=dict)
     # Of one forward and backward, the quickest that was ever seen
-    seconds: dict[Shape, float] = field(default_factory=dict)
-    noise: float = math.inf  # of the timings, the least of any run; see `Timings`
+    seconds: Annotated[dict[Shape, _Duration], _ByShape] = field(default_factory=dict)
+    # Of the timings, the least of any run; see `Timings`
+    noise: Annotated[float, Field(ge=0), BeforeValidator(_no_infinity)] = math.inf
     method: str = ""  # how peaks are predicted
-    compiled_time: float = 0.0  # of a micro-batch, over its time as it is; 0 where none was
-    compile_s: float = 0.0  # that compiling for one shape took
-    ratio: float = 1.0  # resident bytes per byte of tensors; see `add_ratio`
+    compiled_time: _Seconds = 0.0  # of a micro-batch, over its time as it is; 0 where none was
+    compile_s: _Seconds = 0.0  # that compiling for one shape took
+    # Resident bytes per byte of tensors; see `add_ratio`
+    ratio: Annotated[float, Field(ge=1, le=1e6)] = 1.0
 
     def add_timings(self, seconds: Mapping[Shape, float], noise: float) -> None:
         """Take the quickest of old and new timings: other programs only ever add time."""
@@ -69,61 +88,8 @@ class Facts:
             "seconds": [[*shape, seconds] for shape, seconds in self.seconds.items()],
         }
 
-    @classmethod
-    def from_dict(cls, saved: _SavedFacts) -> Self:
-        """Read what `to_dict` gave, once types and ranges are checked."""
-        return cls(
-            peaks={
-                Shape(n, length): MemoryEstimate(**dict(peak)) for n, length, peak in saved.peaks
-            },
-            seconds={Shape(n, length): quickest for n, length, quickest in saved.seconds},
-            noise=math.inf if saved.noise is None else saved.noise,
-            method=saved.method,
-            compiled_time=saved.compiled_time,
-            compile_s=saved.compile_s,
-            ratio=saved.ratio,
-        )
 
-
-MOST_BYTES, MOST_SECONDS = 2**48, 1e6  # no micro-batch takes as much
-_STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-_Bytes = Annotated[int, Field(ge=0, le=MOST_BYTES)]
-_Size = Annotated[int, Field(ge=1, lt=2**63)]
-_Seconds = Annotated[float, Field(ge=0, le=MOST_SECONDS)]
-_Duration = Annotated[float, Field(gt=0, le=MOST_SECONDS)]
-_Ratio = Annotated[float, Field(ge=1, le=1e6)]
-_Text = Annotated[str, Field(max_length=1000)]
-
-
-class _SavedPeak(BaseModel):
-    model_config = _STRICT
-
-    peak_bytes: _Bytes
-    parameters: _Bytes
-    gradients: _Bytes
-    optimizer_state: _Bytes
-    activations: _Bytes
-    buffers: _Bytes
-
-
-class _SavedFacts(BaseModel):
-    """What `Facts.to_dict` gives, read from a file that anyone may have written."""
-
-    model_config = _STRICT
-
-    peaks: list[Annotated[tuple[_Size, _Size, _SavedPeak], Field(strict=False)]]
-    seconds: list[Annotated[tuple[_Size, _Size, _Duration], Field(strict=False)]]
-    noise: _Seconds | None
-    method: _Text
-    compiled_time: _Seconds
-    compile_s: _Seconds
-    ratio: _Ratio
-
-
-class _SavedCache(BaseModel):
-    model_config = _STRICT
-
-    facts: Annotated[tuple[_SavedFacts, _SavedFacts], Field(strict=False)]
+_FACTS = TypeAdapter(tuple[Facts, Facts])
 
 
 @final
@@ -150,22 +116,31 @@ class TuningCache:
         path = (folder or cache_folder() / "tune") / f"{name}.json"
         if not path.exists():
             return cls(path)
+        fault = "not as this program writes it"
         try:
-            saved = _SavedCache.model_validate(durable.read_json(path))
-        except ValidationError as error:
-            fault = error.errors(include_url=False)[0]
-            where = ".".join(map(str, fault["loc"]))
-            _log.warning("%s: not used, and measured again: %s: %s", path, where, fault["msg"])
-            return cls(path)
-        plain, recomputed = map(Facts.from_dict, saved.facts)
-        return cls(path, (plain, recomputed))
+            saved = durable.read_json(path)
+            cache = cls(path, _FACTS.validate_python(saved["facts"]))
+            written, read = (
+                json.dumps(each, sort_keys=True)
+                for each in (durable.strict(cache.to_dict()), saved)
+            )
+            if written == read:
+                return cache
+        except (LookupError, TypeError, ValueError) as error:
+            fault = clip(str(error))
+        _log.warning("%s: not used, and measured again: %s", path, fault)
+        return cls(path)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Give what the file holds."""
+        return {"facts": [each.to_dict() for each in self.facts]}
 
     def save(self) -> None:
         """Write the file, whole or not at all. A cache that cannot be written is no failure."""
         if self.path is not None:
             with suppress(OSError):
                 durable.make_own_folder(self.path.parent)
-                durable.write_json(self.path, {"facts": [each.to_dict() for each in self.facts]})
+                durable.write_json(self.path, self.to_dict())
 
 
 def describe(

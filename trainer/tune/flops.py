@@ -10,18 +10,17 @@ the parameters of its matrices.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, final
+from typing import final
 
 import numpy as np
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from trainer.config.cards import reported_as
 from trainer.models.recompute import recompute_nothing
 from trainer.plan.cut import IntArray
 from trainer.plan.memory import Shape
+from trainer.tune.forward import Counter
 from trainer.tune.predict import CannotRunFake, fake_micro_batch
 from trainer.tune.workload import Workload
 
@@ -75,27 +74,12 @@ def model_flops(
 
 def _count(work: Workload, length: int) -> float:
     """Count one sample's FLOPs. The plain attention kernel is what has a formula everywhere."""
-    counter = _Counter()  # type: ignore[no-untyped-call]
+    counter = Counter()
     with fake_micro_batch(work, Shape(PAIR, length)) as (theirs, fields, _):
         recompute_nothing(theirs.model)
         with sdpa_kernel(SDPBackend.MATH), counter:
             theirs.backward(fields)
-    return counter.flops / PAIR
-
-
-@final
-class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call] # untyped in torch
-    """Adds up FLOPs by PyTorch's formulas, at a fifth of the cost of its `FlopCounterMode`."""
-
-    flops = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
-        """Run an operator and count it."""
-        found = func(*args, **(kwargs or {}))
-        formula = flop_registry.get(func._overloadpacket)
-        if formula is not None:
-            self.flops += formula(*args, **(kwargs or {}), out_val=found)
-        return found
+    return (counter.products + counter.pairs) / PAIR
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:

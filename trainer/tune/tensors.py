@@ -6,12 +6,15 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Annotated, Any, final
 
 import torch
+from pydantic import Field
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+_Bytes = Annotated[int, Field(ge=0, le=2**48)]  # no micro-batch takes more
 
 
 @final
@@ -22,12 +25,12 @@ class MemoryEstimate:
     Allocator rounding, fragmentation and the scratch space inside kernels are not tensors.
     """
 
-    peak_bytes: int  # the sum of all parts
-    parameters: int = 0
-    gradients: int = 0  # accumulated
-    optimizer_state: int = 0  # between steps
-    activations: int = 0  # everything else: inputs, saved for backward, temporaries
-    buffers: int = 0
+    peak_bytes: _Bytes  # the sum of all parts
+    parameters: _Bytes = 0
+    gradients: _Bytes = 0  # accumulated
+    optimizer_state: _Bytes = 0  # between steps
+    activations: _Bytes = 0  # everything else: inputs, saved for backward, temporaries
+    buffers: _Bytes = 0
 
 
 @final

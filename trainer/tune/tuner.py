@@ -23,7 +23,7 @@ from trainer.plan.memory import (
     Shape,
     candidate_caps,
     corner_shapes,
-    largest_cap_by_lines,
+    largest_cap,
     largest_shapes,
 )
 from trainer.tune.cache import Facts, TuningCache
@@ -212,30 +212,18 @@ class Variant:
     def largest_fit(self) -> int | None:
         """Find the largest cap that fits; None when not even one sample does."""
         question, limit = self.question, self.limit_bytes
-        caps = candidate_caps(question.smallest_cap, question.top)
-        if question.as_needed:
+        if question.as_needed:  # where a prediction saved matters more than the table's first rows
             most = self.peak_under(question.top)
             self.caps_run[0] = most.peak_bytes - most.activations
-            fits = largest_cap_by_lines(self._bytes_under, self.caps_run, limit, caps)
-            if fits is not None:
-                return fits
-        fits = self._search(caps)
+            if most.peak_bytes <= limit:
+                return question.top
+        caps = candidate_caps(question.smallest_cap, question.top)
+        fits = largest_cap(self._bytes_under, limit, caps)
         if fits is None and self.peak(question.single).peak_bytes <= limit:
             # Many short samples may take more than the longest one, which is alone then.
             least = question.padded(question.shortest)
-            fits = self._search(candidate_caps(least, question.smallest_cap))
-        return fits
-
-    def _search(self, candidates: Sequence[int]) -> int | None:
-        """Find the largest of some caps that fits, most often by four predictions."""
-        for cap in (candidates[0], candidates[-1]):  # the longest samples need most, as a rule
-            self.caps_run.setdefault(cap, self.peak(self.corners(cap)[0]).peak_bytes)
-        known = {cap: self.caps_run[cap] for cap in (candidates[0], candidates[-1])}
-        fits = largest_cap_by_lines(self._bytes_under, known, self.limit_bytes, candidates)
-        for cap in candidates[candidates.index(fits) + 1 :] if fits is not None else ():
-            if self._bytes_under(cap) > self.limit_bytes:  # else the line was a little too high
-                break
-            fits = cap
+            caps = candidate_caps(least, question.smallest_cap)
+            fits = largest_cap(self._bytes_under, limit, caps)
         return fits
 
     def _bytes_under(self, cap: int) -> int:
@@ -257,16 +245,13 @@ class Variant:
     def peak_of(self, plans: Sequence[Plan]) -> MemoryEstimate:
         """Predict the highest peak of steps that are cut so.
 
-        For a machine that is not here it lies on the line through the peaks that are known.
+        For a machine that is not here that of as many positions, in samples of the greatest length.
         """
         shapes = largest_shapes(plans)
         if not self.question.as_needed:
             return max(map(self.peak, shapes), key=lambda peak: peak.peak_bytes)
-        caps, peaks = zip(*sorted(self.caps_run.items()), strict=True)
-        under = self.peak(self.corners(max(caps))[0])
-        found = int(np.interp(positions(shapes[0]), caps, peaks))
-        activations = under.activations - (under.peak_bytes - found)
-        return replace(under, peak_bytes=found, activations=max(0, activations))
+        longest = self.question.padded(self.question.longest)
+        return self.peak(Shape(-(-positions(shapes[0]) // longest), longest))
 
     def peak(self, shape: Shape) -> MemoryEstimate:
         """Predict the peak of a step whose largest micro-batch has this shape.
