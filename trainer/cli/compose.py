@@ -98,7 +98,7 @@ class Composer:
             ConfigError: a folder of the search path does not exist.
         """
         for flag, folder in (("path", self.config_folder), ("dir", self.own_folder)):
-            if folder is not None and not os.path.isdir(folder):  # noqa: PTH112 - see `_exists`
+            if folder is not None and not os.path.isdir(folder):  # noqa: PTH112 - see `exists`
                 raise ConfigError(clip(f"--config-{flag}={folder}: no such folder"))
         version.setbase("1.3")
         recipes.register()

@@ -61,9 +61,9 @@ def run_sweep(lines: Sequence[str], composer: Composer) -> int:
         raise_on_interrupt()
         try:
             # Launchers start Python with `-m`, which has the current folder first.
-            safe = {"PYTHONSAFEPATH": "1"}
+            safe = {"PYTHONSAFEPATH": os.environ.get("PYTHONSAFEPATH", "1")}
             task = _task_of(sweep, composer, codes)
-            with env_override(safe) if "PYTHONSAFEPATH" not in os.environ else nullcontext():
+            with env_override(safe):
                 hydra.multirun(composer.config_name, task, [*sweep.lines])
         except KeyboardInterrupt:
             interrupted = True
