@@ -8,12 +8,10 @@ import sys
 if __name__ == "__main__" and not sys.flags.safe_path:
     del sys.path[0]
 
-# So does an empty entry, which `PYTHONPATH=$PYTHONPATH:lib` leaves where nothing was set; a folder
-# that is named there is meant. Processes that are started from here inherit the variable.
+# So does an empty entry of PYTHONPATH, as `$PYTHONPATH:lib` leaves; children inherit the variable.
 if "" in (_paths := os.environ.get("PYTHONPATH", "").split(os.pathsep)) and len(_paths) > 1:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, _paths))
-    if {os.curdir, os.getcwd()}.isdisjoint(_paths) and os.getcwd() in sys.path:  # noqa: PTH109
-        sys.path.remove(os.getcwd())  # noqa: PTH109
+    sys.path[:] = [path for path in sys.path if path in _paths or path != os.getcwd()]  # noqa: PTH109
 
 import signal
 

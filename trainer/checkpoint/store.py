@@ -76,6 +76,9 @@ class Loaded:
     format_version: int = FORMAT_VERSION
     messages: tuple[str, ...] = ()  # one line for each newer checkpoint that could not be used
 
+    def __str__(self) -> str:
+        return f"step {self.step}, {self.path}"
+
     @property
     def weights(self) -> dict[str, StoredTensor]:
         """The model's weights and buffers by plain name, a tied one under its first."""

@@ -9,9 +9,8 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 from safetensors import SafetensorError
 from torch import nn
@@ -29,38 +28,10 @@ WEIGHTS_FILE = "model.safetensors"
 CONFIG_FILE = "config.json"
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class Source:
-    """Where weights were read.
-
-    Attributes:
-        path: a checkpoint, an exported folder, or a file.
-        step: of the checkpoint; None where the weights are of none.
-        messages: a line for each newer checkpoint that could not be used.
-        state: what the checkpoint keeps of its run, unvalidated; empty where there is none.
-    """
-
-    path: Path
-    step: int | None = None
-    messages: tuple[str, ...] = ()
-    state: Mapping[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, loaded: Loaded) -> Source:
-        """Name a checkpoint."""
-        state = loaded.meta.get("extra")
-        kept = state if isinstance(state, dict) else {}
-        return cls(path=loaded.path, step=loaded.step, messages=loaded.messages, state=kept)
-
-    def __str__(self) -> str:
-        return str(self.path) if self.step is None else f"step {self.step}, {self.path}"
-
-
 def load_weights(
     model: nn.Module, path: Path, world: World | None = None, step: int | None = None
-) -> Source:
-    """Fill a model with stored weights and buffers, and say which they were. Collective.
+) -> Loaded | None:
+    """Fill a model with stored weights and buffers; give the checkpoint they are of. Collective.
 
     Args:
         model: of the architecture that was stored.
@@ -72,17 +43,17 @@ def load_weights(
         NoCheckpointError: nothing usable is there, or it does not fit the model.
     """
     world = world or World()
+    opened: list[tuple[Loaded | None, dict[str, StoredTensor]]] = []
     if (path / CHECKPOINTS).is_dir():
-        loaded = CheckpointStore(path / CHECKPOINTS).load(step, set_aside=False, world=world)
-        source, found = Source.of(loaded), loaded.weights
+        newest = CheckpointStore(path / CHECKPOINTS).load(step, set_aside=False, world=world)
+        opened = [(newest, newest.weights)]
     elif step is not None:
         raise NoCheckpointError(f"step={step}: init={path} is not a run folder; leave step out")
     else:
-        opened: list[tuple[Source, dict[str, StoredTensor]]] = []
         world.on_all(lambda: opened.append(_open_weights(path, world)))
-        ((source, found),) = opened
-    load_model(model, found, source.path)
-    return source
+    ((loaded, found),) = opened
+    load_model(model, found, loaded.path if loaded else path)
+    return loaded
 
 
 def export(
@@ -132,20 +103,20 @@ def export(
     return to
 
 
-def _open_weights(path: Path, world: World) -> tuple[Source, dict[str, StoredTensor]]:
+def _open_weights(path: Path, world: World) -> tuple[Loaded | None, dict[str, StoredTensor]]:
     """List the weights in a checkpoint, an exported folder or a file, by plain name."""
+    shown = f"init={shown_path(path)}"
     try:
         if (path / FILE_NAME).is_file():
             loaded = open_checkpoint(path, world=world)
-            return Source.of(loaded), loaded.weights
+            return loaded, loaded.weights
         for file in (path, path / WEIGHTS_FILE):
             if file.is_file():
-                return Source(path=path), open_tensors([file])
+                return None, open_tensors([file])
     except (DamagedError, NewerFormatError) as error:
-        raise NoCheckpointError(f"init={path}: cannot be used: {error}") from error
+        raise NoCheckpointError(f"{shown}: cannot be used: {error}") from error
     except OSError as error:
-        raise NoCheckpointError(f"init={path}: cannot be read: {error.strerror}") from error
+        raise NoCheckpointError(f"{shown}: cannot be read: {error.strerror}") from error
     raise NoCheckpointError(
-        f"init={shown_path(path)}: no weights here: name a run, a checkpoint, an export or a "
-        "safetensors file"
+        f"{shown}: no weights here: name a run, a checkpoint, an export or a safetensors file"
     )

@@ -36,7 +36,7 @@ _WORDS: Mapping[str, Sequence[str]] = {
 }
 """What some flags take."""
 
-_NO_VALUE = re.compile(r"~|--?[A-Za-z]|.*=")
+_NO_VALUE = re.compile(r"~|--?[A-Za-z]|.*=|--$")
 
 
 @final
@@ -76,8 +76,8 @@ def split(argv: Sequence[str]) -> CommandLine:
     waiting = list(reversed(argv))
     while waiting:
         token = waiting.pop()
-        if behind := _words_behind(token, waiting):
-            faults.append(_typed_apart([token, *behind]))
+        if fault := _typed_apart(token, waiting):
+            faults.append(fault)
             continue
         name, equals, value = token.partition("=")
         flag = _SHORT.get(name, name)
@@ -97,32 +97,27 @@ def split(argv: Sequence[str]) -> CommandLine:
     return CommandLine(command=words[0] if words else None, flags=flags, overrides=tuple(overrides))
 
 
-def _words_behind(token: str, waiting: list[str]) -> list[str]:
-    """Take the words behind a token that are one setting with it: `a= 5`, `a =5`, `a = 5`, `--a 5`.
+def _typed_apart(token: str, waiting: list[str]) -> str:
+    """Say how a setting is typed that came in several words: `a= 5`, `a =5`, `a = 5`, `--a 5`.
 
-    None where the token stands for itself.
+    Takes the words behind the token; empty where the token stands for itself.
     """
-    after = waiting[-1] if waiting else "--"
+    words, after = [token], waiting[-1] if waiting else "--"
     name, equals, value = token.partition("=")
-    is_unknown = name.startswith("-") and _SHORT.get(name, name) not in {*_SWITCHES, *_VALUED}
-    is_value = after not in COMMANDS and not _NO_VALUE.match(after)
-    count = 0
+    is_flag = name.startswith("-") and _SHORT.get(name, name) not in {*_SWITCHES, *_VALUED}
     if not equals and after.startswith("=") and token not in COMMANDS:
-        count = 2 if after == "=" and len(waiting) > 1 else 1
-    elif waiting and is_value and not value and (equals or is_unknown):
-        count = 1
-    return [waiting.pop() for _ in range(count)]
-
-
-def _typed_apart(words: Sequence[str]) -> str:
-    """Say how a setting is typed that came in several words, and which one may be meant."""
+        words += [waiting.pop() for _ in range(2 if after == "=" and len(waiting) > 1 else 1)]
+    elif not value and (equals or is_flag) and not _NO_VALUE.match(after) and after not in COMMANDS:
+        words.append(waiting.pop())
+    else:
+        return ""
     from trainer.config.keys import KEYS  # noqa: PLC0415 - where it is needed
     from trainer.config.validate import hint_for  # noqa: PLC0415
 
-    key, value = words[0].rstrip("=").lstrip("-").replace("-", "_"), words[-1].removeprefix("=")
+    key, value = name.lstrip("-").replace("-", "_"), words[-1].removeprefix("=")
     hint = hint_for(key, KEYS).replace("?", f"={value}?")
-    if words[0].startswith("-") and not words[0].endswith("="):
-        return clip(f"{words[0]}: unknown flag. Settings are key=value.{hint or ' See --help'}")
+    if is_flag and not equals:
+        return clip(f"{name}: unknown flag. Settings are key=value.{hint or ' See --help'}")
     return clip(f"{' '.join(words)}: a setting has no spaces.{hint or f' Type {key}={value}'}")
 
 

@@ -11,7 +11,7 @@ import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, final
 
@@ -55,8 +55,8 @@ class Job:
 
     config: RunConfig
     composed: DictConfig  # the same with Hydra's own node
-    lines: tuple[str, ...]  # its overrides as Hydra takes them
-    recorded: tuple[str, ...]  # the same without Hydra's own, and with paths that are absolute
+    lines: tuple[str, ...]  # its overrides as Hydra takes them, with paths that are absolute
+    typed: tuple[str, ...]  # the same with paths as they are typed
     folder: Path  # where the run goes; absolute
     makes_folder: bool = True  # it writes a config of its own; not so where a run is only read
     done: str | None = None  # why there is nothing to do
@@ -98,7 +98,7 @@ class Composer:
             ConfigError: a folder of the search path does not exist.
         """
         for flag, folder in (("path", self.config_folder), ("dir", self.own_folder)):
-            if folder is not None and not os.path.isdir(folder):  # noqa: PTH112 - see `_exists`
+            if folder is not None and not os.path.isdir(folder):  # noqa: PTH112 - see `exists`
                 raise ConfigError(clip(f"--config-{flag}={folder}: no such folder"))
         version.setbase("1.3")
         recipes.register()
@@ -200,13 +200,15 @@ class Composer:
         # Hydra instantiates what stands there, which neither a recipe nor a run folder may give.
         for _, target in targets_in("hydra", OmegaConf.to_container(full.hydra, resolve=False)):
             OWN_CODE.permit(target)
-        config, paths = absolute_paths(config, keys)
-        lines = [line for line in parts.lines if line.partition("=")[0].lstrip("+") not in paths]
+        if paths := absolute_paths(config):
+            rest = [each for each in overrides if dotted(each) not in paths]
+            job = self.check([*rest, *paths.values()], replayed=replayed, signed=signed)
+            return replace(job, typed=(*parts.hydra, *parts.lines))
         return Job(
             config=config,
             composed=full,
             lines=(*parts.hydra, *parts.lines),
-            recorded=(*lines, *(f"++{key}={text}" for key, text in paths.items())),
+            typed=(*parts.hydra, *parts.lines),
             folder=Path(str(full.hydra.run.dir)).absolute(),
         )
 

@@ -94,9 +94,8 @@ def train(config: Mapping[str, Any] | Sequence[str] = (), **hydra_flags: str) ->
     code = 0
     if job.done is None:
         code = start(job, composer, is_python=True)
-    record = RECORDS.get(job.config.command)
-    if job.config.command == "evaluate":
-        record = evaluation_file(job.config)
+    is_evaluation = job.config.command == "evaluate"
+    record = evaluation_file(job.config) if is_evaluation else RECORDS.get(job.config.command)
     result = {} if record is None else read_json(job.folder / record)
     return FinishedRun(folder=job.folder, exit_code=code, result=result)
 
@@ -127,7 +126,7 @@ def _run(argv: Sequence[str]) -> int:
     job = prepare_run(lines, composer)
     raise_on_interrupt()
     if "--cfg" in flags:
-        return _show(flags, job.lines, composer)
+        return _show(flags, job.typed, composer)
     if job.done is not None:
         print_out(f"{job.done}\n")
         return 0
@@ -135,18 +134,6 @@ def _run(argv: Sequence[str]) -> int:
         # The first rank makes the folder, and sends its name to the others.
         return run_and_report(job.config, job.folder)
     return start(job, composer)
-
-
-def current_folder() -> Path:
-    """Name the current folder.
-
-    Raises:
-        ConfigError: it was deleted.
-    """
-    try:
-        return Path.cwd()
-    except FileNotFoundError:
-        raise ConfigError("the current folder was deleted; change to one that exists") from None
 
 
 def _show(flags: Mapping[str, str], lines: Sequence[str], composer: Composer) -> int:
@@ -170,8 +157,15 @@ def _show(flags: Mapping[str, str], lines: Sequence[str], composer: Composer) ->
 
 
 def composer_of(flags: Mapping[str, str]) -> Composer:
-    """Give the search path that Hydra's flags name; `_target_` may name a module found here."""
-    OWN_CODE.folder = current_folder()
+    """Give the search path that Hydra's flags name; `_target_` may name a module found here.
+
+    Raises:
+        ConfigError: the current folder was deleted.
+    """
+    try:
+        OWN_CODE.folder = Path.cwd()
+    except FileNotFoundError:
+        raise ConfigError("the current folder was deleted; change to one that exists") from None
     from trainer.cli.compose import CONFIG_NAME, Composer  # noqa: PLC0415
     from trainer.config.keys import data_dir  # noqa: PLC0415
 

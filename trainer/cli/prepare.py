@@ -17,7 +17,7 @@ from omegaconf import open_dict
 from trainer.cli import saved_runs
 from trainer.cli.compose import Composer, Job
 from trainer.cli.overrides import classify, parse, quote, read, without, word_of
-from trainer.cli.trust import refuse_odd_files, refuse_odd_targets
+from trainer.cli.trust import WRITTEN, refuse_odd_files
 from trainer.config.messages import clip
 from trainer.config.messages import line as fault
 from trainer.core.errors import ConfigError, NoCheckpointError
@@ -55,14 +55,14 @@ def prepare_run(lines: Sequence[str], composer: Composer) -> Job:
             return _begin(composer.check(rest), begins_again=True)
         if key == "run" and command in READING:
             job = _check_over(run, rest, composer, key)
-            saved_runs.refuse_other_source(run, job.config)
+            saved_runs.refuse_changes(run, job.config)
             return replace(_place(job, run, None), makes_folder=False)
         goes_on = saved_runs.has_checkpoint(run)
         # The same command as before, with `resume=auto`, may name the weights the run began with.
         if goes_on and resume == saved_runs.AUTO and word_of(rest, "init") is not None:
             rest = without(rest, "init", "step")
         job = _check_over(run, rest, composer, "resume" if goes_on else None)
-        saved_runs.refuse_another_step(run, job.config)
+        saved_runs.refuse_changes(run, job.config)
         # `plan` and `verify` look on a run as well, but from folders of their own.
         return _place(job, job.folder) if command in ("plan", "verify") else _go_on(run, job)
 
@@ -96,12 +96,11 @@ def _find(overrides: Sequence[Override], typed: str, key: str, composer: Compose
         if (run := saved_runs.newest(outputs, name, is_read=True)) is None:
             called = "run" if name is None else f"run named {name}"
             raise NoCheckpointError(f"run=auto: no {called} below {outputs} has a checkpoint")
+    else:
+        run = folder if saved_runs.can_go_on(folder) else saved_runs.newest(outputs, name)
+    if run is not None:
         refuse_odd_files(run)
-        return run
-    found = folder if saved_runs.can_go_on(folder) else saved_runs.newest(outputs, name)
-    if found is not None:
-        refuse_odd_files(found)
-    return found
+    return run
 
 
 def _check_over(
@@ -139,11 +138,12 @@ def _go_on(run: Path, job: Job) -> Job:
 def _place(job: Job, folder: Path, subfolder: str | None = saved_runs.SUBFOLDER) -> Job:
     """Fix for Hydra the folder, which holds the time of day, and where its records go."""
     hydra = job.composed.hydra
-    refuse_odd_targets(folder, f"{hydra.job.name}.log")
+    refuse_odd_files(folder, *WRITTEN, f"{hydra.job.name}.log")
     with open_dict(hydra):
         hydra.mode = RunMode.RUN
         hydra.run.dir = str(folder)
-        hydra.overrides.task = [line.lstrip("+") for line in job.recorded]
+        lines = [line for line in job.lines if not read(line).is_hydra_override()]
+        hydra.overrides.task = [line.lstrip("+") for line in lines]
         if subfolder != saved_runs.SUBFOLDER:
             hydra.output_subdir = subfolder
     return replace(job, folder=folder)

@@ -29,6 +29,7 @@ from trainer.config.validate import from_plain
 from trainer.core.durable import make_folders, read_json, write_json
 from trainer.core.errors import ConfigError, NoCheckpointError
 from trainer.core.format import expanded
+from trainer.launch.start import READING
 from trainer.report.run_status import CONSENT_FILE
 
 AUTO = "auto"
@@ -269,33 +270,20 @@ def is_finished(run: Path, config: RunConfig) -> bool:
     return isinstance(epochs, int) and epochs >= config.total_epochs
 
 
-def refuse_another_step(run: Path, config: RunConfig) -> None:
-    """Compare the step of a run with the one asked for now.
+def refuse_changes(run: Path, config: RunConfig) -> None:
+    """Compare the step of a run, or what its figures depend on, with what is asked for now.
 
     Raises:
         ConfigError: one line per key that differs, old and new.
     """
-    if faults := step_faults(config, _saved_contract(run)):
-        raise ConfigError(*faults)
-
-
-def refuse_other_source(run: Path, config: RunConfig) -> None:
-    """Compare the model and data of a run with those that it is to be read with now.
-
-    Raises:
-        ConfigError: one line per key that differs, old and new.
-    """
-    if faults := reading_faults(config, _saved_contract(run)):
-        raise ConfigError(*faults)
-
-
-def _saved_contract(run: Path) -> dict[str, Any]:
     try:
-        return contract(from_plain(saved_config(run)))
+        old = contract(from_plain(saved_config(run)))
     except ConfigError as error:
         hint = f"to go on from its weights, init={run}"
         lines = (clip(f"{run / 'config.yaml'}: {fault}; {hint}") for fault in error.faults)
         raise ConfigError(*lines) from None
+    if faults := (reading_faults if config.command in READING else step_faults)(config, old):
+        raise ConfigError(*faults)
 
 
 def refuse_other_weights(run: Path, config: RunConfig) -> None:

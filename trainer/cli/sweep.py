@@ -29,9 +29,9 @@ from trainer.checkpoint.status import read_status
 from trainer.cli import saved_runs
 from trainer.cli.compose import Composer, Job
 from trainer.cli.exit_messages import print_error, print_out
-from trainer.cli.overrides import classify, expand, parse, quote, read, without, word_of
+from trainer.cli.overrides import classify, dotted, expand, parse, quote, read, without, word_of
 from trainer.cli.start import must_stage, run_and_report, write_config
-from trainer.cli.trust import refuse_odd_targets
+from trainer.cli.trust import WRITTEN, refuse_odd_files
 from trainer.config.messages import line
 from trainer.core.durable import read_json, write_file_atomic
 from trainer.core.errors import INTERRUPTED, ConfigError, Preempted, TrainError
@@ -42,8 +42,6 @@ from trainer.report.run_status import staged
 
 _BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 _LOGGING = "hydra/hydra_logging"
-_MEASURED = ("step", "loss", "eval_loss", "tokens_per_second", "seconds")
-_LOSSES = 3  # of them come before the other metrics
 _TITLES = {"tokens_per_second": "tokens/s"}
 
 
@@ -63,9 +61,9 @@ def run_sweep(lines: Sequence[str], composer: Composer) -> int:
         raise_on_interrupt()
         try:
             # Launchers start Python with `-m`, which has the current folder first.
-            safe = {"PYTHONSAFEPATH": "1"}
+            safe = {"PYTHONSAFEPATH": os.environ.get("PYTHONSAFEPATH", "1")}
             task = _task_of(sweep, composer, codes)
-            with env_override(safe) if "PYTHONSAFEPATH" not in os.environ else nullcontext():
+            with env_override(safe):
                 hydra.multirun(composer.config_name, task, [*sweep.lines])
         except KeyboardInterrupt:
             interrupted = True
@@ -113,7 +111,12 @@ def prepare_sweep(overrides: Sequence[Override], faults: list[str], composer: Co
     if faults:
         raise ConfigError(*dict.fromkeys(faults))
     first = checked[0]
-    lines = _as_checked(parts.lines, first)
+    # What is not swept, as checked: with paths that are absolute.
+    absolute = {dotted(each): each.input_line or "" for each in parse(first.lines)[0]}
+    lines = [
+        line if (o := read(line)).is_sweep_override() else absolute.get(dotted(o), line)
+        for line in parts.lines
+    ]
     folder = Path(str(first.composed.hydra.sweep.dir)).absolute()
     is_planned = first.composed.hydra.sweeper._target_ == _BASIC_SWEEPER
     if resume:
@@ -121,13 +124,13 @@ def prepare_sweep(overrides: Sequence[Override], faults: list[str], composer: Co
             raise ConfigError("resume=auto: this sweeper chooses its jobs anew; leave resume out")
         outputs = Path(first.config.outputs).absolute()
         folder = saved_runs.newest_sweep(outputs, lines) or folder
-    refuse_odd_targets(folder, *(path.name for path in folder.glob("[0-9]*")))
+    refuse_odd_files(folder, *WRITTEN, *(path.name for path in folder.glob("[0-9]*")))
     goes_on = resume is not None and folder.exists()
     own = [
         *(each for each in parts.hydra if not each.startswith("hydra.sweep.dir=")),
         f"hydra.sweep.dir={quote(folder)}",
+        f"hydra.output_subdir={saved_runs.RESUMED if goes_on else saved_runs.SUBFOLDER}",
     ]
-    own += [f"hydra.output_subdir={saved_runs.RESUMED if goes_on else saved_runs.SUBFOLDER}"]
     own += [] if any(_LOGGING in each for each in own) else [f"{_LOGGING}=none"]
     return Sweep(
         command=first.config.command,
@@ -136,15 +139,6 @@ def prepare_sweep(overrides: Sequence[Override], faults: list[str], composer: Co
         folder=folder,
         goes_on=resume is not None,
     )
-
-
-def _as_checked(lines: Sequence[str], job: Job) -> list[str]:
-    """Take what is not swept from a checked job, whose paths are absolute."""
-    checked = {line.partition("=")[0]: line for line in job.recorded}
-    return [
-        line if read(line).is_sweep_override() else checked.get(line.partition("=")[0], line)
-        for line in lines
-    ]
 
 
 def _task_of(sweep: Sweep, composer: Composer, codes: list[int]) -> Callable[[Any], float]:
@@ -187,7 +181,7 @@ def _run_job(lines: Sequence[str], folder: Path, composer: Composer, *, goes_on:
             wandb = config.wandb.model_copy(update={"group": folder.parent.name})
             config = config.model_copy(update={"wandb": wandb})
         if goes_on and saved_runs.has_checkpoint(folder):
-            saved_runs.refuse_another_step(folder, config)
+            saved_runs.refuse_changes(folder, config)
             config = config.model_copy(update={"resume": str(folder)})
             if saved_runs.is_finished(folder, config):
                 return 0
@@ -217,15 +211,12 @@ def report(folder: Path, planned: Sequence[Sequence[str]], console: Console) -> 
     # The keys that differ between jobs, in the order they were typed.
     keys = list(dict.fromkeys(key for each in typed for key in each))
     keys = [key for key in keys if len({each.get(key) for each in typed}) > 1]
-    metrics = [_metrics(found.get(n)) for n in range(count)]
-    names = dict.fromkeys(name for each in metrics for name in each)
     rows = [
-        {
-            **{"job": n, **{key: each.get(key, "") for key in keys}},
-            **_ended(found.get(n), {name: metrics[n].get(name) for name in names}),
-        }
+        {"job": n, **{key: each.get(key, "") for key in keys}, **_ended(found.get(n))}
         for n, each in enumerate(typed)
     ]
+    columns = dict.fromkeys(name for row in rows for name in row)  # jobs may have other metrics
+    rows = [columns | row for row in rows]
     if rows:
         console.print(_table(rows))
     if rows and folder.is_dir():
@@ -247,25 +238,19 @@ def _overrides(folder: Path | None, planned: Sequence[str]) -> dict[str, str]:
     return {key.replace("/", "."): value for key, _, value in pairs}
 
 
-def _metrics(folder: Path | None) -> dict[str, float]:
-    """Read the held-out metrics of a job beside its loss, named as metrics.jsonl has them."""
-    found = {} if folder is None else read_json(folder / "result.json").get("metrics")
-    pairs = found.items() if isinstance(found, dict) else ()
-    named = {f"eval_{name.removeprefix('eval_')}": value for name, value in pairs}
-    return {n: v for n, v in named.items() if n != "eval_loss" and isinstance(v, int | float)}
-
-
-def _ended(folder: Path | None, metrics: Mapping[str, float | None]) -> dict[str, Any]:
+def _ended(folder: Path | None) -> dict[str, Any]:
     """Give how a job ended by its records; a `None` folder is of a job that never started."""
     status = {"state": "not started"} if folder is None else read_status(folder)
     result = {} if folder is None else read_json(folder / "result.json")
+    metrics = result.get("metrics")
+    pairs = metrics.items() if isinstance(metrics, dict) else ()
+    named = {f"eval_{n.removeprefix('eval_')}": v for n, v in pairs if isinstance(v, int | float)}
     figures = {"step": status.get("step"), **result}
+    names = dict.fromkeys(["step", "loss", "eval_loss", *named, "tokens_per_second", "seconds"])
     return {
         "state": str(status.get("state", "failed")),
         "exit_code": status.get("exit_code"),
-        **{name: figures.get(name) for name in _MEASURED[:_LOSSES]},
-        **metrics,
-        **{name: figures.get(name) for name in _MEASURED[_LOSSES:]},
+        **{name: (named | figures).get(name) for name in names},
         "folder": folder,
     }
 

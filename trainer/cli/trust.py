@@ -15,6 +15,7 @@ import secrets
 import stat
 from collections.abc import Collection, Mapping
 from hashlib import sha256
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,10 @@ WANDB_LINK = "debug-core.log"
 
 WRITTEN = [".hydra", "checkpoints", "errors", "ranks", "profile", "wandb", "multirun.yaml"]
 WRITTEN += ["metrics.jsonl", "samples.jsonl"]
-"""What a run or sweep writes in place, or into, in its folder; other files are renamed there."""
+"""What a run or sweep writes in place, or into, in its folder; other files are renamed there.
+
+Other links in a folder that is typed are the user's own matter: more than a run may lie there.
+"""
 
 
 def sign(config: Mapping[str, Any], overrides: object) -> str | None:
@@ -124,41 +128,24 @@ def trust_faults(config: RunConfig) -> list[str]:
     return [line(f"{place}.{TARGET}", target, why) for place, target in unknown]
 
 
-def refuse_odd_files(folder: Path, *, links: bool = True) -> None:
+def refuse_odd_files(folder: Path, *names: str, links: bool = True) -> None:
     """Refuse a folder, perhaps a stranger's, that leads elsewhere, or that reading waits for.
 
     Args:
         folder: a run, or any other files.
+        names: of what is looked at in it; all where none are given.
         links: whether to refuse links that lead out of it, as caches of downloads hold them.
 
     Raises:
         NoCheckpointError: a link in it leads out of it, or a file is a pipe or a device.
     """
-    home = folder.resolve()
-    for parent, folders, files in os.walk(folder):
-        for path in (Path(parent, name) for name in (*folders, *files)):
-            if links or not path.is_symlink():
-                _refuse_odd(path, home)
-
-
-def refuse_odd_targets(folder: Path, *names: str) -> None:
-    """Refuse a folder where what a run or sweep writes, more names among it, would go elsewhere.
-
-    Other links are the user's own matter: the folder may be one with more in it than a run.
-
-    Raises:
-        NoCheckpointError: as for `refuse_odd_files`.
-    """
-    for path in (folder / name for name in (*WRITTEN, *names)):
-        if os.path.lexists(path):
-            _refuse_odd(path, folder.resolve())
-        if path.is_dir():
-            refuse_odd_files(path)
-
-
-def _refuse_odd(path: Path, home: Path) -> None:
-    if path.is_symlink():
-        if not path.resolve().is_relative_to(home) and path.name != WANDB_LINK:
-            raise NoCheckpointError(clip(f"{path}: a link that leads out of the folder"))
-    elif stat.S_IFMT(path.lstat().st_mode) not in (stat.S_IFREG, stat.S_IFDIR):
-        raise NoCheckpointError(clip(f"{path}: neither a file nor a folder"))
+    home, tops = folder.resolve(), [folder / name for name in names]
+    walked = (each for top in tops or [folder] for each in os.walk(top))
+    below = (Path(parent, name) for parent, *inner in walked for name in chain(*inner))
+    for path in chain(filter(os.path.lexists, tops), below):
+        if path.is_symlink():
+            is_foreign = not path.resolve().is_relative_to(home)
+            if links and is_foreign and path.name != WANDB_LINK:
+                raise NoCheckpointError(clip(f"{path}: a link that leads out of the folder"))
+        elif stat.S_IFMT(path.lstat().st_mode) not in (stat.S_IFREG, stat.S_IFDIR):
+            raise NoCheckpointError(clip(f"{path}: neither a file nor a folder"))

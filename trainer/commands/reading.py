@@ -29,9 +29,9 @@ from trainer.build.parts import Parts, assemble
 from trainer.build.prepare import Prepared, prepare, prepare_on_main
 from trainer.checkpoint.state import load_model
 from trainer.checkpoint.store import CHECKPOINTS, CheckpointStore, Loaded
-from trainer.checkpoint.weights import Source, export, load_weights
-from trainer.config.messages import flat, show
-from trainer.config.run_config import RunConfig, contract_diff, evaluation_file, to_plain
+from trainer.checkpoint.weights import export, load_weights
+from trainer.config.messages import show
+from trainer.config.run_config import RunConfig, contract, evaluation_file, to_plain
 from trainer.core.durable import write_record
 from trainer.core.errors import ConfigError, DataError, NotExactError
 from trainer.core.format import expanded
@@ -79,7 +79,7 @@ def evaluate_run(config: RunConfig, folder: Path, world: World, stop: Callable[[
         what, record = _described(config, state, data)
         figures = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
         more = f" (written to {file.name})" if config.evaluates_all else ""
-        _show(Source.of(loaded), f"{what}: {figures}{more}")
+        _show(loaded, f"{what}: {figures}{more}")
         names = {f"eval_{name}": value for name, value in metrics.items()}
         write_record(file, {"step": loaded.step, **names, **record})
 
@@ -98,11 +98,9 @@ def _described(
     config: RunConfig, state: Mapping[str, Any], data: HeldOut
 ) -> tuple[str, dict[str, Any]]:
     """Say which samples are evaluated, for the screen and for the record."""
-    section = to_plain(config)["data"]
-    contract = state["contract"]
-    typed = {f"data.{key}": value for key, value in flat(section).items() if key != "on_bad"}
-    recorded = {key: value for key, value in contract.items() if key.startswith("data.")}
-    is_own = not contract_diff(recorded, typed, allow=["data.holdout"])
+    section, before = to_plain(config)["data"], state["contract"]
+    keys = (k for k in contract(config) if k.startswith("data.") and k != "data.holdout")
+    is_own = all(before.get(key) == contract(config)[key] for key in keys)
     count, most = data.num_samples, len(data.lengths)
     what = f"held out ({count} samples)"
     if config.evaluates_all:
@@ -131,7 +129,7 @@ def export_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
     }
     hugging_face = _hugging_face(config, loaded, world)
     to = export(loaded, expanded(config.export.to), description, hugging_face)
-    _show(Source.of(loaded), f"weights written to {to}")
+    _show(loaded, f"weights written to {to}")
     return 0
 
 
@@ -147,20 +145,20 @@ def _hugging_face(config: RunConfig, loaded: Loaded, world: World) -> Any:  # no
     return module
 
 
-def _show(source: Source, text: str) -> None:
+def _show(loaded: Loaded, text: str) -> None:
     """Print what was done with a checkpoint, and which it was."""
     screen = Screen()
-    name_source(screen, source)
-    screen.line(f"step {source.step}: {text}")
+    name_read(screen, loaded)
+    screen.line(f"step {loaded.step}: {text}")
     screen.close()
 
 
-def name_source(screen: Screen, source: Source | None) -> None:
-    """Print what weights were read, where any were, after what reading them warned of."""
-    if source is not None:
-        for message in source.messages:
+def name_read(screen: Screen, loaded: Loaded | None) -> None:
+    """Print which checkpoint was read, where one was, and why no newer one."""
+    if loaded is not None:
+        for message in loaded.messages:
             screen.warn(message)
-        screen.line(f"reading {source}")
+        screen.line(f"reading {loaded}")
 
 
 def assemble_resumed(
@@ -196,12 +194,12 @@ def verify_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
     prepared = prepare(parts, extra.get("cut"))
     batch, feed = _of_all_ranks(prepared)
     with feed.naming_samples(batch):
-        kit, source = _kit(parts, loaded)
+        kit, loaded = _kit(parts, loaded)
         report = verify(kit, batch, feed, whole_fits=_whole_fits(prepared))
     report = replace(report, notes=(*_asides(parts), *report.notes))
     write_record(folder / VERIFY_FILE, report.to_json())
     screen = Screen(folder)
-    name_source(screen, source)
+    name_read(screen, loaded)
     screen.show(verify_block(report))
     screen.close()
     culprits = ", ".join(dict.fromkeys(name for name, _ in report.culprits))
@@ -262,16 +260,15 @@ def verify_sync(config: RunConfig, folder: Path, world: World, stop: Callable[[]
     raise NotExactError(f"the planned step is not the whole-batch step: sync: {wrong.text}")
 
 
-def _kit(parts: Parts, loaded: Loaded | None) -> tuple[Kit, Source | None]:
+def _kit(parts: Parts, loaded: Loaded | None) -> tuple[Kit, Loaded | None]:
     """Compose the step with the weights that the run begins, or goes on, with, and name those."""
     config, here = parts.config, World(device=parts.world.device)  # one process holds all ranks
     kit = parts.kit(is_fresh=config.init is None and loaded is None)
-    source = None if loaded is None else Source.of(loaded)
     if loaded is not None:
         load_model(parts.module, loaded.weights, loaded.path)
     elif config.init is not None:
-        source = load_weights(parts.module, expanded(config.init), here, config.checkpoint_step)
-    return kit, source
+        loaded = load_weights(parts.module, expanded(config.init), here, config.checkpoint_step)
+    return kit, loaded
 
 
 def _of_all_ranks(prepared: Prepared) -> tuple[PlannedBatch, Feed]:

@@ -17,9 +17,8 @@ from trainer.build.prepare import Prepared, choose_sync, describe_cut, prepare, 
 from trainer.build.summary import summarize
 from trainer.checkpoint.state import restore
 from trainer.checkpoint.store import CHECKPOINTS, CheckpointStore, CheckpointWriter, Loaded
-from trainer.checkpoint.weights import Source, load_weights
-from trainer.commands.reading import assemble_resumed, name_source
-from trainer.config.messages import show
+from trainer.checkpoint.weights import load_weights
+from trainer.commands.reading import assemble_resumed, name_read
 from trainer.config.rules import parse_time
 from trainer.config.run_config import RunConfig, config_hash, contract_diff, to_plain
 from trainer.config.run_config import contract as contract_of
@@ -87,7 +86,7 @@ def plan_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], b
     plan = summarize(choose_sync(prepared, extra.get("cut")))
     write_record(folder / PLAN_FILE, plan)
     screen = Screen(folder)
-    name_source(screen, loaded and Source.of(loaded))
+    name_read(screen, loaded)
     screen.show(plan_block(plan, folder / PLAN_FILE))
     screen.close()
     return 0
@@ -113,7 +112,7 @@ def _train(config: RunConfig, folder: Path, world: World, stop: Callable[[], boo
         predicted_bytes=plan["predicted_peak_bytes"],
         limit_bytes=plan["memory_limit_bytes"],
     )
-    kit, source = _kit(parts, loaded, extra, contract, failed)
+    kit, taken = _kit(parts, loaded, extra, contract, failed)
     world.on_main(lambda: _record_begin(folder, plan, parts))
     reporter = _reporter(config, folder, loaded, extra) if world.is_main else SilentReporter()
     with closing(reporter), ExitStack() as opened:
@@ -124,7 +123,7 @@ def _train(config: RunConfig, folder: Path, world: World, stop: Callable[[], boo
         if loaded is None and parts.train_set.num_skipped:
             reporter.passed_over(parts.train_set.num_skipped, parts.train_set.skipped)
         reporter.start(plan, name=config.name)
-        _name_weights(reporter, parts, source)
+        _name_weights(reporter, parts, taken)
         whole = BUILT_WHOLE if parts.is_sharded and parts.weights is None else None
         for line in filter(None, (setup.why_mode, setup.why, whole, _growth(run, extra))):
             reporter.line(line)
@@ -166,49 +165,39 @@ def _kit(
     extra: Mapping[str, Any],
     contract: Mapping[str, Any],
     failed: FailedAllocation,
-) -> tuple[Kit, Source | None]:
+) -> tuple[Kit, Loaded | None]:
     """Compose the step, with the weights and the state it begins with; name those of `init=`."""
-    config, source = parts.config, None
+    config, taken = parts.config, None
     is_fresh = config.init is None and loaded is None
     scale = extra.get("loss_scale")
     kit = parts.kit(is_fresh=is_fresh, on_out_of_memory=failed, loss_scale=scale)
     if config.init is not None and loaded is None:
         init = expanded(config.init)
-        source = load_weights(parts.module, init, parts.world, config.checkpoint_step)
+        taken = load_weights(parts.module, init, parts.world, config.checkpoint_step)
     if loaded is not None:
         # More steps change no setting of the optimizer, and its groups may hold state.
         lengths = ("steps", "epochs")
         is_same = not contract_diff(extra["contract"], contract["contract"], allow=lengths)
         restore(loaded, parts.module, kit.optimizer, keeps_settings=not is_same)
-    return kit, source
+    return kit, taken
 
 
-def _name_weights(reporter: Reporter, parts: Parts, source: Source | None) -> None:
-    """Show which weights `init=` took, where any were."""
-    if source is not None:
-        for message in (*source.messages, *_apart(parts, source)):
+def _name_weights(reporter: Reporter, parts: Parts, taken: Loaded | None) -> None:
+    """Show which weights `init=` took, and warn where they may know what is held out here."""
+    config = parts.config
+    if taken is not None:
+        for message in taken.messages:
             reporter.warn(message)
-        reporter.line(f"init: weights of {source}")
-
-
-def _apart(parts: Parts, source: Source) -> list[str]:
-    """Warn of a model with other settings than the weights had, and of another split of data."""
-    before, now = source.state.get("contract"), contract_of(parts.config)
-    if not isinstance(before, dict):
-        return []
-    changed = [
-        f"{key}={show(now.get(key))} (there {show(before.get(key))})"
-        for key in sorted(before.keys() | now.keys())
-        if key.startswith("model.") and before.get(key) != now.get(key)
-    ]
-    found = [f"init: the model has other settings: {', '.join(changed)}"] if changed else []
-    is_same_data = all(before.get(k) == now.get(k) for k in ("data._target_", "data.path"))
-    if is_same_data and source.state.get("fingerprint") != parts.train_set.fingerprint:
-        found.append(
-            "init: those weights were trained on another part of these data, so that samples held "
-            "out here may be ones they were trained on"
-        )
-    return found
+        state, now = taken.meta.get("extra") or {}, contract_of(config)
+        before = state.get("contract") or {}
+        is_same_data = all(before.get(k) == now.get(k) for k in ("data._target_", "data.path"))
+        if is_same_data and state.get("fingerprint") != parts.train_set.fingerprint:
+            reporter.warn(
+                "init: those weights were trained on another part of these data, so that samples "
+                "held out here may be ones they were trained on"
+            )
+    if config.init is not None and config.resume is None:
+        reporter.line(f"init: weights of {taken or config.init}")
 
 
 def _reporter(

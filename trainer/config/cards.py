@@ -4,28 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, final
-
-CardName = Literal[
-    "b200",
-    "h200-nvl",
-    "h200",
-    "h100-nvl",
-    "h100-pcie",
-    "h100",
-    "a100",
-    "a100-40gb",
-    "a10g",
-    "a10",
-    "l40s",
-    "l40",
-    "l4",
-    "t4",
-    "rtx4090",
-    "rtx3090",
-    "mi300x",
-]
-"""What `device` takes under `train plan`, beside the kinds of devices."""
+from typing import TYPE_CHECKING, Literal, final
 
 
 @final
@@ -53,7 +32,7 @@ class Card:
         return 1e12 * {"fp32": self.single, "tf32": half / 2}.get(precision, half)
 
 
-CARDS: Mapping[CardName, Card] = {
+CARDS: Mapping[str, Card] = {
     "b200": Card("B200", 183_359, 2250.0, 75.0),
     "h200-nvl": Card("H200 NVL", 143_771, 836.0, 60.0),
     "h200": Card("H200", 143_771, 989.5, 67.0),
@@ -74,13 +53,19 @@ CARDS: Mapping[CardName, Card] = {
 }
 """A reported name that is part of another stands behind it."""
 
-USUAL: CardName = "a100"
+if TYPE_CHECKING:
+    CardName = str
+else:
+    CardName = Literal[tuple(CARDS)]
+"""What `device` takes under `train plan`, beside the kinds of devices."""
+
+USUAL = "a100"
 """What a GPU that is not here is taken for where nobody names it."""
 
 
 def card_of(device: str) -> Card | None:
     """Give the card that `device` names; None for a kind of devices."""
-    return next((card for name, card in CARDS.items() if name == device), None)
+    return CARDS.get(device)
 
 
 def reported_as(name: str) -> Card | None:

@@ -21,20 +21,13 @@ def whole(value: object) -> object:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-LEAST_BARE = 1024
-"""Numbers below it lack their unit: no memory is as small."""
-
-
-def _with_unit(value: object) -> object:
-    """Refuse a number that was typed for so many GiB."""
-    number = whole(value)
-    if isinstance(number, int) and number < LEAST_BARE:
-        raise ValueError("a size needs a unit")
-    return value
+_LEAST_BYTES = 1024  # no memory is smaller: such a number lacks its unit
 
 
 def parse_bytes(value: object) -> object:
-    """Turn `"80GiB"`, `"512 MB"` or `"100B"` into bytes; leave all else alone."""
+    """Turn `"80GiB"`, `"512 MB"` or `"100B"` into bytes; refuse a number typed for so many GiB."""
+    if isinstance(number := whole(value), int) and number < _LEAST_BYTES:
+        raise ValueError("a size needs a unit")
     match = _BYTES.fullmatch(value) if isinstance(value, str) else None
     if match is None:
         return whole(value)
@@ -73,10 +66,7 @@ Betas = Annotated[
 ]
 Weights = Annotated[list[NonNegative], Field(description="a list of numbers, one per class")]
 Bytes = Annotated[
-    int,
-    BeforeValidator(parse_bytes),
-    BeforeValidator(_with_unit),
-    Field(ge=1, description="a size such as 80GiB"),
+    int, BeforeValidator(parse_bytes), Field(ge=1, description="a size such as 80GiB")
 ]
 Text = Annotated[str, Field(min_length=1, description="text")]
 Word = Annotated[

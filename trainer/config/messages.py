@@ -73,11 +73,12 @@ def clip(text: str) -> str:
 
 def show(value: object) -> str:
     """Write a value as one would type it, without secrets, cut where it gets long."""
-    is_text = isinstance(value, str)
-    if is_text and str(value).startswith(os.sep):
-        value = shown_path(Path(str(value)))
-    text = value if is_text else json.dumps(value, default=str, separators=(",", ":"))
-    text = without_secrets(str(text), os.environ)  # of one that is cut a part would be left
+    text = str(value)
+    if not isinstance(value, str):
+        text = json.dumps(value, default=str, separators=(",", ":"))
+    elif value.startswith(os.sep):
+        text = shown_path(Path(value))
+    text = without_secrets(text, os.environ)  # of one that is cut a part would be left
     return text if len(text) <= _VALUE_LIMIT else text[: _VALUE_LIMIT - 3] + "..."
 
 

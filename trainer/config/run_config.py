@@ -41,14 +41,10 @@ from trainer.config.components import (
 )
 from trainer.config.messages import ancestors, did_you_mean, flat, line, show
 from trainer.config.rules import complete_sizes
-from trainer.core.format import expanded
 
 # What the optimizer step is made of, beside `steps` and `epochs`; the rest is execution.
 _STEP_KEYS: tuple[str, ...] = ("batch", "seed", "data", "model", "objective", "optimizer")
 _STEP_KEYS += ("scheduler", "clip_norm", "precision", "batchnorm")
-# Of them, what an evaluation depends on: always, and on the run's own held-out data besides.
-_EVALUATED: tuple[str, ...] = ("model", "objective")
-_HELD_OUT: tuple[str, ...] = ("data", "seed", "order")
 # What a run was made with whose records lack a key; a contract does not list these values.
 FIRST: dict[str, Any] = {"order": 1}
 _UNLISTED: dict[str, Any] = {**FIRST, "data.split_seed": 0}
@@ -149,7 +145,10 @@ class RunConfig(Section):
     order: Literal[1, 2, 3]
     clip_norm: Positive | None
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"]
-    device: Literal["auto", "cpu", "cuda"] | CardName
+    device: (
+        Literal["auto", "cpu", "cuda"]
+        | Annotated[CardName, Field(description="a card to plan for, e.g. h100")]
+    )
     compile: bool
     deterministic: bool | Literal["layout"]
     activation_checkpointing: bool | Auto
@@ -285,10 +284,7 @@ def evaluation_file(config: RunConfig) -> str:
     """Name what `train evaluate` writes: evaluate.json, or of other data a file of their own."""
     if not config.evaluates_all:
         return "evaluate.json"
-    data = _plain(config.data)
-    if isinstance(path := data.get("path"), str) and expanded(path).exists():
-        data["path"] = str(expanded(path).absolute())
-    return f"evaluate-{config_hash(data)[:8]}.json"
+    return f"evaluate-{config_hash(_plain(config.data))[:8]}.json"
 
 
 def config_hash(terms: Mapping[str, Any]) -> str:
@@ -328,14 +324,10 @@ def _changes(
 
 
 def reading_faults(config: RunConfig, old: Mapping[str, Any]) -> list[str]:
-    """Name what a config to read a run with changes of what the run's figures depend on.
-
-    That is the model, under `evaluate` the objective, and the data, unless all of other data is
-    evaluated.
-    """
-    is_export, roots = config.command == "export", {*_EVALUATED}
-    roots |= set() if config.evaluates_all or is_export else {*_HELD_OUT}
-    roots -= {"objective"} if is_export else set()
+    """Name what a config to read a run with changes of what the run's figures depend on."""
+    roots = {"model"} if config.command == "export" else {"model", "objective"}
+    if config.command == "evaluate" and not config.evaluates_all:
+        roots |= {"data", "seed", "order"}  # by which samples are held out
     faults = []
     for key, before, now in _changes(old, contract(config), config.resume_allow):
         remedy = "leave it out"

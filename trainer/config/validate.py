@@ -180,32 +180,26 @@ def _argument_faults(tree: Tree, base: Tree, choices: Tree) -> Iterator[str]:
 _ELSEWHERE: Mapping[str, Sequence[str]] = {
     "accum.micro": ["micro_batch_size", "per_device_train_batch_size"],
     "accum.steps": ["gradient_accumulation_steps", "accumulate_grad_batches"],
-    "activation_checkpointing": ["gradient_checkpointing"],
     "batch.global": ["batch_size", "global_batch_size", "train_batch_size"],
     "checkpoint.every": ["save_steps", "save_interval"],
     "checkpoint.keep": ["save_total_limit", "save_top_k"],
     "clip_norm": ["max_grad_norm", "gradient_clip_val", "grad_clip"],
-    "compile": ["torch_compile"],
     "data.max_length": ["max_seq_length", "max_length", "block_size", "seq_len"],
     "device": ["accelerator"],
     "epochs": ["num_train_epochs", "max_epochs", "num_epochs"],
     "eval.every": ["eval_steps", "val_check_interval", "check_val_every_n_epoch"],
     "log.every": ["logging_steps", "log_every_n_steps"],
-    "name": ["run_name"],
-    "num_workers": ["dataloader_num_workers"],
     "objective.label_smoothing": ["label_smoothing_factor"],
-    "optimizer": ["optim"],
     "optimizer.lr": ["learning_rate"],
-    "outputs": ["output_dir", "default_root_dir"],
+    "outputs": ["default_root_dir"],
     "parallel": ["strategy"],
     "parallel.ranks": ["devices", "num_gpus", "nproc_per_node", "num_processes"],
     "precision": ["bf16", "fp16", "mixed_precision"],
     "resume": ["resume_from_checkpoint", "ckpt_path"],
-    "scheduler": ["lr_scheduler", "lr_scheduler_type"],
-    "scheduler.warmup": ["warmup_ratio", "warmup_steps", "num_warmup_steps"],
     "steps": ["max_steps", "num_steps"],
+    "scheduler.warmup": ["warmup_ratio", "warmup_steps", "num_warmup_steps"],
 }
-"""What other trainers call a setting."""
+"""What other trainers call a setting, where no letters say it."""
 
 
 def hint_for(key: str, offers: Collection[str]) -> str:

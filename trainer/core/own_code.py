@@ -16,54 +16,56 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, all_suffixes
 from itertools import takewhile
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any, final
-
-_IMPORT_SYSTEM = {"importlib", "_frozen_importlib", "_frozen_importlib_external"}
 
 
 @final
 class OwnCode(MetaPathFinder):
-    """Finds modules of one folder, searched after `sys.path`.
+    """Finds modules of one folder, where no installed one has their name.
 
     Attributes:
         folder: where the user's code is: the current folder when the command began.
-        permitted: top-level names that a class with consent comes from.
-        found: top-level names that were found in the folder; their code may import others there.
+        names: top-level modules there that may be imported; their code may import others there.
     """
 
     def __init__(self) -> None:
         self.folder: Path | None = None
-        self.permitted: set[str] = set()
-        self.found: set[str] = set()
+        self.names: set[str] = set()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Let a process that unpickles this find what was found here."""
-        return _restored, (self.folder, self.permitted, self.found)
+        return _restored, (self.folder, self.names)
 
     def permit(self, target: str) -> None:
         """Let the module that a dotted name begins with come from the folder."""
-        root = target.partition(".")[0]
-        if self.folder is None:
-            self.folder = Path.cwd()
-        if self not in sys.meta_path:  # before the finder that it takes the place of
+        self.folder = self.folder or Path.cwd()
+        if self not in sys.meta_path:
             sys.meta_path.insert(sys.meta_path.index(PathFinder), self)
-        # A namespace package that is there, such as `hydra_plugins`, gets no part from the folder.
-        if root not in sys.modules and root not in self.permitted:
-            self.permitted.add(root)
-            invalidate_caches()
+        invalidate_caches()
+        root = target.partition(".")[0]
+        if root not in sys.modules and self._spec(root) is not None:
+            self.names.add(root)
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find a top-level module as if the folder stood last on `sys.path`; see the base class."""
-        is_asked = fullname in self.permitted or _importer() in self.found
-        if path is not None or self.folder is None or not is_asked:
+        """Find a top-level module that is permitted, or that code of the folder imports."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and "importlib" in frame.f_code.co_filename:
+            frame = frame.f_back
+        importer = "" if frame is None else str(frame.f_globals.get("__name__"))
+        if path is not None or self.names.isdisjoint((fullname, importer.partition(".")[0])):
             return None
-        spec = PathFinder.find_spec(fullname, [*sys.path, str(self.folder)], target)
-        if spec is not None and self.folder in _places(spec):
-            self.found.add(fullname)
+        if (spec := self._spec(fullname)) is not None:
+            self.names.add(fullname)
         return spec
+
+    def _spec(self, name: str) -> ModuleSpec | None:
+        """Find a module in the folder; None where one of its name is installed."""
+        other = PathFinder.find_spec(name)
+        is_installed = other is not None and other.origin is not None
+        return None if is_installed else PathFinder.find_spec(name, [str(self.folder)])
 
     def files(self, targets: Sequence[str]) -> list[Path]:
         """List the files of the folder that importing some classes would run; runs none of them.
@@ -85,10 +87,8 @@ class OwnCode(MetaPathFinder):
     def why_hidden(self, target: str) -> str:
         """Say that a module of the folder has a name that is taken; empty where it is not so."""
         root = target.partition(".")[0]
-        if self.folder is None or root in self.found:
-            return ""
         other, own = sys.modules.get(root), PathFinder.find_spec(root, [str(self.folder)])
-        if other is None or own is None or own.origin is None:
+        if root in self.names or other is None or own is None or own.origin is None:
             return ""
         by = getattr(other, "__file__", None) or "Python itself"
         return f"; the name {root} is taken by {by}: rename {own.origin}"
@@ -98,11 +98,10 @@ OWN_CODE = OwnCode()
 """The user's code, for this process."""
 
 
-def _restored(folder: Path | None, permitted: set[str], found: set[str]) -> OwnCode:
+def _restored(folder: Path | None, names: set[str]) -> OwnCode:
     OWN_CODE.folder = folder
-    for name in permitted:
+    for name in names:
         OWN_CODE.permit(name)
-    OWN_CODE.found |= found
     return OWN_CODE
 
 
@@ -123,19 +122,3 @@ def _imports(path: Path, package: Sequence[str]) -> list[str]:
             names = [*base, *([node.module] if node.module else [])]
             found += [".".join([*names, alias.name]) for alias in node.names]
     return found
-
-
-def _importer() -> str:
-    """Name the top-level module whose code imports another."""
-    frame = sys._getframe(2)
-    while (name := frame.f_globals.get("__name__", "").partition(".")[0]) in _IMPORT_SYSTEM:
-        if frame.f_back is None:
-            break
-        frame = frame.f_back
-    return str(name)
-
-
-def _places(spec: ModuleSpec) -> set[Path]:
-    """Give the folders that a module or package lies in."""
-    inner = map(Path, spec.submodule_search_locations or ())
-    return {path.parent for path in ([*inner] or [Path(spec.origin or "")])}

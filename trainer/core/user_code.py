@@ -13,7 +13,6 @@ _PROGRAM = (sysconfig.get_path("stdlib"), str(Path(__file__).parents[1]), "<froz
 _INSTALLED = {"site-packages", "dist-packages"}
 _MOST_CAUSES = 3
 _MOST_SHAPES = 6
-_MOST_CHARACTERS = 80  # of a statement
 
 
 def place_of(error: BaseException) -> str:
@@ -44,14 +43,9 @@ def excerpt(error: BaseException) -> str:
     found = next(filter(None, map(_last_frame, _chain(error))), None)
     if found is None:
         return ""
-    frame, line = found
-    shapes = [f"{name} {shape}" for name, shape in _shapes(frame.f_locals)][:_MOST_SHAPES]
-    lines = [
-        f'  File "{frame.f_code.co_filename}", line {line}, in {frame.f_code.co_name}',
-        f"    {_statement(frame, line)}",
-        *([f"  with {', '.join(shapes)}"] if shapes else []),
-    ]
-    return "\n".join([*lines, ""])
+    shapes = [f"{name} {shape}" for name, shape in _shapes(found[0].f_locals)][:_MOST_SHAPES]
+    place = "".join(traceback.StackSummary.extract([found]).format())
+    return place + (f"  with {', '.join(shapes)}\n" if shapes else "")
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
@@ -72,11 +66,6 @@ def _last_frame(error: BaseException) -> tuple[FrameType, int] | None:
         if not file.startswith(_PROGRAM) and _INSTALLED.isdisjoint(Path(file).parts):
             found = frame, line
     return found
-
-
-def _statement(frame: FrameType, line: int) -> str:
-    (shown,) = traceback.StackSummary.extract([(frame, line)])
-    return (shown.line or "")[:_MOST_CHARACTERS]
 
 
 def _shapes(variables: dict[str, Any]) -> Iterator[tuple[str, str]]:

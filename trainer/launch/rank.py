@@ -27,7 +27,6 @@ from trainer.core.rank_progress import Board
 from trainer.core.signals import stop_signals
 from trainer.launch.ends import STACKS_SIGNAL, Ended, Records, describe_end
 from trainer.launch.membership import Membership
-from trainer.launch.start import VERIFY_SYNC
 from trainer.report.run_status import rank_log
 from trainer.report.wandb import is_hanging
 
@@ -76,6 +75,7 @@ def _work(
     folder = Path(job["folder"])
     try:
         with stop_signals(ends_at_second=False) as stop:
+            from trainer.commands.reading import verify_sync  # noqa: PLC0415 - imports torch
             from trainer.launch.session import joined, run_rank  # noqa: PLC0415 - imports torch
 
             config = RunConfig.model_validate_json(json.dumps(job["config"]))
@@ -88,8 +88,8 @@ def _work(
                     _share(records, folder, world)
                 # One process verifies; ranks of ours are there for what it cannot try.
                 is_trial = member.is_ours and config.command == "verify"
-                command = VERIFY_SYNC if is_trial else config.command
-                return {"code": run_rank(config, folder, world, stop, command)}
+                work = verify_sync if is_trial else run_rank
+                return {"code": work(config, folder, world, stop)}
     except BaseException as error:
         return describe_end(error, folder, member.rank)
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
 from trainer.checkpoint.lock import hold
-from trainer.commands.reading import evaluate_run, export_run, verify_run, verify_sync
+from trainer.commands.reading import evaluate_run, export_run, verify_run
 from trainer.commands.train import plan_run, train_run
 from trainer.config.rules import NO_GPU, NO_MEMORY
 from trainer.config.run_config import RunConfig
@@ -33,7 +33,7 @@ from trainer.core.signals import StopFlag, check
 from trainer.core.user_code import described
 from trainer.core.world import LONG_TIMEOUT, World
 from trainer.launch.membership import START_TIMEOUT, Membership
-from trainer.launch.start import READING, VERIFY_SYNC
+from trainer.launch.start import READING
 from trainer.report.records import num_cores
 from trainer.report.run_status import recorded
 
@@ -41,7 +41,6 @@ COMMANDS = {
     "train": train_run,
     "plan": plan_run,
     "verify": verify_run,
-    VERIFY_SYNC: verify_sync,
     "evaluate": evaluate_run,
     "export": export_run,
 }
@@ -156,12 +155,8 @@ def joined(config: RunConfig, member: Membership, board: Board) -> Iterator[Worl
             dist.destroy_process_group()
 
 
-def run_rank(
-    config: RunConfig, folder: Path, world: World, stop: StopFlag, command: str = ""
-) -> int:
+def run_rank(config: RunConfig, folder: Path, world: World, stop: StopFlag) -> int:
     """Run the command as one rank whose start and end are recorded elsewhere; give the exit code.
-
-    `command` is another one than the config's.
 
     Raises:
         TrainError: how it ended, where not well, or user code exits the process.
@@ -169,9 +164,7 @@ def run_rank(
         DoesNotFitError: memory ran out where no smaller cut helps.
     """
     try:
-        return COMMANDS[command or config.command](
-            config.with_global_batch(world.size), folder, world, stop
-        )
+        return COMMANDS[config.command](config.with_global_batch(world.size), folder, world, stop)
     except SystemExit as error:  # it would end the run as if it were done
         raise TrainError(f"{described(error)}: do not exit the process in user code") from error
     except Exception as error:

@@ -41,17 +41,6 @@ def refuse_sparse_gradients(model: nn.Module) -> None:
             )
 
 
-_DTYPE_WORDS = {
-    torch.float64: "Double|double|float64",
-    torch.float16: "Half|float16",
-    torch.uint8: "Byte|unsigned char|uint8",
-    torch.int64: "Long|long int|int64",
-    torch.int32: r"Int\b|\bint\b|int32",
-    torch.bool: "Bool|bool",
-}
-"""How PyTorch's errors call what arrays hold, where weights are of another dtype."""
-
-
 def refuse_dtypes(error: Exception, model: nn.Module, fields: Mapping[str, Any]) -> None:
     """Name the field whose dtype is not that of the weights, where a forward failed over it.
 
@@ -62,12 +51,8 @@ def refuse_dtypes(error: Exception, model: nn.Module, fields: Mapping[str, Any])
     """
     text = " ".join(str(error).split())
     weights = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    dtypes = {n: f.dtype for n, f in fields.items() if isinstance(f, Tensor)}
-    odd = [
-        (name, dtype)
-        for name, dtype in dtypes.items()
-        if dtype not in weights and re.search(_DTYPE_WORDS.get(dtype, "^$"), text)
-    ]
+    others = [(n, f) for n, f in fields.items() if isinstance(f, Tensor) and f.dtype not in weights]
+    odd = [(name, field.dtype) for name, field in others if _is_named(field, text)]
     if not odd or not weights or "indices" in text or not re.search("type|implemented", text):
         return
     name, dtype = odd[0]
@@ -78,6 +63,15 @@ def refuse_dtypes(error: Exception, model: nn.Module, fields: Mapping[str, Any])
         f"({text:.99}): convert it in the data set, e.g. "
         f"{name}.to({wanted}), of an array {name}.astype(np.{str(wanted)[6:]}){scaled}"
     ) from error
+
+
+def _is_named(field: Tensor, text: str) -> bool:
+    """Whether an error of PyTorch's names what a tensor holds, as Python or as C++ has it."""
+    kind = (
+        field.type().rpartition(".")[2].removesuffix("Tensor").replace("Byte", "Byte|unsigned char")
+    )
+    words = rf"\b({kind}|{str(field.dtype).removeprefix('torch.')})\b"
+    return re.search(words, text, re.IGNORECASE) is not None
 
 
 def batch_statistics(model: nn.Module) -> str | None:

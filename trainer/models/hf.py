@@ -13,6 +13,8 @@ from safetensors import SafetensorError, safe_open
 
 _LOADERS = {"from_pretrained", "from_config", "_from_config"}
 _DTYPES = ("dtype", "torch_dtype")
+_NAMED = {Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY}
+_CODE = ("attn_implementation", "experts_implementation")  # may name a kernel on the hub
 PRETRAINED = "pretrained_model_name_or_path"
 """Argument of what loads a model: a folder, or a name on the hub."""
 
@@ -61,24 +63,13 @@ def described(
     if not typed:
         own = [p for p in own if p.name not in getattr(kind, "sub_configs", ())]
     known = {p.name for p in own}
-    more = [*_settable(kind, typed=typed), *(n for n in names if n.endswith("_token_id"))]
+    found = [n for n, v in inspect.getmembers(kind) if isinstance(v, property) and v.fset]
+    more = [n for n in found if not n.startswith("_") and n != "name_or_path"]
+    more += [*kind.attribute_map, *(n for n in names if n.endswith("_token_id"))]
+    more += _CODE if typed else ()
     own += [Parameter(n, Parameter.KEYWORD_ONLY) for n in dict.fromkeys(more) if n not in known]
     make.__signature__ = inspect.Signature(own)  # type: ignore[attr-defined] # read by inspect
     return make
-
-
-_NAMED = {Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY}
-_CODE = {"attn_implementation", "experts_implementation"}  # may name a kernel on the hub
-
-
-def _settable(kind: Any, *, typed: bool) -> Iterator[str]:  # noqa: ANN401 - a config class
-    """List what a config has beside the arguments of its constructor: `num_labels`, other names."""
-    yield from kind.attribute_map
-    for base in kind.__mro__:
-        found = [n for n, value in vars(base).items() if isinstance(value, property) and value.fset]
-        yield from (n for n in found if not n.startswith("_") and n != "name_or_path")
-    if typed:
-        yield from _CODE
 
 
 def stored_dtypes(params: Mapping[str, Any]) -> list[str]:

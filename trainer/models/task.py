@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, get_args
 
 from torch import nn
 
-Task = Literal[
-    "causal_lm",
-    "masked_lm",
-    "seq2seq_lm",
-    "sequence_classification",
-    "token_classification",
-    "question_answering",
-    "multiple_choice",
-    "image_classification",
-    "image_text_to_text",
-]
+Task = str
 
 # Ends of class names in transformers and peft; the first that fits counts.
-_SUFFIXES: Mapping[str, Task] = {
+_TASKS: Mapping[str, str] = {
     "LMHeadModel": "causal_lm",
     "ForCausalLM": "causal_lm",
     "ForMaskedLM": "masked_lm",
@@ -36,18 +25,18 @@ _SUFFIXES: Mapping[str, Task] = {
 }
 
 
-def task_of(module: nn.Module) -> Task | None:
+def task_of(module: nn.Module) -> str | None:
     """Tell what a model is made for; None where nothing says it.
 
-    What counts first is an attribute `task` of the module with one of the words of `Task`; then
+    What counts first is an attribute `task` of the module with one of the words of `_TASKS`; then
     the name of its class, or of one that it inherits from; of an adapter, the model inside it.
     An encoder-decoder is one by `config.is_encoder_decoder`.
     """
     declared = getattr(module, "task", None)
-    if declared in get_args(Task):
+    if isinstance(declared, str) and declared in _TASKS.values():
         return declared
     names = [kind.__name__ for kind in type(module).__mro__]
-    task = next((t for n in names for end, t in _SUFFIXES.items() if n.endswith(end)), None)
+    task = next((t for n in names for end, t in _TASKS.items() if n.endswith(end)), None)
     is_encoder_decoder = getattr(getattr(module, "config", None), "is_encoder_decoder", None)
     if task in {None, "image_text_to_text"} and is_encoder_decoder is True:
         return "seq2seq_lm"

@@ -25,12 +25,10 @@ Noun = Literal["token", "sample"]
 Verdict = Literal["exact", "exact_without_dropout", "not_exact", "not_proven"]
 
 GIT_TIMEOUT_S = 2.0
-# What a repository may set, perhaps a stranger's, without `git status` starting a program: a
-# monitor of files, a filter of their contents, a transport to fetch what is missing.
-_HARMLESS = re.compile(
-    r"core\.(repositoryformatversion|filemode|bare|logallrefupdates|ignorecase|precomposeunicode"
-    r"|symlinks|autocrlf|eol|longpaths)|(user|branch|pull|push|color|commit|submodule)\..*"
-    r"|remote\..*\.(url|fetch|push|pushurl)|init\.defaultbranch"
+# What a repository, perhaps a stranger's, sets for `git status` to start a program: a monitor of
+# files, a filter of their contents, a transport to fetch what is missing.
+_STARTS = re.compile(
+    r"core\.(fsmonitor|sshcommand|gitproxy)|filter\.|extensions\.partialclone|remote\..*\.promisor"
 )
 PACKAGES = ("torch", "hydra-core", "omegaconf", "numpy", "safetensors", "wandb")
 
@@ -118,7 +116,7 @@ def git_revision(folder: Path) -> dict[str, Any] | None:
     settings = commit and _git(folder, "config", "--list", "--name-only", "--show-scope")
     named = [line.split("\t", 1) for line in (settings or "").splitlines()]
     own = [name for scope, name in named if scope not in ("system", "global", "command")]
-    is_harmless = all(map(_HARMLESS.fullmatch, own))
+    is_harmless = not any(map(_STARTS.match, own))
     flags = ("--porcelain", "--untracked-files=no", "--ignore-submodules=all")
     changes = _git(folder, "status", *flags) if settings and is_harmless else None
     dirty = None if changes is None else bool(changes)
