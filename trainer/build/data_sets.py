@@ -63,7 +63,7 @@ def build_data(config: RunConfig, world: World) -> tuple[DataView, DataView | No
         rule, asked = "samples drawn by data.split_seed", share
     train, rest = built
     split = Split(rule=rule, holdout=asked, seed=seed, warnings=tuple(warnings))
-    if not len(rest):
+    if not len(rest) or share == 0:
         return train, None, split
     if config.command in {"train", "plan"}:  # which show what is found
         found = world.on_main(lambda: asdict(find_overlap(train, rest)))

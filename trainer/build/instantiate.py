@@ -219,7 +219,7 @@ def _call(
     if is_partial:
         return functools.partial(target, **arguments)
     # What a stranger's recipe asks of a class may break it anywhere.
-    refusals = (TypeError, ValueError) if component.typed_target else (Exception,)
+    refusals = (TypeError, ValueError, OSError) if component.typed_target else (Exception,)
     try:
         with torch.set_grad_enabled(torch.is_grad_enabled()):  # whatever the constructor leaves
             return target(**arguments)

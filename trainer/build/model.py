@@ -124,32 +124,27 @@ def _counted(
 
 
 def _built(build: Callable[[], nn.Module], check: Callable[[nn.Module], None]) -> nn.Module:
-    """Build a model with its values; one that turns out to be large is counted first."""
-    with suppress(_IsLarge), _Filled():
+    """Build a model with its values; one that turns out to be large is counted on the way."""
+    with _Filled(lambda: _counted(build, check)):
         return build()
-    _counted(build, check)
-    return build()
-
-
-class _IsLarge(BaseException):
-    """A constructor has filled `LARGE_BYTES`; no `except Exception` of its own takes it."""
 
 
 @final
 class _Filled(TorchDispatchMode):  # type: ignore[no-untyped-call] # untyped in torch
-    """Ends a constructor that makes more than `LARGE_BYTES` of tensors."""
+    """Counts what a constructor makes out of nothing; at `LARGE_BYTES` something is done, once."""
 
-    def __init__(self) -> None:
+    def __init__(self, when_large: Callable[[], object]) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # untyped in torch
-        self.total = 0
+        self.total, self.when_large = 0, when_large
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
-        """Run an operator, and count what it makes out of nothing."""
+        """Run an operator, and count what it gives where it takes no tensor."""
         found = func(*args, **(kwargs or {}))
-        if isinstance(found, Tensor) and not types and not found.is_meta:
-            self.total += found.nbytes
-            if self.total > LARGE_BYTES:
-                raise _IsLarge
+        if isinstance(found, Tensor) and not any(isinstance(arg, Tensor) for arg in args):
+            before, self.total = self.total, self.total + found.nbytes * (not found.is_meta)
+            if before <= LARGE_BYTES < self.total:
+                with preserve_generators():
+                    self.when_large()
         return found
 
 

@@ -20,6 +20,7 @@ from trainer.config.messages import show
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import Fields, to_device
+from trainer.core.world import World
 from trainer.data.collate import LABELS
 from trainer.data.samples import INPUT_IDS
 from trainer.models.bind import bind
@@ -86,11 +87,12 @@ def typed_objective(config: RunConfig) -> Chosen | None:
     return _chosen(construct(component, "objective", Objective, config.trust), component)
 
 
-def fitting_objective(config: RunConfig, module: nn.Module, fields: Fields) -> Chosen:
-    """Build the objective that a model is made for.
+def fitting_objective(config: RunConfig, world: World, module: nn.Module, fields: Fields) -> Chosen:
+    """Build the objective that a model is made for. Collective.
 
     Args:
         config: with an objective that stands for any.
+        world: the ranks.
         module: the model.
         fields: a collated micro-batch.
 
@@ -106,7 +108,7 @@ def fitting_objective(config: RunConfig, module: nn.Module, fields: Fields) -> C
     # A setting that was typed for another objective is refused, and not left out.
     chosen = _chosen(construct(component, "objective", Objective), component, why)
     if not typed and not isinstance(chosen.objective, ModelLoss):
-        _compare(chosen.objective, option, module, fields)
+        world.on_main(lambda: _compare(chosen.objective, option, module, fields))
     return chosen
 
 
@@ -121,7 +123,11 @@ def _by_model(module: nn.Module, fields: Fields) -> tuple[tuple[str, Mapping[str
     if labels is None:
         fault = f"the data give no field named labels (they give: {', '.join(fields)})"
     elif labels.is_floating_point() or labels.is_complex():
-        fault = f"labels are {labels.dtype}"
+        raise ConfigError(
+            f"objective: labels are {labels.dtype}, and {name} does not say what it is made for: "
+            "type objective._target_=mine.Loss, a class of your own (docs/extending.md), or "
+            "objective=model_loss where the model computes its loss"
+        )
     elif labels.dim() != 2:  # noqa: PLR2004 - (batch, time)
         return ("classify", {}), f"as the data give {_ONE if labels.dim() == 1 else _MANY}"
     elif ids is not None and ids.shape == labels.shape and _are_tokens(labels, ids):

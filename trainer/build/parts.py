@@ -37,6 +37,7 @@ from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError, DataError
 from trainer.core.micro_batch import Fields
 from trainer.core.world import World
+from trainer.data.collate import LABELS
 from trainer.data.loader import Loader, Request
 from trainer.data.samples import INPUT_IDS
 from trainer.data.split import Split
@@ -47,11 +48,12 @@ from trainer.models.check import batch_statistics
 from trainer.models.compilation import compile_model
 from trainer.models.gpt import GPT
 from trainer.models.meta_start import Weights
+from trainer.models.task import task_of
 from trainer.objectives.base import ModelCall, Objective, weights_of
 from trainer.optim.optimizers import OptimizerSpec, OwnOptimizer
 from trainer.optim.schedules import Schedule
 from trainer.plan.cut import Cut, Layout
-from trainer.plan.cuts import Fixed, LayoutInvariant
+from trainer.plan.cuts import Auto, Budget, Fixed, LayoutInvariant
 from trainer.plan.order import Cursor, Order
 from trainer.training.batches import Feed, PlannedBatch, Source
 from trainer.training.evaluation import HeldOut
@@ -232,8 +234,8 @@ def assemble(
             module, weights = build_model(*made_of, with_values=with_values)
     precision = resolve_precision(config, world, module, state.get("contract"))
     set_matmul_precision(precision, world.device)
-    loader = _loader(config, world, train_set)
-    chosen = typed or fitting_objective(config, module, loader.load(_longest(train_set)))
+    loader = _loader(config, world, train_set, module)
+    chosen = typed or fitting_objective(config, world, module, loader.load(_longest(train_set)))
     objective = chosen.objective
     loader.limit(limits_of(module, objective))
     layout, example = _layout(config, world, loader, objective, module, precision)
@@ -262,11 +264,18 @@ def assemble(
     )
 
 
-def _loader(config: RunConfig, world: World, data: DataView) -> Loader:
+def _loader(config: RunConfig, world: World, data: DataView, module: nn.Module) -> Loader:
     auto_workers = NUM_WORKERS[planned_device(config, world).type]
     num_workers = auto_workers if config.num_workers == "auto" else config.num_workers
     is_gpu = world.device.type == "cuda"
-    return Loader(data, num_workers=num_workers, seed=config.seed, pin_memory=is_gpu)
+    has_targets = task_of(module) == "seq2seq_lm"  # of lengths of their own
+    return Loader(
+        data,
+        num_workers=num_workers,
+        seed=config.seed,
+        pin_memory=is_gpu,
+        unaligned={LABELS} if has_targets else (),
+    )
 
 
 def _held_out(config: RunConfig, data: DataView, loader: Loader, layout: Layout) -> HeldOut:
@@ -362,6 +371,6 @@ def _whole(cut: Cut, config: RunConfig, world: World, module: nn.Module) -> Cut:
     """Take a bound of the size of the step for the cut that leaves it whole, with BatchNorm."""
     micro, whole = config.accum.params.get("micro"), config.batch.global_batch or 0
     is_whole = config.batch.unit == "samples" and world.size == 1 and (micro or 0) >= whole
-    if is_whole and not cut.keeps_order and batch_statistics(module) is not None:
+    if is_whole and isinstance(cut, Auto | Budget) and batch_statistics(module) is not None:
         return Fixed(micro=micro)
     return cut

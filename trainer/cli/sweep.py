@@ -111,12 +111,7 @@ def prepare_sweep(overrides: Sequence[Override], faults: list[str], composer: Co
     if faults:
         raise ConfigError(*dict.fromkeys(faults))
     first = checked[0]
-    # What is not swept, as checked: with paths that are absolute.
-    absolute = {dotted(each): each.input_line or "" for each in parse(first.lines)[0]}
-    lines = [
-        line if (o := read(line)).is_sweep_override() else absolute.get(dotted(o), line)
-        for line in parts.lines
-    ]
+    lines = _with_absolute_paths(parts.lines, checked)
     folder = Path(str(first.composed.hydra.sweep.dir)).absolute()
     is_planned = first.composed.hydra.sweeper._target_ == _BASIC_SWEEPER
     if resume:
@@ -139,6 +134,25 @@ def prepare_sweep(overrides: Sequence[Override], faults: list[str], composer: Co
         folder=folder,
         goes_on=resume is not None,
     )
+
+
+def _with_absolute_paths(lines: Sequence[str], jobs: Sequence[Job]) -> list[str]:
+    """Take overrides as the jobs were checked with them: with paths that are absolute."""
+    checked: dict[str, dict[str, None]] = {}
+    for override in (each for job in jobs for each in parse(job.lines)[0]):
+        checked.setdefault(dotted(override), {})[override.input_line or ""] = None
+    found = []
+    for typed in lines:
+        override = read(typed)
+        own = [*checked.get(dotted(override), {typed: None})]
+        values = [each.partition("=")[2] for each in own]
+        if not override.is_sweep_override():
+            found.append(own[0])
+        elif override.is_choice_sweep() and any(v.lstrip("'").startswith(os.sep) for v in values):
+            found.append(f"++{dotted(override)}={','.join(values)}")
+        else:
+            found.append(typed)
+    return found
 
 
 def _task_of(sweep: Sweep, composer: Composer, codes: list[int]) -> Callable[[Any], float]:

@@ -138,7 +138,11 @@ def _hugging_face(config: RunConfig, loaded: Loaded, world: World) -> Any:  # no
     look_up(config.model, "model", config.trust)  # imports what makes it
     if "transformers" not in sys.modules:
         return None
-    module, _ = build_model(config, world, read_run_state(loaded).get("given", {}))
+    try:
+        module, _ = build_model(config, world, read_run_state(loaded).get("given", {}))
+    except ConfigError as error:  # what it was loaded from may be gone
+        Screen().warn(f"{error}: only the weights are written, not the layout of transformers")
+        return None
     if not hasattr(module, "save_pretrained"):
         return None
     load_model(module, loaded.weights, loaded.path)

@@ -301,12 +301,9 @@ def contract_diff(
     `precision=auto` and `objective=auto` are what the checkpoint says that they became.
     """
     faults = []
-    are_open = [terms.get("objective._target_") == AUTO_OBJECTIVE for terms in (old, new)]
     for key, before, now in _changes(old, new, allow):
         is_clock = key in ("steps", "epochs") and isinstance(before, int) and isinstance(now, int)
-        is_open = key == "precision" and "auto" in (before, now)
-        is_open |= key.startswith("objective.") and are_open[0] != are_open[1]
-        if not (is_open or (is_clock and (now or 0) > (before or 0))):
+        if not (is_clock and (now or 0) > (before or 0)):
             change = "it may grow; to make it less" if is_clock else "to change it"
             text = f"the run has {show(before)}; {change}, resume_allow=[{key}]"
             faults.append(line(key, now, text))
@@ -316,10 +313,13 @@ def contract_diff(
 def _changes(
     old: Mapping[str, Any], new: Mapping[str, Any], allow: Collection[str]
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Give each key of two contracts that differs, with both values, unless it may."""
+    """Give each key of two contracts that differs, with both values, unless it may or was open."""
+    are_open = [terms.get("objective._target_") == AUTO_OBJECTIVE for terms in (old, new)]
     for key in sorted(old.keys() | new.keys()):
         before, now = (terms.get(key, _UNLISTED.get(key)) for terms in (old, new))
-        if before != now and {key, *ancestors(key)}.isdisjoint(allow):
+        is_open = key == "precision" and "auto" in (before, now)
+        is_open |= key.startswith("objective.") and are_open[0] != are_open[1]
+        if before != now and not is_open and {key, *ancestors(key)}.isdisjoint(allow):
             yield key, before, now
 
 

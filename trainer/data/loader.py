@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -84,6 +84,7 @@ class Loader:
         seed: the run's.
         pin_memory: put fields into page-locked memory, for copies to a GPU.
         limits: what the numbers of fields must be below, such as token ids and labels.
+        unaligned: fields whose lengths are their own, such as labels of an encoder-decoder.
 
     Attributes:
         loads_in_thread: whether `load` may run in a thread beside training; not where it seeds
@@ -98,11 +99,12 @@ class Loader:
         seed: int,
         pin_memory: bool = False,
         limits: Limits | None = None,
+        unaligned: Collection[str] = (),
     ) -> None:
         self.dataset = DataView.of(dataset)
         self.num_workers = num_workers
         self.loads_in_thread = num_workers == 0 and not self.dataset.draws_randomness
-        self._assemble = _Assembler(self.dataset, seed, limits or {})
+        self._assemble = _Assembler(self.dataset, seed, limits or {}, frozenset(unaligned))
         self._pin_memory = pin_memory
         self._sampler = _RequestSampler()
         self._workers: DataLoader[Fields | Exception] | None = None
@@ -118,9 +120,13 @@ class Loader:
 
     def of(self, dataset: DataView, num_workers: int) -> Loader:
         """Make a loader of another data set, the same in all else."""
-        seed, pinned = self._assemble.seed, self._pin_memory
         return Loader(
-            dataset, num_workers=num_workers, seed=seed, pin_memory=pinned, limits=self.limits
+            dataset,
+            num_workers=num_workers,
+            seed=self._assemble.seed,
+            pin_memory=self._pin_memory,
+            limits=self.limits,
+            unaligned=self._assemble.unaligned,
         )
 
     @property
@@ -259,6 +265,7 @@ class _Assembler(Dataset[Any]):
     dataset: DataView
     seed: int
     limits: Limits
+    unaligned: frozenset[str] = frozenset()
 
     def __call__(self, request: Request) -> Fields:
         if not request.ids:
@@ -313,7 +320,8 @@ class _Assembler(Dataset[Any]):
         ids, samples = [*ids, *others], [*samples, *others.values()]
         counts = [num_tokens(sample) for sample in samples]
         pairs = zip(ids, counts, strict=True)
-        return aligned_fields(samples, [int(lengths[i]) if n is None else n for i, n in pairs])
+        tokens = [int(lengths[i]) if n is None else n for i, n in pairs]
+        return aligned_fields(samples, tokens) - self.unaligned
 
     def _collated(
         self, collate: Callable[[Sequence[Sample]], Any], samples: list[Any], request: Request

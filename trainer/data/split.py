@@ -6,6 +6,7 @@ Nothing here chooses samples: `view.split_by_seed` does, or the data set itself.
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, final
@@ -24,6 +25,9 @@ COMPARED = 512
 
 COMPARED_BYTES = 2**26
 """About what is read of samples to compare them: fewer of large ones, and eight at least."""
+
+COMPARED_S = 5.0
+"""Most seconds that reading one part may take for it; of slow samples fewer are compared."""
 
 SHARED_SHARE = 0.1
 """Share of held-out samples that may be trained on, too, before it is a warning."""
@@ -90,13 +94,15 @@ def have_equal_contents(first: DataView, second: DataView) -> bool:
         return False
     places = first.spaced(_affordable(first))
     hashes = _hashes(first, places)
-    return bool(hashes) and hashes == _hashes(second, places)
+    others = _hashes(second, hashes)
+    return bool(others) and all(hashes[i] == other for i, other in others.items())
 
 
 def find_overlap(train: DataView, held_out: DataView) -> Overlap:
     """Look for held-out samples in training, by their contents.
 
-    Costs the reading of at most four times `COMPARED` samples, and of about `COMPARED_BYTES`.
+    Costs the reading of at most four times `COMPARED` samples, of about `COMPARED_BYTES`, and
+    twice `COMPARED_S`.
     Beyond, samples at even distances are compared, which finds parts that share much. Of data that
     draw at random only what is at the same place in both can be recognised.
     """
@@ -104,9 +110,10 @@ def find_overlap(train: DataView, held_out: DataView) -> Overlap:
     wanted = _hashes(held_out, held_out.spaced(count))
     # A part that is the beginning of the other one lies at the same places.
     among = {*train.spaced(3 * count), *(i for i in wanted if i < len(train))}
-    there = set(_hashes(train, among).values())
+    hashes = _hashes(train, among)
+    there = set(hashes.values())
     found = sum(each in there for each in wanted.values())
-    return Overlap(held_out=len(wanted), training=len(among), found=found)
+    return Overlap(held_out=len(wanted), training=len(hashes), found=found)
 
 
 def split_warnings(split: Split, train: DataView, held_out: DataView) -> Iterable[str]:
@@ -143,7 +150,8 @@ def _affordable(data: DataView) -> int:
 
 
 def _hashes(data: DataView, places: Iterable[int]) -> dict[int, bytes]:
-    hashes = {}
+    hashes: dict[int, bytes] = {}
+    started = time.monotonic()
     label = f"comparing training and held-out samples of {data.kind}"
     with data.isolated_rng(), progress(label) as advance:
         for i, sample in data.probe(sorted(places), seed=0):
@@ -151,4 +159,6 @@ def _hashes(data: DataView, places: Iterable[int]) -> dict[int, bytes]:
             digest = hashlib.blake2b(digest_size=16)
             feed_sample(digest.update, sample)
             hashes[i] = digest.digest()
+            if time.monotonic() - started > COMPARED_S:
+                break
     return hashes

@@ -11,6 +11,7 @@ from tests.lib.heads import Examples, Head
 from trainer.build.objective import fitting_objective
 from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import Fields
+from trainer.core.world import World
 from trainer.data.loader import Loader, Request
 from trainer.models.bind import bind
 from trainer.objectives.base import sums_of, weights_of
@@ -57,7 +58,7 @@ def test_the_loss_is_the_one_that_transformers_computes_on_ragged_samples(text, 
     module, fields = head.build().double().eval(), fields_of(head.data)
     if head.values == {"num_labels": 1}:
         fields["labels"] = fields["labels"].double()
-    chosen = fitting_objective(checked({}), module, fields)
+    chosen = fitting_objective(checked({}), World(), module, fields)
     assert chosen.text.partition(",")[0] == text
     weights, call = weights_of(chosen.objective, fields), bind(module)
     sums = sums_of(chosen.objective, call, fields, weights).losses
