@@ -125,7 +125,7 @@ def _counted(
 
 def _built(build: Callable[[], nn.Module], check: Callable[[nn.Module], None]) -> nn.Module:
     """Build a model with its values; one that turns out to be large is counted first."""
-    with suppress(_IsLarge), _Filled():
+    with suppress(_IsLarge), _Filled():  # type: ignore[no-untyped-call] # untyped in torch
         return build()
     _counted(build, check)
     return build()
@@ -139,9 +139,7 @@ class _IsLarge(BaseException):
 class _Filled(TorchDispatchMode):  # type: ignore[no-untyped-call] # untyped in torch
     """Ends a constructor that makes more than `LARGE_BYTES` of tensors."""
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call] # untyped in torch
-        self.total = 0
+    total = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
         """Run an operator, and count what it makes out of nothing."""
