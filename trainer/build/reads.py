@@ -6,7 +6,7 @@ Nothing here is collective, and the declared state of the model is put back.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Any, final
 
@@ -22,6 +22,7 @@ from trainer.core.tensors import bits_of
 from trainer.data.loader import Request
 from trainer.data.samples import INPUT_IDS
 from trainer.models.bind import OMITTED
+from trainer.models.meta_start import is_on_meta
 from trainer.objectives.base import sums_of, weights_of
 from trainer.tune.workload import restoring
 
@@ -83,11 +84,13 @@ def _unread_fields(parts: Parts) -> list[str]:
 
 def _unread_in_trials(parts: Parts, names: Collection[str]) -> list[str]:
     """Run the objective, in evaluation and in training; nothing is unread where that fails."""
-    fields, device = parts.example, parts.world.device
-    remote = to_device(fields, device if parts.weights is None else torch.device("meta"))
+    device = torch.device("meta") if is_on_meta(parts.module) else parts.world.device
+    fields, remote = parts.example, to_device(parts.example, device)
     reads = _Reads({id(each[name]): name for each in (fields, remote) for name in names})
 
     def run(*, trains: bool) -> None:
+        if reads.seen.issuperset(names):
+            return
         with restoring(parts.module, parts.objective), torch.set_grad_enabled(trains), reads:
             parts.module.train(trains)
             sums_of(parts.objective, parts.call, remote, weights)
@@ -111,13 +114,8 @@ class _Reads(TorchFunctionMode):
         self.seen: set[str] = set()
         self._names = names
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,  # noqa: ANN401 - PyTorch's
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 - whatever the function gives
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+        """Note the tensors, and call the function."""
         found = (self._names.get(id(value)) for value in tree_leaves((args, kwargs)))
         self.seen.update(filter(None, found))
         return func(*args, **(kwargs or {}))

@@ -32,7 +32,7 @@ from trainer.cli.exit_messages import print_error, print_out
 from trainer.cli.overrides import classify, dotted, expand, parse, quote, read, without, word_of
 from trainer.cli.start import must_stage, run_and_report, write_config
 from trainer.cli.trust import WRITTEN, refuse_odd_files
-from trainer.config.messages import line
+from trainer.config.messages import line, show
 from trainer.core.durable import read_json, write_file_atomic
 from trainer.core.errors import INTERRUPTED, ConfigError, Preempted, TrainError
 from trainer.core.own_code import OWN_CODE
@@ -278,7 +278,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
     best = min(map(_loss, rows))
     for row in rows:
         cells = ("-" if (cell := row[name]) is None else cell for name in shown)
-        texts = (f"{cell:,.6g}" if isinstance(cell, float) else str(cell) for cell in cells)
+        texts = (f"{cell:,.6g}" if isinstance(cell, float) else show(cell) for cell in cells)
         table.add_row(*texts, style="bold green" if _loss(row) == best < math.inf else "")
     return table
 
