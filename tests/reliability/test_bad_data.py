@@ -236,8 +236,8 @@ LABEL = (
         nightly(f"Broken {SHORT} accum=budget accum.max_tokens=30", SHORTER),
         (f"Apart {SHORT} steps=1", "of Apart has"),
         ("Broken data.kind=input_ids_16", f"sample 11 {TOKEN}"),
-        ("Broken data.kind=input_ids_16 data.bad=all accum=auto", TOKEN),
-        ("Broken data.kind=input_ids_16 data.bad=all command=verify", TOKEN),
+        ("Broken data.kind=input_ids_16 data.bad=all accum=auto objective=next_token", TOKEN),
+        ("Broken data.kind=input_ids_16 data.bad=all command=verify objective=next_token", TOKEN),
         ("Apart data.kind=input_ids_16", TOKEN.replace("Broken", "Apart")),
         nightly(f"Broken data.kind=input_ids_16 {GPT}", f"sample 11 {TOKEN}"),
         nightly("Broken data.kind=input_ids_-1 num_workers=1", "input_ids holds -1 at position 1"),
@@ -261,7 +261,12 @@ class Poisoned(toys.Net):
 
 @pytest.mark.parametrize(
     "line",
-    ["Broken", "Broken num_workers=1", "Apart", "Broken data.bad=all accum=auto"],
+    [
+        "Broken",
+        "Broken num_workers=1",
+        "Apart",
+        "Broken data.bad=all accum=auto objective=next_token",
+    ],
     ids=["step", "worker", "evaluation", "tuning"],
 )
 def test_no_device_sees_a_number_beyond_a_table(line, tmp_path):

@@ -42,9 +42,6 @@ _FLAGS = {
     "--hydra-help": "everything else that Hydra takes",
 }
 
-_MOST_WORDS = 8
-"""Of a key whose words are more, docs/configuration.md has all."""
-
 
 def show(own_folder: str | None = None) -> None:
     """Print the page, with the options of the user's `--config-dir`."""
@@ -79,7 +76,6 @@ def _sections(folders: list[Path]) -> Iterator[tuple[str, Iterable[tuple[str, st
     sections: dict[str, list[tuple[str, str]]] = {}
     for key, entry in ((key, entry) for key, entry in KEYS.items() if key not in GROUPS):
         words = entry.choices if len(entry.choices) > 1 else ()
-        words = words if len(words) <= _MOST_WORDS else (*words[:3], "...")
         shown = "|".join(dict.fromkeys((show_value(entry.default), *map(str, words))))
         doc = entry.doc if entry.default in (None, [], {}) else f"{entry.doc}  [{shown}]"
         section = key.partition(".")[0] if "." in key else _RUN

@@ -120,14 +120,15 @@ class Loader:
 
     def of(self, dataset: DataView, num_workers: int) -> Loader:
         """Make a loader of another data set, the same in all else."""
-        return Loader(
+        loader = Loader(
             dataset,
             num_workers=num_workers,
             seed=self._assemble.seed,
             pin_memory=self._pin_memory,
             limits=self.limits,
-            unaligned=self._assemble.unaligned,
         )
+        vars(loader._assemble)["aligned"] = self._assemble.aligned
+        return loader
 
     @property
     def limits(self) -> Limits:
@@ -141,7 +142,10 @@ class Loader:
 
     def limit(self, limits: Limits) -> None:
         """Bound the numbers of more fields; before a stream begins, whose workers know no more."""
-        self._assemble = replace(self._assemble, limits={**limits, **self.limits})
+        before = self._assemble
+        self._assemble = replace(before, limits={**limits, **self.limits})
+        if "aligned" in vars(before):  # no sample is read for it again
+            vars(self._assemble)["aligned"] = before.aligned
 
     @contextmanager
     def naming_samples(
