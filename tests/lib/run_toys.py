@@ -85,11 +85,11 @@ class LowNet(Net):
 
 
 class Hungry(Net):
-    """Holds 512 MiB more on the second rank; the first has the memory of trials."""
+    """Holds 1 GiB on the second rank, which is more than the first has."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.ballast = torch.ones(2**27 * (os.environ.get("RANK") == "1"))
+        self.ballast = torch.ones(2**28 * (os.environ.get("RANK") == "1"))
 
 
 class LossNet(DoubleNet):

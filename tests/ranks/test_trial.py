@@ -48,6 +48,7 @@ def test_policies_that_leave_no_sum_are_found_and_no_others(mode, size, right):
                 assert wrong.error > 0.1
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("own_folder")
 def test_a_run_does_not_begin_with_a_policy_that_leaves_no_sum():
     match = "sync: Halves leaves a gradient that is not the sum over 1 micro-batch and 2 ranks"

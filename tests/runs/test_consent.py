@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from tests.lib.cli_support import CHECKOUT, OWN_CLASSES, OWN_RUN, python
+from tests.lib.nightly import nightly
 from tests.lib.run_support import go, read_json, shell
 from trainer.cli.main import FinishedRun
 
@@ -141,7 +142,7 @@ def test_nothing_in_the_current_folder_runs_for_a_command_that_names_no_class_th
     assert not (trapped / "ran").exists()
 
 
-@pytest.mark.parametrize("more", ["", "parallel.ranks=2 num_workers=1"])
+@pytest.mark.parametrize("more", ["", nightly("parallel.ranks=2 num_workers=1")])
 def test_a_class_of_the_current_folder_brings_no_other_module_of_it(
     more: str, trapped: Path
 ) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.lib.nightly import nightly
 from tests.lib.run_support import go, meta, on, shell
 from trainer.core.errors import DataError, NoCheckpointError
 
@@ -27,7 +28,7 @@ def corpus(own_folder: Path) -> Path:
     return Path("corpus").absolute()
 
 
-@pytest.mark.parametrize("is_from_recipe", [False, True])
+@pytest.mark.parametrize("is_from_recipe", [False, nightly(True)])
 def test_a_relative_path_means_the_same_when_the_run_goes_on_from_another_folder(
     corpus: Path, is_from_recipe: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

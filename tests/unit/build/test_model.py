@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.lib.nightly import nightly
 from tests.lib.run_support import go
 from trainer.build import model
 from trainer.core.errors import DoesNotFitError
@@ -36,7 +37,9 @@ class Known(GPT):  # type: ignore[misc] # final
         built.append(str(self.embedding.weight.device))
 
 
-@pytest.mark.parametrize("command", ["train", "plan", "plan device=h100", "verify"])
+@pytest.mark.parametrize(
+    "command", ["train", *map(nightly, ["plan", "plan device=h100", "verify"])]
+)
 def test_a_model_that_cannot_fit_is_refused_before_it_takes_the_memory(command):
     line = f"command={command} model._target_={__name__}.Wide accum=auto"
     with pytest.raises(
