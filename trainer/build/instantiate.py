@@ -27,7 +27,7 @@ from trainer.config.components import COMPONENTS, LIBRARIES, LIBRARY_ROOTS, SHAR
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError, TrainError
 from trainer.core.own_code import OWN_CODE
-from trainer.core.user_code import described, place_of
+from trainer.core.user_code import causes, described, place_of
 from trainer.models import hf
 
 Built = TypeVar("Built")
@@ -80,9 +80,7 @@ def look_up(
 
 def _cause(error: BaseException) -> str:
     """Say why a class cannot be imported, with the error behind it that a library wraps."""
-    first = last = error
-    while (inner := last.__cause__ or last.__context__) is not None:
-        last = inner
+    first, *_, last = error, *causes(error)
     text = f"{first} ({last})" if last is not first and str(last) not in str(first) else str(first)
     if "torchvision" in str(last):
         with suppress(metadata.PackageNotFoundError):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -153,15 +153,13 @@ def _compare(objective: Objective, option: str, module: nn.Module, fields: Field
         return
     given = to_device(fields, parameter.device)
     own = ours = math.nan
-    logging.disable(logging.WARNING)  # transformers' words about the losses that heads declare
     # What fails here fails again, in full, where it is needed.
-    with suppress(Exception), restoring(module, objective), torch.no_grad():
+    with suppress(Exception), _quiet(), restoring(module, objective), torch.no_grad():
         module.eval()
         output, weights = bind(module)(given), weights_of(objective, given)
         own = float(output.loss)
         losses = sums_of(objective, lambda _: output, given, weights).losses
         ours = sum(float(loss) / weights[name] for name, loss in losses.items())
-    logging.disable(logging.NOTSET)
     # Heads of transformers turn logits into float32, whatever the weights are.
     eps = max(torch.finfo(dtype).eps for dtype in (parameter.dtype, torch.float32))
     if abs(own - ours) > math.sqrt(eps) * abs(own):
@@ -170,6 +168,17 @@ def _compare(objective: Objective, option: str, module: nn.Module, fields: Field
             f"sample, {option} one of {ours:.5g}: type objective=model_loss for the model's own, "
             f"or objective={option}"
         )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence transformers' words about the losses that its heads declare."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 def _chosen(objective: Objective, component: Component, why: str = "") -> Chosen:

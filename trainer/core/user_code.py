@@ -29,7 +29,7 @@ def place_of(error: BaseException) -> str:
 def described(error: BaseException) -> str:
     """Put an exception on one line, with its place in the user's code, and what caused it."""
     words = []
-    for each in _chain(error):
+    for each in causes(error):
         text = " ".join(str(each).split())
         words.append(f"{type(each).__name__}{text and f': {text}'}{place_of(each)}")
     return "; caused by ".join(words[:_MOST_CAUSES])
@@ -40,7 +40,7 @@ def excerpt(error: BaseException) -> str:
 
     Empty where `place_of` is, for the error and all that caused it.
     """
-    found = next(filter(None, map(_last_frame, _chain(error))), None)
+    found = next(filter(None, map(_last_frame, causes(error))), None)
     if found is None:
         return ""
     shapes = [f"{name} {shape}" for name, shape in _shapes(found[0].f_locals)][:_MOST_SHAPES]
@@ -48,7 +48,7 @@ def excerpt(error: BaseException) -> str:
     return place + (f"  with {', '.join(shapes)}\n" if shapes else "")
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
+def causes(error: BaseException) -> Iterator[BaseException]:
     """Give an error and what it was raised from, or while handling, as tracebacks show them."""
     seen: set[int] = set()
     each: BaseException | None = error
