@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -76,7 +77,8 @@ def test_a_job_of_a_sweep_goes_on_alone_from_another_folder(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     quiet = "wandb.mode=disabled device=cpu precision=fp32"
-    assert shell(f"-m {TEXT} {quiet} data.path=corpus optimizer.lr=1e-3,1e-2") == 0
+    shutil.copytree("corpus", "other")
+    assert shell(f"-m {TEXT} {quiet} data.path=corpus,other") == 0
     (first, _) = sorted(path.parent for path in Path().glob("outputs/multirun/*/*/*/config.yaml"))
     run = first.absolute()
     monkeypatch.chdir("elsewhere")

@@ -168,6 +168,8 @@ def test_parts_that_share_samples_are_named_and_others_are_not() -> None:
     assert split.warnings == ()
     assert split.holdout is None
     assert split.rule == "parts of the data set itself"
+    train, held_out, _ = built(f"{__name__}.Apart", holdout=0)
+    assert (len(train), held_out) == (COUNT, None)
 
 
 def test_a_typed_part_is_the_whole_and_a_name_that_a_class_does_not_know_says_so() -> None:
@@ -193,6 +195,9 @@ def test_comparing_is_bounded_and_finds_what_lies_elsewhere(
     assert 10 < found.found <= 100
     monkeypatch.setattr(split_module, "COMPARED_BYTES", 1)
     assert split_module.find_overlap(train, held_out).held_out == 8
+    monkeypatch.setattr(split_module, "COMPARED_S", 0.0)
+    found = split_module.find_overlap(train, held_out)
+    assert (found.held_out, found.training) == (1, 1)
 
 
 def test_a_share_far_from_the_one_asked_for_is_named() -> None:

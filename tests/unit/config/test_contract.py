@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tests.lib.config_support import checked
-from trainer.config.run_config import config_hash, contract, contract_diff
+from trainer.config.run_config import config_hash, contract, contract_diff, reading_faults
 
 EXECUTION = {
     **{"accum.micro": 4, "activation_checkpointing": True, "checkpoint.every": 7, "compile": True},
@@ -67,6 +67,15 @@ def test_auto_precision_is_open_until_the_checkpoint_says_what_it_became():
     assert contract_diff(contract(checked()), contract(checked({"precision": "fp16"}))) == []
     (fault,) = contract_diff(became, contract(checked({"precision": "fp16"})))
     assert fault.startswith("precision=fp16: the run has bf16; to change it")
+
+
+def test_an_objective_by_the_model_is_open_likewise_to_a_command_that_reads_a_run():
+    became = contract(checked({"objective._target_": "mine.Loss"}, "objective=own"))
+    for config in (checked(), checked({"command": "evaluate", "run": "r"})):
+        assert contract_diff(became, contract(config)) == []
+        assert reading_faults(config, became) == []
+    (fault,) = reading_faults(checked({"model.width": 48}), became)
+    assert fault.startswith("model.width=48: the run has")
 
 
 def test_a_contract_survives_json_and_its_hash_knows_it():

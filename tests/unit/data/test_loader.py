@@ -540,6 +540,16 @@ def test_labels_that_are_shorter_than_tokens_are_refused_in_whatever_sample(load
         loader.load(request(at, *others, packed=packed))
 
 
+def test_targets_of_an_encoder_decoder_have_lengths_of_their_own(loader_of):
+    samples = [{"input_ids": [1] * 16, "labels": [1] * (9 if i == 3 else 16)} for i in range(12)]
+    with pytest.raises(DataError, match="field 'labels' has 9 entries in sample 3"):
+        loader_of(Listed(samples)).load(Request((2, 3), 0, 16))
+    free = loader_of(Listed(samples), unaligned={"labels"})
+    for loader in (free, free.of(free.dataset, num_workers=0)):
+        labels = loader.load(Request((2, 3), 0, 16))["labels"]
+        assert (labels != -100).sum(1).tolist() == [16, 9]
+
+
 def test_lengths_are_measured_once_where_a_data_set_has_none():
     assert DataView(Listed([{"row": [1.0, 2.0]}] * 3)).lengths[:].tolist() == [1, 1, 1]
     assert DataView(Listed([{"input_ids": [[1, 2]]}] * 3)).lengths[:].tolist() == [1, 1, 1]
